@@ -22,12 +22,15 @@ class _LogLines(tqdm):
             _log.info("%s", str(self))
 
 
-def progress_bar(name: str, *, unit: str, total: int | None = None) -> tqdm:
-    """Return a progress bar with rate and, if the total is known, remaining time; only the first process shows it."""
-    options: dict[str, Any] = {"desc": name, "unit": unit, "unit_scale": True, "total": total}
+def progress_bar(name: str, *, unit: str, total: int | None = None, initial: int = 0, leave: bool = True) -> tqdm:
+    """Return a progress bar with rate and, if the total is known, remaining time; only the first process shows it.
+
+    It starts at ``initial``. On a terminal, it stays when it is closed if ``leave``.
+    """
+    options: dict[str, Any] = {"desc": name, "unit": unit, "total": total, "initial": initial}
     if getattr(rank_zero_only, "rank", 0):
         return tqdm(disable=True)
     if sys.stderr.isatty():
-        return tqdm(**options)
+        return tqdm(**options, leave=leave)
     # No line before the first delay. tqdm itself writes only line ends, which go to a dummy stream.
     return _LogLines(**options, mininterval=LOG_SECONDS, delay=LOG_SECONDS, miniters=1, file=io.StringIO(), leave=False)

@@ -209,6 +209,7 @@ def test_recall_tasks_of_a_model_that_has_hardly_learnt(run, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_model_recalls_in_texts_as_long_as_those_it_learnt_from_and_not_beyond(run, tmp_path, record_property):
     with pytest.warns(UserWarning, match="1024 tokens is longer than the 208 positions"):
         table = run("recall_tasks", "--output", tmp_path, "--mode", "teacher_forced", "--lengths", 208, 1024)

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import jsonargparse
 from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -33,6 +34,7 @@ from lightning_modules.training.fsdp import check_strategy
 from lightning_modules.training.optimizers import LR_SCHEDULER, OPTIMIZER
 from lightning_modules.training.preemption import Preemption
 from lightning_modules.training.preflight import check_early, check_influence
+from lightning_modules.training.progress import StepProgress
 from lightning_modules.training.random_states import RandomStates
 from lightning_modules.training.run import Run, RunMember
 from lightning_modules.training.sequence_parallel import sequence_parallel_size
@@ -127,15 +129,18 @@ class LongceCLI(LightningCLI):
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Write and read checkpoints with `CheckedCheckpointIO`, unless the config names another plugin."""
+        """Use `CheckedCheckpointIO` and `StepProgress`, unless the config names other ones."""
         options = self._get(self.config_init, "trainer")
         _check_trainer(options)
         plugins = options.get("plugins") or []
         plugins = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             plugins.append(CheckedCheckpointIO())
+        callbacks = list(options.get("callbacks") or [])
+        if options.get("enable_progress_bar") is not False and not any(isinstance(x, ProgressBar) for x in callbacks):
+            callbacks.append(StepProgress())
         try:
-            return super().instantiate_trainer(**{"plugins": plugins, **kwargs})
+            return super().instantiate_trainer(**{"plugins": plugins, "callbacks": callbacks, **kwargs})
         except TypeError as error:  # Lightning raises it for some wrong values
             raise ValueError(f"The settings of `trainer` are not valid: {error}") from error
 
