@@ -156,8 +156,8 @@ class LongContextLM(LightningModule):
         the end of an epoch).
         """
         # 1. Refuse the step if a loss is not finite. This is the only place where the CPU waits for the accelerator.
-        preflight.check_finite(self._losses, self)
-        self._losses = {}
+        losses, self._losses = self._losses, {}
+        preflight.check_finite(losses, self)
         # 2. Sum up the tokens and losses of all batches and processes of the step.
         values = self._statistics.compute(self.trainer.strategy)
         # 3. Replace the divisors so far by the step's. Lightning divided the loss by the number of batches, and the
