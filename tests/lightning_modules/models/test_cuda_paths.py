@@ -61,7 +61,8 @@ def host_batch(tokens, documents):
 def training_module(backbone):
     module = LongContextLM(model_config={"model_type": "llama"}, context_length=K, stride=D)
     module.backbone, module._device = backbone, GPU
-    module.log = module.log_dict = lambda *_, **__: None
+    module.log_dict = lambda values, **_: [module.log(name, value) for name, value in values.items()]
+    module.log = lambda name, value, **_: float(value)  # as loggers and the progress bar read it
     return module
 
 
@@ -81,7 +82,7 @@ def pair_for_key_tokens(backbone, batch):
 
 
 PATHS = {  # what runs, and how often it waits
-    "training step": (training_step, 1),  # whether the losses are finite
+    "training step": (training_step, 2),  # whether the losses are finite, and means for the log
     "pair for key tokens": (pair_for_key_tokens, 1),  # which tokens are above beta
 }
 
