@@ -155,19 +155,17 @@ class LongContextLM(LightningModule):
         A mean of batch means would give more weight to the tokens of a batch that has few of them (padding, prompts,
         the end of an epoch).
         """
-        # 1. Refuse the step if a loss is not finite. This is the only place where the CPU waits for the accelerator.
-        preflight.check_finite(self._losses, self)
-        self._losses = {}
+        # 1. Refuse the step if a loss is not finite. The CPU waits for the accelerator here and in 2, nowhere else.
+        losses, self._losses = self._losses, {}
+        preflight.check_finite(losses, self)
         # 2. Sum up the tokens and losses of all batches and processes of the step.
         values = self._statistics.compute(self.trainer.strategy)
         # 3. Replace the divisors so far by the step's. Lightning divided the loss by the number of batches, and the
         #    strategy divided the gradients by the number of processes.
         divisor = REFERENCE_TOKENS * self.trainer.accumulate_grad_batches * self.trainer.world_size
-        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-        if gradients:  # in host memory if the weights are offloaded
-            scale = (self._statistics.step_divisor / divisor).to(gradients[0].device)
-            for gradient in gradients:
-                gradient.div_(scale)
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(float(self._statistics.step_divisor) / divisor)
         # 4. Log the means and start over.
         self._statistics.reset()
         self.log_dict({f"train/{name}": value for name, value in values.items()}, batch_size=1)

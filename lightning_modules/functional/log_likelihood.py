@@ -18,12 +18,7 @@ LoRA adapter, bias, soft cap or logit scale. A `LinearHead` is the fastest and n
 
 
 def token_log_likelihood(
-    hidden_states: Tensor,
-    head: Head,
-    labels: Tensor,
-    *,
-    scored: BoolArray | None = None,
-    chunk_size: int | None = None,
+    hidden_states: Tensor, head: Head, labels: Tensor, *, scored: BoolArray | None = None, chunk_size: int | None = None
 ) -> Tensor:
     r"""Compute the log-likelihood of each scored token given the tokens before it.
 
@@ -36,8 +31,7 @@ def token_log_likelihood(
         hidden_states: ``[B, T, D]`` last hidden states; entry ``t`` has seen tokens ``0 .. t``.
         head: Maps ``[N, D]`` hidden states to ``[N, V]`` logits.
         labels: ``[B, T]`` int64 token ids; ``IGNORE_INDEX`` where a token is not scored, column 0 always.
-        scored: ``[B, T]``, which labels are not ``IGNORE_INDEX``. Without it, the CPU waits for labels on an
-            accelerator.
+        scored: ``[B, T]``, whether ``labels`` are scored; without it, the CPU waits for labels on an accelerator.
         chunk_size: Scored tokens whose logits exist at the same time; by default 512, and 2048 on an accelerator.
 
     Returns:

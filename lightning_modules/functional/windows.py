@@ -120,10 +120,7 @@ def check_window_fraction(fraction: float) -> None:
 
 
 def trim_windows(windows: Sequence[tuple[int, Window]], wanted: Tensor) -> list[tuple[int, Window]]:
-    """Shorten windows to end at the last of the ``[B, T]`` wanted tokens that they score; drop windows without any.
-
-    ``wanted`` is in main memory.
-    """
+    """Shorten windows to end at the last wanted token that they score (``[B, T]``, on CPU); drop those without any."""
     trimmed = []
     for row, (start, scored, stop) in windows:
         tokens = wanted[row, scored:stop].nonzero()
@@ -137,25 +134,19 @@ def window_batch(batch: PackedBatch, windows: Sequence[tuple[int, Window]]) -> P
 
     Positions restart at 0. Shorter windows are padded on the right, which causal attention never sees.
     """
-    table = torch.tensor([(row, *window) for row, window in windows])
-    length = batch["input_ids"].shape[1]
-    row, token, position, is_scored = _place_tokens(table, length, batch["input_ids"].device)
+    device, length = batch["input_ids"].device, batch["input_ids"].shape[1]
+    row, start, scored, stop = torch.tensor([(row, *window) for row, window in windows]).unsqueeze(-1).unbind(1)
+    width = int((stop - start).max())
+    token = start + torch.arange(width)
+    is_scored = (token >= scored) & (token < stop)
+    token.clamp_(max=length - 1)
+    place = send(row, device), send(token, device)
     result = PackedBatch(
-        input_ids=batch["input_ids"][row, token],
-        labels=batch["labels"][row, token].masked_fill(~is_scored, IGNORE_INDEX),
-        position_ids=position,
+        input_ids=batch["input_ids"][place],
+        labels=batch["labels"][place].masked_fill(send(~is_scored, device), IGNORE_INDEX),
+        position_ids=torch.arange(width, device=device).expand(len(windows), width),
         document_boundaries=[[0, window.stop - window.start] for _, window in windows],
     )
     if "scored" in batch:
-        row, token, _, is_scored = _place_tokens(table, length, torch.device("cpu"))
-        result["scored"] = (torch.from_numpy(batch["scored"])[row, token] & is_scored).numpy()
+        result["scored"] = batch["scored"][row.numpy(), token.numpy()] & is_scored.numpy()
     return result
-
-
-def _place_tokens(table: Tensor, length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return rows, token indices and positions of the tokens in windows, and whether their window scores them."""
-    width = int((table[:, 3] - table[:, 1]).max())
-    row, start, scored, stop = send(table, device).unsqueeze(-1).unbind(1)
-    position = torch.arange(width, device=device).expand(len(table), width)
-    token = start + position
-    return row, token.clamp(max=length - 1), position, (token >= scored) & (token < stop)

@@ -36,7 +36,7 @@ def document_attention(
     attention_mask: Tensor | None,
     document_boundaries: Sequence[Sequence[int]] | None = None,
     exchange: Exchange | None = None,
-    cu_seq_lens: Tensor | None = None,
+    packed_lengths: tuple[Tensor, int] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute causal attention within each document of each sequence, without a mask.
@@ -46,9 +46,9 @@ def document_attention(
     documents.
 
     Returns ``[B, T, H, D]`` for ``[B, H, T, D]`` queries, and None for the attention weights. ``document_boundaries``
-    are ascending indices ``[0, .., T]`` of each sequence, or None if each is one document. ``cu_seq_lens`` are the same
-    for the whole batch, on a GPU: there, one call attends within all documents if torch's flash attention supports it.
-    ``exchange`` calls this function for whole sequences of which this process holds a shard; it does not support masks.
+    are ascending indices ``[0, .., T]`` of each sequence, or None if each is one document. ``exchange`` calls this
+    function for whole sequences of which this process holds a shard; it does not support masks. On a GPU, there
+    are ``packed_lengths``: boundaries of all documents of the batch and the longest length, for one call for all.
     """
     if exchange is not None:
         if attention_mask is not None:
@@ -59,10 +59,10 @@ def document_attention(
         return exchange(module, query, key, value, document_boundaries=document_boundaries, **kwargs)
     if document_boundaries is None or attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    if cu_seq_lens is not None:
-        query, key, value = map(_autocast, (query, key, value))
-        if _supports_varlen(module, query, key, value, **kwargs):
-            return _attend_at_once(query, key, value, cu_seq_lens, document_boundaries, kwargs.get("scaling")), None
+    if packed_lengths is not None:
+        output = _attend_at_once(query, key, value, *packed_lengths, **kwargs)
+        if output is not None:
+            return output, None
     outputs = []
     for row, boundaries in enumerate(document_boundaries):
         documents = [
@@ -75,72 +75,40 @@ def document_attention(
     return torch.cat(outputs), None
 
 
-def _autocast(states: Tensor) -> Tensor:
-    """Cast to the dtype in which autocast runs attention; it does not know `varlen_attn`."""
-    device = states.device.type
-    return states.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else states
-
-
-def _supports_varlen(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    position_bias: Tensor | None = None,
-    **_: Any,
-) -> bool:
-    """Return whether `varlen_attn` can compute what a layer asks for, for ``[B, H, T, D]`` states."""
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if not is_causal or dropout or position_bias is not None or query.shape[-1] % 8:
-        return False
-    return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, query.shape[1] != key.shape[1]))
-
-
 def _attend_at_once(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_lens: Tensor,
-    document_boundaries: Sequence[Sequence[int]],
-    scale: float | None,
-) -> Tensor:
-    """Return ``[B, T, H, D]`` causal attention within all documents in one call."""
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, **kwargs: Any
+) -> Tensor | None:
+    """Return attention within all documents by one call, or None if torch's flash attention does not support it."""
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # it does not know this function
+        query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
+    has_groups = query.shape[1] != key.shape[1]
+    supported = can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, has_groups))
+    if not supported or query.shape[-1] % 8 or kwargs.get("dropout") or kwargs.get("position_bias") is not None:
+        return None
     from torch.nn.attention.varlen import varlen_attn  # takes a second to import
 
     attend: Any = varlen_attn
     # torch 2.11 supports fewer keys than queries without being told.
-    groups = {"enable_gqa": True} if "enable_gqa" in inspect.signature(attend).parameters else {}
-    longest = max(stop - start for boundaries in document_boundaries for start, stop in pairwise(boundaries))
+    groups = {"enable_gqa": has_groups} if "enable_gqa" in inspect.signature(attend).parameters else {}
     flat = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
-    output = attend(*flat, cu_seq_lens, cu_seq_lens, longest, longest, scale=scale, window_size=(-1, 0), **groups)
-    result: Tensor = output.unflatten(0, (query.shape[0], query.shape[2]))
-    return result
+    output = attend(*flat, bounds, bounds, longest, longest, scale=kwargs.get("scaling"), window_size=(-1, 0), **groups)
+    return torch.unflatten(output, 0, (query.shape[0], query.shape[2]))
 
 
 @contextlib.contextmanager
-def boundaries_only(*, packed: bool | None = None) -> Iterator[None]:
-    """Let `document_attention` separate documents by their boundaries only, without a mask.
-
-    ``packed`` is whether any sequence has several documents. If it is None, transformers finds out from the positions,
-    for which the CPU waits for the accelerator in each forward pass.
-    """
+def boundaries_only(implementation: str = "") -> Iterator[None]:
+    """Let `document_attention` separate documents by their boundaries only, without a mask."""
     before, _MaskFree.enabled = _MaskFree.enabled, True
     find_documents = masking_utils.find_packed_sequence_indices
-    if packed is not None:
-        masking_utils.find_packed_sequence_indices = _number_documents if packed else lambda _: None
+    if implementation.startswith((DOCUMENT_SDPA, "flash_attention")):
+        # Theirs reads whether there are several documents, for which the CPU waits in each forward pass.
+        masking_utils.find_packed_sequence_indices = lambda ids: (ids.diff(prepend=ids[:, :1] - 1) != 1).cumsum(-1)
     try:
         yield
     finally:
         _MaskFree.enabled = before
         masking_utils.find_packed_sequence_indices = find_documents
-
-
-def _number_documents(position_ids: Tensor) -> Tensor:
-    """Return the ``[B, T]`` index of each token's document, for the masks of sliding windows."""
-    return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
 
 
 def document_mask(**kwargs: Any) -> Tensor | None:
@@ -177,16 +145,16 @@ def index_free_length(config: PreTrainedConfig) -> int | None:
 def isolation_arguments(
     implementation: str, document_boundaries: Sequence[Sequence[int]], sequence_length: int, device: torch.device
 ) -> dict[str, Any]:
-    """Return keyword arguments for a decoder that isolate the documents of a sequence.
+    """Return keyword arguments for a decoder that isolate the documents of a sequence; none for single documents.
 
-    Our implementation needs none for single documents. Flash attention always gets them: otherwise transformers would
-    compare positions in each layer, and the CPU wait for the result. Other implementations need none: transformers
-    recognizes documents by positions that restart, if it gets neither a mask nor a cache and the model respects its
-    masks (see `check_scoring`). ``document_boundaries`` are ``[0, end of document 1, ..]`` of each sequence; padding
-    may follow.
+    Flash attention gets them always, or each layer would compare positions and the CPU wait for the result. Other
+    implementations but ours need none: transformers recognizes documents by positions that restart, if it gets neither
+    a mask nor a cache and the model respects its masks (see `check_scoring`). ``document_boundaries`` are ``[0, end of
+    document 1, ..]`` of each sequence; padding may follow.
     """
     is_flash = implementation.startswith("flash_attention")
-    if not is_flash and (implementation != DOCUMENT_SDPA or not has_packed_documents(document_boundaries)):
+    packed = any(len(boundaries) > 2 for boundaries in document_boundaries)
+    if not is_flash and not (packed and implementation == DOCUMENT_SDPA):
         return {}
     # Padding after the last boundary becomes a document by itself, whose output is unused.
     covered = [
@@ -195,17 +163,9 @@ def isolation_arguments(
     ]
     flat = [0] + [row * sequence_length + stop for row, boundaries in enumerate(covered) for stop in boundaries[1:]]
     cumulative = send(torch.tensor(flat, dtype=torch.int32), device)
-    if not is_flash:
-        return {"document_boundaries": covered} | ({"cu_seq_lens": cumulative} if device.type == "cuda" else {})
     longest = max(stop - start for start, stop in pairwise(flat))
-    return {
-        "cu_seq_lens_q": cumulative,
-        "cu_seq_lens_k": cumulative,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
-
-
-def has_packed_documents(document_boundaries: Sequence[Sequence[int]]) -> bool:
-    """Return whether any sequence has several documents."""
-    return any(len(boundaries) > 2 for boundaries in document_boundaries)
+    if is_flash:
+        lengths = {"max_length_q": longest, "max_length_k": longest}
+        return {"cu_seq_lens_q": cumulative, "cu_seq_lens_k": cumulative, **lengths}
+    packed_lengths = (cumulative, longest) if device.type == "cuda" else None
+    return {"document_boundaries": covered, "packed_lengths": packed_lengths}

@@ -16,14 +16,7 @@ from lightning_modules.functional import token_log_likelihood
 from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.functional.log_likelihood import Head
 from lightning_modules.models.adapters import active_module, is_peft_model
-from lightning_modules.models.attention import (
-    DOCUMENT_SDPA,
-    Exchange,
-    boundaries_only,
-    has_packed_documents,
-    index_free_length,
-    isolation_arguments,
-)
+from lightning_modules.models.attention import Exchange, boundaries_only, index_free_length, isolation_arguments
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
 from lightning_modules.models.optimizations import last_layer_reads_from, no_autocast_cache
 
@@ -183,9 +176,7 @@ class Backbone(nn.Module):
                     " on the index of a token in the shard: set `sequence_parallel_size: 1`."
                 )
             arguments["exchange"] = exchange
-        # Other implementations also separate padding by positions.
-        separates = self.attention == DOCUMENT_SDPA or self.attention.startswith("flash_attention")
-        with boundaries_only(packed=has_packed_documents(batch["document_boundaries"]) if separates else None):
+        with boundaries_only(self.attention):
             hidden_states = self.decoder(
                 input_ids=batch["input_ids"],
                 position_ids=batch["position_ids"],
@@ -201,7 +192,7 @@ class Backbone(nn.Module):
         Raises:
             ValueError: If so, and weights are sharded: the processes would make different numbers of passes.
         """
-        if not has_packed_documents(batch["document_boundaries"]):
+        if all(len(boundaries) <= 2 for boundaries in batch["document_boundaries"]):
             return False
         limit = index_free_length(self.base_model.config)
         if self.isolates_documents and (limit is None or batch["input_ids"].shape[1] <= limit):

@@ -53,12 +53,12 @@ def short_log_likelihood(
     windows = batch_windows(batch["document_boundaries"], context_length=context_length, stride=stride)
     windows, drawn = draw_windows(windows, window_fraction, seed=seed)
     if wanted is not None:
-        in_main_memory = wanted.cpu()  # one transfer for all windows
-        windows = trim_windows(windows, in_main_memory)
+        on_cpu = wanted.cpu()  # one transfer for all windows
+        windows = trim_windows(windows, on_cpu)
         batch = batch.copy()
         batch["labels"] = batch["labels"].masked_fill(~wanted, IGNORE_INDEX)
         if "scored" in batch:
-            batch["scored"] = batch["scored"] & in_main_memory.numpy()
+            batch["scored"] = batch["scored"] & on_cpu.numpy()
     for row, (_, scored, stop) in windows:
         has_short_context[row, scored:stop] = True
     # 2. Score this process's windows, and copy the scores of each to the positions of its tokens.

@@ -108,13 +108,12 @@ def check_batch(module: Trainee, batch: PackedBatch, group: SequenceGroup | None
 def check_finite(losses: Mapping[int, Tensor], module: LightningModule) -> None:
     """Raise a ``FloatingPointError`` if a loss of the optimizer step is not finite; ``losses`` are by batch index."""
     for batch_idx, loss in zip(losses, torch.stack(list(losses.values())).tolist(), strict=True):
-        if math.isfinite(loss):
-            continue
-        raise FloatingPointError(
-            f"The loss is {loss} at step {module.global_step}, batch {batch_idx} of epoch"
-            f" {module.current_epoch} (process {module.global_rank}). Training stops here: lower the learning rate,"
-            " clip gradients (`trainer.gradient_clip_val`) or check the data of the batch."
-        )
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"The loss is {loss} at step {module.global_step}, batch {batch_idx} of epoch"
+                f" {module.current_epoch} (process {module.global_rank}). Training stops here: lower the learning rate,"
+                " clip gradients (`trainer.gradient_clip_val`) or check the data of the batch."
+            )
 
 
 def check_influence(objective: Objective, influence: str | None) -> None:

@@ -62,11 +62,13 @@ class TrainingStatistics:
         self._sums = batch if self._sums is None else self._sums + batch
 
     def compute(self, strategy: Strategy) -> dict[str, Tensor]:
-        """Return the means as float32 scalars by name; every process must call it."""
+        """Return the means as float32 scalars on CPU by name; every process must call it."""
         assert self._sums is not None, "there is a batch before each optimizer step"
         group = sequence_group(strategy)
+        # The progress bar and loggers read the means, and would wait for an accelerator each time.
+        sums = strategy.reduce(self._sums, reduce_op="sum").cpu()
         # Each process of a sequence group counts whole sequences, so every token is counted `size` times.
-        sums = strategy.reduce(self._sums, reduce_op="sum") / (1 if group is None else group.size)
+        sums = sums / (1 if group is None else group.size)
         loss, nll, tokens, weights, above, capped, squares = sums.unbind()
         # If all weights are 0, the gradient is 0 and any divisor will do.
         self.step_divisor = weights.where(weights > 0, 1.0) if self.objective.normalized else tokens.clamp(min=1)

@@ -244,6 +244,27 @@ def test_nan_loss_stops_and_says_where(folder, tmp_path):
         trainer(tmp_path, max_steps=5).fit(module, loader(*(row(seed) for seed in range(5))))
 
 
+def test_a_loss_that_is_not_finite_changes_no_weight_and_does_not_stop_the_next_run(folder, tmp_path):
+    module = lm(folder, objective=BrokenOnce())
+    module.configure_model()
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(FloatingPointError, match="The loss is nan at step 0, batch 1 of epoch 0"):
+        trainer(tmp_path, accumulate_grad_batches=3).fit(module, loader(*(row(seed) for seed in range(3))))
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    trainer(tmp_path).fit(module, loader(row(0)))
+
+
+class BrokenOnce(CrossEntropy):
+    """The weights of the second batch are NaN."""
+
+    batches = 0
+
+    def token_weights(self, long, short, batch):
+        self.batches += 1
+        return torch.full_like(long, float("nan") if self.batches == 2 else 1.0)
+
+
 def test_token_ids_beyond_the_embedding(folder, tmp_path):
     with pytest.raises(ValueError, match=r"beyond the embedding of 90 tokens"):
         trainer(tmp_path).fit(lm(folder), loader(row(0, vocabulary=5000)))

@@ -8,7 +8,9 @@ import pytest
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.utils.data._utils.pin_memory import pin_memory
 
+from datamodules.packing.loader import worker_options
 from datamodules.packing.sequences import collate_rows, make_row
 from lightning_modules.batch import batch_to, pack_sequence
 from lightning_modules.long_context_lm import LongContextLM
@@ -16,7 +18,7 @@ from lightning_modules.models import attention as attention_module
 from lightning_modules.models import short_context
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.short_context import long_and_short, short_log_likelihood
+from lightning_modules.models.short_context import long_and_short
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.scoring.evaluator import score_text
 from tests.conftest import make_text, tiny_model
@@ -59,7 +61,8 @@ def host_batch(tokens, documents):
 def training_module(backbone):
     module = LongContextLM(model_config={"model_type": "llama"}, context_length=K, stride=D)
     module.backbone, module._device = backbone, GPU
-    module.log = module.log_dict = lambda *_, **__: None
+    module.log_dict = lambda values, **_: [module.log(name, value) for name, value in values.items()]
+    module.log = lambda name, value, **_: float(value)  # as loggers and the progress bar read it
     return module
 
 
@@ -78,10 +81,8 @@ def pair_for_key_tokens(backbone, batch):
     long_and_short(backbone, batch_to(batch, GPU), context_length=K, stride=D, beta=-2.0)
 
 
-PATHS = {  # waits, and passes that read whole sequences
-    "long": (lambda backbone, batch: backbone(batch_to(batch, GPU)), 0),
-    "short": (lambda *given: short_log_likelihood(given[0], batch_to(given[1], GPU), context_length=K, stride=D), 0),
-    "training step": (training_step, 1),  # whether the losses are finite
+PATHS = {  # what runs, and how often it waits
+    "training step": (training_step, 2),  # whether the losses are finite, and means for the log
     "pair for key tokens": (pair_for_key_tokens, 1),  # which tokens are above beta
 }
 
@@ -128,6 +129,18 @@ def test_a_batch_on_the_device_costs_one_wait_per_pass():
         backbone(batch)
         assert recorded.waits.total() == 2
         assert "scored" not in batch_to(batch, GPU)
+
+
+def test_pinning_reaches_every_tensor_of_a_batch_and_leaves_the_rest_in_main_memory(monkeypatch):
+    batch, pinned = host_batch(64, 2), []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: pinned.append(self) or self)
+    result = pin_memory(batch)
+    assert len(pinned) == 3
+    moved = move_data_to_device(result, torch.device("meta"))
+    assert moved["document_boundaries"] == [[0, 32, 64]]
+    assert moved["scored"].tolist() == batch["labels"].ge(0).tolist()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert worker_options(2)["pin_memory"]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "autocast"])
