@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from lightning_modules.commands.plan.activations import ActivationBytes, activation_bytes
+from lightning_modules.commands.plan.activations import ActivationBytes
 from lightning_modules.commands.plan.flops import Flops, ce_step_flops, forward_flops, scoring_flops, short_pass_flops
-from lightning_modules.commands.plan.hardware import EFFICIENCY, GPU, GPUS, seconds
+from lightning_modules.commands.plan.hardware import GPU, GPUS, Range, Rates
 from lightning_modules.commands.plan.memory import (
     CONTEXT_GIB,
     FRAGMENTATION,
@@ -23,6 +23,7 @@ from lightning_modules.commands.plan.memory import (
 )
 from lightning_modules.commands.plan.settings import Experiment, stored_dtype
 from lightning_modules.commands.plan.shapes import ModelShape
+from lightning_modules.commands.plan.transfers import BANDWIDTH, HOST_MEMORY, WAITING, transfer_seconds
 
 # Table 7 of Fang et al. (2025): extra wall-clock time of LongCE over CE; Llama-2-7B, sequences of 32k tokens.
 PAPER_OVERHEAD = {(4096, 1024): 0.79, (1024, 1024): 0.43, (4096, 4096): 0.36, (4096, 512): 1.50}
@@ -30,36 +31,31 @@ PAPER_TOKENS = 32_768
 
 LORA = {"r": 8, "target_modules": "all-linear"}
 FSDP = "configs/strategies/fsdp.yaml: FSDP2"
-
-BASIS = (
-    "Computed: FLOPs of all matrix products and of causal attention, from the modules of the model; bytes of"
-    " activations, from running the model on tensors without data, with flash attention. Nothing is measured on a GPU.",
-    "Assumed: these rates, the CUDA context and fragmentation; one document per sequence; no time"
-    " for anything else (norms, optimizer, data, communication, validation), so real steps are slower.",
-    "The paper's column is wall-clock time of the authors' code (Table 7: Llama-2-7B, 32k tokens).",
-)
+OFFLOAD = "trainer.strategy: FullyShardedStrategy with offload: true"
 
 
 class Planner:
     """Planner of one experiment on one kind of GPU; the price per GPU hour is in any currency."""
 
-    def __init__(self, experiment: Experiment, gpu: GPU, price_per_gpu_hour: float | None = None) -> None:
-        self.experiment, self.gpu, self.price = experiment, gpu, price_per_gpu_hour
+    def __init__(self, experiment: Experiment, gpu: GPU, rates: Rates, price_per_gpu_hour: float | None = None) -> None:
+        self.experiment, self.gpu, self.rates, self.price = experiment, gpu, rates, price_per_gpu_hour
         self.training = training = experiment.training
         self._models: dict[str, tuple[ModelShape, ActivationBytes]] = {}
-        self.shape = self._trained_model(training, experiment.lora)[0]
+        self.shape, self.activations = self._trained_model(training, experiment.lora)
         self.cross_entropy = ce_step_flops(self.shape, training.tokens, training.checkpointing)
         # Sequences per step and GPU; a fraction if GPUs split sequences.
         self.rows_per_gpu = experiment.accumulated * training.rows / training.sequence_parallel_size
 
     def plan(self) -> dict[str, Any]:
-        """Return all estimates as plain numbers: TFLOP are 1e12 operations, memory is in GiB."""
+        """Return all estimates as plain numbers: TFLOP are 1e12 operations, memory is in GiB, ranges are pairs."""
         training = self.training
         # The configured (K, d), then those of the paper that fit into the sequence.
         pairs = dict.fromkeys([(training.context_length, training.stride), *PAPER_OVERHEAD])
         names = ("objective", "window_share", "stored_influence", "max_steps", "precision", "optimizer", "lora")
         settings = {name: getattr(self.experiment, name) for name in names} | asdict(training)
         run = {name: str(value) if isinstance(value, torch.dtype) else value for name, value in settings.items()}
+        assumed = {"bandwidth": BANDWIDTH, "host_memory": HOST_MEMORY}
+        assumed |= {"context_gib": CONTEXT_GIB, "fragmentation": FRAGMENTATION}
         return {
             "model": _describe_model(self.experiment.name, self.shape),
             "gpu": {**self.gpu._asdict(), "count": training.gpus},
@@ -69,15 +65,17 @@ class Planner:
             "cost": self._plan_cost(),
             "memory": self._plan_memory(),
             "scoring": self._plan_scoring(),
-            "assumed": {**EFFICIENCY, "context_gib": CONTEXT_GIB, "fragmentation": FRAGMENTATION},
-            "basis": list(BASIS),
+            "rates": self.rates._asdict(),
+            "assumed": assumed,
         }
 
     # -------------------------------------------------------------------------------------------------------- training
 
     def _plan_step(self, context_length: int, stride: int) -> dict[str, Any]:
-        ce, short = self.cross_entropy, self._short_pass(context_length, stride)
-        pair, paper = (context_length, stride), self.training.tokens == PAPER_TOKENS
+        """Compare LongCE with these windows to cross entropy."""
+        ce, pair = self.cross_entropy, (context_length, stride)
+        short, training = self._short_pass(*pair), replace(self.training, context_length=pair[0], stride=pair[1])
+        paper = self.training.tokens == PAPER_TOKENS
         return {
             "context_length": context_length,
             "stride": stride,
@@ -85,8 +83,7 @@ class Planner:
             "ce_tflop": ce.total / 1e12,
             "short_pass_tflop": short.total / 1e12,
             "overhead": short.total / ce.total,
-            "ce_step_seconds": self.rows_per_gpu * seconds(ce, self.gpu),
-            "longce_step_seconds": self.rows_per_gpu * seconds(ce + short, self.gpu),
+            "longce_step_seconds": self._step_seconds(ce + short, self._transfers(training, short_pass=True)),
             "paper_overhead": PAPER_OVERHEAD.get(pair) if paper else None,
         }
 
@@ -94,24 +91,41 @@ class Planner:
         whole = short_pass_flops(self.shape, self.training.tokens, context_length, stride)
         return whole * self.experiment.window_share
 
+    def _transfers(self, training: Training, *, short_pass: bool) -> dict[str, float]:
+        settings: dict[str, Any] = {"batches": self.experiment.accumulated, "short_pass": short_pass}
+        return transfer_seconds(self.shape, self.activations, training, self.gpu, **settings)
+
+    def _step_seconds(self, flops: Flops, transfers: dict[str, float]) -> Range:
+        """Return the time of an optimizer step: transfers overlap with computation completely, or not at all."""
+        compute = self.rates.seconds(flops, self.gpu).times(self.rows_per_gpu)
+        waiting = sum(value for name, value in transfers.items() if name in WAITING)
+        total = sum(transfers.values())
+        return Range(max(compute.low, total - waiting) + waiting, compute.high + total)
+
     def _plan_cost(self) -> dict[str, Any]:
         """Return the cost of cross entropy, and of the configured objective if it is another one."""
-        training, flops = self.training, {"cross entropy": self.cross_entropy}
-        if self.experiment.objective != "CrossEntropy":
-            short = self._short_pass(training.context_length, training.stride) * float(training.short_pass)
-            flops[self.experiment.objective] = self.cross_entropy + short
-        return {name: self._describe_cost(self.rows_per_gpu * seconds(step, self.gpu)) for name, step in flops.items()}
+        training, objective = self.training, self.experiment.objective
+        bills = {"cross entropy": self._describe_cost(self.cross_entropy, short_pass=False)}
+        if objective != "CrossEntropy":
+            flops, short_pass = self.cross_entropy, training.short_pass
+            if short_pass:
+                flops += self._short_pass(training.context_length, training.stride)
+            bills[objective] = self._describe_cost(flops, short_pass=short_pass)
+        return bills
 
-    def _describe_cost(self, step: float) -> dict[str, Any]:
+    def _describe_cost(self, flops: Flops, *, short_pass: bool) -> dict[str, Any]:
         gpus, steps = self.training.gpus, self.experiment.max_steps
-        hours = None if steps is None else steps * step / 3600
-        price = None if self.price is None else self.price * step * gpus / 3600
+        transfers = self._transfers(self.training, short_pass=short_pass)
+        step = self._step_seconds(flops, transfers)
+        tokens = round(gpus * self.rows_per_gpu * self.training.tokens)
+        price = None if self.price is None else step.times(self.price * gpus / 3600)
         return {
             "step_seconds": step,
-            "tokens_per_second": round(gpus * self.rows_per_gpu * self.training.tokens) / step,
-            "hours": hours,
-            "gpu_hours": None if hours is None else hours * gpus,
-            "price": None if price is None or steps is None else steps * price,
+            "tokens_per_second": Range(tokens / step.high, tokens / step.low),
+            "transfer_seconds": transfers,
+            "hours": None if steps is None else step.times(steps / 3600),
+            "gpu_hours": None if steps is None else step.times(steps * gpus / 3600),
+            "price": None if price is None or steps is None else price.times(steps),
             "price_per_step": price,
         }
 
@@ -119,7 +133,7 @@ class Planner:
 
     def _plan_memory(self) -> dict[str, Any]:
         training, lora = self.training, self.experiment.lora
-        result = self._describe_memory(training_memory(*self._trained_model(training, lora), training))
+        result = self._describe_memory(training_memory(self.shape, self.activations, training))
         if not result["fits"]:
             # Suggest the smallest single change of each kind that makes the run fit.
             fitting: dict[str, dict[str, Any]] = {}
@@ -140,6 +154,7 @@ class Planner:
             "largest_phase": memory.largest_phase,
             "lasting": _in_gib(memory.lasting),
             "phases": {phase: _in_gib(parts) for phase, parts in memory.phases.items()},
+            "main_memory": memory.host / GIB,
         }
 
     def _trained_model(self, training: Training, lora: dict[str, Any] | None) -> tuple[ModelShape, ActivationBytes]:
@@ -154,12 +169,10 @@ class Planner:
         bfloat16_residual: bool = True,
         lora: dict[str, Any] | None = None,
     ) -> tuple[ModelShape, ActivationBytes]:
-        """Return the sizes of a model and of its activations; cached, because this takes a second or two."""
+        """Return the sizes of a model and of its activations; cached, because this takes a second."""
         key = repr((id(config), dtype, autocast, bfloat16_residual, lora))
         if key not in self._models:
-            activations = activation_bytes(
-                config, dtype=dtype, autocast=autocast, bfloat16_residual=bfloat16_residual, lora=lora
-            )
+            activations = ActivationBytes(config, dtype, autocast, bfloat16_residual, lora)
             self._models[key] = ModelShape.of(config, lora), activations
         return self._models[key]
 
@@ -192,14 +205,14 @@ class Planner:
             result["evaluator"] = _describe_model(evaluator.name, shape)
             if documents := self.experiment.validation_documents:
                 rounds = math.ceil(documents / self.training.gpus)
-                first, later = (rounds * each["seconds"] for each in (passes[-1], passes[0]))
+                first, later = (each["seconds"].times(rounds) for each in (passes[-1], passes[0]))
                 result["validation"] = {"documents": documents, "first_seconds": first, "later_seconds": later}
         return {**result, "memory": {name: self._describe_memory(each) for name, each in memory.items()}}
 
     def _describe_pass(self, name: str, model: ModelShape, flops: Flops) -> dict[str, Any]:
         """Describe a way to score a document, compared to one pass of the model over all its tokens."""
         plain = forward_flops(model, self.training.tokens, self.training.tokens)
-        work = {"tflop": flops.total / 1e12, "seconds": seconds(flops, self.gpu)}
+        work = {"tflop": flops.total / 1e12, "seconds": self.rates.seconds(flops, self.gpu)}
         return {"pass": name, **work, "overhead": flops.total / plain.total - 1}
 
 
@@ -249,6 +262,7 @@ def possible_changes(training: Training, lora: dict[str, Any] | None, gpu: GPU) 
             for n in (training.gpus, 2 * training.gpus, 4 * training.gpus)
         ),
         # Trained weights stay in float32: in bfloat16 the small steps of fine-tuning round to nothing.
+        (training.sharded and not training.offload, "offload", OFFLOAD, {"offload": True}),
         (not frozen, "lora", "model.lora: {r: 8, target_modules: all-linear}", {}, LORA),
         (frozen and training.dtype.itemsize > 2, "dtype", half, {"dtype": torch.bfloat16}),
         (quantizable, "quantization", quantization, {"quantized": QUANTIZED_BYTES[4]}),

@@ -71,7 +71,7 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
     optimizer, moments = _read_optimizer(_class_name(parsed["model"]["optimizer"]), settings, notes)
     checkpointing = loading.gradient_checkpointing
     precision = str(trainer.get("precision") or "32-true")
-    distribution = _read_distribution(loading, trainer, config, parsed.get("gpus"), notes)
+    distribution = _read_distribution(loading, parsed, config, notes)
     training = Training(
         tokens=tokens,
         rows=data.get("batch_size") or 1,
@@ -79,6 +79,7 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         stride=model.stride,
         short_pass=objective.uses_short_context,
         quantized=_quantized_bytes(loading),
+        offload_activations=loading.offload_activations,
         bfloat16_residual=loading.residual_dtype == "bfloat16" or distribution["sharded"],
         checkpointing="selective" if checkpointing == "selective" else "full" if checkpointing else "none",
         moments=moments,
@@ -151,9 +152,10 @@ def _quantized_bytes(loading: ModelConfig) -> float | None:
 
 
 def _read_distribution(
-    loading: ModelConfig, trainer: dict[str, Any], config: PreTrainedConfig, gpus: int | None, notes: list[str]
+    loading: ModelConfig, parsed: dict[str, Any], config: PreTrainedConfig, notes: list[str]
 ) -> dict[str, Any]:
     """Return the number of GPUs, and what is sharded across them."""
+    trainer, gpus = parsed["trainer"], parsed.get("gpus")
     strategy = trainer.get("strategy") or "auto"
     name, arguments = _class_name(strategy), _init_args(strategy)
     sharded = name.startswith("FullySharded")
@@ -172,11 +174,13 @@ def _read_distribution(
     check_processes(shared, count)
     check_sequence_parallelism(config, shared, loading.attn_implementation)
     if shared > 1:
-        notes.append("communication between GPUs that split sequences, and its buffers, are not included")
+        notes.append("the buffers of GPUs that split sequences are not included")
     return {
         "sharded": sharded,
         "gradient_copy": count > 1 and not sharded and not arguments.get("gradient_as_bucket_view"),
         "gpus": count,
+        "gpus_per_node": parsed.get("gpus_per_node") or (int(devices) if known and gpus is None else 8),
+        "offload": bool(arguments.get("offload")),
         "sequence_parallel_size": shared,
     }
 
