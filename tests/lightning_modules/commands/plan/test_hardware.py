@@ -69,7 +69,7 @@ def test_what_a_measurement_lacks_is_assumed(tmp_path):
     file.write_text(json.dumps({**MEASURED, "rates": {"gemm": 790.0}}))
     rates = find_rates(GPUS["H200"], str(file), autocast=False)
     assert (rates.gemm, rates.measured) == (0.79, ("gemm",))
-    assert (rates.attention, rates.slowdown) == (Rates.attention, Rates.slowdown)
+    assert (rates.attention, rates.slowdown) == (Rates().attention, Rates().slowdown)
     for text, words in (("{}", "lacks date, gpu, peak_tflops"), ("{", "cannot be read as JSON")):
         file.write_text(text)
         with pytest.raises(ValueError, match=words):
