@@ -1,17 +1,24 @@
-"""Run a script as on a machine that has only the packages of `ROOTS` and what they require.
+"""Python as on a machine that has only the packages of `ROOTS` and what they require, which a GPU machine may be.
 
-    python -m tests.support.bare_install SCRIPT [ARGUMENT ..]
-
-A GPU machine may have no more than these. Other packages can neither be imported nor found.
+Other packages can neither be imported nor found.
 """
 
+import os
 import re
-import runpy
 import sys
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from pathlib import Path
 
 ROOTS = ("torch", "transformers", "lightning", "peft", "torchmetrics")
+
+
+def bare_environment(folder):
+    """Return the environment variables of a process, and of those it starts, that sees no other packages."""
+    (folder / "sitecustomize.py").write_text(
+        "from tests.support import bare_install\nbare_install.restrict_imports()\n"
+    )
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[2])])}
 
 
 def required_distributions():
@@ -50,9 +57,3 @@ def restrict_imports():
 
 def _normalize(name):
     return re.sub(r"[-_.]+", "-", name).lower()
-
-
-if __name__ == "__main__":
-    restrict_imports()
-    sys.argv = sys.argv[1:]
-    runpy.run_path(sys.argv[0], run_name="__main__")
