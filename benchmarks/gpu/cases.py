@@ -94,15 +94,18 @@ def make_config(llama: str, layers: int, device: str) -> PreTrainedConfig:
 
 
 @cache
-def _measure_model(llama: str, layers: int, autocast: bool, device: str) -> tuple[ModelShape, ActivationBytes]:
+def _measure_model(
+    llama: str, layers: int, autocast: bool, device: str, bfloat16_residual: bool = True
+) -> tuple[ModelShape, ActivationBytes]:
     config = make_config(llama, layers, device)
     dtypes = (torch.float32, torch.bfloat16) if autocast else (torch.bfloat16, None)
-    return ModelShape.of(config), ActivationBytes(config, *dtypes)
+    return ModelShape.of(config), ActivationBytes(config, *dtypes, bfloat16_residual)
 
 
 def predict(case: Case, sizes: Sizes, device: str) -> tuple[Flops, float]:
     """Return the FLOPs of a row, and the bytes that the plan expects at its peak."""
-    shape, activations = _measure_model(case.llama, case.layers, case.autocast, device)
+    residual = case.settings.get("residual_dtype") != "float32"
+    shape, activations = _measure_model(case.llama, case.layers, case.autocast, device, residual)
     tokens, pair = sizes.tokens // case.documents, (sizes.context_length, case.stride(sizes))
     checkpointing = "selective" if case.settings.get("gradient_checkpointing") == "selective" else "full"
     step = ce_step_flops(shape, tokens, checkpointing)

@@ -94,10 +94,23 @@ def find_rates(gpu: GPU, path: str | None = None, *, autocast: bool) -> Rates:
 
     Whatever was not measured is assumed. ``autocast`` selects the steps in mixed precision.
     """
-    files = [Path(path)] if path is not None else sorted(RESULTS.glob("*gpu*.json"))
-    results = [_read_results(file) for file in files]
-    matching = [each for each in results if path is not None or each["gpu"] == gpu.name]
-    return _measured_rates(max(matching, key=lambda each: each["date"]), autocast) if matching else Rates()
+    files = RESULTS.glob("*gpu*.json") if path is None else [Path(path)]
+    results = [each for each in map(_read_results, files) if path is not None or each["gpu"] == gpu.name]
+    if not results:
+        return Rates()
+    newest = max(results, key=lambda each: each["date"])
+    card = GPU(newest["gpu"], newest["peak_tflops"], 0.0)
+    known = {kind: tflops / card.tflops for kind, tflops in newest["rates"].items()}
+    rates = Rates(**known, slowdown=Range(1.0, 1.0), measured=tuple(known), source=newest["source"])
+    slowdowns = [
+        row["seconds"] / rates.seconds(Flops(**row["flops"]), card).low
+        for row in newest["rows"].values()
+        if row.get("plain") and row["autocast"] == autocast
+    ]
+    if len(known) < 3 or not slowdowns:  # a slowdown relative to assumed rates would mean nothing
+        return rates._replace(slowdown=Rates().slowdown)
+    slowdown = Range(0.95 * min(slowdowns), 1.05 * max(slowdowns))
+    return rates._replace(slowdown=slowdown, measured=(*known, "slowdown"))
 
 
 def _read_results(path: Path) -> dict[str, Any]:
@@ -110,19 +123,3 @@ def _read_results(path: Path) -> dict[str, Any]:
             f"`measured`: '{path}' lacks {', '.join(sorted(missing))}: it must be written by `benchmarks/on_gpu.py`."
         )
     return content
-
-
-def _measured_rates(results: dict[str, Any], autocast: bool) -> Rates:
-    """Replace the assumed rates by measured ones; slower steps than their operations are the slowdown."""
-    known = {kind: tflops / results["peak_tflops"] for kind, tflops in results["rates"].items()}
-    rates = Rates(**known, measured=tuple(known), source=results["source"])
-    peak = GPU(results["gpu"], results["peak_tflops"], 0.0)
-    slowdowns = [
-        row["seconds"] / rates._replace(slowdown=Range(1.0, 1.0)).seconds(Flops(**row["flops"]), peak).low
-        for row in results["rows"].values()
-        if row.get("plain") and row["autocast"] == autocast
-    ]
-    if len(known) < 3 or not slowdowns:  # a slowdown relative to assumed rates would mean nothing
-        return rates
-    slowdown = Range(0.95 * min(slowdowns), 1.05 * max(slowdowns))
-    return rates._replace(slowdown=slowdown, measured=(*known, "slowdown"))

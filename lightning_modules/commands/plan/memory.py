@@ -125,7 +125,7 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
     if training.step_copy and not training.offload:
         phases["optimizer step"] = {"temporary of the optimizer": training.optimizer_bytes(shape, 1.0)}
     if training.short_pass:
-        together = window_tokens(training.tokens, training.rows, training.context_length, training.stride)
+        together = window_passes(training.tokens, training.rows, training.context_length, training.stride)[1]
         chunk = HEAD_ROWS * shape.vocabulary * _logit_bytes(training.compute_bytes, backward=False)
         largest = max(together * activations.forward, 2.0 * together * activations.hidden + chunk)
         phases["short windows"] = {**one, "short windows, one layer or the head of a pass": largest}
@@ -174,24 +174,16 @@ def scoring_memory(
         "head": {"last hidden states, twice": 2.0 * tokens * activations.hidden, "head: a chunk of logits": chunk},
     }
     if windows is not None:
-        together = window_tokens(tokens, 1, *windows)
+        together = window_passes(tokens, 1, *windows)[1]
         phases["short windows"] = {"one layer of the windows": together * activations.forward}
     return Memory(weights, phases)
 
 
-def window_tokens(tokens: int, rows: int, context_length: int, stride: int) -> int:
-    """Return the tokens of the short windows that share a forward pass on an accelerator."""
-    windows = short_context_windows([0, tokens], context_length=context_length, stride=stride)
+def window_passes(tokens: int, rows: int, context_length: int, stride: int, shared_by: int = 1) -> tuple[int, int]:
+    """Return the forward passes of a GPU over the short windows of a batch, and the tokens of the largest one."""
+    windows = rows * len(short_context_windows([0, tokens], context_length=context_length, stride=stride))
     together = max(1, WINDOW_TOKENS_PER_PASS // (context_length + stride))
-    return min(together, rows * len(windows)) * (context_length + stride)
-
-
-def window_passes(training: Training) -> int:
-    """Return the number of forward passes of one GPU over the short windows of a micro-batch."""
-    pair = (training.context_length, training.stride)
-    windows = training.rows * len(short_context_windows([0, training.tokens], context_length=pair[0], stride=pair[1]))
-    together = max(1, WINDOW_TOKENS_PER_PASS // sum(pair))
-    return math.ceil(windows / training.sequence_parallel_size / together)
+    return math.ceil(windows / shared_by / together), min(together, windows) * (context_length + stride)
 
 
 def _autocast_copies(shape: ModelShape, training: Training) -> tuple[dict[str, float], dict[str, float]]:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -51,11 +51,9 @@ class Planner:
         training = self.training
         # The configured (K, d), then those of the paper that fit into the sequence.
         pairs = dict.fromkeys([(training.context_length, training.stride), *PAPER_OVERHEAD])
-        names = ("objective", "window_share", "stored_influence", "max_steps", "precision", "optimizer", "lora")
+        names = ("objective", "window_share", "max_steps", "precision", "optimizer", "lora")
         settings = {name: getattr(self.experiment, name) for name in names} | asdict(training)
         run = {name: str(value) if isinstance(value, torch.dtype) else value for name, value in settings.items()}
-        assumed = {"bandwidth": BANDWIDTH, "host_memory": HOST_MEMORY}
-        assumed |= {"context_gib": CONTEXT_GIB, "fragmentation": FRAGMENTATION}
         return {
             "model": _describe_model(self.experiment.name, self.shape),
             "gpu": {**self.gpu._asdict(), "count": training.gpus},
@@ -66,7 +64,12 @@ class Planner:
             "memory": self._plan_memory(),
             "scoring": self._plan_scoring(),
             "rates": self.rates._asdict(),
-            "assumed": assumed,
+            "assumed": {
+                "bandwidth": BANDWIDTH,
+                "host_memory": HOST_MEMORY,
+                "context_gib": CONTEXT_GIB,
+                "fragmentation": FRAGMENTATION,
+            },
         }
 
     # -------------------------------------------------------------------------------------------------------- training
@@ -107,26 +110,24 @@ class Planner:
         training, objective = self.training, self.experiment.objective
         bills = {"cross entropy": self._describe_cost(self.cross_entropy, short_pass=False)}
         if objective != "CrossEntropy":
-            flops, short_pass = self.cross_entropy, training.short_pass
-            if short_pass:
-                flops += self._short_pass(training.context_length, training.stride)
-            bills[objective] = self._describe_cost(flops, short_pass=short_pass)
+            short = self._short_pass(training.context_length, training.stride) * float(training.short_pass)
+            bills[objective] = self._describe_cost(self.cross_entropy + short, short_pass=training.short_pass)
         return bills
 
     def _describe_cost(self, flops: Flops, *, short_pass: bool) -> dict[str, Any]:
-        gpus, steps = self.training.gpus, self.experiment.max_steps
         transfers = self._transfers(self.training, short_pass=short_pass)
-        step = self._step_seconds(flops, transfers)
+        step, gpus, steps = self._step_seconds(flops, transfers), self.training.gpus, self.experiment.max_steps
         tokens = round(gpus * self.rows_per_gpu * self.training.tokens)
-        price = None if self.price is None else step.times(self.price * gpus / 3600)
+        hours = None if steps is None else step.times(steps / 3600)
+        price = None if self.price is None else self.price * gpus
         return {
             "step_seconds": step,
             "tokens_per_second": Range(tokens / step.high, tokens / step.low),
             "transfer_seconds": transfers,
-            "hours": None if steps is None else step.times(steps / 3600),
-            "gpu_hours": None if steps is None else step.times(steps * gpus / 3600),
-            "price": None if price is None or steps is None else price.times(steps),
-            "price_per_step": price,
+            "hours": hours,
+            "gpu_hours": hours and hours.times(gpus),
+            "price": hours and price and hours.times(price),
+            "price_per_step": price and step.times(price / 3600),
         }
 
     # ---------------------------------------------------------------------------------------------------------- memory
@@ -137,11 +138,11 @@ class Planner:
         if not result["fits"]:
             # Suggest the smallest single change of each kind that makes the run fit.
             fitting: dict[str, dict[str, Any]] = {}
-            for change in possible_changes(training, lora, self.gpu):
-                changed = replace(training, **change.training)
-                needed = training_memory(*self._trained_model(changed, change.lora or lora), changed).needed / GIB
-                if needed <= (change.gpu or self.gpu).memory:
-                    fitting.setdefault(change.kind, {"change": change.text, "needed": needed})
+            for kind, text, change, adapters, gpu in possible_changes(training, lora, self.gpu):
+                changed = replace(training, **change)
+                needed = training_memory(*self._trained_model(changed, adapters or lora), changed).needed / GIB
+                if needed <= (gpu or self.gpu).memory:
+                    fitting.setdefault(kind, {"change": text, "needed": needed})
             result["suggestions"] = list(fitting.values())
         return result
 
@@ -161,19 +162,12 @@ class Planner:
         numerics = (training.dtype, training.autocast, training.bfloat16_residual)
         return self._measure_model(self.experiment.config, *numerics, lora)
 
-    def _measure_model(
-        self,
-        config: PreTrainedConfig,
-        dtype: torch.dtype,
-        autocast: torch.dtype | None = None,
-        bfloat16_residual: bool = True,
-        lora: dict[str, Any] | None = None,
-    ) -> tuple[ModelShape, ActivationBytes]:
+    def _measure_model(self, config: PreTrainedConfig, *options: Any) -> tuple[ModelShape, ActivationBytes]:
         """Return the sizes of a model and of its activations; cached, because this takes a second."""
-        key = repr((id(config), dtype, autocast, bfloat16_residual, lora))
+        key = repr((id(config), options))
         if key not in self._models:
-            activations = ActivationBytes(config, dtype, autocast, bfloat16_residual, lora)
-            self._models[key] = ModelShape.of(config, lora), activations
+            activations = ActivationBytes(config, *options)
+            self._models[key] = ModelShape.of(config, activations.lora), activations
         return self._models[key]
 
     # --------------------------------------------------------------------------------------------------------- scoring
@@ -199,9 +193,8 @@ class Planner:
             beside = lasting_memory(self.shape, self.training)
             beside["evaluator"] = float(shape.parameters * evaluator.dtype.itemsize)
             for name, lasting in (("evaluator", None), ("evaluator within a fit", beside)):
-                memory[name] = scoring_memory(
-                    shape, activations, tokens, evaluator.dtype, windows=pair, lasting=lasting
-                )
+                sizes = (shape, activations, tokens, evaluator.dtype)
+                memory[name] = scoring_memory(*sizes, windows=pair, lasting=lasting)
             result["evaluator"] = _describe_model(evaluator.name, shape)
             if documents := self.experiment.validation_documents:
                 rounds = math.ceil(documents / self.training.gpus)
@@ -226,24 +219,16 @@ def _describe_model(name: str, shape: ModelShape) -> dict[str, Any]:
         "model_type": shape.name,
         "parameters": shape.parameters,
         "trained_parameters": shape.trained,
-        "weights_per_token": shape.layer_weights + shape.head_weights,
         "layers": shape.layers,
         "vocabulary": shape.vocabulary,
     }
 
 
-class Change(NamedTuple):
-    """Change of a run's settings that may reduce its memory."""
+def possible_changes(training: Training, lora: dict[str, Any] | None, gpu: GPU) -> list[tuple[Any, ...]]:
+    """Return the changes to try as kind, text, changed attributes of `Training`, LoRA and GPU.
 
-    kind: str  # if several changes of a kind are enough, the smallest is suggested
-    text: str
-    training: dict[str, Any]  # changed attributes of `Training`
-    lora: dict[str, Any] | None = None
-    gpu: GPU | None = None
-
-
-def possible_changes(training: Training, lora: dict[str, Any] | None, gpu: GPU) -> list[Change]:
-    """Return the changes to try: first those that do not affect the result, a larger GPU last."""
+    Those that do not affect the result come first, a larger GPU last. Of each kind, the first that fits is enough.
+    """
     frozen, view = lora is not None, "trainer.strategy: DDPStrategy with gradient_as_bucket_view: true"
     full, quantizable = training.checkpointing == "full", frozen and not (training.quantized or training.sharded)
     half = "model.dtype: bfloat16 (of the frozen weights)"
@@ -272,4 +257,4 @@ def possible_changes(training: Training, lora: dict[str, Any] | None, gpu: GPU) 
             for card in sorted(GPUS.values(), key=lambda card: card.memory)
         ),
     ]
-    return [Change(*change) for possible, *change in candidates if possible]
+    return [(*change, None, None)[:5] for possible, *change in candidates if possible]

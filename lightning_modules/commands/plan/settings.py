@@ -45,7 +45,6 @@ class Experiment:
     objective: str
     training: Training
     window_share: float = 1.0  # fraction of the short windows that is computed
-    stored_influence: bool = False  # whether the token weights come with the data
     accumulated: int = 1  # micro-batches of an optimizer step
     max_steps: int | None = None  # None if the run is limited otherwise
     optimizer: str = "AdamW"
@@ -95,7 +94,6 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         objective=type(objective).__name__,
         training=training,
         window_share=model.short_window_share,
-        stored_influence=bool(data.get("influence")),
         accumulated=trainer.get("accumulate_grad_batches") or 1,
         max_steps=steps if steps > 0 else None,
         optimizer=optimizer,

@@ -25,7 +25,8 @@ def transfer_seconds(
     size, gpus = training.compute_bytes, training.gpus
     # Sharded weights are gathered in the forward pass, again in the backward pass, and in each pass of short windows.
     # Gradients are summed in every micro-batch, in float32 unless all is float32 already.
-    gathers = batches * (2 + (window_passes(training) if short_pass else 0))
+    windows = (training.rows, training.context_length, training.stride, training.sequence_parallel_size)
+    gathers = batches * (2 + short_pass * window_passes(training.tokens, *windows)[0])
     weights, gradients = float(shape.parameters), float(shape.trained)
     seconds = {}
     if training.sharded:

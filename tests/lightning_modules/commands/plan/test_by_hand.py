@@ -88,19 +88,18 @@ def test_flops(planned):
 
 def test_memory(planned):
     llama, numbers = planned
-    half = llama.layers == 32  # all in bfloat16; otherwise weights and the residual stream are float32
-    # Weights, gradients and two moments.
-    states = 4 * llama.parameters * (2 if half else 4 / 64)
-    if not half:  # two layers, embedding and head, in bfloat16
-        states += 2 * (2 * llama.layer + 2 * V * llama.h)
-    residual = 2 if half else 4
-    inputs = T * llama.layers * residual * llama.h
-    hidden = 3 * T * residual * llama.h  # last hidden states, their copy, and their gradient
+    # Weights, gradients and two moments, in bfloat16; or in float32 on 64 GPUs, with two gathered layers, embedding and
+    # head in bfloat16. Everything else is bfloat16.
+    states = 4 * llama.parameters * 2
+    if llama.layers == 80:
+        states = 4 * llama.parameters * 4 / 64 + 2 * (2 * llama.layer + 2 * V * llama.h)
+    inputs = T * llama.layers * 2 * llama.h
+    hidden = 3 * T * 2 * llama.h  # last hidden states, their copy, and their gradient
     # One layer is recomputed and kept in the backward pass. Two norms: a float32 input, normalized, times the weight.
-    norms = 2 * (4 + 2 + 2 if half else 4 + 4 + 2) * llama.h
+    norms = 2 * (4 + 2 + 2) * llama.h
     attention = 2 * 2 * llama.h + 2 * 2 * llama.kv  # query, output, key, value
     mlp = 4 * 2 * llama.f  # gate, up, activation of the gate, and its product with up
-    gradients = residual * llama.h + 2 * 2 * llama.f  # of the output and of two factors of that product
+    gradients = 2 * llama.h + 2 * 2 * llama.f  # of the output and of two factors of that product
     layer = T * (norms + attention + mlp + gradients)
     expected = (states + inputs + hidden + layer) / GIB
     assert numbers["memory"]["largest_phase"] == "backward pass"

@@ -11,7 +11,7 @@ from lightning_modules.commands.plan.memory import (
     lasting_memory,
     scoring_memory,
     training_memory,
-    window_tokens,
+    window_passes,
 )
 from lightning_modules.commands.plan.shapes import ModelShape
 
@@ -132,8 +132,9 @@ def test_phases_follow_one_another(eight):
 
 
 def test_windows_of_a_pass():
-    assert window_tokens(32768, 1, 4096, 1024) == 6 * 5120
-    assert window_tokens(6000, 1, 4096, 1024) == 5120  # there is one only
-    assert window_tokens(6000, 4, 4096, 1024) == 4 * 5120
-    assert window_tokens(131072, 1, 65536, 1024) == 66560
-    assert window_tokens(4000, 1, 4096, 1024) == 0
+    assert window_passes(32768, 1, 4096, 1024) == (5, 6 * 5120)  # 27 windows
+    assert window_passes(32768, 1, 4096, 1024, shared_by=4) == (2, 6 * 5120)
+    assert window_passes(6000, 1, 4096, 1024) == (1, 5120)  # only one window
+    assert window_passes(6000, 4, 4096, 1024) == (1, 4 * 5120)
+    assert window_passes(131072, 1, 65536, 1024) == (63, 66560)
+    assert window_passes(4000, 1, 4096, 1024) == (0, 0)

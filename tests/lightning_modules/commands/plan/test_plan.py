@@ -192,11 +192,11 @@ def test_remedies_fit(llamas):
 
 def test_changes_that_make_sense():
     training = Training(32768, gpus=2, gradient_copy=True)
-    texts = [change.text for change in possible_changes(training, None, GPU("", 1, 150))]
+    texts = [change[1] for change in possible_changes(training, None, GPU("", 1, 150))]
     assert "configs/strategies/fsdp.yaml: FSDP2 over 2 GPUs" in texts
     assert not any("bfloat16" in text for text in texts), "trained weights stay in float32"
     assert texts[-2:] == ["a GPU with 178 GiB: B200", "a GPU with 191 GiB: MI300X"]
-    adapters = [change.text for change in possible_changes(training, {"r": 8}, GPU("", 1, 150))]
+    adapters = [change[1] for change in possible_changes(training, {"r": 8}, GPU("", 1, 150))]
     assert "model.dtype: bfloat16 (of the frozen weights)" in adapters
 
 
@@ -204,7 +204,7 @@ def test_changes_that_make_sense():
 def test_fewer_windows_or_stored_weights_cost_less(llamas):
     whole = experiment(llamas["llama-2-7b"])
     half = replace(whole, window_share=0.5)
-    stored = replace(whole, stored_influence=True, training=replace(whole.training, short_pass=False))
+    stored = replace(whole, training=replace(whole.training, short_pass=False))
     plans = [Planner(run, GPUS["H200"], Rates()).plan() for run in (whole, half, stored)]
     steps = [plan["cost"]["LongCE"]["step_seconds"][0] for plan in plans]
     ce = plans[0]["cost"]["cross entropy"]["step_seconds"][0]
