@@ -1,223 +1,226 @@
-"""Time scoring and a LongCE step of a random 8B-shaped model on one GPU, at 32k and 128k tokens.
+"""Check and time scoring and training on one GPU in about ten minutes, without weights, data or network.
 
-Prints seconds, tokens/s, peak memory beside the plan's, and the share of the card's bf16 peak (MFU) for each attention
-implementation; then, at the shortest length, what a LongCE step spends its time on. No weights, data or network are
-needed. `longce plan` predicts 7 minutes and 98 GiB on an H200, most of it at 128k, where only a pass and a step are
-timed. A case that does not fit by plan is skipped and named.
+First correctness against float32 on the CPU (`benchmarks/gpu/checks.py`) and the tests marked ``gpu``. Then the speed
+of matrix products and attention, seconds, tokens/s, peak memory and MFU of passes and training steps of random models
+with the sizes of Llama-3.1-8B and Llama-2-7B, whole or with fewer layers, and a profile of a LongCE step.
 
-    python benchmarks/on_gpu.py
-    python benchmarks/on_gpu.py --layers 2 --vocabulary 1000 --lengths 512 --context_length 64 --stride 32 --device cpu
+    python -m benchmarks.on_gpu --plan                   # predicted time and memory of each row, without a GPU
+    python -m benchmarks.on_gpu                          # writes benchmarks/results/gpu_<card>.json after each row
+    python -m benchmarks.on_gpu --device cpu --output /tmp/rehearsal.json
+
+A second call continues with the rows that the file lacks, or that failed. `longce plan` reads the file. What this
+version or machine lacks (an option, FlashAttention) is reported as not available.
 """
 
 import argparse
+import contextlib
 import gc
-import importlib.util
+import json
 import platform
+import re
+import shlex
+import subprocess
+import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import transformers
-from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to
-from lightning_modules.commands.plan.activations import activation_bytes
-from lightning_modules.commands.plan.flops import Flops, ce_step_flops, forward_flops, scoring_flops, short_pass_flops
-from lightning_modules.commands.plan.memory import GIB, Training, scoring_memory, training_memory
-from lightning_modules.commands.plan.shapes import ModelShape
-from lightning_modules.functional import long_cross_entropy
-from lightning_modules.models.attention import register_document_attention
-from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.checks import check_scoring
-from lightning_modules.models.optimizations import Checkpointing, enable_checkpointing
-from lightning_modules.models.short_context import long_and_short, short_log_likelihood
-from lightning_modules.objectives import CrossEntropy, LongCE
+from benchmarks.gpu.cases import CASES, Sizes, predict, predict_seconds
+from benchmarks.gpu.checks import NotAvailableError, evaluator_check, resume_check, step_checks
+from benchmarks.gpu.timing import measure_rates, profile_step, time_case
+from lightning_modules.commands.plan.hardware import GPU, GPUS, RESULTS, Range
+from lightning_modules.commands.plan.memory import GIB
+from lightning_modules.utilities.files import write_atomically
+from lightning_modules.utilities.identity import combined_hash, content_hash
+
+ROOT = Path(__file__).parents[1]
+LIBRARIES = ("torch", "transformers", "lightning", "peft", "torchmetrics")
+TINY = Sizes(tokens=512, context_length=64, stride=16, rounds=1)
+RATES, PROFILE, PROFILED = "rates of products and attention", "profile of a LongCE step", "8 layers, bf16: LongCE"
+DONE = {"passed", "seconds", "tflops", "largest"}
+"""A row with none of these is tried again by the next call."""
 
 
-class Case(NamedTuple):
-    """One thing to time: what it runs, its operations, and the bytes that the plan expects."""
+class Job(NamedTuple):
+    """One row of the results."""
 
     name: str
-    run: Callable[[], object]
-    flops: Flops
-    planned: float
+    run: Callable[[], dict[str, Any]]
+    seconds: Range  # that it may take
+    gib: float | None = None
 
 
-def config_of(options: argparse.Namespace) -> transformers.PreTrainedConfig:
-    """Return a config with the proportions of Llama-3.1-8B."""
-    return AutoConfig.for_model(
-        "llama",
-        hidden_size=4096 if options.device == "cuda" else 64,
-        intermediate_size=14336 if options.device == "cuda" else 128,
-        num_hidden_layers=options.layers,
-        num_attention_heads=32 if options.device == "cuda" else 4,
-        num_key_value_heads=8 if options.device == "cuda" else 2,
-        vocab_size=options.vocabulary,
-        max_position_embeddings=131072,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+def jobs(sizes: Sizes, device: str, gpu: GPU) -> Iterator[Job]:
+    """Yield all rows: correctness, rates, times, and a profile."""
+    for name, check in step_checks(device):
+        yield Job(name, check, Range(1.0, 2.0))
+    for kind, same in (("the model's tokenizer", True), ("another tokenizer", False)):
+        yield Job(f"evaluator with {kind}", partial(evaluator_check, device, same_tokenizer=same), Range(3.0, 10.0))
+    yield Job("killed and resumed", partial(resume_check, device), Range(20.0, 45.0))
+    yield Job("tests marked gpu", run_gpu_tests, Range(10.0, 60.0))
+    yield Job(RATES, partial(measure_rates, sizes, device), Range(2.0, 5.0))
+    for case in CASES.values():
+        seconds, gib = predict_seconds(case, sizes, device, gpu), predict(case, sizes, device)[1] / GIB
+        yield Job(case.name, partial(time_case, case, sizes, device, gpu.tflops), seconds, gib)
+        if case.name == PROFILED:
+            yield Job(PROFILE, partial(profile_step, case, sizes, device), seconds, gib)
+
+
+def print_plan() -> None:
+    """Print the predicted time and memory of each row on an H200."""
+    total = Range(0.0, 0.0)
+    print("| row | seconds, with building and warm-up | GiB |\n|---|---|---|")
+    for job in jobs(Sizes(), "cuda", GPUS["H200"]):
+        print(f"| {job.name} | {job.seconds.low:.0f} to {job.seconds.high:.0f} | {job.gib or 1:.0f} |")
+        total = Range(total.low + job.seconds.low, total.high + job.seconds.high)
+    print(f"\nAll rows: {total.low / 60:.1f} to {total.high / 60:.1f} minutes.")
+
+
+def run_gpu_tests() -> dict[str, Any]:
+    """Run the tests that need a GPU, and return pytest's summary."""
+    if not (ROOT / "tests" / "gpu").is_dir():
+        raise NotAvailableError("there are no tests in tests/gpu")
+    if missing := [name for name in ("pytest", "xdist", "pytest_timeout", "hypothesis") if find_spec(name) is None]:
+        raise NotAvailableError(f"{', '.join(missing)} must be installed")
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", "0", "tests/gpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    summary = (done.stdout.strip() or done.stderr.strip()).splitlines()[-1:]
+    return {"passed": done.returncode == 0, "summary": "".join(summary)[:200]}
+
+
+def run_job(job: Job) -> dict[str, Any]:
+    """Run a job; one that fails, or that needs what does not exist here, must not stop the others."""
+    started = time.perf_counter()
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            row = job.run()
+    except NotAvailableError as error:
+        row = {"not_available": str(error)[:300]}
+    except Exception as error:
+        row = {"failed": f"{type(error).__name__}: {error}"[:1000]}
+    gc.collect()
+    torch.cuda.empty_cache()
+    return {**row, "wall_seconds": round(time.perf_counter() - started, 1)}
+
+
+def describe_run(gpu: GPU, device: str) -> dict[str, Any]:
+    """Return what the results depend on, and how they came about, as `benchmarks/results.py` reports it."""
+    sources = sorted(file for folder in ("lightning_modules", "benchmarks") for file in (ROOT / folder).rglob("*.py"))
+    card, driver = platform.machine(), None
+    if device == "cuda":
+        card = torch.cuda.get_device_name()
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0]
+    commit = "unknown"
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        commit = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
+    versions = {"python": platform.python_version(), **{library: version(library) for library in LIBRARIES}}
+    date = datetime.now(UTC).date().isoformat()
+    return {
+        "title": f"One GPU: {card}",
+        "command": shlex.join(["python", "-m", "benchmarks.on_gpu", *sys.argv[1:]]),
+        "gpu": gpu.name,
+        "peak_tflops": gpu.tflops,
+        "source": f"{card}, {date}, torch {versions['torch']}, commit {commit[:10]}",
+        "commit": commit,
+        "code": combined_hash([content_hash(file) for file in sources]),
+        "date": date,
+        "machine": {"card": card, "driver": driver},
+        "versions": versions,
+        "data": None,
+        "remark": "Random models and tokens. MFU leaves out recomputation.",
+    }
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def write_results(path: Path, run: dict[str, Any], rows: dict[str, dict[str, Any]]) -> None:
+    """Replace the file by all rows so far, as data and as tables."""
+    columns = ("seconds", "tokens_per_second", "peak_gib", "planned_gib", "mfu", "mfu_of_reachable")
+    times = [[name, *(f"{row[key]:.3g}" for key in columns)] for name, row in rows.items() if "seconds" in row]
+    others = [[name, summarize(row)] for name, row in rows.items() if "seconds" not in row]
+    for name in ("8B, bf16", "16 layers of 7B, bf16", "8 layers, bf16", "8 layers, fp32 + autocast"):
+        ce, longce = (rows.get(f"{name}: {kind}", {}).get("seconds") for kind in ("CE", "LongCE"))
+        if ce and longce:
+            others.append([f"LongCE over CE: {name}", f"{longce / ce - 1:+.0%} (paper: +79%, Llama-2-7B)"])
+    tables = [{"head": ["check", "result"], "rows": others}, {"head": ["", *columns], "rows": times}]
+    content = {**run, "rates": rows.get(RATES, {}).get("tflops", {}), "rows": rows, "output": tables}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def summarize(row: dict[str, Any]) -> str:
+    """Return a row on one line."""
+    verdict = {True: "passed, ", False: "FAILED, ", None: ""}[row.get("passed")]
+    numbers = {name: value for name, value in row.items() if name not in ("passed", "flops", "autocast", "plain")}
+    return verdict + ", ".join(
+        f"{name.replace('_', ' ')} {value:.3g}" if isinstance(value, float) else f"{name.replace('_', ' ')} {value}"
+        for name, value in numbers.items()
     )
 
 
-def build(config: transformers.PreTrainedConfig, attention: str, device: str) -> Backbone:
-    """Build a random bfloat16 model on the device."""
-    with torch.device(device):
-        name = register_document_attention() if attention == "sdpa" else attention
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=name, dtype=torch.bfloat16)
-    backbone = Backbone(model).to(device)
-    backbone.check_rotary_dtype()
-    check_scoring(backbone)
-    return backbone
+def read_rows(path: Path, run: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the rows that an earlier call completed with the same code, versions and card."""
+    if not path.exists():
+        return {}
+    earlier = json.loads(path.read_text())
+    if any(earlier[key] != run[key] for key in ("code", "versions", "machine")):
+        return {}
+    return {name: row for name, row in earlier["rows"].items() if DONE & set(row)}
 
 
-def make_row(length: int, vocabulary: int, device: str) -> PackedBatch:
-    """Return one document of random tokens."""
-    ids = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
-    labels = ids.clone()
-    labels[:, 0] = IGNORE_INDEX
-    row = PackedBatch(
-        input_ids=ids, labels=labels, position_ids=torch.arange(length)[None], document_boundaries=[[0, length]]
-    )
-    return batch_to(row, torch.device(device))
-
-
-def cases(
-    backbone: Backbone, config: transformers.PreTrainedConfig, length: int, options: argparse.Namespace
-) -> Iterator[Case]:
-    """Yield everything that is timed at one length."""
-    shape, row = ModelShape.of(config), make_row(length, options.vocabulary, options.device)
-    pair = (options.context_length, options.stride)
-    sizes = {"context_length": pair[0], "stride": pair[1]}
-    bytes_ = activation_bytes(config, dtype=torch.bfloat16)
-
-    def training(kind: Checkpointing, *, short_pass: bool) -> Callable[[], object]:
-        def step() -> None:
-            enable_checkpointing(backbone.base_model, kind)
-            backbone.train()
-            objective, short = CrossEntropy(), None
-            if short_pass:
-                objective, short = LongCE(), short_log_likelihood(backbone, row, **sizes)
-            long = backbone(row)
-            long_cross_entropy(long, objective(long.detach(), short, row), row["labels"]).backward()
-            backbone.zero_grad()
-
-        return step
-
-    def scoring(function: Callable[[], object]) -> Callable[[], object]:
-        def run() -> None:
-            backbone.eval()
-            with torch.no_grad():
-                function()
-
-        return run
-
-    memory = scoring_memory(shape, bytes_, length, torch.bfloat16, windows=pair).peak
-    yield Case("perplexity: one pass", scoring(lambda: backbone(row)), forward_flops(shape, length, length - 1), memory)
-    both = scoring_flops(shape, shape, length, *pair, shared_pass=True)
-    yield Case("LongPPL, evaluator = model", scoring(lambda: long_and_short(backbone, row, **sizes)), both, memory)
-    for kind, name in ((True, "full"), ("selective", "selective")):
-        plan = Training(
-            tokens=length,
-            context_length=pair[0],
-            stride=pair[1],
-            dtype=torch.bfloat16,
-            autocast=None,
-            checkpointing=name,
-            moments=0.0,
-            step_copy=False,
-        )
-        planned = training_memory(shape, bytes_, plan).peak
-        flops = ce_step_flops(shape, length, name)
-        yield Case(f"CE step, {name}", training(kind, short_pass=False), flops, planned)
-        flops += short_pass_flops(shape, length, *pair)
-        yield Case(f"LongCE step, {name}", training(kind, short_pass=True), flops, planned)
-
-
-def timed(run: Callable[[], object], device: str, rounds: int) -> tuple[float, float]:
-    """Return the fewest seconds of some rounds, and the peak in GiB."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    best = float("inf")
-    for _ in range(rounds):
-        _wait(device)
-        started = time.perf_counter()
-        run()
-        _wait(device)
-        best = min(best, time.perf_counter() - started)
-    return best, torch.cuda.max_memory_allocated() / GIB if device == "cuda" else float("nan")
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def profiled(run: Callable[[], object], device: str) -> str:
-    """Return a table of the kernels that take most of the time."""
-    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
-    with profile(activities=[activity]) as profiler:
-        run()
-        _wait(device)
-    key = "self_cuda_time_total" if device == "cuda" else "self_cpu_time_total"
-    return profiler.key_averages().table(sort_by=key, row_limit=12, max_name_column_width=70)
-
-
-def time_attention(attention: str, options: argparse.Namespace) -> str:
-    """Print the rows of one attention implementation, free its model, and return the profile of a step."""
-    if attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
-        print("| flash_attention_2 | | not installed | | | | | |")
-        return ""
-    gc.collect()
-    free = torch.cuda.mem_get_info()[0] if options.device == "cuda" else float("inf")
-    config = config_of(options)
-    backbone = build(config, attention, options.device)
-    table = ""
-    for length in sorted(options.lengths):
-        shortest = length == min(options.lengths)
-        for case in cases(backbone, config, length, options):
-            if not shortest and case.name not in ("perplexity: one pass", "LongCE step, full"):
-                continue  # each takes minutes
-            if case.planned > free:
-                print(f"| {attention} | {length} | {case.name} | needs {case.planned / GIB:.0f} GiB | | | | |")
-                continue
-            seconds, peak = timed(case.run, options.device, rounds=2 if shortest else 1)
-            share = case.flops.total / seconds / (options.peak_tflops * 1e12)
-            print(
-                f"| {attention} | {length} | {case.name} | {seconds:.2f} | {length / seconds:,.0f}"
-                f" | {peak:.1f} / {case.planned / GIB:.1f} | {case.flops.total / 1e12:,.0f} | {share:.0%} |",
-                flush=True,
-            )
-            if shortest and case.name == "LongCE step, full":
-                title = f"A LongCE step with {attention} at {length} tokens:"
-                table = f"{title}\n{profiled(case.run, options.device)}"
-    return table
+def find_card(device: str) -> GPU:
+    """Return the known GPU of this machine, or one with its name that is counted at the reachable rate of an H200."""
+    if device == "cpu":
+        return GPU("CPU", 0.1, 1.0)
+    name = torch.cuda.get_device_name()
+    for known in sorted(GPUS, key=len, reverse=True):
+        if all(re.search(rf"{part}(?![0-9])", name.replace(" ", "")) for part in known.split("-")):
+            return GPUS[known]
+    return GPU(name, GPUS["H200"].tflops, torch.cuda.mem_get_info()[1] / GIB)
 
 
 def main() -> None:
-    """Print the table and the profile."""
+    """Run what is missing, and exit with 1 if a check failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 131072])
-    parser.add_argument("--context_length", type=int, default=4096)
-    parser.add_argument("--stride", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--vocabulary", type=int, default=128256)
-    parser.add_argument("--attention", nargs="+", default=["sdpa", "flash_attention_2"])
-    parser.add_argument("--peak_tflops", type=float, default=989.4, help="of the card, dense bf16: an H200's")
-    parser.add_argument(
-        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu makes the model tiny: a rehearsal"
-    )
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu rehearses with tiny sizes")
+    parser.add_argument("--output", type=Path, help="JSON file (benchmarks/results/gpu_<card>.json)")
+    parser.add_argument("--minutes", type=float, default=9.5, help="leave out rows that may not end in this time")
+    parser.add_argument("--only", default="", help="regular expression for the names of the rows to run")
+    parser.add_argument("--plan", action="store_true", help="print predicted times and memory on an H200, and stop")
     options = parser.parse_args()
+    if options.plan:
+        print_plan()
+        return
+    started = time.monotonic()
     transformers.logging.set_verbosity_error()
-    card = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    print(f"{card}, {versions}, bfloat16, {options.layers} layers\n")
-    print("| attention | tokens | what | s | tokens/s | peak GiB / planned | TFLOP | MFU |")
-    print("|---|---|---|---|---|---|---|---|")
-    profiles = [time_attention(attention, options) for attention in options.attention]
-    print("\n".join(["", *filter(None, profiles)]))
+    transformers.logging.disable_progress_bar()
+    gpu = find_card(options.device)
+    path = options.output or RESULTS / f"gpu_{gpu.name.lower()}.json"
+    run = describe_run(gpu, options.device)
+    rows = read_rows(path, run)
+    print(run["source"], f"\nResults: {path}, which has {len(rows)} rows.")
+    for job in jobs(Sizes() if options.device == "cuda" else TINY, options.device, gpu):
+        if job.name in rows or not re.search(options.only, job.name):
+            continue
+        if time.monotonic() - started + job.seconds.high > 60 * options.minutes:
+            print(f"{job.name}: left out, because it may take {job.seconds.high:.0f} s", flush=True)
+            continue
+        rows[job.name] = run_job(job)
+        write_results(path, run, rows)
+        print(f"{job.name}: {summarize(rows[job.name])}", flush=True)
+    sys.exit(any(row.get("passed") is False or "failed" in row for row in rows.values()))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,26 @@
-"""Callbacks that watch a model while it is trained, validated or used."""
+"""Callbacks that watch a model while it is trained, validated or used.
 
-from callbacks.document_scores_writer import DocumentScoresWriter
-from callbacks.external_evaluator import ExternalEvaluator
-from callbacks.huggingface_export import HuggingFaceExport
-from callbacks.key_token_inspector import KeyTokenInspector
-from callbacks.long_context_tasks import LMEvaluationHarness, LongContextTasks
-from callbacks.step_checkpoint import StepCheckpoint
-from callbacks.token_scores_writer import TokenScoresWriter
+Each is imported on first use, because some need packages that training alone does not: pyarrow, matplotlib.
+"""
 
-__all__ = [
-    "DocumentScoresWriter",
-    "ExternalEvaluator",
-    "HuggingFaceExport",
-    "KeyTokenInspector",
-    "LMEvaluationHarness",
-    "LongContextTasks",
-    "StepCheckpoint",
-    "TokenScoresWriter",
-]
+import importlib
+from typing import Any
+
+_MODULES = {
+    "DocumentScoresWriter": "document_scores_writer",
+    "ExternalEvaluator": "external_evaluator",
+    "HuggingFaceExport": "huggingface_export",
+    "KeyTokenInspector": "key_token_inspector",
+    "LMEvaluationHarness": "long_context_tasks",
+    "LongContextTasks": "long_context_tasks",
+    "StepCheckpoint": "step_checkpoint",
+    "TokenScoresWriter": "token_scores_writer",
+}
+
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'callbacks' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"callbacks.{_MODULES[name]}"), name)

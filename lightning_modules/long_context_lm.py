@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from jsonargparse.typing import PositiveInt
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -72,8 +71,8 @@ class LongContextLM(LightningModule):
         self,
         pretrained_model_name_or_path: str | None = None,
         objective: Objective = LongCE(),  # noqa: B008, it is never changed
-        context_length: PositiveInt = 4096,
-        stride: PositiveInt = 1024,
+        context_length: int = 4096,
+        stride: int = 1024,
         short_dtype: ShortDType | None = None,
         short_window_share: float = 1.0,
         dtype: DType = "float32",

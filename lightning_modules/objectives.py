@@ -5,7 +5,6 @@ from abc import ABC, abstractmethod
 from typing import Literal
 
 import torch
-from jsonargparse.typing import NonNegativeInt
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from lightning_modules.functional import (
     threshold_weights,
     top_fraction_weights,
 )
+from lightning_modules.functional.checks import check_count
 from lightning_modules.functional.influence import Part, check_fraction, check_gamma, check_part, check_threshold
 
 
@@ -290,10 +290,12 @@ class Scheduled(Wrapper):
     def __init__(
         self,
         objective: Objective,
-        start: NonNegativeInt = 0,
-        warmup: NonNegativeInt = 0,
-        stop: NonNegativeInt | None = None,
+        start: int = 0,
+        warmup: int = 0,
+        stop: int | None = None,
     ) -> None:
+        for name, value in (("start", start), ("warmup", warmup)):
+            check_count(f"`{name}`", value, minimum=0)
         first = start + (warmup > 0)  # in the first step of a warm-up, all weights are still 1
         if stop is not None and stop <= first:
             raise ValueError(f"`stop` must be above {first}, or no step would use the objective, got {stop}.")

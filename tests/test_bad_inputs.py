@@ -370,12 +370,12 @@ def test_model_configs(changes, words, place, model_dir, evaluator_dir, tmp_path
 
 
 SCORE = [
-    ("--context_length", "0", "Not of type PositiveInt: 0"),
-    ("--stride", "-5", "Not of type PositiveInt: -5"),
+    ("--context_length", "0", "`context_length` (K) must be an integer of 1 or more, got 0"),
+    ("--stride", "-5", "`stride` (d) must be an integer of 1 or more, got -5"),
     ("--alpha", "1e999", "`alpha` must be finite and 0 or more"),
     ("--alpha", "-1", "`alpha`"),
     ("--beta", "5", "`beta` must be negative"),
-    ("--max_tokens", "0", "Given value: 0"),
+    ("--max_tokens", "0", "`max_tokens` must be an integer of 1 or more, got 0"),
     ("--device", "meta", "does not compute anything"),
     ("--device", "cuda:9", "not available"),
     ("--dtype", "int8", "Literal['auto'"),

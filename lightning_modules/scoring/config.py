@@ -3,8 +3,6 @@
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from jsonargparse.typing import PositiveInt
-
 from lightning_modules.models.config import DType, ModelConfig
 
 Rule = Literal["paper", "authors"]
@@ -35,8 +33,8 @@ class ScoringConfig:
     """
 
     evaluator: str
-    context_length: PositiveInt = 4096
-    stride: PositiveInt = 1024
+    context_length: int = 4096
+    stride: int = 1024
     alpha: float = 2.0
     beta: float = -2.0
     dtype: DType = "auto"
@@ -102,7 +100,7 @@ class CommandConfig(ScoringConfig):
         device: Device such as ``cuda:0`` or ``cpu``; ``auto`` is the first GPU, or the CPU.
     """
 
-    max_tokens: PositiveInt | None = None
+    max_tokens: int | None = None
     add_special_tokens: bool = False
     evaluator_add_special_tokens: bool = True
     device: str = "auto"

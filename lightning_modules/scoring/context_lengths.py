@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from jsonargparse.typing import PositiveInt
 from torch import Tensor
 
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import Window
+from lightning_modules.functional.checks import check_count
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.short_context import score_windows
 
@@ -35,10 +35,12 @@ class ContextLadder:
         ValueError: If the lengths are not ascending and above 0.
     """
 
-    contexts: list[PositiveInt] | Literal["auto"] = "auto"
-    window: PositiveInt | None = None
+    contexts: list[int] | Literal["auto"] = "auto"
+    window: int | None = None
 
     def __post_init__(self) -> None:
+        if self.window is not None:
+            check_count("`ladder.window`", self.window)
         if self.contexts == "auto":
             return
         if not self.contexts or any(longer <= shorter for shorter, longer in pairwise([0, *self.contexts])):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from jsonargparse.typing import PositiveInt
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, pack_sequence
+from lightning_modules.functional.checks import check_count
 from lightning_modules.models.attention import DOCUMENT_SDPA, document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations import eval_mode
@@ -175,7 +175,7 @@ class _SequenceParallelStrategy(ParallelStrategy):
 
     sequence_group: SequenceGroup | None = None
 
-    def __init__(self, sequence_parallel_size: PositiveInt, **kwargs: Any) -> None:
+    def __init__(self, sequence_parallel_size: int, **kwargs: Any) -> None:
         self.sequence_parallel_size = sequence_parallel_size
         super().__init__(**kwargs)
 
@@ -234,6 +234,7 @@ def sequence_parallel_size(trainer: Trainer) -> int:
 
 def check_processes(size: int, processes: int) -> None:
     """Raise a ``ValueError`` if processes do not form groups of this size."""
+    check_count("`sequence_parallel_size`", size)
     if processes % size:
         raise ValueError(
             f"`sequence_parallel_size` = {size} must divide the number of processes, {processes}: set"

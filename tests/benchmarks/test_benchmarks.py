@@ -66,21 +66,6 @@ def test_corpus_against_the_authors_loop(run):
     assert all(float(row[2]) > 0 and float(row[3]) < 1e-5 for row in rows)
 
 
-@pytest.mark.slow
-def test_rehearsal_of_the_gpu_table(run):
-    sizes = ("--layers", 1, "--vocabulary", 200, "--lengths", 64, "--context_length", 16, "--stride", 8)
-    table = run("on_gpu", *sizes, "--device", "cpu", "--attention", "sdpa")
-    names = [line[2] for line in table if line[0] == "sdpa"]
-    assert names == [
-        "perplexity: one pass",
-        "LongPPL, evaluator = model",
-        "CE step, full",
-        "LongCE step, full",
-        "CE step, selective",
-        "LongCE step, selective",
-    ]
-
-
 def test_cheaper_weights_of_a_model(run, model_dir, evaluator_dir, tmp_path):
     (tmp_path / "text.txt").write_text(make_text(80))
     thresholds = ("--alpha", 0.3, "--beta", -6.0, "--context_length", 32, "--stride", 8, "--draws", 3)

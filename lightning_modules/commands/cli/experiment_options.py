@@ -24,8 +24,15 @@ def add_plan_options(parser: Any) -> None:
     for name, kind, text in (
         ("gpu", str, "Name of the GPU, such as H200 or A100-80."),
         ("gpus", PositiveInt, "Number of GPUs; by default trainer.devices x num_nodes."),
+        ("gpus_per_node", PositiveInt, "Number of GPUs of a node; by default trainer.devices, or 8."),
         ("gpu_tflops", PositiveFloat, "Peak dense bfloat16 TFLOP/s of a GPU that is not in the list."),
         ("gpu_memory", PositiveFloat, "Memory of a GPU that is not in the list, in GiB."),
+        ("gpu_network", PositiveFloat, "Bandwidth of the network between nodes, in GB/s per GPU and direction."),
+        (
+            "measured",
+            str,
+            "JSON file of benchmarks/on_gpu.py; by default the newest of this GPU.",
+        ),
         ("evaluator", str, "Hub id, local folder or config.json; by default the evaluator of ExternalEvaluator."),
         ("price_per_gpu_hour", NonNegativeFloat, "Price of a GPU hour in any currency."),
         ("output", str, "JSON file for the estimates."),

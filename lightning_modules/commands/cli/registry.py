@@ -177,7 +177,7 @@ def plan_command(arguments: Sequence[str]) -> None:
     """Run ``longce plan`` and print its report."""
     check_options(arguments[1:], add_plan_options)
     from lightning_modules.commands.cli.lightning_cli import PartCLI
-    from lightning_modules.commands.plan.hardware import find_gpu
+    from lightning_modules.commands.plan.hardware import find_gpu, find_rates
     from lightning_modules.commands.plan.plan import Planner
     from lightning_modules.commands.plan.report import report
     from lightning_modules.commands.plan.settings import read_experiment
@@ -185,13 +185,14 @@ def plan_command(arguments: Sequence[str]) -> None:
     sys.argv[1:] = arguments[1:]
     cli = PartCLI(add_plan_options)
     options = cli.config
-    gpu = find_gpu(options.gpu, tflops=options.gpu_tflops, memory=options.gpu_memory)
+    gpu = find_gpu(options.gpu, tflops=options.gpu_tflops, memory=options.gpu_memory, network=options.gpu_network)
     if options.output is not None:
         if Path(options.output).is_dir():
             raise ValueError(f"`output` must be a file, but '{options.output}' is a folder.")
         writable_folder(Path(options.output).absolute().parent, remedy="Choose another file with `--output`.")
     experiment = read_experiment(cli.make("model"), options)
-    plan = Planner(experiment, gpu, options.price_per_gpu_hour).plan()
+    rates = find_rates(gpu, options.measured, autocast=experiment.training.autocast is not None)
+    plan = Planner(experiment, gpu, rates, options.price_per_gpu_hour).plan()
     sys.stdout.write(report(plan) + "\n")
     if options.output is not None:
         write_atomically(Path(options.output), (json.dumps(plan, indent=2) + "\n").encode())

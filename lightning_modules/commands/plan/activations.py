@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,55 +36,83 @@ PLANNED_ATTENTION = "planned_attention"
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Bytes per token, with flash attention or another attention that keeps no token-by-token matrix."""
+    """Bytes per token of a causal LM, with flash attention or another attention that keeps no token-by-token matrix.
 
-    layer: float  # kept by one layer for the backward pass, without checkpointing
-    layer_input: float  # kept with full checkpointing
-    attention_output: float  # kept in addition by selective checkpointing
-    layer_backward: float  # peak of one layer's backward pass, including recomputed activations
-    forward: float  # peak of a pass without gradient
-    hidden: float  # last hidden states
-
-
-def activation_bytes(
-    config: PreTrainedConfig,
-    *,
-    dtype: torch.dtype,
-    autocast: torch.dtype | None = None,
-    lora: dict[str, Any] | None = None,
-    bfloat16_residual: bool = True,
-) -> ActivationBytes:
-    """Run the last one and two layers of a causal LM without computing anything, and count.
-
-    Weights are in ``dtype``, matrix products in ``autocast``; ``lora`` holds arguments of ``peft.LoraConfig``.
-    ``bfloat16_residual`` is that of `use_bfloat16_residual`.
+    Weights are in ``dtype``, matrix products in ``autocast``; ``lora`` holds arguments of ``peft.LoraConfig``, and
+    ``bfloat16_residual`` is that of `use_bfloat16_residual`. Each number is counted when it is needed, by
+    running the last one or two layers without computing anything.
     """
 
-    def build(layers: int) -> Backbone:
-        backbone = meta_backbone(config, dtype=dtype, lora=lora, layers=layers)
-        if bfloat16_residual:
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    autocast: torch.dtype | None = None
+    bfloat16_residual: bool = True
+    lora: dict[str, Any] | None = None
+
+    @cached_property
+    def layer(self) -> float:
+        """Kept by one layer for the backward pass, without checkpointing."""
+        return self._train(2, checkpointing=False)[0] - self._train(1, checkpointing=False)[0]
+
+    @cached_property
+    def layer_input(self) -> float:
+        """Kept by one layer with full checkpointing."""
+        return self._train(2, checkpointing=True)[0] - self._checkpointed[0]
+
+    @cached_property
+    def layer_backward(self) -> float:
+        """Peak of one layer's backward pass, including recomputed activations."""
+        return self._checkpointed[1] - self.layer_input
+
+    @property
+    def attention_output(self) -> float:
+        """Kept by one layer in addition with selective checkpointing."""
+        text = self.config.get_text_config(decoder=True)
+        size = getattr(text, "v_head_dim", None) or getattr(text, "head_dim", None)
+        width = text.num_attention_heads * (size or text.hidden_size // text.num_attention_heads)
+        return float(width * (self.autocast or self.dtype).itemsize)
+
+    @property
+    def forward(self) -> float:
+        """Peak of a pass without gradient."""
+        return self._forward[0]
+
+    @property
+    def hidden(self) -> float:
+        """Last hidden states."""
+        return self._forward[1]
+
+    @cached_property
+    def _forward(self) -> tuple[float, float]:
+        backbone = self._build(1)
+        with _fake_tensors(backbone), TokenMemory(TOKENS) as memory, torch.no_grad():
+            hidden_states = _run_forward(backbone, self.autocast)
+        return memory.peak / TOKENS, hidden_states.untyped_storage().nbytes() / TOKENS
+
+    @cached_property
+    def _checkpointed(self) -> tuple[float, float]:
+        return self._train(1, checkpointing=True)
+
+    def _build(self, layers: int) -> Backbone:
+        backbone = meta_backbone(self.config, dtype=self.dtype, lora=self.lora, layers=layers)
+        if self.bfloat16_residual:
             use_bfloat16_residual(backbone.decoder)
         return backbone
 
-    def train(layers: int, *, checkpointing: bool) -> tuple[float, float, float]:
-        return _run_training(build(layers), autocast, checkpointing)
-
-    (one, _, hidden), (two, _, _) = (train(layers, checkpointing=False) for layers in (1, 2))
-    (one_input, peak, _), (two_inputs, _, _) = (train(layers, checkpointing=True) for layers in (1, 2))
-    scored = build(1)
-    with _fake_tensors(scored), TokenMemory(TOKENS) as memory, torch.no_grad():
-        _run_forward(scored, autocast)
-    text = config.get_text_config(decoder=True)
-    head_dim = getattr(text, "v_head_dim", None) or getattr(text, "head_dim", None)
-    width = text.num_attention_heads * (head_dim or text.hidden_size // text.num_attention_heads)
-    return ActivationBytes(
-        layer=two - one,
-        layer_input=two_inputs - one_input,
-        attention_output=width * (autocast or dtype).itemsize,
-        layer_backward=peak - (two_inputs - one_input),
-        forward=memory.peak / TOKENS,
-        hidden=hidden,
-    )
+    def _train(self, layers: int, *, checkpointing: bool) -> tuple[float, float]:
+        """Return bytes per token: kept by the forward pass, and at the peak of both passes."""
+        backbone = self._build(layers)
+        if checkpointing:
+            settings = {"use_reentrant": False, "preserve_rng_state": False}
+            with warnings.catch_warnings(action="ignore", category=FutureWarning):
+                backbone.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+        # The input of every layer except the first needs a gradient, also with LoRA.
+        backbone.base_model.get_input_embeddings().weight.requires_grad_()
+        with _fake_tensors(backbone), TokenMemory(TOKENS) as memory:
+            hidden_states = _run_forward(backbone, self.autocast)
+            kept, size = memory.alive, hidden_states.untyped_storage().nbytes()
+            torch.autograd.backward(hidden_states, torch.empty_like(hidden_states))
+        return kept / TOKENS, (memory.peak - 2 * size) / TOKENS
 
 
 def meta_backbone(
@@ -149,21 +178,6 @@ class TokenMemory(TorchDispatchMode):
     def _remove_storage(self, key: int, size: int) -> None:
         del self._known[key]
         self.alive -= size
-
-
-def _run_training(backbone: Backbone, autocast: torch.dtype | None, checkpointing: bool) -> tuple[float, float, float]:
-    """Return bytes per token: kept by the forward pass, at the peak of both passes, and of the hidden states."""
-    if checkpointing:
-        settings = {"use_reentrant": False, "preserve_rng_state": False}
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):
-            backbone.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
-    # The input of every layer except the first needs a gradient, also with LoRA.
-    backbone.base_model.get_input_embeddings().weight.requires_grad_()
-    with _fake_tensors(backbone), TokenMemory(TOKENS) as memory:
-        hidden_states = _run_forward(backbone, autocast)
-        kept, size = memory.alive, hidden_states.untyped_storage().nbytes()
-        torch.autograd.backward(hidden_states, torch.empty_like(hidden_states))
-    return kept / TOKENS, (memory.peak - 2 * size) / TOKENS, size / TOKENS
 
 
 def _run_forward(backbone: Backbone, autocast: torch.dtype | None) -> Tensor:

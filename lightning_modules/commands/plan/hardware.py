@@ -1,46 +1,54 @@
-"""Known GPUs, and the time of operations on them."""
+"""Known GPUs, and the time of operations on them: measured by `benchmarks/on_gpu.py`, or assumed."""
 
-from typing import NamedTuple
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from lightning_modules.commands.plan.flops import Flops
 
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+
 
 class GPU(NamedTuple):
-    """Kind of GPU."""
+    """Kind of GPU; bandwidths are GB/s in one direction."""
 
     name: str  # on the command line
     tflops: float  # peak of dense bfloat16 matrix products with float32 sums, TFLOP/s
     memory: float  # GiB
+    link: float = 32.0  # to the other GPUs of its node, together
+    host: float = 32.0  # to main memory
+    network: float = 12.5  # to other nodes
 
 
 # Dense rates from the vendors' data sheets (often half of the printed sparse rates), and the memory available to a
-# program, which is less than the nominal memory because of error correction and the driver.
+# program, which is less than the nominal memory because of error correction and the driver. Links: NVLink, Infinity
+# Fabric or PCIe. Networks are not a property of a card: those of the vendors' reference servers, or 100 Gbit/s.
 GPUS = {
     gpu.name: gpu
     for gpu in (
         GPU("A40", 149.7, 44.4),
-        GPU("A100-40", 312.0, 39.4),
-        GPU("A100-80", 312.0, 79.1),
+        GPU("A100-40", 312.0, 39.4, link=300.0, network=25.0),
+        GPU("A100-80", 312.0, 79.1, link=300.0, network=25.0),
         GPU("RTX4090", 165.2, 23.5),
         GPU("RTX6000-Ada", 364.2, 47.3),
         GPU("L4", 121.0, 22.0),
         GPU("L40S", 362.0, 44.4),
-        GPU("H100", 989.4, 79.1),
-        GPU("H100-PCIe", 756.0, 79.1),
-        GPU("H200", 989.4, 139.0),
-        GPU("B200", 2250.0, 178.0),
-        GPU("MI300X", 1307.4, 191.0),
+        GPU("H100", 989.4, 79.1, link=450.0, host=64.0, network=50.0),
+        GPU("H100-PCIe", 756.0, 79.1, link=64.0, host=64.0),
+        GPU("H200", 989.4, 139.0, link=450.0, host=64.0, network=50.0),
+        GPU("B200", 2250.0, 178.0, link=900.0, host=64.0, network=50.0),
+        GPU("MI300X", 1307.4, 191.0, link=448.0, host=64.0, network=50.0),
     )
 }
 
-EFFICIENCY = {"gemm": 0.65, "attention": 0.38, "attention_backward": 0.30}
-"""Assumed fractions of the peak rate: large bfloat16 products with weights, and flash attention 2."""
 
-
-def find_gpu(name: str | None, *, tflops: float | None = None, memory: float | None = None) -> GPU:
-    """Return the GPU of this name, or a GPU with the given rate (dense bfloat16 TFLOP/s) and memory (GiB)."""
+def find_gpu(
+    name: str | None, *, tflops: float | None = None, memory: float | None = None, network: float | None = None
+) -> GPU:
+    """Return the GPU of this name, with the given rate (dense bfloat16 TFLOP/s), memory (GiB) and network (GB/s)."""
     known = GPUS.get(name or "", GPU(name or "GPU", 0.0, 0.0))
-    gpu = GPU(known.name, tflops or known.tflops, memory or known.memory)
+    tflops, memory, network = tflops or known.tflops, memory or known.memory, network or known.network
+    gpu = known._replace(tflops=tflops, memory=memory, network=network)
     if not (gpu.tflops and gpu.memory):
         raise ValueError(
             f"`gpu` {name!r} is not among the known cards: {', '.join(GPUS)}."
@@ -49,6 +57,69 @@ def find_gpu(name: str | None, *, tflops: float | None = None, memory: float | N
     return gpu
 
 
-def seconds(flops: Flops, gpu: GPU) -> float:
-    """Return the time of these operations on one GPU, without anything else."""
-    return sum(getattr(flops, kind) / rate for kind, rate in EFFICIENCY.items()) / (gpu.tflops * 1e12)
+class Range(NamedTuple):
+    """Least and largest estimate."""
+
+    low: float
+    high: float
+
+    def times(self, factor: float) -> "Range":
+        """Return both estimates times a factor."""
+        return Range(self.low * factor, self.high * factor)
+
+
+class Rates(NamedTuple):
+    """Speed of a GPU.
+
+    The defaults are assumed: rates of large bfloat16 products and of flash attention 2, and the time of passes without
+    compilation, which also wait for norms, activation functions and kernel launches.
+    """
+
+    gemm: float = 0.65  # fraction of the peak rate in products with weights
+    attention: float = 0.38
+    attention_backward: float = 0.30
+    slowdown: Range = Range(1.0, 1.6)  # time of a whole pass or step over the time of its operations at these rates
+    measured: tuple[str, ...] = ()  # names of the fields above that are measured
+    source: str | None = None  # card, date and versions of the measurement
+
+    def seconds(self, flops: Flops, gpu: GPU) -> Range:
+        """Return the time of these operations on one GPU."""
+        kinds = ("gemm", "attention", "attention_backward")
+        seconds = sum(getattr(flops, kind) / getattr(self, kind) for kind in kinds) / 1e12
+        return self.slowdown.times(seconds / gpu.tflops)
+
+
+def find_rates(gpu: GPU, path: str | None = None, *, autocast: bool) -> Rates:
+    """Return the rates that `benchmarks/on_gpu.py` measured on this kind of GPU, in ``path`` or its own results.
+
+    Whatever was not measured is assumed. ``autocast`` selects the steps in mixed precision.
+    """
+    files = RESULTS.glob("*gpu*.json") if path is None else [Path(path)]
+    results = [each for each in map(_read_results, files) if path is not None or each["gpu"] == gpu.name]
+    if not results:
+        return Rates()
+    newest = max(results, key=lambda each: each["date"])
+    card = GPU(newest["gpu"], newest["peak_tflops"], 0.0)
+    known = {kind: tflops / card.tflops for kind, tflops in newest["rates"].items()}
+    rates = Rates(**known, slowdown=Range(1.0, 1.0), measured=tuple(known), source=newest["source"])
+    slowdowns = [
+        row["seconds"] / rates.seconds(Flops(**row["flops"]), card).low
+        for row in newest["rows"].values()
+        if row.get("plain") and row["autocast"] == autocast
+    ]
+    if len(known) < 3 or not slowdowns:  # a slowdown relative to assumed rates would mean nothing
+        return rates._replace(slowdown=Rates().slowdown)
+    slowdown = Range(0.95 * min(slowdowns), 1.05 * max(slowdowns))
+    return rates._replace(slowdown=slowdown, measured=(*known, "slowdown"))
+
+
+def _read_results(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"`measured`: '{path}' cannot be read as JSON ({error}).") from error
+    if missing := {"gpu", "peak_tflops", "date", "source", "rates", "rows"} - set(content):
+        raise ValueError(
+            f"`measured`: '{path}' lacks {', '.join(sorted(missing))}: it must be written by `benchmarks/on_gpu.py`."
+        )
+    return content

@@ -1,7 +1,7 @@
 """Estimate the peak memory of one GPU, with its components."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,6 +20,8 @@ HEAD_ROWS = 2048
 CONTEXT_GIB = 1.0
 FRAGMENTATION = 0.05
 """Assumed: CUDA context, libraries and communication buffers, and the fraction of the rest lost to fragmentation."""
+
+_OFFLOADED = ("weights", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,20 @@ class Training:
     sharded: bool = False  # whether weights, gradients and optimizer state are sharded across the GPUs (FSDP2)
     gradient_copy: bool = False  # whether the gradients exist twice, in the buckets of DDP
     gpus: int = 1
+    gpus_per_node: int = 8
     sequence_parallel_size: int = 1  # GPUs that split each sequence
+    offload: bool = False  # whether sharded weights, gradients and optimizer state are kept in main memory
+    offload_activations: bool = False  # whether the inputs of checkpointed layers are
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return math.ceil(self.gpus / self.gpus_per_node)
+
+    @property
+    def tokens_per_gpu(self) -> float:
+        """Tokens of a micro-batch on one GPU."""
+        return self.rows * self.tokens / self.sequence_parallel_size
 
     @property
     def compute_bytes(self) -> int:
@@ -65,6 +80,7 @@ class Memory:
 
     lasting: dict[str, float]
     phases: dict[str, dict[str, float]]
+    host: float = 0.0  # bytes in the main memory of each node, offloaded from its GPUs
 
     @property
     def largest_phase(self) -> str:
@@ -84,13 +100,14 @@ class Memory:
 
 def training_memory(shape: ModelShape, activations: ActivationBytes, training: Training) -> Memory:
     """Return the memory of a training step with all gradients, as from the second accumulated batch on."""
-    tokens = training.rows * training.tokens / training.sequence_parallel_size
+    tokens = training.tokens_per_gpu
     whole = training.checkpointing == "none"
     layer = activations.layer if whole else activations.layer_input
     if training.checkpointing == "selective":
         layer += activations.attention_output
+    offloaded = tokens * (shape.layers - 2) * activations.layer_input * training.offload_activations
     kept = {
-        "activations kept for the backward pass": tokens * shape.layers * layer,
+        "activations kept for the backward pass": tokens * shape.layers * layer - offloaded,
         "last hidden states, predictors and their gradient": 3.0 * tokens * activations.hidden,
     }
     again = activations.layer_backward - (activations.layer if whole else 0.0)
@@ -105,14 +122,18 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
             "one layer's backward pass": tokens * max(again, 0.0),
         },
     }
-    if training.step_copy:
+    if training.step_copy and not training.offload:
         phases["optimizer step"] = {"temporary of the optimizer": training.optimizer_bytes(shape, 1.0)}
     if training.short_pass:
-        together = window_tokens(training.tokens, training.rows, training.context_length, training.stride)
+        together = window_passes(training.tokens, training.rows, training.context_length, training.stride)[1]
         chunk = HEAD_ROWS * shape.vocabulary * _logit_bytes(training.compute_bytes, backward=False)
         largest = max(together * activations.forward, 2.0 * together * activations.hidden + chunk)
         phases["short windows"] = {**one, "short windows, one layer or the head of a pass": largest}
-    return Memory(lasting_memory(shape, training), phases)
+    host = offloaded * min(training.gpus, training.gpus_per_node)
+    if training.offload:
+        states = lasting_memory(shape, replace(training, offload=False))
+        host += sum(states[name] for name in _OFFLOADED) * training.gpus / training.nodes
+    return Memory(lasting_memory(shape, training), phases, host)
 
 
 def lasting_memory(shape: ModelShape, training: Training) -> dict[str, float]:
@@ -130,7 +151,7 @@ def lasting_memory(shape: ModelShape, training: Training) -> dict[str, float]:
     if training.gradient_copy:
         parts["gradient buckets of DDP"] = gradients
     parts["optimizer"] = training.optimizer_bytes(shape, training.moments)
-    return parts
+    return {name: size for name, size in parts.items() if not (training.offload and name in _OFFLOADED)}
 
 
 def scoring_memory(
@@ -153,16 +174,16 @@ def scoring_memory(
         "head": {"last hidden states, twice": 2.0 * tokens * activations.hidden, "head: a chunk of logits": chunk},
     }
     if windows is not None:
-        together = window_tokens(tokens, 1, *windows)
+        together = window_passes(tokens, 1, *windows)[1]
         phases["short windows"] = {"one layer of the windows": together * activations.forward}
     return Memory(weights, phases)
 
 
-def window_tokens(tokens: int, rows: int, context_length: int, stride: int) -> int:
-    """Return the tokens of the short windows that share a forward pass on an accelerator."""
-    windows = short_context_windows([0, tokens], context_length=context_length, stride=stride)
+def window_passes(tokens: int, rows: int, context_length: int, stride: int, shared_by: int = 1) -> tuple[int, int]:
+    """Return the forward passes of a GPU over the short windows of a batch, and the tokens of the largest one."""
+    windows = rows * len(short_context_windows([0, tokens], context_length=context_length, stride=stride))
     together = max(1, WINDOW_TOKENS_PER_PASS // (context_length + stride))
-    return min(together, rows * len(windows)) * (context_length + stride)
+    return math.ceil(windows / shared_by / together), min(together, windows) * (context_length + stride)
 
 
 def _autocast_copies(shape: ModelShape, training: Training) -> tuple[dict[str, float], dict[str, float]]:

@@ -2,14 +2,14 @@
 
 import math
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
-from lightning_modules.commands.plan.activations import ActivationBytes, activation_bytes
+from lightning_modules.commands.plan.activations import ActivationBytes
 from lightning_modules.commands.plan.flops import Flops, ce_step_flops, forward_flops, scoring_flops, short_pass_flops
-from lightning_modules.commands.plan.hardware import EFFICIENCY, GPU, GPUS, seconds
+from lightning_modules.commands.plan.hardware import GPU, GPUS, Range, Rates
 from lightning_modules.commands.plan.memory import (
     CONTEXT_GIB,
     FRAGMENTATION,
@@ -23,6 +23,7 @@ from lightning_modules.commands.plan.memory import (
 )
 from lightning_modules.commands.plan.settings import Experiment, stored_dtype
 from lightning_modules.commands.plan.shapes import ModelShape
+from lightning_modules.commands.plan.transfers import BANDWIDTH, HOST_MEMORY, WAITING, transfer_seconds
 
 # Table 7 of Fang et al. (2025): extra wall-clock time of LongCE over CE; Llama-2-7B, sequences of 32k tokens.
 PAPER_OVERHEAD = {(4096, 1024): 0.79, (1024, 1024): 0.43, (4096, 4096): 0.36, (4096, 512): 1.50}
@@ -30,34 +31,27 @@ PAPER_TOKENS = 32_768
 
 LORA = {"r": 8, "target_modules": "all-linear"}
 FSDP = "configs/strategies/fsdp.yaml: FSDP2"
-
-BASIS = (
-    "Computed: FLOPs of all matrix products and of causal attention, from the modules of the model; bytes of"
-    " activations, from running the model on tensors without data, with flash attention. Nothing is measured on a GPU.",
-    "Assumed: these rates, the CUDA context and fragmentation; one document per sequence; no time"
-    " for anything else (norms, optimizer, data, communication, validation), so real steps are slower.",
-    "The paper's column is wall-clock time of the authors' code (Table 7: Llama-2-7B, 32k tokens).",
-)
+OFFLOAD = "trainer.strategy: FullyShardedStrategy with offload: true"
 
 
 class Planner:
     """Planner of one experiment on one kind of GPU; the price per GPU hour is in any currency."""
 
-    def __init__(self, experiment: Experiment, gpu: GPU, price_per_gpu_hour: float | None = None) -> None:
-        self.experiment, self.gpu, self.price = experiment, gpu, price_per_gpu_hour
+    def __init__(self, experiment: Experiment, gpu: GPU, rates: Rates, price_per_gpu_hour: float | None = None) -> None:
+        self.experiment, self.gpu, self.rates, self.price = experiment, gpu, rates, price_per_gpu_hour
         self.training = training = experiment.training
         self._models: dict[str, tuple[ModelShape, ActivationBytes]] = {}
-        self.shape = self._trained_model(training, experiment.lora)[0]
+        self.shape, self.activations = self._trained_model(training, experiment.lora)
         self.cross_entropy = ce_step_flops(self.shape, training.tokens, training.checkpointing)
         # Sequences per step and GPU; a fraction if GPUs split sequences.
         self.rows_per_gpu = experiment.accumulated * training.rows / training.sequence_parallel_size
 
     def plan(self) -> dict[str, Any]:
-        """Return all estimates as plain numbers: TFLOP are 1e12 operations, memory is in GiB."""
+        """Return all estimates as plain numbers: TFLOP are 1e12 operations, memory is in GiB, ranges are pairs."""
         training = self.training
         # The configured (K, d), then those of the paper that fit into the sequence.
         pairs = dict.fromkeys([(training.context_length, training.stride), *PAPER_OVERHEAD])
-        names = ("objective", "window_share", "stored_influence", "max_steps", "precision", "optimizer", "lora")
+        names = ("objective", "window_share", "max_steps", "precision", "optimizer", "lora")
         settings = {name: getattr(self.experiment, name) for name in names} | asdict(training)
         run = {name: str(value) if isinstance(value, torch.dtype) else value for name, value in settings.items()}
         return {
@@ -69,15 +63,22 @@ class Planner:
             "cost": self._plan_cost(),
             "memory": self._plan_memory(),
             "scoring": self._plan_scoring(),
-            "assumed": {**EFFICIENCY, "context_gib": CONTEXT_GIB, "fragmentation": FRAGMENTATION},
-            "basis": list(BASIS),
+            "rates": self.rates._asdict(),
+            "assumed": {
+                "bandwidth": BANDWIDTH,
+                "host_memory": HOST_MEMORY,
+                "context_gib": CONTEXT_GIB,
+                "fragmentation": FRAGMENTATION,
+            },
         }
 
     # -------------------------------------------------------------------------------------------------------- training
 
     def _plan_step(self, context_length: int, stride: int) -> dict[str, Any]:
-        ce, short = self.cross_entropy, self._short_pass(context_length, stride)
-        pair, paper = (context_length, stride), self.training.tokens == PAPER_TOKENS
+        """Compare LongCE with these windows to cross entropy."""
+        ce, pair = self.cross_entropy, (context_length, stride)
+        short, training = self._short_pass(*pair), replace(self.training, context_length=pair[0], stride=pair[1])
+        paper = self.training.tokens == PAPER_TOKENS
         return {
             "context_length": context_length,
             "stride": stride,
@@ -85,8 +86,7 @@ class Planner:
             "ce_tflop": ce.total / 1e12,
             "short_pass_tflop": short.total / 1e12,
             "overhead": short.total / ce.total,
-            "ce_step_seconds": self.rows_per_gpu * seconds(ce, self.gpu),
-            "longce_step_seconds": self.rows_per_gpu * seconds(ce + short, self.gpu),
+            "longce_step_seconds": self._step_seconds(ce + short, self._transfers(training, short_pass=True)),
             "paper_overhead": PAPER_OVERHEAD.get(pair) if paper else None,
         }
 
@@ -94,40 +94,55 @@ class Planner:
         whole = short_pass_flops(self.shape, self.training.tokens, context_length, stride)
         return whole * self.experiment.window_share
 
+    def _transfers(self, training: Training, *, short_pass: bool) -> dict[str, float]:
+        settings: dict[str, Any] = {"batches": self.experiment.accumulated, "short_pass": short_pass}
+        return transfer_seconds(self.shape, self.activations, training, self.gpu, **settings)
+
+    def _step_seconds(self, flops: Flops, transfers: dict[str, float]) -> Range:
+        """Return the time of an optimizer step: transfers overlap with computation completely, or not at all."""
+        compute = self.rates.seconds(flops, self.gpu).times(self.rows_per_gpu)
+        waiting = sum(value for name, value in transfers.items() if name in WAITING)
+        total = sum(transfers.values())
+        return Range(max(compute.low, total - waiting) + waiting, compute.high + total)
+
     def _plan_cost(self) -> dict[str, Any]:
         """Return the cost of cross entropy, and of the configured objective if it is another one."""
-        training, flops = self.training, {"cross entropy": self.cross_entropy}
-        if self.experiment.objective != "CrossEntropy":
+        training, objective = self.training, self.experiment.objective
+        bills = {"cross entropy": self._describe_cost(self.cross_entropy, short_pass=False)}
+        if objective != "CrossEntropy":
             short = self._short_pass(training.context_length, training.stride) * float(training.short_pass)
-            flops[self.experiment.objective] = self.cross_entropy + short
-        return {name: self._describe_cost(self.rows_per_gpu * seconds(step, self.gpu)) for name, step in flops.items()}
+            bills[objective] = self._describe_cost(self.cross_entropy + short, short_pass=training.short_pass)
+        return bills
 
-    def _describe_cost(self, step: float) -> dict[str, Any]:
-        gpus, steps = self.training.gpus, self.experiment.max_steps
-        hours = None if steps is None else steps * step / 3600
-        price = None if self.price is None else self.price * step * gpus / 3600
+    def _describe_cost(self, flops: Flops, *, short_pass: bool) -> dict[str, Any]:
+        transfers = self._transfers(self.training, short_pass=short_pass)
+        step, gpus, steps = self._step_seconds(flops, transfers), self.training.gpus, self.experiment.max_steps
+        tokens = round(gpus * self.rows_per_gpu * self.training.tokens)
+        hours = None if steps is None else step.times(steps / 3600)
+        price = None if self.price is None else self.price * gpus
         return {
             "step_seconds": step,
-            "tokens_per_second": round(gpus * self.rows_per_gpu * self.training.tokens) / step,
+            "tokens_per_second": Range(tokens / step.high, tokens / step.low),
+            "transfer_seconds": transfers,
             "hours": hours,
-            "gpu_hours": None if hours is None else hours * gpus,
-            "price": None if price is None or steps is None else steps * price,
-            "price_per_step": price,
+            "gpu_hours": hours and hours.times(gpus),
+            "price": hours and price and hours.times(price),
+            "price_per_step": price and step.times(price / 3600),
         }
 
     # ---------------------------------------------------------------------------------------------------------- memory
 
     def _plan_memory(self) -> dict[str, Any]:
         training, lora = self.training, self.experiment.lora
-        result = self._describe_memory(training_memory(*self._trained_model(training, lora), training))
+        result = self._describe_memory(training_memory(self.shape, self.activations, training))
         if not result["fits"]:
             # Suggest the smallest single change of each kind that makes the run fit.
             fitting: dict[str, dict[str, Any]] = {}
-            for change in possible_changes(training, lora, self.gpu):
-                changed = replace(training, **change.training)
-                needed = training_memory(*self._trained_model(changed, change.lora or lora), changed).needed / GIB
-                if needed <= (change.gpu or self.gpu).memory:
-                    fitting.setdefault(change.kind, {"change": change.text, "needed": needed})
+            for kind, text, change, adapters, gpu in possible_changes(training, lora, self.gpu):
+                changed = replace(training, **change)
+                needed = training_memory(*self._trained_model(changed, adapters or lora), changed).needed / GIB
+                if needed <= (gpu or self.gpu).memory:
+                    fitting.setdefault(kind, {"change": text, "needed": needed})
             result["suggestions"] = list(fitting.values())
         return result
 
@@ -140,27 +155,19 @@ class Planner:
             "largest_phase": memory.largest_phase,
             "lasting": _in_gib(memory.lasting),
             "phases": {phase: _in_gib(parts) for phase, parts in memory.phases.items()},
+            "main_memory": memory.host / GIB,
         }
 
     def _trained_model(self, training: Training, lora: dict[str, Any] | None) -> tuple[ModelShape, ActivationBytes]:
         numerics = (training.dtype, training.autocast, training.bfloat16_residual)
         return self._measure_model(self.experiment.config, *numerics, lora)
 
-    def _measure_model(
-        self,
-        config: PreTrainedConfig,
-        dtype: torch.dtype,
-        autocast: torch.dtype | None = None,
-        bfloat16_residual: bool = True,
-        lora: dict[str, Any] | None = None,
-    ) -> tuple[ModelShape, ActivationBytes]:
-        """Return the sizes of a model and of its activations; cached, because this takes a second or two."""
-        key = repr((id(config), dtype, autocast, bfloat16_residual, lora))
+    def _measure_model(self, config: PreTrainedConfig, *options: Any) -> tuple[ModelShape, ActivationBytes]:
+        """Return the sizes of a model and of its activations; cached, because this takes a second."""
+        key = repr((id(config), options))
         if key not in self._models:
-            activations = activation_bytes(
-                config, dtype=dtype, autocast=autocast, bfloat16_residual=bfloat16_residual, lora=lora
-            )
-            self._models[key] = ModelShape.of(config, lora), activations
+            activations = ActivationBytes(config, *options)
+            self._models[key] = ModelShape.of(config, activations.lora), activations
         return self._models[key]
 
     # --------------------------------------------------------------------------------------------------------- scoring
@@ -186,20 +193,19 @@ class Planner:
             beside = lasting_memory(self.shape, self.training)
             beside["evaluator"] = float(shape.parameters * evaluator.dtype.itemsize)
             for name, lasting in (("evaluator", None), ("evaluator within a fit", beside)):
-                memory[name] = scoring_memory(
-                    shape, activations, tokens, evaluator.dtype, windows=pair, lasting=lasting
-                )
+                sizes = (shape, activations, tokens, evaluator.dtype)
+                memory[name] = scoring_memory(*sizes, windows=pair, lasting=lasting)
             result["evaluator"] = _describe_model(evaluator.name, shape)
             if documents := self.experiment.validation_documents:
                 rounds = math.ceil(documents / self.training.gpus)
-                first, later = (rounds * each["seconds"] for each in (passes[-1], passes[0]))
+                first, later = (each["seconds"].times(rounds) for each in (passes[-1], passes[0]))
                 result["validation"] = {"documents": documents, "first_seconds": first, "later_seconds": later}
         return {**result, "memory": {name: self._describe_memory(each) for name, each in memory.items()}}
 
     def _describe_pass(self, name: str, model: ModelShape, flops: Flops) -> dict[str, Any]:
         """Describe a way to score a document, compared to one pass of the model over all its tokens."""
         plain = forward_flops(model, self.training.tokens, self.training.tokens)
-        work = {"tflop": flops.total / 1e12, "seconds": seconds(flops, self.gpu)}
+        work = {"tflop": flops.total / 1e12, "seconds": self.rates.seconds(flops, self.gpu)}
         return {"pass": name, **work, "overhead": flops.total / plain.total - 1}
 
 
@@ -213,24 +219,16 @@ def _describe_model(name: str, shape: ModelShape) -> dict[str, Any]:
         "model_type": shape.name,
         "parameters": shape.parameters,
         "trained_parameters": shape.trained,
-        "weights_per_token": shape.layer_weights + shape.head_weights,
         "layers": shape.layers,
         "vocabulary": shape.vocabulary,
     }
 
 
-class Change(NamedTuple):
-    """Change of a run's settings that may reduce its memory."""
+def possible_changes(training: Training, lora: dict[str, Any] | None, gpu: GPU) -> list[tuple[Any, ...]]:
+    """Return the changes to try as kind, text, changed attributes of `Training`, LoRA and GPU.
 
-    kind: str  # if several changes of a kind are enough, the smallest is suggested
-    text: str
-    training: dict[str, Any]  # changed attributes of `Training`
-    lora: dict[str, Any] | None = None
-    gpu: GPU | None = None
-
-
-def possible_changes(training: Training, lora: dict[str, Any] | None, gpu: GPU) -> list[Change]:
-    """Return the changes to try: first those that do not affect the result, a larger GPU last."""
+    Those that do not affect the result come first, a larger GPU last. Of each kind, the first that fits is enough.
+    """
     frozen, view = lora is not None, "trainer.strategy: DDPStrategy with gradient_as_bucket_view: true"
     full, quantizable = training.checkpointing == "full", frozen and not (training.quantized or training.sharded)
     half = "model.dtype: bfloat16 (of the frozen weights)"
@@ -249,6 +247,7 @@ def possible_changes(training: Training, lora: dict[str, Any] | None, gpu: GPU) 
             for n in (training.gpus, 2 * training.gpus, 4 * training.gpus)
         ),
         # Trained weights stay in float32: in bfloat16 the small steps of fine-tuning round to nothing.
+        (training.sharded and not training.offload, "offload", OFFLOAD, {"offload": True}),
         (not frozen, "lora", "model.lora: {r: 8, target_modules: all-linear}", {}, LORA),
         (frozen and training.dtype.itemsize > 2, "dtype", half, {"dtype": torch.bfloat16}),
         (quantizable, "quantization", quantization, {"quantized": QUANTIZED_BYTES[4]}),
@@ -258,4 +257,4 @@ def possible_changes(training: Training, lora: dict[str, Any] | None, gpu: GPU) 
             for card in sorted(GPUS.values(), key=lambda card: card.memory)
         ),
     ]
-    return [Change(*change) for possible, *change in candidates if possible]
+    return [(*change, None, None)[:5] for possible, *change in candidates if possible]

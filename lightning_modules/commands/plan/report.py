@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+from lightning_modules.commands.plan.hardware import Range
 from lightning_modules.visualization.report import Table, as_text_table
 
 WIDTH = 118
@@ -44,7 +45,7 @@ def _format_header(plan: dict[str, Any]) -> Iterator[str]:
 
 def _format_training(plan: dict[str, Any]) -> Iterator[str]:
     yield "TRAINING: TFLOP per sequence, LongCE compared to cross entropy (CE), and time per optimizer step"
-    head = ("K / d", "CE TFLOP", "short pass TFLOP", "LongCE over CE", "paper, measured", "CE step", "LongCE step")
+    head = ("K / d", "CE TFLOP", "short pass TFLOP", "LongCE over CE", "paper, measured", "LongCE step")
     rows = [
         (
             f"{row['context_length']} / {row['stride']}{' *' if row['configured'] else ''}",
@@ -52,7 +53,6 @@ def _format_training(plan: dict[str, Any]) -> Iterator[str]:
             f"{row['short_pass_tflop']:,.4g}",
             f"{row['overhead']:+.0%}",
             "" if row["paper_overhead"] is None else f"{row['paper_overhead']:+.0%}",
-            _format_duration(row["ce_step_seconds"]),
             _format_duration(row["longce_step_seconds"]),
         )
         for row in plan["training"]
@@ -61,15 +61,17 @@ def _format_training(plan: dict[str, Any]) -> Iterator[str]:
         yield textwrap.indent(as_text_table(Table(head, rows)), "  ")
         yield "  * as configured"
     for name, bill in plan["cost"].items():
-        parts = [f"{_format_duration(bill['step_seconds'])} per step", f"{bill['tokens_per_second']:,.0f} tokens/s"]
+        parts = [f"{_format_duration(bill['step_seconds'])} per step", f"{_format(bill['tokens_per_second'])} tokens/s"]
         if bill["hours"] is not None:
-            parts.append(
-                f"{plan['run']['max_steps']:,} steps: {bill['hours']:.2f} h, {bill['gpu_hours']:.1f} GPU-hours"
-            )
+            hours = f"{_format(bill['hours'])} h, {_format(bill['gpu_hours'])} GPU-hours"
+            parts.append(f"{plan['run']['max_steps']:,} steps: {hours}")
         if bill["price_per_step"] is not None:
-            total = "" if bill["price"] is None else f"price {bill['price']:.2f}, "
-            parts.append(f"{total}{bill['price_per_step']:.4f} per step")
-        yield f"  {name}: {', '.join(parts)}"
+            total = "" if bill["price"] is None else f"price {_format(bill['price'])}, "
+            parts.append(f"{total}{_format(bill['price_per_step'])} per step")
+        yield _wrap_line(f"{name}: {', '.join(parts)}")
+    if bill["transfer_seconds"]:
+        listed = ", ".join(f"{name} {_format(value)} s" for name, value in bill["transfer_seconds"].items())
+        yield _wrap_line(f"of which transfers: {listed}")
 
 
 def _format_memory(memory: dict[str, Any]) -> Iterator[str]:
@@ -81,6 +83,8 @@ def _format_memory(memory: dict[str, Any]) -> Iterator[str]:
         largest = "+" if phase == memory["largest_phase"] else " "
         yield _wrap_line(f"{largest} {sum(parts.values()):6.2f} GiB  in phase '{phase}': {listed}", hanging=16)
     yield f"  {memory['peak']:8.2f} GiB  peak: phases are sequential, so only the largest (+) counts"
+    if memory["main_memory"]:
+        yield f"  {memory['main_memory']:8.2f} GiB  in the main memory of each node"
     for suggestion in memory.get("suggestions", ()):
         yield _wrap_line(f"would fit with {suggestion['change']}: {suggestion['needed']:.1f} GiB")
 
@@ -110,15 +114,30 @@ def _format_scoring(scoring: dict[str, Any]) -> Iterator[str]:
 
 
 def _format_basis(plan: dict[str, Any]) -> Iterator[str]:
-    rates = plan["assumed"]
-    yield "ASSUMPTIONS"
+    rates, assumed, gpu = plan["rates"], plan["assumed"], plan["gpu"]
+    texts = {
+        "gemm": f"{rates['gemm']:.0%} of the peak in matrix products",
+        "attention": f"{rates['attention']:.0%} in attention",
+        "attention_backward": f"{rates['attention_backward']:.0%} in its backward pass",
+        "slowdown": f"whole steps {rates['slowdown'].low:.2f} to {rates['slowdown'].high:.2f} times slower than that",
+    }
+    yield "BASIS: every range goes from the fastest to the slowest of these assumptions"
     yield _wrap_line(
-        f"Rates: {rates['gemm']:.0%} of the peak in matrix products, {rates['attention']:.0%} in attention,"
-        f" {rates['attention_backward']:.0%} in its backward pass. Memory includes {rates['context_gib']:g} GiB for the"
-        f" CUDA context and {rates['fragmentation']:.0%} of the peak for fragmentation."
+        "Computed: FLOPs of all matrix products and of causal attention, from the modules of the model; bytes of"
+        " activations, from running the model on tensors without data, with flash attention."
     )
-    for line in plan["basis"]:
-        yield _wrap_line(line)
+    if rates["measured"]:
+        measured = ", ".join(texts.pop(name) for name in rates["measured"])
+        yield _wrap_line(f"Measured ({rates['source']}): {measured}.")
+    memory = f"{assumed['context_gib']:g} GiB for the CUDA context, {assumed['fragmentation']:.0%} fragmentation"
+    guesses = ", ".join([*texts.values(), memory, "one document per sequence"])
+    yield _wrap_line(f"Assumed, not measured on a GPU: {guesses}.")
+    yield _wrap_line(
+        f"Transfers: {assumed['bandwidth']:.0%} of {gpu['link']:g} GB/s within a node, {gpu['network']:g} GB/s per GPU"
+        f" between nodes, {gpu['host']:g} GB/s to main memory. They overlap with computation completely, or not at all."
+    )
+    yield _wrap_line("Not included: data loading, validation, checkpoints, and the optimizer on a GPU.")
+    yield _wrap_line("The paper's column is wall-clock time of the authors' code (Table 7: Llama-2-7B, 32k tokens).")
 
 
 def _format_fit(memory: dict[str, Any]) -> str:
@@ -130,8 +149,14 @@ def _format_size(parameters: int) -> str:
     return f"{parameters / 1e9:.2f}B parameters" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M parameters"
 
 
-def _format_duration(seconds: float) -> str:
-    return f"{seconds / 3600:.3g} h" if seconds >= 3600 else f"{seconds:.3g} s"
+def _format_duration(seconds: Range) -> str:
+    return f"{_format(seconds.times(1 / 3600))} h" if seconds.high >= 3600 else f"{_format(seconds)} s"
+
+
+def _format(value: Range | float) -> str:
+    """Format a number or a range with three digits."""
+    numbers = value if isinstance(value, Range) else (value,)
+    return " to ".join(f"{each:,.0f}" if each >= 100 else f"{each:.3g}" for each in numbers)
 
 
 def _wrap_line(text: str, hanging: int = 4) -> str:

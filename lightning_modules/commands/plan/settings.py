@@ -45,7 +45,6 @@ class Experiment:
     objective: str
     training: Training
     window_share: float = 1.0  # fraction of the short windows that is computed
-    stored_influence: bool = False  # whether the token weights come with the data
     accumulated: int = 1  # micro-batches of an optimizer step
     max_steps: int | None = None  # None if the run is limited otherwise
     optimizer: str = "AdamW"
@@ -71,7 +70,7 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
     optimizer, moments = _read_optimizer(_class_name(parsed["model"]["optimizer"]), settings, notes)
     checkpointing = loading.gradient_checkpointing
     precision = str(trainer.get("precision") or "32-true")
-    distribution = _read_distribution(loading, trainer, config, parsed.get("gpus"), notes)
+    distribution = _read_distribution(loading, parsed, config, notes)
     training = Training(
         tokens=tokens,
         rows=data.get("batch_size") or 1,
@@ -79,6 +78,7 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         stride=model.stride,
         short_pass=objective.uses_short_context,
         quantized=_quantized_bytes(loading),
+        offload_activations=loading.offload_activations,
         bfloat16_residual=loading.residual_dtype == "bfloat16" or distribution["sharded"],
         checkpointing="selective" if checkpointing == "selective" else "full" if checkpointing else "none",
         moments=moments,
@@ -94,7 +94,6 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         objective=type(objective).__name__,
         training=training,
         window_share=model.short_window_share,
-        stored_influence=bool(data.get("influence")),
         accumulated=trainer.get("accumulate_grad_batches") or 1,
         max_steps=steps if steps > 0 else None,
         optimizer=optimizer,
@@ -151,9 +150,10 @@ def _quantized_bytes(loading: ModelConfig) -> float | None:
 
 
 def _read_distribution(
-    loading: ModelConfig, trainer: dict[str, Any], config: PreTrainedConfig, gpus: int | None, notes: list[str]
+    loading: ModelConfig, parsed: dict[str, Any], config: PreTrainedConfig, notes: list[str]
 ) -> dict[str, Any]:
     """Return the number of GPUs, and what is sharded across them."""
+    trainer, gpus = parsed["trainer"], parsed.get("gpus")
     strategy = trainer.get("strategy") or "auto"
     name, arguments = _class_name(strategy), _init_args(strategy)
     sharded = name.startswith("FullySharded")
@@ -172,11 +172,13 @@ def _read_distribution(
     check_processes(shared, count)
     check_sequence_parallelism(config, shared, loading.attn_implementation)
     if shared > 1:
-        notes.append("communication between GPUs that split sequences, and its buffers, are not included")
+        notes.append("the buffers of GPUs that split sequences are not included")
     return {
         "sharded": sharded,
         "gradient_copy": count > 1 and not sharded and not arguments.get("gradient_as_bucket_view"),
         "gpus": count,
+        "gpus_per_node": parsed.get("gpus_per_node") or (int(devices) if known and gpus is None else 8),
+        "offload": bool(arguments.get("offload")),
         "sequence_parallel_size": shared,
     }
 

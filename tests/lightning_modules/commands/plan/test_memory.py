@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_modules.commands.plan.activations import activation_bytes
+from lightning_modules.commands.plan.activations import ActivationBytes
 from lightning_modules.commands.plan.memory import (
     GIB,
     QUANTIZED_BYTES,
@@ -11,7 +11,7 @@ from lightning_modules.commands.plan.memory import (
     lasting_memory,
     scoring_memory,
     training_memory,
-    window_tokens,
+    window_passes,
 )
 from lightning_modules.commands.plan.shapes import ModelShape
 
@@ -23,7 +23,7 @@ BF16 = Training(32768, dtype=torch.bfloat16, autocast=None, checkpointing="full"
 def eight(llamas):
     """Shape and activations of Llama-3.1-8B in bfloat16."""
     config = llamas["llama-3.1-8b"]
-    return ModelShape.of(config), activation_bytes(config, dtype=torch.bfloat16)
+    return ModelShape.of(config), ActivationBytes(config, dtype=torch.bfloat16)
 
 
 # GiB of the project's own study for an 8B model in bfloat16 with checkpointing and AdamW.
@@ -38,7 +38,7 @@ def test_full_fine_tuning_of_the_study(eight, tokens, expected):
 def test_lora_of_the_study(llamas, tokens, expected, more):
     """The study left out that peft keeps adapters in float32, and a float32 copy of the input of each."""
     config = llamas["llama-3.1-8b"]
-    shape, activations = ModelShape.of(config, LORA), activation_bytes(config, dtype=torch.bfloat16, lora=LORA)
+    shape, activations = ModelShape.of(config, LORA), ActivationBytes(config, dtype=torch.bfloat16, lora=LORA)
     peak = training_memory(shape, activations, replace(BF16, tokens=tokens)).peak / GIB
     assert expected <= peak <= expected * (1 + more)
 
@@ -49,7 +49,7 @@ def test_quantised_weights(llamas):
     config = llamas["llama-3.1-8b"]
     shape = ModelShape.of(config, LORA)
     weights = training_memory(
-        shape, activation_bytes(config, dtype=torch.bfloat16, lora=LORA), replace(BF16, quantized=QUANTIZED_BYTES[4])
+        shape, ActivationBytes(config, dtype=torch.bfloat16, lora=LORA), replace(BF16, quantized=QUANTIZED_BYTES[4])
     ).lasting["weights"]
     linear = shape.layer_weights - shape.trained_layer_weights
     assert shape.quantizable == linear
@@ -132,8 +132,9 @@ def test_phases_follow_one_another(eight):
 
 
 def test_windows_of_a_pass():
-    assert window_tokens(32768, 1, 4096, 1024) == 6 * 5120
-    assert window_tokens(6000, 1, 4096, 1024) == 5120  # there is one only
-    assert window_tokens(6000, 4, 4096, 1024) == 4 * 5120
-    assert window_tokens(131072, 1, 65536, 1024) == 66560
-    assert window_tokens(4000, 1, 4096, 1024) == 0
+    assert window_passes(32768, 1, 4096, 1024) == (5, 6 * 5120)  # 27 windows
+    assert window_passes(32768, 1, 4096, 1024, shared_by=4) == (2, 6 * 5120)
+    assert window_passes(6000, 1, 4096, 1024) == (1, 5120)  # only one window
+    assert window_passes(6000, 4, 4096, 1024) == (1, 4 * 5120)
+    assert window_passes(131072, 1, 65536, 1024) == (63, 66560)
+    assert window_passes(4000, 1, 4096, 1024) == (0, 0)

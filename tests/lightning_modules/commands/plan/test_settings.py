@@ -55,7 +55,7 @@ def test_everything_is_found(read, model_dir, evaluator_dir):
     evaluator = experiment.evaluator
     assert (evaluator.name, evaluator.config.model_type) == (str(evaluator_dir), "qwen3")
     assert (evaluator.context_length, evaluator.stride) == (24, 12)
-    assert (experiment.window_share, experiment.stored_influence, experiment.notes) == (1.0, False, ())
+    assert (experiment.window_share, experiment.notes) == (1.0, ())
     assert experiment.validation_documents == 5
 
 

@@ -1,0 +1,1 @@
+"""Parts of `benchmarks/on_gpu.py`."""

@@ -1,0 +1,68 @@
+"""Training needs torch, transformers, lightning, peft, torchmetrics, and what they require."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import on_gpu
+from lightning_modules.commands.plan.hardware import GPU, GPUS, find_rates
+from tests.docs.test_docs import ROOT
+from tests.support.bare_install import bare_environment, required_distributions
+
+IMPORTS = """
+import pkgutil, lightning_modules.models, lightning_modules.functional, lightning_modules.metrics
+import lightning_modules.long_context_lm, lightning_modules.scoring.evaluator, lightning_modules.training.fsdp
+import lightning_modules.training.sequence_parallel, lightning_modules.training.checkpoints.io
+from callbacks import ExternalEvaluator, StepCheckpoint
+for package in (lightning_modules.models, lightning_modules.functional):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        __import__(module.name)
+try:
+    import callbacks.key_token_inspector
+except ModuleNotFoundError as error:
+    print("hidden:", error.name)
+"""
+
+
+@pytest.mark.limit(12)  # imports the libraries
+def test_training_imports_without_the_packages_of_commands_and_data(tmp_path):
+    command = [sys.executable, "-c", IMPORTS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=bare_environment(tmp_path))
+    assert done.stdout.startswith("hidden: "), done.stderr[-2000:]
+    assert {"torch", "tokenizers", "accelerate"} <= required_distributions()
+
+
+@pytest.mark.slow
+def test_the_gpu_benchmark_runs_from_checks_to_profile(tmp_path):
+    """On a bare machine, with tiny sizes: an evaluator, a training that is killed, and every row of the table."""
+    results = tmp_path / "results.json"
+    command = [sys.executable, "-m", "benchmarks.on_gpu", "--device", "cpu", "--output", str(results)]
+    run = {"capture_output": True, "text": True, "timeout": 500, "cwd": ROOT, "env": bare_environment(tmp_path)}
+    done = subprocess.run([*command, "--only", "^(?!8 layers, fp32)"], **run)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    rows = json.loads(results.read_text())["rows"]
+    checks = [name for name, row in rows.items() if row.get("passed")]
+    assert sum(name.startswith("step: sdpa") for name in checks) == 6
+    assert {"evaluator with another tokenizer", "killed and resumed"} <= set(checks)
+    timed = {name for name, row in rows.items() if row.get("seconds")}
+    assert {"8B, bf16: LongPPL", "16 layers of 7B, bf16: LongCE", "8 layers, bf16: the authors' step"} <= timed
+    assert len(rows["profile of a LongCE step"]["largest"]) == 3
+    # The next call adds what is missing, and `longce plan` reads the result.
+    done = subprocess.run(command, **run)
+    again = json.loads(results.read_text())
+    assert {name: again["rows"][name] for name in timed} == {name: rows[name] for name in timed}
+    rates = find_rates(GPU("CPU", 0.1, 1.0), str(results), autocast=True)
+    assert rates.measured == ("gemm", "attention", "attention_backward", "slowdown")
+    assert 0 < rates.slowdown.low < rates.slowdown.high
+
+
+@pytest.mark.slow
+def test_the_gpu_benchmark_fits_into_ten_minutes_by_plan(capsys):
+    on_gpu.print_plan()
+    *rows, _, total = capsys.readouterr().out.splitlines()
+    assert float(total.split(" to ")[1].split()[0]) <= 10
+    memory = {row.split(" | ")[0].strip("| "): float(row.split(" | ")[2].strip(" |")) for row in rows[2:]}
+    assert memory["8B, bf16: LongCE"] == pytest.approx(77, abs=1)
+    assert max(memory.values()) < GPUS["H200"].memory
