@@ -185,7 +185,7 @@ def isolation_arguments(
     masks (see `check_scoring`). ``document_boundaries`` are ``[0, end of document 1, ..]`` of each sequence; padding
     may follow.
     """
-    is_flash = implementation.startswith("flash_attention")
+    is_flash = "flash" in implementation  # also a kernel of the hub
     if not is_flash and (implementation != DOCUMENT_SDPA or not has_packed_documents(document_boundaries)):
         return {}
     # Padding after the last boundary becomes a document by itself, whose output is unused.
