@@ -15,6 +15,21 @@ from transformers.masking_utils import sdpa_mask
 
 from lightning_modules.batch import send
 
+
+class Boundaries(Sequence[Sequence[int]]):
+    """Document boundaries of several sequences. torch.compile would compile again for each length of a plain list."""
+
+    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
+        self._rows = rows
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return the boundaries of a sequence."""
+        return self._rows[index]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
 Exchange = Callable[..., tuple[Tensor, Tensor | None]]
 """Attention for sequences that are sharded across processes: `SequenceGroup.attend`."""
 
@@ -196,7 +211,9 @@ def isolation_arguments(
     flat = [0] + [row * sequence_length + stop for row, boundaries in enumerate(covered) for stop in boundaries[1:]]
     cumulative = send(torch.tensor(flat, dtype=torch.int32), device)
     if not is_flash:
-        return {"document_boundaries": covered} | ({"cu_seq_lens": cumulative} if device.type == "cuda" else {})
+        return {"document_boundaries": Boundaries(covered)} | (
+            {"cu_seq_lens": cumulative} if device.type == "cuda" else {}
+        )
     longest = max(stop - start for start, stop in pairwise(flat))
     return {
         "cu_seq_lens_q": cumulative,

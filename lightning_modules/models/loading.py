@@ -23,7 +23,7 @@ from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.context_extension.methods import extend_config
 from lightning_modules.models.context_extension.rope_types import own_type
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
-from lightning_modules.models.optimizations import enable_checkpointing, use_bfloat16_residual
+from lightning_modules.models.optimizations import compile_layers, enable_checkpointing, use_bfloat16_residual
 from lightning_modules.models.tokenization.tokenizer import local_or_hub, not_loaded
 from lightning_modules.utilities.errors import did_you_mean
 from lightning_modules.utilities.pickles import refused_pickle
@@ -72,7 +72,10 @@ def load_backbone(
             use_bfloat16_residual(model)
         if config.lora is not None:
             model = add_adapters(model, config.lora, autocast=autocast)
-    return Backbone(model)
+    backbone = Backbone(model)
+    if config.compile:
+        compile_layers(backbone.decoder)
+    return backbone
 
 
 def load_frozen(config: ModelConfig, device: torch.device | str) -> Backbone:

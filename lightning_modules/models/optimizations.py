@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_modules.models.config import Checkpointing
 from lightning_modules.models.context_extension.patterns import PATTERNS
+from lightning_modules.models.context_extension.rope_types import wrap_attention
 
 ShortDType = Literal["bfloat16"]
 """Dtype of the short pass under autocast; weights keep theirs."""
@@ -139,6 +140,31 @@ def _keep_attention(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPo
         if ATTENTION_OPERATORS.fullmatch(operator.name())
         else CheckpointPolicy.PREFER_RECOMPUTE
     )
+
+
+def compile_layers(decoder: Any, *, backend: str = "inductor") -> None:
+    """Compile the norms, attention projections and MLPs of all decoder layers but the last, when they are first used.
+
+    The parts of a layer rather than the whole, because attention must stay out: its kernels are compiled already, and
+    lists of document boundaries would be compiled again and again. torch compiles nothing of a checkpointed layer in
+    which a function is left out, and FSDP2 gathers weights around the layer. The last layer has hooks, see
+    `last_layer_reads_from`.
+
+    Raises:
+        ValueError: If the decoder has no list of ``layers``.
+    """
+    layers = getattr(decoder, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(
+            f"`compile` does not support `{type(decoder).__name__}`, which has no `layers`: set it to false."
+        )
+    wrap_attention(decoder.config._attn_implementation)
+    # With and without gradient, autocast and gradient of the input, and for one or several sequences of fixed or
+    # variable length.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+    for layer in layers[:-1]:
+        for part in layer.children():
+            part.compile(backend=backend)
 
 
 @contextlib.contextmanager
