@@ -10,6 +10,7 @@ gradient noise over several draws, relative to the exact gradient, and of the no
 import argparse
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from lightning_modules.functional import ShortContext, key_token_mask, long_cros
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.config import ModelConfig
+from lightning_modules.models.float8 import Float8Layers
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.optimizations import short_precision
 from lightning_modules.models.short_context import short_log_likelihood
@@ -51,7 +53,8 @@ class Comparison:
         short, seconds = [], 0.0
         for number, batch in enumerate(self.rows):
             started = time.process_time()
-            with short_precision(self.backbone.device, dtype):
+            float8 = Float8Layers().replace(self.backbone.decoder, 0) if dtype == "float8" else nullcontext()
+            with short_precision(self.backbone.device, dtype), float8:
                 short.append(
                     short_log_likelihood(
                         self.backbone,
@@ -94,6 +97,7 @@ def compare(comparison: Comparison, evaluator: str | None) -> Iterator[str]:
     settings: dict[str, dict[str, Any]] = {
         f"stride = context_length = {options.context_length}": {"stride": options.context_length},
         "short_dtype: bfloat16": {"dtype": "bfloat16"},
+        "short_dtype: float8": {"dtype": "float8"},
     }
     for name, setting in settings.items():
         outcome = comparison.outcome(**setting)

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_modules.metrics import LongPerplexity
 from lightning_modules.models.adapters import changes_base, frozen_fingerprint
 from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.config import DType, ModelConfig
+from lightning_modules.models.float8 import Float8Layers
 from lightning_modules.models.loading import has_weights
 from lightning_modules.models.optimizations import ShortDType, short_precision
 from lightning_modules.models.short_context import short_log_likelihood
@@ -50,7 +52,8 @@ class LongContextLM(LightningModule):
         objective: Token weights of the loss.
         context_length: Length K of the shortest short context, in tokens.
         stride: Number d of tokens that share one short window.
-        short_dtype: Dtype of the short pass: ``bfloat16``, or by default that of the long pass.
+        short_dtype: Dtype of the short pass, by default that of the long pass: ``bfloat16``, or ``float8`` for the
+            products in linear layers, on GPUs of compute capability 8.9 or more.
         short_window_share: Fraction of the short windows that are computed, sampled at random for each batch. The
             weights of their tokens are scaled up so that the expected weights are right; they can be negative.
         dtype: Dtype of the parameters: float32 for training in mixed precision, ``auto`` for the stored dtype.
@@ -88,6 +91,7 @@ class LongContextLM(LightningModule):
         self.context_length, self.stride = context_length, stride
         self.ladder = ladder
         self.short_dtype: ShortDType | None = short_dtype
+        self._float8_layers = Float8Layers()
         self.short_window_share = short_window_share
         preflight.check_settings(self, head_kernel)
         self.loading = ModelConfig(pretrained_model_name_or_path, dtype=dtype, **loading)
@@ -136,7 +140,8 @@ class LongContextLM(LightningModule):
         batches = self.trainer.fit_loop.epoch_loop.total_batch_idx if self._trainer else batch_idx
         seed = zlib.crc32(f"{torch.initial_seed()} {batches} {self.global_rank}".encode())
         group = self._sequence_group
-        with short_precision(self.device, self.short_dtype):
+        float8 = self._float8_layers.replace(self.backbone.decoder, self.global_step)
+        with short_precision(self.device, self.short_dtype), float8 if self.short_dtype == "float8" else nullcontext():
             return short_log_likelihood(
                 self.backbone,
                 batch,
@@ -269,6 +274,8 @@ class LongContextLM(LightningModule):
                 preflight.check_early(self, None, group.size)
                 # `auto` may choose another implementation.
                 self.loading = replace(self.loading, attn_implementation="sdpa")
+            if self._trainer:
+                preflight.check_short_dtype(self, self.trainer.strategy)
             self.backbone = load_trainer_backbone(self._trainer, self.loading)
             if self._trainer:
                 self.to(self.trainer.strategy.root_device)  # moves the metrics and sets `self.device`

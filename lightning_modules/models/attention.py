@@ -15,6 +15,25 @@ from transformers.masking_utils import sdpa_mask
 
 from lightning_modules.batch import send
 
+
+class Boundaries(Sequence[Sequence[int]]):
+    """Document boundaries of several sequences. torch.compile would compile again for each length of a plain list.
+
+    On a GPU, there are ``packed_lengths``: boundaries of all documents of the batch and the longest length, for one
+    attention call for all.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[int]], packed_lengths: tuple[Tensor, int] | None = None) -> None:
+        self._rows, self.packed_lengths = rows, packed_lengths
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return the boundaries of a sequence."""
+        return self._rows[index]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
 Exchange = Callable[..., tuple[Tensor, Tensor | None]]
 """Attention for sequences that are sharded across processes: `SequenceGroup.attend`."""
 
@@ -36,7 +55,6 @@ def document_attention(
     attention_mask: Tensor | None,
     document_boundaries: Sequence[Sequence[int]] | None = None,
     exchange: Exchange | None = None,
-    packed_lengths: tuple[Tensor, int] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute causal attention within each document of each sequence, without a mask.
@@ -47,8 +65,7 @@ def document_attention(
 
     Returns ``[B, T, H, D]`` for ``[B, H, T, D]`` queries, and None for the attention weights. ``document_boundaries``
     are ascending indices ``[0, .., T]`` of each sequence, or None if each is one document. ``exchange`` calls this
-    function for whole sequences of which this process holds a shard; it does not support masks. On a GPU, there
-    are ``packed_lengths``: boundaries of all documents of the batch and the longest length, for one call for all.
+    function for whole sequences of which this process holds a shard; it does not support masks.
     """
     if exchange is not None:
         if attention_mask is not None:
@@ -59,7 +76,7 @@ def document_attention(
         return exchange(module, query, key, value, document_boundaries=document_boundaries, **kwargs)
     if document_boundaries is None or attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    if packed_lengths is not None:
+    if (packed_lengths := getattr(document_boundaries, "packed_lengths", None)) is not None:
         output = _attend_at_once(query, key, value, *packed_lengths, **kwargs)
         if output is not None:
             return output, None
@@ -152,7 +169,7 @@ def isolation_arguments(
     a mask nor a cache and the model respects its masks (see `check_scoring`). ``document_boundaries`` are ``[0, end of
     document 1, ..]`` of each sequence; padding may follow.
     """
-    is_flash = implementation.startswith("flash_attention")
+    is_flash = "flash" in implementation  # also a kernel of the hub
     packed = any(len(boundaries) > 2 for boundaries in document_boundaries)
     if not is_flash and not (packed and implementation == DOCUMENT_SDPA):
         return {}
@@ -167,5 +184,4 @@ def isolation_arguments(
     if is_flash:
         lengths = {"max_length_q": longest, "max_length_k": longest}
         return {"cu_seq_lens_q": cumulative, "cu_seq_lens_k": cumulative, **lengths}
-    packed_lengths = (cumulative, longest) if device.type == "cuda" else None
-    return {"document_boundaries": covered, "packed_lengths": packed_lengths}
+    return {"document_boundaries": Boundaries(covered, (cumulative, longest) if device.type == "cuda" else None)}

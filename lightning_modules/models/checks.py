@@ -146,7 +146,8 @@ def check_scoring(backbone: Backbone) -> None:
     isolated by the masks of transformers or, if those do not help, in separate forward passes.
 
     Raises:
-        ValueError: If our logits differ from the model's own, which would make all results wrong.
+        ValueError: If our logits differ from the model's own, or flash attention from torch's attention, which would
+            make all results wrong.
     """
     # 1. Compare our logits of two documents with the model's own.
     generator = torch.Generator().manual_seed(0)
@@ -171,6 +172,8 @@ def check_scoring(backbone: Backbone) -> None:
         # 2. Find out which optimizations leave the scores of packed documents unchanged.
         tolerance = (0.01 if exact else 0.5) * max(1.0, logits[0].float().std().item())
         expected = torch.cat([_log_likelihood(*pair) for pair in zip(documents, logits, strict=True)])
+        if "flash" in backbone.attention:
+            _check_kernel(backbone, documents, expected, tolerance)
 
         def agrees() -> bool:
             return bool((_score_packed(backbone, documents) - expected).abs().max() <= tolerance)
@@ -181,6 +184,22 @@ def check_scoring(backbone: Backbone) -> None:
         if not backbone.is_stateful:
             backbone.isolates_documents = agrees()
             backbone.trims_last_layer = _can_trim(backbone, documents[0], tolerance)
+
+
+def _check_kernel(backbone: Backbone, documents: Sequence[Tensor], expected: Tensor, tolerance: float) -> None:
+    """Raise a ``ValueError`` if torch's attention gives other log-likelihoods than a kernel from elsewhere."""
+    kernel, model = backbone.attention, backbone.base_model
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    try:
+        scores = torch.cat([_score_packed(backbone, [document]) for document in documents])
+    finally:
+        model.set_attn_implementation(kernel)
+    difference = (scores - expected).abs().max().item()
+    if not difference <= tolerance:
+        raise ValueError(
+            f"The attention kernel '{kernel}' is wrong on this machine: its log-likelihoods differ from those of"
+            f" torch's attention by {difference:.2g} nats. Update it, or set `attn_implementation: sdpa`."
+        )
 
 
 def _compare(backbone: Backbone, documents: Sequence[Tensor]) -> tuple[list[Tensor], float]:

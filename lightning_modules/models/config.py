@@ -22,13 +22,14 @@ class ModelConfig:
             `lightning_modules.models.context_extension.methods.ContextExtension`.
         revision: Branch, tag or commit on the hub.
         dtype: Dtype of the weights; ``auto`` keeps the stored one.
-        attn_implementation: As in transformers; ``auto`` is ``flash_attention_2`` if it is installed and the model
-            runs on a GPU in half precision, else ``sdpa``.
+        attn_implementation: As in transformers. ``auto`` on a GPU in half precision is ``flash_attention_3`` on Hopper,
+            else ``flash_attention_2``, whichever is installed or in the cache of the `kernels` hub; otherwise ``sdpa``.
         gradient_checkpointing: Recompute the activations of each layer in the backward pass. ``selective`` keeps the
             outputs of attention, which is faster and takes ``tokens * hidden size`` more numbers per layer.
         offload_activations: Keep the layer inputs that checkpointing keeps in host memory. The GPU waits for each copy.
         residual_dtype: Dtype of the residual stream between layers with float32 weights in ``bf16-mixed``. ``float32``
             doubles the memory of the layer inputs. FSDP2 ignores it: it gathers weights in bfloat16.
+        compile: Compile the decoder layers with torch.compile, except attention and the last layer; takes minutes.
         lora: Arguments of ``peft.LoraConfig``; the other weights are frozen. ``modules_to_save: embeddings-and-norms``
             also trains those in full, as in LongLoRA.
         quantization: Arguments of ``transformers.BitsAndBytesConfig``: frozen weights in 4 or 8 bits, as in QLoRA.
@@ -44,6 +45,7 @@ class ModelConfig:
     gradient_checkpointing: Checkpointing = False
     offload_activations: bool = False
     residual_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    compile: bool = False
     lora: dict[str, Any] | None = None
     quantization: dict[str, Any] | None = None
     trust_remote_code: bool = False

@@ -3,11 +3,17 @@
 import contextlib
 import importlib.util
 import logging
+import os
 import pickle
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
+from huggingface_hub.constants import HF_HUB_CACHE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
+from transformers.utils.import_utils import KERNELS_MAX_VERSION, KERNELS_MIN_VERSION, is_kernels_available
 
 from lightning_modules.models.adapters import add_adapters, quantization_config
 from lightning_modules.models.attention import register_document_attention
@@ -17,14 +23,16 @@ from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.context_extension.methods import extend_config
 from lightning_modules.models.context_extension.rope_types import own_type
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
-from lightning_modules.models.optimizations import enable_checkpointing, use_bfloat16_residual
+from lightning_modules.models.optimizations import compile_layers, enable_checkpointing, use_bfloat16_residual
 from lightning_modules.models.tokenization.tokenizer import local_or_hub, not_loaded
 from lightning_modules.utilities.errors import did_you_mean
 from lightning_modules.utilities.pickles import refused_pickle
 
 log = logging.getLogger(__name__)
 
-_FLASH_PACKAGES = ("flash_attn", "kernels")
+FLASH_3_KERNEL = "kernels-community/flash-attn3"
+"""FlashAttention-3 on the `kernels` hub. transformers would load ``vllm-flash-attn3``, which is made for inference: its
+backward pass returns fewer gradients than its forward pass has inputs."""
 
 
 def load_backbone(
@@ -64,7 +72,10 @@ def load_backbone(
             use_bfloat16_residual(model)
         if config.lora is not None:
             model = add_adapters(model, config.lora, autocast=autocast)
-    return Backbone(model)
+    backbone = Backbone(model)
+    if config.compile:
+        compile_layers(backbone.decoder)
+    return backbone
 
 
 def load_frozen(config: ModelConfig, device: torch.device | str) -> Backbone:
@@ -158,19 +169,53 @@ def resolve_attention(implementation: str, config: PreTrainedConfig, *, flash: b
     model_class = AutoModelForCausalLM._model_mapping.get(type(config), PreTrainedModel)
     if implementation == "auto":
         implementation = "sdpa" if model_class._supports_sdpa else "eager"
-        rope_type = own_type(config.get_text_config(decoder=True))
-        flash = flash and (rope_type is None or "flash_attention_2" in rope_type.backends)
-        if flash and model_class._supports_flash_attn and importlib.util.find_spec("flash_attn") is not None:
-            implementation = "flash_attention_2"
+        if flash and model_class._supports_flash_attn:
+            rope_type = own_type(config.get_text_config(decoder=True))
+            implementation = _find_flash(None if rope_type is None else rope_type.backends) or implementation
+    elif implementation == "flash_attention_3" and importlib.util.find_spec("flash_attn_interface") is None:
+        implementation = FLASH_3_KERNEL
     # Without flash-attn, transformers uses the flash attention of the `kernels` package.
-    if implementation.startswith("flash_attention_2") and not any(map(importlib.util.find_spec, _FLASH_PACKAGES)):
+    flash_2 = implementation.startswith("flash_attention_2") and importlib.util.find_spec("flash_attn") is None
+    if (flash_2 or "/" in implementation) and not is_kernels_available():
+        package = "flash-attn (the extra `flash`) or " if flash_2 else ""
         raise ValueError(
-            "`attn_implementation: flash_attention_2` needs flash-attn: install the extra `flash`, or set `sdpa`."
+            f"`attn_implementation: {implementation}` needs {package}the package kernels, from version"
+            f" {KERNELS_MIN_VERSION} to below {KERNELS_MAX_VERSION}: install it, or set `sdpa`."
         )
     log.info("Attention implementation of %s: %s.", config.model_type, implementation)
     if implementation == "sdpa" and model_class._supports_attention_backend:
         return register_document_attention()
     return implementation
+
+
+def _find_flash(backends: Sequence[str] | None) -> str | None:
+    """Return the fastest flash attention that is installed, among ``backends`` if given; nothing is downloaded."""
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    packages = {"flash_attention_3": "flash_attn_interface"} if hopper else {}
+    for implementation, package in {**packages, "flash_attention_2": "flash_attn"}.items():
+        if importlib.util.find_spec(package) is not None and (backends is None or implementation in backends):
+            return implementation
+        if implementation == "flash_attention_3" and backends is None and _load_cached_kernel(FLASH_3_KERNEL):
+            return FLASH_3_KERNEL
+    return None
+
+
+def _load_cached_kernel(repository: str) -> bool:
+    """Load a kernel that was downloaded from the hub before; return whether it fits this machine."""
+    cache = Path(os.environ.get("KERNELS_CACHE") or HF_HUB_CACHE)
+    snapshots = sorted(cache.glob(f"*s--{repository.replace('/', '--')}/snapshots/*"), key=os.path.getmtime)
+    if not snapshots or not is_kernels_available():
+        return False
+    # `kernels` loads these paths without asking the hub for a newer version, which would fail offline.
+    known = os.environ.get("LOCAL_KERNELS", "").split(":")
+    if not any(entry.startswith(f"{repository}=") for entry in known):
+        os.environ["LOCAL_KERNELS"] = ":".join([*filter(None, known), f"{repository}={snapshots[-1]}"])
+    try:
+        lazy_import_flash_attention(repository)
+    except Exception as error:  # any kind: it may be for another version of torch or CUDA
+        log.warning("The kernel %s in '%s' cannot be loaded and is not used: %s", repository, cache, error)
+        return False
+    return True
 
 
 def _check_keys(overrides: dict[str, Any], config: PreTrainedConfig) -> None:

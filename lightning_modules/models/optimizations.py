@@ -1,6 +1,7 @@
 """Memory and speed optimizations that do not change results, and context managers for a model's modes."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -14,22 +15,25 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_modules.models.config import Checkpointing
 from lightning_modules.models.context_extension.patterns import PATTERNS
+from lightning_modules.models.context_extension.rope_types import wrap_attention
 
-ShortDType = Literal["bfloat16"]
-"""Dtype of the short pass under autocast; weights keep theirs."""
+ShortDType = Literal["bfloat16", "float8"]
+"""Dtype of the short pass: ``bfloat16`` is autocast, and ``float8`` also that of the products in linear layers."""
 
-ATTENTION_OPERATORS = frozenset(
-    {
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_cudnn_attention",
-        "flash_attn::_flash_attn_forward",
-        "flash_attn::_flash_attn_varlen_forward",
-        "torch_attn::_varlen_attn",
-    }
+ATTENTION_OPERATORS = re.compile(
+    r"aten::_scaled_dot_product_(flash|efficient|cudnn)_attention(_for_cpu)?"
+    r"|torch_attn::_varlen_attn|flash_attn::_flash_attn(_varlen)?_forward"
+    # FlashAttention-3 dispatches both kinds of sequences to one operator, which older releases call directly.
+    r"|flash_attn_3::(_flash_attn_forward|fwd)"
+    # The `kernels` hub appends the backend and the commit of a kernel to its name: `_flash_attn3_cuda_9aa33c0`.
+    r"|_(vllm_)?flash_attn[23]_\w+::(_flash_attn(_varlen)?_forward|(varlen_)?fwd)"
 )
 """Operators whose outputs selective checkpointing keeps: ``[B, T, H, D]`` and statistics for the backward pass."""
+
+
+_SELECTIVE_ATTENTION = re.compile(
+    r"(document_)?sdpa|flash_attention_[23]|kernels-community/(vllm-)?flash-attn[23](@.*)?"
+)
 
 
 @contextlib.contextmanager
@@ -93,10 +97,11 @@ def enable_checkpointing(model: PreTrainedModel, kind: Checkpointing, *, offload
     attention = model.config._attn_implementation
     if kind not in (True, "selective"):
         raise ValueError(f"`gradient_checkpointing` must be true, false or 'selective', got {kind!r}.")
-    if kind == "selective" and not attention.startswith(("sdpa", "document_sdpa", "flash_attention_2")):
+    if kind == "selective" and not _SELECTIVE_ATTENTION.fullmatch(attention):
         raise ValueError(
-            "`gradient_checkpointing: selective` supports the attention implementations sdpa and flash_attention_2, not"
-            f" '{attention}': set `attn_implementation` to one of them, or `gradient_checkpointing: true`."
+            "`gradient_checkpointing: selective` supports the attention implementations sdpa, flash_attention_2 and"
+            f" flash_attention_3, not '{attention}': set `attn_implementation` to one of them, or"
+            " `gradient_checkpointing: true`."
         )
     rope_type = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type")
     if kind == "selective" and rope_type in PATTERNS:
@@ -130,7 +135,36 @@ def _make_selective_contexts() -> tuple[AbstractContextManager, AbstractContextM
 
 
 def _keep_attention(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator.name() in ATTENTION_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE
+        if ATTENTION_OPERATORS.fullmatch(operator.name())
+        else CheckpointPolicy.PREFER_RECOMPUTE
+    )
+
+
+def compile_layers(decoder: Any, *, backend: str = "inductor") -> None:
+    """Compile the norms, attention projections and MLPs of all decoder layers but the last, when they are first used.
+
+    The parts of a layer rather than the whole, because attention must stay out: its kernels are compiled already, and
+    lists of document boundaries would be compiled again and again. torch compiles nothing of a checkpointed layer in
+    which a function is left out, and FSDP2 gathers weights around the layer. The last layer has hooks, see
+    `last_layer_reads_from`.
+
+    Raises:
+        ValueError: If the decoder has no list of ``layers``.
+    """
+    layers = getattr(decoder, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(
+            f"`compile` does not support `{type(decoder).__name__}`, which has no `layers`: set it to false."
+        )
+    wrap_attention(decoder.config._attn_implementation)
+    # With and without gradient, autocast and gradient of the input, and for one or several sequences of fixed or
+    # variable length.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+    for layer in layers[:-1]:
+        for part in layer.children():
+            part.compile(backend=backend)
 
 
 @contextlib.contextmanager

@@ -161,7 +161,7 @@ def read_prompt(backbone: Backbone, run: Callable[..., Any], prompt: Sequence[in
     cache = DynamicCache(config=backbone.base_model.config)
     batch = padded_rows([prompt], backbone.device)
     backbone.check_batch(batch)
-    windowed = any(cache.is_sliding) and not backbone.attention.startswith("flash_attention")
+    windowed = any(cache.is_sliding) and "flash" not in backbone.attention
     chunk = WINDOWED_CHUNK if windowed else len(prompt)
     chunks = zip(batch["input_ids"].split(chunk, 1), batch["position_ids"].split(chunk, 1), strict=True)
     logits = torch.zeros(0)

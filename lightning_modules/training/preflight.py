@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -68,6 +69,23 @@ def check_early(module: Trainee, sequence_length: int | None, sequence_parallel_
     _check_quantization(loading, config, fits=sequence_length is not None)
     if sequence_length is not None:
         check_static(config, compares=objective.uses_short_context)
+
+
+def check_short_dtype(module: Trainee, strategy: Strategy) -> None:
+    """Raise a ``ValueError`` for a short pass in float8 that the strategy, the model or the GPU does not support."""
+    if module.short_dtype != "float8":
+        return
+    loading, reason = module.loading, None
+    if isinstance(strategy, ModelParallelStrategy):
+        reason = "sharded weights"
+    elif loading.quantization is not None or getattr(load_config(loading), "quantization_config", None) is not None:
+        reason = "quantized weights"
+    elif (loading.lora or {}).get("use_dora"):
+        reason = "`lora.use_dora`, which reads the weights themselves"
+    elif (device := strategy.root_device).type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        reason = f"'{torch.cuda.get_device_name(device)}', of a compute capability below 8.9 (Ada, Hopper)"
+    if reason is not None:
+        raise ValueError(f"`model.short_dtype: float8` does not support {reason}: set it to bfloat16 or null.")
 
 
 def _check_quantization(loading: ModelConfig, config: PreTrainedConfig, *, fits: bool) -> None:

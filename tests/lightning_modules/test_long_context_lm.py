@@ -1,5 +1,6 @@
 import copy
 import math
+import re
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -20,7 +21,8 @@ from lightning_modules.models.short_context import long_and_short
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.objectives import CrossEntropy, LongCE, StoredInfluence
 from lightning_modules.training import fsdp
-from lightning_modules.training.preflight import check_early
+from lightning_modules.training.fsdp import FullyShardedStrategy
+from lightning_modules.training.preflight import check_early, check_short_dtype
 from tests.conftest import make_text, tiny_model
 from tests.support import reference
 
@@ -339,8 +341,9 @@ def test_a_head_kernel_is_ignored_with_a_warning(folder, recwarn):
         lm(folder, head_kernel="liger")
 
 
-def test_a_short_pass_in_fewer_bits_weighs_about_the_same_and_leaves_the_long_pass_exact(folder):
-    modules = [LongContextLM(folder, context_length=8, stride=4, short_dtype=d) for d in (None, "bfloat16")]
+@pytest.mark.parametrize(("dtype", "cosine"), [("bfloat16", 0.98), ("float8", 0.95)])
+def test_a_short_pass_in_fewer_bits_weighs_about_the_same_and_leaves_the_long_pass_exact(folder, dtype, cosine):
+    modules = [LongContextLM(folder, context_length=8, stride=4, short_dtype=d) for d in (None, dtype)]
     results = []
     for module in modules:
         module.configure_model()
@@ -351,7 +354,26 @@ def test_a_short_pass_in_fewer_bits_weighs_about_the_same_and_leaves_the_long_pa
     (exact, exact_weights), (rough, rough_weights) = results
     assert torch.equal(exact, rough)
     assert not torch.equal(exact_weights, rough_weights)
-    assert torch.nn.functional.cosine_similarity(exact_weights, rough_weights) > 0.98
+    assert torch.nn.functional.cosine_similarity(exact_weights, rough_weights) > cosine
+
+
+@pytest.mark.parametrize(
+    ("settings", "strategy", "reason"),
+    [
+        ({}, FullyShardedStrategy(), "sharded weights"),
+        ({"quantization": {"load_in_4bit": True}}, SingleDeviceStrategy("cpu"), "quantized weights"),
+        ({"lora": {"use_dora": True}}, SingleDeviceStrategy("cpu"), "`lora.use_dora`"),
+        ({}, SingleDeviceStrategy("cuda:0"), "'A100', of a compute capability below 8.9"),
+    ],
+)
+def test_a_short_pass_in_float8_is_refused_where_it_cannot_work(folder, monkeypatch, settings, strategy, reason):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "A100")
+    module = LongContextLM(folder, short_dtype="float8", **settings)
+    with pytest.raises(ValueError, match=f"`model.short_dtype: float8` does not support {re.escape(reason)}"):
+        check_short_dtype(module, strategy)
+    check_short_dtype(LongContextLM(folder, short_dtype="bfloat16", **settings), strategy)
+    check_short_dtype(LongContextLM(folder, short_dtype="float8"), SingleDeviceStrategy("cpu"))
 
 
 @pytest.mark.slow

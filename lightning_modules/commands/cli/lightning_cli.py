@@ -33,7 +33,7 @@ from lightning_modules.training.evaluation import at_checkpoint_step, place_eval
 from lightning_modules.training.fsdp import check_strategy
 from lightning_modules.training.optimizers import LR_SCHEDULER, OPTIMIZER
 from lightning_modules.training.preemption import Preemption
-from lightning_modules.training.preflight import check_early, check_influence
+from lightning_modules.training.preflight import check_early, check_influence, check_short_dtype
 from lightning_modules.training.progress import StepProgress
 from lightning_modules.training.random_states import RandomStates
 from lightning_modules.training.run import Run, RunMember
@@ -158,6 +158,7 @@ class LongceCLI(LightningCLI):
         fits, options = self.subcommand == "fit", self.config_init[self.subcommand]
         rows = getattr(self.datamodule, "sequence_length", None) if fits else None
         check_early(self.model, rows, sequence_parallel_size(self.trainer))
+        check_short_dtype(self.model, self.trainer.strategy)
         if fits:
             curriculum = getattr(self.datamodule, "curriculum", None)
             if curriculum is not None and self.model.objective.uses_short_context:

@@ -96,11 +96,12 @@ ROPE_TYPES: dict[str, RopeType] = {
 
 
 class RopeTypeAttention:
-    """Wraps an attention function of transformers for models of our RoPE types."""
+    """Wraps an attention function of transformers for models of our RoPE types. It is not compiled."""
 
     def __init__(self, attention: Callable[..., Any]) -> None:
         self.attention = attention
 
+    @torch.compiler.disable
     def __call__(self, module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Compute attention with ``[B, H, T, D]`` queries and the arguments of transformers."""
         rope_type = own_type(getattr(module, "config", None))
@@ -119,11 +120,15 @@ def register_rope_types() -> None:
     """Register our RoPE types and attention wrappers with transformers; repeated calls do nothing."""
     ROPE_INIT_FUNCTIONS.update({name: partial(_init_frequencies, name) for name in ROPE_TYPES})
     register_document_attention()
-    attention_functions = AttentionInterface()
     for name in BACKENDS:
-        attention = attention_functions.get(name)
-        if attention is not None and not isinstance(attention, RopeTypeAttention):
-            AttentionInterface.register(name, RopeTypeAttention(attention))
+        wrap_attention(name)
+
+
+def wrap_attention(name: str) -> None:
+    """Wrap a registered attention function of transformers, once."""
+    attention = AttentionInterface().get(name)
+    if attention is not None and not isinstance(attention, RopeTypeAttention):
+        AttentionInterface.register(name, RopeTypeAttention(attention))
 
 
 def check_parameters(parameters: Mapping[str, Any]) -> None:

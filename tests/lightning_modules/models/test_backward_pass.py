@@ -96,7 +96,9 @@ def at_once(monkeypatch):
 
     def with_lengths(implementation, boundaries, *rest):
         lengths = torch.tensor(boundaries[0], dtype=torch.int32), max(LENGTHS)
-        return {**original(implementation, boundaries, *rest), "packed_lengths": lengths}
+        arguments = original(implementation, boundaries, *rest)
+        arguments["document_boundaries"].packed_lengths = lengths
+        return arguments
 
     monkeypatch.setattr(backbone_module, "isolation_arguments", with_lengths)
     monkeypatch.setattr(attention_module, "can_use_flash_attention", lambda _: True)

@@ -1,0 +1,143 @@
+"""Compiled layers compute what the plain ones do, and are compiled a bounded number of times."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_modules.models import short_context
+from lightning_modules.models.attention import register_document_attention
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.config import ModelConfig
+from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.optimizations import compile_layers, enable_checkpointing, short_precision
+from lightning_modules.models.short_context import short_log_likelihood
+from tests.conftest import tiny_model
+from tests.lightning_modules.models.test_backbone import documents, packed
+
+# torch.compile looks at all attributes of a tensor.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+def build(checkpointing=False, lora=False):
+    register_document_attention()
+    model = tiny_model("llama", attn_implementation="document_sdpa", num_hidden_layers=3).train()
+    enable_checkpointing(model, checkpointing)
+    if lora:
+        torch.manual_seed(1)
+        model = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    return Backbone(model)
+
+
+class Graphs:
+    """A backend that counts how often compiled graphs run."""
+
+    def __init__(self):
+        self.runs = 0
+
+    def __call__(self, graph, _):
+        def run(*inputs):
+            self.runs += 1
+            return graph.forward(*inputs)
+
+        return run
+
+
+def train(backbone, batch):
+    backbone.zero_grad()
+    log_likelihood = backbone(batch)
+    log_likelihood.mean().backward()
+    return log_likelihood.detach(), {name: p.grad for name, p in backbone.named_parameters() if p.grad is not None}
+
+
+def score_windows(backbone, batch):
+    return short_log_likelihood(backbone, batch, context_length=8, stride=4)[0]
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(short_context, "windows_per_pass", lambda *_: 3)  # as on a GPU
+    yield Graphs()
+    torch._dynamo.reset()
+
+
+def check_equal(compiled, plain, *batches, **tolerances):
+    for batch in batches:
+        torch.testing.assert_close(train(compiled, batch), train(plain, batch), **tolerances)
+        torch.testing.assert_close(score_windows(compiled, batch), score_windows(plain, batch), **tolerances)
+
+
+class Count(TorchDispatchMode):
+    """How often attention is computed."""
+
+    attention = 0
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.attention += func.name() == "aten::_scaled_dot_product_flash_attention_for_cpu"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.limit(10)
+def test_scores_and_gradients_are_those_of_the_plain_layers(graphs):
+    plain, compiled = build(checkpointing=True), build(checkpointing=True)
+    compile_layers(compiled.decoder, backend=graphs)
+    assert compiled.state_dict().keys() == plain.state_dict().keys()
+    check_equal(compiled, plain, packed(documents(20, 18)), packed(documents(33)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("checkpointing", "lora"), [(False, False), (True, False), ("selective", False), (False, True)]
+)
+def test_with_checkpointing_and_adapters(graphs, checkpointing, lora):
+    plain, compiled = build(checkpointing, lora), build(checkpointing, lora)
+    compile_layers(compiled.decoder, backend=graphs)
+    with Count() as count:
+        train(compiled, packed(documents(20, 18)))
+    # Two compiled layers: norm, projections before and after attention, norm and MLP; again in the backward pass.
+    assert graphs.runs == 2 * 5 * (2 if checkpointing else 1)
+    assert count.attention == 3 * 2 * (2 if checkpointing is True else 1)
+    check_equal(compiled, plain, packed(documents(40)), packed(documents(20, 18)), packed(documents(33)))
+
+
+@pytest.mark.slow
+def test_generated_kernels_compute_the_same(graphs):
+    plain, compiled = build(checkpointing="selective"), build(checkpointing="selective")
+    compile_layers(compiled.decoder)
+    # Sums in another order
+    check_equal(compiled, plain, packed(documents(20, 18)), packed(documents(33)), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_new_lengths_and_numbers_of_documents_are_not_compiled_again(graphs):
+    backbone = build(checkpointing=True)
+    compile_layers(backbone.decoder, backend=graphs)
+    counters.clear()
+    compiled = []
+    for lengths in ([40], [20, 18], [37], [9, 8, 7], [31], [14, 13, 12, 11, 10], [45, 2], [12], [13]):
+        batch = packed(documents(*lengths))
+        train(backbone, batch)
+        score_windows(backbone, batch)
+        with short_precision(torch.device("cpu"), "bfloat16"):
+            score_windows(backbone, batch)
+        compiled.append(counters["stats"]["unique_graphs"])
+    assert compiled[-1] == compiled[2], compiled
+
+
+def test_all_layers_but_the_last_are_compiled(tmp_path):
+    tiny_model("llama", num_hidden_layers=3).save_pretrained(tmp_path)
+    backbone = load_backbone(ModelConfig(str(tmp_path), compile=True))
+    compiled = [name for name, module in backbone.decoder.named_modules() if module._compiled_call_impl is not None]
+    parts = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+    assert sorted(compiled) == sorted(f"layers.{layer}.{part}" for layer in (0, 1) for part in parts)
+
+
+def test_a_decoder_without_layers_is_refused():
+    with pytest.raises(ValueError, match="`compile` does not support `GPT2Model`"):
+        compile_layers(tiny_model("gpt2").get_decoder())
