@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_modules.batch import pack_sequence
+from lightning_modules.batch import batch_to, pack_sequence
 from lightning_modules.models import attention as attention_module
 from lightning_modules.models import backbone as backbone_module
 from lightning_modules.models.attention import register_document_attention
@@ -134,3 +134,21 @@ def test_selective_checkpointing_keeps_the_output_of_that_call(kind, at_once):
     calls = Counter(name for recorded in (forward, backward) for name, *_ in recorded.calls.elements())
     assert calls["torch_attn::_varlen_attn"] == (LAYERS if kind == "selective" else 2 * LAYERS)
     assert calls["torch_attn::_varlen_attn_backward"] == LAYERS
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_one_call_for_all_documents_agrees_with_one_per_document(monkeypatch):
+    model = tiny_model(attn_implementation=register_document_attention(), dtype=torch.bfloat16).cuda()
+    batch = batch_to(pack_sequence([torch.arange(length) for length in LENGTHS]), torch.device("cuda"))
+    results = []
+    for supported in (True, False):
+        monkeypatch.setattr(attention_module, "can_use_flash_attention", lambda _, supported=supported: supported)
+        model.zero_grad()
+        log_likelihood = Backbone(model)(batch)
+        log_likelihood.mean().backward()
+        gradients = [parameter.grad.float() for parameter in model.parameters()]
+        results.append((log_likelihood, torch.cat([gradient.flatten() for gradient in gradients])))
+    (at_once, gradient), (one_by_one, expected) = results
+    torch.testing.assert_close(at_once, one_by_one, atol=0.1, rtol=0.02)
+    assert F.cosine_similarity(gradient, expected, dim=0) > 0.999

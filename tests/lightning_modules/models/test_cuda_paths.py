@@ -32,18 +32,18 @@ SIZES = [(256, 1), (512, 4)]
 
 @pytest.fixture(autouse=True)
 def _several_passes(monkeypatch):
-    monkeypatch.setattr(short_context, "WINDOW_TOKENS_PER_PASS", 4 * (K + D))
+    monkeypatch.setattr(short_context, "WINDOW_TOKENS_PER_PASS", 8 * (K + D))
 
 
 @contextlib.contextmanager
-def cuda_model(precision="bf16", attention="sdpa", pair_of=200):
+def cuda_model(precision="bf16", attention="sdpa", architecture="llama", **config):
     """Yield a model on a fake GPU, and what is recorded from then on."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     with contextlib.ExitStack() as stack:
-        recorded = stack.enter_context(fake_cuda(pair_of))
+        recorded = stack.enter_context(fake_cuda(pair_of=200))
         with torch.device(GPU):
-            name = register_document_attention()
-            model = tiny_model(attn_implementation=name, dtype=dtype, num_hidden_layers=LAYERS, vocab_size=VOCABULARY)
+            config |= {"num_hidden_layers": LAYERS, "attn_implementation": register_document_attention()}
+            model = tiny_model(architecture, VOCABULARY, dtype=dtype, **config)
         if attention == "flash":
             stack.enter_context(flash_attention_2(model, recorded))
         if precision == "autocast":
@@ -103,6 +103,13 @@ def test_a_pass_waits_for_no_value_and_uses_fast_kernels(path, attention, precis
         for _, columns, operands, result in recorded.products:
             wide = torch.float32 if columns == VOCABULARY else torch.bfloat16
             assert (operands, result) == (torch.bfloat16, wide)
+
+
+def test_a_sliding_window_needs_a_mask_and_waits_as_little():
+    with cuda_model(architecture="mistral", sliding_window=64) as (backbone, recorded):
+        training_step(backbone, host_batch(512, 4))
+    assert recorded.waits.total() == 2, recorded.waits
+    assert set(recorded.masks) == {(1, 1, 512, 512)}
 
 
 @pytest.mark.parametrize(("beta", "waits"), [(None, 3), (-2.0, 4)])
