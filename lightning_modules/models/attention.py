@@ -118,7 +118,7 @@ def boundaries_only(implementation: str = "") -> Iterator[None]:
     """Let `document_attention` separate documents by their boundaries only, without a mask."""
     before, _MaskFree.enabled = _MaskFree.enabled, True
     find_documents = masking_utils.find_packed_sequence_indices
-    if implementation.startswith((DOCUMENT_SDPA, "flash_attention")):
+    if implementation == DOCUMENT_SDPA or "flash" in implementation:
         # Theirs reads whether there are several documents, for which the CPU waits in each forward pass.
         masking_utils.find_packed_sequence_indices = lambda ids: (ids.diff(prepend=ids[:, :1] - 1) != 1).cumsum(-1)
     try:
