@@ -18,6 +18,7 @@ from lightning_modules.models import attention as attention_module
 from lightning_modules.models import short_context
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.optimizations import use_bfloat16_residual
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.scoring.evaluator import score_text
@@ -35,6 +36,13 @@ def _several_passes(monkeypatch):
     monkeypatch.setattr(short_context, "WINDOW_TOKENS_PER_PASS", 8 * (K + D))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _first_imports():
+    """Fake tensors import sympy when they are first used."""
+    with cuda_model() as (backbone, _):
+        backbone(batch_to(host_batch(8, 1), GPU))
+
+
 @contextlib.contextmanager
 def cuda_model(precision="bf16", attention="sdpa", architecture="llama", **config):
     """Yield a model on a fake GPU, and what is recorded from then on."""
@@ -47,6 +55,7 @@ def cuda_model(precision="bf16", attention="sdpa", architecture="llama", **confi
         if attention == "flash":
             stack.enter_context(flash_attention_2(model, recorded))
         if precision == "autocast":
+            use_bfloat16_residual(model)  # as `load_backbone` does
             stack.enter_context(torch.autocast("cuda", dtype=torch.bfloat16))
         recorded.clear()
         yield Backbone(model), recorded
@@ -58,17 +67,17 @@ def host_batch(tokens, documents):
     return collate_rows([make_row(torch.arange(tokens).remainder(VOCABULARY).numpy(), boundaries.numpy())])
 
 
-def training_module(backbone):
-    module = LongContextLM(model_config={"model_type": "llama"}, context_length=K, stride=D)
+def training_module(backbone, **settings):
+    module = LongContextLM(model_config={"model_type": "llama"}, context_length=K, stride=D, **settings)
     module.backbone, module._device = backbone, GPU
     module.log_dict = lambda values, **_: [module.log(name, value) for name, value in values.items()]
     module.log = lambda name, value, **_: float(value)  # as loggers and the progress bar read it
     return module
 
 
-def training_step(backbone, batch):
+def training_step(backbone, batch, **settings):
     """Everything of an optimizer step but the backward pass and the optimizer."""
-    module = training_module(backbone)
+    module = training_module(backbone, **settings)
     module.training_step(move_data_to_device(batch, GPU), 0)
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -103,6 +112,13 @@ def test_a_pass_waits_for_no_value_and_uses_fast_kernels(path, attention, precis
         for _, columns, operands, result in recorded.products:
             wide = torch.float32 if columns == VOCABULARY else torch.bfloat16
             assert (operands, result) == (torch.bfloat16, wide)
+
+
+def test_a_short_pass_in_float8_waits_as_little():
+    with cuda_model("autocast") as (backbone, recorded):
+        training_step(backbone, host_batch(512, 4), short_dtype="float8")
+    assert recorded.waits.total() == 2, recorded.waits
+    assert not recorded.copies
 
 
 def test_a_sliding_window_needs_a_mask_and_waits_as_little():
