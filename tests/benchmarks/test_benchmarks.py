@@ -78,6 +78,15 @@ def test_cheaper_weights_of_a_model(run, model_dir, evaluator_dir, tmp_path):
 
 
 @pytest.mark.slow
+def test_rounding_errors_of_a_model(run, model_dir, tmp_path):
+    (tmp_path / "text.txt").write_text(make_text(80))
+    files = ("--model", model_dir, "--files", tmp_path / "text.txt")
+    table = run("residual_dtype", *files, "--context_length", 32, "--stride", 8)
+    wide, narrow, _ = (float(line[1]) for line in table if line[0].startswith("bf16"))
+    assert 0 < wide < 2 * narrow
+
+
+@pytest.mark.slow
 def test_extended_contexts(run):
     options = ("--seeds", 1, "--base_steps", 2, "--steps", 2, "--questions", 3, "--methods", "none", "eabf")
     rows = [line for line in run("extended_contexts", *options) if line[0] in ("none", "eabf")]

@@ -114,7 +114,7 @@ def _run(rank, processes, setup, root):
         results["resumed", parts] = resume(setup, root, processes, parts)
         results["offloaded and resumed", parts] = resume(setup, root, processes, parts, "offload")
     with mock.patch.object(fsdp, "fully_shard", wraps=fsdp.fully_shard) as fully_shard:
-        results["offload", "full"] = train(setup, root, processes, "offload", "full")
+        results["offload", "full"] = train(setup, root, processes, "offload", "full", offload_activations=True)
     results["policies"] = {type(call.kwargs.get("offload_policy")).__name__ for call in fully_shard.call_args_list}
     for precision in ("bf16-mixed", "bf16-true"):
         results[precision] = half_precision(setup, root, processes, precision)

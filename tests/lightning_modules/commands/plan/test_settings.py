@@ -102,6 +102,13 @@ def test_precisions(read, precision, dtype, expected):
     assert (training.dtype, training.autocast) == expected
 
 
+def test_fsdp2_has_a_bfloat16_residual_stream(read):
+    options = ["--model.residual_dtype", "float32", "--trainer.precision", "bf16-mixed"]
+    assert not read(*options).training.bfloat16_residual
+    strategy = ["--trainer.strategy", "lightning_modules.training.fsdp.FullyShardedStrategy"]
+    assert read(*options, *strategy).training.bfloat16_residual
+
+
 def test_strategies(read):
     ddp = read("--trainer.strategy", "ddp").training
     assert (ddp.sharded, ddp.gradient_copy) == (False, True)
