@@ -171,7 +171,7 @@ def resolve_attention(implementation: str, config: PreTrainedConfig, *, flash: b
         implementation = "sdpa" if model_class._supports_sdpa else "eager"
         if flash and model_class._supports_flash_attn:
             rope_type = own_type(config.get_text_config(decoder=True))
-            implementation = _find_flash(None if rope_type is None else rope_type.backends) or implementation
+            implementation = _find_flash(rope_type and rope_type.backends) or implementation
     elif implementation == "flash_attention_3" and importlib.util.find_spec("flash_attn_interface") is None:
         implementation = FLASH_3_KERNEL
     # Without flash-attn, transformers uses the flash attention of the `kernels` package.
@@ -191,29 +191,33 @@ def resolve_attention(implementation: str, config: PreTrainedConfig, *, flash: b
 def _find_flash(backends: Sequence[str] | None) -> str | None:
     """Return the fastest flash attention that is installed, among ``backends`` if given; nothing is downloaded."""
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    packages = {"flash_attention_3": "flash_attn_interface"} if hopper else {}
-    for implementation, package in {**packages, "flash_attention_2": "flash_attn"}.items():
-        if importlib.util.find_spec(package) is not None and (backends is None or implementation in backends):
+    for implementation, package in (("flash_attention_3", "flash_attn_interface"), ("flash_attention_2", "flash_attn")):
+        if (implementation == "flash_attention_3" and not hopper) or implementation not in (
+            backends or [implementation]
+        ):
+            continue
+        if importlib.util.find_spec(package) is not None:
             return implementation
-        if implementation == "flash_attention_3" and backends is None and _load_cached_kernel(FLASH_3_KERNEL):
+        if implementation == "flash_attention_3" and backends is None and _load_cached_kernel():
             return FLASH_3_KERNEL
     return None
 
 
-def _load_cached_kernel(repository: str) -> bool:
-    """Load a kernel that was downloaded from the hub before; return whether it fits this machine."""
+def _load_cached_kernel() -> bool:
+    """Load FlashAttention-3 of the hub if it was downloaded before, and return whether it fits this machine."""
     cache = Path(os.environ.get("KERNELS_CACHE") or HF_HUB_CACHE)
-    snapshots = sorted(cache.glob(f"*s--{repository.replace('/', '--')}/snapshots/*"), key=os.path.getmtime)
+    snapshots = sorted(cache.glob(f"*--{FLASH_3_KERNEL.replace('/', '--')}/snapshots/*"), key=os.path.getmtime)
     if not snapshots or not is_kernels_available():
         return False
-    # `kernels` loads these paths without asking the hub for a newer version, which would fail offline.
-    known = os.environ.get("LOCAL_KERNELS", "").split(":")
-    if not any(entry.startswith(f"{repository}=") for entry in known):
-        os.environ["LOCAL_KERNELS"] = ":".join([*filter(None, known), f"{repository}={snapshots[-1]}"])
+    # `kernels` loads this path without asking the hub for a newer version, which would fail offline.
+    others = [
+        entry for entry in os.environ.get("LOCAL_KERNELS", "").split(":") if entry and FLASH_3_KERNEL not in entry
+    ]
+    os.environ["LOCAL_KERNELS"] = ":".join([*others, f"{FLASH_3_KERNEL}={snapshots[-1]}"])
     try:
-        lazy_import_flash_attention(repository)
+        lazy_import_flash_attention(FLASH_3_KERNEL)
     except Exception as error:  # any kind: it may be for another version of torch or CUDA
-        log.warning("The kernel %s in '%s' cannot be loaded and is not used: %s", repository, cache, error)
+        log.warning("The kernel '%s' cannot be loaded and is not used: %s", snapshots[-1], error)
         return False
     return True
 
