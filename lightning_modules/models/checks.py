@@ -190,10 +190,8 @@ def _check_kernel(backbone: Backbone, documents: Sequence[Tensor], expected: Ten
     """Raise a ``ValueError`` if torch's attention gives other log-likelihoods than a kernel from elsewhere."""
     kernel, model = backbone.attention, backbone.base_model
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-    try:
-        scores = torch.cat([_score_packed(backbone, [document]) for document in documents])
-    finally:
-        model.set_attn_implementation(kernel)
+    scores = torch.cat([_score_packed(backbone, [document]) for document in documents])
+    model.set_attn_implementation(kernel)
     difference = (scores - expected).abs().max().item()
     if not difference <= tolerance:
         raise ValueError(

@@ -13,16 +13,14 @@ class Float8Linear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.weight, self.scale = _round_rows(linear.weight.detach())
+        self.weight, self.scales = _round_rows(linear.weight.detach())
         self.bias = linear.bias
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return ``[.., O]`` bfloat16 outputs of ``[.., I]`` inputs."""
         tokens, scales = _round_rows(inputs.flatten(0, -2))
-        by_row = F.ScalingType.RowWise
-        outputs = F.scaled_mm(
-            tokens, self.weight.t(), scales, by_row, self.scale.t(), by_row, output_dtype=torch.bfloat16
-        ).unflatten(0, inputs.shape[:-1])
+        factors = tokens, self.weight.t(), scales, F.ScalingType.RowWise, self.scales.t(), F.ScalingType.RowWise
+        outputs = F.scaled_mm(*factors, output_dtype=torch.bfloat16).unflatten(0, inputs.shape[:-1])
         return outputs if self.bias is None else outputs + self.bias.to(outputs.dtype)
 
 
@@ -34,26 +32,23 @@ def _round_rows(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Float8Layers:
-    """Float8 copies of a decoder's linear layers, renewed once per optimizer step. They take a byte per weight."""
+    """Float8 copies of a decoder's linear layers, a byte per weight."""
 
     def __init__(self) -> None:
-        self._step: int | None = None
-        self._copies: dict[str, Float8Linear] = {}
+        self._step, self._copies = -1, dict[str, Float8Linear]()
 
     @contextlib.contextmanager
     def replace(self, decoder: nn.Module, step: int) -> Iterator[None]:
-        """Replace the linear layers by their copies of optimizer step ``step``.
+        """Replace linear layers by their copies, which are renewed when ``step``, the optimizer step, changes.
 
-        Adapters keep their precision, and so do layers whose sizes are not multiples of 16, as float8 products need.
+        The step, because fused optimizers do not increase the version of a weight. Adapters keep their precision, and
+        so do layers whose sizes are not multiples of 16, as float8 products need.
         """
-        linears = {
-            name: module
-            for name, module in decoder.named_modules()
-            if type(module) is nn.Linear and not any(size % 16 for size in module.weight.shape) and "lora_" not in name
-        }
+        modules = [(name, module) for name, module in decoder.named_modules() if "lora_" not in name]
+        linears = {name: module for name, module in modules if type(module) is nn.Linear}
+        linears = {name: module for name, module in linears.items() if not any(n % 16 for n in module.weight.shape)}
         if step != self._step:
-            self._copies.clear()
-            # By the step, because fused optimizers do not increase the version of a weight.
+            self._copies.clear()  # before the new ones take memory
             self._step, self._copies = step, {name: Float8Linear(linear) for name, linear in linears.items()}
         try:
             for name, copy in self._copies.items():

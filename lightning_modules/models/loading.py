@@ -5,7 +5,6 @@ import importlib.util
 import logging
 import os
 import pickle
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -31,8 +30,7 @@ from lightning_modules.utilities.pickles import refused_pickle
 log = logging.getLogger(__name__)
 
 FLASH_3_KERNEL = "kernels-community/flash-attn3"
-"""FlashAttention-3 on the `kernels` hub. transformers would load ``vllm-flash-attn3``, which is made for inference: its
-backward pass returns fewer gradients than its forward pass has inputs."""
+"""FlashAttention-3 of the `kernels` hub. In that of vLLM, which transformers prefers, the backward pass was broken."""
 
 
 def load_backbone(
@@ -169,9 +167,10 @@ def resolve_attention(implementation: str, config: PreTrainedConfig, *, flash: b
     model_class = AutoModelForCausalLM._model_mapping.get(type(config), PreTrainedModel)
     if implementation == "auto":
         implementation = "sdpa" if model_class._supports_sdpa else "eager"
+        rope_type = own_type(config.get_text_config(decoder=True))
+        flash = flash and (rope_type is None or "flash_attention_2" in rope_type.backends)
         if flash and model_class._supports_flash_attn:
-            rope_type = own_type(config.get_text_config(decoder=True))
-            implementation = _find_flash(None if rope_type is None else rope_type.backends) or implementation
+            implementation = _find_flash(hub=rope_type is None) or implementation
     elif implementation == "flash_attention_3" and importlib.util.find_spec("flash_attn_interface") is None:
         implementation = FLASH_3_KERNEL
     # Without flash-attn, transformers uses the flash attention of the `kernels` package.
@@ -188,32 +187,31 @@ def resolve_attention(implementation: str, config: PreTrainedConfig, *, flash: b
     return implementation
 
 
-def _find_flash(backends: Sequence[str] | None) -> str | None:
-    """Return the fastest flash attention that is installed, among ``backends`` if given; nothing is downloaded."""
+def _find_flash(*, hub: bool) -> str | None:
+    """Return the fastest flash attention that is installed or, with ``hub``, was downloaded before."""
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    packages = {"flash_attention_3": "flash_attn_interface"} if hopper else {}
-    for implementation, package in {**packages, "flash_attention_2": "flash_attn"}.items():
-        if importlib.util.find_spec(package) is not None and (backends is None or implementation in backends):
-            return implementation
-        if implementation == "flash_attention_3" and backends is None and _load_cached_kernel(FLASH_3_KERNEL):
-            return FLASH_3_KERNEL
-    return None
+    if hopper and importlib.util.find_spec("flash_attn_interface") is not None:
+        return "flash_attention_3"
+    if hopper and hub and _load_cached_kernel():
+        return FLASH_3_KERNEL
+    return "flash_attention_2" if importlib.util.find_spec("flash_attn") is not None else None
 
 
-def _load_cached_kernel(repository: str) -> bool:
-    """Load a kernel that was downloaded from the hub before; return whether it fits this machine."""
+def _load_cached_kernel() -> bool:
+    """Load FlashAttention-3 of the hub if it was downloaded before, and return whether it fits this machine."""
     cache = Path(os.environ.get("KERNELS_CACHE") or HF_HUB_CACHE)
-    snapshots = sorted(cache.glob(f"*s--{repository.replace('/', '--')}/snapshots/*"), key=os.path.getmtime)
+    snapshots = sorted(cache.glob(f"*--{FLASH_3_KERNEL.replace('/', '--')}/snapshots/*"), key=os.path.getmtime)
     if not snapshots or not is_kernels_available():
         return False
-    # `kernels` loads these paths without asking the hub for a newer version, which would fail offline.
-    known = os.environ.get("LOCAL_KERNELS", "").split(":")
-    if not any(entry.startswith(f"{repository}=") for entry in known):
-        os.environ["LOCAL_KERNELS"] = ":".join([*filter(None, known), f"{repository}={snapshots[-1]}"])
+    # `kernels` loads this path without asking the hub for a newer version, which would fail offline.
+    others = [
+        entry for entry in os.environ.get("LOCAL_KERNELS", "").split(":") if entry and FLASH_3_KERNEL not in entry
+    ]
+    os.environ["LOCAL_KERNELS"] = ":".join([*others, f"{FLASH_3_KERNEL}={snapshots[-1]}"])
     try:
-        lazy_import_flash_attention(repository)
+        lazy_import_flash_attention(FLASH_3_KERNEL)
     except Exception as error:  # any kind: it may be for another version of torch or CUDA
-        log.warning("The kernel %s in '%s' cannot be loaded and is not used: %s", repository, cache, error)
+        log.warning("The kernel '%s' cannot be loaded and is not used: %s", snapshots[-1], error)
         return False
     return True
 

@@ -135,36 +135,26 @@ def _make_selective_contexts() -> tuple[AbstractContextManager, AbstractContextM
 
 
 def _keep_attention(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    return (
-        CheckpointPolicy.MUST_SAVE
-        if ATTENTION_OPERATORS.fullmatch(operator.name())
-        else CheckpointPolicy.PREFER_RECOMPUTE
-    )
+    kept = ATTENTION_OPERATORS.fullmatch(operator.name())
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def compile_layers(decoder: Any, *, backend: str = "inductor") -> None:
-    """Compile the norms, attention projections and MLPs of all decoder layers but the last, when they are first used.
+    """Compile the norms, attention projections and MLPs of all decoder layers but the last, at their first use.
 
-    The parts of a layer rather than the whole, because attention must stay out: its kernels are compiled already, and
-    lists of document boundaries would be compiled again and again. torch compiles nothing of a checkpointed layer in
-    which a function is left out, and FSDP2 gathers weights around the layer. The last layer has hooks, see
-    `last_layer_reads_from`.
-
-    Raises:
-        ValueError: If the decoder has no list of ``layers``.
+    Not whole layers: attention stays out, or it would be compiled for each number of documents, and torch compiles
+    nothing of a checkpointed layer in which a function stays out. `last_layer_reads_from` adds hooks to the last layer.
     """
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(
-            f"`compile` does not support `{type(decoder).__name__}`, which has no `layers`: set it to false."
+            f"`compile: true` does not support `{type(decoder).__name__}`, which has no `layers`: remove it."
         )
     wrap_attention(decoder.config._attn_implementation)
-    # With and without gradient, autocast and gradient of the input, and for one or several sequences of fixed or
-    # variable length.
+    # With and without gradient and autocast, for one or several sequences of fixed or variable length.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
-    for layer in layers[:-1]:
-        for part in layer.children():
-            part.compile(backend=backend)
+    for part in (part for layer in layers[:-1] for part in layer.children()):
+        part.compile(backend=backend)
 
 
 @contextlib.contextmanager

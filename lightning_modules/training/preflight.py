@@ -75,17 +75,18 @@ def check_short_dtype(module: Trainee, strategy: Strategy) -> None:
     """Raise a ``ValueError`` for a short pass in float8 that the strategy, the model or the GPU does not support."""
     if module.short_dtype != "float8":
         return
-    loading, reason = module.loading, None
+    stored = getattr(load_config(module.loading), "quantization_config", None)
     if isinstance(strategy, ModelParallelStrategy):
         reason = "sharded weights"
-    elif loading.quantization is not None or getattr(load_config(loading), "quantization_config", None) is not None:
-        reason = "quantized weights"
-    elif (loading.lora or {}).get("use_dora"):
-        reason = "`lora.use_dora`, which reads the weights themselves"
-    elif (device := strategy.root_device).type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        reason = f"'{torch.cuda.get_device_name(device)}', of a compute capability below 8.9 (Ada, Hopper)"
-    if reason is not None:
-        raise ValueError(f"`model.short_dtype: float8` does not support {reason}: set it to bfloat16 or null.")
+    elif module.loading.quantization is not None or stored is not None or (module.loading.lora or {}).get("use_dora"):
+        reason = "quantized weights and `lora.use_dora`"
+    elif strategy.root_device.type != "cuda" or torch.cuda.get_device_capability(strategy.root_device) >= (8, 9):
+        return
+    else:
+        reason = (
+            f"'{torch.cuda.get_device_name(strategy.root_device)}', but compute capability 8.9 (Ada, Hopper) or more"
+        )
+    raise ValueError(f"`model.short_dtype: float8` does not support {reason}: set it to bfloat16 or null.")
 
 
 def _check_quantization(loading: ModelConfig, config: PreTrainedConfig, *, fits: bool) -> None:

@@ -61,7 +61,7 @@ def load(folder):
 def make_batch(*lengths, device=DEVICE):
     generator = torch.Generator().manual_seed(sum(lengths))
     documents = [torch.randint(VOCABULARY, (length,), generator=generator) for length in lengths]
-    return batch_to(pack_sequence(documents), device)
+    return batch_to(pack_sequence(documents), torch.device(device))
 
 
 def train(backbone, batch):

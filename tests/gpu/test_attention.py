@@ -25,7 +25,7 @@ def find(attention):
         pytest.skip("FlashAttention-3 is for Hopper")
     if attention not in packages or importlib.util.find_spec(packages[attention]) is not None:
         return attention
-    if attention == "flash_attention_3" and _load_cached_kernel(FLASH_3_KERNEL):
+    if attention == "flash_attention_3" and _load_cached_kernel():
         return FLASH_3_KERNEL
     return pytest.skip(f"{attention} is not installed")
 

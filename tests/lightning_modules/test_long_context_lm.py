@@ -362,8 +362,8 @@ def test_a_short_pass_in_fewer_bits_weighs_about_the_same_and_leaves_the_long_pa
     [
         ({}, FullyShardedStrategy(), "sharded weights"),
         ({"quantization": {"load_in_4bit": True}}, SingleDeviceStrategy("cpu"), "quantized weights"),
-        ({"lora": {"use_dora": True}}, SingleDeviceStrategy("cpu"), "`lora.use_dora`"),
-        ({}, SingleDeviceStrategy("cuda:0"), "'A100', of a compute capability below 8.9"),
+        ({"lora": {"use_dora": True}}, SingleDeviceStrategy("cpu"), "quantized weights and `lora.use_dora`"),
+        ({}, SingleDeviceStrategy("cuda:0"), "'A100', but compute capability 8.9"),
     ],
 )
 def test_a_short_pass_in_float8_is_refused_where_it_cannot_work(folder, monkeypatch, settings, strategy, reason):

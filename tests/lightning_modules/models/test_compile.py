@@ -139,5 +139,5 @@ def test_all_layers_but_the_last_are_compiled(tmp_path):
 
 
 def test_a_decoder_without_layers_is_refused():
-    with pytest.raises(ValueError, match="`compile` does not support `GPT2Model`"):
+    with pytest.raises(ValueError, match="`compile: true` does not support `GPT2Model`"):
         compile_layers(tiny_model("gpt2").get_decoder())
