@@ -61,7 +61,8 @@ def token_log_likelihood(
         chunks = zip(predicting.split(size), targets.split(size), strict=True)
         of_scored = torch.cat([_score_chunk(*chunk, head) for chunk in chunks])
     # 3. Put the results where the tokens are; the other entries are 0.
-    return of_scored.new_zeros(labels.numel()).index_copy(0, index, of_scored).view(labels.shape)
+    result = of_scored.new_zeros(labels.numel()).index_copy(0, index, of_scored)
+    return result.view(labels.shape).clone()  # FSDP2 warns of a module that returns a view
 
 
 def _score_chunk(hidden_states: Tensor, targets: Tensor, head: Head) -> Tensor:
