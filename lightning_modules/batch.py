@@ -53,7 +53,7 @@ class PackedBatch(TypedDict):
         failed: Documents of the corpus that belong in this batch but could not be read or tokenized.
         scored: ``[B, T]`` bool, whether ``labels`` are scored. An array, because Lightning, DDP and FSDP2 would move a
             tensor to the accelerator. With it and ``max_token_id``, nothing waits for values from there; without, each
-            forward pass does. `note_values` adds both; remove them if you change ``labels`` or ``input_ids``.
+            forward pass does. `note_values` adds both; call it again if you change ``labels`` or ``input_ids``.
         max_token_id: Largest of ``input_ids``.
     """
 

@@ -111,10 +111,11 @@ def select_scored(hidden_states: Tensor, labels: Tensor, scored: BoolArray | Non
     Raises:
         ValueError: If shapes or dtypes are wrong, or column 0 is scored.
     """
-    if hidden_states.ndim != 3 or hidden_states.shape[:2] != labels.shape:
+    shapes = [list(values.shape) for values in (hidden_states, labels, scored) if values is not None]
+    if hidden_states.ndim != 3 or any(shape != shapes[0][:2] for shape in shapes[1:]):
         raise ValueError(
-            "`hidden_states` must be [B, T, D] and `labels` [B, T],"
-            f" got {list(hidden_states.shape)} and {list(labels.shape)}."
+            f"`hidden_states` must be [B, T, D], `labels` and `scored` [B, T], got {' and '.join(map(str, shapes))}."
+            " Call `note_values` again if you change a batch."
         )
     if labels.dtype != torch.int64 or not hidden_states.is_floating_point():
         raise ValueError(

@@ -75,6 +75,14 @@ def test_no_tensor_is_as_large_as_the_logits_of_the_row(problem):
     assert max(sizes) < labels.numel() * VOCABULARY / 2
 
 
+def test_scored_tokens_of_the_caller_are_used_and_must_have_the_shape_of_the_labels(problem):
+    hidden, head, labels = problem
+    scored = labels.ne(IGNORE_INDEX).numpy()
+    assert torch.equal(token_log_likelihood(hidden, head, labels, scored=scored), token_log_likelihood(*problem))
+    with pytest.raises(ValueError, match=r"and \[2, \d+\]\. Call `note_values` again"):
+        token_log_likelihood(hidden, head, labels, scored=scored[:, :-1])
+
+
 def test_first_column_cannot_be_scored(problem):
     hidden, head, labels = problem
     labels[1, 0] = 7
