@@ -20,9 +20,9 @@ from tests.lightning_modules.models.test_backbone import documents, packed
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
-def build(checkpointing=False, lora=False):
+def build(checkpointing=False, lora=False, layers=3):
     register_document_attention()
-    model = tiny_model("llama", attn_implementation="document_sdpa", num_hidden_layers=3).train()
+    model = tiny_model("llama", attn_implementation="document_sdpa", num_hidden_layers=layers).train()
     enable_checkpointing(model, checkpointing)
     if lora:
         torch.manual_seed(1)
@@ -83,12 +83,13 @@ class Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.limit(10)
+@pytest.mark.limit(6)
 def test_scores_and_gradients_are_those_of_the_plain_layers(graphs):
-    plain, compiled = build(checkpointing=True), build(checkpointing=True)
+    plain, compiled = build(True, layers=2), build(True, layers=2)
     compile_layers(compiled.decoder, backend=graphs)
     assert compiled.state_dict().keys() == plain.state_dict().keys()
-    check_equal(compiled, plain, packed(documents(20, 18)), packed(documents(33)))
+    check_equal(compiled, plain, packed(documents(20, 18)))
+    assert graphs.runs > 10
 
 
 @pytest.mark.slow
