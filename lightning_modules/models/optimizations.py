@@ -158,6 +158,19 @@ def compile_layers(decoder: Any, *, backend: str = "inductor") -> None:
 
 
 @contextlib.contextmanager
+def uncompiled(module: nn.Module) -> Iterator[None]:
+    """Run compiled parts as written. With a key-value cache, each layer and length would be compiled."""
+    parts = {part: part._compiled_call_impl for part in module.modules() if part._compiled_call_impl is not None}
+    for part in parts:
+        part._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for part, compiled in parts.items():
+            part._compiled_call_impl = compiled
+
+
+@contextlib.contextmanager
 def last_layer_reads_from(decoder: nn.Module, start: int) -> Iterator[None]:
     """Let the last layer compute queries, attention output and MLP only from position ``start`` on.
 

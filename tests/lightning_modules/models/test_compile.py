@@ -13,6 +13,7 @@ from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.optimizations import compile_layers, enable_checkpointing, short_precision
 from lightning_modules.models.short_context import short_log_likelihood
+from lightning_modules.tasks.generation import generate
 from tests.conftest import tiny_model
 from tests.lightning_modules.models.test_backbone import documents, packed
 
@@ -137,6 +138,17 @@ def test_all_layers_but_the_last_are_compiled(tmp_path):
     compiled = [name for name, module in backbone.decoder.named_modules() if module._compiled_call_impl is not None]
     parts = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
     assert sorted(compiled) == sorted(f"layers.{layer}.{part}" for layer in (0, 1) for part in parts)
+
+
+def test_nothing_is_compiled_while_text_is_generated(graphs):
+    plain, compiled = build(), build()
+    compile_layers(compiled.decoder, backend=graphs)
+    prompts = [[5, 6, 7, 8], [9, 10]]
+    assert generate(compiled, prompts, 3, end_tokens=[]) == generate(plain, prompts, 3, end_tokens=[])
+    assert graphs.runs == 0
+    with torch.no_grad():
+        compiled(packed(documents(20)))
+    assert graphs.runs == 2 * 5
 
 
 def test_a_decoder_without_layers_is_refused():
