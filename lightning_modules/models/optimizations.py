@@ -31,11 +31,6 @@ ATTENTION_OPERATORS = re.compile(
 """Operators whose outputs selective checkpointing keeps: ``[B, T, H, D]`` and statistics for the backward pass."""
 
 
-_SELECTIVE_ATTENTION = re.compile(
-    r"(document_)?sdpa|flash_attention_[23]|kernels-community/(vllm-)?flash-attn[23](@.*)?"
-)
-
-
 @contextlib.contextmanager
 def no_autocast_cache() -> Iterator[None]:
     """Free the half-precision copy of each weight after its use; together, cached copies are as large as the model."""
@@ -97,7 +92,7 @@ def enable_checkpointing(model: PreTrainedModel, kind: Checkpointing, *, offload
     attention = model.config._attn_implementation
     if kind not in (True, "selective"):
         raise ValueError(f"`gradient_checkpointing` must be true, false or 'selective', got {kind!r}.")
-    if kind == "selective" and not _SELECTIVE_ATTENTION.fullmatch(attention):
+    if kind == "selective" and not re.search(r"sdpa$|flash[a-z_-]*[23]\b", attention):
         raise ValueError(
             "`gradient_checkpointing: selective` supports the attention implementations sdpa, flash_attention_2 and"
             f" flash_attention_3, not '{attention}': set `attn_implementation` to one of them, or"
