@@ -20,7 +20,9 @@ class Float8Linear(nn.Module):
         """Return ``[.., O]`` bfloat16 outputs of ``[.., I]`` inputs."""
         tokens, scales = _round_rows(inputs.flatten(0, -2))
         factors = tokens, self.weight.t(), scales, F.ScalingType.RowWise, self.scales.t(), F.ScalingType.RowWise
-        outputs = F.scaled_mm(*factors, output_dtype=torch.bfloat16).unflatten(0, inputs.shape[:-1])
+        # Fast accumulation on Hopper, as in torchao
+        outputs = F.scaled_mm(*factors, output_dtype=torch.bfloat16, use_fast_accum=True)
+        outputs = outputs.unflatten(0, inputs.shape[:-1])
         return outputs if self.bias is None else outputs + self.bias.to(outputs.dtype)
 
 

@@ -31,11 +31,6 @@ ATTENTION_OPERATORS = re.compile(
 """Operators whose outputs selective checkpointing keeps: ``[B, T, H, D]`` and statistics for the backward pass."""
 
 
-_SELECTIVE_ATTENTION = re.compile(
-    r"(document_)?sdpa|flash_attention_[23]|kernels-community/(vllm-)?flash-attn[23](@.*)?"
-)
-
-
 @contextlib.contextmanager
 def no_autocast_cache() -> Iterator[None]:
     """Free the half-precision copy of each weight after its use; together, cached copies are as large as the model."""
@@ -97,7 +92,7 @@ def enable_checkpointing(model: PreTrainedModel, kind: Checkpointing, *, offload
     attention = model.config._attn_implementation
     if kind not in (True, "selective"):
         raise ValueError(f"`gradient_checkpointing` must be true, false or 'selective', got {kind!r}.")
-    if kind == "selective" and not _SELECTIVE_ATTENTION.fullmatch(attention):
+    if kind == "selective" and not re.search(r"sdpa$|flash[a-z_-]*[23]\b", attention):
         raise ValueError(
             "`gradient_checkpointing: selective` supports the attention implementations sdpa, flash_attention_2 and"
             f" flash_attention_3, not '{attention}': set `attn_implementation` to one of them, or"
@@ -155,6 +150,19 @@ def compile_layers(decoder: Any, *, backend: str = "inductor") -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     for part in (part for layer in layers[:-1] for part in layer.children()):
         part.compile(backend=backend)
+
+
+@contextlib.contextmanager
+def uncompiled(module: nn.Module) -> Iterator[None]:
+    """Run compiled parts as written. With a key-value cache, each layer and length would be compiled."""
+    parts = {part: part._compiled_call_impl for part in module.modules() if part._compiled_call_impl is not None}
+    for part in parts:
+        part._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for part, compiled in parts.items():
+            part._compiled_call_impl = compiled
 
 
 @contextlib.contextmanager
