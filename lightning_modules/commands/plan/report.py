@@ -134,7 +134,8 @@ def _format_basis(plan: dict[str, Any]) -> Iterator[str]:
     yield _wrap_line(f"Assumed, not measured on a GPU: {guesses}.")
     yield _wrap_line(
         f"Transfers: {assumed['bandwidth']:.0%} of {gpu['link']:g} GB/s within a node, {gpu['network']:g} GB/s per GPU"
-        f" between nodes, {gpu['host']:g} GB/s to main memory. They overlap with computation completely, or not at all."
+        f" between nodes, {gpu['host']:g} GB/s to main memory. They overlap with computation completely, or not at"
+        " all; an exchange of Ulysses and offloaded activations never do."
     )
     yield _wrap_line("Not included: data loading, validation, checkpoints, and the optimizer on a GPU.")
     yield _wrap_line("The paper's column is wall-clock time of the authors' code (Table 7: Llama-2-7B, 32k tokens).")

@@ -92,7 +92,7 @@ def test_the_papers_run(plan, paper):
     assert bill["price"] == pytest.approx([2 * each for each in bill["gpu_hours"]])
     assert bill["tokens_per_second"] == pytest.approx([64 * 32768 / each for each in (high, low)])
     assert numbers["memory"]["fits"]
-    assert numbers["memory"]["needed"] == pytest.approx(134, abs=1), "as the config reports"
+    assert numbers["memory"]["needed"] == pytest.approx(125, abs=1), "as the config reports"
     scoring = numbers["scoring"]
     within = scoring["memory"]["evaluator within a fit"]["needed"]
     assert within == pytest.approx(126, abs=1), "as the config reports"
