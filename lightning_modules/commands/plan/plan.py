@@ -1,6 +1,5 @@
 """Estimate FLOPs, time, memory and cost of an experiment on given GPUs."""
 
-import math
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -147,14 +146,17 @@ class Planner:
         return result
 
     def _describe_memory(self, memory: Memory) -> dict[str, Any]:
+        def in_gib(parts: dict[str, float]) -> dict[str, float]:
+            return {name: size / GIB for name, size in parts.items()}
+
         return {
             "fits": memory.needed <= self.gpu.memory * GIB,
             "needed": memory.needed / GIB,
             "available": self.gpu.memory,
             "peak": memory.peak / GIB,
             "largest_phase": memory.largest_phase,
-            "lasting": _in_gib(memory.lasting),
-            "phases": {phase: _in_gib(parts) for phase, parts in memory.phases.items()},
+            "lasting": in_gib(memory.lasting),
+            "phases": {phase: in_gib(parts) for phase, parts in memory.phases.items()},
             "main_memory": memory.host / GIB,
         }
 
@@ -196,10 +198,6 @@ class Planner:
                 sizes = (shape, activations, tokens, evaluator.dtype)
                 memory[name] = scoring_memory(*sizes, windows=pair, lasting=lasting)
             result["evaluator"] = _describe_model(evaluator.name, shape)
-            if documents := self.experiment.validation_documents:
-                rounds = math.ceil(documents / self.training.gpus)
-                first, later = (each["seconds"].times(rounds) for each in (passes[-1], passes[0]))
-                result["validation"] = {"documents": documents, "first_seconds": first, "later_seconds": later}
         return {**result, "memory": {name: self._describe_memory(each) for name, each in memory.items()}}
 
     def _describe_pass(self, name: str, model: ModelShape, flops: Flops) -> dict[str, Any]:
@@ -207,10 +205,6 @@ class Planner:
         plain = forward_flops(model, self.training.tokens, self.training.tokens)
         work = {"tflop": flops.total / 1e12, "seconds": self.rates.seconds(flops, self.gpu)}
         return {"pass": name, **work, "overhead": flops.total / plain.total - 1}
-
-
-def _in_gib(parts: dict[str, float]) -> dict[str, float]:
-    return {name: size / GIB for name, size in parts.items()}
 
 
 def _describe_model(name: str, shape: ModelShape) -> dict[str, Any]:

@@ -106,9 +106,6 @@ def _format_scoring(scoring: dict[str, Any]) -> Iterator[str]:
     yield textwrap.indent(as_text_table(Table(("", "TFLOP", "time", "over one pass"), rows)), "  ")
     if (evaluator := scoring.get("evaluator")) is not None:
         yield f"  evaluator: {evaluator['name']}, {_format_size(evaluator['parameters'])}"
-    if (validation := scoring.get("validation")) is not None:
-        first, later = (_format_duration(validation[name]) for name in ("first_seconds", "later_seconds"))
-        yield f"  a validation of {validation['documents']} such documents: {first} the first time, {later} later"
     for name, memory in scoring["memory"].items():
         yield f"  memory of the {name}: {_format_fit(memory)}"
 

@@ -50,7 +50,6 @@ class Experiment:
     optimizer: str = "AdamW"
     precision: str = "bf16-mixed"
     evaluator: Evaluator | None = None
-    validation_documents: int | None = None
     notes: tuple[str, ...] = ()  # assumptions, and settings that the plan ignores
 
 
@@ -99,7 +98,6 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         optimizer=optimizer,
         precision=precision,
         evaluator=_read_evaluator(parsed.get("evaluator"), trainer.get("callbacks"), model),
-        validation_documents=data.get("validation_documents"),
         notes=tuple(notes),
     )
 

@@ -98,9 +98,6 @@ def test_the_papers_run(plan, paper):
     assert within == pytest.approx(126, abs=1), "as the config reports"
     plain, shared, external = scoring["passes"]
     assert plain["tflop"] < shared["tflop"] < external["tflop"]
-    seven = [[7 * each for each in row["seconds"]] for row in (external, plain)]  # 50 documents on 8 GPUs
-    validation = scoring["validation"]
-    assert [validation["first_seconds"], validation["later_seconds"]] == [pytest.approx(each) for each in seven]
     assert "price {:.3g} to {:.3g}".format(*bill["price"]) in text
     assert "GiB, fits" in text
 
