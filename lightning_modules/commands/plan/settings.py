@@ -120,7 +120,8 @@ def _not_planned(model: LongContextLM, config: PreTrainedConfig) -> list[str]:
     if isinstance(model.objective, Scheduled):
         notes.append("the plan has a short pass in every step, but the schedule has steps without one")
     if model.short_dtype is not None:
-        notes.append(f"`short_dtype: {model.short_dtype}` makes the short pass cheaper than in this plan")
+        more = ", and keeps a byte per weight more" if model.short_dtype == "float8" else ""
+        notes.append(f"`short_dtype: {model.short_dtype}` makes the short pass cheaper than in this plan{more}")
     if model.loading.quantization is not None:
         notes.append("the conversion of quantized weights takes time that is not included")
     pattern = (getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}).get("rope_type")
