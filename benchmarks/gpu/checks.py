@@ -43,7 +43,7 @@ SIZES = {
 }
 WINDOWS = {"context_length": 128, "stride": 32}
 THRESHOLDS = {"alpha": 0.5, "beta": -6.0}
-STEPS = 16
+STEPS = 24
 
 
 class NotAvailableError(Exception):
