@@ -53,5 +53,6 @@ def test_checks_build_their_models_on_the_device(tiny_on_cuda):
     assert {each.device.type for each in (*module.backbone.parameters(), *module.backbone.buffers())} == {"cuda"}
     with pytest.raises(checks.NotAvailableError, match="does not exist"):
         checks.build_module("cpu", optional=True, short_dtype="float3", model_config=checks.SIZES)
-    with mock.patch.object(checks, "load_backbone", side_effect=ValueError("a bug")), pytest.raises(ValueError):
+    bug = mock.patch.object(checks, "load_backbone", side_effect=ValueError("a bug"))
+    with bug, pytest.raises(ValueError, match="a bug"):
         checks.build_module("cpu", model_config=checks.SIZES)
