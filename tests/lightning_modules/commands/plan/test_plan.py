@@ -128,6 +128,21 @@ def test_a_run_without_short_contexts_or_steps(plan):
     assert "short windows" not in numbers["memory"]["phases"]
 
 
+def test_measured_rates_are_reported_with_their_source(plan, tmp_path):
+    work = {"gemm": 8e14, "attention": 0.0, "attention_backward": 0.0}  # one second at 800 TFLOP/s
+    row = {"seconds": 1.2, "flops": work, "autocast": False, "plain": True}
+    rates = {"gemm": 800.0, "attention": 500.0, "attention_backward": 400.0}
+    results = {"gpu": "H200", "peak_tflops": 1000.0, "date": "", "source": "a card", "rates": rates, "rows": {"": row}}
+    (tmp_path / "gpu.json").write_text(json.dumps(results))
+    debug = [*LAYERS, "-c", str(CONFIGS / "debug.yaml"), "--gpu", "H200", "--trainer.precision", "bf16-true"]
+    numbers, text = plan(*debug, "--measured", str(tmp_path / "gpu.json"))
+    assert "Measured (a card): 80% of the peak in matrix products, 50% in attention, 40% in its backward pass" in text
+    assert "whole steps 1.14 to 1.26 times slower" in text
+    assert "Assumed, not measured on a GPU: 1 GiB for the CUDA context" in text
+    low, high = numbers["scoring"]["passes"][0]["seconds"]
+    assert high / low == pytest.approx(1.05 / 0.95)
+
+
 def test_a_file_that_cannot_be_written_is_refused_before_the_plan(plan, tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_modules.commands.plan.settings.read_experiment", None)
     debug = [*LAYERS, "-c", str(CONFIGS / "debug.yaml"), "--gpu", "H200", "--output"]
