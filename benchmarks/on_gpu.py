@@ -89,10 +89,10 @@ def run_gpu_tests() -> dict[str, Any]:
     """Run the tests that need a GPU, and return pytest's summary."""
     if not (ROOT / "tests" / "gpu").is_dir():
         raise NotAvailableError("there are no tests in tests/gpu")
-    if missing := [name for name in ("pytest", "xdist", "pytest_timeout", "hypothesis") if find_spec(name) is None]:
-        raise NotAvailableError(f"{', '.join(missing)} must be installed")
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", "0", "tests/gpu"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    if find_spec("pytest") is None:
+        raise NotAvailableError("pytest is not installed")
+    command = [sys.executable, "-m", "pytest", "-q", "tests/gpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     summary = (done.stdout.strip() or done.stderr.strip()).splitlines()[-1:]
     return {"passed": done.returncode == 0, "summary": "".join(summary)[:200]}
 

@@ -43,7 +43,7 @@ SIZES = {
 }
 WINDOWS = {"context_length": 128, "stride": 32}
 THRESHOLDS = {"alpha": 0.5, "beta": -6.0}
-STEPS = 16
+STEPS = 24
 
 
 class NotAvailableError(Exception):
@@ -60,7 +60,7 @@ def build_module(
         module = LongContextLM(short_dtype=short_dtype, **settings)
         with torch.device(device):
             module.backbone = load_backbone(module.loading, device=device, autocast=autocast)
-    except (TypeError, ValueError, ImportError) as error:
+    except (TypeError, ValueError, ImportError, OSError) as error:
         if optional:
             raise NotAvailableError(str(error)) from error
         raise

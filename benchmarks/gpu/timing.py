@@ -17,6 +17,7 @@ from lightning_modules.batch import PackedBatch, batch_to, pack_sequence
 from lightning_modules.commands.plan.flops import ATTENTION_BACKWARD
 from lightning_modules.commands.plan.memory import GIB
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models.float8 import Float8Layers
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.objectives import CrossEntropy, LongCE
 
@@ -63,7 +64,7 @@ def make_run(case: Case, sizes: Sizes, device: str) -> Callable[[], None]:
         return partial(_score, module.eval(), scores[case.kind], device, case.autocast)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-6, fused=True)
     loss = partial(authors_loss, module, batch) if case.kind == "authors" else partial(module.training_step, batch, 0)
-    return partial(_step, loss, optimizer, device, case.autocast)
+    return partial(_step, module, loss, optimizer, device, case.autocast)
 
 
 def _score(_: LongContextLM, function: Callable[[], object], device: str, autocast: bool) -> None:
@@ -71,7 +72,10 @@ def _score(_: LongContextLM, function: Callable[[], object], device: str, autoca
         function()
 
 
-def _step(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, device: str, autocast: bool) -> None:
+def _step(
+    module: LongContextLM, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, device: str, autocast: bool
+) -> None:
+    module._float8_layers = Float8Layers()  # a trainer's step count would renew them
     with half_precision(device, autocast=autocast):
         value = loss()
     value.backward()

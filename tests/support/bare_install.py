@@ -46,7 +46,9 @@ def restrict_imports():
     class VisiblePackages(PathFinder):
         @classmethod
         def find_spec(cls, name, path=None, target=None):
-            return None if name.partition(".")[0] in hidden else super().find_spec(name, path, target)
+            if path is None and name in hidden:  # setuptools has copies of some
+                path = [folder for folder in sys.path if folder.endswith("_vendor")]
+            return super().find_spec(name, path, target)
 
         @classmethod
         def find_distributions(cls, *args):

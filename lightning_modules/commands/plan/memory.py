@@ -105,7 +105,7 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
     layer = activations.layer if whole else activations.layer_input
     if training.checkpointing == "selective":
         layer += activations.attention_output
-    offloaded = tokens * (shape.layers - 2) * activations.layer_input * training.offload_activations
+    offloaded = tokens * max(shape.layers - 2, 0) * activations.layer_input * training.offload_activations
     kept = {
         "activations kept for the backward pass": tokens * shape.layers * layer - offloaded,
         "last hidden states, predictors and their gradient": 3.0 * tokens * activations.hidden,

@@ -1,6 +1,5 @@
 """Estimate FLOPs, time, memory and cost of an experiment on given GPUs."""
 
-import math
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -76,48 +75,47 @@ class Planner:
 
     def _plan_step(self, context_length: int, stride: int) -> dict[str, Any]:
         """Compare LongCE with these windows to cross entropy."""
-        ce, pair = self.cross_entropy, (context_length, stride)
-        short, training = self._short_pass(*pair), replace(self.training, context_length=pair[0], stride=pair[1])
-        paper = self.training.tokens == PAPER_TOKENS
+        training = replace(self.training, context_length=context_length, stride=stride, short_pass=True)
+        flops, _, seconds = self._estimate_step(training)
+        ce, pair = self.cross_entropy.total, (context_length, stride)
         return {
             "context_length": context_length,
             "stride": stride,
             "configured": pair == (self.training.context_length, self.training.stride),
-            "ce_tflop": ce.total / 1e12,
-            "short_pass_tflop": short.total / 1e12,
-            "overhead": short.total / ce.total,
-            "longce_step_seconds": self._step_seconds(ce + short, self._transfers(training, short_pass=True)),
-            "paper_overhead": PAPER_OVERHEAD.get(pair) if paper else None,
+            "ce_tflop": ce / 1e12,
+            "short_pass_tflop": (flops.total - ce) / 1e12,
+            "overhead": flops.total / ce - 1,
+            "longce_step_seconds": seconds,
+            "paper_overhead": PAPER_OVERHEAD.get(pair) if training.tokens == PAPER_TOKENS else None,
         }
 
-    def _short_pass(self, context_length: int, stride: int) -> Flops:
-        whole = short_pass_flops(self.shape, self.training.tokens, context_length, stride)
-        return whole * self.experiment.window_share
+    def _estimate_step(self, training: Training) -> tuple[Flops, dict[str, float], Range]:
+        """Return the FLOPs of a sequence, and the transfers and the time of an optimizer step.
 
-    def _transfers(self, training: Training, *, short_pass: bool) -> dict[str, float]:
-        settings: dict[str, Any] = {"batches": self.experiment.accumulated, "short_pass": short_pass}
-        return transfer_seconds(self.shape, self.activations, training, self.gpu, **settings)
-
-    def _step_seconds(self, flops: Flops, transfers: dict[str, float]) -> Range:
-        """Return the time of an optimizer step: transfers overlap with computation completely, or not at all."""
+        Computation hides the transfers that it does not wait for, or hides none.
+        """
+        flops = self.cross_entropy
+        if training.short_pass:
+            short = short_pass_flops(self.shape, training.tokens, training.context_length, training.stride)
+            flops += short * self.experiment.window_share
+        transfers = transfer_seconds(
+            self.shape, self.activations, training, self.gpu, batches=self.experiment.accumulated
+        )
         compute = self.rates.seconds(flops, self.gpu).times(self.rows_per_gpu)
-        waiting = sum(value for name, value in transfers.items() if name in WAITING)
-        total = sum(transfers.values())
-        return Range(max(compute.low, total - waiting) + waiting, compute.high + total)
+        waiting, total = sum(transfers.get(name, 0.0) for name in WAITING), sum(transfers.values())
+        return flops, transfers, Range(max(compute.low, total - waiting) + waiting, compute.high + total)
 
     def _plan_cost(self) -> dict[str, Any]:
         """Return the cost of cross entropy, and of the configured objective if it is another one."""
-        training, objective = self.training, self.experiment.objective
-        bills = {"cross entropy": self._describe_cost(self.cross_entropy, short_pass=False)}
-        if objective != "CrossEntropy":
-            short = self._short_pass(training.context_length, training.stride) * float(training.short_pass)
-            bills[objective] = self._describe_cost(self.cross_entropy + short, short_pass=training.short_pass)
-        return bills
+        runs = {"cross entropy": replace(self.training, short_pass=False)}
+        if self.experiment.objective != "CrossEntropy":
+            runs[self.experiment.objective] = self.training
+        return {name: self._describe_cost(training) for name, training in runs.items()}
 
-    def _describe_cost(self, flops: Flops, *, short_pass: bool) -> dict[str, Any]:
-        transfers = self._transfers(self.training, short_pass=short_pass)
-        step, gpus, steps = self._step_seconds(flops, transfers), self.training.gpus, self.experiment.max_steps
-        tokens = round(gpus * self.rows_per_gpu * self.training.tokens)
+    def _describe_cost(self, training: Training) -> dict[str, Any]:
+        _, transfers, step = self._estimate_step(training)
+        gpus, steps = training.gpus, self.experiment.max_steps
+        tokens = round(gpus * self.rows_per_gpu * training.tokens)
         hours = None if steps is None else step.times(steps / 3600)
         price = None if self.price is None else self.price * gpus
         return {
@@ -147,14 +145,17 @@ class Planner:
         return result
 
     def _describe_memory(self, memory: Memory) -> dict[str, Any]:
+        def in_gib(parts: dict[str, float]) -> dict[str, float]:
+            return {name: size / GIB for name, size in parts.items()}
+
         return {
             "fits": memory.needed <= self.gpu.memory * GIB,
             "needed": memory.needed / GIB,
             "available": self.gpu.memory,
             "peak": memory.peak / GIB,
             "largest_phase": memory.largest_phase,
-            "lasting": _in_gib(memory.lasting),
-            "phases": {phase: _in_gib(parts) for phase, parts in memory.phases.items()},
+            "lasting": in_gib(memory.lasting),
+            "phases": {phase: in_gib(parts) for phase, parts in memory.phases.items()},
             "main_memory": memory.host / GIB,
         }
 
@@ -196,10 +197,6 @@ class Planner:
                 sizes = (shape, activations, tokens, evaluator.dtype)
                 memory[name] = scoring_memory(*sizes, windows=pair, lasting=lasting)
             result["evaluator"] = _describe_model(evaluator.name, shape)
-            if documents := self.experiment.validation_documents:
-                rounds = math.ceil(documents / self.training.gpus)
-                first, later = (each["seconds"].times(rounds) for each in (passes[-1], passes[0]))
-                result["validation"] = {"documents": documents, "first_seconds": first, "later_seconds": later}
         return {**result, "memory": {name: self._describe_memory(each) for name, each in memory.items()}}
 
     def _describe_pass(self, name: str, model: ModelShape, flops: Flops) -> dict[str, Any]:
@@ -207,10 +204,6 @@ class Planner:
         plain = forward_flops(model, self.training.tokens, self.training.tokens)
         work = {"tflop": flops.total / 1e12, "seconds": self.rates.seconds(flops, self.gpu)}
         return {"pass": name, **work, "overhead": flops.total / plain.total - 1}
-
-
-def _in_gib(parts: dict[str, float]) -> dict[str, float]:
-    return {name: size / GIB for name, size in parts.items()}
 
 
 def _describe_model(name: str, shape: ModelShape) -> dict[str, Any]:

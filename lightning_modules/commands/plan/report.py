@@ -106,9 +106,6 @@ def _format_scoring(scoring: dict[str, Any]) -> Iterator[str]:
     yield textwrap.indent(as_text_table(Table(("", "TFLOP", "time", "over one pass"), rows)), "  ")
     if (evaluator := scoring.get("evaluator")) is not None:
         yield f"  evaluator: {evaluator['name']}, {_format_size(evaluator['parameters'])}"
-    if (validation := scoring.get("validation")) is not None:
-        first, later = (_format_duration(validation[name]) for name in ("first_seconds", "later_seconds"))
-        yield f"  a validation of {validation['documents']} such documents: {first} the first time, {later} later"
     for name, memory in scoring["memory"].items():
         yield f"  memory of the {name}: {_format_fit(memory)}"
 
@@ -134,7 +131,8 @@ def _format_basis(plan: dict[str, Any]) -> Iterator[str]:
     yield _wrap_line(f"Assumed, not measured on a GPU: {guesses}.")
     yield _wrap_line(
         f"Transfers: {assumed['bandwidth']:.0%} of {gpu['link']:g} GB/s within a node, {gpu['network']:g} GB/s per GPU"
-        f" between nodes, {gpu['host']:g} GB/s to main memory. They overlap with computation completely, or not at all."
+        f" between nodes, {gpu['host']:g} GB/s to main memory. They overlap with computation completely, or not at"
+        " all; an exchange of Ulysses and offloaded activations never do."
     )
     yield _wrap_line("Not included: data loading, validation, checkpoints, and the optimizer on a GPU.")
     yield _wrap_line("The paper's column is wall-clock time of the authors' code (Table 7: Llama-2-7B, 32k tokens).")

@@ -50,7 +50,6 @@ class Experiment:
     optimizer: str = "AdamW"
     precision: str = "bf16-mixed"
     evaluator: Evaluator | None = None
-    validation_documents: int | None = None
     notes: tuple[str, ...] = ()  # assumptions, and settings that the plan ignores
 
 
@@ -99,7 +98,6 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         optimizer=optimizer,
         precision=precision,
         evaluator=_read_evaluator(parsed.get("evaluator"), trainer.get("callbacks"), model),
-        validation_documents=data.get("validation_documents"),
         notes=tuple(notes),
     )
 
@@ -122,7 +120,8 @@ def _not_planned(model: LongContextLM, config: PreTrainedConfig) -> list[str]:
     if isinstance(model.objective, Scheduled):
         notes.append("the plan has a short pass in every step, but the schedule has steps without one")
     if model.short_dtype is not None:
-        notes.append(f"`short_dtype: {model.short_dtype}` makes the short pass cheaper than in this plan")
+        more = ", and keeps a byte per weight more" if model.short_dtype == "float8" else ""
+        notes.append(f"`short_dtype: {model.short_dtype}` makes the short pass cheaper than in this plan{more}")
     if model.loading.quantization is not None:
         notes.append("the conversion of quantized weights takes time that is not included")
     pattern = (getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}).get("rope_type")

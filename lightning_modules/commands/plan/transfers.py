@@ -19,14 +19,14 @@ WAITING = ("exchange of Ulysses", "optimizer in main memory", "activations to an
 
 
 def transfer_seconds(
-    shape: ModelShape, activations: ActivationBytes, training: Training, gpu: GPU, *, batches: int, short_pass: bool
+    shape: ModelShape, activations: ActivationBytes, training: Training, gpu: GPU, *, batches: int
 ) -> dict[str, float]:
     """Return the time of each kind of transfer in an optimizer step of ``batches`` micro-batches."""
     size, gpus = training.compute_bytes, training.gpus
     # Sharded weights are gathered in the forward pass, again in the backward pass, and in each pass of short windows.
     # Gradients are summed in every micro-batch, in float32 unless all is float32 already.
     windows = (training.rows, training.context_length, training.stride, training.sequence_parallel_size)
-    gathers = batches * (2 + short_pass * window_passes(training.tokens, *windows)[0])
+    gathers = batches * (2 + training.short_pass * window_passes(training.tokens, *windows)[0])
     weights, gradients = float(shape.parameters), float(shape.trained)
     seconds = {}
     if training.sharded:

@@ -56,7 +56,7 @@ def _depends_on_length(parameters: dict[str, Any]) -> bool:
 def _check_frequencies(name: str, module: Any) -> None:
     expected = type(module)(module.config)
     actual = module.inv_freq.detach().cpu().double()
-    wrong = not torch.allclose(actual, expected.inv_freq.double(), rtol=1e-6, atol=0)
+    wrong = not torch.allclose(actual, expected.inv_freq.cpu().double(), rtol=1e-6, atol=0)
     if wrong or module.attention_scaling != expected.attention_scaling:
         raise RuntimeError(
             f"The rotary frequencies of `{name}` do not match the model's config: they were rounded, or the config was"

@@ -131,6 +131,19 @@ def test_phases_follow_one_another(eight):
     assert set(quiet) == {"head", "backward pass"}
 
 
+def test_offloaded_parts_move_to_main_memory(eight):
+    sharded = replace(BF16, sharded=True, gpus=16, gpus_per_node=8)
+    alone, offloaded = (training_memory(*eight, replace(sharded, offload=offload)) for offload in (False, True))
+    assert set(alone.lasting) - set(offloaded.lasting) == {"weights", "gradients", "optimizer"}
+    assert offloaded.host == pytest.approx(4 * 8_030_261_248 * 2 / 2), "half of the states on each of two nodes"
+    assert "optimizer step" not in offloaded.phases
+    moved = training_memory(*eight, replace(sharded, offload_activations=True))
+    name = "activations kept for the backward pass"
+    kept = [memory.phases["backward pass"][name] for memory in (alone, moved)]
+    assert kept == [32768 * layers * 4096 * 2 for layers in (32, 2)]
+    assert moved.host == 8 * (kept[0] - kept[1])
+
+
 def test_windows_of_a_pass():
     assert window_passes(32768, 1, 4096, 1024) == (5, 6 * 5120)  # 27 windows
     assert window_passes(32768, 1, 4096, 1024, shared_by=4) == (2, 6 * 5120)

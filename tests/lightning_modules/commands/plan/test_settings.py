@@ -21,7 +21,7 @@ def read(tmp_path, model_dir, evaluator_dir, monkeypatch):
         "model": {"pretrained_model_name_or_path": str(model_dir), "context_length": 32, "stride": 16},
         "data": {
             "class_path": "datamodules.RecallDataModule",
-            "init_args": {"sequence_length": 256, "batch_size": 2, "validation_documents": 5},
+            "init_args": {"sequence_length": 256, "batch_size": 2},
         },
         "trainer": {
             "devices": 4,
@@ -56,7 +56,6 @@ def test_everything_is_found(read, model_dir, evaluator_dir):
     assert (evaluator.name, evaluator.config.model_type) == (str(evaluator_dir), "qwen3")
     assert (evaluator.context_length, evaluator.stride) == (24, 12)
     assert (experiment.window_share, experiment.notes) == (1.0, ())
-    assert experiment.validation_documents == 5
 
 
 def test_an_objective_in_another_one(read):
@@ -113,7 +112,14 @@ def test_strategies(read):
     ddp = read("--trainer.strategy", "ddp").training
     assert (ddp.sharded, ddp.gradient_copy) == (False, True)
     fsdp = read("--trainer.strategy", "lightning_modules.training.fsdp.FullyShardedStrategy").training
-    assert (fsdp.sharded, fsdp.gradient_copy) == (True, False)
+    assert (fsdp.sharded, fsdp.gradient_copy, fsdp.offload) == (True, False, False)
+    assert (fsdp.gpus, fsdp.gpus_per_node, fsdp.nodes) == (8, 4, 2)
+    offload = ["--trainer.strategy.offload", "true", "--gpus", "24"]
+    fsdp = read("--trainer.strategy", "lightning_modules.training.fsdp.FullyShardedStrategy", *offload).training
+    assert (fsdp.offload, fsdp.gpus, fsdp.gpus_per_node, fsdp.nodes) == (True, 24, 8, 3)
+    assert read("--gpus", "24", "--gpus_per_node", "6").training.nodes == 4
+    activations = ["--model.offload_activations", "true", "--model.gradient_checkpointing", "true"]
+    assert read(*activations).training.offload_activations
     options = ["--trainer.strategy", "lightning.pytorch.strategies.DDPStrategy"]
     assert not read(*options, "--trainer.strategy.gradient_as_bucket_view", "true").training.gradient_copy
 

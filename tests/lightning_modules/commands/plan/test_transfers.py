@@ -21,9 +21,9 @@ def seconds(llamas):
     config = llamas["llama-3.1-8b"]
     shape, activations = ModelShape.of(config), ActivationBytes(config, torch.float32, torch.bfloat16)
 
-    def run(batches=1, short_pass=True, **settings):
+    def run(batches=1, **settings):
         training = replace(TRAINING, **settings)
-        return transfer_seconds(shape, activations, training, CARD, batches=batches, short_pass=short_pass)
+        return transfer_seconds(shape, activations, training, CARD, batches=batches)
 
     return run
 
