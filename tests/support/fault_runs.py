@@ -166,7 +166,13 @@ def prepare(folder: Path) -> None:
         tiny_model("llama", len(tokenizer), attention_dropout=0.1 * (name == "model")).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     lengths = {"context_length": 32, "stride": 16}
-    evaluator = {"evaluator": str(folder / "evaluator"), **lengths, "alpha": 0.0, "beta": -20.0}
+    evaluator = {
+        "before_training": False,
+        "evaluator": str(folder / "evaluator"),
+        **lengths,
+        "alpha": 0.0,
+        "beta": -20.0,
+    }
     logger = {"save_dir": "runs", "name": "longce", "version": "run"}
     save = {
         "filename": "step-{step}",
