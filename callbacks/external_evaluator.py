@@ -200,6 +200,8 @@ class ExternalEvaluator(Callback):
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PackedBatch, *_: Any
     ) -> None:
+        if trainer.sanity_checking and self.before_training:  # the evaluation before training follows
+            return
         if "text" not in batch:
             raise ValueError("`ExternalEvaluator` needs a data module whose batches have `text` and `offsets`.")
         rows = zip(range(len(batch["text"])), outputs["log_likelihood"], strict=True)
@@ -207,6 +209,8 @@ class ExternalEvaluator(Callback):
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.sanity_checking and self.before_training:
+            return
         stage = "test" if trainer.testing else "val"
         found = self._find_all(pl_module.device)
         table = DocumentTable(stage, self.name or "evaluator")

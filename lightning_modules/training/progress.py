@@ -37,7 +37,8 @@ class StepProgress(ProgressBar):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self._steps is not None and (passed := trainer.global_step - self._steps.n):
             values = trainer.callback_metrics
-            shown = {label: f"{float(values[name]):.4g}" for name, label in _SHOWN.items() if name in values}
+            numbers = {label: float(values[name]) for name, label in _SHOWN.items() if name in values}
+            shown = {label: f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" for label, value in numbers.items()}
             self._steps.set_postfix(shown, refresh=False)
             self._steps.update(passed)
 
