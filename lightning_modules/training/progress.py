@@ -68,6 +68,14 @@ class StepProgress(ProgressBar):
             self._documents.close()
             self._documents = None
 
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        total = sum(trainer.num_predict_batches)
+        if math.isfinite(total):  # that of a corpus is not known, and `DocumentScoresWriter` has its own bar
+            self._documents = progress_bar("prediction", unit="batch", total=int(total))
+
+    on_predict_batch_end = on_validation_batch_end  # type: ignore[assignment]
+    on_predict_end = on_validation_end
     on_test_start = on_validation_start
     on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]
     on_test_end = on_validation_end

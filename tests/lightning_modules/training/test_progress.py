@@ -70,3 +70,18 @@ def test_the_total_is_known_of_epochs_as_well(bars, tmp_path):
     fit(tmp_path, max_epochs=2, accumulate_grad_batches=5, limit_val_batches=0)  # 12 batches, the last step has two
     (steps,) = bars
     assert (steps.total, steps.seen) == (6, [1, 2, 3, 4, 5, 6, "closed"])
+
+
+def test_predictions_are_counted(bars, tmp_path):
+    data = RecallDataModule(
+        sequence_length=64,
+        train_documents=4,
+        test_documents=3,
+        validation_documents=1,
+        cache_dir=str(tmp_path / "cache"),
+    )
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+    trainer = Trainer(accelerator="cpu", callbacks=[StepProgress()], use_distributed_sampler=False, **quiet)
+    trainer.predict(LongContextLM(model_config=TINY, context_length=16, stride=16), data)
+    (bar,) = bars
+    assert (bar.name, bar.total, bar.seen) == ("prediction", 3, [1, 2, 3, "closed"])
