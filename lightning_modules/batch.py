@@ -53,7 +53,8 @@ class PackedBatch(TypedDict):
         failed: Documents of the corpus that belong in this batch but could not be read or tokenized.
         scored: ``[B, T]`` bool, whether ``labels`` are scored. An array, because Lightning, DDP and FSDP2 would move a
             tensor to the accelerator. With it and ``max_token_id``, nothing waits for values from there; without, each
-            forward pass does. `note_values` adds both; call it again if you change ``labels`` or ``input_ids``.
+            forward pass does. Our data modules add both before a batch is moved. Call `note_values` if you replace
+            ``labels`` or ``input_ids``; changes in place after the batch is moved are noticed.
         max_token_id: Largest of ``input_ids``.
     """
 
@@ -90,7 +91,7 @@ def unscored_token(device: torch.device) -> PackedBatch:
 def batch_to(batch: PackedBatch, device: torch.device) -> PackedBatch:
     """Return the batch with the tensors that a model reads moved to ``device``; text and offsets stay."""
     moved = batch.copy()
-    if "scored" not in batch and batch["labels"].device.type == "cpu":
+    if batch["labels"].device.type == "cpu":
         note_values(moved)
     for name in ("input_ids", "labels", "position_ids", "influence"):
         if name in batch:
@@ -102,6 +103,25 @@ def note_values(batch: PackedBatch) -> None:
     """Add the values of a batch that the CPU needs, while its tensors are in main memory."""
     batch["scored"] = batch["labels"].ne(IGNORE_INDEX).numpy()
     batch["max_token_id"] = int(batch["input_ids"].max())
+
+
+def known_scored(batch: PackedBatch) -> BoolArray | None:
+    """Return which labels are scored, or None if the CPU would have to wait for the labels."""
+    if batch["labels"].device.type == "cpu":
+        return batch["labels"].ne(IGNORE_INDEX).numpy()
+    return None if _is_edited(batch["labels"]) else batch.get("scored")
+
+
+def max_token_id(batch: PackedBatch) -> int:
+    """Return the largest of ``input_ids``."""
+    ids = batch["input_ids"]
+    is_known = "max_token_id" in batch and ids.device.type != "cpu" and not _is_edited(ids)
+    return batch["max_token_id"] if is_known else int(ids.max())
+
+
+def _is_edited(values: Tensor) -> bool:
+    """Return whether a tensor was changed in place after it was made or moved."""
+    return not values.is_inference() and values._version > 0
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:

@@ -159,21 +159,26 @@ class LongContextLM(LightningModule):
         A mean of batch means would give more weight to the tokens of a batch that has few of them (padding, prompts,
         the end of an epoch).
         """
-        # 1. Refuse the step if a loss is not finite. The CPU waits for the accelerator here and in 2, nowhere else.
-        losses, self._losses = self._losses, {}
-        preflight.check_finite(losses, self)
-        # 2. Sum up the tokens and losses of all batches and processes of the step.
+        # 1. Sum up the tokens and losses of all batches and processes of the step, and start over.
         values = self._statistics.compute(self.trainer.strategy)
+        losses = self._losses
+        self._start_step()
+        # 2. Refuse the step if a loss is not finite: after 1, so that no process waits for one that has stopped. The
+        #    CPU waits for the accelerator here and in 1, nowhere else.
+        preflight.check_finite(losses, self, mean=values["loss"])
         # 3. Replace the divisors so far by the step's. Lightning divided the loss by the number of batches, and the
         #    strategy divided the gradients by the number of processes.
         divisor = REFERENCE_TOKENS * self.trainer.accumulate_grad_batches * self.trainer.world_size
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(float(self._statistics.step_divisor) / divisor)
-        # 4. Log the means and start over.
-        self._statistics.reset()
+        # 4. Log the means.
         self.log_dict({f"train/{name}": value for name, value in values.items()}, batch_size=1)
         self.log("loss", values["loss"], prog_bar=True, logger=False, batch_size=1)
+
+    def _start_step(self) -> None:
+        self._losses = {}
+        self._statistics.reset()
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -187,6 +192,8 @@ class LongContextLM(LightningModule):
         preflight.check_fit(self, self.trainer.datamodule)  # type: ignore[attr-defined]
         # Hugging Face models arrive in eval mode and Lightning keeps it: dropout and checkpointing would be off.
         self.backbone.train()
+        self._start_step()  # an earlier run may have been interrupted within a step
+        self._statistics.stop_clock()
         self.on_validation_start()  # training needs the same scoring checks
 
     @override
@@ -214,8 +221,13 @@ class LongContextLM(LightningModule):
         log_likelihood = self.backbone(batch) if group is None else group.log_likelihood(self.backbone, batch)
         scored = batch["labels"].ne(IGNORE_INDEX)
         for row, name in enumerate(batch.get("sets", [""] * len(scored))):
-            if name in self._perplexities:  # a sequence that only keeps processes in lockstep has no set
+            if name in self._perplexities:
                 self._perplexities[name].update(log_likelihood[row], scored[row])
+            elif name or "text" not in batch or batch["text"][row]:  # empty: it only keeps processes in lockstep
+                raise ValueError(
+                    f"A validation sequence is of the set {name!r}, but the data module's `validation_sets` are"
+                    f" {list(self._perplexities)}: correct `sets` of the batches, and evaluate with the data module."
+                )
         return {"log_likelihood": log_likelihood}
 
     @override

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch, send
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch, known_scored, send
 from lightning_modules.functional.checks import check_count
 
 
@@ -147,6 +147,6 @@ def window_batch(batch: PackedBatch, windows: Sequence[tuple[int, Window]]) -> P
         position_ids=torch.arange(width, device=device).expand(len(windows), width),
         document_boundaries=[[0, window.stop - window.start] for _, window in windows],
     )
-    if "scored" in batch:
-        result["scored"] = batch["scored"][row.numpy(), token.numpy()] & is_scored.numpy()
+    if (known := known_scored(batch)) is not None:
+        result["scored"] = known[row.numpy(), token.numpy()] & is_scored.numpy()
     return result

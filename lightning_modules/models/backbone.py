@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lightning_modules.batch import PackedBatch, rename_old_keys
+from lightning_modules.batch import PackedBatch, known_scored, max_token_id, rename_old_keys
 from lightning_modules.functional import token_log_likelihood
 from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.functional.log_likelihood import Head
@@ -148,7 +148,7 @@ class Backbone(nn.Module):
         with no_autocast_cache():
             with last_layer_reads_from(self.decoder, first_scored - 1 if trims else 0):
                 hidden_states = self.hidden_states(batch, exchange)
-            return head_fn(hidden_states, self.head, batch["labels"], scored=batch.get("scored"))
+            return head_fn(hidden_states, self.head, batch["labels"], scored=known_scored(batch))
 
     def unsharded(self, function: Callable[[], Result]) -> Result:
         """Call a function that uses the decoder, head or model directly, with unsharded weights.
@@ -250,7 +250,7 @@ class Backbone(nn.Module):
         Former keys of the batch are renamed, with a warning.
         """
         rename_old_keys(batch)
-        largest = batch["max_token_id"] if "max_token_id" in batch else int(batch["input_ids"].max())
+        largest = max_token_id(batch)
         if largest >= self.vocabulary_size:
             raise ValueError(
                 f"Token id {largest} is beyond the embedding of {self.vocabulary_size} tokens of"

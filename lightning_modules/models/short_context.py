@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch, known_scored
 from lightning_modules.functional import ShortContext, token_log_likelihood
 from lightning_modules.functional.windows import Window, batch_windows, draw_windows, trim_windows, window_batch
 from lightning_modules.models.backbone import Backbone, HeadFunction
@@ -55,10 +55,11 @@ def short_log_likelihood(
     if wanted is not None:
         on_cpu = wanted.cpu()  # one transfer for all windows
         windows = trim_windows(windows, on_cpu)
-        batch = batch.copy()
+        known, batch = known_scored(batch), batch.copy()
         batch["labels"] = batch["labels"].masked_fill(~wanted, IGNORE_INDEX)
-        if "scored" in batch:
-            batch["scored"] = batch["scored"] & on_cpu.numpy()
+        batch.pop("scored", None)
+        if known is not None:
+            batch["scored"] = known & on_cpu.numpy()
     for row, (_, scored, stop) in windows:
         has_short_context[row, scored:stop] = True
     # 2. Score this process's windows, and copy the scores of each to the positions of its tokens.

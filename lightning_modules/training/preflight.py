@@ -124,8 +124,11 @@ def check_batch(module: Trainee, batch: PackedBatch, group: SequenceGroup | None
         group.check_same_batch(batch)
 
 
-def check_finite(losses: Mapping[int, Tensor], module: LightningModule) -> None:
-    """Raise a ``FloatingPointError`` if a loss of the optimizer step is not finite; ``losses`` are by batch index."""
+def check_finite(losses: Mapping[int, Tensor], module: LightningModule, *, mean: Tensor) -> None:
+    """Raise a ``FloatingPointError`` if a loss of the optimizer step is not finite; ``losses`` are by batch index.
+
+    ``mean`` is that of all processes, which all raise the error.
+    """
     for batch_idx, loss in zip(losses, torch.stack(list(losses.values())).tolist(), strict=True):
         if not math.isfinite(loss):
             raise FloatingPointError(
@@ -133,6 +136,10 @@ def check_finite(losses: Mapping[int, Tensor], module: LightningModule) -> None:
                 f" {module.current_epoch} (process {module.global_rank}). Training stops here: lower the learning rate,"
                 " clip gradients (`trainer.gradient_clip_val`) or check the data of the batch."
             )
+    if not torch.isfinite(mean):
+        raise FloatingPointError(
+            f"The loss of another process is not finite at step {module.global_step}: see its message."
+        )
 
 
 def check_influence(objective: Objective, influence: str | None) -> None:

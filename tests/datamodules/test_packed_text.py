@@ -376,3 +376,11 @@ def test_rows_packed_otherwise_have_another_checksum(word_tokenizer, root):
     packed = [ready(word_tokenizer, root, packing=packing) for packing in ("concat", "best_fit", "concat")]
     first, other, again = [module.rows.checksum() for module in packed]
     assert first == again != other
+
+
+def test_labels_may_be_edited_until_a_batch_is_moved(word_tokenizer, root):
+    batch = next(iter(ready(word_tokenizer, root).train_dataloader()))
+    assert batch["scored"].any()
+    batch["labels"].fill_(IGNORE_INDEX)
+    moved = ready(word_tokenizer, root).transfer_batch_to_device(batch, torch.device("cpu"), 0)
+    assert not moved["scored"].any()

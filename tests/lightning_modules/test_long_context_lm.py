@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
 from lightning_modules import long_context_lm
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch, known_scored, max_token_id, note_values
 from lightning_modules.functional import long_perplexity
 from lightning_modules.long_context_lm import REFERENCE_TOKENS, LongContextLM
 from lightning_modules.models.config import ModelConfig
@@ -257,6 +257,28 @@ def test_a_loss_that_is_not_finite_changes_no_weight_and_does_not_stop_the_next_
     trainer(tmp_path).fit(module, loader(row(0)))
 
 
+def test_a_loss_of_another_process_that_is_not_finite_stops_this_one(folder, tmp_path, monkeypatch):
+    module = lm(folder)
+    reduce = SingleDeviceStrategy.reduce
+    monkeypatch.setattr(SingleDeviceStrategy, "reduce", lambda *args, **kwargs: reduce(*args, **kwargs) + float("nan"))
+    with pytest.raises(FloatingPointError, match="The loss of another process is not finite at step 0"):
+        trainer(tmp_path).fit(module, loader(row(0)))
+
+
+def test_a_run_interrupted_within_a_step_does_not_change_the_next_one(folder, tmp_path):
+    def fit(module):
+        runner = trainer(tmp_path, max_steps=1)
+        runner.fit(module, loader(row(0)))
+        return runner.callback_metrics["train/loss"]
+
+    expected, module = fit(lm(folder)), lm(folder)
+    module.on_train_batch_end = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        trainer(tmp_path, accumulate_grad_batches=2).fit(module, loader(row(1), row(2)))
+    del module.on_train_batch_end
+    torch.testing.assert_close(fit(module), expected)
+
+
 class BrokenOnce(CrossEntropy):
     """The weights of the second batch are NaN."""
 
@@ -265,6 +287,26 @@ class BrokenOnce(CrossEntropy):
     def token_weights(self, long, short, batch):
         self.batches += 1
         return torch.full_like(long, float("nan") if self.batches == 2 else 1.0)
+
+
+def test_labels_of_a_collated_batch_may_be_edited(folder):
+    module, expected, edited = lm(folder), row(0), row(0)
+    module.configure_model()
+    note_values(edited)
+    for batch in (expected, edited):
+        batch["labels"][0, 20:25] = batch["labels"][0, 32] = IGNORE_INDEX
+    for score in (module.log_likelihood, lambda batch: module.short_context(batch, 0).log_likelihood):
+        assert torch.equal(score(edited), score(expected))
+
+
+def test_on_an_accelerator_an_edit_makes_the_noted_values_unknown():
+    batch = row(0)
+    note_values(batch)
+    moved = batch | {name: torch.empty_like(batch[name], device="meta") for name in ("labels", "input_ids")}
+    assert known_scored(moved) is batch["scored"]
+    assert max_token_id(moved) == batch["max_token_id"]
+    moved["labels"][:, 20:] = IGNORE_INDEX
+    assert known_scored(moved) is None
 
 
 def test_token_ids_beyond_the_embedding(folder, tmp_path):

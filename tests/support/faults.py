@@ -350,6 +350,7 @@ def loss_not_finite(rank: int) -> None:
         loss = step(self, batch, batch_idx)
         if self.global_step == 3 and self.global_rank == self.trainer.world_size - 1:
             self._losses[batch_idx] = loss.detach() * float("nan")
+            self._statistics._sums *= float("nan")
         return loss
 
     LongContextLM.training_step = training_step
