@@ -46,7 +46,8 @@ class DocumentTable:
         parts = gathered(self._rows)
         # Processes take turns with the documents.
         rows = sorted((row for part in parts for row in part), key=lambda row: (row["set"], row["document"]))
-        if not trainer.is_global_zero or trainer.sanity_checking or not rows or not trainer.loggers:
+        dry_run = trainer.sanity_checking or getattr(trainer, "fast_dev_run", False)
+        if not trainer.is_global_zero or dry_run or not rows or not trainer.loggers:
             return
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):

@@ -1,11 +1,13 @@
 """Log LongPPL during training: key tokens by frozen evaluators, likelihoods by the trained model."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
@@ -90,6 +92,10 @@ class ExternalEvaluator(Callback):
         if key_spans is not None and not Path(key_spans).is_dir():
             raise ValueError(f"`key_spans` must be a folder of `<document name>.txt` files, got '{key_spans}'.")
         check_gamma(gamma)
+        if name is not None and not re.fullmatch(r"[\w.-]+", name):
+            raise ValueError(
+                f"`name` is a part of metric and file names: use letters, digits, '_', '-', '.', got {name!r}."
+            )
         self.config = EvaluatorConfig(evaluator or "", **options)
         self.gamma, self.key_spans, self.name, self.before_training = gamma, key_spans, name, before_training
         self.thresholds = read_thresholds(thresholds, Thresholds(self.config.alpha, self.config.beta))
@@ -114,14 +120,18 @@ class ExternalEvaluator(Callback):
             self._stored_tokenizer = load_tokenizer(name, revision=revision, trimmed_offsets=True)
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the model before the first step, once for all evaluators; a resumed run does not repeat it."""
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluate the model before the first step, once for all evaluators; a resumed run does not repeat it.
+
+        Not at the start of the training: Lightning's `ThroughputMonitor` may not have started then.
+        """
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         wanted = [each for each in callbacks if isinstance(each, ExternalEvaluator) and each.before_training]
         if wanted and wanted[0] is self and trainer.global_step == 0 and trainer.enable_validation:
-            # As in Lightning's training loop.
+            # As in Lightning's training loop. The loader draws a random number, which must not change the training.
             trainer.validating = True
-            trainer.fit_loop.epoch_loop.val_loop.run()
+            with isolate_rng():
+                trainer.fit_loop.epoch_loop.val_loop.run()
             trainer.training = True
 
     def influence(

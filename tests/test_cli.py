@@ -246,6 +246,9 @@ def test_unknown_command(tmp_path, monkeypatch, capsys):
 def test_validate_test_and_predict(experiment, tmp_path, monkeypatch, capsys):
     longce("fit", "-c", BASE, "-c", experiment, monkeypatch=monkeypatch, folder=tmp_path)
     checkpoint = next(tmp_path.glob("runs/longce/*/checkpoints/last.ckpt"))
+    (tmp_path / "single.yaml").write_text("trainer: {callbacks: {class_path: callbacks.StepCheckpoint}}")
+    single = ["validate", "-c", BASE, "-c", experiment, "-c", "single.yaml"]
+    longce(*single, monkeypatch=monkeypatch, folder=tmp_path)  # not in a list, which Lightning accepts
     for command, key in (("validate", "val/longppl"), ("test", "test/longppl")):
         arguments = [command, "-c", BASE, "-c", experiment, "--ckpt_path", str(checkpoint)]
         longce(*arguments, monkeypatch=monkeypatch, folder=tmp_path)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from pyarrow import parquet
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -155,3 +156,53 @@ def test_a_set_with_a_wrong_name_or_without_files_is_refused_before_training(mod
     missing = make_data(model_dir, folders, validation_sets={"a": ValidationSet(f"{folders}/nowhere/*.txt")})
     with pytest.raises(FileNotFoundError, match="nowhere"):
         missing.prepare_data()
+
+
+@pytest.mark.filterwarnings("ignore:When using the `ThroughputMonitor`")
+def test_the_first_evaluation_comes_when_all_callbacks_have_started(model_dir, evaluator_dir, folders):
+    callbacks = [make_evaluator(evaluator_dir, folders), ThroughputMonitor(batch_size_fn=len)]
+    logger = CSVLogger(folders, name="logs")
+    trainer = make_trainer(folders, callbacks, logger=logger, max_steps=1, log_every_n_steps=1)
+    trainer.fit(LongContextLM(str(model_dir), **LENGTHS), make_data(model_dir, folders))
+    assert trainer.global_step == 1
+
+
+def test_the_first_evaluation_leaves_random_numbers_alone(model_dir, evaluator_dir, folders):
+    states = []
+    for before_training in (True, False):
+        torch.manual_seed(0)
+        callback = make_evaluator(evaluator_dir, folders, before_training=before_training)
+        module = LongContextLM(str(model_dir), **LENGTHS)
+        module.on_train_batch_start = lambda *_: states.append(torch.get_rng_state())
+        make_trainer(folders, [callback], max_steps=1).fit(module, make_data(model_dir, folders))
+    assert torch.equal(*states)
+
+
+def test_a_dry_run_writes_no_table(model_dir, evaluator_dir, folders, monkeypatch):
+    monkeypatch.chdir(folders)
+    trainer = make_trainer(folders, [make_evaluator(evaluator_dir, folders)], logger=True, fast_dev_run=True)
+    trainer.fit(LongContextLM(str(model_dir), **LENGTHS), make_data(model_dir, folders))
+    assert not list(folders.rglob("*.parquet"))
+
+
+class OwnData(TextDataModule):
+    """Its batches do not name the sets."""
+
+    def val_dataloader(self):
+        loader = super().val_dataloader()
+        collate = loader.collate_fn
+        loader.collate_fn = lambda rows: {key: value for key, value in collate(rows).items() if key != "sets"}
+        return loader
+
+
+def test_documents_of_an_unknown_set_are_not_left_out_silently(model_dir, folders):
+    data = make_data(model_dir, folders)
+    data.__class__ = OwnData
+    module = LongContextLM(str(model_dir), **LENGTHS)
+    with pytest.raises(ValueError, match=r"of the set '', but .* are \['books', 'reports'\]"):
+        make_trainer(folders, []).validate(module, data, verbose=False)
+
+
+def test_a_name_that_cannot_be_in_a_file_name_is_refused(evaluator_dir, tmp_path):
+    with pytest.raises(ValueError, match="`name` is a part"):
+        make_evaluator(evaluator_dir, tmp_path, name="meta-llama/Llama-3.1-8B")

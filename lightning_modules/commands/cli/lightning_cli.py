@@ -136,7 +136,8 @@ class LongceCLI(LightningCLI):
         plugins = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             plugins.append(CheckedCheckpointIO())
-        callbacks = list(options.get("callbacks") or [])
+        callbacks = options.get("callbacks") or []
+        callbacks = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
         if options.get("enable_progress_bar") is not False and not any(isinstance(x, ProgressBar) for x in callbacks):
             callbacks.append(StepProgress())
         try:
