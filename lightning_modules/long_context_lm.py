@@ -192,8 +192,10 @@ class LongContextLM(LightningModule):
         preflight.check_fit(self, self.trainer.datamodule)  # type: ignore[attr-defined]
         # Hugging Face models arrive in eval mode and Lightning keeps it: dropout and checkpointing would be off.
         self.backbone.train()
-        self._start_step()  # an earlier run may have been interrupted within a step
+        # An earlier run may have been interrupted within a step, and have had other weights at the same step.
+        self._start_step()
         self._statistics.stop_clock()
+        self._float8_layers = Float8Layers()
         self.on_validation_start()  # training needs the same scoring checks
 
     @override

@@ -138,7 +138,8 @@ def check_finite(losses: Mapping[int, Tensor], module: LightningModule, *, mean:
             )
     if not torch.isfinite(mean):
         raise FloatingPointError(
-            f"The loss of another process is not finite at step {module.global_step}: see its message."
+            f"The loss of another process is not finite at step {module.global_step}: see its message. After the change"
+            " that it asks for, resume with `--ckpt_path RUN_FOLDER`."
         )
 
 

@@ -418,6 +418,20 @@ def test_a_short_pass_in_float8_is_refused_where_it_cannot_work(folder, monkeypa
     check_short_dtype(LongContextLM(folder, short_dtype="float8"), SingleDeviceStrategy("cpu"))
 
 
+def test_a_second_run_of_a_module_rounds_its_new_weights_to_float8(folder, tmp_path):
+    def fit(module):
+        runner = trainer(tmp_path, max_steps=1)
+        runner.fit(module, loader(row(0)))
+        return runner.callback_metrics["train/weight_mean"]
+
+    options = {"short_dtype": "float8", "optimizer": lambda p: torch.optim.SGD(p, lr=10.0)}
+    trained, fresh = lm(folder, **options), lm(folder, **options)
+    fit(trained)
+    fresh.configure_model()
+    fresh.load_state_dict(trained.state_dict())
+    assert fit(trained) == fit(fresh)
+
+
 @pytest.mark.slow
 def test_gradients_of_drawn_windows_are_those_of_longce_on_average(folder):
     def gradient(share, seed):
