@@ -135,7 +135,7 @@ OPTIONS = [
     ("--trainer.max_steps", "-2:30", "Got value: -2:30"),
     ("--model.context_length", "112", "`context_length` + `stride` = 112 + 16 = 128"),
     ("--model.context_length", "1e30", "context_length"),
-    ("--model.stride", "0", "v>0"),
+    ("--model.stride", "0", "of 1 or more"),
     ("--model.short_window_share", ".nan", "short_window_share"),
     ("--model.short_window_share", "0", "above 0 and at most 1"),
     ("--model.objective.gamma", "1e999", "`gamma` caps weights"),

@@ -551,7 +551,7 @@ def test_bad_settings(experiment, tmp_path, monkeypatch, capsys):
     cases = {
         "context_length": ["--model.context_length", "0"],
         "`context_length` + `stride` = 120 + 16 = 136": ["--model.context_length", "120"],
-        "--model.stride": ["--model.stride", "-4"],
+        "`stride` (d) must be": ["--model.stride", "-4"],
         "`gamma`": ["--model.objective", "LongCE", "--model.objective.gamma", "0.5"],
         "longce: error: `alpha` must be finite and 0 or more": ["-c", _alpha(tmp_path)],
         "gamm": ["--model.objective", "LongCE", "--model.objective.gamm", "2"],

@@ -31,7 +31,8 @@ class StepProgress(ProgressBar):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._steps = progress_bar("step", unit="step", total=_count_steps(trainer), initial=trainer.global_step)
+        total, passed = _count_steps(trainer), trainer.global_step
+        self._steps = progress_bar("step", unit="step", total=total, initial=passed, scaled=False)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -54,8 +55,8 @@ class StepProgress(ProgressBar):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
             total = sum(trainer.num_test_batches if trainer.testing else trainer.num_val_batches)
-            known = int(total) if math.isfinite(total) else None
-            self._documents = progress_bar("evaluation", unit="batch", total=known, leave=self._steps is None)
+            known, leave = int(total) if math.isfinite(total) else None, self._steps is None
+            self._documents = progress_bar("evaluation", unit="batch", total=known, leave=leave, scaled=False)
 
     @override
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -72,7 +73,7 @@ class StepProgress(ProgressBar):
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         total = sum(trainer.num_predict_batches)
         if math.isfinite(total):  # that of a corpus is not known, and `DocumentScoresWriter` has its own bar
-            self._documents = progress_bar("prediction", unit="batch", total=int(total))
+            self._documents = progress_bar("prediction", unit="batch", total=int(total), scaled=False)
 
     on_predict_batch_end = on_validation_batch_end  # type: ignore[assignment]
     on_predict_end = on_validation_end

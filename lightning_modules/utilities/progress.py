@@ -22,12 +22,15 @@ class _LogLines(tqdm):
             _log.info("%s", str(self))
 
 
-def progress_bar(name: str, *, unit: str, total: int | None = None, initial: int = 0, leave: bool = True) -> tqdm:
+def progress_bar(
+    name: str, *, unit: str, total: int | None = None, initial: int = 0, leave: bool = True, scaled: bool = True
+) -> tqdm:
     """Return a progress bar with rate and, if the total is known, remaining time; only the first process shows it.
 
-    It starts at ``initial``. On a terminal, it stays when it is closed if ``leave``.
+    It starts at ``initial``; numbers are ``scaled`` to thousands or millions. On a terminal, a closed bar stays if
+    ``leave``.
     """
-    options: dict[str, Any] = {"desc": name, "unit": unit, "total": total, "initial": initial}
+    options: dict[str, Any] = {"desc": name, "unit": unit, "unit_scale": scaled, "total": total, "initial": initial}
     if getattr(rank_zero_only, "rank", 0):
         return tqdm(disable=True)
     if sys.stderr.isatty():

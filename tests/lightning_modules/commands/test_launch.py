@@ -126,7 +126,7 @@ def test_a_user_error_is_not_repeated_and_no_rank_outlives_its_launcher(folder):
     wrong = start(run.folder, *FIT, "--model.stride", "0", restarts=3)
     assert wrong.wait(120) == 2
     assert run.log().count("process 0 (pid") <= 1
-    assert "--model.stride" in run.log()
+    assert "`stride` (d) must be an integer of 1 or more, got 0" in run.log()
     assert "To resume" not in run.log()
 
     launcher = start(run.folder, *FIT)

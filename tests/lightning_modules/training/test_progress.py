@@ -14,7 +14,7 @@ TINY |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 1024}
 class Bar:
     """Keeps what a progress bar is told."""
 
-    def __init__(self, name, *, unit, total, initial=0, leave=True):
+    def __init__(self, name, *, unit, total, initial=0, leave=True, scaled=True):
         self.name, self.total, self.n, self.seen, self.postfix = name, total, initial, [], {}
 
     def set_postfix(self, values, refresh):

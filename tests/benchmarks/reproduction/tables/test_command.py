@@ -241,7 +241,7 @@ def test_bad_input_is_refused_before_any_model_is_loaded(
         ("No results in", ("table5", "--merge", str(tmp_path / "nowhere")), {}),
         ("No results at 'nowhere.csv'", ("table1", "--scores", "nowhere.csv"), {}),
         ("no models to train", ("table5", "--run"), {}),
-        ('"context_length"', ("table5", *one), {"context_length": 0}),
+        ("`context_length` (K)", ("table5", *one), {"context_length": 0}),
     ]
     capsys.readouterr()
     for expected, arguments, settings in refusals:
