@@ -104,7 +104,7 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
     whole = training.checkpointing == "none"
     layer = activations.layer if whole else activations.layer_input
     if training.checkpointing == "selective":
-        layer += activations.attention_output
+        layer += shape.output_width * training.compute_bytes
     offloaded = tokens * max(shape.layers - 2, 0) * activations.layer_input * training.offload_activations
     kept = {
         "activations kept for the backward pass": tokens * shape.layers * layer - offloaded,
