@@ -11,19 +11,16 @@ from lightning_modules.commands.plan.activations import ActivationBytes
 from lightning_modules.commands.plan.flops import Flops, ce_step_flops, forward_flops, scoring_flops, short_pass_flops
 from lightning_modules.commands.plan.hardware import GPU, GPUS, Range, Rates
 from lightning_modules.commands.plan.memory import (
-    CONTEXT_GIB,
-    FRAGMENTATION,
     GIB,
     QUANTIZED_BYTES,
     Memory,
     Training,
-    lasting_memory,
     scoring_memory,
     training_memory,
 )
 from lightning_modules.commands.plan.settings import Experiment, stored_dtype
 from lightning_modules.commands.plan.shapes import ModelShape
-from lightning_modules.commands.plan.transfers import BANDWIDTH, WAITING, transfer_seconds
+from lightning_modules.commands.plan.transfers import WAITING, transfer_seconds
 
 # Table 7 of Fang et al. (2025): extra wall-clock time of LongCE over CE; Llama-2-7B, sequences of 32k tokens.
 PAPER_OVERHEAD = {(4096, 1024): 0.79, (1024, 1024): 0.43, (4096, 4096): 0.36, (4096, 512): 1.50}
@@ -43,6 +40,7 @@ class Planner:
         self.training = training = experiment.training
         self._models: dict[str, tuple[ModelShape, ActivationBytes]] = {}
         self.shape, self.activations = self._trained_model(training, experiment.lora)
+        self.memory = training_memory(self.shape, self.activations, training)
         self.cross_entropy = ce_step_flops(self.shape, training.tokens, training.checkpointing)
         # Sequences per step and GPU; a fraction if GPUs split sequences.
         self.rows_per_gpu = experiment.accumulated * training.rows / training.sequence_parallel_size
@@ -67,7 +65,6 @@ class Planner:
             "memory": self._plan_memory(),
             "scoring": self._plan_scoring(),
             "rates": self.rates._asdict(),
-            "assumed": {"bandwidth": BANDWIDTH, "context_gib": CONTEXT_GIB, "fragmentation": FRAGMENTATION},
         }
 
     def _compare_step(self, context_length: int, stride: int) -> dict[str, Any]:
@@ -113,7 +110,7 @@ class Planner:
         return flops, transfers, Range(max(compute.low, total - waiting) + waiting, compute.high + total)
 
     def _plan_memory(self) -> dict[str, Any]:
-        result = self._describe_memory(training_memory(self.shape, self.activations, self.training))
+        result = self._describe_memory(self.memory)
         if not result["fits"]:
             kinds = possible_changes(self.training, self.experiment.lora, self.gpu)
             smallest = (next(filter(None, map(self._try_change, kind)), None) for kind in kinds)
@@ -166,8 +163,7 @@ class Planner:
             shape, activations = self._measure_model(evaluator.config, evaluator.dtype)
             flops["with evaluator"] = scoring_flops(shape, model, tokens, *pair)
             # The evaluator alone, and during a fit, next to the memory that training keeps.
-            beside = lasting_memory(self.shape, self.training)
-            beside["evaluator"] = float(shape.parameters * evaluator.dtype.itemsize)
+            beside = self.memory.lasting | {"evaluator": float(shape.parameters * evaluator.dtype.itemsize)}
             for name, lasting in (("evaluator", None), ("evaluator within a fit", beside)):
                 sizes = (shape, activations, tokens, evaluator.dtype)
                 memory[name] = scoring_memory(*sizes, windows=pair, lasting=lasting)

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning_modules.commands.plan.hardware import Range
+from lightning_modules.commands.plan.memory import CONTEXT_GIB, FRAGMENTATION
+from lightning_modules.commands.plan.transfers import BANDWIDTH
 from lightning_modules.visualization.report import Table, as_text_table
 
 WIDTH = 118
@@ -95,14 +97,14 @@ def _format_scoring(scoring: dict[str, Any]) -> Iterator[str]:
 
 
 def _format_basis(plan: dict[str, Any]) -> Iterator[str]:
-    rates, assumed, gpu = plan["rates"], plan["assumed"], plan["gpu"]
+    rates, gpu = plan["rates"], plan["gpu"]
     texts = {
         "gemm": f"{rates['gemm']:.0%} of the peak in matrix products",
         "attention": f"{rates['attention']:.0%} in attention",
         "attention_backward": f"{rates['attention_backward']:.0%} in its backward pass",
         "slowdown": f"whole steps {rates['slowdown'].low:.2f} to {rates['slowdown'].high:.2f} times slower than that",
-        "context": f"{assumed['context_gib']:g} GiB for the CUDA context",
-        "fragmentation": f"{assumed['fragmentation']:.0%} fragmentation, one document per sequence",
+        "context": f"{CONTEXT_GIB:g} GiB for the CUDA context",
+        "fragmentation": f"{FRAGMENTATION:.0%} fragmentation, one document per sequence",
     }
     measured = ", ".join(texts.pop(name) for name in rates["measured"])
     yield "BASIS: every range goes from the fastest to the slowest of these assumptions"
@@ -113,7 +115,7 @@ def _format_basis(plan: dict[str, Any]) -> Iterator[str]:
             " activations, from running the model on tensors without data, with flash attention.",
             *([f"Measured ({rates['source']}): {measured}."] if measured else []),
             f"Assumed, not measured on a GPU: {', '.join(texts.values())}.",
-            f"Transfers: {assumed['bandwidth']:.0%} of {gpu['link']:g} GB/s within a node, {gpu['network']:g} GB/s per"
+            f"Transfers: {BANDWIDTH:.0%} of {gpu['link']:g} GB/s within a node, {gpu['network']:g} GB/s per"
             f" GPU between nodes, {gpu['host']:g} GB/s to main memory. They overlap with computation completely, or not"
             " at all; an exchange of Ulysses and offloaded activations never do.",
             "Not included: data loading, validation, checkpoints, and the optimizer on a GPU.",
