@@ -7,8 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import datasets
-
 from datamodules.sources.documents import Document, checked_text, record_name
 from datamodules.sources.locations import JSON_LINES, PARQUET, TEXT
 from datamodules.sources.records import nested
@@ -84,6 +82,8 @@ def _load_split(path: str, split: str, revision: str | None) -> Any:
         raise FileNotFoundError(
             f"`path` = {path!r} is not a local file or folder, and not an `owner/name` of a hub dataset. Correct it."
         )
+    import datasets  # takes half a second, which commands that read no data save
+
     content = _hash_local_content(local)
     # `datasets` identifies its copies of local files by path and modification time: identify them by content instead.
     cache_dir = None if content is None else str(Path(datasets.config.HF_DATASETS_CACHE) / "by-content" / content)

@@ -36,7 +36,7 @@ commands:
   export      convert a checkpoint of `fit` into a folder that transformers loads
   reproduce   repeat the paper's experiments: `miniature` with tiny models, `table1` .. `table12` with real ones
   launch      run any of these commands in several processes, and restart them after a crash
-  plan        estimate FLOPs, time, memory and cost of `fit` and of scoring, without weights or a GPU
+  plan        estimate FLOPs, time and memory of `fit` and of scoring, without weights or a GPU
 
 `longce COMMAND --help` lists the options of a command; `longce --version` prints the version."""
 

@@ -1,1 +1,1 @@
-"""FLOPs, time, memory and cost of training and scoring, computed from a config without weights."""
+"""FLOPs, time and memory of training and scoring, computed from a config without weights."""

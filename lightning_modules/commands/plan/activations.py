@@ -65,14 +65,6 @@ class ActivationBytes:
         return self._checkpointed[1] - self.layer_input
 
     @property
-    def attention_output(self) -> float:
-        """Kept by one layer in addition with selective checkpointing."""
-        text = self.config.get_text_config(decoder=True)
-        size = getattr(text, "v_head_dim", None) or getattr(text, "head_dim", None)
-        width = text.num_attention_heads * (size or text.hidden_size // text.num_attention_heads)
-        return float(width * (self.autocast or self.dtype).itemsize)
-
-    @property
     def forward(self) -> float:
         """Peak of a pass without gradient."""
         return self._forward[0]
@@ -207,11 +199,10 @@ def _fake_tensors(backbone: Backbone) -> Iterator[None]:
 def _keep_last_layers(backbone: Backbone, count: int) -> None:
     parent, name, layers = decoder_layers(backbone)
     config = backbone.base_model.config.get_text_config(decoder=True)
-    if count > len(layers):  # repeat the same one
-        config.num_hidden_layers, kinds = count, getattr(config, "layer_types", None)
-        if kinds:
-            config.layer_types = (kinds * count)[:count]
-    setattr(parent, name, nn.ModuleList([layers[-1 - index % len(layers)] for index in range(count)]))
+    config.num_hidden_layers, kinds = count, getattr(config, "layer_types", None)
+    if kinds:
+        config.layer_types = (kinds * count)[:count]
+    setattr(parent, name, nn.ModuleList((list(layers) * count)[-count:]))  # repeats the only layer of a model
 
 
 class _FlashAttention(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Estimate the peak memory of one GPU, with its components."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -20,8 +20,6 @@ HEAD_ROWS = 2048
 CONTEXT_GIB = 1.0
 FRAGMENTATION = 0.05
 """Assumed: CUDA context, libraries and communication buffers, and the fraction of the rest lost to fragmentation."""
-
-_OFFLOADED = ("weights", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -68,11 +66,6 @@ class Training:
         size = self.dtype.itemsize
         return size if self.autocast is None or shape.trained == shape.parameters else max(size, 4)
 
-    def optimizer_bytes(self, shape: ModelShape, numbers: float) -> float:
-        """Return the bytes on one GPU of ``numbers`` values that the optimizer keeps per trained weight."""
-        own = math.ceil(shape.trained / (self.gpus if self.sharded else 1))
-        return own * self.trained_bytes(shape) * numbers
-
 
 @dataclass(frozen=True)
 class Memory:
@@ -100,11 +93,11 @@ class Memory:
 
 def training_memory(shape: ModelShape, activations: ActivationBytes, training: Training) -> Memory:
     """Return the memory of a training step with all gradients, as from the second accumulated batch on."""
-    tokens = training.tokens_per_gpu
+    tokens, lasting = training.tokens_per_gpu, lasting_memory(shape, training)
     whole = training.checkpointing == "none"
     layer = activations.layer if whole else activations.layer_input
     if training.checkpointing == "selective":
-        layer += activations.attention_output
+        layer += shape.output_width * training.compute_bytes
     offloaded = tokens * max(shape.layers - 2, 0) * activations.layer_input * training.offload_activations
     kept = {
         "activations kept for the backward pass": tokens * shape.layers * layer - offloaded,
@@ -116,14 +109,10 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
     every, one = _autocast_copies(shape, training)
     phases = {
         "head": {**kept, **every, "head: a chunk of logits": chunk, "head: sum of its gradient": accumulated},
-        "backward pass": {
-            **kept,
-            **(every if whole else one),
-            "one layer's backward pass": tokens * max(again, 0.0),
-        },
+        "backward pass": {**kept, **(every if whole else one), "one layer's backward pass": tokens * max(again, 0.0)},
     }
     if training.step_copy and not training.offload:
-        phases["optimizer step"] = {"temporary of the optimizer": training.optimizer_bytes(shape, 1.0)}
+        phases["optimizer step"] = {"temporary of the optimizer": lasting["gradients"]}
     if training.short_pass:
         together = window_passes(training.tokens, training.rows, training.context_length, training.stride)[1]
         chunk = HEAD_ROWS * shape.vocabulary * _logit_bytes(training.compute_bytes, backward=False)
@@ -131,13 +120,14 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
         phases["short windows"] = {**one, "short windows, one layer or the head of a pass": largest}
     host = offloaded * min(training.gpus, training.gpus_per_node)
     if training.offload:
-        states = lasting_memory(shape, replace(training, offload=False))
-        host += sum(states[name] for name in _OFFLOADED) * training.gpus / training.nodes
-    return Memory(lasting_memory(shape, training), phases, host)
+        host += (
+            sum(lasting.pop(name) for name in ("weights", "gradients", "optimizer")) * training.gpus / training.nodes
+        )
+    return Memory(lasting, phases, host)
 
 
 def lasting_memory(shape: ModelShape, training: Training) -> dict[str, float]:
-    """Return weights, gradients and optimizer state on one GPU, in bytes."""
+    """Return weights, gradients and optimizer state of one GPU in bytes, including what is offloaded."""
     size, shards = training.dtype.itemsize, training.gpus if training.sharded else 1
     trained = training.trained_bytes(shape)
     weights = float(shape.parameters * size + shape.trained * (trained - size))
@@ -150,8 +140,8 @@ def lasting_memory(shape: ModelShape, training: Training) -> dict[str, float]:
         parts["gathered weights (two layers, head, embedding)"] = float(gathered * training.compute_bytes)
     if training.gradient_copy:
         parts["gradient buckets of DDP"] = gradients
-    parts["optimizer"] = training.optimizer_bytes(shape, training.moments)
-    return {name: size for name, size in parts.items() if not (training.offload and name in _OFFLOADED)}
+    parts["optimizer"] = gradients / shards * training.moments
+    return parts
 
 
 def scoring_memory(

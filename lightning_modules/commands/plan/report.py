@@ -1,10 +1,12 @@
 """Format a plan as text for a terminal."""
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning_modules.commands.plan.hardware import Range
+from lightning_modules.commands.plan.memory import CONTEXT_GIB, FRAGMENTATION
+from lightning_modules.commands.plan.transfers import BANDWIDTH
 from lightning_modules.visualization.report import Table, as_text_table
 
 WIDTH = 118
@@ -12,13 +14,8 @@ WIDTH = 118
 
 def report(plan: dict[str, Any]) -> str:
     """Format a plan section by section, with units."""
-    sections = [
-        _format_header(plan),
-        _format_training(plan),
-        _format_memory(plan["memory"]),
-        _format_scoring(plan["scoring"]),
-        _format_basis(plan),
-    ]
+    memory, scoring = _format_memory(plan["memory"]), _format_scoring(plan["scoring"])
+    sections = (_format_header(plan), _format_training(plan), memory, scoring, _format_basis(plan))
     return "\n\n".join("\n".join(section) for section in sections)
 
 
@@ -35,42 +32,34 @@ def _format_header(plan: dict[str, Any]) -> Iterator[str]:
     )
     sharding = "weights, gradients and optimizer sharded (FSDP2)" if run["sharded"] else "everything on each GPU"
     yield (
-        f"         {run['precision']}, {str(run['dtype']).removeprefix('torch.')} weights, gradient checkpointing"
+        f"         {run['precision']}, {run['dtype'].removeprefix('torch.')} weights, gradient checkpointing"
         f" {run['checkpointing']}, {run['optimizer']}, {sharding}"
     )
     yield f"  GPU    {gpu['count']} x {gpu['name']}: {gpu['tflops']:g} TFLOP/s at peak, {gpu['memory']:g} GiB"
-    for note in plan["notes"]:
-        yield _wrap_line(f"note: {note}")
+    yield from (_wrap_line(f"note: {note}") for note in plan["notes"])
 
 
 def _format_training(plan: dict[str, Any]) -> Iterator[str]:
     yield "TRAINING: TFLOP per sequence, LongCE compared to cross entropy (CE), and time per optimizer step"
-    head = ("K / d", "CE TFLOP", "short pass TFLOP", "LongCE over CE", "paper, measured", "LongCE step")
-    rows = [
-        (
-            f"{row['context_length']} / {row['stride']}{' *' if row['configured'] else ''}",
-            f"{row['ce_tflop']:,.4g}",
-            f"{row['short_pass_tflop']:,.4g}",
-            f"{row['overhead']:+.0%}",
-            "" if row["paper_overhead"] is None else f"{row['paper_overhead']:+.0%}",
-            _format_duration(row["longce_step_seconds"]),
-        )
-        for row in plan["training"]
-    ]
-    if rows:
-        yield textwrap.indent(as_text_table(Table(head, rows)), "  ")
+    columns = {
+        "K / d": lambda row: f"{row['context_length']} / {row['stride']}{' *' if row['configured'] else ''}",
+        "CE TFLOP": lambda row: f"{row['ce_tflop']:,.4g}",
+        "short pass TFLOP": lambda row: f"{row['short_pass_tflop']:,.4g}",
+        "LongCE over CE": lambda row: _format_overhead(row["overhead"]),
+        "paper, measured": lambda row: _format_overhead(row["paper_overhead"]),
+        "LongCE step": lambda row: _format_duration(row["longce_step_seconds"]),
+    }
+    if plan["training"]:
+        yield _format_table(columns, plan["training"])
         yield "  * as configured"
-    for name, bill in plan["cost"].items():
-        parts = [f"{_format_duration(bill['step_seconds'])} per step", f"{_format(bill['tokens_per_second'])} tokens/s"]
-        if bill["hours"] is not None:
-            hours = f"{_format(bill['hours'])} h, {_format(bill['gpu_hours'])} GPU-hours"
-            parts.append(f"{plan['run']['max_steps']:,} steps: {hours}")
-        if bill["price_per_step"] is not None:
-            total = "" if bill["price"] is None else f"price {_format(bill['price'])}, "
-            parts.append(f"{total}{_format(bill['price_per_step'])} per step")
-        yield _wrap_line(f"{name}: {', '.join(parts)}")
-    if bill["transfer_seconds"]:
-        listed = ", ".join(f"{name} {_format(value)} s" for name, value in bill["transfer_seconds"].items())
+    for name, cost in plan["cost"].items():
+        text = f"{_format_duration(cost['step_seconds'])} per step, {_format(cost['tokens_per_second'])} tokens/s"
+        if cost["hours"] is not None:
+            text += f", {plan['run']['max_steps']:,} steps: {_format(cost['hours'])} h"
+            text += f", {_format(cost['gpu_hours'])} GPU-hours"
+        yield _wrap_line(f"{name}: {text}")
+    if cost["transfer_seconds"]:
+        listed = ", ".join(f"{name} {_format(value)} s" for name, value in cost["transfer_seconds"].items())
         yield _wrap_line(f"of which transfers: {listed}")
 
 
@@ -94,16 +83,13 @@ def _format_scoring(scoring: dict[str, Any]) -> Iterator[str]:
         f"SCORING a document of {scoring['document_tokens']:,} tokens on one GPU (LongPPL,"
         f" K={scoring['context_length']}, d={scoring['stride']})"
     )
-    rows = [
-        (
-            row["pass"],
-            f"{row['tflop']:,.4g}",
-            _format_duration(row["seconds"]),
-            "" if row["overhead"] is None else f"{row['overhead']:+.0%}",
-        )
-        for row in scoring["passes"]
-    ]
-    yield textwrap.indent(as_text_table(Table(("", "TFLOP", "time", "over one pass"), rows)), "  ")
+    columns = {
+        "": lambda row: row["pass"],
+        "TFLOP": lambda row: f"{row['tflop']:,.4g}",
+        "time": lambda row: _format_duration(row["seconds"]),
+        "over one pass": lambda row: _format_overhead(row["overhead"]),
+    }
+    yield _format_table(columns, scoring["passes"])
     if (evaluator := scoring.get("evaluator")) is not None:
         yield f"  evaluator: {evaluator['name']}, {_format_size(evaluator['parameters'])}"
     for name, memory in scoring["memory"].items():
@@ -111,31 +97,40 @@ def _format_scoring(scoring: dict[str, Any]) -> Iterator[str]:
 
 
 def _format_basis(plan: dict[str, Any]) -> Iterator[str]:
-    rates, assumed, gpu = plan["rates"], plan["assumed"], plan["gpu"]
+    rates, gpu = plan["rates"], plan["gpu"]
     texts = {
         "gemm": f"{rates['gemm']:.0%} of the peak in matrix products",
         "attention": f"{rates['attention']:.0%} in attention",
         "attention_backward": f"{rates['attention_backward']:.0%} in its backward pass",
         "slowdown": f"whole steps {rates['slowdown'].low:.2f} to {rates['slowdown'].high:.2f} times slower than that",
+        "context": f"{CONTEXT_GIB:g} GiB for the CUDA context",
+        "fragmentation": f"{FRAGMENTATION:.0%} fragmentation, one document per sequence",
     }
+    measured = ", ".join(texts.pop(name) for name in rates["measured"])
     yield "BASIS: every range goes from the fastest to the slowest of these assumptions"
-    yield _wrap_line(
-        "Computed: FLOPs of all matrix products and of causal attention, from the modules of the model; bytes of"
-        " activations, from running the model on tensors without data, with flash attention."
+    yield from map(
+        _wrap_line,
+        (
+            "Computed: FLOPs of all matrix products and of causal attention, from the modules of the model; bytes of"
+            " activations, from running the model on tensors without data, with flash attention.",
+            *([f"Measured ({rates['source']}): {measured}."] if measured else []),
+            f"Assumed, not measured on a GPU: {', '.join(texts.values())}.",
+            f"Transfers: {BANDWIDTH:.0%} of {gpu['link']:g} GB/s within a node, {gpu['network']:g} GB/s per"
+            f" GPU between nodes, {gpu['host']:g} GB/s to main memory. They overlap with computation completely, or not"
+            " at all; an exchange of Ulysses and offloaded activations never do.",
+            "Not included: data loading, validation, checkpoints, and the optimizer on a GPU.",
+            "The paper's column is wall-clock time of the authors' code (Table 7: Llama-2-7B, 32k tokens).",
+        ),
     )
-    if rates["measured"]:
-        measured = ", ".join(texts.pop(name) for name in rates["measured"])
-        yield _wrap_line(f"Measured ({rates['source']}): {measured}.")
-    memory = f"{assumed['context_gib']:g} GiB for the CUDA context, {assumed['fragmentation']:.0%} fragmentation"
-    guesses = ", ".join([*texts.values(), memory, "one document per sequence"])
-    yield _wrap_line(f"Assumed, not measured on a GPU: {guesses}.")
-    yield _wrap_line(
-        f"Transfers: {assumed['bandwidth']:.0%} of {gpu['link']:g} GB/s within a node, {gpu['network']:g} GB/s per GPU"
-        f" between nodes, {gpu['host']:g} GB/s to main memory. They overlap with computation completely, or not at"
-        " all; an exchange of Ulysses and offloaded activations never do."
-    )
-    yield _wrap_line("Not included: data loading, validation, checkpoints, and the optimizer on a GPU.")
-    yield _wrap_line("The paper's column is wall-clock time of the authors' code (Table 7: Llama-2-7B, 32k tokens).")
+
+
+def _format_table(columns: dict[str, Callable[[Any], str]], rows: list[Any]) -> str:
+    cells = [[format_cell(row) for format_cell in columns.values()] for row in rows]
+    return textwrap.indent(as_text_table(Table([*columns], cells)), "  ")
+
+
+def _format_overhead(overhead: float | None) -> str:
+    return "" if overhead is None else f"{overhead:+.0%}"
 
 
 def _format_fit(memory: dict[str, Any]) -> str:

@@ -19,8 +19,15 @@ from lightning_modules.objectives import Scheduled
 from lightning_modules.training.preflight import check_influence, check_sequence_parallelism
 from lightning_modules.training.sequence_parallel import check_processes
 
-_AUTOCAST = {"bf16-mixed": torch.bfloat16, "bf16": torch.bfloat16, "16-mixed": torch.float16, "16": torch.float16}
-_CAST = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64, "64": torch.float64}
+# Type of the weights, unless `model.dtype` decides it, and type of the matrix products in mixed precision.
+_PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
+    **dict.fromkeys(("32-true", "32"), (None, None)),
+    **dict.fromkeys(("bf16-mixed", "bf16"), (None, torch.bfloat16)),
+    **dict.fromkeys(("16-mixed", "16"), (None, torch.float16)),
+    **dict.fromkeys(("64-true", "64"), (torch.float64, None)),
+    "bf16-true": (torch.bfloat16, None),
+    "16-true": (torch.float16, None),
+}
 _MOMENTS = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Lion": 1, "Rprop": 2, "Adafactor": 0}
 
 
@@ -56,7 +63,7 @@ class Experiment:
 def read_experiment(model: LongContextLM, options: Any) -> Experiment:
     """Read the parsed options of ``longce fit`` and ``longce plan``; the model's weights are not loaded."""
     parsed = options.as_dict()
-    data, trainer = _init_args(parsed.get("data")), parsed["trainer"]
+    (_, data), trainer = _read_component(parsed.get("data")), parsed["trainer"]
     objective, loading = model.objective, model.loading
     tokens: Any = data.get("sequence_length")
     check_count("`data.sequence_length`", tokens, maximum=MAX_SEQUENCE_LENGTH)
@@ -64,11 +71,18 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
     check_influence(objective, f"in '{data['influence']}'" if data.get("influence") else None)
     if objective.uses_short_context:
         check_context(model.context_length, model.stride, tokens)
-    notes = _not_planned(model, config)
-    settings = _init_args(parsed["model"]["optimizer"])
-    optimizer, moments = _read_optimizer(_class_name(parsed["model"]["optimizer"]), settings, notes)
-    checkpointing = loading.gradient_checkpointing
     precision = str(trainer.get("precision") or "32-true")
+    if precision not in _PRECISIONS:
+        raise ValueError(f"`longce plan` does not support `trainer.precision` '{precision}', only {[*_PRECISIONS]}.")
+    cast, autocast = _PRECISIONS[precision]
+    quantization, checkpointing = loading.quantization, loading.gradient_checkpointing
+    if quantization is not None:
+        quantization_config(quantization, compute_dtype=torch.bfloat16)
+        if loading.lora is None:
+            raise ValueError("Quantized weights cannot be trained: set `model.lora` to train adapters.")
+    optimizer, settings = _read_component(parsed["model"]["optimizer"])
+    moments = 1.0 if optimizer == "SGD" and settings.get("momentum") else float(_MOMENTS.get(optimizer, 2))
+    notes = _list_notes(model, config, optimizer)
     distribution = _read_distribution(loading, parsed, config, notes)
     training = Training(
         tokens=tokens,
@@ -76,13 +90,14 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         context_length=model.context_length,
         stride=model.stride,
         short_pass=objective.uses_short_context,
-        quantized=_quantized_bytes(loading),
+        dtype=cast or stored_dtype(config, loading.dtype),
+        autocast=autocast,
+        quantized=None if quantization is None else QUANTIZED_BYTES[4 if quantization.get("load_in_4bit") else 8],
         offload_activations=loading.offload_activations,
         bfloat16_residual=loading.residual_dtype == "bfloat16" or distribution["sharded"],
         checkpointing="selective" if checkpointing == "selective" else "full" if checkpointing else "none",
         moments=moments,
         step_copy=moments > 0 and not settings.get("fused") and settings.get("foreach") is not False,
-        **_read_precision(precision, loading.dtype, config),
         **distribution,
     )
     steps = trainer.get("max_steps") or -1
@@ -107,16 +122,16 @@ def stored_dtype(config: PreTrainedConfig, asked: DType = "auto") -> torch.dtype
     return (config.dtype or torch.float32) if asked == "auto" else getattr(torch, asked)
 
 
-def _init_args(component: Any) -> dict[str, Any]:
-    return dict(component.get("init_args") or {}) if isinstance(component, dict) else {}
+def _read_component(component: Any) -> tuple[str, dict[str, Any]]:
+    """Return the class name and the arguments of a class in a parsed config."""
+    mapping: Any = component if isinstance(component, dict) else {"class_path": str(component)}
+    return mapping["class_path"].rpartition(".")[2], dict(mapping.get("init_args") or {})
 
 
-def _class_name(component: Any) -> str:
-    return str(component["class_path"] if isinstance(component, dict) else component).rpartition(".")[2]
-
-
-def _not_planned(model: LongContextLM, config: PreTrainedConfig) -> list[str]:
+def _list_notes(model: LongContextLM, config: PreTrainedConfig, optimizer: str) -> list[str]:
     notes = []
+    if optimizer not in _MOMENTS and "adam" not in optimizer.lower():
+        notes.append(f"the optimizer {optimizer} is unknown: two numbers per trained weight are assumed, as for AdamW")
     if isinstance(model.objective, Scheduled):
         notes.append("the plan has a short pass in every step, but the schedule has steps without one")
     if model.short_dtype is not None:
@@ -130,31 +145,12 @@ def _not_planned(model: LongContextLM, config: PreTrainedConfig) -> list[str]:
     return notes
 
 
-def _read_precision(precision: str, dtype: DType, config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the types of the weights, and of the matrix products in mixed precision."""
-    known = [*_AUTOCAST, *_CAST, "32-true"]
-    if precision not in (*known, "32"):
-        raise ValueError(f"`longce plan` does not support `trainer.precision` '{precision}', only {known}.")
-    return {"dtype": _CAST.get(precision, stored_dtype(config, dtype)), "autocast": _AUTOCAST.get(precision)}
-
-
-def _quantized_bytes(loading: ModelConfig) -> float | None:
-    """Return the bytes of a quantized weight, None without quantization."""
-    if loading.quantization is None:
-        return None
-    if loading.lora is None:
-        raise ValueError("Quantized weights cannot be trained: set `model.lora` to train adapters.")
-    quantization_config(loading.quantization, compute_dtype=torch.bfloat16)
-    return QUANTIZED_BYTES[4 if loading.quantization.get("load_in_4bit") else 8]
-
-
 def _read_distribution(
     loading: ModelConfig, parsed: dict[str, Any], config: PreTrainedConfig, notes: list[str]
 ) -> dict[str, Any]:
     """Return the number of GPUs, and what is sharded across them."""
     trainer, gpus = parsed["trainer"], parsed.get("gpus")
-    strategy = trainer.get("strategy") or "auto"
-    name, arguments = _class_name(strategy), _init_args(strategy)
+    name, arguments = _read_component(trainer.get("strategy") or "auto")
     sharded = name.startswith("FullySharded")
     if not sharded and not name.lower().startswith(("auto", "ddp", "ulysses", "single")):
         raise ValueError(
@@ -182,18 +178,10 @@ def _read_distribution(
     }
 
 
-def _read_optimizer(name: str, settings: dict[str, Any], notes: list[str]) -> tuple[str, float]:
-    """Return the class of the optimizer, and how many numbers it keeps per trained weight."""
-    if name == "SGD" and settings.get("momentum"):
-        return name, 1.0
-    if name not in _MOMENTS and "adam" not in name.lower():
-        notes.append(f"the optimizer {name} is unknown: two numbers per trained weight are assumed, as for AdamW")
-    return name, float(_MOMENTS.get(name, 2))
-
-
 def _read_evaluator(name: str | None, callbacks: Any, model: LongContextLM) -> Evaluator | None:
     """Return the evaluator of the command line, or else that of the callback."""
-    settings = next((_init_args(part) for part in callbacks or [] if _class_name(part) == "ExternalEvaluator"), {})
+    components = map(_read_component, callbacks or [])
+    settings = next((arguments for kind, arguments in components if kind == "ExternalEvaluator"), {})
     if name is not None:
         settings = {key: value for key, value in settings.items() if key not in ("revision", "dtype")}
     elif (name := settings.get("evaluator")) is None:

@@ -25,7 +25,7 @@ def test_published_sizes(llamas):
     assert eight.layer_weights == eight.trained_layer_weights == 32 * per_layer
     assert eight.tail_weights == per_layer - 4096 * 2048
     assert eight.head_weights == 4096 * 128256
-    assert (eight.layers, eight.pair_flops) == (32, 2 * 32 * (128 + 128))
+    assert (eight.layers, eight.output_width, eight.pair_flops) == (32, 4096, 2 * 32 * (128 + 128))
     assert not eight.tied
 
 
