@@ -143,9 +143,8 @@ COMMANDS = {
     " --trainer.callbacks.output_dir scores": SCORE_CORPUS,
     'longce select scores --where "key_token_ratio > 0.02 and tokens >= 32768" --by source --output'
     " chosen.jsonl": Reading(prints="source"),
-    "longce plan -c configs/base.yaml -c configs/experiments/longce_pg19.yaml --gpu H200 --gpus 8": Reading(
-        "-c experiment.yaml", "(?s)LongCE.*GiB"
-    ),
+    "longce plan -c configs/base.yaml -c configs/experiments/longce_pg19.yaml --gpu H200 --gpus 8"
+    " --price_per_gpu_hour 3.5": Reading("-c experiment.yaml", "(?s)LongCE.*GiB"),
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jsonargparse
-from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from lightning_modules.scoring.config import InfluenceConfig
 
@@ -20,7 +20,7 @@ _COMMON = (
 def add_plan_options(parser: Any) -> None:
     """Add the options of ``longce plan``."""
     parser.prog = "longce plan"
-    parser.description = "Estimate FLOPs, time and memory of a `longce fit` with these options, and of scoring."
+    parser.description = "Estimate FLOPs, time, memory and cost of a `longce fit` with these options, and of scoring."
     for name, kind, text in (
         ("gpu", str, "Name of the GPU, such as H200 or A100-80."),
         ("gpus", PositiveInt, "Number of GPUs; by default trainer.devices x num_nodes."),
@@ -30,6 +30,7 @@ def add_plan_options(parser: Any) -> None:
         ("gpu_network", PositiveFloat, "Bandwidth of the network between nodes, in GB/s per GPU and direction."),
         ("measured", str, "JSON file of benchmarks/on_gpu.py; by default the newest of this GPU."),
         ("evaluator", str, "Hub id, local folder or config.json; by default the evaluator of ExternalEvaluator."),
+        ("price_per_gpu_hour", NonNegativeFloat, "Price of a GPU hour in any currency."),
         ("output", str, "JSON file for the estimates."),
     ):
         parser.add_argument(f"--{name}", type=kind | None, help=text)

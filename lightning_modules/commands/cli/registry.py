@@ -192,7 +192,7 @@ def plan_command(arguments: Sequence[str]) -> None:
         writable_folder(Path(options.output).absolute().parent, remedy="Choose another file with `--output`.")
     experiment = read_experiment(cli.make("model"), options)
     rates = find_rates(gpu, options.measured, autocast=experiment.training.autocast is not None)
-    plan = Planner(experiment, gpu, rates).plan()
+    plan = Planner(experiment, gpu, rates, options.price_per_gpu_hour).plan()
     sys.stdout.write(report(plan) + "\n")
     if options.output is not None:
         write_atomically(Path(options.output), (json.dumps(plan, indent=2) + "\n").encode())

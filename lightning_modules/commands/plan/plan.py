@@ -33,10 +33,10 @@ Change = tuple[str, Training, dict[str, Any] | None, GPU]
 
 
 class Planner:
-    """Planner of one experiment on one kind of GPU."""
+    """Planner of one experiment on one kind of GPU; the price of a GPU hour is in any currency."""
 
-    def __init__(self, experiment: Experiment, gpu: GPU, rates: Rates) -> None:
-        self.experiment, self.gpu, self.rates = experiment, gpu, rates
+    def __init__(self, experiment: Experiment, gpu: GPU, rates: Rates, price: float | None = None) -> None:
+        self.experiment, self.gpu, self.rates, self.price = experiment, gpu, rates, price
         self.training = training = experiment.training
         self._models: dict[str, tuple[ModelShape, ActivationBytes]] = {}
         self.shape, self.activations = self._trained_model(training, experiment.lora)
@@ -93,6 +93,7 @@ class Planner:
             "transfer_seconds": transfers,
             "hours": hours,
             "gpu_hours": hours and hours.times(training.gpus),
+            "price": hours and self.price and hours.times(training.gpus * self.price),
         }
 
     def _estimate_step(self, training: Training) -> tuple[Flops, dict[str, float], Range]:

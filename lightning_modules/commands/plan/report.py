@@ -57,6 +57,7 @@ def _format_training(plan: dict[str, Any]) -> Iterator[str]:
         if cost["hours"] is not None:
             text += f", {plan['run']['max_steps']:,} steps: {_format(cost['hours'])} h"
             text += f", {_format(cost['gpu_hours'])} GPU-hours"
+            text += f", price {_format(cost['price'])}" if cost["price"] else ""
         yield _wrap_line(f"{name}: {text}")
     if cost["transfer_seconds"]:
         listed = ", ".join(f"{name} {_format(value)} s" for name, value in cost["transfer_seconds"].items())

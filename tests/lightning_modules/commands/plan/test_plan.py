@@ -76,7 +76,7 @@ def test_gpus_that_share_rows_keep_a_part_of_their_activations(plan, paper):
 
 @pytest.mark.slow
 def test_the_papers_run(plan, paper):
-    numbers, text = plan(*paper, "--gpu", "H200", "--gpus", "8")
+    numbers, text = plan(*paper, "--gpu", "H200", "--gpus", "8", "--price_per_gpu_hour", "2")
     configured = numbers["training"][0]
     assert {(pair["context_length"], pair["stride"]) for pair in numbers["training"]} == set(PAPER_OVERHEAD)
     assert (configured["context_length"], configured["stride"]) == (4096, 1024)
@@ -97,7 +97,9 @@ def test_the_papers_run(plan, paper):
     assert within == pytest.approx(126, abs=1), "as the config reports"
     plain, shared, external = scoring["passes"]
     assert plain["tflop"] < shared["tflop"] < external["tflop"]
+    assert bill["price"] == pytest.approx([2 * each for each in bill["gpu_hours"]])
     assert "{:.3g} to {:.3g} GPU-hours".format(*bill["gpu_hours"]) in text
+    assert "price {:.3g} to {:.3g}".format(*bill["price"]) in text
     assert "GiB, fits" in text
 
 
