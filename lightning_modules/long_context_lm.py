@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import ShortContext, long_cross_entropy
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.models.adapters import changes_base, frozen_fingerprint
@@ -29,7 +29,7 @@ from lightning_modules.scoring.document_scorer import DocumentScorer, Failed, sc
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.training import preflight
 from lightning_modules.training.checkpoint_contents import add_contents, check_contents
-from lightning_modules.training.evaluation import join_key, new_perplexity, validation_set_keys
+from lightning_modules.training.evaluation import join_key, new_perplexity, update_perplexities, validation_set_keys
 from lightning_modules.training.export.facts import TrainingFacts, loading_facts, objective_facts, run_facts
 from lightning_modules.training.fsdp import load_trainer_backbone
 from lightning_modules.training.optimizers import default_lr_scheduler, default_optimizer
@@ -221,15 +221,7 @@ class LongContextLM(LightningModule):
         self.backbone.check_batch(batch)
         group = self._sequence_group
         log_likelihood = self.backbone(batch) if group is None else group.log_likelihood(self.backbone, batch)
-        scored = batch["labels"].ne(IGNORE_INDEX)
-        for row, name in enumerate(batch.get("sets", [""] * len(scored))):
-            if name in self._perplexities:
-                self._perplexities[name].update(log_likelihood[row], scored[row])
-            elif name or "text" not in batch or batch["text"][row]:  # empty: it only keeps processes in lockstep
-                raise ValueError(
-                    f"A validation sequence is of the set {name!r}, but the data module's `validation_sets` are"
-                    f" {list(self._perplexities)}: correct `sets` of the batches, and evaluate with the data module."
-                )
+        update_perplexities(self._perplexities, batch, log_likelihood)
         return {"log_likelihood": log_likelihood}
 
     @override

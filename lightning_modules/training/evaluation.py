@@ -1,12 +1,15 @@
 """Evaluations of a run: the names of their metrics, and their output folders, separate from the files of the run."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import Tensor
 
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.training.checkpoints.io import describe_checkpoint, load_without_tensors
 from lightning_modules.training.checkpoints.resume import is_remote, run_folder
@@ -41,6 +44,23 @@ def new_perplexity(device: torch.device) -> LongPerplexity:
     metric = LongPerplexity().to(device)
     metric.update(torch.zeros(1, device=device), torch.zeros(1, device=device))  # or torchmetrics would warn
     return metric
+
+
+def update_perplexities(perplexities: Mapping[str, LongPerplexity], batch: PackedBatch, log_likelihood: Tensor) -> None:
+    """Add each sequence of a batch to the perplexity of its validation set; ``log_likelihood`` is ``[B, T]``, in nats.
+
+    Raises:
+        ValueError: If a sequence is of a set that the data module does not name.
+    """
+    scored = batch["labels"].ne(IGNORE_INDEX)
+    for row, name in enumerate(batch.get("sets", [""] * len(scored))):
+        if name in perplexities:
+            perplexities[name].update(log_likelihood[row], scored[row])
+        elif name or "text" not in batch or batch["text"][row]:  # empty: it only keeps processes in lockstep
+            raise ValueError(
+                f"A validation sequence is of the set {name!r}, but the data module's `validation_sets` are"
+                f" {list(perplexities)}: correct `sets` of the batches, and evaluate with the data module."
+            )
 
 
 def join_key(*parts: str) -> str:
