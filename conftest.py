@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 LIMIT = 1.0
-"""CPU seconds of a test that is not marked slow, without its fixtures; two on a busy machine, which needs more for the
-same work: with eight processes on two cores, nine of 3,820 tests took up to 1.5 s instead of less than 1."""
+"""CPU seconds of a test that is not marked slow, without its fixtures. A quarter more is tolerated, and twice as many on
+a busy machine: with eight processes on two cores, nine of 3,820 tests took up to 1.5 s instead of less than 1."""
 
 GATES = {}
 """Outcome, seconds and measured values of each `long` test of this run."""
@@ -76,8 +76,9 @@ def pytest_runtest_call(item):
         used = _cpu_seconds() - before
         item.user_properties.append(("cpu_seconds", round(used, 1)))
     marker = item.get_closest_marker("limit")
-    limit = (marker.args[0] if marker else LIMIT) * (2 if os.getloadavg()[0] > 2 * os.cpu_count() else 1)
-    if item.config.getoption("--enforce-limit") and used > limit and not item.get_closest_marker("slow"):
+    limit = marker.args[0] if marker else LIMIT
+    tolerance = 2 if os.getloadavg()[0] > 1.5 * os.cpu_count() else 1.25
+    if item.config.getoption("--enforce-limit") and used > limit * tolerance and not item.get_closest_marker("slow"):
         pytest.fail(f"The test took {used:.1f} CPU s, above the limit of {limit}: mark it `slow`, or make it cheaper.")
 
 

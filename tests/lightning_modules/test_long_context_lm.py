@@ -463,6 +463,7 @@ def test_a_share_of_windows_without_a_meaning_is_refused(folder, share):
         LongContextLM(folder, short_window_share=share)
 
 
+@pytest.mark.limit(2)  # five trainings
 def test_windows_are_drawn_anew_for_each_batch_epoch_process_and_seed(folder, tmp_path, monkeypatch):
     seeds = []
     original = long_context_lm.short_log_likelihood

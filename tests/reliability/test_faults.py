@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+REMEDIES = ("--ckpt_path", "newest intact one", "longce plan", "lower the learning rate")
 
 
 def outcome(*arguments):
@@ -29,7 +30,7 @@ def test_what_faults_leave_behind():
         assert int(lost) <= (1 if "SIGTERM" in fault else 4), fault
         assert float(seconds) < 60, fault
         if not fault.startswith("kill -9 in"):
-            assert any(remedy in message for remedy in ("--ckpt_path", "newest intact one", "longce plan")), message
+            assert any(remedy in message for remedy in REMEDIES), message
 
 
 @pytest.mark.long
