@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 LIMIT = 1.0
-"""CPU seconds of a test that is not marked slow, without its fixtures. A quarter more is tolerated, and twice as many on
-a busy machine: with eight processes on two cores, nine of 3,820 tests took up to 1.5 s instead of less than 1."""
+"""CPU seconds of a test that is not marked slow, without its fixtures. A quarter more is tolerated, and twice as much
+on a busy machine: with eight processes on two cores, nine of 3,820 tests took up to 1.5 s instead of less than 1."""
 
 GATES = {}
 """Outcome, seconds and measured values of each `long` test of this run."""
