@@ -53,8 +53,8 @@ class DocumentTable:
             if isinstance(logger, TensorBoardLogger):
                 name = f"{self._stage}/documents/{self._evaluator}"
                 logger.experiment.add_text(name, _as_markdown(rows[:_SHOWN]), trainer.global_step)
-        folder = run_folder(trainer)
-        if is_remote(folder) or importlib.util.find_spec("pyarrow") is None:
+        folder, named = run_folder(trainer), None not in (trainer.loggers[0].name, trainer.loggers[0].version)
+        if not named or is_remote(folder) or importlib.util.find_spec("pyarrow") is None:
             return
         import pyarrow
         from pyarrow import parquet
