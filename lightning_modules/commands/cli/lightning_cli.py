@@ -31,10 +31,10 @@ from lightning_modules.training.checkpoints.resume import (
 )
 from lightning_modules.training.evaluation import at_checkpoint_step, place_evaluation
 from lightning_modules.training.fsdp import check_strategy
+from lightning_modules.training.monitoring.progress import StepProgress
 from lightning_modules.training.optimizers import LR_SCHEDULER, OPTIMIZER
 from lightning_modules.training.preemption import Preemption
 from lightning_modules.training.preflight import check_early, check_influence, check_short_dtype
-from lightning_modules.training.progress import StepProgress
 from lightning_modules.training.random_states import RandomStates
 from lightning_modules.training.run import Run, RunMember
 from lightning_modules.training.sequence_parallel import sequence_parallel_size
