@@ -176,8 +176,8 @@ class LongContextLM(LightningModule):
         preflight.check_finite(losses, self, mean=values["loss"])
         # 3. Replace the divisors so far by the step's. Lightning divided the loss by the number of batches, and the
         #    strategy divided the gradients by the number of processes.
-        divisor = REFERENCE_TOKENS * self.trainer.accumulate_grad_batches * self.trainer.world_size
-        divisor = float(self._statistics.step_divisor) / divisor
+        batches = self.trainer.accumulate_grad_batches * self.trainer.world_size
+        divisor = float(self._statistics.step_divisor) / (REFERENCE_TOKENS * batches)
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(divisor)

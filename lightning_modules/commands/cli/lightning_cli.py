@@ -31,6 +31,7 @@ from lightning_modules.training.checkpoints.resume import (
 )
 from lightning_modules.training.evaluation import at_checkpoint_step, place_evaluation
 from lightning_modules.training.fsdp import check_strategy
+from lightning_modules.training.monitoring.identity import RunIdentity
 from lightning_modules.training.monitoring.progress import StepProgress
 from lightning_modules.training.optimizers import LR_SCHEDULER, OPTIMIZER
 from lightning_modules.training.preemption import Preemption
@@ -73,6 +74,7 @@ class LongceCLI(LightningCLI):
         logging.getLogger("lightning").handlers.clear()  # the root logger prints its messages already
         self.preemption = Preemption()
         self.training_run = Run()
+        self.identity = RunIdentity()
         self._requested_checkpoint: str | None = None  # --ckpt_path, as it was given
         try:
             super().__init__(
@@ -84,7 +86,8 @@ class LongceCLI(LightningCLI):
                 # The data modules shard documents and sequences themselves, without repeating any.
                 trainer_defaults={
                     "use_distributed_sampler": False,
-                    "callbacks": [RunMember(self.training_run), RandomStates(), self.preemption],
+                    "callbacks": [RunMember(self.training_run), RandomStates(), self.preemption, self.identity],
+                    "enable_model_summary": False,  # a single row; `RunIdentity` logs the number of parameters
                 },
                 parser_class=ConciseParser,
                 parser_kwargs={"prog": "longce"},
@@ -193,7 +196,7 @@ class LongceCLI(LightningCLI):
         if fits:
             named = checkpoint is not None and str(checkpoint) == self._requested_checkpoint
             self.training_run.record(checkpoint, text, config.seed_everything, named=named)
-            self.model.run_id = self.training_run.id
+            self.model.run_id, self.identity.config = self.training_run.id, text
         else:
             place_evaluation(self.trainer, str(self.subcommand), checkpoint, text, numbered=is_numbered(logger))
 

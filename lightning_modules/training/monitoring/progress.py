@@ -60,7 +60,7 @@ class StepProgress(ProgressBar):
             parts.append(f"{tqdm.format_sizeof(float(values['train/tokens_per_second']))} tok/s")
         if "train/mfu" in values:
             parts.append(f"MFU {values['train/mfu']:.0%}")
-        if self._first is not None and total is not None and step > self._first[0]:
+        if self._first is not None and total is not None and self._first[0] < step < total:
             first, started = self._first
             # Including evaluations and checkpoints since the first batch.
             parts.append(_describe_rest((time.monotonic() - started) / (step - first) * (total - step)))
