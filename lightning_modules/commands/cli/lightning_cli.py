@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_modules.commands.cli.experiment_options import accept_saved_config
 from lightning_modules.commands.influence import InfluenceTrainer
+from lightning_modules.commands.plan.plan import plan_run
 from lightning_modules.functional.checks import MAX_PROCESSES, check_count
 from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
@@ -202,6 +203,8 @@ class LongceCLI(LightningCLI):
 
     def fit(self, **arguments: Any) -> None:
         """Train; after SIGTERM or Ctrl-C, print how to resume."""
+        if self.trainer.is_global_zero:
+            self.model.costs.planned = plan_run(self.model, self.config["fit"], self.trainer)
         try:
             self.trainer.fit(**arguments)
         except SystemExit as stopped:  # status 0 after SIGTERM, 1 after Ctrl-C
