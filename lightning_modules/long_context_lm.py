@@ -29,12 +29,7 @@ from lightning_modules.scoring.document_scorer import DocumentScorer, Failed, sc
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.training import preflight
 from lightning_modules.training.checkpoint_contents import COSTS_KEY, add_contents, check_contents
-from lightning_modules.training.evaluation import (
-    log_perplexities,
-    new_perplexity,
-    update_perplexities,
-    validation_set_keys,
-)
+from lightning_modules.training.evaluation import log_perplexities, new_perplexities, update_perplexities
 from lightning_modules.training.export.facts import TrainingFacts, loading_facts, objective_facts, run_facts
 from lightning_modules.training.fsdp import load_trainer_backbone
 from lightning_modules.training.monitoring.costs import StepCosts
@@ -261,8 +256,7 @@ class LongContextLM(LightningModule):
 
     @override
     def on_validation_epoch_start(self) -> None:
-        names = validation_set_keys(self.trainer)
-        self._perplexities = {name: new_perplexity(self.device) for name in names}
+        self._perplexities = new_perplexities(self)
         self.costs.stop_clock()
 
     @override
@@ -304,7 +298,7 @@ class LongContextLM(LightningModule):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         check_contents(checkpoint, self, self._frozen_fingerprint)
-        self.costs.load_state_dict(checkpoint.get(COSTS_KEY, {}))
+        self.costs.totals |= checkpoint.get(COSTS_KEY, {})
 
     def training_facts(self) -> TrainingFacts:
         """Return facts about the run so far, for checkpoints and the card of an exported model."""
