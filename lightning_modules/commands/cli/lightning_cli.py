@@ -161,6 +161,7 @@ class LongceCLI(LightningCLI):
         check_early(self.model, rows, sequence_parallel_size(self.trainer))
         check_short_dtype(self.model, self.trainer.strategy)
         if fits:
+            self.model.optimization.check(self.trainer)
             curriculum = getattr(self.datamodule, "curriculum", None)
             if curriculum is not None and self.model.objective.uses_short_context:
                 check_context(self.model.context_length, self.model.stride, curriculum.sequence_length)
