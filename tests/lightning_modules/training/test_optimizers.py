@@ -62,7 +62,7 @@ def test_each_named_schedule_is_its_formula_until_the_last_step_of_the_trainer(n
 def test_a_schedule_that_cannot_work_is_refused_with_what_to_change():
     optimizer = SGD([torch.zeros(1)])
     for arguments, message in (
-        ({"name": "linar"}, "must be one of constant, cosine, .*, got 'linar'"),
+        ({"name": "triangular"}, "must be one of constant, cosine, .*, got 'triangular'"),
         ({"name": "cosine", "warmup_steps": -1}, "warmup_steps` must be an integer of 0 or more, got -1"),
         ({"name": "linear", "total_steps": 0}, "total_steps` must be an integer of 1 or more, got 0"),
         ({"name": "warmup_stable_decay"}, "do not fit 'warmup_stable_decay': .*num_decay_steps"),
