@@ -65,9 +65,6 @@ class LongContextLM(LightningModule):
         loading: The other fields of `lightning_modules.models.config.ModelConfig`, such as `lora`.
     """
 
-    token_observer: Callable[[Tensor, Tensor, ShortContext | None, Tensor], None] | None = None
-    """Hook for a callback: takes the ``[B, T]`` log-likelihoods, weights, short context and labels of each batch."""
-
     run_id: str | None = None
     """Id of the run that trains the model, stored in its checkpoints."""
 
@@ -106,6 +103,8 @@ class LongContextLM(LightningModule):
         self.optimization = Optimization(optimizer, lr_scheduler, parameter_groups)
         self._statistics = TrainingStatistics(objective, drawn=objective.uses_short_context and short_window_share < 1)
         self._perplexities: dict[str, LongPerplexity] = {}  # by the name of the validation set
+        # Callbacks add functions that take log-likelihoods, weights, short context and batch of each training step.
+        self.token_observers: list[Callable[[Tensor, Tensor, ShortContext | None, PackedBatch], None]] = []
         self._losses: dict[int, Tensor] = {}  # of the batches of an optimizer step
         self._evaluated_at: int | None = None
 
@@ -127,8 +126,8 @@ class LongContextLM(LightningModule):
         self._losses[batch_idx] = loss.detach()
         total = loss.detach() * REFERENCE_TOKENS
         self._statistics.update(total, long.detach(), token_weights, batch["labels"], cap=objective.largest_weight)
-        if self.token_observer is not None:
-            self.token_observer(long.detach(), token_weights, short, batch["labels"])
+        for observe in self.token_observers:
+            observe(long.detach(), token_weights, short, batch)
         return loss
 
     def log_likelihood(self, batch: PackedBatch) -> Tensor:
