@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
@@ -29,6 +30,12 @@ LR_SCHEDULER: dict[str, Any] = {
 }
 
 _SCHEDULES = sorted({one.value for one in SchedulerType} - {"reduce_lr_on_plateau", "greedy", "constant_with_warmup"})
+
+_UNSUPPORTED: dict[type, str] = {
+    LearningRateFinder: "train short runs with several `--model.optimizer.lr`",
+    BatchSizeFinder: "set `data.batch_size` by the memory that `longce plan` estimates",
+}
+"""What to use instead of callbacks that change an attribute which the module or the data module does not have."""
 
 
 def default_optimizer(parameters: Iterable[Tensor]) -> Optimizer:
@@ -149,6 +156,11 @@ class Optimization(Callback):
 
     def check(self, trainer: Trainer) -> None:
         """Raise a ``ValueError`` for settings that cannot work, before the model is loaded."""
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if (remedy := _UNSUPPORTED.get(type(callback))) is not None:
+                raise ValueError(
+                    f"`{type(callback).__name__}` does not support `LongContextLM`: remove it, and {remedy}."
+                )
         self._configure([torch.zeros(1, 1)], trainer.max_steps)
 
     def configure(self, module: LightningModule) -> OptimizerLRScheduler:
