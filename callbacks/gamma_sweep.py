@@ -36,7 +36,8 @@ class GammaSweep(Callback):
             )
         drawn = pl_module.short_window_share < 1
         self._statistics = [TrainingStatistics(objective, drawn=drawn) for objective in self._objectives]
-        pl_module.token_observers.append(self._observe)
+        if self._observe not in pl_module.token_observers:
+            pl_module.token_observers.append(self._observe)
 
     def _observe(self, long: Tensor, token_weights: Tensor, short: ShortContext | None, batch: PackedBatch) -> None:
         for objective, statistics in zip(self._objectives, self._statistics, strict=True):
@@ -54,8 +55,3 @@ class GammaSweep(Callback):
             for name in ("loss", "weight_mean", "weight_at_cap", "weight_effective_share"):
                 if name in values:
                     pl_module.log(f"gamma/{objective.gamma:g}/{name}", values[name], batch_size=1)
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if isinstance(pl_module, LongContextLM) and self._observe in pl_module.token_observers:
-            pl_module.token_observers.remove(self._observe)

@@ -71,35 +71,35 @@ class WarmupSchedule(LambdaLR):
             raise ValueError(f"`lr_scheduler.name` must be one of {', '.join(_SCHEDULES)}, got '{name}'.")
         check_count("`lr_scheduler.warmup_steps`", warmup_steps, minimum=0)
         check_count("`lr_scheduler.total_steps`", 1 if total_steps is None else total_steps)
-        self._name, self._warmup_steps, self._total_steps = name, warmup_steps, total_steps
-        self._arguments = arguments or {}
+        self.schedule, self.warmup_steps, self.total_steps = name, warmup_steps, total_steps
+        self.arguments = arguments or {}
         super().__init__(optimizer, self._factor(sys.maxsize if total_steps is None else total_steps))
 
     def end_at(self, max_steps: int) -> None:
         """Set the default of ``total_steps``; it is -1 if the trainer has no limit."""
-        total = max_steps if self._total_steps is None else self._total_steps
-        if self._name not in ("constant", "inverse_sqrt"):
+        total = max_steps if self.total_steps is None else self.total_steps
+        if self.schedule not in ("constant", "inverse_sqrt"):
             if total < 0:
                 raise ValueError(
-                    f"The schedule '{self._name}' must know its last step: set `trainer.max_steps`, or `total_steps` of"
-                    " the schedule."
+                    f"The schedule '{self.schedule}' must know its last step: set `trainer.max_steps`, or `total_steps`"
+                    " of the schedule."
                 )
-            if total < (needed := self._warmup_steps + self._arguments.get("num_decay_steps", 0)):
+            if total < (needed := self.warmup_steps + self.arguments.get("num_decay_steps", 0)):
                 raise ValueError(
-                    f"The schedule '{self._name}' has {needed} steps of warm-up and decay, more than its total of"
+                    f"The schedule '{self.schedule}' has {needed} steps of warm-up and decay, more than its total of"
                     f" {total}: lower `warmup_steps` or `num_decay_steps`, or train for more steps."
                 )
         self.lr_lambdas = [self._factor(total)] * len(self.lr_lambdas)
 
     def _factor(self, total_steps: int) -> Callable[[int], float]:
         """Return the function from a step to the factor of the learning rate."""
-        name = "constant_with_warmup" if self._name == "constant" else self._name
+        name = "constant_with_warmup" if self.schedule == "constant" else self.schedule
         try:
             schedule = get_scheduler(
-                name, torch.optim.SGD([torch.zeros(1)]), self._warmup_steps, total_steps, self._arguments
+                name, torch.optim.SGD([torch.zeros(1)]), self.warmup_steps, total_steps, self.arguments
             )
         except TypeError as error:  # for arguments that are unknown or missing
-            message = f"`lr_scheduler.arguments` {self._arguments} do not fit '{name}': {error}."
+            message = f"`lr_scheduler.arguments` {self.arguments} do not fit '{name}': {error}."
             raise ValueError(message) from error
         return schedule.lr_lambdas[0]
 
