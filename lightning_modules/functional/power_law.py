@@ -21,8 +21,8 @@ class PowerLaw(NamedTuple):
     b: float  # exponent
     g: float  # loss with unlimited context, in nats
     r_squared: float  # fraction of the loss's variance that the curve explains; NaN if the loss is constant
-    b_low: float  # 95% interval of the exponent, at most the searched range from 0.01 to 8
-    b_high: float
+    b_low: float = math.nan  # 95% interval of the exponent, at most the searched range from 0.01 to 8
+    b_high: float = math.nan
 
     def __call__(self, context: Tensor) -> Tensor:
         """Return the ``[..]`` float64 loss in nats at ``[..]`` context lengths in tokens."""
