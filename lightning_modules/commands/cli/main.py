@@ -34,6 +34,7 @@ commands:
   select      select documents of a scored corpus, and weight its sources for a mixture
   data        `data inspect`: show packed training sequences as text, with document boundaries
   influence   compute LongCE token weights with an evaluator, so that training needs no short-context pass
+  compare     compare runs of `fit`, or results of `score`: final numbers, curves, costs and settings
   correlate   correlate LongPPL and perplexity of many models with their benchmark scores
   export      convert a checkpoint of `fit` into a folder that transformers loads
   reproduce   repeat the paper's experiments: `miniature` with tiny models, `table1` .. `table12` with real ones

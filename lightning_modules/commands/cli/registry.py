@@ -17,6 +17,7 @@ from lightning_modules.commands.cli.experiment_options import (
     add_plan_options,
     check_options,
 )
+from lightning_modules.commands.compare.options import compare_command
 from lightning_modules.commands.select_config import SelectConfig
 from lightning_modules.scoring.config import InspectConfig, ScoreConfig
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
@@ -301,6 +302,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {
     "select": select_command,
     "export": export_command,
     "harness": harness_command,
+    "compare": compare_command,
     "correlate": correlate_command,
     "data": data_command,
     "quickstart": quickstart_command,
