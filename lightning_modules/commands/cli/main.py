@@ -12,7 +12,7 @@ import jsonargparse
 
 from lightning_modules.commands.cli.config_files import check_config_files, rename_old_paths, use_checked_yaml
 from lightning_modules.commands.cli.errors import stop_with, stop_with_usage, suggest_nearest
-from lightning_modules.commands.cli.hub import fail_fast_offline
+from lightning_modules.commands.cli.hub import configure_hub
 from lightning_modules.commands.cli.registry import COMMANDS, run_experiment
 from lightning_modules.utilities.orphans import end_with_launcher
 from lightning_modules.utilities.user_modules import find_user_modules, user_modules
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Even an empty list makes jsonargparse enforce its own (`os`, `subprocess`, ..), as its version 5 always does.
         jsonargparse.set_parsing_settings(import_path_denylist=[])
         check_config_files(arguments)
-        fail_fast_offline()
+        configure_hub()
         with user_modules():
             COMMANDS.get(arguments[0], run_experiment)(arguments)
     except KeyboardInterrupt:

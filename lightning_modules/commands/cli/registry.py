@@ -243,7 +243,7 @@ def quickstart_command(arguments: Sequence[str]) -> None:
     check_options(arguments[1:])
     from lightning_modules.commands.quickstart import quickstart
 
-    quickstart(run_experiment, arguments[1:])
+    quickstart(arguments[1:])
 
 
 def run_experiment(arguments: Sequence[str]) -> Any:

@@ -33,7 +33,7 @@ def test_a_hub_that_cannot_be_reached_is_tried_once_more_and_then_the_cache_is_u
 
     monkeypatch.setattr(hub.socket, "create_connection", fail)
     monkeypatch.setattr(hub.time, "sleep", waits.append)
-    hub.fail_fast_offline()
+    hub.configure_hub()
     with caplog.at_level(logging.WARNING):
         for name in ("nobody/nothing", "nobody/other"):
             with pytest.raises(OSError, match="cannot find"):
