@@ -226,7 +226,9 @@ def test_stored_influence_that_nobody_uses_or_has(experiment, tmp_path, monkeypa
 
 
 def test_unknown_command(tmp_path, monkeypatch, capsys):
-    assert "unknown command 'fiit'" in refused("fiit", monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
+    assert "unknown command `fiit`. Did you mean `fit`?" in refused(
+        "fiit", monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys
+    )
 
 
 @pytest.mark.slow

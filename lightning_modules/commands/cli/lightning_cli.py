@@ -2,11 +2,10 @@
 
 import argparse
 import logging
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jsonargparse
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -17,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_modules.commands.cli.config_files import names_model_class
+from lightning_modules.commands.cli.errors import ConciseParser
 from lightning_modules.commands.cli.experiment_options import accept_saved_config
 from lightning_modules.commands.influence import InfluenceTrainer
 from lightning_modules.functional.checks import MAX_PROCESSES, check_count
@@ -55,17 +55,8 @@ _CKPT_PATH_HELP = (
 )
 
 
-class ConciseParser(LightningArgumentParser):
-    """Parser whose errors omit the config and the list of all types that were tried."""
-
-    @override
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        message = re.sub(r"\. Got value: Namespace\(.*", ".", message)
-        noise = r"Does not validate|Subtypes: |Errors:|Given value type|Given value: (.*Namespace\(|.{200})"
-        noise += r"|- Expected a <class '(NoneType|bool|.*Iterable)'>"
-        lines = [line for line in message.splitlines() if not re.match(rf"\s*({noise})", line)]
-        message = "\n".join(lines) if len(lines) > 1 else message
-        super().error(message, ex)
+class ExperimentParser(ConciseParser, LightningArgumentParser):
+    """Parser of the configs and options of an experiment."""
 
 
 class LongceCLI(LightningCLI):
@@ -90,7 +81,7 @@ class LongceCLI(LightningCLI):
                 auto_configure_optimizers=False,
                 save_config_callback=None,  # `Run` saves it
                 trainer_defaults={"callbacks": [RunMember(self.training_run), RandomStates(), self.preemption]},
-                parser_class=ConciseParser,
+                parser_class=ExperimentParser,
                 parser_kwargs={"prog": "longce"},
                 **settings,
             )
