@@ -63,10 +63,10 @@ class Losses:
         self.values = []
         compute = module._statistics.compute
 
-        def kept(strategy):
+        def kept(strategy, norm):
             sums = strategy.reduce(module._statistics._sums.clone(), reduce_op="sum")
             self.values.append((sums[0] / sums[2]).item())
-            return compute(strategy)
+            return compute(strategy, norm)
 
         module._statistics.compute = kept
 

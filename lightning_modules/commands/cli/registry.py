@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jsonargparse
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
+from lightning_modules.commands.cli.errors import ConciseParser
 from lightning_modules.commands.cli.experiment_options import (
     add_data_options,
     add_influence_options,
@@ -160,7 +160,7 @@ def reproduce_command(arguments: Sequence[str]) -> None:
 
 def _make_parser(command: str, description: str, settings: type | None = None, *, skip: Sequence[str] = ()) -> Any:
     """Return the parser of a command, with an option for each field of its settings except those in ``skip``."""
-    parser = jsonargparse.ArgumentParser(prog=f"longce {command}", description=description)
+    parser = ConciseParser(prog=f"longce {command}", description=description)
     if settings is not None:
         parser.add_argument("-c", "--config", action="config", help="YAML file with options of this command.")
         parser.add_class_arguments(settings, skip=set(skip), as_positional=False)
@@ -243,7 +243,7 @@ def quickstart_command(arguments: Sequence[str]) -> None:
     check_options(arguments[1:])
     from lightning_modules.commands.quickstart import quickstart
 
-    quickstart(run_experiment, arguments[1:])
+    quickstart(arguments[1:])
 
 
 def run_experiment(arguments: Sequence[str]) -> Any:

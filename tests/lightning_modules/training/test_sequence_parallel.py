@@ -97,10 +97,10 @@ def train(setup, root, variant, *, strategy="auto", processes=1, accumulated=2):
     )
     losses, compute = [], module._statistics.compute
 
-    def kept(strategy):
+    def kept(strategy, norm):
         sums = strategy.reduce(module._statistics._sums.clone(), reduce_op="sum")
         losses.append((sums[0] / sums[2]).item())
-        return compute(strategy)
+        return compute(strategy, norm)
 
     module._statistics.compute = kept
     data = PG19DataModule(setup.folder, path=setup.folder, sequence_length=ROW, cache_dir=str(root / "tokens"))
