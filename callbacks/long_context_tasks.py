@@ -181,7 +181,7 @@ class LongContextTasks(Callback):
     def _run_tasks(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         """Ask all questions, draw the figures, and return the values to log."""
         assert isinstance(pl_module, LongContextLM)
-        pl_module.stop_clock()
+        pl_module.costs.stop_clock()
         started = time.perf_counter()
         values: dict[str, float] = {}
         with isolate_rng(), trainer.precision_plugin.forward_context():  # flash attention does not support float32

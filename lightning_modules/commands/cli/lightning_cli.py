@@ -19,6 +19,7 @@ from lightning_modules.commands.cli.config_files import names_model_class
 from lightning_modules.commands.cli.errors import ConciseParser
 from lightning_modules.commands.cli.experiment_options import accept_saved_config
 from lightning_modules.commands.influence import InfluenceTrainer
+from lightning_modules.commands.plan.plan import plan_run
 from lightning_modules.functional.checks import MAX_PROCESSES, check_count
 from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
@@ -33,10 +34,11 @@ from lightning_modules.training.checkpoints.resume import (
 )
 from lightning_modules.training.evaluation import at_checkpoint_step, place_evaluation
 from lightning_modules.training.fsdp import check_strategy
+from lightning_modules.training.monitoring.identity import RunIdentity
+from lightning_modules.training.monitoring.progress import StepProgress
 from lightning_modules.training.optimizers import LR_SCHEDULER, OPTIMIZER
 from lightning_modules.training.preemption import Preemption
 from lightning_modules.training.preflight import check_early, check_influence, check_short_dtype
-from lightning_modules.training.progress import StepProgress
 from lightning_modules.training.random_states import RandomStates
 from lightning_modules.training.run import Run, RunMember
 from lightning_modules.training.sequence_parallel import sequence_parallel_size
@@ -69,6 +71,7 @@ class LongceCLI(LightningCLI):
         logging.getLogger("lightning").handlers.clear()  # the root logger prints its messages already
         self.preemption = Preemption()
         self.training_run = Run()
+        self.identity = RunIdentity()
         self._requested_checkpoint: str | None = None  # --ckpt_path, as it was given
         words: Any = sys.argv[1:] if args is None else args
         self._names_class = isinstance(words, list) and names_model_class(words)
@@ -80,7 +83,10 @@ class LongceCLI(LightningCLI):
                 run=run,
                 auto_configure_optimizers=False,
                 save_config_callback=None,  # `Run` saves it
-                trainer_defaults={"callbacks": [RunMember(self.training_run), RandomStates(), self.preemption]},
+                trainer_defaults={
+                    "callbacks": [RunMember(self.training_run), RandomStates(), self.preemption, self.identity],
+                    "enable_model_summary": False,  # a single row; `RunIdentity` logs the number of parameters
+                },
                 parser_class=ExperimentParser,
                 parser_kwargs={"prog": "longce"},
                 **settings,
@@ -203,12 +209,14 @@ class LongceCLI(LightningCLI):
         if fits:
             named = checkpoint is not None and str(checkpoint) == self._requested_checkpoint
             self.training_run.record(checkpoint, text, config.seed_everything, named=named)
-            self.model.run_id = self.training_run.id
+            self.model.run_id, self.identity.config = self.training_run.id, text
         else:
             place_evaluation(self.trainer, str(self.subcommand), checkpoint, text, numbered=is_numbered(logger))
 
     def fit(self, **arguments: Any) -> None:
         """Train; after SIGTERM or Ctrl-C, print how to resume."""
+        if self.trainer.is_global_zero:
+            self.model.costs.planned = plan_run(self.model, self.config["fit"], self.trainer)
         try:
             self.trainer.fit(**arguments)
         except SystemExit as stopped:  # status 0 after SIGTERM, 1 after Ctrl-C
