@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 import yaml
+from lightning.pytorch import Trainer
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -65,6 +66,14 @@ def test_data_of_hugging_face_are_trained_on(run, reader):  # noqa: F811
     tokens = tokenizer((reader / "pg19/train/0.txt").read_text(), return_tensors="pt", truncation=True, max_length=64)
     loss = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)(**tokens, labels=tokens.input_ids).loss
     assert logged["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "sharded"), [("my_data", True), ("my_objective", False)])
+def test_lightning_shards_only_data_that_does_not_shard_itself(name, sharded, run, monkeypatch):
+    seen = []
+    monkeypatch.setattr(Trainer, "fit", lambda self, *_, **__: seen.append(self._accelerator_connector))
+    run(name)
+    assert seen[0].use_distributed_sampler is sharded
 
 
 @pytest.mark.slow

@@ -215,7 +215,7 @@ class LongceCLI(LightningCLI):
 
     def fit(self, **arguments: Any) -> None:
         """Train; after SIGTERM or Ctrl-C, print how to resume."""
-        if self.trainer.is_global_zero:
+        if self.trainer.is_global_zero and isinstance(self.model, LongContextLM):
             self.model.costs.planned = plan_run(self.model, self.config["fit"], self.trainer)
         try:
             self.trainer.fit(**arguments)
