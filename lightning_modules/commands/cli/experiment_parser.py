@@ -32,11 +32,11 @@ class ExperimentParser(ConciseParser, LightningArgumentParser):
     """Parser of the configs and options of an experiment."""
 
     @override
-    def format_help(self) -> str:
+    def format_help(self, *arguments: Any) -> str:
         """List what most users need, and the classes to choose from, before all options."""
         if self.usage is None:  # the help of a class
-            return super().format_help()
-        usage, description, options = super().format_help().split("\n\n", 2)
+            return super().format_help(*arguments)
+        usage, description, options = super().format_help(*arguments).split("\n\n", 2)
         sections = [usage, description, _MOST_USED]
         for heading, name in _CLASSES.items():
             module: Any = pydoc.locate(name)
