@@ -37,7 +37,8 @@ class HuggingFaceExport(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(pl_module, LongContextLM)
+        if not isinstance(pl_module, LongContextLM):
+            raise ValueError(f"`HuggingFaceExport` needs a `LongContextLM`, got a `{type(pl_module).__name__}`.")
         if isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
             raise ValueError(
                 f"HuggingFaceExport needs all weights in one process, but {type(trainer.strategy).__name__} shards"

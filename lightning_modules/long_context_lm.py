@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
@@ -28,13 +28,19 @@ from lightning_modules.scoring.context_lengths import ContextLadder
 from lightning_modules.scoring.document_scorer import DocumentScorer, Failed, scoring_settings
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.training import preflight
-from lightning_modules.training.checkpoint_contents import add_contents, check_contents
-from lightning_modules.training.evaluation import join_key, new_perplexity, update_perplexities, validation_set_keys
+from lightning_modules.training.checkpoint_contents import COSTS_KEY, add_contents, check_contents
+from lightning_modules.training.evaluation import (
+    log_perplexities,
+    new_perplexity,
+    update_perplexities,
+    validation_set_keys,
+)
 from lightning_modules.training.export.facts import TrainingFacts, loading_facts, objective_facts, run_facts
 from lightning_modules.training.fsdp import load_trainer_backbone
-from lightning_modules.training.optimizers import default_lr_scheduler, default_optimizer
+from lightning_modules.training.monitoring.costs import StepCosts
+from lightning_modules.training.optimizers import Optimization, ParameterGroups, default_lr_scheduler, default_optimizer
 from lightning_modules.training.sequence_parallel import SequenceGroup, sequence_group
-from lightning_modules.training.step_statistics import TrainingStatistics
+from lightning_modules.training.step_statistics import TrainingStatistics, gradient_norm
 
 REFERENCE_TOKENS = 2**15
 """Constant divisor of a batch's loss. `on_before_optimizer_step` cancels it, so any constant gives the same step. One
@@ -61,11 +67,9 @@ class LongContextLM(LightningModule):
         ladder: In prediction, also score documents in several context lengths: ``{contexts: [4096, 8192, 16384]}``.
         optimizer: Called with the trainable parameters.
         lr_scheduler: Called with the optimizer, and stepped with it; the default warms up over 20 steps.
+        parameter_groups: Other learning rates for some parameters, and weight decay for weights only.
         loading: The other fields of `lightning_modules.models.config.ModelConfig`, such as `lora`.
     """
-
-    token_observer: Callable[[Tensor, Tensor, ShortContext | None, Tensor], None] | None = None
-    """Hook for a callback: takes the ``[B, T]`` log-likelihoods, weights, short context and labels of each batch."""
 
     run_id: str | None = None
     """Id of the run that trains the model, stored in its checkpoints."""
@@ -83,13 +87,15 @@ class LongContextLM(LightningModule):
         ladder: ContextLadder | None = None,
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable = default_lr_scheduler,
+        parameter_groups: ParameterGroups | None = None,
         **loading: Any,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(ignore=["objective", "ladder", "optimizer", "lr_scheduler", "head_kernel"])
-        self.objective = objective
+        self.save_hyperparameters(
+            ignore=["objective", "ladder", "optimizer", "lr_scheduler", "parameter_groups", "head_kernel"]
+        )
+        self.objective, self.ladder = objective, ladder
         self.context_length, self.stride = context_length, stride
-        self.ladder = ladder
         self.short_dtype: ShortDType | None = short_dtype
         self._float8_layers = Float8Layers()
         self.short_window_share = short_window_share
@@ -100,10 +106,12 @@ class LongContextLM(LightningModule):
         self._adapters_only = lora is not None and not changes_base(lora) and stored
         self._frozen_fingerprint: str | None = None
         self.strict_loading = not self._adapters_only
-        self._make_optimizer = optimizer
-        self._make_lr_scheduler = lr_scheduler
+        self.optimization = Optimization(optimizer, lr_scheduler, parameter_groups)
         self._statistics = TrainingStatistics(objective, drawn=objective.uses_short_context and short_window_share < 1)
+        self.costs = StepCosts()
         self._perplexities: dict[str, LongPerplexity] = {}  # by the name of the validation set
+        # Callbacks add functions that take log-likelihoods, weights, short context and batch of each training step.
+        self.token_observers: list[Callable[[Tensor, Tensor, ShortContext | None, PackedBatch], None]] = []
         self._losses: dict[int, Tensor] = {}  # of the batches of an optimizer step
         self._evaluated_at: int | None = None
 
@@ -125,8 +133,8 @@ class LongContextLM(LightningModule):
         self._losses[batch_idx] = loss.detach()
         total = loss.detach() * REFERENCE_TOKENS
         self._statistics.update(total, long.detach(), token_weights, batch["labels"], cap=objective.largest_weight)
-        if self.token_observer is not None:
-            self.token_observer(long.detach(), token_weights, short, batch["labels"])
+        for observe in self.token_observers:
+            observe(long.detach(), token_weights, short, batch)
         return loss
 
     def log_likelihood(self, batch: PackedBatch) -> Tensor:
@@ -160,7 +168,8 @@ class LongContextLM(LightningModule):
         the end of an epoch).
         """
         # 1. Sum up the tokens and losses of all batches and processes of the step, and start over.
-        values = self._statistics.compute(self.trainer.strategy)
+        values = self._statistics.compute(self.trainer.strategy, gradient_norm(self.parameters()))
+        values |= self.costs.end_step(float(values.pop("step_tokens")), self.trainer.world_size)
         losses = self._losses
         self._start_step()
         # 2. Refuse the step if a loss is not finite: after 1, so that no process waits for one that has stopped. The
@@ -168,11 +177,13 @@ class LongContextLM(LightningModule):
         preflight.check_finite(losses, self, mean=values["loss"])
         # 3. Replace the divisors so far by the step's. Lightning divided the loss by the number of batches, and the
         #    strategy divided the gradients by the number of processes.
-        divisor = REFERENCE_TOKENS * self.trainer.accumulate_grad_batches * self.trainer.world_size
+        batches = self.trainer.accumulate_grad_batches * self.trainer.world_size
+        divisor = float(self._statistics.step_divisor) / (REFERENCE_TOKENS * batches)
         for parameter in self.parameters():
             if parameter.grad is not None:
-                parameter.grad.div_(float(self._statistics.step_divisor) / divisor)
-        # 4. Log the means.
+                parameter.grad.div_(divisor)
+        values["gradient_norm"] /= divisor
+        # 4. Log the means and costs.
         self.log_dict({f"train/{name}": value for name, value in values.items()}, batch_size=1)
         self.log("loss", values["loss"], prog_bar=True, logger=False, batch_size=1)
 
@@ -182,10 +193,11 @@ class LongContextLM(LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        optimizer = self._make_optimizer(trainable)
-        scheduler = self._make_lr_scheduler(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return self.optimization.configure(self)
+
+    @override
+    def configure_callbacks(self) -> list[Callback]:
+        return [self.optimization]
 
     @override
     def on_fit_start(self) -> None:
@@ -194,7 +206,7 @@ class LongContextLM(LightningModule):
         self.backbone.train()
         # An earlier run may have been interrupted within a step, and have had other weights at the same step.
         self._start_step()
-        self._statistics.stop_clock()
+        self.costs.start_step()
         self._float8_layers = Float8Layers()
         self.on_validation_start()  # training needs the same scoring checks
 
@@ -207,11 +219,11 @@ class LongContextLM(LightningModule):
     def on_train_batch_start(self, batch: PackedBatch, batch_idx: int) -> None:
         if not self.backbone.training:
             raise RuntimeError("The model is in eval mode, without dropout and gradient checkpointing: call `train()`.")
-        self._statistics.start_clock()
+        self.costs.start_batch()
 
-    def stop_clock(self) -> None:
-        """Stop counting training time until the next batch."""
-        self._statistics.stop_clock()
+    @override
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.costs.end_batch()
 
     # ---------------------------------------------------------------------------------------------------- evaluation
 
@@ -253,21 +265,16 @@ class LongContextLM(LightningModule):
     def on_validation_epoch_start(self) -> None:
         names = validation_set_keys(self.trainer)
         self._perplexities = {name: new_perplexity(self.device) for name in names}
-        self._statistics.stop_clock()
+        self.costs.stop_clock()
 
     @override
     def on_validation_epoch_end(self) -> None:
         self._evaluated_at = self.global_step
-        self._log_perplexity("val")
+        log_perplexities(self, self._perplexities, "val")
 
     @override
     def on_test_epoch_end(self) -> None:
-        self._log_perplexity("test")
-
-    def _log_perplexity(self, stage: str) -> None:
-        for name, key in validation_set_keys(self.trainer).items():
-            perplexity = self._perplexities[name].compute().float()
-            self.log(join_key(stage, key, "perplexity"), perplexity, prog_bar=not key, sync_dist=True)
+        log_perplexities(self, self._perplexities, "test")
 
     test_step = validation_step
     on_test_start = on_predict_start = on_validation_start
@@ -299,6 +306,7 @@ class LongContextLM(LightningModule):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         check_contents(checkpoint, self, self._frozen_fingerprint)
+        self.costs.load_state_dict(checkpoint.get(COSTS_KEY, {}))
 
     def training_facts(self) -> TrainingFacts:
         """Return facts about the run so far, for checkpoints and the card of an exported model."""

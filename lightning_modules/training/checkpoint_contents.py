@@ -21,6 +21,9 @@ EXPORT_KEY = "longce_export"
 FINGERPRINT_KEY = "frozen_fingerprint"
 """Key in a checkpoint for the hash of the frozen weights that it leaves out."""
 
+COSTS_KEY = "longce_costs"
+"""Key in a checkpoint for the tokens and GPU hours of the run so far."""
+
 TRAINED_KEY = "trained_weights"
 """Key in a checkpoint that leaves out frozen weights, for the names of the trained ones."""
 
@@ -33,6 +36,7 @@ def add_contents(checkpoint: dict[str, Any], module: Any, facts: TrainingFacts, 
     model = module.backbone.base_model
     if module.run_id is not None:
         checkpoint[RUN_ID] = module.run_id
+    checkpoint[COSTS_KEY] = module.costs.state_dict()
     checkpoint[EXPORT_KEY] = {
         "config": model.config.to_json_string(use_diff=False),
         "generation_config": json.dumps(model.generation_config.to_dict(), default=str),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 
@@ -61,6 +61,13 @@ def update_perplexities(perplexities: Mapping[str, LongPerplexity], batch: Packe
                 f"A validation sequence is of the set {name!r}, but the data module's `validation_sets` are"
                 f" {list(perplexities)}: correct `sets` of the batches, and evaluate with the data module."
             )
+
+
+def log_perplexities(module: LightningModule, perplexities: Mapping[str, LongPerplexity], stage: str) -> None:
+    """Log the perplexity of each validation set; ``stage`` is ``val`` or ``test``."""
+    for name, key in validation_set_keys(module.trainer).items():
+        perplexity = perplexities[name].compute().float()
+        module.log(join_key(stage, key, "perplexity"), perplexity, prog_bar=not key, sync_dist=True)
 
 
 def join_key(*parts: str) -> str:

@@ -1,11 +1,12 @@
 """Sums over the tokens of one optimizer step, for the logged means."""
 
 import math
-import time
+from collections.abc import Iterable
 
 import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.objectives import Objective
@@ -26,19 +27,6 @@ class TrainingStatistics:
         self.objective = objective
         self.drawn = drawn
         self._sums: Tensor | None = None
-        self._seconds = 0.0
-        self._started: float | None = None
-
-    def start_clock(self) -> None:
-        """Start counting training time, unless it is already being counted."""
-        if self._started is None:
-            self._started = time.perf_counter()
-
-    def stop_clock(self) -> None:
-        """Stop counting training time until `start_clock`, for an evaluation."""
-        if self._started is not None:
-            self._seconds += time.perf_counter() - self._started
-            self._started = None
 
     def update(self, loss: Tensor, long: Tensor, token_weights: Tensor, labels: Tensor, *, cap: float | None) -> None:
         """Add a batch, without waiting for the accelerator.
@@ -57,39 +45,52 @@ class TrainingStatistics:
             (weight > 1).sum(),
             (at_cap & scored).sum(),
             weight.square().sum(),
+            loss.new_full((), labels.numel(), dtype=torch.float64),
         ]
         batch = torch.stack([value.double() for value in sums])
         self._sums = batch if self._sums is None else self._sums + batch
 
-    def compute(self, strategy: Strategy) -> dict[str, Tensor]:
-        """Return the means as float32 scalars on CPU by name; every process must call it."""
+    def compute(self, strategy: Strategy, norm: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the means as float32 scalars on CPU by name; every process must call it.
+
+        ``step_tokens`` are the input tokens, and ``gradient_norm`` is the given ``norm`` of the gradients, copied to
+        the CPU together with the sums.
+        """
         assert self._sums is not None, "there is a batch before each optimizer step"
         group = sequence_group(strategy)
         # The progress bar and loggers read the means, and would wait for an accelerator each time.
-        sums = strategy.reduce(self._sums, reduce_op="sum").cpu()
+        sums = strategy.reduce(self._sums, reduce_op="sum")
+        norm = sums.new_tensor(math.nan) if norm is None else norm.to(sums, non_blocking=True)
+        *values, norm = torch.cat([sums, norm[None]]).cpu().unbind()
         # Each process of a sequence group counts whole sequences, so every token is counted `size` times.
-        sums = sums / (1 if group is None else group.size)
-        loss, nll, tokens, weights, above, capped, squares = sums.unbind()
+        loss, nll, tokens, weights, above, capped, squares, step_tokens = (
+            value / (1 if group is None else group.size) for value in values
+        )
         # If all weights are 0, the gradient is 0 and any divisor will do.
         self.step_divisor = weights.where(weights > 0, 1.0) if self.objective.normalized else tokens.clamp(min=1)
-        self.stop_clock()
-        values = {
+        means = {
             "loss": loss / self.step_divisor,
             "perplexity": torch.exp(nll / tokens),
-            "tokens_per_second": tokens / self._seconds,
+            "gradient_norm": norm,
+            "step_tokens": step_tokens,
         }
         has_weights = self.objective.uses_short_context or self.objective.uses_stored_influence
         if has_weights:
-            values["weight_mean"] = weights / tokens
+            means["weight_mean"] = weights / tokens
         if has_weights and not self.drawn:
-            values["weight_above_1"] = above / tokens
+            means["weight_above_1"] = above / tokens
             # Kish's effective sample size as a fraction: a mean over this many equal weights would be as noisy.
-            values["weight_effective_share"] = weights.square() / (squares * tokens).clamp(min=1e-300)
+            means["weight_effective_share"] = weights.square() / (squares * tokens).clamp(min=1e-300)
         if self.objective.largest_weight is not None and not self.drawn:
-            values["weight_at_cap"] = capped / tokens
-        return {name: value.float() for name, value in values.items()}
+            means["weight_at_cap"] = capped / tokens
+        return {name: value.float() for name, value in means.items()}
 
     def reset(self) -> None:
         """Start the next optimizer step."""
-        self._sums, self._seconds = None, 0.0
-        self.start_clock()
+        self._sums = None
+
+
+def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Return the norm of all gradients together, also of gradients that are sharded across processes."""
+    norm = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

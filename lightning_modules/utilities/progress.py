@@ -23,17 +23,26 @@ class _LogLines(tqdm):
 
 
 def progress_bar(
-    name: str, *, unit: str, total: int | None = None, initial: int = 0, leave: bool = True, scaled: bool = True
+    name: str,
+    *,
+    unit: str,
+    total: int | None = None,
+    initial: int = 0,
+    leave: bool = True,
+    scaled: bool = True,
+    is_line: bool = False,
 ) -> tqdm:
     """Return a progress bar with rate and, if the total is known, remaining time; only the first process shows it.
 
     It starts at ``initial``; numbers are ``scaled`` to thousands or millions. On a terminal, a closed bar stays if
-    ``leave``.
+    ``leave``. If it ``is_line``, it shows only the text of its ``set_description_str``.
     """
     options: dict[str, Any] = {"desc": name, "unit": unit, "unit_scale": scaled, "total": total, "initial": initial}
+    if is_line:
+        options["bar_format"] = "{desc}"
     if getattr(rank_zero_only, "rank", 0):
         return tqdm(disable=True)
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel"):
         return tqdm(**options, leave=leave)
     # No line before the first delay. tqdm itself writes only line ends, which go to a dummy stream.
     return _LogLines(**options, mininterval=LOG_SECONDS, delay=LOG_SECONDS, miniters=1, file=io.StringIO(), leave=False)

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,26 +14,12 @@ from lightning_modules.utilities.files import write_atomically
 from lightning_modules.utilities.plain_json import plain
 
 _CODE = re.compile(r"`([^`]+)`")
-_NUMBER = re.compile(r"(-?[\d.,]+(%| [\[(±].*)?|-)?")
-_PAGE = """\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src '{style_hash}'; \
-base-uri 'none'; form-action 'none'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<main>
-{content}
-</main>
-</body>
-</html>
-"""
+_NUMBER = re.compile(r"-?[\d.,]*(%| [\[(±].*)?$")
+_HEAD = (
+    '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    '<meta name="color-scheme" content="light dark"><meta http-equiv="Content-Security-Policy" content="default-src '
+    "'none'; img-src data:; style-src '{style_hash}'\"><title>{title}</title><style>{style}</style>"
+)
 
 
 class Heading(NamedTuple):
@@ -125,14 +110,12 @@ def as_html(title: str, blocks: Sequence[Block], pictures: Mapping[str, str]) ->
             case Heading(text):
                 parts.append(f"<h2>{html.escape(text)}</h2>")
             case Table(head, rows):
-                classes = [
-                    ' class="number"' if all(map(_NUMBER.fullmatch, column)) else ""
-                    for column in zip(*rows, strict=True)
-                ]
-                body = "".join(f"<tr>{_format_cells(row, 'td', classes)}</tr>\n" for row in rows)
-                titles = f"<tr>{_format_cells(head, 'th', classes)}</tr>"
-                table = f"<table><thead>{titles}</thead><tbody>\n{body}</tbody></table>"
-                parts.append(f'<div class="wide" tabindex="0">{table}</div>')
+                kinds = [_column_kind(column) for column in zip(head, *rows, strict=True)]
+                body = "".join(f"<tr>{_format_cells(row, kinds, 'td')}</tr>" for row in rows)
+                parts.append(
+                    '<div class="wide" tabindex="0"><table>'
+                    f"<tr>{_format_cells(head, kinds, 'th')}</tr>{body}</table></div>"
+                )
             case Picture(name, caption):
                 content = base64.b64encode(pictures[name].encode()).decode()
                 image = f'<img alt="{html.escape(caption)}" src="data:image/svg+xml;base64,{content}">'
@@ -140,8 +123,8 @@ def as_html(title: str, blocks: Sequence[Block], pictures: Mapping[str, str]) ->
             case text:
                 parts.append(f"<p>{_format_inline(text)}</p>")
     style = read_resource("theme.css") + read_resource("report.css")
-    values = {"title": html.escape(title), "style": style, "style_hash": source_hash(style)}
-    return _PAGE.format(content="\n".join(parts), **values)
+    head = _HEAD.format(style_hash=source_hash(style), title=html.escape(title), style=style)
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
 
 
 def read_resource(name: str) -> str:
@@ -154,10 +137,14 @@ def source_hash(source: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
 
 
-def _format_cells(row: Sequence[str], tag: str, classes: Sequence[str]) -> str:
-    return "".join(
-        f"<{tag}{kind}>{_format_inline(cell)}</{tag}>" for cell, kind in zip_longest(row, classes, fillvalue="")
-    )
+def _column_kind(column: Sequence[str]) -> str:
+    """Return the style of a column: numbers are aligned to the right, and only long texts wrap."""
+    return "number" if all(map(_NUMBER.match, column[1:])) else "short" if max(map(len, column)) < 32 else "long"
+
+
+def _format_cells(row: Sequence[str], kinds: Sequence[str], tag: str) -> str:
+    cells = zip(row, kinds, strict=True)
+    return "".join(f'<{tag} class="{kind}">{_format_inline(cell)}</{tag}>' for cell, kind in cells)
 
 
 def _format_inline(text: str) -> str:

@@ -172,7 +172,7 @@ def test_longppl_stands_beside_perplexity(run):
 
 def test_nothing_stays_behind(run):
     module, _, _, inspector, _, _ = run
-    assert module.token_observer is None
+    assert module.token_observers == []
     assert inspector._writers == []
     assert all(document.scores.long.device.type == "cpu" for document in inspector._inspected)
 

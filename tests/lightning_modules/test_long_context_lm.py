@@ -23,6 +23,7 @@ from lightning_modules.objectives import CrossEntropy, LongCE, StoredInfluence
 from lightning_modules.training import fsdp
 from lightning_modules.training.fsdp import FullyShardedStrategy
 from lightning_modules.training.preflight import check_early, check_short_dtype
+from lightning_modules.training.step_statistics import gradient_norm
 from tests.conftest import make_text, tiny_model
 from tests.support import reference
 
@@ -126,12 +127,11 @@ def test_stored_weights_give_the_loss_and_gradients_of_longce_without_a_short_pa
             batch["influence"] = weights
         loss = module.training_step(batch, 0)
         loss.backward()
-        sums = module._statistics.compute(SingleDeviceStrategy())
-        del sums["tokens_per_second"]
+        sums = module._statistics.compute(SingleDeviceStrategy(), gradient_norm(module.parameters()))
         results.append([loss, sums, [parameter.grad for parameter in module.parameters()]])
     torch.testing.assert_close(*results)
     shares = {"weight_above_1", "weight_at_cap", "weight_effective_share"}
-    assert set(sums) == {"loss", "perplexity", "weight_mean", *shares}
+    assert set(sums) == {"loss", "perplexity", "gradient_norm", "step_tokens", "weight_mean", *shares}
 
 
 def test_stored_weights_and_objective_must_agree(folder):
@@ -160,8 +160,11 @@ def test_fit_logs_means_over_all_micro_batches_and_lowers_the_loss(folder, tmp_p
 
     assert len(logged) == 8
     shares = ("weight_above_1", "weight_at_cap", "weight_effective_share")
-    names = ("loss", "perplexity", "weight_mean", *shares, "tokens_per_second")
-    assert set(logged[0]) == {f"train/{name}" for name in names}
+    names = ("loss", "perplexity", "weight_mean", *shares, "gradient_norm")
+    costs = ("tokens", "gpu_hours", "tokens_per_second", "data_wait")
+    assert set(logged[0]) == {f"train/{name}" for name in (*names, *costs)}
+    assert [values["train/tokens"] for values in logged] == [(LENGTH + 14) * step for step in range(1, 9)]
+    assert 0 <= logged[0]["train/data_wait"] < 1
     with torch.no_grad():
         pairs = [long_and_short(first.backbone, batch, context_length=8, stride=4) for batch in rows]
     long, short = (torch.cat([part[0][1:] for part in parts]) for parts in zip(*pairs, strict=True))
@@ -175,6 +178,13 @@ def test_fit_logs_means_over_all_micro_batches_and_lowers_the_loss(folder, tmp_p
     effective = weight.sum() ** 2 / weight.square().sum() / len(weight)
     assert logged[0]["train/weight_effective_share"] == pytest.approx(float(effective), rel=1e-4)
     assert logged[0]["train/tokens_per_second"] > 0
+    first.backbone.requires_grad_()
+    sizes = (LENGTH - 1, 13)
+    parts = zip(weight.split(sizes), rows, strict=True)
+    losses = [(part * -first.backbone(batch)[0, 1:]).sum() for part, batch in parts]
+    gradients = torch.autograd.grad(sum(losses) / len(weight), [*first.parameters()])
+    norm = torch.nn.utils.get_total_norm(gradients)
+    assert logged[0]["train/gradient_norm"] == pytest.approx(float(norm), rel=1e-4)
     assert logged[-1]["train/loss"] < 0.9 * logged[0]["train/loss"]
 
 

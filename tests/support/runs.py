@@ -18,6 +18,13 @@ VARIANTS = {
 }
 
 
+def logged_values(trainer):
+    """The logged values, except those that depend on the speed of the machine."""
+    timed = ("second", "gpu_hours", "data_wait")
+    values = trainer.callback_metrics.items()
+    return {name: float(value) for name, value in values if not any(part in name for part in timed)}
+
+
 def make_trainer(root, processes, strategy, **settings):
     if strategy in ("fsdp", "offload"):
         parts = settings.pop("parts", False)
@@ -63,10 +70,10 @@ class Losses:
         self.values = []
         compute = module._statistics.compute
 
-        def kept(strategy):
+        def kept(strategy, norm):
             sums = strategy.reduce(module._statistics._sums.clone(), reduce_op="sum")
             self.values.append((sums[0] / sums[2]).item())
-            return compute(strategy)
+            return compute(strategy, norm)
 
         module._statistics.compute = kept
 
@@ -108,7 +115,7 @@ def train(setup, root, processes, strategy, variant, *, uneven=False, **settings
         "longppl": trainer.callback_metrics["val/longppl"],
         "longppl_soft": trainer.callback_metrics["val/longppl_soft"],
         "perplexity": module._perplexities[""].compute().cpu(),
-        "logged": {name: float(value) for name, value in trainer.callback_metrics.items() if "second" not in name},
+        "logged": logged_values(trainer),
         "weights": {name: whole(tensor) for name, tensor in module.named_parameters()},
     }
 

@@ -4,6 +4,7 @@ import os
 import re
 import warnings
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,21 @@ def check_config_files(arguments: Sequence[str]) -> None:
             _check_file(value)
         elif option.startswith("--") and value.startswith(("{", "[")):
             _check_collection(option, value)
+
+
+def names_model_class(arguments: Sequence[str]) -> bool:
+    """Return whether a command line or one of its configs names the class of the model, instead of only settings."""
+    for word, following in pairwise([*arguments, ""]):
+        option, _, value = word.partition("=")
+        if option in ("--model", "--model.class_path") and not os.path.isfile(value or following):
+            return True
+        if option in ("-c", "--config") and os.path.isfile(file := value or following):
+            config = yaml.load(Path(file).read_text(encoding="utf-8-sig"), Loader=get_yaml_default_loader())
+            models = [config, *config.values()] if isinstance(config, dict) else []  # of any command, or of one
+            models = [each["model"] for each in models if isinstance(each, dict) and "model" in each]
+            if any(isinstance(model, str) or "class_path" in (model or ()) for model in models):
+                return True
+    return False
 
 
 def rename_old_paths(text: str) -> str:

@@ -24,14 +24,15 @@ def configure_hub() -> None:
         disable_progress_bars()  # also those of transformers
     client = get_session()
     tried: set[Any] = set()
+    reached: set[Any] = set()
 
     def check_connection(request: Any) -> None:
         address = request.url.host, request.url.port or (443 if request.url.scheme == "https" else 80)
-        if (address, "reached") in tried or urllib.request.getproxies():  # a proxy resolves the name
+        if address in reached or urllib.request.getproxies():  # a proxy resolves the name
             return
         try:
             socket.create_connection(address, timeout=_TIMEOUT_SECONDS).close()
-            tried.add((address, "reached"))
+            reached.add(address)
         except OSError as error:
             if address in tried:
                 raise OfflineModeIsEnabled(f"{address[0]} cannot be reached: {error}.") from error

@@ -8,55 +8,52 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from lightning_modules.commands.compare.differences import corpus_perplexities
-from lightning_modules.commands.compare.runs import Run
+from lightning_modules.commands.compare.differences import corpus_perplexity
+from lightning_modules.commands.compare.runs import AXES, Run
 from lightning_modules.visualization.images import STYLE, as_svg
 
-AXES = {"optimizer steps": "", "tokens": "train/tokens", "GPU hours": "train/gpu_hours"}
-"""Horizontal axes, each with the scalar that a run logs for it."""
-
 _POINTS = 200  # longer curves are averaged
-_LOOKS = ("-", "--", "-.", ":")
 
 
 def draw_curves(runs: Sequence[Run], axis: str) -> dict[str, str]:
     """Return figures as SVG by title: LongPPL, perplexity, loss and learning rate of the runs that logged the axis."""
-    scalar = AXES[axis]
-    found = {run.name: _find_curves(run) for run in runs if not scalar or scalar in run.scalars}
-    titles = dict.fromkeys(title for curves in found.values() for title in curves)
+    curves = {run.name: _find_curves(run) if AXES[axis] in run.scalars else {} for run in runs}
     figures = {}
-    for title in titles:
-        curves = {}
-        for run in runs:
-            points = np.array(sorted(found.get(run.name, {}).get(title, {}).items()), dtype=float).reshape(-1, 2)
-            if scalar and len(points):  # which is 0 before the first step
-                steps, values = zip((0, 0.0), *sorted(run.scalars[scalar].items()), strict=True)
-                points[:, 0] = np.interp(points[:, 0], steps, values)
-            curves[run.name] = points[np.isfinite(points[:, 1])]
-        if any(map(len, curves.values())):
-            figures[title] = _draw_panel(curves, axis, title.partition(":")[0])
+    for title in dict.fromkeys(title for own in curves.values() for title in own):
+        placed = {
+            run.name: _place_points(curves[run.name].get(title, {}), run.scalars.get(AXES[axis], {})) for run in runs
+        }
+        if any(map(len, placed.values())):
+            figures[title] = _draw_panel(placed, axis, title.partition(":")[0])
     return figures
 
 
 def _find_curves(run: Run) -> dict[str, Mapping[int, float]]:
     """Return the values of each quantity by optimizer step."""
-    longppl, perplexity = {}, {}
-    for cell, evaluations in run.evaluations.items():
-        numbers = {step: corpus_perplexities(documents) for step, documents in evaluations.items()}
-        longppl[f"LongPPL: {', '.join(filter(None, cell))}"] = {step: each[0] for step, each in numbers.items()}
-        perplexity[f"Perplexity: {cell.set}"] = {step: each[1] for step, each in numbers.items()}
+    curves: dict[str, Mapping[int, float]] = {}
+    for kind, name in (("longppl", "LongPPL"), ("perplexity", "Perplexity")):
+        for cell, steps in run.evaluations.items():
+            title = f"{name}: {', '.join(filter(None, cell)) if kind == 'longppl' else cell.set}"
+            curves[title] = {step: corpus_perplexity(documents, kind) for step, documents in steps.items()}
     rates = {f"Learning rate: {key[3:]}": values for key, values in run.scalars.items() if key.startswith("lr-")}
-    return {**longppl, **perplexity, "Training loss (nats)": run.scalars.get("train/loss", {}), **rates}
+    return {**curves, "Training loss (nats)": run.scalars.get("train/loss", {}), **rates}
+
+
+def _place_points(curve: Mapping[int, float], axis: Mapping[int, float]) -> NDArray[np.float64]:
+    """Return ``[N, 2]`` points of a curve by optimizer step over an axis, which is 0 before the first step."""
+    points = np.array(sorted(curve.items()), dtype=np.float64).reshape(-1, 2)
+    steps, values = zip((0, 0.0), *sorted(axis.items()), strict=True)
+    points[:, 0] = np.interp(points[:, 0], steps, values)
+    points = points[np.isfinite(points[:, 1])]
+    return np.array([part.mean(axis=0) for part in np.array_split(points, _POINTS) if len(part)]).reshape(-1, 2)
 
 
 def _draw_panel(curves: Mapping[str, NDArray[np.float64]], axis: str, quantity: str) -> str:
     with matplotlib.rc_context(STYLE | {"svg.fonttype": "none"}):
-        figure = Figure(figsize=(3.5, 2.7), layout="constrained", facecolor="none")
+        figure = Figure(figsize=(3.3, 2.6), layout="constrained", facecolor="none")
         plot = figure.subplots()
-        plot.set_facecolor("none")
-        for (name, points), look in zip(curves.items(), cycle(_LOOKS), strict=False):
-            thinned = np.array([part.mean(axis=0) for part in np.array_split(points, min(_POINTS, len(points)) or 1)])
-            plot.plot(*thinned.T, look, marker="o" if len(thinned) < 30 else "", markersize=3, label=name)
-        plot.set(xlabel=axis, ylabel=quantity)
+        plot.set(xlabel=axis, ylabel=quantity, facecolor="none")
+        for (name, points), line in zip(curves.items(), cycle(("-", "--", "-.", ":")), strict=False):
+            plot.plot(*points.T, line, marker="o" if len(points) < 30 else "", markersize=3, label=name)
         figure.legend(loc="outside upper left", ncols=2, frameon=False, fontsize=8)
         return as_svg(figure)

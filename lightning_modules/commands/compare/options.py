@@ -12,10 +12,9 @@ def compare_command(arguments: Sequence[str]) -> None:
     """Run ``longce compare`` and print its tables."""
     description = "Compare runs of `longce fit`, or results of `longce score`."
     parser = jsonargparse.ArgumentParser(prog="longce compare", description=description)
-    runs = "Folders of runs, or results of `longce score --output`; NAME=RUN names a run."
+    runs = "Folders of runs, or results of `longce score --output`; NAME=RUN names a run. The first is the baseline."
     parser.add_argument("runs", nargs="+", type=str, help=runs)
     parser.add_argument("--output", type=str | None, help="HTML page to write, which also has curves.")
-    parser.add_argument("--baseline", type=str | None, help="Name of the run to compare with; by default the first.")
     options = parser.parse_args(list(arguments[1:])).as_dict()
     if options["output"] is not None:
         check_output(options["output"])

@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,14 +12,16 @@ import pandas as pd
 import yaml
 from tensorboard.compat.proto.event_pb2 import Event
 
-_KEY_TOKENS = ("evaluator", "key_spans", "revision", "tokenizer", "context_length", "stride", "key_tokens")
-"""What the key tokens of an `ExternalEvaluator` depend on, except thresholds."""
+AXES = {"optimizer steps": "step", "tokens": "train/tokens", "GPU hours": "train/gpu_hours"}
+"""Measures of the progress of a training, each with its scalar."""
+
+_COLUMNS = ["tokens", "perplexity", "key_tokens", "longppl"]
 _PATHS = re.compile(r"trainer\.logger|ckpt_path|.*\.(dirpath|\w+_dir)$")
 _STAGES = {"val": "validation", "test": "test"}
 
 
 class Cell(NamedTuple):
-    """Validation set, evaluator and thresholds of a number, by name; empty if they have no name."""
+    """Validation set, evaluator and thresholds of a number; empty if unknown. Equal cells can be compared."""
 
     set: str
     evaluator: str = ""
@@ -27,16 +29,16 @@ class Cell(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A run, or a model that was scored.
-
-    An evaluation is a table of ``tokens``, ``perplexity``, ``key_tokens`` and ``longppl`` by document, with all other
-    settings that the numbers depend on in its ``attrs``. Steps are numbers of optimizer steps.
-    """
+    """A run, or a model that was scored."""
 
     name: str
-    evaluations: dict[Cell, dict[int, pd.DataFrame]]
+    evaluations: dict[Cell, dict[int, pd.DataFrame]]  # documents by number of optimizer steps
     config: dict[str, str]
-    scalars: dict[str, dict[int, float]]
+    scalars: dict[str, dict[int, float]]  # by number of optimizer steps
+
+    def last(self, cell: Cell) -> tuple[int, pd.DataFrame]:
+        """Return the last evaluation of a cell and its step."""
+        return max(self.evaluations[cell].items(), key=lambda each: each[0])
 
 
 def read_runs(words: Sequence[str | Path]) -> list[Run]:
@@ -54,31 +56,29 @@ def read_runs(words: Sequence[str | Path]) -> list[Run]:
     if len({path.is_dir() for path in paths}) > 1:
         raise ValueError("Give either folders of runs or results of `longce score`: the two cannot be compared.")
     common = os.path.commonpath([path.parent for path in paths])
-    return [
-        (_read_run if path.is_dir() else _read_score)(name or str(path.relative_to(common).with_suffix("")), path)
-        for name, path in found
-    ]
+    names = [name or str(path.relative_to(common)).removesuffix(".json") for name, path in found]
+    read = _read_run if paths[0].is_dir() else _read_score
+    return [read(name, path) for name, path in zip(names, paths, strict=True)]
 
 
 def _find_files(word: str) -> Iterator[tuple[str, Path]]:
     """Yield the run or the results at a path, with the name that the user gave."""
-    name, equals, given = word.partition("=") if not Path(word).expanduser().exists() else ("", "", word)
-    path = Path(given if equals else word).expanduser().resolve()
+    name, _, given = ("", "", word) if "=" not in word or Path(word).exists() else word.partition("=")
+    path = Path(given).expanduser().resolve()
     found = [path] if path.is_file() or (path / "config.yaml").is_file() else sorted(path.glob("*.json"))
     if not found:
         inside = ", ".join(sorted(str(file.parent) for file in path.glob("*/config.yaml"))) or "runs/longce/version_0"
         raise ValueError(
             f"'{word}' is not a run: give a folder with config.yaml ({inside}), or JSON of `longce score`."
         )
-    yield from ((name if equals else "", file) for file in found)
+    yield from ((name, file) for file in found)
 
 
 def _read_run(name: str, folder: Path) -> Run:
-    resumed = sorted(folder.glob("config-resumed-*.yaml"), key=_modified)
-    configs = [flatten_config(yaml.safe_load(file.read_text())) for file in (folder / "config.yaml", *resumed)]
-    keys = dict.fromkeys(key for config in configs for key in config)
-    # A setting that a resumed run has changed is shown with both values.
-    config = {key: " → ".join(dict.fromkeys(each.get(key, "") for each in configs)) for key in keys}
+    newest = max(folder.glob("config*.yaml"), key=_modified)  # a resumed run adds its own
+    config = flatten_config(yaml.safe_load(newest.read_text()))
+    if (hparams := folder / "hparams.yaml").is_file():  # identities of code, model and data
+        config |= dict(re.findall(r"^(run\.(?!id)\w+): (.+)$", hparams.read_text(), re.MULTILINE))
     scalars: dict[str, dict[int, float]] = defaultdict(dict)
     evaluations: dict[Cell, dict[int, pd.DataFrame]] = defaultdict(dict)
     for place in (folder, *sorted(folder.glob("evaluations/*"), key=_modified)):
@@ -88,15 +88,12 @@ def _read_run(name: str, folder: Path) -> Run:
             scalars[key][step if exact else step + 1] = value
         for cell, step, documents in _read_documents(place):
             evaluations[cell][step] = documents
-    if not evaluations:  # take what was logged for a document
-        for key, values in scalars.items():
-            if found := re.fullmatch(r"(val|test)/(?:(.+)/)?(longppl|perplexity)", key):
-                for step, value in values.items():
-                    row = pd.DataFrame(
-                        {"tokens": 1, "perplexity": [float("nan")], "key_tokens": 1, "longppl": float("nan")}
-                    )
-                    logged = evaluations[Cell(found[2] or _STAGES[found[1]])].setdefault(step, row)
-                    logged[found[3]] = value
+    for key, values in {} if evaluations else scalars.items():  # as if they were of a single document
+        if found := re.fullmatch(r"(val|test)/(?:(.+)/)?(longppl|perplexity)", key):
+            steps = evaluations[Cell(found[2] or _STAGES[found[1]])]
+            for step, value in values.items():
+                steps.setdefault(step, pd.DataFrame([[1.0, float("nan")] * 2], columns=_COLUMNS))[found[3]] = value
+    scalars["step"] = {step: step for steps in (*scalars.values(), *evaluations.values()) for step in steps}
     return Run(name, dict(evaluations), config, dict(scalars))
 
 
@@ -115,9 +112,9 @@ def flatten_config(value: Any, key: str = "") -> dict[str, str]:
         case dict():
             parts = {f"{key}.{name}" if key else name: each for name, each in value.items()}
         case [{"class_path": _}, *_]:
-            names = [
-                [each["class_path"].rpartition(".")[2], (each.get("init_args") or {}).get("name")] for each in value
-            ]
+            names = (
+                (each["class_path"].rpartition(".")[2], (each.get("init_args") or {}).get("name")) for each in value
+            )
             parts = {".".join(filter(None, [key, *name])): each for name, each in zip(names, value, strict=True)}
         case _:
             return {key: value if isinstance(value, str) else json.dumps(value)}
@@ -141,27 +138,15 @@ def _read_scalars(folder: Path) -> Iterator[tuple[str, int, float]]:
 
 
 def _read_documents(folder: Path) -> Iterator[tuple[Cell, int, pd.DataFrame]]:
-    """Yield the evaluations of a folder that have a table of documents."""
+    """Yield the evaluations of a folder that have a table of documents, oldest first."""
     callbacks = yaml.safe_load((folder / "config.yaml").read_text())["trainer"].get("callbacks") or ()
     arguments = [each["init_args"] for each in callbacks if each["class_path"] == "callbacks.ExternalEvaluator"]
-    settings = {each.get("name") or "evaluator": {key: each.get(key) for key in _KEY_TOKENS} for each in arguments}
+    settings = {each.get("name") or "evaluator": each for each in arguments}
     for file in sorted(folder.glob("documents/*.parquet"), key=_modified):
-        stage, step = _STAGES[file.stem.partition("-")[0]], int(file.stem.rpartition("-")[2])
-        for (group, evaluator, thresholds), rows in pd.read_parquet(file).groupby(["set", "evaluator", "thresholds"]):
-            values = {key: float(rows[key].iloc[0]) for key in ("alpha", "beta")}
-            yield (
-                Cell(group or stage, evaluator, thresholds),
-                step,
-                _by_document(rows, settings.get(evaluator, {}) | values),
-            )
-
-
-def _by_document(rows: pd.DataFrame, settings: dict[str, Any]) -> pd.DataFrame:
-    """Return a table by document, whose name may occur several times."""
-    rows = rows.set_index([rows["document"], rows.groupby("document").cumcount()])
-    documents = rows[["tokens", "perplexity", "key_tokens", "longppl"]].astype(float)
-    documents.attrs = {key: value for key, value in settings.items() if value is not None}
-    return documents
+        (stage, name), step = file.stem.partition("-step-")[0].split("-", 1), file.stem.rpartition("-")[2]
+        for (group, thresholds), rows in pd.read_parquet(file).groupby(["set", "thresholds"]):
+            values = settings.get(name, {}) | rows[["alpha", "beta"]].iloc[0].to_dict()
+            yield Cell(group or _STAGES[stage], *_describe(values, name, thresholds)), int(step), _index(rows)
 
 
 def _read_score(name: str, file: Path) -> Run:
@@ -169,9 +154,22 @@ def _read_score(name: str, file: Path) -> Run:
         content = json.loads(file.read_text(encoding="utf-8"))
         rows = pd.DataFrame(content["documents"]).rename(columns={"file": "document"})
         rows["tokens"] -= 1  # the first token of a document is not scored
-        return Run(name, {Cell("documents"): {0: _by_document(rows, content["settings"])}}, {}, {})
+        settings = content["settings"]
+        cell = Cell(f"texts {settings['texts'][:8]}", *_describe(settings, Path(settings["evaluator"]).name))
+        return Run(name, {cell: {0: _index(rows)}}, flatten_config(settings), {})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"'{file}' is not a run or a result of `longce score --output` ({error!r}).") from error
+
+
+def _describe(settings: Mapping[str, Any], evaluator: str, thresholds: str = "") -> tuple[str, str]:
+    """Return texts for an evaluator and its thresholds, which differ if the settings differ."""
+    named = f"{thresholds} ({settings['alpha']:g}, {settings['beta']:g})".lstrip()
+    return f"{evaluator} (K {settings['context_length']})" if "context_length" in settings else evaluator, named
+
+
+def _index(rows: pd.DataFrame) -> pd.DataFrame:
+    """Index documents by name and occurrence, because a name may occur several times."""
+    return rows.set_index([rows["document"], rows.groupby("document").cumcount()])[_COLUMNS].astype(float)
 
 
 def _modified(file: Path) -> float:

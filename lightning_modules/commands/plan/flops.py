@@ -76,12 +76,19 @@ def short_pass_flops(shape: ModelShape, tokens: int, context_length: int, stride
 def ce_step_flops(shape: ModelShape, tokens: int, checkpointing: Checkpointing) -> Flops:
     """Count cross entropy of one document, forward and backward; the backward pass recomputes the logits."""
     attention = _attention_flops(shape, tokens)
-    forwards = 1 if checkpointing == "none" else 2
-    gemm = 2.0 * tokens * ((forwards + 1) * shape.layer_weights + shape.trained_layer_weights)
-    # Logits, recomputed logits, gradient of the hidden states, and gradient of the head.
-    gemm += 2.0 * (tokens - 1) * shape.head_weights * (4 if shape.head_trained else 3)
-    kept = forwards if checkpointing != "selective" else 1
-    return Flops(gemm, attention * kept, attention * ATTENTION_BACKWARD)
+    kept = 1 if checkpointing in ("none", "selective") else 2
+    # With checkpointing the layers run once more, and the logits of the head in any case.
+    gemm = (0.0 if checkpointing == "none" else 2.0 * tokens * shape.layer_weights) + _logit_flops(shape, tokens)
+    return necessary_flops(shape, tokens) + Flops(gemm, attention * (kept - 1), attention * (ATTENTION_BACKWARD - 2))
+
+
+def necessary_flops(shape: ModelShape, tokens: int) -> Flops:
+    """Count cross entropy of one document as for model FLOPs utilization: nothing is computed twice."""
+    attention = _attention_flops(shape, tokens)
+    gemm = 2.0 * tokens * (2 * shape.layer_weights + shape.trained_layer_weights)
+    # Logits, gradient of the hidden states, and gradient of the head.
+    gemm += _logit_flops(shape, tokens) * (3 if shape.head_trained else 2)
+    return Flops(gemm, attention, attention * 2)
 
 
 def scoring_flops(
@@ -100,6 +107,10 @@ def scoring_flops(
     total = forward_flops(evaluator, tokens, tokens - 1)
     total += short_pass_flops(evaluator, tokens, context_length, stride)
     return total if shared_pass else total + forward_flops(model, tokens, tokens - 1)
+
+
+def _logit_flops(shape: ModelShape, tokens: int) -> float:
+    return 2.0 * (tokens - 1) * shape.head_weights
 
 
 def _attention_flops(shape: ModelShape, tokens: int) -> float:

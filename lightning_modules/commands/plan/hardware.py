@@ -1,6 +1,7 @@
 """Known GPUs, and the time of operations on them: measured by `benchmarks/on_gpu.py`, or assumed."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +56,18 @@ def find_gpu(
             " For another one give `gpu_tflops` (dense bfloat16 TFLOP/s) and `gpu_memory` (GiB)."
         )
     return gpu
+
+
+def recognize_gpu(device_name: str) -> GPU | None:
+    """Return the known GPU of this name in CUDA, such as ``NVIDIA A100-SXM4-80GB``; None for another kind or a part.
+
+    Example:
+        >>> recognize_gpu("NVIDIA A100-SXM4-80GB").name
+        'A100-80'
+    """
+    words = set(re.split(r"[\s-]+", device_name.replace("RTX ", "RTX").replace("GB", "")))
+    names = [] if words & {"NVL", "MIG", "Laptop", "D"} else [name for name in GPUS if set(name.split("-")) <= words]
+    return GPUS[max(names, key=len)] if names else None
 
 
 class Range(NamedTuple):

@@ -1,15 +1,24 @@
 """Estimate FLOPs, time and memory of an experiment on given GPUs."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from transformers import PreTrainedConfig
 
 from lightning_modules.commands.plan.activations import ActivationBytes
-from lightning_modules.commands.plan.flops import Flops, ce_step_flops, forward_flops, scoring_flops, short_pass_flops
-from lightning_modules.commands.plan.hardware import GPU, GPUS, Range, Rates
+from lightning_modules.commands.plan.flops import (
+    Flops,
+    ce_step_flops,
+    forward_flops,
+    necessary_flops,
+    scoring_flops,
+    short_pass_flops,
+)
+from lightning_modules.commands.plan.hardware import GPU, GPUS, Range, Rates, find_rates, recognize_gpu
 from lightning_modules.commands.plan.memory import (
     GIB,
     QUANTIZED_BYTES,
@@ -18,13 +27,17 @@ from lightning_modules.commands.plan.memory import (
     scoring_memory,
     training_memory,
 )
-from lightning_modules.commands.plan.settings import Experiment, stored_dtype
+from lightning_modules.commands.plan.settings import Experiment, read_experiment, stored_dtype
 from lightning_modules.commands.plan.shapes import ModelShape
 from lightning_modules.commands.plan.transfers import WAITING, transfer_seconds
+from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.training.monitoring.costs import PlannedStep
 
 # Table 7 of Fang et al. (2025): extra wall-clock time of LongCE over CE; Llama-2-7B, sequences of 32k tokens.
 PAPER_OVERHEAD = {(4096, 1024): 0.79, (1024, 1024): 0.43, (4096, 4096): 0.36, (4096, 512): 1.50}
 PAPER_TOKENS = 32_768
+
+_log = logging.getLogger(__name__)
 
 LORA = {"r": 8, "target_modules": "all-linear"}
 
@@ -66,6 +79,19 @@ class Planner:
             "scoring": self._plan_scoring(),
             "rates": self.rates._asdict(),
         }
+
+    def plan_step(self) -> PlannedStep:
+        """Return the estimates that a run compares itself with."""
+        training, rows = self.training, self.training.gpus * self.rows_per_gpu
+        flops, _, seconds = self._estimate_step(training)
+        repeated = self.cross_entropy.total - necessary_flops(self.shape, training.tokens).total
+        return PlannedStep(
+            tokens=round(rows * training.tokens),
+            flops=rows * (flops.total - repeated),
+            peak_flops=training.gpus * self.gpu.tflops * 1e12,
+            seconds=seconds,
+            memory=self.memory.peak / GIB,
+        )
 
     def _compare_step(self, context_length: int, stride: int) -> dict[str, Any]:
         """Compare LongCE with these windows to cross entropy."""
@@ -180,6 +206,23 @@ class Planner:
             for name, work in flops.items()
         ]
         return {**result, "memory": {name: self._describe_memory(each) for name, each in memory.items()}}
+
+
+def plan_run(model: LongContextLM, options: Any, trainer: Trainer) -> PlannedStep | None:
+    """Plan a run by the parsed options of ``longce fit``; return None on a CPU, and for what is not supported."""
+    device = trainer.strategy.root_device
+    gpu = recognize_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if gpu is None:
+        return None
+    options = options.clone()
+    options.gpus, options.gpus_per_node = trainer.world_size, trainer.num_devices
+    try:
+        experiment = read_experiment(model, options)
+        rates = find_rates(gpu, autocast=experiment.training.autocast is not None)
+        return Planner(experiment, gpu, rates).plan_step()
+    except ValueError as error:
+        _log.info("Without MFU and planned time: %s", error)
+        return None
 
 
 def possible_changes(training: Training, lora: dict[str, Any] | None, gpu: GPU) -> Iterator[list[Change]]:

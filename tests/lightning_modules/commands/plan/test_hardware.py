@@ -4,7 +4,7 @@ import pytest
 
 from lightning_modules.commands.plan import hardware
 from lightning_modules.commands.plan.flops import Flops
-from lightning_modules.commands.plan.hardware import GPU, GPUS, Range, Rates, find_gpu, find_rates
+from lightning_modules.commands.plan.hardware import GPU, GPUS, Range, Rates, find_gpu, find_rates, recognize_gpu
 
 WORK = Flops(gemm=800e12, attention=300e12, attention_backward=100e12)
 MEASURED = {
@@ -74,3 +74,26 @@ def test_what_a_measurement_lacks_is_assumed(tmp_path):
         file.write_text(text)
         with pytest.raises(ValueError, match=words):
             find_rates(GPUS["H200"], str(file), autocast=False)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100-80"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX6000-Ada"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H200 MIG 1g.18gb", None),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA L40", None),
+    ],
+)
+def test_a_gpu_is_recognized_by_its_name_in_cuda(device, name):
+    assert recognize_gpu(device) == (name and GPUS[name])

@@ -4,15 +4,20 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig
 
+from lightning_modules.commands.cli.lightning_cli import PartCLI
 from lightning_modules.commands.cli.main import main
+from lightning_modules.commands.plan.flops import ce_step_flops, necessary_flops, short_pass_flops
 from lightning_modules.commands.plan.hardware import GPU, GPUS, Rates
 from lightning_modules.commands.plan.memory import Training
-from lightning_modules.commands.plan.plan import PAPER_OVERHEAD, Planner, possible_changes
+from lightning_modules.commands.plan.plan import PAPER_OVERHEAD, Planner, plan_run, possible_changes
 from lightning_modules.commands.plan.settings import Evaluator, Experiment
+from lightning_modules.commands.plan.shapes import ModelShape
 
 CONFIGS = Path(__file__).parents[4] / "configs"
 LAYERS = ["-c", str(CONFIGS / "base.yaml"), "-c", str(CONFIGS / "experiments/longce_pg19.yaml")]
@@ -239,3 +244,19 @@ def test_the_cheaper_run_costs_less(plan, paper):
     assert (cheaper["run"]["stride"], cheaper["run"]["checkpointing"]) == (4096, "selective")
     shares = [each["training"][0]["short_pass_tflop"] for each in (shipped, cheaper)]
     assert shares[1] / shares[0] == pytest.approx(0.4, abs=0.03), "as the config and the README report"
+
+
+def test_a_run_plans_its_own_step_on_its_own_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["longce", "-c", str(CONFIGS / "debug.yaml"), "--data.batch_size", "3"])
+    cli = PartCLI(lambda parser: None)
+    strategy = SimpleNamespace(root_device=torch.device("cuda"))
+    trainer = SimpleNamespace(strategy=strategy, world_size=2, num_devices=2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    planned = plan_run(cli.make("model"), cli.config, trainer)
+    shape = ModelShape.of(AutoConfig.for_model(**cli.config.model.model_config))
+    sequence = necessary_flops(shape, 128) + short_pass_flops(shape, 128, 32, 16)
+    assert planned[:3] == (2 * 3 * 128, pytest.approx(6 * sequence.total), 2 * 989.4e12)
+    assert sequence.total < (ce_step_flops(shape, 128, "none") + short_pass_flops(shape, 128, 32, 16)).total
+    assert 0 < planned.seconds[0] < planned.seconds[1]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Other")
+    assert plan_run(cli.make("model"), cli.config, trainer) is None

@@ -1,11 +1,15 @@
+import re
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-import lightning_modules.training.progress as progress
+import lightning_modules.training.monitoring.progress as progress
 from datamodules import RecallDataModule
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.training.progress import StepProgress
+from lightning_modules.training.monitoring.progress import StepProgress
 
 TINY = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
 TINY |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 1024}
@@ -14,15 +18,20 @@ TINY |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 1024}
 class Bar:
     """Keeps what a progress bar is told."""
 
-    def __init__(self, name, *, unit, total, initial=0, leave=True, scaled=True):
-        self.name, self.total, self.n, self.seen, self.postfix = name, total, initial, [], {}
+    ncols = None
 
-    def set_postfix(self, values, refresh):
-        self.postfix = values
+    def __init__(self, name, *, unit, total=None, initial=0, leave=True, scaled=True, is_line=False):
+        self.name, self.total, self.n, self.seen, self.lines = name, total, initial, [], []
+
+    def set_description_str(self, line, refresh=True):
+        self.lines.append(line)
 
     def update(self, count=1):
         self.n += count
         self.seen.append(self.n)
+
+    def refresh(self):
+        pass
 
     def close(self):
         self.seen.append("closed")
@@ -55,21 +64,52 @@ def fit(root, checkpoint=None, **options):
     return trainer
 
 
+LINE = r"step {}  {}%  loss [\d.]+  perplexity [\d.]+  [\d.]+k? tok/s"
+
+
 def test_steps_are_those_of_the_optimizer_with_accumulation_and_after_a_resume(bars, tmp_path):
     fit(tmp_path, max_steps=2, accumulate_grad_batches=4).save_checkpoint(tmp_path / "two.ckpt")
     steps, *evaluations = bars
-    assert (steps.total, steps.seen) == (2, [1, 2, "closed"])
-    assert set(steps.postfix) == {"loss", "tokens/s"}
+    assert steps.seen == [1, 2, "closed"]
+    assert steps.lines[0] == "step 0/2  0%"
+    assert re.fullmatch(r"step 1/2  50%  loss [\d.]+  [\d.]+k? tok/s  \d+ s left", steps.lines[1])
     assert all((bar.total, bar.seen) == (3, [1, 2, 3, "closed"]) for bar in evaluations)
     bars.clear()
-    fit(tmp_path, tmp_path / "two.ckpt", max_steps=5, accumulate_grad_batches=4)
-    assert (bars[0].total, bars[0].seen) == (5, [3, 4, 5, "closed"])
+    fit(tmp_path, tmp_path / "two.ckpt", max_steps=5, accumulate_grad_batches=2, val_check_interval=2)
+    assert bars[0].seen == [3, 4, 5, "closed"]
+    assert bars[0].lines[0] == "step 2/5  40%"
+    assert re.fullmatch(LINE.format("4/5", 80) + r"  \d+ s left", bars[0].lines[2])
 
 
 def test_the_total_is_known_of_epochs_as_well(bars, tmp_path):
     fit(tmp_path, max_epochs=2, accumulate_grad_batches=5, limit_val_batches=0)  # 12 batches, the last step has two
     (steps,) = bars
-    assert (steps.total, steps.seen) == (6, [1, 2, 3, 4, 5, 6, "closed"])
+    assert steps.seen == [1, 2, 3, 4, 5, 6, "closed"]
+    assert steps.lines[-1].startswith("step 6/6  100%")
+
+
+@pytest.mark.parametrize(
+    ("names", "monitor", "expected"),
+    [
+        (["val/perplexity", "val/longppl"], "step", "LongPPL 1"),
+        (["val/perplexity"], None, "perplexity 0"),
+        (["val/a/perplexity", "val/a/x/longppl", "val/b/x/longppl"], None, "LongPPL 1 (a/x)"),
+        (["val/a/x/longppl", "val/b/x/longppl_soft"], "val/b/x/longppl_soft", "longppl_soft 1 (b/x)"),
+        (["train/loss"], "train/loss", ""),
+    ],
+)
+def test_one_of_several_evaluations_is_shown(names, monitor, expected):
+    values = {name: torch.tensor(float(number)) for number, name in enumerate(names)}
+    trainer = SimpleNamespace(callback_metrics=values, checkpoint_callbacks=[ModelCheckpoint(monitor=monitor)])
+    assert progress._describe_evaluation(trainer) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (11000, "3.1 h"), (360000, "4.2 days")],
+)
+def test_the_time_left_has_a_fitting_unit(seconds, expected):
+    assert progress._describe_rest(seconds) == f"{expected} left"
 
 
 def test_predictions_are_counted(bars, tmp_path):

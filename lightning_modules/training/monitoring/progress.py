@@ -1,6 +1,7 @@
 """Progress of training and evaluation, in optimizer steps and documents."""
 
 import math
+import time
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -10,8 +11,7 @@ from typing_extensions import override
 
 from lightning_modules.utilities.progress import progress_bar
 
-_SHOWN = {"train/loss": "loss", "val/longppl": "LongPPL", "train/tokens_per_second": "tokens/s"}
-"""Values after the bar, by their names in logs."""
+_LABELS = {"longppl": "LongPPL"}
 
 
 class StepProgress(ProgressBar):
@@ -24,6 +24,8 @@ class StepProgress(ProgressBar):
         super().__init__()
         self._steps: tqdm | None = None
         self._documents: tqdm | None = None
+        self._evaluated = ""  # result of the last evaluation
+        self._first: tuple[int, float] | None = None  # step and time of the first batch of this process
 
     @override
     def disable(self) -> None:
@@ -31,17 +33,38 @@ class StepProgress(ProgressBar):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        total, passed = _count_steps(trainer), trainer.global_step
-        self._steps = progress_bar("step", unit="step", total=total, initial=passed, scaled=False)
+        self._first = None
+        if trainer.is_global_zero:
+            self._steps = progress_bar("", unit="step", initial=trainer.global_step, is_line=True)
+            self._steps.set_description_str(self._describe_step(trainer))
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if self._first is None:  # not earlier: the evaluation before the first step takes long
+            self._first = trainer.global_step, time.monotonic()
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self._steps is not None and (passed := trainer.global_step - self._steps.n):
-            values = trainer.callback_metrics
-            numbers = {label: float(values[name]) for name, label in _SHOWN.items() if name in values}
-            shown = {label: f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" for label, value in numbers.items()}
-            self._steps.set_postfix(shown, refresh=False)
+            self._steps.set_description_str(self._describe_step(trainer)[: self._steps.ncols], refresh=False)
             self._steps.update(passed)
+
+    def _describe_step(self, trainer: Trainer) -> str:
+        """Return ``step 37/200  18%  loss 2.41  LongPPL 3.1  41.2k tok/s  MFU 43%  3.1 h left``, as far as known."""
+        step, total, values = trainer.global_step, _count_steps(trainer), trainer.callback_metrics
+        parts = [f"step {step:,}" if total is None else f"step {step:,}/{total:,}  {step / max(total, 1):.0%}"]
+        if "train/loss" in values:
+            parts.append(f"loss {values['train/loss']:.4g}")
+        parts.append(self._evaluated)
+        if "train/tokens_per_second" in values:
+            parts.append(f"{tqdm.format_sizeof(float(values['train/tokens_per_second']))} tok/s")
+        if "train/mfu" in values:
+            parts.append(f"MFU {values['train/mfu']:.0%}")
+        if self._first is not None and total is not None and self._first[0] < step < total:
+            first, started = self._first
+            # Including evaluations and checkpoints since the first batch.
+            parts.append(_describe_rest((time.monotonic() - started) / (step - first) * (total - step)))
+        return "  ".join(filter(None, parts))
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -68,6 +91,7 @@ class StepProgress(ProgressBar):
         if self._documents is not None:
             self._documents.close()
             self._documents = None
+            self._evaluated = _describe_evaluation(trainer)
 
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -82,10 +106,31 @@ class StepProgress(ProgressBar):
     on_test_end = on_validation_end
 
     def _close(self) -> None:
-        for bar in (self._documents, self._steps):
-            if bar is not None:
-                bar.close()
+        if self._documents is not None:
+            self._documents.close()
+        if self._steps is not None:
+            self._steps.refresh()  # the last step, also in a log file
+            self._steps.close()
         self._documents = self._steps = None
+
+
+def _describe_evaluation(trainer: Trainer) -> str:
+    """Return the value of the metric that a checkpoint callback monitors, or else the first LongPPL or perplexity."""
+    metrics = {name: value for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+    monitored: list[Any] = [getattr(callback, "monitor", None) for callback in trainer.checkpoint_callbacks]
+    ranked = sorted(metrics, key=lambda name: [not name.endswith(f"/{kind}") for kind in ("longppl", "perplexity")])
+    chosen = next((name for name in [*monitored, *ranked] if name in metrics), None)
+    if chosen is None:
+        return ""
+    _, *place, kind = chosen.split("/")
+    return f"{_LABELS.get(kind, kind)} {metrics[chosen]:.4g}" + (f" ({'/'.join(place)})" if place else "")
+
+
+def _describe_rest(seconds: float) -> str:
+    for unit, size, limit in (("s", 1, 90), ("min", 60, 90), ("h", 3600, 48)):
+        if seconds < limit * size:
+            return f"{seconds / size:{'.1f' if unit == 'h' else '.0f'}} {unit} left"
+    return f"{seconds / 86400:.1f} days left"
 
 
 def _count_steps(trainer: Trainer) -> int | None:

@@ -1,0 +1,1 @@
+"""What one can watch of a run: its identity in loggers, its costs, and its progress line."""

@@ -1,0 +1,113 @@
+"""Tokens, time and memory of training, per optimizer step and of the whole run."""
+
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+GIB = 2.0**30
+COMPARED_STEPS = 5
+"""Optimizer steps after which measured time and memory are compared with the plan."""
+TOLERANCE = 0.25
+
+
+class PlannedStep(NamedTuple):
+    """Estimates of `longce plan` for an optimizer step."""
+
+    tokens: int  # input tokens, over all GPUs
+    flops: float  # over all GPUs, without operations that the backward pass repeats
+    peak_flops: float  # per second, of all GPUs
+    seconds: tuple[float, float]
+    memory: float  # tensors on one GPU at the peak, GiB
+
+
+class StepCosts:
+    """Costs of optimizer steps. Evaluations do not count; checkpoints hold the totals of the run."""
+
+    def __init__(self) -> None:
+        self.planned: PlannedStep | None = None
+        self._totals = {"tokens": 0.0, "gpu_hours": 0.0}
+        self._history: list[float] = []  # seconds of the first steps of this process
+        self._seconds = self._waited = 0.0
+        self._started: float | None = None
+        self._idle_since: float | None = None
+
+    def start_step(self) -> None:
+        """Start to count the time of an optimizer step."""
+        self.stop_clock()
+        self._seconds = self._waited = 0.0
+
+    def start_batch(self) -> None:
+        """Start the clock, unless it is running, and count the time since the last batch as waiting for data."""
+        now = time.perf_counter()
+        if self._idle_since is not None:
+            self._waited += now - self._idle_since
+        if self._started is None:
+            self._start_clock(now)
+
+    def end_batch(self) -> None:
+        """Start to wait for the next batch."""
+        self._idle_since = time.perf_counter()
+
+    def stop_clock(self) -> None:
+        """Stop counting time until the next batch, for an evaluation."""
+        if self._started is not None:
+            self._seconds += time.perf_counter() - self._started
+        self._started = self._idle_since = None
+
+    def _start_clock(self, now: float) -> None:
+        self._started = now
+        if torch.cuda.is_initialized():  # the peak of an evaluation does not count
+            torch.cuda.reset_peak_memory_stats()
+
+    def end_step(self, tokens: float, processes: int) -> dict[str, Tensor]:
+        """Return the costs of a step with this many input tokens as scalars on CPU, and start the next step."""
+        self.stop_clock()
+        seconds = max(self._seconds, 1e-9)
+        self._totals["tokens"] += tokens
+        self._totals["gpu_hours"] += seconds * processes / 3600
+        costs = {**self._totals, "tokens_per_second": tokens / seconds, "data_wait": self._waited / seconds}
+        if torch.cuda.is_initialized():
+            costs["peak_memory_gib"] = torch.cuda.max_memory_allocated() / GIB
+        if (plan := self.planned) is not None:
+            costs["mfu"] = plan.flops * tokens / plan.tokens / seconds / plan.peak_flops
+            self._history.append(seconds)
+            if len(self._history) == COMPARED_STEPS:
+                rank_zero_info(compare_with_plan(plan, self._history, costs))
+        self.start_step()
+        self._start_clock(time.perf_counter())
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in costs.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the totals of the run."""
+        return dict(self._totals)
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue with the totals of a checkpoint; earlier versions have none."""
+        self._totals |= state
+
+
+def compare_with_plan(plan: PlannedStep, seconds: list[float], costs: Mapping[str, float]) -> str:
+    """Describe the measured time and memory of the first steps next to the plan, with a hint if they differ."""
+    # The first steps also compile, allocate memory and start loader workers.
+    measured, memory = statistics.median(seconds[COMPARED_STEPS // 2 :]), costs.get("peak_memory_gib", 0.0)
+    low, high = plan.seconds
+    text = (
+        f"After {COMPARED_STEPS} steps: {measured:.3g} s per step (planned: {low:.3g} to {high:.3g} s),"
+        f" {memory:.1f} GiB of tensors at peak (planned: {plan.memory:.1f} GiB)."
+    )
+    if measured > high * (1 + TOLERANCE):
+        text += " Steps are slower than planned: "
+        if (waited := costs["data_wait"]) > TOLERANCE / 2:
+            text += f"{waited:.0%} of the time is spent waiting for data, so raise `num_workers` of `data`."
+        else:
+            text += "check the attention implementation above, and that nothing else uses the GPUs."
+    elif measured < low * (1 - TOLERANCE):
+        text += " Steps are faster than planned, as with many short documents per sequence."
+    if abs(memory / plan.memory - 1) > TOLERANCE:
+        text += " Memory differs from the plan by more than a quarter, so do not extrapolate from `longce plan`."
+    return text

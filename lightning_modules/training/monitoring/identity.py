@@ -1,0 +1,160 @@
+"""Identity of a run for its loggers: config, code, model and data, with the best values of its evaluations."""
+
+import math
+import subprocess
+from collections.abc import Collection, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from lightning_modules.models.config import ModelConfig
+from lightning_modules.models.identity import model_identity
+from lightning_modules.models.loading import has_weights
+from lightning_modules.training.export.facts import run_facts
+from lightning_modules.utilities.identity import combined_hash
+
+NOT_LOGGED = ("ckpt_path", "trainer.logger")  # where a run starts and logs is not what it computes; URLs have passwords
+SHOWN = (
+    "data.init_args.sequence_length",
+    "model.objective.class_path",
+    "model.optimizer.init_args.lr",
+    "model.pretrained_model_name_or_path",
+    "run.tokens_per_step",
+)
+"""Settings that the HPARAMS tab of TensorBoard shows at first; it offers all others in its left column."""
+
+
+class RunIdentity(Callback):
+    """Logs the config and identity of a run as hyperparameters, and ``best/..`` for each LongPPL and perplexity.
+
+    ``config`` is the YAML text of the full config; without it, nothing is logged.
+    """
+
+    def __init__(self) -> None:
+        self.config = ""
+        self._values: dict[str, Any] = {}
+        self._best: dict[str, float] = {}
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self.config or not trainer.is_global_zero:
+            return
+        pl_module._log_hyperparams = False  # Lightning would log the model's arguments once more
+        self._values = {**flatten_config(yaml.safe_load(self.config)), **_identify_run(trainer, pl_module)}
+        parameters, trained = (self._values[f"run.{name}"] for name in ("parameters", "trained_parameters"))
+        rank_zero_info(f"{parameters / 1e6:,.2f}M parameters, of which {trained / 1e6:,.2f}M are trained.")
+        for logger in trainer.loggers:
+            _log_hyperparameters(logger, self._values)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._values or trainer.sanity_checking:
+            return
+        found = {
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if name.startswith("val/") and name.endswith(("/longppl", "/perplexity")) and not math.isnan(value)
+        }
+        names = {name: name.replace("val/", "best/", 1) for name in sorted(found, key=lambda name: name[::-1])}
+        is_first = not self._best
+        self._best |= {best: min(found[name], self._best.get(best, math.inf)) for name, best in names.items()}
+        for logger in trainer.loggers:
+            if found:  # at the step of the evaluation's own metrics
+                logger.log_metrics(self._best, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            if is_first and isinstance(logger, TensorBoardLogger):
+                _add_hparams_tab(logger, self._values, [*names, *names.values()])
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best values so far."""
+        return dict(self._best)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._best = state_dict
+
+
+def flatten_config(value: Any, name: str = "") -> dict[str, Any]:
+    """Return the settings of a config that are not null by their dotted names; lists of settings are numbered.
+
+    Example:
+        >>> flatten_config({"a": {"b": 1, "c": None}, "d": [{"e": [2, 3]}]})
+        {'a.b': 1, 'd.0.e': '[2, 3]'}
+    """
+    if value is None or name in NOT_LOGGED:
+        return {}
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict):
+        return {name: value if isinstance(value, bool | int | float) else str(value)}
+    parts = (flatten_config(part, f"{name}.{key}".lstrip(".")) for key, part in value.items())
+    return {key: value for part in parts for key, value in part.items()}
+
+
+def _identify_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    """Return the identities of code, model and data, and the sizes of the model and of an optimizer step."""
+    model: Any = next((part for part in module.modules() if isinstance(part, PreTrainedModel)), None)
+    loading = vars(module).get("loading")
+    stored = isinstance(loading, ModelConfig) and has_weights(loading.pretrained_model_name_or_path)
+    data = getattr(trainer, "datamodule", None)
+    rows = [getattr(data, "rows", None), *getattr(data, "mixed_rows", {}).values()]
+    identities = [part.identity() for part in rows if part is not None]
+    values = {
+        "id": getattr(module, "run_id", None),
+        "commit": git_commit(Path.cwd()),
+        "longce": version("longce"),
+        "longce_commit": git_commit(Path(__file__).parent),
+        "model": model_identity(loading) if stored else None,  # type: ignore[arg-type]
+        "data": f"sha256:{combined_hash(identities)}" if identities else None,  # none of a streamed corpus
+        # transformers counts quantized weights, which are packed
+        "parameters": model.num_parameters() if model else sum(each.numel() for each in module.parameters()),
+        "trained_parameters": sum(each.numel() for each in module.parameters() if each.requires_grad),
+        "tokens_per_step": run_facts(trainer, None)["tokens_per_step"],
+    }
+    return {f"run.{name}": value for name, value in values.items() if value is not None}
+
+
+def git_commit(folder: Path) -> str | None:
+    """Return the commit of the repository that a folder is in, with ``-dirty`` after uncommitted changes, or None."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _log_hyperparameters(logger: Logger, values: dict[str, Any]) -> None:
+    if isinstance(logger, TensorBoardLogger):  # the logger itself would add a metric to the curves at step 0
+        logger.hparams.update(values)
+        _add_hparams_tab(logger, values)
+        return
+    if isinstance(logger, MLFlowLogger):  # it refuses other values than those of the run's first start
+        known = logger.experiment.get_run(logger.run_id).data.params
+        values = {name: value for name, value in values.items() if name not in known}
+    logger.log_hyperparams(values)
+
+
+def _add_hparams_tab(logger: TensorBoardLogger, values: Mapping[str, Any], metrics: Collection[str] = ()) -> None:
+    """Add the run to the HPARAMS tab, with these metrics once they are known.
+
+    The tab shows the last point of each metric's curve, also of a run that was killed.
+    """
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+    from torch.utils.tensorboard.summary import hparams
+
+    # Its columns are narrow, and torch takes booleans for numbers.
+    short = {name: value.rpartition(".")[2] for name, value in values.items() if name.endswith("class_path")}
+    flags = {name: str(value).lower() for name, value in values.items() if isinstance(value, bool)}
+    experiment, start, _ = hparams({**values, **short, **flags}, dict.fromkeys(metrics, 0.0))
+    content = HParamsPluginData.FromString(experiment.value[0].metadata.plugin_data.content)
+    for setting in content.experiment.hparam_infos:
+        setting.differs = setting.name in SHOWN  # TensorBoard sorts by this, and shows five
+    experiment.value[0].metadata.plugin_data.content = content.SerializeToString()
+    logger.experiment._get_file_writer().add_summary(experiment if metrics else start)

@@ -1,0 +1,135 @@
+"""What loggers learn of a run, and the HPARAMS tab of TensorBoard."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from lightning.pytorch.loggers import MLFlowLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG, SESSION_START_INFO_TAG
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+from lightning_modules.commands.cli.main import main
+from lightning_modules.training.monitoring.identity import flatten_config, git_commit
+from tests.conftest import make_text
+
+BASE = Path(__file__).parents[4] / "configs" / "base.yaml"
+IDENTITY = {"commit", "longce", "model", "data", "parameters", "trained_parameters", "tokens_per_step"}
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A folder under version control, where runs are started."""
+    for command in (["init", "-q"], ["config", "user.email", "a@b.c"], ["config", "user.name", "a"]):
+        subprocess.run(["git", "-C", tmp_path, *command], check=True)
+    (tmp_path / "code.py").write_text("1")
+    subprocess.run(["git", "-C", tmp_path, "add", "code.py"], check=True)
+    subprocess.run(["git", "-C", tmp_path, "commit", "-qm", "first"], check=True)
+    return tmp_path
+
+
+@pytest.fixture
+def fit(repository, model_dir, evaluator_dir, monkeypatch):
+    """Run ``longce fit`` on a tiny model, with two validation sets."""
+    (repository / "texts").mkdir()
+    for seed in range(3):
+        (repository / "texts" / f"{seed}.txt").write_text(make_text(200, seed=seed))
+    lengths = {"context_length": 48, "stride": 16}
+    evaluator = {"evaluator": str(evaluator_dir), "alpha": 0.2, "beta": -7.0, **lengths}
+    sets = {name: {"files": "texts", "documents": number} for name, number in (("a", 1), ("b", 2))}
+    data = {"tokenizer": str(model_dir), "train": "texts", "sequence_length": 128, "cache_dir": "cache"}
+    config = {
+        "model": {"pretrained_model_name_or_path": str(model_dir), **lengths},
+        "data": {"class_path": "datamodules.TextDataModule", "init_args": {**data, "validation_sets": sets}},
+        "trainer": {
+            "accelerator": "cpu",
+            "precision": "32-true",
+            "val_check_interval": 1,
+            "callbacks+": [{"class_path": "callbacks.ExternalEvaluator", "init_args": evaluator}],
+        },
+    }
+    (repository / "run.yaml").write_text(yaml.safe_dump(config))
+
+    def run(*options):
+        monkeypatch.chdir(repository)
+        monkeypatch.setattr(sys, "argv", ["longce", "fit", "-c", str(BASE), "-c", "run.yaml", *options])
+        main()
+
+    return run
+
+
+def test_a_config_becomes_flat_without_what_only_places_a_run():
+    config = yaml.safe_load(
+        "{ckpt_path: x, trainer: {logger: {save_dir: y}, callbacks: [{name: z}], devices: [0, 1]}, seed: 1, no: null}"
+    )
+    assert flatten_config(config) == {"trainer.callbacks.0.name": "z", "trainer.devices": "[0, 1]", "seed": 1}
+
+
+def test_a_commit_shows_changes_and_a_folder_without_one_has_none(repository, tmp_path_factory):
+    commit = git_commit(repository)
+    assert len(commit) == 40
+    (repository / "code.py").write_text("2")
+    assert git_commit(repository) == f"{commit}-dirty"
+    assert git_commit(tmp_path_factory.mktemp("empty")) is None
+
+
+@pytest.mark.slow
+def test_tensorboard_shows_final_and_best_values_without_points_of_its_own(fit, repository):
+    fit("--trainer.max_steps", "2", "--model.optimizer.lr", "0.1")
+    folder = repository / "runs" / "longce" / "version_0"
+    stored = yaml.safe_load((folder / "hparams.yaml").read_text())
+    assert stored["model.objective.class_path"].endswith("LongCE")
+    assert (stored["model.optimizer.init_args.lr"], stored["data.init_args.sequence_length"]) == (0.1, 128)
+    assert {f"run.{name}" for name in IDENTITY} <= set(stored)
+    assert stored["run.tokens_per_step"] == 128
+    assert not any("logger" in name for name in stored)
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    curves = {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    cells = ["a/longppl", "b/longppl", "a/perplexity", "b/perplexity"]
+    for cell in cells:
+        final, best = curves[f"val/{cell}"], curves[f"best/{cell}"]
+        assert [step for step, _ in best] == [step for step, _ in final]
+        assert [value for _, value in best] == [min(v for _, v in final[: n + 1]) for n in range(len(final))]
+    experiment, start = (
+        HParamsPluginData.FromString(events.SummaryMetadata(tag).plugin_data.content)
+        for tag in (EXPERIMENT_TAG, SESSION_START_INFO_TAG)
+    )
+    shown = {metric.name.tag for metric in experiment.experiment.metric_infos}
+    assert shown == {f"{kind}/{cell}" for cell in cells for kind in ("val", "best")}
+    assert start.session_start_info.hparams["model.objective.class_path"].string_value == "LongCE"
+    assert sum(setting.differs for setting in experiment.experiment.hparam_infos) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
+def test_wandb_and_mlflow_get_the_same_and_a_resumed_run_may_change_settings(fit, repository, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    logger = MLFlowLogger("tests", tracking_uri=f"file:{repository}/mlruns")
+    loggers = [
+        {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "csv", "version": "one"}},
+        {"class_path": "lightning.pytorch.loggers.WandbLogger", "init_args": {"save_dir": ".", "offline": True}},
+        {
+            "class_path": "lightning.pytorch.loggers.MLFlowLogger",
+            "init_args": {"tracking_uri": f"file:{repository}/mlruns", "run_id": logger.run_id},
+        },
+    ]
+    (repository / "loggers.yaml").write_text(yaml.safe_dump({"trainer": {"logger": loggers}}))
+    fit("-c", "loggers.yaml", "--trainer.max_steps", "1")
+    config = dict(wandb.run.config)
+    wandb.finish()
+    fit("-c", "loggers.yaml", "--trainer.max_steps", "2", "--ckpt_path", "last")
+    wandb.finish()
+    (saved,) = Path("csv").rglob("hparams.yaml")
+    values = yaml.safe_load(saved.read_text())
+    assert {f"run.{name}" for name in IDENTITY} <= set(values)
+    assert config == {**values, "trainer.max_steps": 1}
+    run = logger.experiment.get_run(logger.run_id)
+    assert run.data.params == {name: str(value)[:250] for name, value in config.items()}
+    assert run.data.metrics["best/a/longppl"] <= run.data.metrics["val/a/longppl"] < math.inf
