@@ -16,8 +16,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_modules.commands.cli.config_files import names_model_class
-from lightning_modules.commands.cli.errors import ConciseParser
 from lightning_modules.commands.cli.experiment_options import accept_saved_config
+from lightning_modules.commands.cli.experiment_parser import ExperimentParser
 from lightning_modules.commands.influence import InfluenceTrainer
 from lightning_modules.commands.plan.plan import plan_run
 from lightning_modules.functional.checks import MAX_PROCESSES, check_count
@@ -55,10 +55,6 @@ _CKPT_PATH_HELP = (
     "Checkpoint file, the folder of a run (its newest valid checkpoint), or ``last`` for the newest valid checkpoint"
     " of this run."
 )
-
-
-class ExperimentParser(ConciseParser, LightningArgumentParser):
-    """Parser of the configs and options of an experiment."""
 
 
 class LongceCLI(LightningCLI):
@@ -109,6 +105,7 @@ class LongceCLI(LightningCLI):
         """Replace Lightning's help for the commands and for ``--ckpt_path``, which works differently here."""
         kwargs["description"] = _DESCRIPTIONS.get(subcommand, kwargs.get("description"))
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        parser.usage = f"longce {subcommand} -c CONFIG [-c CONFIG ..] [--KEY VALUE ..]"
         for action in parser._actions:
             if action.dest == "ckpt_path" and action.help is not argparse.SUPPRESS:
                 action.help = _CKPT_PATH_HELP
