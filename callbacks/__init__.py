@@ -9,6 +9,7 @@ from typing import Any
 _MODULES = {
     "DocumentScoresWriter": "document_scores_writer",
     "ExternalEvaluator": "external_evaluator",
+    "GammaSweep": "gamma_sweep",
     "HuggingFaceExport": "huggingface_export",
     "KeyTokenInspector": "key_token_inspector",
     "LMEvaluationHarness": "long_context_tasks",

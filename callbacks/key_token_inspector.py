@@ -96,7 +96,7 @@ class KeyTokenInspector(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._writers = []
         if isinstance(pl_module, LongContextLM):
-            pl_module.token_observer = None
+            pl_module.token_observers.clear()
 
     def _open_panels(self, trainer: Trainer, pl_module: Any) -> None:
         """Find the TensorBoard writers, and write the layout of custom scalars once for each."""
@@ -119,13 +119,13 @@ class KeyTokenInspector(Callback):
         if not (objective.uses_short_context or objective.uses_stored_influence):
             return  # every weight is 1
 
-        def observe(long: Tensor, token_weights: Tensor, short: ShortContext | None, labels: Tensor) -> None:
+        def observe(long: Tensor, token_weights: Tensor, short: ShortContext | None, batch: PackedBatch) -> None:
             step = trainer.global_step + 1  # the step that this batch belongs to
             if step == 1 or step % self.weights_every_n_steps == 0:
                 self._weights_step = step
-                self._weights.add(long, token_weights, short, labels)
+                self._weights.add(long, token_weights, short, batch["labels"])
 
-        pl_module.token_observer = observe
+        pl_module.token_observers.append(observe)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:

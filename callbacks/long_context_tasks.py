@@ -150,7 +150,8 @@ class LongContextTasks(Callback):
 
     def _prepare_questions(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Generate this process's questions, and check that those of all processes can be generated and asked."""
-        assert isinstance(pl_module, LongContextLM)
+        if not isinstance(pl_module, LongContextLM):
+            raise ValueError(f"`LongContextTasks` needs a `LongContextLM`, got a `{type(pl_module).__name__}`.")
         if sequence_group(trainer.strategy) is not None:
             raise ValueError(
                 "LongContextTasks does not support a strategy that shards sequences: remove the callback, and run"

@@ -4,6 +4,7 @@ from datamodules.corpora import GovReportDataModule, PG19DataModule, PileArxivDa
 from datamodules.corpus.module import DocumentCorpus
 from datamodules.mixture import MixtureDataModule
 from datamodules.packed_text import PackedTextDataModule
+from datamodules.packing.sequences import collate_examples
 from datamodules.recall import RecallDataModule
 from datamodules.text import StreamingTextDataModule, TextDataModule
 
@@ -17,4 +18,5 @@ __all__ = [
     "RecallDataModule",
     "StreamingTextDataModule",
     "TextDataModule",
+    "collate_examples",
 ]

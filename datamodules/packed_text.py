@@ -68,6 +68,8 @@ class PackedTextDataModule(LightningDataModule, ABC):
         curriculum: Shorter sequences in the first part of training: ``{sequence_length: 4096, share: 0.8}``.
     """
 
+    shards_itself = True  # among processes, so `longce` sets the trainer's `use_distributed_sampler` to False
+
     def __init__(
         self,
         tokenizer: str,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
@@ -27,13 +27,12 @@ from lightning_modules.objectives import LongCE, Objective
 from lightning_modules.scoring.context_lengths import ContextLadder
 from lightning_modules.scoring.document_scorer import DocumentScorer, Failed, scoring_settings
 from lightning_modules.scoring.token_scores import TokenScores
-from lightning_modules.training import preflight
+from lightning_modules.training import evaluation, preflight
 from lightning_modules.training.checkpoint_contents import COSTS_KEY, add_contents, check_contents
-from lightning_modules.training.evaluation import log_perplexities, new_perplexities, update_perplexities
 from lightning_modules.training.export.facts import TrainingFacts, loading_facts, objective_facts, run_facts
 from lightning_modules.training.fsdp import load_trainer_backbone
 from lightning_modules.training.monitoring.costs import StepCosts
-from lightning_modules.training.optimizers import default_lr_scheduler, default_optimizer
+from lightning_modules.training.optimizers import Optimization, ParameterGroups, default_lr_scheduler, default_optimizer
 from lightning_modules.training.sequence_parallel import SequenceGroup, sequence_group
 from lightning_modules.training.step_statistics import TrainingStatistics, gradient_norm
 
@@ -62,11 +61,9 @@ class LongContextLM(LightningModule):
         ladder: In prediction, also score documents in several context lengths: ``{contexts: [4096, 8192, 16384]}``.
         optimizer: Called with the trainable parameters.
         lr_scheduler: Called with the optimizer, and stepped with it; the default warms up over 20 steps.
+        parameter_groups: Other learning rates for some parameters, and weight decay for weights only.
         loading: The other fields of `lightning_modules.models.config.ModelConfig`, such as `lora`.
     """
-
-    token_observer: Callable[[Tensor, Tensor, ShortContext | None, Tensor], None] | None = None
-    """Hook for a callback: takes the ``[B, T]`` log-likelihoods, weights, short context and labels of each batch."""
 
     run_id: str | None = None
     """Id of the run that trains the model, stored in its checkpoints."""
@@ -84,13 +81,15 @@ class LongContextLM(LightningModule):
         ladder: ContextLadder | None = None,
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable = default_lr_scheduler,
+        parameter_groups: ParameterGroups | None = None,
         **loading: Any,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(ignore=["objective", "ladder", "optimizer", "lr_scheduler", "head_kernel"])
-        self.objective = objective
+        self.save_hyperparameters(
+            ignore=["objective", "ladder", "optimizer", "lr_scheduler", "parameter_groups", "head_kernel"]
+        )
+        self.objective, self.ladder = objective, ladder
         self.context_length, self.stride = context_length, stride
-        self.ladder = ladder
         self.short_dtype: ShortDType | None = short_dtype
         self._float8_layers = Float8Layers()
         self.short_window_share = short_window_share
@@ -101,11 +100,12 @@ class LongContextLM(LightningModule):
         self._adapters_only = lora is not None and not changes_base(lora) and stored
         self._frozen_fingerprint: str | None = None
         self.strict_loading = not self._adapters_only
-        self._make_optimizer = optimizer
-        self._make_lr_scheduler = lr_scheduler
+        self.optimization = Optimization(optimizer, lr_scheduler, parameter_groups)
         self._statistics = TrainingStatistics(objective, drawn=objective.uses_short_context and short_window_share < 1)
         self.costs = StepCosts()
         self._perplexities: dict[str, LongPerplexity] = {}  # by the name of the validation set
+        # Callbacks add functions that take log-likelihoods, weights, short context and batch of each training step.
+        self.token_observers: list[Callable[[Tensor, Tensor, ShortContext | None, PackedBatch], None]] = []
         self._losses: dict[int, Tensor] = {}  # of the batches of an optimizer step
         self._evaluated_at: int | None = None
 
@@ -127,8 +127,8 @@ class LongContextLM(LightningModule):
         self._losses[batch_idx] = loss.detach()
         total = loss.detach() * REFERENCE_TOKENS
         self._statistics.update(total, long.detach(), token_weights, batch["labels"], cap=objective.largest_weight)
-        if self.token_observer is not None:
-            self.token_observer(long.detach(), token_weights, short, batch["labels"])
+        for observe in self.token_observers:
+            observe(long.detach(), token_weights, short, batch)
         return loss
 
     def log_likelihood(self, batch: PackedBatch) -> Tensor:
@@ -187,10 +187,11 @@ class LongContextLM(LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        optimizer = self._make_optimizer(trainable)
-        scheduler = self._make_lr_scheduler(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return self.optimization.configure(self)
+
+    @override
+    def configure_callbacks(self) -> list[Callback]:
+        return [self.optimization]
 
     @override
     def on_fit_start(self) -> None:
@@ -226,7 +227,7 @@ class LongContextLM(LightningModule):
         self.backbone.check_batch(batch)
         group = self._sequence_group
         log_likelihood = self.backbone(batch) if group is None else group.log_likelihood(self.backbone, batch)
-        update_perplexities(self._perplexities, batch, log_likelihood)
+        evaluation.update_perplexities(self._perplexities, batch, log_likelihood)
         return {"log_likelihood": log_likelihood}
 
     @override
@@ -256,17 +257,17 @@ class LongContextLM(LightningModule):
 
     @override
     def on_validation_epoch_start(self) -> None:
-        self._perplexities = new_perplexities(self)
+        self._perplexities = evaluation.new_perplexities(self)
         self.costs.stop_clock()
 
     @override
     def on_validation_epoch_end(self) -> None:
         self._evaluated_at = self.global_step
-        log_perplexities(self, self._perplexities, "val")
+        evaluation.log_perplexities(self, self._perplexities, "val")
 
     @override
     def on_test_epoch_end(self) -> None:
-        log_perplexities(self, self._perplexities, "test")
+        evaluation.log_perplexities(self, self._perplexities, "test")
 
     test_step = validation_step
     on_test_start = on_predict_start = on_validation_start

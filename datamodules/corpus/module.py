@@ -57,6 +57,8 @@ class DocumentCorpus(LightningDataModule):
             lines have no text is refused before anything is scored.
     """
 
+    shards_itself = True  # among processes, so `longce` sets the trainer's `use_distributed_sampler` to False
+
     def __init__(
         self,
         files: str | list[str],

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
@@ -137,3 +138,46 @@ def collate_rows(rows: list[Row]) -> PackedBatch:
         batch["sets"] = [row.get("set", "") for row in rows]
     note_values(batch)
     return batch
+
+
+def collate_examples(examples: Sequence[Mapping[str, Any]] | Mapping[str, Tensor]) -> PackedBatch:
+    """Make a batch of examples of a Hugging Face dataset, as the ``collate_fn`` of a loader.
+
+    As in Hugging Face models, labels are not shifted: ``labels[t]`` is token ``t``, or ``IGNORE_INDEX``. The first
+    token of each document is not scored, because it has no context.
+
+    Args:
+        examples: Mappings with ``input_ids`` and optionally ``labels`` (by default all tokens), ``attention_mask`` (0
+            for padding, on either side) and ``position_ids`` (a document begins where they restart). Other keys are
+            ignored. Or a batch of such examples: one mapping with ``[B, T]`` tensors.
+
+    Raises:
+        ValueError: If labels are shifted, or an example has no tokens.
+
+    Example:
+        >>> batch = collate_examples([{"input_ids": [5, 6, 7, 8], "position_ids": [0, 1, 0, 1]}, {"input_ids": [9, 3]}])
+        >>> batch["labels"], batch["document_boundaries"]
+        (tensor([[-100,    6, -100,    8],
+                [-100,    3, -100, -100]]), [[0, 2, 4], [0, 2]])
+    """
+    if isinstance(examples, Mapping):
+        examples = [dict(zip(examples, values, strict=True)) for values in zip(*examples.values(), strict=True)]
+    return collate_rows([_example_row(example) for example in examples])
+
+
+def _example_row(example: Mapping[str, Any]) -> Row:
+    ids = np.asarray(example.get("input_ids", ()), dtype=np.int64)
+    kept = np.asarray(example.get("attention_mask", np.ones_like(ids)), dtype=bool)
+    if not kept.any():
+        raise ValueError(f"An example needs `input_ids`, but has {sorted(example)}: tokenize it, or leave it out.")
+    labels = torch.tensor(np.asarray(example.get("labels", ids))[kept])
+    positions = np.asarray(example.get("position_ids", np.arange(len(ids))))[kept]
+    row = make_row(ids[kept], np.append(np.flatnonzero(np.diff(positions) != 1) + 1, kept.sum()))
+    unscored = labels.eq(IGNORE_INDEX)
+    if (labels.ne(row["input_ids"]) & ~unscored).any():
+        raise ValueError(
+            f"`labels` must be the `input_ids` or {IGNORE_INDEX} at the same position, as in Hugging Face models: do"
+            " not shift them."
+        )
+    row["labels"][unscored] = IGNORE_INDEX
+    return row

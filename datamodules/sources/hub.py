@@ -95,5 +95,6 @@ def _load_split(path: str, split: str, revision: str | None) -> Any:
         kind = FileNotFoundError if isinstance(error, OSError) else ValueError
         raise kind(
             f"No usable split {split!r} of `path` = {path!r} {where} ({type(error).__name__}: {error}). Check the"
-            " spelling and the network, or use a local path or a parquet dataset without a loading script."
+            f" spelling, download it where there is a network (`hf download --repo-type dataset {path}`), or use a"
+            " local path or a parquet dataset without a loading script."
         ) from error

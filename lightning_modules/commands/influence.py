@@ -126,6 +126,8 @@ class InfluenceTrainer(Trainer):
 
     def _check_settings(self, model: LongContextLM, datamodule: LightningDataModule) -> dict[str, Any]:
         """Return the settings of the weights, after all checks that need no model or data."""
+        if not isinstance(model, LongContextLM):
+            raise ValueError(f"`longce influence` needs a `LongContextLM`, got a `{type(model).__name__}`.")
         objective = unwrap(model.objective)
         if not isinstance(objective, (LongCE, StoredInfluence)):
             raise ValueError(

@@ -1,57 +1,163 @@
-"""``longce quickstart``: four ordinary runs of ``longce fit`` and ``validate`` that need only this repository."""
+"""``longce quickstart``: ordinary runs of ``longce fit`` and ``longce inspect`` that need only this repository."""
 
+import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any, TextIO
 
 import pandas as pd
 import torch
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch import Callback, Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers.utils.logging import disable_progress_bar
+from typing_extensions import override
 
-from lightning_modules.training.evaluation import EVALUATIONS_FOLDER
+from lightning_modules.commands.cli.lightning_cli import LongceCLI
+from lightning_modules.commands.cli.registry import inspect_command
+from lightning_modules.commands.compare.command import write_page
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-RUNS = (
-    ("Train a tiny base model on short sequences of a synthetic language.", "fit", "quickstart/base.yaml"),
-    ("Continue on long sequences: this model becomes the evaluator.", "fit", "quickstart/evaluator.yaml"),
-    ("Measure LongPPL of the base model.", "validate", "quickstart/longce.yaml"),
-    ("Fine-tune the base model on long sequences with LongCE.", "fit", "quickstart/longce.yaml"),
-)
+DOCUMENT = "recall-7-1"
+"""Validation document whose key tokens are shown: it has more of them than the others."""
 
 
-def quickstart(run: Callable[[Sequence[str]], LightningCLI], options: Sequence[str] = ()) -> None:
-    """Generate a corpus, train a tiny evaluator and fine-tune a tiny model; each run gets the options."""
+def quickstart(options: Sequence[str] = ()) -> None:
+    """Train a tiny evaluator, fine-tune a tiny model with LongCE, and write pages; each training gets the options."""
     # The matrices are tiny: a second thread saves seconds on an idle machine, and on a busy one the threads wait for
     # each other for minutes.
     torch.set_num_threads(1)
+    disable_progress_bar()
     started = time.monotonic()
-    # The last two runs share a folder, so that TensorBoard shows them together.
-    version = time.strftime("%Y-%m-%d_%H-%M-%S")
-    for number, (purpose, command, config) in enumerate(RUNS, start=1):
-        words = [command, "-c", str(CONFIGS / "base.yaml"), "-c", str(CONFIGS / config), *options]
-        if config == "quickstart/longce.yaml":
-            words += ["--trainer.logger.init_args.version", version]
-        _print_line(f"\n[{number}/{len(RUNS)}] {purpose}\n$ longce {shlex.join(words)}")
-        log_dir = run(words).trainer.log_dir
-    _print_line(f"\n{summary(str(log_dir))}\n")
-    _print_line(f"Done in {time.monotonic() - started:.0f} s. To see the curves: tensorboard --logdir {log_dir}")
+    runs, version = Path("runs/quickstart"), time.strftime("%Y-%m-%d_%H-%M-%S")
+    folder = runs / "longce" / version
+    log, document, page = folder / "quickstart.log", folder / f"{DOCUMENT}.txt", folder / f"{DOCUMENT}.html"
+    folder.mkdir(parents=True)
+    models = ["--model", f"{runs}/models/longce", "--evaluator", f"{runs}/models/evaluator"]
+    inspect = [str(document), *models, "--context_length", "64", "--stride", "64", "--output", str(page)]
+    for number, (purpose, *words) in enumerate(
+        (
+            ("Train a tiny base model on short sequences of a synthetic language", *_fit("base", options)),
+            ("Train it further on long sequences: this is the evaluator", *_fit("evaluator", options)),
+            ("Fine-tune the base model with LongCE", *_fit("longce", options, version)),
+            ("Find the key tokens of a validation document", "inspect", *inspect),
+        ),
+        start=1,
+    ):
+        with _logged(words, log, f"[{number}/4] {purpose}") as line:
+            if words[0] == "inspect":
+                inspect_command(words)
+                continue
+            sys.argv[1:] = words
+            data: Any = _ReportingCLI(line).datamodule
+            if "longce" in str(words[4]):
+                document.write_text(_find_text(data))
+    write_page([folder], folder / "report.html")
+    sys.stdout.write(
+        f"\n{summary(folder)}\n\nDone in {time.monotonic() - started:.0f} s.\n"
+        f"  numbers and curves   {folder / 'report.html'}\n  key tokens           {page}\n"
+        f"  TensorBoard          tensorboard --logdir {folder}\n  commands and output  {log}\n"
+    )
 
 
-def summary(log_dir: str) -> str:
-    """Return a table of LongPPL and perplexity by step, from the TensorBoard events of a run and its evaluations."""
-    columns: dict[str, dict[int, float]] = {"LongPPL": {}, "perplexity": {}}
-    for folder in (Path(log_dir), *Path(log_dir, EVALUATIONS_FOLDER).iterdir()):
-        events = EventAccumulator(str(folder))
-        events.Reload()
-        for name, column in columns.items():
-            column |= {event.step: event.value for event in events.Scalars(f"val/{name.lower()}")}
-    table = pd.DataFrame(columns).sort_index().rename_axis("step").reset_index()
+def summary(log_dir: Path) -> str:
+    """Return a table of LongPPL and perplexity by step, from the TensorBoard events of a run."""
+    events = EventAccumulator(str(log_dir)).Reload()
+    table = pd.DataFrame(
+        {name: [event.value for event in events.Scalars(f"val/{name.lower()}")] for name in ("LongPPL", "perplexity")}
+    )
+    # Lightning numbers steps from 0, and the first evaluation is before training.
+    table.insert(0, "step", [0, *(event.step + 1 for event in events.Scalars("val/longppl")[1:])])
     return table.to_string(index=False, na_rep="nan", float_format="{:.2f}".format)
 
 
-def _print_line(text: str) -> None:
-    sys.stdout.write(text + "\n")
+class ProgressLine(Callback):
+    """One line on a terminal: what a command does, its optimizer steps while it trains, and how long it took."""
+
+    def __init__(self, purpose: str, terminal: TextIO) -> None:
+        self._purpose, self._terminal, self._started = purpose, terminal, time.monotonic()
+        self._result = ""
+        terminal.write(f"{purpose} .. ")
+        terminal.flush()
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if self._terminal.isatty():
+            self._terminal.write(f"\r{self._purpose} .. step {trainer.global_step}/{trainer.max_steps}")
+            self._terminal.flush()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
+        if "val/longppl" in trainer.callback_metrics:
+            self._result = f"LongPPL {float(trainer.callback_metrics['val/longppl']):.2f}, "
+
+    def end(self, *, failed: bool) -> None:
+        """Replace the steps by the result."""
+        clear = f"\r\033[K{self._purpose} .. " if self._terminal.isatty() else ""
+        seconds = time.monotonic() - self._started
+        self._terminal.write(f"{clear}{'failed after ' if failed else self._result}{seconds:.0f} s\n")
+
+
+class _ReportingCLI(LongceCLI):
+    """LightningCLI whose trainer also reports to a line of progress."""
+
+    def __init__(self, line: ProgressLine) -> None:
+        self._line = line
+        super().__init__()
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        trainer = super().instantiate_trainer(**kwargs)
+        trainer.callbacks.append(self._line)  # type: ignore[attr-defined]
+        return trainer
+
+
+@contextmanager
+def _logged(words: Sequence[str], log: Path, purpose: str) -> Iterator[ProgressLine]:
+    """Show one line of progress for a command, and append its output to a file, also that of its processes."""
+    command, failed = f"longce {shlex.join(words)}", True
     sys.stdout.flush()
+    streams = os.dup(1), os.dup(2)
+    with os.fdopen(os.dup(1), "w") as terminal, log.open("a") as file, redirect_stdout(file), redirect_stderr(file):
+        line = ProgressLine(purpose, terminal)
+        file.write(f"$ {command}\n")
+        file.flush()
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+        try:
+            yield line
+            failed = False
+        except (Exception, SystemExit) as error:
+            file.flush()
+            last = "\n".join(log.read_text(errors="replace").splitlines()[-8:])
+            note = f"The command was: {command}\nThe last lines of its output, in {log}:\n{last}"
+            if isinstance(error, SystemExit):  # the output has the message
+                raise ValueError(note) from error
+            error.add_note(note)
+            raise
+        finally:
+            file.write("\n")
+            file.flush()
+            for descriptor, stream in zip((1, 2), streams, strict=True):
+                os.dup2(stream, descriptor)
+                os.close(stream)
+            line.end(failed=failed)
+
+
+def _fit(config: str, options: Sequence[str], version: str | None = None) -> list[str]:
+    """Return the words of ``longce fit`` with a config of the quickstart."""
+    words = ["fit", "-c", str(CONFIGS / "base.yaml"), "-c", str(CONFIGS / "quickstart" / f"{config}.yaml"), *options]
+    return words if version is None else [*words, "--trainer.logger.init_args.version", version]
+
+
+def _find_text(data: Any) -> str:
+    """Return the text of the document to show, or of the first one."""
+    texts = {
+        name.split()[0]: text
+        for batch in data.val_dataloader()
+        for name, text in zip(batch["names"], batch["text"], strict=True)
+    }
+    return texts.get(DOCUMENT, next(iter(texts.values())))

@@ -1,6 +1,5 @@
 """``longce select``: select documents of a corpus by their scores, and compute weights of their sources."""
 
-import ast
 import importlib
 import json
 import math
@@ -11,11 +10,14 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
+import duckdb
+import numpy as np
 import pandas as pd
 import pyarrow
 import pyarrow.compute as pc
 import pyarrow.parquet
 import yaml
+from numpy.typing import NDArray
 
 from lightning_modules.commands.select_config import SelectConfig
 from lightning_modules.scoring.corpus.shards import PER_TOKEN, SUCCESS, ScoreShards
@@ -27,17 +29,13 @@ _WRITTEN_TOGETHER = 64  # documents
 _MAX_NAMED, _MAX_EXCERPT = 3, 40  # documents named in a warning, and characters of the key of each
 MEANS = ("key_token_ratio", "benefit_mean", "benefit_positive", "longppl", "perplexity")
 _MAX_ROWS = 40  # of a table
-_IN_CONDITIONS = (
-    *(ast.Expression, ast.Compare, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.Name, ast.Constant),
-    *(ast.Eq, ast.NotEq, ast.Gt, ast.GtE, ast.Lt, ast.LtE, ast.boolop, ast.unaryop),
-    *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Load),
-)
+_ROW = "row of the table"  # a name that no column has
 
 
 def select(scores: str, **options: object) -> str:
     """Select documents by the scores that `longce predict` wrote, and return tables by source, as text.
 
-    Options are the fields of `SelectConfig`. Failed documents and documents without a value never pass.
+    Options are the fields of `SelectConfig`. Failed documents never pass.
     """
     config = SelectConfig(**options)  # type: ignore[arg-type]
     shards = ScoreShards(scores)
@@ -45,7 +43,7 @@ def select(scores: str, **options: object) -> str:
     _check_options(shards, config)
     table = _read_scores(shards, config)
     documents = table.to_pandas()
-    passes = documents["error"].isna() & (config.where is None or meets_conditions(documents, config.where))
+    passes = documents["error"].isna() & (config.where is None or meets_conditions(table, config.where))
     documents = documents.assign(source=_source_of_each(table, config.by), selected=passes)
     if config.top is not None:
         documents["selected"] &= _is_in_top(documents, config.rank_by, config.top)
@@ -76,12 +74,12 @@ def _check_options(shards: ScoreShards, config: SelectConfig) -> None:
     for file in filter(None, (config.output, config.weights)):
         writable_folder(Path(file).absolute().parent, remedy="Choose another file.")
     if config.where is not None:
-        meets_conditions(shards.schema().empty_table().to_pandas(), config.where)
+        meets_conditions(shards.schema(_list_columns(shards)).empty_table(), config.where)
 
 
 def _read_scores(shards: ScoreShards, config: SelectConfig) -> pyarrow.Table:
     """Read the needed columns: all but per-token values if documents are written, or else those that are used."""
-    columns = [name for name in shards.schema().names if name not in PER_TOKEN]
+    columns = _list_columns(shards)
     if config.output is None or config.output.endswith(".txt"):
         needed = {*("key", "file", "row", "error", "tokens"), *MEANS, config.rank_by, config.by}
         where = config.where or ""
@@ -90,62 +88,41 @@ def _read_scores(shards: ScoreShards, config: SelectConfig) -> pyarrow.Table:
     return pyarrow.Table.from_batches(batches, shards.schema(columns).remove_metadata())
 
 
+def _list_columns(shards: ScoreShards) -> list[str]:
+    return [name for name in shards.schema().names if name not in PER_TOKEN]
+
+
 def _source_of_each(table: pyarrow.Table, by: str) -> pd.Series:
     if by == FOLDER:
         return pc.replace_substring_regex(table["file"], "/?[^/]*$", "").to_pandas().replace("", ".")
     return table[by].cast(pyarrow.string()).fill_null("-").to_pandas()
 
 
-def meets_conditions(documents: pd.DataFrame, where: str) -> pd.Series:
-    """Return which documents meet the conditions; documents without a value in one of the columns do not.
+def meets_conditions(documents: pyarrow.Table, where: str) -> NDArray[np.bool_]:
+    """Return which documents meet a condition in SQL, as DuckDB reads it, of their columns.
+
+    A comparison with a missing value is not met. The condition cannot read files.
 
     Example:
-        >>> meets_conditions(pd.DataFrame({"tokens": [9, 99]}), "tokens >= 50 and tokens != 60").tolist()
-        [False, True]
+        >>> meets_conditions(pyarrow.table({"tokens": [9, 99]}), "tokens > 50 and tokens = max(tokens) over ()")
+        array([False,  True])
     """
-    conditions = _Conditions(documents)
+    numbered = documents.append_column(_ROW, pyarrow.array(np.arange(len(documents))))
     try:
-        tree = conditions.visit(ast.parse(where.strip(), mode="eval"))
-        complete = documents[list(conditions.names)].dropna().infer_objects().rename(columns=conditions.names)
-        met = complete.eval(ast.unparse(tree), engine="python", resolvers=[{"true": True, "false": False}])
-        if not isinstance(met, pd.Series) or met.dtype != bool:
-            raise ValueError("it is not a comparison of columns")
-    except (SyntaxError, NameError, TypeError, ValueError, NotImplementedError) as error:
+        with duckdb.connect(config={"enable_external_access": False}) as database:
+            database.register("documents", numbered)
+            # Functions over several rows may return them in another order.
+            found = database.sql(f'SELECT ({where}) AS met, "{_ROW}" FROM documents')
+            if found.types[0] != "BOOLEAN":
+                raise ValueError(f"its value is {found.types[0]}, not true or false")
+            met = found.order(f'"{_ROW}"').to_arrow_table()["met"].fill_null(False)
+    except (duckdb.Error, ValueError) as error:
+        names = ", ".join(f'"{name}"' if "." in name else name for name in documents.column_names)
         raise ValueError(
-            f"`where` = '{where}' is not a valid condition ({error}). Write comparisons such as"
-            f" `tokens > 99 and key != 'a'` of these columns: {', '.join(documents)}."
+            f"`where` = '{where}' is not a valid condition ({error}). Write SQL such as `tokens > 99 and key != 'a'` of"
+            f" these columns: {names}."
         ) from error
-    return met.reindex(documents.index, fill_value=False)
-
-
-class _Conditions(ast.NodeTransformer):
-    """Transformer that gives columns `names` without dots for pandas, and refuses comparisons of different kinds."""
-
-    def __init__(self, documents: pd.DataFrame) -> None:
-        self.documents = documents
-        self.names: dict[str, str] = {}
-
-    def visit(self, node: ast.AST) -> ast.AST:
-        if isinstance(node, ast.Name | ast.Attribute) and (name := ast.unparse(node)) in self.documents:
-            return ast.Name(self.names.setdefault(name, f"column_{len(self.names)}"), ast.Load())
-        if not isinstance(node, _IN_CONDITIONS):
-            raise ValueError(f"`{ast.unparse(node) or type(node).__name__}` is not a comparison, and/or/not or + - * /")
-        if isinstance(node, ast.Compare):
-            kinds = {ast.unparse(operand): self._kind_of(operand) for operand in (node.left, *node.comparators)}
-            if len({*kinds.values()} - {"empty"}) > 1:
-                raise ValueError(", ".join(f"`{operand}` is {kind}" for operand, kind in kinds.items()))
-        return self.generic_visit(node)
-
-    def _kind_of(self, node: ast.expr) -> str:
-        """Return the kind of a column or constant; ``empty`` if it is unknown."""
-        node = getattr(node, "operand", node)  # a negative number
-        values = [node.value] if isinstance(node, ast.Constant) else []
-        if (name := ast.unparse(node)) in self.documents:
-            values = self.documents[name].dropna().head(1).tolist()
-        elif name in ("true", "false"):
-            values = [True]
-        kind = pd.api.types.infer_dtype(values, skipna=True)
-        return {"integer": "a number", "floating": "a number", "string": "text"}.get(kind, kind)
+    return met.to_numpy()
 
 
 def _is_in_top(documents: pd.DataFrame, rank_by: str, top: float) -> pd.Series:

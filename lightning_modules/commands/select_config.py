@@ -8,8 +8,8 @@ class SelectConfig:
     """Settings of `longce select`.
 
     Args:
-        where: Condition on columns with ``and``, ``or``, ``not``, arithmetic and parentheses, such as
-            ``key_token_ratio > 0.02 and tokens >= 32768``.
+        where: Condition on columns in SQL, such as ``key_token_ratio > 0.02 and tokens >= 32768``. For quantiles:
+            ``benefit_mean > quantile_cont(benefit_mean, 0.9) over (partition by source)``.
         top: Keep the documents with the largest `rank_by` among those that meet the conditions: a fraction up to 1
             (all), or a number of 2 or more.
         rank_by: Column that ranks documents, and whose mean per source is written to `weights`.

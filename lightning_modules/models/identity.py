@@ -65,8 +65,8 @@ def hub_commit(name: str, revision: str | None = None, *, fetched: bool = False)
 def _describe_failure(name: str, revision: str | None, error: Exception) -> str:
     reason = str(error).strip().splitlines()[0]
     return (
-        f"The model '{name}' (revision {revision or 'main'}) cannot be identified: {reason.rstrip('.')}. Give a"
-        " local folder with weights, or a hub id that exists and that this machine can reach or has in its cache."
+        f"The model '{name}' (revision {revision or 'main'}) cannot be identified: {reason.rstrip('.')}."
+        f" Download it where there is a network (`hf download {name}`), or give a local folder or another hub id."
     )
 
 

@@ -1,12 +1,24 @@
-"""The paper's optimizer and learning rate (Appendix A.2 of Fang et al., 2025)."""
+"""The optimizer and the learning rate: the paper's (Appendix A.2 of Fang et al., 2025), and how to change them."""
 
-from collections.abc import Iterable
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.cli import ReduceLROnPlateau as MonitoringReduceLROnPlateau
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LinearLR
+from torch.optim.lr_scheduler import LambdaLR, LinearLR, ReduceLROnPlateau
+from transformers import SchedulerType, get_scheduler
+from typing_extensions import override
+
+from lightning_modules.functional.checks import check_count
 
 # Class and arguments, so that they can be written to a saved config.
 OPTIMIZER: dict[str, Any] = {
@@ -18,6 +30,14 @@ LR_SCHEDULER: dict[str, Any] = {
     "init_args": {"start_factor": 0.05, "total_iters": 19},
 }
 
+_SCHEDULES = sorted({one.value for one in SchedulerType} - {"reduce_lr_on_plateau", "greedy", "constant_with_warmup"})
+
+_UNSUPPORTED: dict[type, str] = {
+    LearningRateFinder: "train short runs with several `--model.optimizer.lr`",
+    BatchSizeFinder: "set `data.batch_size` by the memory that `longce plan` estimates",
+}
+"""What to use instead of callbacks that change an attribute which the module or the data module does not have."""
+
 
 def default_optimizer(parameters: Iterable[Tensor]) -> Optimizer:
     """Return the paper's AdamW."""
@@ -27,3 +47,151 @@ def default_optimizer(parameters: Iterable[Tensor]) -> Optimizer:
 def default_lr_scheduler(optimizer: Optimizer) -> LinearLR:
     """Return the paper's schedule: a warm-up over 20 steps, then a constant learning rate."""
     return LinearLR(optimizer, **LR_SCHEDULER["init_args"])
+
+
+class WarmupSchedule(LambdaLR):
+    """Learning rate schedule of transformers' ``get_scheduler``, in optimizer steps.
+
+    Args:
+        optimizer: Optimizer whose learning rates are the largest of the schedule.
+        name: ``constant``, ``linear``, ``cosine``, ``warmup_stable_decay`` or another name of transformers.
+        warmup_steps: Steps of the linear warm-up; the first of them has a learning rate of 0.
+        total_steps: Step at which the decay ends, by default the ``trainer.max_steps`` of a `LongContextLM`.
+        arguments: Further arguments of the schedule, such as ``{num_decay_steps: 50}``.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        name: str,
+        warmup_steps: int = 0,
+        total_steps: int | None = None,
+        arguments: dict[str, Any] | None = None,
+    ) -> None:
+        if name not in _SCHEDULES:
+            raise ValueError(f"`lr_scheduler.name` must be one of {', '.join(_SCHEDULES)}, got '{name}'.")
+        check_count("`lr_scheduler.warmup_steps`", warmup_steps, minimum=0)
+        check_count("`lr_scheduler.total_steps`", 1 if total_steps is None else total_steps)
+        self.schedule, self.warmup_steps, self.total_steps = name, warmup_steps, total_steps
+        self.arguments = arguments or {}
+        super().__init__(optimizer, self._factor(sys.maxsize if total_steps is None else total_steps))
+
+    def end_at(self, max_steps: int) -> None:
+        """Set the default of ``total_steps``; it is -1 if the trainer has no limit."""
+        total = max_steps if self.total_steps is None else self.total_steps
+        if self.schedule not in ("constant", "inverse_sqrt"):
+            if total < 0:
+                raise ValueError(
+                    f"The schedule '{self.schedule}' must know its last step: set `trainer.max_steps`, or `total_steps`"
+                    " of the schedule."
+                )
+            if total < (needed := self.warmup_steps + self.arguments.get("num_decay_steps", 0)):
+                raise ValueError(
+                    f"The schedule '{self.schedule}' has {needed} steps of warm-up and decay, more than its total of"
+                    f" {total}: lower `warmup_steps` or `num_decay_steps`, or train for more steps."
+                )
+        self.lr_lambdas = [self._factor(total)] * len(self.lr_lambdas)
+
+    def _factor(self, total_steps: int) -> Callable[[int], float]:
+        """Return the function from a step to the factor of the learning rate."""
+        name = "constant_with_warmup" if self.schedule == "constant" else self.schedule
+        try:
+            schedule = get_scheduler(
+                name, torch.optim.SGD([torch.zeros(1)]), self.warmup_steps, total_steps, self.arguments
+            )
+        except TypeError as error:  # for arguments that are unknown or missing
+            message = f"`lr_scheduler.arguments` {self.arguments} do not fit '{name}': {error}."
+            raise ValueError(message) from error
+        return schedule.lr_lambdas[0]
+
+
+@dataclass(frozen=True)
+class ParameterGroups:
+    """Settings of the optimizer that differ between parameters.
+
+    Args:
+        decay_norms_and_biases: Whether the optimizer's weight decay also applies to norms and biases.
+        learning_rates: Learning rates by a regular expression for parameter names, such as ``{embed_tokens: 1e-5}``;
+            the first that matches is used. Schedules scale them like the optimizer's own.
+    """
+
+    decay_norms_and_biases: bool = False
+    learning_rates: dict[str, float] = field(default_factory=dict)
+
+    def split(self, parameters: Iterable[tuple[str, Tensor]]) -> list[dict[str, Any]]:
+        """Return the groups of named parameters for an optimizer."""
+        groups: dict[str, dict[str, Any]] = {}
+        unused = set(self.learning_rates)
+        for name, parameter in parameters:
+            pattern = next((one for one in self.learning_rates if re.search(one, name)), "")
+            unused.discard(pattern)
+            exempt = parameter.ndim < 2 and not self.decay_norms_and_biases
+            label = ", ".join(filter(None, (pattern, "norms and biases" if exempt else ""))) or "weights"
+            group = groups.setdefault(label, {"name": label, "params": []})
+            group["params"].append(parameter)
+            if pattern:
+                group["lr"] = self.learning_rates[pattern]
+            if exempt:
+                group["weight_decay"] = 0.0
+        if unused:
+            raise ValueError(
+                f"`parameter_groups.learning_rates` '{min(unused)}' matches no trained parameter: correct it, or train"
+                " the parameter."
+            )
+        return list(groups.values())
+
+
+class Optimization(Callback):
+    """Makes the optimizer and the schedule of a module, and steps schedules that need a metric.
+
+    Lightning would step those after a number of batches, whether or not there was an evaluation.
+    """
+
+    def __init__(
+        self,
+        optimizer: OptimizerCallable,
+        lr_scheduler: LRSchedulerCallable,
+        groups: ParameterGroups | None,
+    ) -> None:
+        self._make_optimizer, self._make_lr_scheduler, self._groups = optimizer, lr_scheduler, groups
+
+    def check(self, trainer: Trainer) -> None:
+        """Raise a ``ValueError`` for settings that cannot work, before the model is loaded."""
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if (remedy := _UNSUPPORTED.get(type(callback))) is not None:
+                raise ValueError(
+                    f"`{type(callback).__name__}` does not support `LongContextLM`: remove it, and {remedy}."
+                )
+        self._configure([torch.zeros(1, 1)], trainer.max_steps)
+
+    def configure(self, module: LightningModule) -> OptimizerLRScheduler:
+        """Return what ``configure_optimizers`` of the module must return."""
+        trainable = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+        groups = self._groups.split(trainable) if self._groups else [parameter for _, parameter in trainable]
+        return self._configure(groups, module.trainer.max_steps)
+
+    def _configure(self, parameters: Any, max_steps: int) -> OptimizerLRScheduler:
+        optimizer = self._make_optimizer(parameters)
+        scheduler = self._make_lr_scheduler(optimizer)
+        config: Any = {"scheduler": scheduler, "interval": "step"}
+        if isinstance(scheduler, WarmupSchedule):
+            scheduler.end_at(max_steps)
+        if isinstance(scheduler, ReduceLROnPlateau):
+            if not isinstance(scheduler, MonitoringReduceLROnPlateau):
+                raise ValueError(
+                    "`lr_scheduler` ReduceLROnPlateau must name its metric: use"
+                    " `lightning.pytorch.cli.ReduceLROnPlateau` with `monitor: val/longppl`."
+                )
+            config |= {"monitor": scheduler.monitor, "frequency": sys.maxsize}  # `on_validation_end` steps it
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for config in trainer.lr_scheduler_configs:
+            if config.reduce_on_plateau and not trainer.sanity_checking and config.frequency == sys.maxsize:
+                if config.monitor not in trainer.callback_metrics:
+                    raise ValueError(
+                        f"`lr_scheduler` monitors '{config.monitor}', which the evaluation has not logged: set"
+                        f" `monitor` to one of {sorted(trainer.callback_metrics)}."
+                    )
+                config.scheduler.step(trainer.callback_metrics[config.monitor])  # type: ignore[arg-type]

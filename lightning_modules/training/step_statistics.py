@@ -50,23 +50,25 @@ class TrainingStatistics:
         batch = torch.stack([value.double() for value in sums])
         self._sums = batch if self._sums is None else self._sums + batch
 
-    def compute(self, strategy: Strategy, norm: Tensor) -> dict[str, Tensor]:
-        """Return the means as float32 scalars on CPU by name, and the ``gradient_norm``; every process must call it.
+    def compute(self, strategy: Strategy, norm: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the means as float32 scalars on CPU by name; every process must call it.
 
-        ``step_tokens`` are the input tokens.
+        ``step_tokens`` are the input tokens, and ``gradient_norm`` is the given ``norm`` of the gradients, copied to
+        the CPU together with the sums.
         """
         assert self._sums is not None, "there is a batch before each optimizer step"
         group = sequence_group(strategy)
         # The progress bar and loggers read the means, and would wait for an accelerator each time.
         sums = strategy.reduce(self._sums, reduce_op="sum")
-        *sums, norm = torch.cat([sums, norm.to(sums, non_blocking=True)[None]]).cpu().unbind()
+        norm = sums.new_tensor(math.nan) if norm is None else norm.to(sums, non_blocking=True)
+        *values, norm = torch.cat([sums, norm[None]]).cpu().unbind()
         # Each process of a sequence group counts whole sequences, so every token is counted `size` times.
         loss, nll, tokens, weights, above, capped, squares, step_tokens = (
-            value / (1 if group is None else group.size) for value in sums
+            value / (1 if group is None else group.size) for value in values
         )
         # If all weights are 0, the gradient is 0 and any divisor will do.
         self.step_divisor = weights.where(weights > 0, 1.0) if self.objective.normalized else tokens.clamp(min=1)
-        values = {
+        means = {
             "loss": loss / self.step_divisor,
             "perplexity": torch.exp(nll / tokens),
             "gradient_norm": norm,
@@ -74,14 +76,14 @@ class TrainingStatistics:
         }
         has_weights = self.objective.uses_short_context or self.objective.uses_stored_influence
         if has_weights:
-            values["weight_mean"] = weights / tokens
+            means["weight_mean"] = weights / tokens
         if has_weights and not self.drawn:
-            values["weight_above_1"] = above / tokens
+            means["weight_above_1"] = above / tokens
             # Kish's effective sample size as a fraction: a mean over this many equal weights would be as noisy.
-            values["weight_effective_share"] = weights.square() / (squares * tokens).clamp(min=1e-300)
+            means["weight_effective_share"] = weights.square() / (squares * tokens).clamp(min=1e-300)
         if self.objective.largest_weight is not None and not self.drawn:
-            values["weight_at_cap"] = capped / tokens
-        return {name: value.float() for name, value in values.items()}
+            means["weight_at_cap"] = capped / tokens
+        return {name: value.float() for name, value in means.items()}
 
     def reset(self) -> None:
         """Start the next optimizer step."""

@@ -5,7 +5,9 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """Convert a value for JSON: null for NaN and infinity, text for objects."""
+    """Convert a value for JSON: null for NaN and infinity, objects of named tuples, text for other objects."""
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = value._asdict()
     if isinstance(value, dict):
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -1,23 +1,25 @@
 """Write reports with headings, text, tables and figures, as Markdown and as self-contained HTML."""
 
 import base64
+import hashlib
 import html
 import json
 import re
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.utilities.plain_json import plain
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-table { border-collapse: collapse; margin: 1rem 0; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { border-bottom: 1px solid #ddd; padding: .25rem .6rem; text-align: left; vertical-align: top; }
-th { border-bottom: 2px solid #888; } img { max-width: 100%; } .wide { overflow-x: auto; }
-"""
 _CODE = re.compile(r"`([^`]+)`")
+_NUMBER = re.compile(r"-?[\d.,]*(%| [\[(±].*)?$")
+_HEAD = (
+    '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    '<meta name="color-scheme" content="light dark"><meta http-equiv="Content-Security-Policy" content="default-src '
+    "'none'; img-src data:; style-src '{style_hash}'\"><title>{title}</title><style>{style}</style>"
+)
 
 
 class Heading(NamedTuple):
@@ -101,27 +103,48 @@ def as_markdown_table(table: Table) -> str:
 
 
 def as_html(title: str, blocks: Sequence[Block], pictures: Mapping[str, str]) -> str:
-    """Format a report as one HTML file with embedded figures."""
+    """Format a report as one HTML file with embedded figures, which loads nothing and runs no script."""
     parts = [f"<h1>{html.escape(title)}</h1>"]
     for block in blocks:
         match block:
             case Heading(text):
                 parts.append(f"<h2>{html.escape(text)}</h2>")
             case Table(head, rows):
-                body = "".join(f"<tr>{_format_cells(row, 'td')}</tr>" for row in rows)
-                parts.append(f'<div class="wide"><table><tr>{_format_cells(head, "th")}</tr>{body}</table></div>')
+                kinds = [_column_kind(column) for column in zip(head, *rows, strict=True)]
+                body = "".join(f"<tr>{_format_cells(row, kinds, 'td')}</tr>" for row in rows)
+                parts.append(
+                    '<div class="wide" tabindex="0"><table>'
+                    f"<tr>{_format_cells(head, kinds, 'th')}</tr>{body}</table></div>"
+                )
             case Picture(name, caption):
                 content = base64.b64encode(pictures[name].encode()).decode()
                 image = f'<img alt="{html.escape(caption)}" src="data:image/svg+xml;base64,{content}">'
                 parts.append(f"<figure>{image}<figcaption>{html.escape(caption)}</figcaption></figure>")
             case text:
                 parts.append(f"<p>{_format_inline(text)}</p>")
-    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
-    return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>\n"
+    style = read_resource("theme.css") + read_resource("report.css")
+    head = _HEAD.format(style_hash=source_hash(style), title=html.escape(title), style=style)
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
 
 
-def _format_cells(row: Sequence[str], tag: str) -> str:
-    return "".join(f"<{tag}>{_format_inline(cell)}</{tag}>" for cell in row)
+def read_resource(name: str) -> str:
+    """Read a file of this package."""
+    return (files(__package__) / name).read_text(encoding="utf-8")
+
+
+def source_hash(source: str) -> str:
+    """Return the hash by which a page's content security policy allows its script or style."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
+
+
+def _column_kind(column: Sequence[str]) -> str:
+    """Return the style of a column: numbers are aligned to the right, and only long texts wrap."""
+    return "number" if all(map(_NUMBER.match, column[1:])) else "short" if max(map(len, column)) < 32 else "long"
+
+
+def _format_cells(row: Sequence[str], kinds: Sequence[str], tag: str) -> str:
+    cells = zip(row, kinds, strict=True)
+    return "".join(f'<{tag} class="{kind}">{_format_inline(cell)}</{tag}>' for cell, kind in cells)
 
 
 def _format_inline(text: str) -> str:

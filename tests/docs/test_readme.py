@@ -118,12 +118,16 @@ COMMANDS = {
     ),
     "longce data inspect -c ..": Reading(prints=r"(?s)sequences of 128 tokens.*\nsequence 0"),
     "longce plan -c .. --gpu H200": Reading("", "(?s)LongCE.*GiB"),
+    "longce fit .. --model my_module.TopLayers": Reading(elsewhere="tests/docs/test_customize.py"),
     "longce predict -c configs/base.yaml -c configs/score_corpus.yaml": SCORE_CORPUS,
     "longce select scores": Reading(prints="(?s)documents"),
     "longce inspect report.txt --evaluator E": Reading(SHORT, "report.txt.html", ("report.txt.html",)),
     "longce evaluate --model M --output runs/m": Reading(QUESTIONS, "passkey", ("runs/m/results.json",)),
     "longce correlate a.json b.json c.json scores.csv --output runs/c": Reading(
         prints="(?s)Pearson.*longppl|longppl.*Pearson", makes=("runs/c/correlation.json", "runs/c/report.html")
+    ),
+    "longce compare runs/longce/version_0 runs/longce/version_1 --output page.html": Reading(
+        elsewhere="tests/lightning_modules/commands/compare/test_compare.py"
     ),
     "longce reproduce miniature": MINIATURE,
     "longce --help": Reading(prints="usage: longce COMMAND"),
@@ -143,6 +147,15 @@ COMMANDS = {
     " --trainer.callbacks.output_dir scores": SCORE_CORPUS,
     'longce select scores --where "key_token_ratio > 0.02 and tokens >= 32768" --by source --output'
     " chosen.jsonl": Reading(prints="source"),
+    **{
+        f"longce fit -c .. {options}": Reading(elsewhere="tests/docs/test_customize.py")
+        for options in (
+            "--model.objective my_objective.Threshold",
+            "--data my_data.Texts --data.files 'books/*.txt' --data.tokenizer_name meta-llama/Llama-2-7b-hf",
+            "--model my_module.TopLayers --model.layers 4",
+            "--trainer.callbacks+ my_metric.LatePerplexity --trainer.callbacks.position 16384",
+        )
+    },
     "longce plan -c configs/base.yaml -c configs/experiments/longce_pg19.yaml --gpu H200 --gpus 8"
     " --price_per_gpu_hour 3.5": Reading("-c experiment.yaml", "(?s)LongCE.*GiB"),
 }

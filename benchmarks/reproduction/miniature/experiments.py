@@ -21,13 +21,13 @@ from benchmarks.reproduction.miniature.measure import METRICS
 from benchmarks.reproduction.miniature.plan import Results, SeedPlan
 from benchmarks.reproduction.miniature.settings import Miniature, Windows
 from benchmarks.reproduction.miniature.training import Measurement, ObjectiveName, Run
-from lightning_modules.commands.correlate.correlation import bootstrap_interval, pearson, spearman
 from lightning_modules.functional import (
     fit_power_law,
     key_token_mask,
     long_perplexity,
     short_context_windows,
 )
+from lightning_modules.statistics import correlate_values
 
 
 def run_experiments(results: Results) -> dict[str, Any]:
@@ -71,16 +71,15 @@ def _seed_correlations(results: Results, seed: SeedPlan) -> dict[str, Any]:
 
 
 def correlation(values: Sequence[float], accuracies: Sequence[float]) -> dict[str, Any]:
-    """Return Pearson's and Spearman's correlation with bootstrap intervals, or the reason why they are missing."""
+    """Return Pearson's and Spearman's correlation with their intervals, or the reason why they are missing."""
+    found: dict[str, Any] = {}
     try:
-        return {
-            "pearson": pearson(values, accuracies),
-            "spearman": spearman(values, accuracies),
-            "pearson_interval": list(bootstrap_interval(values, accuracies, "pearson")),
-            "spearman_interval": list(bootstrap_interval(values, accuracies)),
-        }
+        for kind in ("pearson", "spearman"):
+            result = correlate_values(values, accuracies, kind)
+            found |= {kind: result.value, f"{kind}_interval": result.interval}
     except ValueError as error:
         return {"undefined": str(error)}
+    return found
 
 
 # ---------------------------------------------------------------------------------------------- B: Tables 3, 10, Fig. 7

@@ -66,7 +66,7 @@ def _correlations(experiment: dict[str, Any]) -> list[Block]:
         " (0, 0.5, 1), and in range, by the length of their rows. Extended ones have another RoPE base and no more"
         " training.",
         Picture("correlation", "Share of right answers against PPL and LongPPL, a point per model."),
-        "Correlation with accuracy, with bootstrap intervals (95 %) over models.",
+        "Correlation with accuracy over models, with 95% intervals.",
         _table(
             {"seed": number, "models": group, "metric": name, **seed["correlations"][group][metric]}
             for group in ("trained", "all")

@@ -4,6 +4,7 @@ import os
 import re
 import warnings
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ _MOVED = {
     "lightning_modules.sharding": "lightning_modules.training.fsdp",
 }
 """New names of modules that have moved."""
+
+_CLASS_KEYS = {"class_path", "init_args", "dict_kwargs"}
+"""Keys of a class in a config."""
 
 _OLD_PATH = re.compile(rf"\b(?<!\.)({'|'.join(map(re.escape, _MOVED))})(?=\.\w)")
 _OCTAL = re.compile(r"[-+]?0[0-7_]*[1-7][0-7_]*")
@@ -41,6 +45,27 @@ def check_config_files(arguments: Sequence[str]) -> None:
             _check_file(value)
         elif option.startswith("--") and value.startswith(("{", "[")):
             _check_collection(option, value)
+
+
+def names_model_class(arguments: Sequence[str]) -> bool:
+    """Return whether a command line or one of its configs names the class of the model, instead of only settings."""
+    for word, following in pairwise([*arguments, ""]):
+        option, _, value = word.partition("=")
+        value = value or following
+        if option in ("--model", "--model.class_path", "--model.help"):
+            if not (value.startswith("{") or os.path.isfile(value)):
+                return True
+        elif option in ("-c", "--config") and os.path.isfile(value):
+            config = yaml.load(Path(value).read_text(encoding="utf-8-sig"), Loader=get_yaml_default_loader())
+            parts = [config, *config.values()] if isinstance(config, dict) else []  # of one command, or of several
+            for model in [part["model"] for part in parts if isinstance(part, dict) and "model" in part]:
+                if isinstance(model, dict) and "class_path" in model and (misplaced := {*model} - _CLASS_KEYS):
+                    raise ValueError(
+                        f"'{value}': `model` names a class, so move {sorted(misplaced)} to its `init_args`."
+                    )
+                if isinstance(model, str) or (isinstance(model, dict) and "class_path" in model):
+                    return True
+    return False
 
 
 def rename_old_paths(text: str) -> str:

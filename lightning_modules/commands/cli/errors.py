@@ -1,10 +1,18 @@
 """Error reports: what went wrong and how to fix it, or the traceback of an unexpected error."""
 
+import difflib
 import os
+import pydoc
 import re
 import sys
 import traceback
-from typing import NoReturn
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jsonargparse
+import yaml
+from typing_extensions import override
 
 from lightning_modules.utilities.errors import IncompleteError
 
@@ -17,6 +25,113 @@ _REMEDIES = {
     ),
 }
 """Advice for errors of torch, by a pattern of their message."""
+
+
+_NOISE = (
+    r"(- )?(Does not validate|Subtypes: |Errors:|Given value type|Given value: (.*Namespace\(|.{200})"
+    r"|Subclass types expect|a class path|a dict |Expected a <class '(NoneType|bool|.*Iterable)'>)"
+)
+"""Lines of jsonargparse's errors that repeat the value, or list what else it could have been."""
+
+
+class ConciseParser(jsonargparse.ArgumentParser):
+    """Parser whose errors are one line: the unknown name, its config file and the nearest name, but no usage."""
+
+    def __init__(self, *arguments: Any, allow_abbrev: bool = False, **settings: Any) -> None:
+        super().__init__(*arguments, allow_abbrev=allow_abbrev, **settings)
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:  # the parser of a class in a config: the one of the command reports it
+            super().error(message, ex)
+        message = re.sub(r"\. Got value: Namespace\(.*", ".", message)
+        lines = [line.strip() for line in message.splitlines()]
+        lines = [line.removeprefix("- ") for line in lines if not re.match(_NOISE, line)] or lines
+        short = re.sub(r"an? <class '(\w+)'>", r"\1", " ".join(lines))
+        if key := re.match(r'Parser key "([\w.]+)":', short):
+            short = f"{_find_in_configs(self.args, key[1])}`{key[1]}`:{short[key.end() :]}"
+        stop_with_usage(self._describe_unknown_name(message) or short)
+
+    def _describe_unknown_name(self, message: str) -> str | None:
+        """Return an error for an unknown option, key, parameter or class, or None if the message is another one."""
+        for pattern, list_known in (
+            (r"class_path '(?P<owner>[\w.]+)':\s+Option '(?P<name>\w+)'", _list_parameters),
+            (r"module '(?P<owner>[\w.]+)' has no attribute '(?P<name>\w+)'", _list_classes),
+            (r"(?P<owner>)unrecognized arguments: --(?P<name>[\w.]+)", lambda _: _list_options(self)),
+            (r"(?P<owner>)ption '(?P<name>[\w.]+)'( is not accepted|$)", lambda _: _list_options(self)),
+        ):
+            if found := re.search(pattern, message):
+                owner, name = found["owner"], found["name"]
+                key = re.match(r'Parser key "([\w.]+)"', message)
+                place = _find_in_configs(self.args, name, below=key[1] if key else "")
+                dashes = "" if owner or place else "--"
+                what = f"`{owner}` has no" if owner else "unknown option"
+                return f"{place}{what} `{dashes}{name}`.{suggest_nearest(name, list_known(owner), dashes)}"
+        return None
+
+
+def suggest_nearest(name: str, known: Iterable[str], dashes: str = "") -> str:
+    """Return a hint for an unknown name: the most similar known name, or all if they are few."""
+    names = sorted(known)
+    if near := difflib.get_close_matches(name, names, n=1):
+        return f" Did you mean `{dashes}{near[0]}`?"
+    return f" Known: {', '.join(names)}." if len(names) <= 30 else " `longce COMMAND --help` lists the options."
+
+
+def stop_with_usage(message: str) -> NoReturn:
+    """Print an error of the command line or a config in one line, and exit with status 2."""
+    if os.environ.get("LONGCE_TRACEBACK"):
+        traceback.print_exc()
+    sys.stderr.write(f"longce: error: {message}\n")
+    sys.exit(2)
+
+
+def _list_options(parser: jsonargparse.ArgumentParser) -> set[str]:
+    """Return the names of all options of a parser and of its subcommands."""
+    names = {option.removeprefix("--") for action in parser._actions for option in action.option_strings}
+    for action in parser._actions:
+        for subparser in getattr(action, "_name_parser_map", {}).values():
+            names |= _list_options(subparser)
+    return names
+
+
+def _list_parameters(class_path: str) -> list[str]:
+    """Return the names of the parameters of a class, also of those that it passes on as keywords."""
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(pydoc.locate(class_path), fail_untyped=False)
+    return list(parser.get_defaults().keys())
+
+
+def _list_classes(module: str) -> list[str]:
+    found = pydoc.locate(module)
+    return getattr(found, "__all__", None) or [name for name in dir(found) if name[:1].isupper()]
+
+
+def _find_in_configs(words: Sequence[str], name: str, *, below: str = "") -> str:
+    """Return ``FILE, line N: `` if a config of a command line has a name below a key, otherwise an empty text."""
+    if any(word.startswith("--") and name in word for word in words):
+        return ""
+    for word in reversed(words):  # later configs override earlier ones
+        file = Path(word.partition("=")[2] or word)
+        if file.suffix in (".yaml", ".yml") and file.is_file():
+            for path, line in _walk_yaml(yaml.compose(file.read_text(encoding="utf-8-sig"))):
+                if path.startswith(f".{below}") and path.endswith(f".{name}"):
+                    return f"{file}, line {line}: "
+    return ""
+
+
+def _walk_yaml(node: yaml.Node | None, path: str = "") -> Iterator[tuple[str, int]]:
+    """Yield the line of each key and value by its path; a value is the last part of its path."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            here = f"{path}.{key.value.removesuffix('+')}"
+            yield here, key.start_mark.line + 1
+            yield from _walk_yaml(value, here)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _walk_yaml(item, path)
+    elif node is not None:
+        yield f"{path}.{node.value}", node.start_mark.line + 1
 
 
 def stop_with(error: Exception) -> NoReturn:
@@ -66,7 +181,7 @@ def _exit_with_message(error: BaseException, *, status: int) -> NoReturn:
         traceback.print_exc()
     cause = _root_cause(error)
     message = "\n".join([str(cause) or type(cause).__name__, *getattr(cause, "__notes__", [])])
-    sys.stderr.write(f"longce: error: {message}\n(Set LONGCE_TRACEBACK=1 for the traceback.)\n")
+    sys.stderr.write(f"longce: error: {message}\n")
     sys.exit(status)
 
 

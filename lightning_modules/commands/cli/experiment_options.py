@@ -1,13 +1,13 @@
 """Options of the commands that read the configs of ``longce fit``, checked before torch is imported."""
 
 import argparse
-import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jsonargparse
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from lightning_modules.commands.cli.errors import stop_with_usage, suggest_nearest
 from lightning_modules.scoring.config import InfluenceConfig
 
 _COMMON = (
@@ -64,7 +64,7 @@ def accept_saved_config(parser: Any) -> None:
 
 
 def check_options(words: Sequence[str], add_options: Callable[[Any], None] | None = None) -> None:
-    """Print the help of a command, or raise an error for unknown options that suggests the closest known one.
+    """Print the help of a command, or stop at an unknown option and suggest the nearest one.
 
     The commands of LightningCLI print their own help and have no ``add_options``.
     """
@@ -81,7 +81,5 @@ def check_options(words: Sequence[str], add_options: Callable[[Any], None] | Non
     for word in words:
         option, _, _ = word.partition("=")
         name = option.removeprefix("--").partition(".")[0].removesuffix("+")
-        if option.startswith("--") and not any(other.startswith(name) for other in known):
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean `--{close[0]}`?" if close else f" Known options: {', '.join(known)}."
-            raise ValueError(f"Unknown option `{option}`.{hint}")
+        if option.startswith("--") and name not in known:
+            stop_with_usage(f"unknown option `{option}`.{suggest_nearest(name, known, '--')}")

@@ -2,13 +2,13 @@
 
 import argparse
 import logging
-import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jsonargparse
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -16,7 +16,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tqdm.contrib.logging import logging_redirect_tqdm
 from typing_extensions import override
 
+from lightning_modules.commands.cli.config_files import names_model_class
 from lightning_modules.commands.cli.experiment_options import accept_saved_config
+from lightning_modules.commands.cli.experiment_parser import ExperimentParser
 from lightning_modules.commands.influence import InfluenceTrainer
 from lightning_modules.commands.plan.plan import plan_run
 from lightning_modules.functional.checks import MAX_PROCESSES, check_count
@@ -56,21 +58,11 @@ _CKPT_PATH_HELP = (
 )
 
 
-class ConciseParser(LightningArgumentParser):
-    """Parser whose errors omit the config and the list of all types that were tried."""
-
-    @override
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        message = re.sub(r"\. Got value: Namespace\(.*", ".", message)
-        noise = r"Does not validate|Subtypes: |Errors:|Given value type|Given value: (.*Namespace\(|.{200})"
-        noise += r"|- Expected a <class '(NoneType|bool|.*Iterable)'>"
-        lines = [line for line in message.splitlines() if not re.match(rf"\s*({noise})", line)]
-        message = "\n".join(lines) if len(lines) > 1 else message
-        super().error(message, ex)
-
-
 class LongceCLI(LightningCLI):
-    """LightningCLI in which the command line takes precedence over everything, including the checkpoint."""
+    """LightningCLI in which the command line takes precedence over everything, including the checkpoint.
+
+    ``model`` holds the settings of a `LongContextLM`, or class and settings of any LightningModule.
+    """
 
     def __init__(self, args: ArgsType = None, run: bool = True, **settings: Any) -> None:
         logging.getLogger("lightning").handlers.clear()  # the root logger prints its messages already
@@ -78,20 +70,21 @@ class LongceCLI(LightningCLI):
         self.training_run = Run()
         self.identity = RunIdentity()
         self._requested_checkpoint: str | None = None  # --ckpt_path, as it was given
+        words: Any = sys.argv[1:] if args is None else args
+        self._names_class = isinstance(words, list) and names_model_class(words)
         try:
             super().__init__(
-                LongContextLM,
+                LightningModule if self._names_class else LongContextLM,
+                subclass_mode_model=self._names_class,
                 args=args,
                 run=run,
                 auto_configure_optimizers=False,
                 save_config_callback=None,  # `Run` saves it
-                # The data modules shard documents and sequences themselves, without repeating any.
                 trainer_defaults={
-                    "use_distributed_sampler": False,
                     "callbacks": [RunMember(self.training_run), RandomStates(), self.preemption, self.identity],
                     "enable_model_summary": False,  # a single row; `RunIdentity` logs the number of parameters
                 },
-                parser_class=ConciseParser,
+                parser_class=ExperimentParser,
                 parser_kwargs={"prog": "longce"},
                 **settings,
             )
@@ -101,13 +94,19 @@ class LongceCLI(LightningCLI):
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Name the default optimizer and schedule by their classes: a saved config cannot hold the functions."""
-        parser.set_defaults({"model.optimizer": OPTIMIZER, "model.lr_scheduler": LR_SCHEDULER})
+        defaults = {"optimizer": OPTIMIZER, "lr_scheduler": LR_SCHEDULER}
+        if self._names_class:  # configs may set options of the default class before the one that names another class
+            path = f"{LongContextLM.__module__}.{LongContextLM.__name__}"
+            parser.set_defaults({"model": {"class_path": path, "init_args": defaults}})
+        else:
+            parser.set_defaults({f"model.{name}": value for name, value in defaults.items()})
 
     @override
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         """Replace Lightning's help for the commands and for ``--ckpt_path``, which works differently here."""
         kwargs["description"] = _DESCRIPTIONS.get(subcommand, kwargs.get("description"))
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        parser.usage = f"longce {subcommand} -c CONFIG [-c CONFIG ..] [--KEY VALUE ..]"
         for action in parser._actions:
             if action.dest == "ckpt_path" and action.help is not argparse.SUPPRESS:
                 action.help = _CKPT_PATH_HELP
@@ -145,8 +144,11 @@ class LongceCLI(LightningCLI):
         callbacks = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
         if options.get("enable_progress_bar") is not False and not any(isinstance(x, ProgressBar) for x in callbacks):
             callbacks.append(StepProgress())
+        # Our data modules shard documents and sequences themselves, without repeating any.
+        sampler = options.use_distributed_sampler and not getattr(self.datamodule, "shards_itself", False)
+        given = {"plugins": plugins, "callbacks": callbacks, "use_distributed_sampler": sampler, **kwargs}
         try:
-            return super().instantiate_trainer(**{"plugins": plugins, "callbacks": callbacks, **kwargs})
+            return super().instantiate_trainer(**given)
         except TypeError as error:  # Lightning raises it for some wrong values
             raise ValueError(f"The settings of `trainer` are not valid: {error}") from error
 
@@ -162,15 +164,9 @@ class LongceCLI(LightningCLI):
             return
         check_strategy(self.trainer.strategy)
         fits, options = self.subcommand == "fit", self.config_init[self.subcommand]
-        rows = getattr(self.datamodule, "sequence_length", None) if fits else None
-        check_early(self.model, rows, sequence_parallel_size(self.trainer))
-        check_short_dtype(self.model, self.trainer.strategy)
+        if isinstance(self.model, LongContextLM):
+            self._check_model(self.model, fits=fits)
         if fits:
-            curriculum = getattr(self.datamodule, "curriculum", None)
-            if curriculum is not None and self.model.objective.uses_short_context:
-                check_context(self.model.context_length, self.model.stride, curriculum.sequence_length)
-            stored = getattr(self.datamodule, "influence", None)
-            check_influence(self.model.objective, stored and f"in '{stored}'")
             check_checkpoint_folders(self.trainer)
             if self.trainer.is_global_zero and not self._is_dry_run:
                 self.training_run.begin(owned_folders(self.trainer))
@@ -180,6 +176,19 @@ class LongceCLI(LightningCLI):
         logger = self._get(self.config, "trainer").logger
         options.ckpt_path = find_checkpoint(options.ckpt_path, self.trainer, logger, resume=fits)
         self._save_config(None if options.ckpt_path in (None, "best", "hpc") else Path(options.ckpt_path), logger)
+
+    def _check_model(self, model: LongContextLM, *, fits: bool) -> None:
+        """Check the model's settings against those of the data and of the trainer."""
+        rows = getattr(self.datamodule, "sequence_length", None) if fits else None
+        check_early(model, rows, sequence_parallel_size(self.trainer))
+        check_short_dtype(model, self.trainer.strategy)
+        if fits:
+            model.optimization.check(self.trainer)
+            curriculum = getattr(self.datamodule, "curriculum", None)
+            if curriculum is not None and model.objective.uses_short_context:
+                check_context(model.context_length, model.stride, curriculum.sequence_length)
+            stored = getattr(self.datamodule, "influence", None)
+            check_influence(model.objective, stored and f"in '{stored}'")
 
     @property
     def _is_dry_run(self) -> bool:
@@ -204,7 +213,7 @@ class LongceCLI(LightningCLI):
 
     def fit(self, **arguments: Any) -> None:
         """Train; after SIGTERM or Ctrl-C, print how to resume."""
-        if self.trainer.is_global_zero:
+        if self.trainer.is_global_zero and isinstance(self.model, LongContextLM):
             self.model.costs.planned = plan_run(self.model, self.config["fit"], self.trainer)
         try:
             with logging_redirect_tqdm():  # a message while a progress line is shown gets a line of its own
@@ -279,8 +288,8 @@ class PartCLI(LongceCLI):
     def make(self, name: str) -> Any:
         """Instantiate only the ``model`` or only the ``data`` of the config."""
         parser = jsonargparse.ArgumentParser()
-        if name == "model":
+        if name == "model" and not self._names_class:
             parser.add_class_arguments(LongContextLM, name)
         else:
-            parser.add_subclass_arguments(LightningDataModule, name)
+            parser.add_subclass_arguments(LightningModule if name == "model" else LightningDataModule, name)
         return parser.instantiate(jsonargparse.Namespace({name: self.config[name]}))[name]

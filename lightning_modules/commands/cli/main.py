@@ -2,6 +2,7 @@
 
 import logging
 import multiprocessing
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -10,7 +11,8 @@ from importlib.metadata import version
 import jsonargparse
 
 from lightning_modules.commands.cli.config_files import check_config_files, rename_old_paths, use_checked_yaml
-from lightning_modules.commands.cli.errors import stop_with
+from lightning_modules.commands.cli.errors import stop_with, stop_with_usage, suggest_nearest
+from lightning_modules.commands.cli.hub import configure_hub
 from lightning_modules.commands.cli.registry import COMMANDS, run_experiment
 from lightning_modules.utilities.orphans import end_with_launcher
 from lightning_modules.utilities.user_modules import find_user_modules, user_modules
@@ -32,13 +34,15 @@ commands:
   select      select documents of a scored corpus, and weight its sources for a mixture
   data        `data inspect`: show packed training sequences as text, with document boundaries
   influence   compute LongCE token weights with an evaluator, so that training needs no short-context pass
+  compare     compare runs of `fit`, or results of `score`: final numbers, curves, costs and settings
   correlate   correlate LongPPL and perplexity of many models with their benchmark scores
   export      convert a checkpoint of `fit` into a folder that transformers loads
   reproduce   repeat the paper's experiments: `miniature` with tiny models, `table1` .. `table12` with real ones
   launch      run any of these commands in several processes, and restart them after a crash
   plan        estimate FLOPs, time and memory of `fit` and of scoring, without weights or a GPU
 
-`longce COMMAND --help` lists the options of a command; `longce --version` prints the version."""
+`longce COMMAND --help` lists the options of a command; `longce --version` prints the version.
+LONGCE_TRACEBACK=1 shows where an error was raised."""
 
 # A spawned worker, or one forked from a server, imports this module and unpickles its work without calling `main`.
 if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -57,13 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.write(USAGE + "\n")
         sys.exit(0 if arguments else 2)
     if arguments[0] not in COMMANDS and not arguments[0].startswith("-"):
-        sys.stderr.write(f"longce: error: unknown command '{arguments[0]}'.\n\n{USAGE}\n")
-        sys.exit(2)
+        stop_with_usage(f"unknown command `{arguments[0]}`.{suggest_nearest(arguments[0], COMMANDS)}")
     try:
         use_checked_yaml()
         # Even an empty list makes jsonargparse enforce its own (`os`, `subprocess`, ..), as its version 5 always does.
         jsonargparse.set_parsing_settings(import_path_denylist=[])
         check_config_files(arguments)
+        configure_hub()
         with user_modules():
             COMMANDS.get(arguments[0], run_experiment)(arguments)
     except KeyboardInterrupt:
@@ -85,9 +89,9 @@ def _configure_messages() -> None:
     logging.getLogger("DeepSpeed").addFilter(_redirect_to_stderr)
     # bitsandbytes recommends a faster 4-bit kernel for CPUs, which hardly any run needs.
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit" not in record.getMessage())
-    # Lightning advertises other products at every start.
+    # Lightning advertises other products at every start, reports TPUs, and repeats settings.
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
-        lambda record: "Tip:" not in record.getMessage()
+        lambda record: not re.search("Tip:|TPU available|was configured so 100%", record.getMessage())
     )
     warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}\n"
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning calls a deprecated function of torch

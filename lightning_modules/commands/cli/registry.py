@@ -8,15 +8,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jsonargparse
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
+from lightning_modules.commands.cli.errors import ConciseParser
 from lightning_modules.commands.cli.experiment_options import (
     add_data_options,
     add_influence_options,
     add_plan_options,
     check_options,
 )
+from lightning_modules.commands.compare.options import compare_command
 from lightning_modules.commands.select_config import SelectConfig
 from lightning_modules.scoring.config import InspectConfig, ScoreConfig
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
@@ -32,7 +33,7 @@ def score_command(arguments: Sequence[str]) -> None:
     parser.add_argument("files", nargs="+", type=str, help="UTF-8 text files, one document each.")
     options = _parse_options(parser, arguments)
     for file in options["files"]:
-        read_text(file)
+        read_text(file, may_be_blank=len(options["files"]) > 1)
     from lightning_modules.scoring.score import score, table
 
     sys.stdout.write(table(score(**options)) + "\n")
@@ -159,7 +160,7 @@ def reproduce_command(arguments: Sequence[str]) -> None:
 
 def _make_parser(command: str, description: str, settings: type | None = None, *, skip: Sequence[str] = ()) -> Any:
     """Return the parser of a command, with an option for each field of its settings except those in ``skip``."""
-    parser = jsonargparse.ArgumentParser(prog=f"longce {command}", description=description)
+    parser = ConciseParser(prog=f"longce {command}", description=description)
     if settings is not None:
         parser.add_argument("-c", "--config", action="config", help="YAML file with options of this command.")
         parser.add_class_arguments(settings, skip=set(skip), as_positional=False)
@@ -242,7 +243,7 @@ def quickstart_command(arguments: Sequence[str]) -> None:
     check_options(arguments[1:])
     from lightning_modules.commands.quickstart import quickstart
 
-    quickstart(run_experiment, arguments[1:])
+    quickstart(arguments[1:])
 
 
 def run_experiment(arguments: Sequence[str]) -> Any:
@@ -301,6 +302,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {
     "select": select_command,
     "export": export_command,
     "harness": harness_command,
+    "compare": compare_command,
     "correlate": correlate_command,
     "data": data_command,
     "quickstart": quickstart_command,

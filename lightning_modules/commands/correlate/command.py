@@ -10,14 +10,26 @@ from typing import Any, NamedTuple
 import matplotlib
 from matplotlib.figure import Figure
 
-from lightning_modules.commands.correlate.correlation import MIN_MODELS, Interval, bootstrap_interval, pearson, spearman
 from lightning_modules.commands.correlate.models import choose_names, join
 from lightning_modules.commands.correlate.result_files import read_results
+from lightning_modules.statistics import (
+    MIN_FOR_INTERVAL,
+    MIN_MODELS,
+    Correlation,
+    CorrelationDifference,
+    compare_correlations,
+    correlate_values,
+)
 from lightning_modules.utilities.files import writable_folder
 from lightning_modules.visualization.images import as_svg
 from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_text_table, write_report
 
-_HEAD = ("score", "metric", "models", "Pearson [95 %]", "Spearman [95 %]")
+_HEAD = ("score", "metric", "models", "Pearson [95%]", "Spearman [95%]")
+_DIFFERENCES = ("score", "difference", "models", "Pearson [95%], p", "Spearman [95%], p")
+_EXPLAINED = (
+    "Differences between two metrics over the same models, with Zou's 95% intervals and the p-values of Williams' test."
+    " Below 0, the first metric has the stronger (negative) correlation."
+)
 _STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "longce"}
 _MARKERS = "osD^v<>pP*Xh"
 _COLORS = [f"C{number}" for number in range(10)]
@@ -35,7 +47,8 @@ def correlate(
 ) -> str:
     """Correlate LongPPL and perplexity of many models with their benchmark scores; options of ``longce correlate``.
 
-    Returns a table of the correlations with 95 % bootstrap intervals over models, and why models are left out.
+    Returns a table of the correlations with their 95% intervals, a table of their differences between metrics, and why
+    models are left out.
     """
     models = join(read_results(files))
     values = models.values
@@ -49,22 +62,26 @@ def correlate(
         for score in against
     }
     table = Table(_HEAD, [_format_pair(pair) for pair in pairs])
+    differences = [_compare_metrics(values, score, chosen[0], other) for score in against for other in chosen[1:]]
+    compared = Table(_DIFFERENCES, [_format_difference(each) for each in differences if each.spearman is not None])
     left_out = _describe_left_out(pairs)
     columns = [*chosen, *against]
     cells = [(model, *(f"{own[name]:.4g}" if name in own else "" for name in columns)) for model, own in values.items()]
     blocks: list[Block] = [
-        "Correlations over models, with 95 % intervals of a bootstrap over models: they show how far a number depends"
-        " on the choice of models. Models of one family are not independent draws, so the true uncertainty is"
-        " larger. A lower perplexity should go with a higher score, so the best is -1.",
+        f"Correlations over models with 95% intervals, or with p-values for fewer than {MIN_FOR_INTERVAL} models."
+        " Models of one family are not independent draws, so the true uncertainty is larger. A lower perplexity should"
+        " go with a higher score, so the best is -1.",
         table,
+        *([_EXPLAINED, compared] if compared.rows else ()),
         *left_out,
         *(Picture(names[score], f"{score} against each perplexity, one point per model.") for score in against),
         Heading("Values"),
         Table(("model", *columns), cells),
     ]
-    numbers = {"pairs": [pair._asdict() for pair in pairs], "values": values, "files": list(files)}
+    numbers = {"pairs": pairs, "differences": differences, "values": values, "files": list(files)}
     write_report(folder, "Perplexities and benchmark scores", blocks, pictures, numbers, name="correlation")
-    printed = [as_text_table(table, left=range(len(_HEAD))), *left_out, f"Report: {folder / 'report.html'}"]
+    printed = [as_text_table(each, left=range(len(_HEAD))) + "\n" for each in (table, compared) if each.rows]
+    printed += [*left_out, f"Report: {folder / 'report.html'}"]
     return "\n".join(printed) + "\n"
 
 
@@ -76,10 +93,19 @@ class Pair(NamedTuple):
     models: list[str]
     left_out: dict[str, str]
     undefined: str = ""  # why the correlation is undefined
-    pearson: float = math.nan
-    pearson_interval: Interval | None = None
-    spearman: float = math.nan
-    spearman_interval: Interval | None = None
+    pearson: Correlation | None = None
+    spearman: Correlation | None = None
+
+
+class Difference(NamedTuple):
+    """Correlation of one metric with a score minus that of another one, over the models that have all three."""
+
+    score: str
+    metric: str
+    other: str
+    models: list[str]
+    pearson: CorrelationDifference | None = None  # if there are too few models
+    spearman: CorrelationDifference | None = None
 
 
 def _correlate_pair(values: Values, metric: str, score: str) -> Pair:
@@ -88,10 +114,20 @@ def _correlate_pair(values: Values, metric: str, score: str) -> Pair:
     kept = [model for model in values if model not in left_out]
     x, y = ([values[model][name] for model in kept] for name in (metric, score))
     try:
-        linear = pearson(x, y), bootstrap_interval(x, y, "pearson")
-        return Pair(metric, score, kept, left_out, "", *linear, spearman(x, y), bootstrap_interval(x, y))
+        return Pair(metric, score, kept, left_out, "", correlate_values(x, y, "pearson"), correlate_values(x, y))
     except ValueError as error:
         return Pair(metric, score, kept, left_out, str(error))
+
+
+def _compare_metrics(values: Values, score: str, metric: str, other: str) -> Difference:
+    names = (metric, other, score)
+    kept = [model for model, entry in values.items() if not any(_find_problem(entry, name) for name in names)]
+    x, y, z = ([values[model][name] for model in kept] for name in names)
+    try:
+        pearson, spearman = compare_correlations(x, y, z, "pearson"), compare_correlations(x, y, z)
+    except ValueError:  # the first table has the reason
+        return Difference(score, metric, other, kept)
+    return Difference(score, metric, other, kept, pearson, spearman)
 
 
 def _find_problem(entry: Mapping[str, float], name: str) -> str:
@@ -113,11 +149,22 @@ def _check_enough(pairs: Sequence[Pair]) -> None:
 
 
 def _format_pair(pair: Pair) -> tuple[str, ...]:
-    first = pair.score, pair.metric, str(len(pair.models))
-    if pair.pearson_interval is None or pair.spearman_interval is None:
-        return (*first, pair.undefined, "")
-    ranges = ["[{:.2f}, {:.2f}]".format(*each) for each in (pair.pearson_interval, pair.spearman_interval)]
-    return (*first, f"{pair.pearson:.2f} {ranges[0]}", f"{pair.spearman:.2f} {ranges[1]}")
+    found = pair.pearson, pair.spearman
+    cells = [pair.undefined, ""] if pair.undefined else [_format_correlation(each) for each in found if each]
+    return (pair.score, pair.metric, str(len(pair.models)), *cells)
+
+
+def _format_correlation(found: Correlation) -> str:
+    if found.interval is None:  # few models
+        return f"{found.value:.2f} (p = {found.p:.2f})"
+    return "{:.2f} [{:.2f}, {:.2f}]".format(found.value, *found.interval)
+
+
+def _format_difference(difference: Difference) -> tuple[str, ...]:
+    found = difference.pearson, difference.spearman
+    cells = ["{:+.2f} [{:+.2f}, {:+.2f}], {:.2g}".format(each.value, *each.interval, each.p) for each in found if each]
+    models = str(len(difference.models))
+    return (difference.score, f"{difference.metric} - {difference.other}", models, *cells)
 
 
 def _describe_left_out(pairs: Sequence[Pair]) -> list[str]:
@@ -148,8 +195,9 @@ def _draw_scatter(pairs: Sequence[Pair], values: Values, log_axis: bool) -> str:
             for model in pair.models:
                 (color, marker), own = looks[model], values[model]
                 handles[model] = axis.scatter(own[pair.metric], own[pair.score], s=25, color=color, marker=marker)
-            title = f"Pearson {pair.pearson:.2f}, Spearman {pair.spearman:.2f}, {len(pair.models)} models"
-            axis.set_title(pair.undefined or title, fontsize=8)
+            names = {"Pearson": pair.pearson, "Spearman": pair.spearman}
+            title = ", ".join(f"{name} {found.value:.2f}" for name, found in names.items() if found)
+            axis.set_title(pair.undefined or f"{title}, {len(pair.models)} models", fontsize=8)
             axis.set(xlabel=pair.metric, ylabel=pair.score, xscale="log" if log_axis else "linear")
             axis.margins(0.15)
         figure.legend([handles[model] for model in models], models, loc="outside right upper", fontsize=7)

@@ -62,6 +62,8 @@ class Experiment:
 
 def read_experiment(model: LongContextLM, options: Any) -> Experiment:
     """Read the parsed options of ``longce fit`` and ``longce plan``; the model's weights are not loaded."""
+    if not isinstance(model, LongContextLM):
+        raise ValueError(f"`longce plan` needs a `LongContextLM`, got a `{type(model).__name__}`.")
     parsed = options.as_dict()
     (_, data), trainer = _read_component(parsed.get("data")), parsed["trainer"]
     objective, loading = model.objective, model.loading
@@ -80,7 +82,7 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         quantization_config(quantization, compute_dtype=torch.bfloat16)
         if loading.lora is None:
             raise ValueError("Quantized weights cannot be trained: set `model.lora` to train adapters.")
-    optimizer, settings = _read_component(parsed["model"]["optimizer"])
+    optimizer, settings = _read_component(parsed["model"].get("init_args", parsed["model"])["optimizer"])
     moments = 1.0 if optimizer == "SGD" and settings.get("momentum") else float(_MOMENTS.get(optimizer, 2))
     notes = _list_notes(model, config, optimizer)
     distribution = _read_distribution(loading, parsed, config, notes)

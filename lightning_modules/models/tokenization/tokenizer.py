@@ -241,7 +241,7 @@ def local_or_hub(path_or_id: str, kind: str) -> str:
 def not_loaded(kind: str, path: str, error: Exception) -> str:
     """Return the message for a model or tokenizer that transformers could not load."""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    remedy = "Give a local folder, or a hub id that exists and that this machine can reach or has in its cache."
+    remedy = f"Download it where there is a network (`hf download {path}`), or give a local folder or another hub id."
     if kind == "model" and (Path(path) / "adapter_config.json").exists():
         remedy = "It holds adapters without their model: export them merged (`longce export`)."
     elif (

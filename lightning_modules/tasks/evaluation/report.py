@@ -1,7 +1,6 @@
 """Report of an evaluation: numbers, tables and figures."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,24 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lightning_modules.statistics import Interval
 from lightning_modules.tasks.evaluation.questions import TaskResult
-from lightning_modules.tasks.evaluation.summary import RULER_THRESHOLD, Matrix, Score, Summary, summarize
+from lightning_modules.tasks.evaluation.summary import (
+    RULER_THRESHOLD,
+    Matrix,
+    Score,
+    Summary,
+    suggest_questions,
+    summarize,
+)
 from lightning_modules.visualization.images import STYLE, as_svg
 from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_text_table, write_report
 
 _CAPTIONS = {
-    "lengths": "Score by length, with standard errors.",
+    "lengths": "Score by length, with 95% intervals.",
     "heat_map": "Score by length and depth of the answer.",
     "heat_maps": "The same for each task.",
-    "depths": "Score by depth of the answer, with standard errors.",
+    "depths": "Score by depth of the answer, with 95% intervals.",
 }
 _COLUMNS = 4
 
@@ -34,7 +41,7 @@ def write_task_report(folder: Path, results: Sequence[TaskResult], settings: Map
     numbers = {"model": settings["model"], **summary.as_json(), "missing": missing, "settings": dict(settings)}
     pictures = {name: as_svg(figure) for name, figure in figures(summary).items()}
     blocks: list[Block] = [
-        "Scores in percent, with standard errors if there are several questions.",
+        "Scores in percent, with 95% intervals (Wilson; questions about one text count as dependent).",
         score_table(summary),
         *_describe_summary(summary, missing),
         *(Picture(name, _CAPTIONS[name]) for name in pictures),
@@ -50,11 +57,14 @@ def write_task_report(folder: Path, results: Sequence[TaskResult], settings: Map
 
 def score_table(summary: Summary) -> Table:
     """Return a table of scores: a row for each task and one for their average, a column for each length."""
-    cells = {
-        key: f"{mean:.1f}" if math.isnan(error) else f"{mean:.1f} ± {error:.1f}"
-        for key, (mean, error, _) in summary.scores.items()
-    }
-    return _make_grid(cells, "average", {length: f"{average:.1f}" for length, average in summary.averages.items()})
+    cells = {key: _format_score(score.mean, score.interval) for key, score in summary.scores.items()}
+    intervals = summary.average_intervals
+    averages = {length: _format_score(mean, intervals[length]) for length, mean in summary.averages.items()}
+    return _make_grid(cells, "average", averages)
+
+
+def _format_score(mean: float, interval: Interval | None) -> str:
+    return f"{mean:.1f}" + ("" if interval is None else " [{:.0f}, {:.0f}]".format(*interval))
 
 
 def perplexity_table(summary: Summary) -> Table:
@@ -82,15 +92,20 @@ def _describe_summary(summary: Summary, missing: int) -> list[str]:
     sentences = []
     if missing:
         sentences.append(f"{missing} questions have no result yet: run the same command to ask them.")
-    if summary.averages:
-        effective = (
-            "none of these lengths" if summary.effective_length is None else f"{summary.effective_length:,} tokens"
+    if (effective := summary.effective_length) is not None:
+        length, *ends = ("none of these lengths" if each is None else f"{each:,}" for each in effective)
+        between = f"{length} tokens" if effective.length else length
+        sentences.append(
+            f"Effective length, the longest whose average exceeds {RULER_THRESHOLD}: {between}"
+            f" (95% interval: {ends[0]} to {ends[1]})."
         )
-        sentences.append(f"Effective length, the longest whose average exceeds {RULER_THRESHOLD}: {effective}.")
+    if summary.averages:
         sentences.append(
             f"Average over lengths with larger weights for longer ones: {summary.weighted_inc:.1f}; for shorter ones:"
             f" {summary.weighted_dec:.1f}."
         )
+    if needed := suggest_questions(summary.scores):
+        sentences.append(f"For intervals of at most 5 points to each side: about {needed:,} questions in each cell.")
     if summary.perplexities is not None:
         answer, other = summary.perplexities
         sentences.append(f"Perplexity of answer tokens: {answer:.4g}; of all other tokens: {other:.4g}.")
@@ -147,8 +162,10 @@ def score_by_length(scores: Mapping[tuple[str, int], Score], averages: Mapping[i
     for number, task in enumerate(tasks):
         points = sorted((length, score) for (name, length), score in scores.items() if name == task)
         lengths, means = [length for length, _ in points], [score.mean for _, score in points]
-        errors = np.nan_to_num([score.error for _, score in points])
-        axis.errorbar(lengths, means, errors, fmt=".-", color=colours(number), lw=1, capsize=2, label=task)
+        ends = np.array([score.interval or (score.mean, score.mean) for _, score in points])
+        axis.errorbar(
+            lengths, means, np.abs(ends.T - means), fmt=".-", color=colours(number), lw=1, capsize=2, label=task
+        )
     if len(tasks) > 1:
         axis.plot(list(averages), list(averages.values()), "ko-", lw=2.5, markersize=5, label="average")
     axis.axhline(RULER_THRESHOLD, color="grey", ls=":", lw=1, label=f"RULER's threshold, {RULER_THRESHOLD}")
@@ -184,16 +201,16 @@ def heat_maps(matrices: Mapping[str, Matrix]) -> Figure:
 
 
 def position_curves(matrix: Matrix) -> Figure:
-    """Draw scores by depth with standard errors, a line for each length: a U shape if the middle is lost."""
+    """Draw scores by depth with 95% intervals, a line for each length: a U shape if the middle is lost."""
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axis = figure.subplots()
     shades = matplotlib.colormaps["viridis"](np.linspace(0.9, 0, max(2, len(matrix.lengths))))
     lengths = [short(length) for length in matrix.lengths]
-    for shade, length, scores, errors in zip(shades[-len(lengths) :], lengths, *matrix[2:], strict=True):
+    for shade, length, scores, low, high in zip(shades[-len(lengths) :], lengths, *matrix[2:], strict=True):
         known = ~np.isnan(scores)
-        depths, means, error = 100 * np.array(matrix.depths)[known], scores[known], np.nan_to_num(errors[known])
-        axis.plot(depths, means, "o-", color=shade, markersize=4, label=length)
-        axis.fill_between(depths, means - error, means + error, color=shade, alpha=0.15, lw=0)
+        depths = 100 * np.array(matrix.depths)[known]
+        axis.plot(depths, scores[known], "o-", color=shade, markersize=4, label=length)
+        axis.fill_between(depths, low[known], high[known], color=shade, alpha=0.15, lw=0)
     axis.set(xlabel="depth of the answer (%): 0 front, 100 end", ylabel="score (%)", ylim=(-3, 103))
     figure.legend(title="tokens", loc="outside right upper", fontsize=7, frameon=False)
     return figure

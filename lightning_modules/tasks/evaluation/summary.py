@@ -9,7 +9,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from lightning_modules.statistics import Interval, mean_interval, questions_needed, score_interval
 from lightning_modules.tasks.evaluation.questions import TaskResult, even_depths
+from lightning_modules.tasks.questions.registry import GROUPS
 
 RULER_THRESHOLD = 85.6
 """Score of Llama-2-7B (chat) at 4,096 tokens, averaged over RULER's 13 tasks (https://arxiv.org/abs/2404.06654)."""
@@ -18,20 +20,35 @@ BINS = 11  # depths of heat maps and curves if no depths were requested
 
 
 class Score(NamedTuple):
-    """Mean score and standard error (NaN for a single question) in percent, and the number of questions."""
+    """Mean score and its 95% interval in percent (None if all questions are of one text), and the number of questions.
+
+    Questions with the same index share their text, with the answer at different depths.
+    """
 
     mean: float
-    error: float
+    interval: Interval | None
     questions: int
 
 
+class EffectiveLength(NamedTuple):
+    """RULER's effective length, and those of the lower and upper ends of the averages' 95% intervals.
+
+    None if no length exceeds the threshold.
+    """
+
+    length: int | None
+    low: int | None
+    high: int | None
+
+
 class Matrix(NamedTuple):
-    """``[L, D]`` mean scores in percent and standard errors, by length and depth; NaN without measurements."""
+    """``[L, D]`` mean scores in percent and the ends of their 95% intervals, by length and depth; NaN if unknown."""
 
     lengths: list[int]
     depths: list[float]
     scores: NDArray[np.float64]
-    errors: NDArray[np.float64]
+    low: NDArray[np.float64]
+    high: NDArray[np.float64]
 
 
 class Perplexities(NamedTuple):
@@ -45,14 +62,16 @@ class Perplexities(NamedTuple):
 class Summary:
     """Scores in percent by task and length, and perplexities under teacher forcing.
 
-    A length has an average only if all tasks were measured at it. Perplexities by length are those of Figure 2 and
+    A length has an average only if all tasks were measured at it, and there is an effective length only for all of
+    RULER's tasks, whose threshold it is. Perplexities by length are those of Figure 2 and
     Table 9 of Fang et al. (2025). Heat maps are by task, after the one of ``all`` tasks; if depths were requested,
     ``all`` omits tasks without depths, because they could favor one depth. ``seconds`` are summed over all processes.
     """
 
     scores: dict[tuple[str, int], Score]
     averages: dict[int, float]
-    effective_length: int | None
+    average_intervals: dict[int, Interval | None]
+    effective_length: EffectiveLength | None
     weighted_inc: float
     weighted_dec: float
     perplexities: Perplexities | None
@@ -67,8 +86,9 @@ class Summary:
         values = {f"{task}/{length}": score.mean for (task, length), score in self.scores.items()}
         values |= {f"average/{length}": average for length, average in self.averages.items()}
         if self.averages:
-            values |= {"effective_length": float(self.effective_length or 0)}
             values |= {"weighted_inc": self.weighted_inc, "weighted_dec": self.weighted_dec}
+        if self.effective_length is not None:
+            values["effective_length"] = float(self.effective_length.length or 0)
         values |= _named_values(self.perplexities)
         for length, found in self.perplexities_by_length.items():
             values |= {f"{name}/{length}": value for name, value in _named_values(found).items()}
@@ -84,6 +104,7 @@ class Summary:
         return {
             "tasks": tasks,
             "average": {str(length): average for length, average in self.averages.items()},
+            "average_intervals": {str(length): interval for length, interval in self.average_intervals.items()},
             **{name: getattr(self, name) for name in names},
             **(_named_values(self.perplexities) or {"answer_perplexity": None, "other_perplexity": None}),
             "depths": {
@@ -108,12 +129,14 @@ def summarize(results: Sequence[TaskResult]) -> Summary:
     heat_maps = {task: depth_matrix(rows, bins=bins) for task, rows in with_depth.groupby("task", sort=False)}
     if len(heat_maps) > 1:
         heat_maps = {"all": depth_matrix(together, bins=bins), **heat_maps}
-    averages = length_averages(table)
+    scores, averages = mean_scores(table), length_averages(table)
+    intervals = {length: _average_interval(scores, length) for length in averages}
     forced = table[table["answer_nll"].notna() | (table["answer_tokens"] > 0)]
     return Summary(
-        scores=mean_scores(table),
+        scores=scores,
         averages=averages,
-        effective_length=effective_length(averages),
+        average_intervals=intervals,
+        effective_length=_ruler_length(averages, intervals) if set(table["task"]) == set(GROUPS["ruler"]) else None,
         weighted_inc=weighted_average(averages, increasing=True),
         weighted_dec=weighted_average(averages, increasing=False),
         perplexities=_compute_perplexities(forced) if len(forced) else None,
@@ -154,6 +177,12 @@ def weighted_average(averages: Mapping[int, float], *, increasing: bool) -> floa
     return float(np.average(values, weights=range(1, len(values) + 1)))
 
 
+def suggest_questions(scores: Mapping[tuple[str, int], Score], *, points: float = 5.0) -> int | None:
+    """Return how many questions of a task and length make every interval as narrow as ``points`` to each side."""
+    known = [questions_needed(score.interval, score.questions, points) for score in scores.values() if score.interval]
+    return max(known, default=None)
+
+
 def depth_matrix(table: pd.DataFrame, *, bins: int = BINS) -> Matrix:
     """Return the mean score by length and depth: the heat map of Needle-in-a-Haystack.
 
@@ -162,18 +191,38 @@ def depth_matrix(table: pd.DataFrame, *, bins: int = BINS) -> Matrix:
     """
     table = table[table["depth"].notna()]
     table = table.assign(bin=(table["depth"].astype(float) * (bins - 1) + 0.5).astype(int))
-    cells = table.groupby(["length", "bin"])["score"].agg(["mean", "sem"]).unstack()
-    scores, errors = (100 * cells[kind].reindex(columns=range(bins)).to_numpy(np.float64) for kind in ("mean", "sem"))
-    return Matrix([int(length) for length in cells.index], even_depths(bins), scores, errors)
+    lengths = sorted(table["length"].unique())
+    values = np.full((3, len(lengths), bins), math.nan)
+    for (length, place), rows in table.groupby(["length", "bin"]):
+        score = _mean_score(rows)
+        values[:, lengths.index(length), place] = [score.mean, *(score.interval or (math.nan, math.nan))]
+    return Matrix([int(length) for length in lengths], even_depths(bins), *values)
 
 
 def mean_scores(table: pd.DataFrame) -> dict[tuple[str, int], Score]:
     """Return mean scores by task and length of a table with a ``score`` from 0 to 1 for each question."""
-    found = table.groupby(["task", "length"], sort=False)["score"].agg(["mean", "sem", "count"])
-    return {
-        (task, length): Score(100 * float(mean), 100 * float(error), int(count))
-        for (task, length), mean, error, count in found.itertuples()
-    }
+    return {key: _mean_score(rows) for key, rows in table.groupby(["task", "length"], sort=False)}
+
+
+def _mean_score(rows: pd.DataFrame) -> Score:
+    # Tasks have texts of their own. The pairs are numbered, because numpy sorts no pairs.
+    texts = pd.MultiIndex.from_frame(rows[["task", "index"]]).factorize()[0].tolist()
+    interval = score_interval(rows["score"], texts)
+    percent = None if interval is None else (100 * interval[0], 100 * interval[1])
+    return Score(100 * float(rows["score"].mean()), percent, len(rows))
+
+
+def _average_interval(scores: Mapping[tuple[str, int], Score], length: int) -> Interval | None:
+    at_length = [score for (_, other), score in scores.items() if other == length]
+    return mean_interval([score.mean for score in at_length], [score.interval for score in at_length])
+
+
+def _ruler_length(averages: Mapping[int, float], intervals: Mapping[int, Interval | None]) -> EffectiveLength:
+    low, high = (
+        {length: averages[length] if interval is None else interval[end] for length, interval in intervals.items()}
+        for end in (0, 1)
+    )
+    return EffectiveLength(effective_length(averages), effective_length(low), effective_length(high))
 
 
 def _compute_perplexities(table: pd.DataFrame) -> Perplexities:

@@ -17,7 +17,10 @@ from lightning_modules.objectives import Objective
 
 PACKAGES = ("longce", "torch", "transformers", "peft", "lightning")
 OPTIMIZER_SETTINGS = ("lr", "betas", "momentum", "eps", "weight_decay")
-SCHEDULE_SETTINGS = ("start_factor", "end_factor", "total_iters", "T_max", "eta_min", "gamma", "step_size")
+SCHEDULE_SETTINGS = (
+    *("start_factor", "end_factor", "total_iters", "T_max", "eta_min", "gamma", "step_size"),
+    *("schedule", "warmup_steps", "total_steps", "arguments"),
+)
 
 
 @dataclass(frozen=True)

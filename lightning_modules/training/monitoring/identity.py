@@ -89,6 +89,8 @@ def flatten_config(value: Any, name: str = "") -> dict[str, Any]:
     Example:
         >>> flatten_config({"a": {"b": 1, "c": None}, "d": [{"e": [2, 3]}]})
         {'a.b': 1, 'd.0.e': '[2, 3]'}
+        >>> flatten_config({"model": {"class_path": "mine.Model", "init_args": {"stride": 16}}})
+        {'model.class_path': 'mine.Model', 'model.stride': 16}
     """
     if value is None or name in NOT_LOGGED:
         return {}
@@ -96,6 +98,9 @@ def flatten_config(value: Any, name: str = "") -> dict[str, Any]:
         value = dict(enumerate(value))
     if not isinstance(value, dict):
         return {name: value if isinstance(value, bool | int | float) else str(value)}
+    if name == "model":  # the same names whether or not the config names a class
+        value = value | value.get("init_args", {})
+        value.pop("init_args", None)
     parts = (flatten_config(part, f"{name}.{key}".lstrip(".")) for key, part in value.items())
     return {key: value for part in parts for key, value in part.items()}
 
@@ -107,14 +112,16 @@ def _identify_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     stored = isinstance(loading, ModelConfig) and has_weights(loading.pretrained_model_name_or_path)
     data = getattr(trainer, "datamodule", None)
     rows = [getattr(data, "rows", None), *getattr(data, "mixed_rows", {}).values()]
-    identities = [part.identity() for part in rows if part is not None]
+    identities = [part.identity() for part in rows if callable(getattr(part, "identity", None))]
     values = {
         "id": getattr(module, "run_id", None),
         "commit": git_commit(Path.cwd()),
         "longce": version("longce"),
         "longce_commit": git_commit(Path(__file__).parent),
         "model": model_identity(loading) if stored else None,  # type: ignore[arg-type]
-        "data": f"sha256:{combined_hash(identities)}" if identities else None,  # none of a streamed corpus
+        "data": f"sha256:{combined_hash(identities)}"
+        if identities
+        else None,  # none of a streamed corpus, or of the user's own rows
         # transformers counts quantized weights, which are packed
         "parameters": model.num_parameters() if model else sum(each.numel() for each in module.parameters()),
         "trained_parameters": sum(each.numel() for each in module.parameters() if each.requires_grad),

@@ -1,7 +1,5 @@
 """Self-contained HTML page of a document's tokens, which loads nothing and runs only its own script."""
 
-import base64
-import hashlib
 import html
 import json
 import math
@@ -30,6 +28,7 @@ from lightning_modules.visualization.page.payload import (
     span_arrays,
     utf8,
 )
+from lightning_modules.visualization.report import read_resource, source_hash
 
 _MODEL_FIGURES = """<div class="key"><dt>LongPPL of model</dt><dd id="model-longppl">{}</dd></div>
 <div><dt>perplexity of model</dt><dd>{}</dd></div>"""
@@ -74,14 +73,14 @@ class Inspection:
     def html(self) -> str:
         """Return the page."""
         script = f"(() => {{\n'use strict';\n{''.join(_read_resource(name) for name in _SCRIPTS)}}})();"
-        style = _read_resource("page.css")
+        style = read_resource("theme.css") + _read_resource("page.css")
         found = self.alternatives
         alternatives = {} if found is None else alternative_arrays(found, self._shown_ids, self._first_short)
         safe = {
             "script": script,
             "style": style,
-            "script_hash": _source_hash(script),
-            "style_hash": _source_hash(style),
+            "script_hash": source_hash(script),
+            "style_hash": source_hash(style),
             "scores": pack(self._script_arrays()),
             "alternatives": pack(alternatives),
             "model_figures": ""
@@ -191,11 +190,6 @@ class Inspection:
 
 def _read_resource(name: str) -> str:
     return (files(__package__) / name).read_text(encoding="utf-8")
-
-
-def _source_hash(source: str) -> str:
-    """Return the hash by which the page's content security policy allows its script or style."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
 
 
 def perplexities(log_likelihood: Tensor, key: Tensor) -> tuple[float, float]:

@@ -68,8 +68,7 @@ def position_figure(positions: PositionSums, *, title: str) -> NDArray[np.uint8]
     if fit is not None:
         smooth = np.geomspace(SHORTEST_FITTED, context[-1], 60)
         law = f"({fit.a:.3g} / c)^{fit.b:.2g} + {fit.g:.3g},  R² {fit.r_squared:.2f}"
-        curve = fit(torch.from_numpy(smooth)).numpy()
-        axes[0].plot(smooth, curve, color="0.3", lw=1.2, label=law if fit.a else "no power law: flat")
+        axes[0].plot(smooth, fit(torch.from_numpy(smooth)).numpy(), color="0.3", lw=1.2, label=law)
     axes[0].set(ylabel="loss (nats)", title=title)
     axes[0].legend(fontsize=8, frameon=False)
     ticks = 4.0 ** np.arange(1 + np.floor(np.log(context[-1]) / np.log(4)))

@@ -35,12 +35,13 @@ class PositionSums:
         return torch.stack([total / count for total in totals])
 
     def fit(self) -> PowerLaw | None:
-        """Fit a power law of the loss, the first value, to contexts of 16 tokens or more; None below three bins."""
+        """Fit a power law of the loss, the first value, to contexts of 16 tokens or more; None if undetermined."""
         means = self.means()
         fitted = means[:, means[0] >= SHORTEST_FITTED]
         if fitted.shape[1] < 3 or not fitted[1].isfinite().all():
             return None
-        return fit_power_law(fitted[0], fitted[1])
+        fit = fit_power_law(fitted[0], fitted[1])
+        return fit if fit.is_determined else None
 
 
 class WeightSample:

@@ -1,10 +1,14 @@
 import numpy as np
 import pytest
 import torch
+from transformers import DataCollatorWithFlattening
 
 from datamodules.packing.packing import pack_documents
-from datamodules.packing.sequences import PackedRowDataset, collate_rows, make_row
+from datamodules.packing.sequences import PackedRowDataset, collate_examples, collate_rows, make_row
 from lightning_modules.batch import IGNORE_INDEX as NO
+from lightning_modules.models.config import ModelConfig
+from lightning_modules.models.loading import load_backbone
+from tests.conftest import tiny_model
 
 
 class Store:
@@ -147,3 +151,38 @@ def test_rows_behind_the_prompt_are_scored():
 
     rows = PackedRowDataset(Long(), pack_documents(Long.document_boundaries, 4, "chunk"), loss_on_prompt=False)
     assert [row["labels"].tolist() for row in map(rows.__getitem__, range(2))] == [[NO, NO, 14, 15], [NO, 17, 18, 19]]
+
+
+@pytest.mark.parametrize("layout", ["right", "left", "packed", "lists"])
+def test_examples_have_the_loss_that_transformers_computes_of_each_text(layout, tmp_path):
+    model = tiny_model("llama", 50, seed=3)
+    model.save_pretrained(tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(50, (length,), generator=generator).tolist() for length in (12, 7)]
+    labels = [[NO] * 5 + texts[0][5:], texts[1]]  # the first text has a prompt
+    rows = [{"input_ids": ids, "labels": kept, "other": "x"} for ids, kept in zip(texts, labels, strict=True)]
+    if layout == "packed":
+        rows = DataCollatorWithFlattening()([{"input_ids": row["input_ids"], "labels": row["labels"]} for row in rows])
+    elif layout != "lists":
+        fill = {"input_ids": [0] * 5, "labels": [NO] * 5, "attention_mask": [0] * 5}
+        short = {"input_ids": texts[1], "labels": labels[1], "attention_mask": [1] * 7}
+        short = {name: fill[name] + short[name] if layout == "left" else short[name] + fill[name] for name in fill}
+        rows = [{**rows[0], "attention_mask": [1] * 12}, short]
+        rows = {name: torch.tensor([row[name] for row in rows]) for name in fill}
+    batch = collate_examples(rows)
+    assert batch["document_boundaries"] == ([[0, 12, 19]] if layout == "packed" else [[0, 12], [0, 7]])
+    actual = -load_backbone(ModelConfig(str(tmp_path)))(batch).sum()
+    expected = sum(
+        model(input_ids=torch.tensor([ids]), labels=torch.tensor([kept])).loss * (torch.tensor(kept[1:]) != NO).sum()
+        for ids, kept in zip(texts, labels, strict=True)
+    )
+    torch.testing.assert_close(actual, expected)
+
+
+def test_examples_that_cannot_be_trained_on_are_refused():
+    with pytest.raises(ValueError, match="do not shift them"):
+        collate_examples([{"input_ids": [1, 2, 3], "labels": [2, 3, NO]}])
+    with pytest.raises(ValueError, match=r"needs `input_ids`, but has \['text'\]: tokenize it"):
+        collate_examples([{"text": "not tokenized"}])
+    with pytest.raises(ValueError, match=r"needs `input_ids`"):
+        collate_examples([{"input_ids": [0, 0], "attention_mask": [0, 0]}])

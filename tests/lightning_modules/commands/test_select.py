@@ -1,6 +1,7 @@
 """Documents chosen by conditions, counted by source, and written as ids, as text and as weights of a mixture."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -68,12 +69,16 @@ def test_conditions(scored):
     for where, wanted in {
         "tokens >= 20": lambda row: row["tokens"] >= 20,
         "benefit_mean>0 and source=='b'": lambda row: row["benefit_mean"] > 0 and row["source"] == "b",
-        'tokens < 3e1 and tokens != 20 and source != "a"': lambda row: (
+        "tokens < 3e1 and tokens != 20 and source != 'a'": lambda row: (
             row["tokens"] < 30 and row["tokens"] != 20 and row["source"] != "a"
         ),
         "truncated == false and tokens > 30": lambda row: row["tokens"] > 30,
         "longppl <= 2.5": lambda row: row["longppl"] is not None and row["longppl"] <= 2.5,
         "tokens < 16 or tokens > 30": lambda row: not 16 <= row["tokens"] <= 30,
+        "ladder_4_8_mean is null": lambda row: row["ladder_4_8_mean"] is None,
+        "tokens between 16 and 30 and source in ('a', 'c')": lambda row: (
+            16 <= row["tokens"] <= 30 and row["source"] in "ac"
+        ),
         "ladder_4_8_mean > -1": lambda row: row["ladder_4_8_mean"] is not None and row["ladder_4_8_mean"] > -1,
     }.items():
         expected = {row["key"] for row in rows if wanted(row)}
@@ -198,37 +203,40 @@ def word_tokenizer_folder(tokenizer, tmp_path):
         "tokens > 1.2.3",
         "token > 3",
         "key > 3",
-        "__import__('os')",
-        "tokens.to_pickle('x')",
         "tokens",
-        "tokens = 3",
-        "@pd",
         "",
-        "tokens ** 9 > 3",
-        "key[0] == 'a'",
-        "key in 'ab'",
-        "key == -3",
-        "tokens == true",
-        "tokens.x > 3",
+        "1 < tokens < 3",
+        "sum(tokens) > 1",
+        "tokens > 1) FROM documents; SELECT (1",
+        "(SELECT count(*) FROM read_csv('secret.csv')) > 0",
+        "(SELECT count(*) FROM 'secret.csv') > 0",
     ],
 )
-def test_conditions_without_a_meaning(where):
-    documents = pd.DataFrame({"tokens": [1, 2], "key": ["a", "b"]})
-    with pytest.raises(ValueError, match=r"not a valid condition .*of these columns: tokens, key"):
+def test_conditions_without_a_meaning(where, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("secret.csv").write_text("a\n1\n")
+    documents = pyarrow.table({"tokens": [1, 2], "key": ["a", "b"]})
+    with pytest.raises(ValueError, match=r"(?s)not a valid condition .*of these columns: tokens, key"):
         meets_conditions(documents, where)
 
 
 def test_columns_with_dots_and_kinds_of_values():
-    documents = pd.DataFrame({"meta.lang": ["a", "b", None], "meta.ok": [True, None, False], "n": [1, 20, 300]})
+    documents = pyarrow.table({"meta.lang": ["a", "b", None], "meta.ok": [True, None, False], "n": [1, 20, 300]})
     for where, wanted in (
-        ("meta.lang == 'a'", [True, False, False]),
-        ("not meta.ok or n / 2 == 10", [False, False, True]),
-        ("10 < n < 100 and meta.lang != 'a'", [False, True, False]),
-        ("meta.ok == false and n > -1 - 2 * 3", [False, False, True]),
+        ("\"meta.lang\" == 'a'", [True, False, False]),
+        ('not "meta.ok" or n / 2 == 10', [False, True, True]),
+        ('"meta.ok" == false and n > -1 - 2 * 3', [False, False, True]),
+        ('"meta.lang" is null or "meta.lang" = \'b\'', [False, True, True]),
     ):
         assert meets_conditions(documents, where).tolist() == wanted, where
-    with pytest.raises(ValueError, match=r"`meta\.lang` is text, `3` is a number"):
-        meets_conditions(documents, "n > 3 or meta.lang != 3")
+    with pytest.raises(ValueError, match=r'these columns: "meta\.lang", "meta\.ok", n'):
+        meets_conditions(documents, "meta.lang = 'a'")
+
+
+def test_quantiles_of_each_source_keep_the_order_of_the_documents():
+    documents = pyarrow.table({"source": ["b", "a", "b", "a", "b", "a"], "n": [1, 20, 2, 10, 3, 30]})
+    where = "n >= quantile_cont(n, 0.5) over (partition by source)"
+    assert meets_conditions(documents, where).tolist() == [False, True, True, False, True, True]
 
 
 def test_only_the_needed_columns_are_read(scored, monkeypatch):
@@ -240,10 +248,10 @@ def test_only_the_needed_columns_are_read(scored, monkeypatch):
     assert not {"source", "benefit_p90", "lsd"} & set(read[0])
 
 
-def test_a_document_without_a_value_does_not_pass():
-    documents = pd.DataFrame({"source": ["a", "b", None], "tokens": [1, None, 3]})
+def test_a_comparison_with_a_missing_value_is_not_met():
+    documents = pyarrow.table({"source": ["a", "b", None], "tokens": [1, None, 3]})
     assert meets_conditions(documents, "source != 'b'").tolist() == [True, False, False]
-    assert meets_conditions(documents, "tokens != 9 or source == 'b'").tolist() == [True, False, False]
+    assert meets_conditions(documents, "tokens != 9").tolist() == [True, False, True]
 
 
 def test_bad_options(scored, tmp_path):

@@ -38,6 +38,36 @@ def test_loss_that_context_does_not_lower():
 
 
 @pytest.mark.parametrize(
+    ("loss", "determined"),
+    [
+        ((8 / CONTEXT) ** 0.5 + 2 + 0.003 * torch.tensor([1, -1, 1, -1, 1, -1]), True),
+        ((8 / CONTEXT) ** 0.5 + 2 + 0.1 * torch.tensor([1, -1, 1, -1, 1, -1]), False),  # R² below 0.9
+        (20 - 0.1 * CONTEXT.log(), False),  # a logarithm: the exponent could be 0
+        (torch.tensor([3.0, 2, 2, 2, 2, 2.0001]), False),  # a step: the exponent could be infinite
+        (torch.tensor([2.0, 2.1, 2.2, 2.3, 2.4, 2.5]), False),
+    ],
+)
+def test_a_fit_is_determined_if_it_explains_the_loss_and_the_loss_bounds_the_exponent(loss, determined):
+    fit = fit_power_law(CONTEXT, loss)
+    assert fit.b_low <= fit.b <= fit.b_high
+    assert fit.is_determined == determined
+
+
+def test_three_contexts_never_determine_the_exponent():
+    assert fit_power_law(CONTEXT[:3], (8 / CONTEXT[:3]) ** 0.5 + 2)[4:] == pytest.approx((0.01, 7.94), abs=0.01)
+
+
+def test_the_interval_covers_the_exponent_in_95_of_100_samples_or_a_few_more():
+    generator = torch.Generator().manual_seed(0)
+    contexts = torch.logspace(1.3, 4, 12)
+    fits = [
+        fit_power_law(contexts, (50 / contexts) ** 0.6 + 2 + 0.02 * torch.randn(12, generator=generator))
+        for _ in range(200)
+    ]
+    assert 0.94 < sum(fit.b_low <= 0.6 <= fit.b_high for fit in fits) / len(fits) < 1
+
+
+@pytest.mark.parametrize(
     ("context", "loss", "message"),
     [
         ([1.0, 2.0], [1.0, 2.0], "at least 3 context lengths, got 2"),

@@ -61,7 +61,7 @@ def test_an_unknown_option_is_refused_without_torch(command, tmp_path):
     ("words", "message"),
     [
         ("", "usage: longce"),
-        ("fiit", "unknown command 'fiit'"),
+        ("fiit", "unknown command `fiit`"),
         ("score --model a --evaluator b missing.txt", "No file 'missing.txt'"),
         ("score --model a --evaluator b --stride x missing.txt", "stride"),
         ("inspect --evaluator b missing.txt", "No file 'missing.txt'"),

@@ -9,6 +9,7 @@ from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.correlate.command import correlate
 from lightning_modules.commands.correlate.models import join
 from lightning_modules.commands.correlate.result_files import Measured
+from lightning_modules.statistics import compare_correlations
 
 TABLE = published()["tables"]["table5"]
 MODELS = list(TABLE["rows"])
@@ -36,13 +37,18 @@ def test_published_perplexities_against_scores(files, tmp_path, capsys):
     printed = capsys.readouterr().out
     pairs = {pair["metric"]: pair for pair in json.loads((tmp_path / "out" / "correlation.json").read_text())["pairs"]}
     for name, values in (("longppl", LONGPPL), ("perplexity", PPL)):
-        assert pairs[name]["pearson"] == pytest.approx(stats.pearsonr(values, SCORES).statistic)
-        assert pairs[name]["spearman"] == pytest.approx(stats.spearmanr(values, SCORES).statistic)
-        low, high = pairs[name]["pearson_interval"]
-        assert low <= pairs[name]["pearson"] <= high
-        assert f"{pairs[name]['pearson']:.2f} [{low:.2f}, {high:.2f}]" in printed
+        linear = pairs[name]["pearson"]
+        assert linear["value"] == pytest.approx(stats.pearsonr(values, SCORES).statistic)
+        assert pairs[name]["spearman"]["value"] == pytest.approx(stats.spearmanr(values, SCORES).statistic)
+        low, high = linear["interval"]
+        assert low <= linear["value"] <= high
+        assert f"{linear['value']:.2f} [{low:.2f}, {high:.2f}]" in printed
         assert pairs[name]["models"] == MODELS
-    assert pairs["longppl"]["pearson"] < -0.95
+    assert pairs["longppl"]["pearson"]["value"] < -0.95
+    (difference,) = json.loads((tmp_path / "out" / "correlation.json").read_text())["differences"]
+    expected = compare_correlations(LONGPPL, PPL, SCORES)
+    assert difference["spearman"] == {"value": expected.value, "interval": [*expected.interval], "p": expected.p}
+    assert f"longppl - perplexity  {len(MODELS)}" in printed
     report = (tmp_path / "out" / "report.md").read_text()
     assert "figures/LongBench.svg" in report
     svg = (tmp_path / "out" / "figures" / "LongBench.svg").read_text()
@@ -106,7 +112,7 @@ def test_equal_scores_have_no_correlation_and_the_others_do(tmp_path):
     (tmp_path / "a.csv").write_text("model,longppl,x,y\nA,1,3,5\nB,2,2,5\nC,3,1,5\n")
     said = correlate([str(tmp_path / "a.csv")], str(tmp_path / "out"))
     assert "all models have the value 5" in said
-    assert "-1.00 [-1.00, -1.00]" in said
+    assert "-1.00 (p = 0.33)" in said
 
 
 def test_means_over_other_lengths_are_not_thrown_together(tmp_path):

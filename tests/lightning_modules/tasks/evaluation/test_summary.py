@@ -1,18 +1,22 @@
 import math
-import statistics
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
+from lightning_modules.tasks.evaluation.questions import TaskResult
 from lightning_modules.tasks.evaluation.summary import (
     depth_matrix,
     effective_length,
     length_averages,
     mean_scores,
+    suggest_questions,
+    summarize,
     weighted_average,
 )
+from lightning_modules.tasks.questions.registry import GROUPS
 
 
 class Row(NamedTuple):
@@ -23,7 +27,8 @@ class Row(NamedTuple):
 
 
 def table(rows):
-    return pd.DataFrame(rows, columns=Row._fields)
+    """One question per text."""
+    return pd.DataFrame(rows, columns=Row._fields).assign(index=range(len(rows)))
 
 
 LENGTHS = [4096, 8192, 16384, 32768, 65536, 131072]
@@ -55,14 +60,40 @@ def test_the_threshold_has_to_be_exceeded_and_only_at_the_longest():
     assert effective_length({}) is None
 
 
-def test_means_errors_and_counts_by_hand():
+def test_means_intervals_and_counts_by_hand():
     scores = [1.0, 0.5, 0.5, 0.0, 1.0]
     rows = [Row("vt", 4096, None, score) for score in scores] + [Row("cwe", 8192, 0.5, 0.25)]
     found = mean_scores(table(rows))
-    assert found["vt", 4096] == pytest.approx((60, 100 * statistics.stdev(scores) / math.sqrt(5), 5))
+    low, high = stats.binomtest(3, 5).proportion_ci(method="wilson")
+    assert found["vt", 4096].mean == pytest.approx(60)
+    assert found["vt", 4096].interval == pytest.approx((100 * low, 100 * high))
+    assert found["vt", 4096].questions == 5
     assert found["cwe", 8192].mean == 25
-    assert math.isnan(found["cwe", 8192].error)
     assert set(found) == {("vt", 4096), ("cwe", 8192)}
+
+
+def test_depths_of_one_text_are_dependent():
+    rows = table([Row("needle", 4096, depth / 10, float(number < 5)) for number in range(10) for depth in range(11)])
+    rows["index"] = [number for number in range(10) for _ in range(11)]
+    wide, narrow = mean_scores(rows)["needle", 4096], mean_scores(rows.assign(index=range(110)))["needle", 4096]
+    assert wide.mean == narrow.mean == 50
+    assert wide.interval[1] - wide.interval[0] > 2.5 * (narrow.interval[1] - narrow.interval[0])
+    assert suggest_questions({(): narrow}) == pytest.approx(110 * ((narrow.interval[1] - 50) / 5) ** 2, abs=1)
+
+
+def test_only_the_tasks_of_ruler_have_an_effective_length():
+    results = [
+        TaskResult(task, length, None, index, None, float(length == 4096 or index == 0), ("a",), "a", 9)
+        for task in GROUPS["ruler"]
+        for length in (4096, 8192)
+        for index in range(20)
+    ]
+    summary = summarize(results)
+    assert summary.effective_length == (4096, 4096, 4096)
+    assert summary.logged()["effective_length"] == 4096
+    low, high = summary.average_intervals[8192]
+    assert low < summary.averages[8192] < high
+    assert summarize(results[:-40]).effective_length is None  # without one of the tasks
 
 
 def test_all_tasks_count_the_same_and_none_may_be_missing():
@@ -86,8 +117,9 @@ def test_positions_count_for_the_nearest_depth_and_missing_ones_stay_missing():
     expected[0, [0, 1, 5, 10]] = [50, 100, 50, 0]
     expected[1, 5] = 100
     np.testing.assert_array_equal(matrix.scores, expected)
-    assert matrix.errors[0, [0, 10]].tolist() == [50, 0]
-    assert np.isnan(matrix.errors[:, 5]).all(), "of a single question"
+    low, high = stats.binomtest(0, 2).proportion_ci(method="wilson")
+    assert [matrix.low[0, 10], matrix.high[0, 10]] == pytest.approx([100 * low, 100 * high])
+    assert np.isnan(matrix.low[0, 3])
 
 
 def test_a_grid_of_depths_stays_apart():

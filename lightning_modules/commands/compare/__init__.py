@@ -1,0 +1,1 @@
+"""Compare runs of `longce fit`, and results of `longce score`."""

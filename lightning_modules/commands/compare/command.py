@@ -1,0 +1,142 @@
+"""``longce compare``: final LongPPL, costs, differing settings and curves of several runs."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from lightning_modules.commands.compare.curves import draw_curves
+from lightning_modules.commands.compare.differences import (
+    TOKENS,
+    corpus_perplexity,
+    perplexity_ratio,
+    shared_documents,
+)
+from lightning_modules.commands.compare.runs import AXES, Run, read_runs
+from lightning_modules.utilities.files import write_atomically
+from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_html, as_text_table
+
+_EXPLANATION = (
+    "LongPPL and perplexity are over all tokens of a set. Ratios are over the documents that both runs have with equal"
+    " numbers of tokens and key tokens; below 1 is better. The 95% intervals are about the choice of documents, not"
+    " about the noise of training."
+)
+_WIDTH = 50  # of a cell in a terminal
+_CHANGED = 10  # documents that changed most
+
+
+def compare(runs: Sequence[str | Path], output: str | Path | None = None) -> str:
+    """Return tables of the final numbers, the costs and the settings that differ; write a page that also has curves.
+
+    Runs are read by `read_runs`, and compared with the first one; a single run with its own first evaluation.
+    """
+    found = read_runs(runs)
+    baseline, *others = found if len(found) > 1 else [_first_evaluation(found[0]), *found]
+    tables = {
+        "Final numbers": _rank_runs([baseline, *others], baseline),
+        "Cost": _tabulate_costs(found),
+        "Settings that differ": _compare_settings(found),
+    }
+    texts = []
+    for heading, (head, rows) in tables.items():
+        short = [[cell if len(cell) <= _WIDTH else f"{cell[: _WIDTH - 1]}…" for cell in row] for row in rows]
+        texts += [f"{heading}\n{as_text_table(Table(head, short), left=range(len(head)))}\n"] if rows else []
+    if output is not None:
+        write_atomically(Path(output), _make_page(found, tables | _find_changed_documents(others, baseline)).encode())
+        texts.append(f"Page: {output}\n")
+    return "\n".join(texts)
+
+
+def write_page(runs: Sequence[Path], output: Path) -> None:
+    """Write an HTML page about one run, or about several."""
+    compare(runs, output)
+
+
+def _first_evaluation(run: Run) -> Run:
+    first = {cell: dict([min(steps.items())]) for cell, steps in run.evaluations.items() if len(steps) > 1}
+    return Run(f"step {min(map(min, first.values()), default=0)}", first, {}, {})
+
+
+def _make_page(runs: Sequence[Run], tables: Mapping[str, Table]) -> str:
+    blocks: list[Block] = [_EXPLANATION]
+    for heading, table in tables.items():
+        blocks += [Heading(heading), table] if table.rows else []
+    pictures: dict[str, str] = {}
+    for axis in AXES:
+        figures = {f"{axis}, {title}": (title, svg) for title, svg in draw_curves(runs, axis).items()}
+        pictures |= {name: svg for name, (_, svg) in figures.items()}
+        curves = [Picture(name, title) for name, (title, _) in figures.items()]
+        blocks += [Heading(f"Curves by {axis}"), *curves] if curves else []
+    return as_html(f"{'Runs' if len(runs) > 1 else 'Run'} {', '.join(run.name for run in runs)}", blocks, pictures)
+
+
+def _rank_runs(runs: Sequence[Run], baseline: Run) -> Table:
+    """Return the last evaluation of each run by cell, the best one first, those that have other documents last."""
+    head = ["set, evaluator, thresholds (alpha, beta)", "run", "step", "LongPPL", f"LongPPL / {baseline.name}'s"]
+    head += ["perplexity", f"perplexity / {baseline.name}'s", "documents", "note"]
+    cells = []
+    for cell in sorted({cell for run in runs for cell in run.evaluations}):
+        ranked = []
+        for run in (run for run in runs if cell in run.evaluations):
+            step, documents = run.last(cell)
+            reference = baseline.last(cell)[1] if cell in baseline.evaluations else documents
+            shared, count = shared_documents(documents, reference), max(len(documents), len(reference))
+            note = f"ratio over {len(shared)} of {count} documents" if len(shared) < count else ""
+            values = [corpus_perplexity(documents, kind) for kind in TOKENS]
+            ratios = ["" if reference is documents else _format_ratio(shared, kind) for kind in TOKENS]
+            numbers = [
+                text for value, ratio in zip(values, ratios, strict=True) for text in (_format_number(value), ratio)
+            ]
+            order = [bool(note), *(math.inf if math.isnan(value) else value for value in values)]
+            ranked.append((order, [cell, run.name, str(step), *numbers, str(len(documents)), note]))
+        ranked.sort()
+        if len(ranked) > 1 and not ranked[1][0][0]:
+            ranked[0][1][1] += " (best)"
+        cells += [row if number == 0 else ["", *row[1:]] for number, (_, row) in enumerate(ranked)]
+    return _drop_empty_columns(head, cells)
+
+
+def _tabulate_costs(runs: Sequence[Run]) -> Table:
+    rows = []
+    for run in runs:
+        last = (max(run.scalars.get(scalar, {}).values(), default=None) for scalar in AXES.values())
+        numbers = ["" if value is None else f"{value:,.4g}" if value < 1000 else f"{value:,.0f}" for value in last]
+        rows.append([run.name, *numbers, run.config.get("run.parameters", "")])
+    return _drop_empty_columns(["run", *AXES, "parameters"], rows if any(run.scalars for run in runs) else [])
+
+
+def _compare_settings(runs: Sequence[Run]) -> Table:
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    rows = [[key, *(run.config.get(key, "") for run in runs)] for key in keys]
+    return Table(["setting", *(run.name for run in runs)], [row for row in rows if len({*row[1:]}) > 1])
+
+
+def _find_changed_documents(runs: Sequence[Run], baseline: Run) -> dict[str, Table]:
+    """Return the documents whose LongPPL differs most from the baseline's."""
+    found = []
+    for run in runs:
+        for cell in run.evaluations.keys() & baseline.evaluations.keys():
+            shared = shared_documents(run.last(cell)[1], baseline.last(cell)[1]).query("key_tokens > 0")
+            for (name, _), own, other in shared[["longppl", "longppl_baseline"]].itertuples(name=None):
+                numbers = map(_format_number, (other, own, own / other))
+                found.append((-abs(math.log(own / other)), [cell, run.name, name, *numbers]))
+    head = ["set, evaluator, thresholds", "run", "document", f"LongPPL of {baseline.name}", "LongPPL", "ratio"]
+    return {"Documents that changed most": _drop_empty_columns(head, [row for _, row in sorted(found)[:_CHANGED]])}
+
+
+def _drop_empty_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    kept = [number for number in range(len(head)) if any(row[number].strip() for row in rows)]
+    return Table([head[number] for number in kept], [[row[number] for number in kept] for row in rows])
+
+
+def _format_number(value: float) -> str:
+    if not math.isfinite(value):
+        return "" if math.isnan(value) else "∞"
+    return f"{value:.3f}" if value < 100 else f"{value:,.1f}"
+
+
+def _format_ratio(shared: pd.DataFrame, kind: str) -> str:
+    value, interval = perplexity_ratio(shared, kind)
+    between = "[{:.3f}, {:.3f}]".format(*interval) if interval else "(too few documents)"
+    return "" if math.isnan(value) else f"{value:.3f} {between}"

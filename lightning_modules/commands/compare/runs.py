@@ -1,0 +1,172 @@
+"""Read what is compared: folders of `longce fit`, and JSON files of `longce score`."""
+
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+import yaml
+from tensorboard.compat.proto.event_pb2 import Event
+
+AXES = {"optimizer steps": "step", "tokens": "train/tokens", "GPU hours": "train/gpu_hours"}
+"""Measures of the progress of a training, each with its scalar."""
+
+_COLUMNS = ["tokens", "perplexity", "key_tokens", "longppl"]
+_PATHS = re.compile(r"trainer\.logger|ckpt_path|.*\.(dirpath|\w+_dir)$")
+_STAGES = {"val": "validation", "test": "test"}
+
+
+class Run(NamedTuple):
+    """A run, or a model that was scored.
+
+    Evaluations are tables of documents, by set, evaluator and thresholds, which a text names, and by optimizer step.
+    """
+
+    name: str
+    evaluations: dict[str, dict[int, pd.DataFrame]]
+    config: dict[str, str]
+    scalars: dict[str, dict[int, float]]  # by optimizer step
+
+    def last(self, cell: str) -> tuple[int, pd.DataFrame]:
+        """Return the last evaluation of a cell and its step."""
+        return max(self.evaluations[cell].items(), key=lambda each: each[0])
+
+
+def read_runs(words: Sequence[str | Path]) -> list[Run]:
+    """Read runs, each given as ``PATH`` or ``NAME=PATH``.
+
+    A path is the folder of a run, a result of ``longce score``, or a folder of such results.
+
+    Raises:
+        ValueError: If a path is neither of them, if it is given twice, or if runs and results are mixed.
+    """
+    found = [(name, path) for word in words for name, path in _find_files(str(word))]
+    paths = [path for _, path in found]
+    if repeated := next((path for path in paths if paths.count(path) > 1), None):
+        raise ValueError(f"'{repeated}' is given twice: give each run once.")
+    if len({path.is_dir() for path in paths}) > 1:
+        raise ValueError("Give either folders of runs or results of `longce score`: the two cannot be compared.")
+    common = os.path.commonpath([path.parent for path in paths])
+    names = [name or str(path.relative_to(common)).removesuffix(".json") for name, path in found]
+    read = _read_run if paths[0].is_dir() else _read_score
+    return [read(name, path) for name, path in zip(names, paths, strict=True)]
+
+
+def _find_files(word: str) -> Iterator[tuple[str, Path]]:
+    """Yield the run or the results at a path, with the name that the user gave."""
+    name, _, given = ("", "", word) if "=" not in word or Path(word).exists() else word.partition("=")
+    path = Path(given).expanduser().resolve()
+    found = [path] if path.is_file() or (path / "config.yaml").is_file() else sorted(path.glob("*.json"))
+    if not found:
+        inside = ", ".join(sorted(str(file.parent) for file in path.glob("*/config.yaml"))) or "runs/longce/version_0"
+        raise ValueError(
+            f"'{word}' is not a run: give a folder with config.yaml ({inside}), or JSON of `longce score`."
+        )
+    yield from ((name, file) for file in found)
+
+
+def _read_run(name: str, folder: Path) -> Run:
+    newest = max(folder.glob("config*.yaml"), key=_modified)  # a resumed run adds its own
+    config = flatten_config(yaml.safe_load(newest.read_text()))
+    if (hparams := folder / "hparams.yaml").is_file():  # identities of code, model and data
+        config |= dict(re.findall(r"^(run\.(?!id)\w+): (.+)$", hparams.read_text(), re.MULTILINE))
+    scalars: dict[str, dict[int, float]] = defaultdict(dict)
+    evaluations: dict[str, dict[int, pd.DataFrame]] = defaultdict(dict)
+    for place in (folder, *sorted(folder.glob("evaluations/*"), key=_modified)):
+        for key, step, value in _read_scalars(place):
+            # Lightning numbers steps from 0, but evaluations before training and of checkpoints are at their step.
+            exact = place != folder or (step == 0 and key.startswith("val/"))
+            scalars[key][step if exact else step + 1] = value
+        for cell, step, documents in _read_documents(place):
+            evaluations[cell][step] = documents
+    for key, values in {} if evaluations else scalars.items():  # as if they were of a single document
+        if found := re.fullmatch(r"(val|test)/(?:(.+)/)?(longppl|perplexity)", key):
+            steps = evaluations[found[2] or _STAGES[found[1]]]
+            for step, value in values.items():
+                steps.setdefault(step, pd.DataFrame([[1.0, float("nan")] * 2], columns=_COLUMNS))[found[3]] = value
+    scalars["step"] = {step: step for steps in (*scalars.values(), *evaluations.values()) for step in steps}
+    return Run(name, dict(evaluations), config, dict(scalars))
+
+
+def flatten_config(value: Any, key: str = "") -> dict[str, str]:
+    """Flatten a config to dotted keys; classes are named as values, and in keys where they are in a list.
+
+    Example:
+        >>> flatten_config({"model": {"objective": {"class_path": "a.LongCE", "init_args": {"gamma": 5.0}}}})
+        {'model.objective': 'LongCE', 'model.objective.gamma': '5.0'}
+    """
+    if value is None or value == {} or _PATHS.match(key):
+        return {}
+    match value:
+        case {"class_path": path}:
+            return {key: path.rpartition(".")[2]} | flatten_config(value.get("init_args"), key)
+        case dict():
+            parts = {f"{key}.{name}" if key else name: each for name, each in value.items()}
+        case [{"class_path": _}, *_]:
+            names = (
+                (each["class_path"].rpartition(".")[2], (each.get("init_args") or {}).get("name")) for each in value
+            )
+            parts = {".".join(filter(None, [key, *name])): each for name, each in zip(names, value, strict=True)}
+        case _:
+            return {key: value if isinstance(value, str) else json.dumps(value)}
+    return {inner: text for name, each in parts.items() for inner, text in flatten_config(each, name).items()}
+
+
+def _read_scalars(folder: Path) -> Iterator[tuple[str, int, float]]:
+    """Yield name, logged step and value of the scalars of TensorBoard and of CSV files, oldest first."""
+    for file in sorted(folder.glob("events.out.tfevents.*")):
+        content, at = file.read_bytes(), 0
+        # TensorBoard's own reader takes 18 times longer, because it computes checksums in Python. A record is a length
+        # (8 bytes), a checksum (4), an event and a checksum (4); the last one of a run in training may be incomplete.
+        while len(content) >= at + 16 + (size := int.from_bytes(content[at : at + 8], "little")):
+            event = Event.FromString(content[at + 12 : at + 12 + size])
+            found = (value for value in event.summary.value if value.HasField("simple_value"))
+            yield from ((value.tag, event.step, value.simple_value) for value in found)
+            at += 16 + size
+    if (table := folder / "metrics.csv").is_file():
+        logged = pd.read_csv(table).melt(["step", "epoch"]).dropna(subset="value")
+        yield from zip(logged["variable"], logged["step"], logged["value"], strict=True)
+
+
+def _read_documents(folder: Path) -> Iterator[tuple[str, int, pd.DataFrame]]:
+    """Yield the evaluations of a folder that have a table of documents, oldest first."""
+    callbacks = yaml.safe_load((folder / "config.yaml").read_text())["trainer"].get("callbacks") or ()
+    arguments = [each["init_args"] for each in callbacks if each["class_path"] == "callbacks.ExternalEvaluator"]
+    settings = {each.get("name") or "evaluator": each for each in arguments}
+    for file in sorted(folder.glob("documents/*.parquet"), key=_modified):
+        (stage, name), step = file.stem.partition("-step-")[0].split("-", 1), file.stem.rpartition("-")[2]
+        for (group, thresholds), rows in pd.read_parquet(file).groupby(["set", "thresholds"]):
+            values = settings.get(name, {}) | rows[["alpha", "beta"]].iloc[0].to_dict()
+            yield _name_cell(group or _STAGES[stage], name, thresholds, values), int(step), _index(rows)
+
+
+def _read_score(name: str, file: Path) -> Run:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        rows = pd.DataFrame(content["documents"]).rename(columns={"file": "document"})
+        rows["tokens"] -= 1  # the first token of a document is not scored
+        settings = content["settings"]
+        cell = _name_cell(f"texts {settings['texts'][:8]}", Path(settings["evaluator"]).name, "", settings)
+        return Run(name, {cell: {0: _index(rows)}}, flatten_config(settings), {})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"'{file}' is not a run or a result of `longce score --output` ({error!r}).") from error
+
+
+def _name_cell(documents: str, evaluator: str, thresholds: str, settings: Mapping[str, Any]) -> str:
+    """Return a name that differs if set, evaluator, K or thresholds differ, so that numbers cannot be compared."""
+    named = f"{thresholds} ({settings['alpha']:g}, {settings['beta']:g})".lstrip()
+    context = f" (K {settings['context_length']})" if "context_length" in settings else ""
+    return f"{documents}, {evaluator}{context}, {named}"
+
+
+def _index(rows: pd.DataFrame) -> pd.DataFrame:
+    """Index documents by name and occurrence, because a name may occur several times."""
+    return rows.set_index([rows["document"], rows.groupby("document").cumcount()])[_COLUMNS].astype(float)
+
+
+def _modified(file: Path) -> float:
+    return file.stat().st_mtime

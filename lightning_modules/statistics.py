@@ -1,0 +1,195 @@
+"""Intervals and tests: correlations over models, mean scores over questions, and means over documents."""
+
+import math
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import optimize, stats
+
+MIN_MODELS = 3
+MIN_FOR_INTERVAL = 5
+"""Models or documents below which there is no interval; a correlation has a p-value instead."""
+
+_CONFIDENCE, _SEED = 0.95, 0
+_Z = float(stats.norm.ppf((1 + _CONFIDENCE) / 2))
+
+Interval = tuple[float, float]
+Kind = Literal["pearson", "spearman"]
+
+
+class Correlation(NamedTuple):
+    """Correlation over models with its 95% interval, or for fewer than 5 models with a p-value instead.
+
+    ``p`` is the probability of a correlation at least as strong, of either sign, if the values are assigned to the
+    models at random.
+    """
+
+    value: float
+    models: int
+    interval: Interval | None = None
+    p: float | None = None
+
+
+class CorrelationDifference(NamedTuple):
+    """Difference of two correlations over the same models, its 95% interval, and the p-value of Williams' test."""
+
+    value: float
+    interval: Interval
+    p: float
+
+
+def correlate_values(x: ArrayLike, y: ArrayLike, kind: Kind = "spearman") -> Correlation:
+    """Correlate ``[N]`` values, one per model, in float64; a ValueError if the correlation is undefined.
+
+    Pearson's interval is Fisher's, for normally distributed values. Spearman's needs no such assumption about the
+    values, only about their ranks (a Gaussian copula), and holds the true correlations that a test does not reject.
+    Models of one family are not independent draws, so the true uncertainty is larger.
+
+    Example:
+        >>> round(correlate_values([1, 2, 3], [3, 2, 2], "pearson").value, 3)
+        -0.866
+    """
+    first, second = _check_values(x, y)
+    if kind == "spearman":  # equal values share their mean rank
+        first, second = stats.rankdata(first), stats.rankdata(second)
+    found, models = stats.pearsonr(first, second), len(first)
+    value = float(found.statistic)
+    if models < MIN_FOR_INTERVAL:
+        exact = stats.pearsonr(first, second, method=stats.PermutationMethod())
+        return Correlation(value, models, p=float(exact.pvalue))
+    if kind == "spearman":
+        return Correlation(value, models, _spearman_interval(round(value, 9), models))
+    low, high = found.confidence_interval(_CONFIDENCE)
+    return Correlation(value, models, (float(low), float(high)))
+
+
+def compare_correlations(
+    first: ArrayLike, second: ArrayLike, score: ArrayLike, kind: Kind = "spearman"
+) -> CorrelationDifference:
+    """Compare the correlations of two metrics with the same score over the same models, each ``[N]``.
+
+    The interval is that of Zou (2007, https://doi.org/10.1037/1082-989X.12.4.399), from the intervals of the two
+    correlations and the correlation between them. Williams' test is the one that Steiger (1980,
+    https://doi.org/10.1037/0033-2909.87.2.245) recommends. A ValueError for fewer than 5 models.
+    """
+    one, other = correlate_values(first, score, kind), correlate_values(second, score, kind)
+    if one.interval is None or other.interval is None:
+        raise ValueError(f"{one.models} models are too few, {MIN_FOR_INTERVAL} are needed")
+    a, b, c, models = one.value, other.value, correlate_values(first, second, kind).value, one.models
+    (a_low, a_high), (b_low, b_high) = one.interval, other.interval
+    # 1. Zou's interval. The two estimates are correlated, which is undefined next to a perfect correlation.
+    rest = 1 - a * a - b * b - c * c
+    shared = ((c - a * b / 2) * rest + c**3) / ((1 - a * a) * (1 - b * b)) if max(abs(a), abs(b)) < 1 else 0.0
+    below = (a - a_low) ** 2 + (b_high - b) ** 2 - 2 * shared * (a - a_low) * (b_high - b)
+    above = (a_high - a) ** 2 + (b - b_low) ** 2 - 2 * shared * (a_high - a) * (b - b_low)
+    interval = a - b - math.sqrt(max(below, 0.0)), a - b + math.sqrt(max(above, 0.0))
+    # 2. Williams' test.
+    determinant = max(rest + 2 * a * b * c, 0.0)
+    variance = 2 * (models - 1) / (models - 3) * determinant + ((a + b) / 2) ** 2 * (1 - c) ** 3
+    t = (a - b) * math.sqrt((models - 1) * (1 + c) / variance) if variance > 0 else 0.0
+    return CorrelationDifference(a - b, interval, float(2 * stats.t.sf(abs(t), models - 3)))
+
+
+def score_interval(scores: ArrayLike, groups: Sequence[Hashable] | None = None) -> Interval | None:
+    """Return the 95% interval of the mean of ``[N]`` scores from 0 to 1, of questions in ``groups`` that share a text.
+
+    Wilson's interval: for 20 right answers of 20 it is 0.84 to 1. Questions of a group are not independent, so N is
+    replaced by an effective number (Korn and Graubard, 1998): the number of independent questions that would have the
+    variance between groups, with few groups counting less. None without scores, or if all are of one group.
+    """
+    values = np.asarray(scores, dtype=np.float64)
+    count, mean = len(values), float(values.mean()) if len(values) else math.nan
+    _, places = np.unique(np.arange(count) if groups is None else np.asarray(groups), return_inverse=True)
+    sums = np.bincount(places, weights=values - mean)
+    effective = float(count)
+    if count == 0 or len(sums) == 1 < count:
+        return None
+    if len(sums) < count and mean in (0.0, 1.0):
+        effective = len(sums)  # nothing shows that questions of a group differ
+    elif len(sums) < count:
+        variance = len(sums) / (len(sums) - 1) * float(np.square(sums).sum()) / count**2
+        effective = min(mean * (1 - mean) / variance, count) if variance > 0 else count
+        effective *= (_Z / float(stats.t.ppf((1 + _CONFIDENCE) / 2, len(sums) - 1))) ** 2
+    middle, half = mean + _Z**2 / (2 * effective), math.sqrt(mean * (1 - mean) / effective + (_Z / effective) ** 2 / 4)
+    scale = 1 + _Z**2 / effective
+    return max((middle - _Z * half) / scale, 0.0), min((middle + _Z * half) / scale, 1.0)
+
+
+def mean_interval(means: Sequence[float], intervals: Sequence[Interval | None]) -> Interval | None:
+    """Return the 95% interval of the average of independent means, from theirs (Zou, 2007); None if one is unknown."""
+    known = [interval for interval in intervals if interval is not None]
+    if not known or len(known) < len(intervals):
+        return None
+    below = math.hypot(*(mean - low for mean, (low, _) in zip(means, known, strict=True)))
+    above = math.hypot(*(high - mean for mean, (_, high) in zip(means, known, strict=True)))
+    average = math.fsum(means) / len(means)
+    return average - below / len(means), average + above / len(means)
+
+
+def weighted_mean_interval(values: NDArray[np.float64], weights: NDArray[np.float64]) -> Interval | None:
+    """Return the 95% interval of a mean over documents, such as of the tokens of ``[N]`` documents of unequal length.
+
+    Student's t with the delete-one jackknife. It counts documents as independent, not tokens. For 5 documents with
+    weights that differ by a factor of e, it covers the true mean in 93% of simulations, a bootstrap in 83%. None for
+    fewer than 5 documents.
+    """
+    count = len(values)
+    if count < MIN_FOR_INTERVAL:
+        return None
+    total, weight = float(values @ weights), float(weights.sum())
+    without = (total - values * weights) / (weight - weights)
+    half = float(stats.t.ppf((1 + _CONFIDENCE) / 2, count - 1) * without.std() * math.sqrt(count - 1))
+    return total / weight - half, total / weight + half
+
+
+def questions_needed(interval: Interval, questions: int, half_width: float) -> int:
+    """Return about how many questions make an interval of ``questions`` as narrow as ``half_width`` to each side."""
+    return math.ceil(questions * ((interval[1] - interval[0]) / 2 / half_width) ** 2)
+
+
+@lru_cache(maxsize=1024)
+def _spearman_interval(value: float, models: int) -> Interval:
+    """Return the correlations of ranks that a test by simulation does not reject, with its mid-p-value.
+
+    A closed form fails where it is needed: at a true correlation of -0.96 of 9 models, that of Bonett and Wright (2000)
+    covers it in 9 of 10 samples, at -0.99 in 6 of 10.
+    """
+    draws = max(2_000, 100_000 // models)
+    first, noise = np.random.default_rng(_SEED).standard_normal((2, draws, models))
+    ranks = _standardize(stats.rankdata(first, axis=1))
+
+    def larger(slope: float) -> float:
+        """Return the fraction of samples with a larger correlation, where that of the normal values is tanh(slope)."""
+        rho = math.tanh(slope)
+        others = stats.rankdata(rho * first + math.sqrt(1 - rho * rho) * noise, axis=1)
+        drawn = (ranks * _standardize(others)).sum(axis=1)
+        return float(np.mean(drawn > value + 1e-9) + np.mean(np.abs(drawn - value) <= 1e-9) / 2)
+
+    def limit(target: float) -> float:
+        if larger(-5) > target or larger(5) < target:
+            return math.copysign(1.0, value)
+        slope = optimize.brentq(lambda slope: larger(slope) - target, -5, 5, xtol=0.005)
+        return 6 / math.pi * math.asin(math.tanh(slope) / 2)
+
+    return limit((1 - _CONFIDENCE) / 2), limit((1 + _CONFIDENCE) / 2)
+
+
+def _standardize(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Center and scale rows so that their products are correlations."""
+    centered = values - values.mean(axis=1, keepdims=True)
+    return centered / np.linalg.norm(centered, axis=1, keepdims=True)
+
+
+def _check_values(x: ArrayLike, y: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    if len(x) < MIN_MODELS:
+        raise ValueError(f"{len(x)} models are too few")
+    for values in (x, y):
+        if not np.isfinite(values).all():
+            raise ValueError(f"not all values are finite: {values.tolist()}")
+        if np.ptp(values) == 0:
+            raise ValueError(f"all models have the value {values[0]:g}")
+    return x, y

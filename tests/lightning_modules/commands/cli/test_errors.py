@@ -1,0 +1,84 @@
+"""A mistyped command, option or key: one line with its place and the nearest name."""
+
+from pathlib import Path
+
+import pytest
+
+import lightning_modules.commands.cli.lightning_cli  # noqa: F401  takes seconds, which are not those of a test
+from lightning_modules.commands.cli.main import main
+
+CONFIGS = Path(__file__).parents[4] / "configs"
+FIT = ["fit", "-c", str(CONFIGS / "base.yaml"), "-c", str(CONFIGS / "debug.yaml")]
+
+
+@pytest.fixture
+def error(tmp_path, monkeypatch, capsys):
+    def run(*words, config=None):
+        if config is not None:
+            (tmp_path / "my.yaml").write_text(config)
+            words = [*words, "-c", str(tmp_path / "my.yaml")]
+        monkeypatch.setattr("sys.argv", ["longce"])
+        with pytest.raises(SystemExit) as stopped:
+            main(words)
+        assert stopped.value.code == 2
+        printed = capsys.readouterr().err.replace(f"{tmp_path}/", "").replace("Seed set to 0\n", "")
+        assert printed.count("\n") == 1
+        return printed.removeprefix("longce: error: ").strip()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["scor"], "unknown command `scor`. Did you mean `score`?"),
+        (["score", "a.txt", "--evaluater", "x"], "unknown option `--evaluater`. Did you mean `--evaluator`?"),
+        (["plan", "--gpuu"], "unknown option `--gpuu`. Did you mean `--gpu`?"),
+        (["reproduce", "miniature", "--outptu", "x"], "unknown option `--outptu`. Did you mean `--output`?"),
+        ([*FIT, "--model.objectve", "X"], "unknown option `--model.objectve`. Did you mean `--model.objective`?"),
+        (
+            [*FIT, "--data.sequence_lenght", "3"],
+            "`datamodules.RecallDataModule` has no `sequence_lenght`. Did you mean `sequence_length`?",
+        ),
+        (
+            [*FIT, "--trainer.callbacks+", "callbacks.StepChekpoint"],
+            "`callbacks` has no `StepChekpoint`. Did you mean `StepCheckpoint`?",
+        ),
+        ([*FIT, "--model.stride", "x"], "`model.stride`: Expected int. Got value: x"),
+    ],
+)
+def test_the_command_line_names_the_nearest(words, expected, error):
+    assert error(*words) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("model:\n  objectve: X\n", "line 2: unknown option `model.objectve`. Did you mean `model.objective`?"),
+        (
+            "model: {objective: {init_args: {gama: 3}}}",
+            "line 1: `lightning_modules.objectives.LongCE` has no `gama`. Did you mean `gamma`?",
+        ),
+        (
+            "trainer:\n  callbacks+:\n  - class_path: callbacks.StepCheckpoint\n    init_args:\n      save_topk: 3\n",
+            "line 5: `callbacks.StepCheckpoint` has no `save_topk`. Did you mean `save_top_k`?",
+        ),
+        ("data:\n  class_path: datamodules.PG19\n", "line 2: `datamodules` has no `PG19`."),
+    ],
+)
+def test_a_config_names_the_file_and_the_line(config, expected, error):
+    assert error(*FIT, config=config).startswith(f"my.yaml, {expected}")
+
+
+def test_the_first_screen_of_the_help_of_fit_lists_what_most_need(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["longce"])
+    with pytest.raises(SystemExit):
+        main(["fit", "--help"])
+    printed = capsys.readouterr().out
+    first = printed[: printed.index("options:")]
+    assert first.count("\n") < 60
+    assert max(map(len, first.splitlines())) <= 120
+    for name in ("--ckpt_path", "PG19DataModule", "RecallDataModule", "ExternalEvaluator", "LongCE ", "Normalized "):
+        assert name in first
+    assert "Normalised" not in first
+    assert "--trainer.accumulate_grad_batches" in printed

@@ -1,0 +1,265 @@
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+from scipy import stats
+from torch.utils.tensorboard import SummaryWriter
+
+from lightning_modules.commands.cli.main import main
+from lightning_modules.commands.compare.command import compare, write_page
+from lightning_modules.commands.compare.differences import perplexity_ratio
+from lightning_modules.commands.compare.runs import read_runs
+from tests.support.browser import launch_chromium
+
+LONGPPL = np.array([4.0, 9.0, 5.0, 7.0, 6.0, 8.0])
+KEY_TOKENS = np.array([10, 20, 5, 40, 30, 1])
+
+
+def make_run(folder, factors, *, objective="LongCE", scalars=True, k=64, documents=6, **evaluator):
+    """A run whose LongPPL after each number of steps is a factor times that of the base model."""
+    callback = {"class_path": "callbacks.ExternalEvaluator", "init_args": {"context_length": k, **evaluator}}
+    logger = {"class_path": "lightning.pytorch.loggers.TensorBoardLogger", "init_args": {"version": folder.name}}
+    config = {
+        "trainer": {"callbacks": [callback], "logger": logger, "max_steps": 20},
+        "model": {"objective": {"class_path": f"lightning_modules.objectives.{objective}"}},
+    }
+    (folder / "documents").mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    for step, factor in factors.items():
+        write_documents(folder, step, factor, documents)
+    if scalars:
+        with SummaryWriter(folder) as writer:
+            for step in range(max(factors)):
+                writer.add_scalar("train/loss", 3.0 - step / 10, step)
+                writer.add_scalar("train/tokens", 100 * (step + 1), step)
+                writer.add_scalar("train/gpu_hours", 0.5 * (step + 1), step)
+    return folder
+
+
+def write_documents(folder, step, factor, documents=6):
+    names = [f"doc{number}" for number in range(documents)]
+    values = {"longppl": LONGPPL[:documents] * factor, "perplexity": LONGPPL[:documents] * 10}
+    counts = {"key_tokens": KEY_TOKENS[:documents], "tokens": 100, "alpha": 2.0, "beta": -2.0}
+    (folder / "documents").mkdir(parents=True, exist_ok=True)
+    path = folder / "documents" / f"val-evaluator-step-{step}.parquet"
+    columns = {"evaluator": "evaluator", "set": "", "thresholds": "", "document": names, **values, **counts}
+    pd.DataFrame(columns).to_parquet(path)
+
+
+def write_score(path, factor, **settings):
+    rows = [
+        {"file": f"{number}.txt", "longppl": value * factor, "perplexity": value, "key_tokens": int(key), "tokens": 101}
+        for number, (value, key) in enumerate(zip(LONGPPL, KEY_TOKENS, strict=True))
+    ]
+    settings = {"texts": "t", "evaluator": "hub/E", "context_length": 64, "alpha": 2.0, "beta": -2.0, **settings}
+    path.write_text(json.dumps({"model": path.stem, "documents": rows, "settings": settings}))
+    return str(path)
+
+
+def corpus(longppl):
+    return math.exp((np.log(longppl) * KEY_TOKENS).sum() / KEY_TOKENS.sum())
+
+
+def make_shared(generator, documents):
+    """Documents of unequal length whose LongPPL is 0.9 times the baseline's on average over tokens."""
+    baseline = np.exp(generator.normal(2, 0.5, documents))
+    tokens = np.ceil(np.exp(generator.normal(4, 1, documents)))
+    difference = (
+        math.log(0.9) + generator.normal(0, 0.05, documents) + generator.normal(0, 0.5, documents) / tokens**0.5
+    )
+    return pd.DataFrame({"key_tokens": tokens, "longppl": baseline * np.exp(difference), "longppl_baseline": baseline})
+
+
+def test_the_ratio_is_that_of_the_corpus_and_its_interval_leaves_each_document_out_once():
+    shared = make_shared(np.random.default_rng(1), 12)
+    shared.loc[3, ["key_tokens", "longppl"]] = 0, math.nan
+    value, (low, high) = perplexity_ratio(shared, "longppl")
+    kept = [each for each in range(12) if each != 3]
+
+    def plain(documents, name):
+        total = sum(shared["key_tokens"][each] * math.log(shared[name][each]) for each in documents)
+        return total / sum(shared["key_tokens"][each] for each in documents)
+
+    def difference(documents):
+        return plain(documents, "longppl") - plain(documents, "longppl_baseline")
+
+    left_out = [difference([each for each in kept if each != other]) for other in kept]
+    error = math.sqrt(10 / 11 * sum((each - sum(left_out) / 11) ** 2 for each in left_out))
+    half = stats.t.ppf(0.975, 10) * error
+    assert value == pytest.approx(math.exp(difference(kept)))
+    assert (low, high) == pytest.approx((value * math.exp(-half), value * math.exp(half)))
+
+
+@pytest.mark.parametrize("documents", [5, 16])
+def test_the_interval_covers_the_true_ratio(documents):
+    generator = np.random.default_rng(0)
+    found = [perplexity_ratio(make_shared(generator, documents), "longppl")[1] for _ in range(400)]
+    assert 0.9 < np.mean([low < 0.9 < high for low, high in found]) < 0.97
+
+
+def test_few_documents_have_no_interval_and_equal_models_a_point():
+    shared = pd.DataFrame({"tokens": KEY_TOKENS, "perplexity": LONGPPL / 2, "perplexity_baseline": LONGPPL})
+    assert perplexity_ratio(shared[:4], "perplexity") == (pytest.approx(0.5), None)
+    assert perplexity_ratio(shared.assign(perplexity=LONGPPL), "perplexity") == (1.0, (1.0, 1.0))
+    assert math.isnan(perplexity_ratio(shared.assign(tokens=0), "perplexity")[0])
+
+
+def test_runs_are_ranked_with_what_differs_and_costs(tmp_path, capsys):
+    runs = [
+        make_run(tmp_path / "ce", {0: 1.0, 10: 0.9}, objective="CrossEntropy"),
+        make_run(tmp_path / "longce", {0: 1.0, 20: 0.8}),
+    ]
+    main(["compare", *map(str, runs)])
+    printed = re.sub(r" {2,}", " | ", capsys.readouterr().out)
+    best, second = (line for line in printed.splitlines() if "(2, -2)" in line or line.startswith(" | "))
+    assert f"longce (best) | 20 | {corpus(LONGPPL) * 0.8:.3f} | 0.889 [0.889, 0.889]" in best
+    assert f"ce | 10 | {corpus(LONGPPL) * 0.9:.3f}" in second
+    assert "model.objective | CrossEntropy | LongCE" in printed
+    assert "version" not in printed
+    assert "ce | 10 | 1,000 | 5" in printed
+    assert "longce | 20 | 2,000 | 10" in printed
+    assert "1.125 [1.125, 1.125]" in compare(runs[::-1])
+
+
+def test_curves_begin_at_the_base_model_and_include_later_evaluations_and_resumed_logs(tmp_path):
+    folder = make_run(tmp_path / "run", {0: 1.0, 10: 0.9})
+    with SummaryWriter(folder, filename_suffix=".resumed") as writer:
+        for step in range(8, 16):
+            writer.add_scalar("train/loss", 1.0, step)
+    (folder / "evaluations" / "validate-step-16").mkdir(parents=True)
+    (folder / "evaluations" / "validate-step-16" / "config.yaml").write_text((folder / "config.yaml").read_text())
+    write_documents(folder / "evaluations" / "validate-step-16", 16, 0.7)
+    (run,) = read_runs([folder])
+    ((cell, evaluations),) = run.evaluations.items()
+    assert cell == "validation, evaluator (K 64), (2, -2)"
+    assert sorted(evaluations) == [0, 10, 16]
+    assert sorted(run.scalars["train/loss"]) == list(range(1, 17))
+    assert run.scalars["train/loss"][9] == 1.0  # of the resumed training, not of the one that was killed
+
+
+def test_a_run_in_training_is_read_up_to_its_last_complete_event(tmp_path):
+    folder = make_run(tmp_path / "run", {10: 0.9})
+    (events,) = folder.glob("events.out.tfevents.*")
+    events.write_bytes(events.read_bytes()[:-5])
+    (run,) = read_runs([folder])
+    assert max(run.scalars["train/loss"]) == 10
+    assert max(run.scalars["train/gpu_hours"]) == 9
+
+
+def test_a_run_without_an_evaluator_or_with_csv_logs_is_compared_by_what_it_logged(tmp_path):
+    lines = {"a": "0,0,,50.0\n9,0,2.0,\n9,0,,30.0\n", "b": "0,0,,50.0\n9,0,2.5,\n9,0,,20.0\n"}
+    for name, rows in lines.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text("trainer: {callbacks: null}\nmodel: {stride: 4}\n")
+        (tmp_path / name / "metrics.csv").write_text(f"step,epoch,train/loss,val/perplexity\n{rows}")
+    printed = compare([tmp_path / "a", tmp_path / "b"])
+    assert re.search(r"validation +b \(best\) +10 +20\.000 +0\.667", printed)
+    assert "LongPPL" not in printed.split("perplexity")[0]
+
+
+def test_other_documents_and_other_evaluators_are_not_compared(tmp_path):
+    runs = [make_run(tmp_path / "a", {1: 1.0}), make_run(tmp_path / "b", {1: 0.5}, k=128)]
+    printed = compare([*runs, make_run(tmp_path / "c", {1: 0.5}, documents=5)])
+    lines = [re.split(r" {2,}", line) for line in printed.splitlines()]
+    assert [line[:2] for line in lines if "K 128" in line[0]] == [["validation, evaluator (K 128), (2, -2)", "b"]]
+    assert "0.500 [0.500, 0.500]" in printed
+    assert "ratio over 5 of 6 documents" in printed
+    assert "best" not in printed
+
+
+def test_results_of_longce_score_are_compared(tmp_path):
+    (tmp_path / "scores").mkdir()
+    one, other = (
+        write_score(tmp_path / "scores" / f"{name}.json", factor) for name, factor in (("a", 1.0), ("b", 0.8))
+    )
+    printed = compare([one, other])
+    assert printed == compare([tmp_path / "scores"])
+    assert re.search(
+        rf"texts t, E \(K 64\), \(2, -2\) +b \(best\) .*{corpus(LONGPPL) * 0.8:.3f} +0\.800 \[0\.800, 0\.800\]",
+        printed,
+    )
+    texts = write_score(tmp_path / "other.json", 0.5, texts="u", alpha=1.0)
+    printed = compare([one, f"new={texts}"])
+    assert re.search(r"texts t.*\ntexts u, E \(K 64\), \(1, -2\) +new", printed)
+    assert "ratio" not in printed
+    assert re.search(r"alpha +2.0 +1.0", printed)
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path):
+    run = make_run(tmp_path / "runs" / "version_0", {0: 1.0})
+    score = write_score(tmp_path / "a.json", 1.0)
+    with pytest.raises(ValueError, match=r"runs' is not a run: give a folder with config.yaml \(.*version_0\)"):
+        compare([tmp_path / "runs"])
+    with pytest.raises(ValueError, match="Give either folders of runs or results of `longce score`"):
+        compare([run, score])
+    with pytest.raises(ValueError, match="is given twice"):
+        compare([run, str(run)])
+    (tmp_path / "b.json").write_text('{"documents": 3}')
+    with pytest.raises(ValueError, match=r"b\.json' is not a run or a result of `longce score"):
+        compare([tmp_path / "b.json"])
+    with pytest.raises(SystemExit):
+        main(["compare", str(run), "--output", str(tmp_path / "missing" / "page.html")])
+
+
+class Page(HTMLParser):
+    """Elements of a page, which must be closed in the order in which they were opened."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.images = [], []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+        if tag == "img":
+            self.images.append(dict(attrs)["alt"])
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_of_a_run_has_curves_over_each_axis_and_changed_documents(tmp_path):
+    folder = make_run(tmp_path / "run", {0: 1.0, 10: 0.9})
+    table = folder / "documents" / "val-evaluator-step-10.parquet"
+    rows = pd.read_parquet(table)
+    rows.loc[2, "longppl"] *= 2
+    rows.loc[5, ["key_tokens", "longppl"]] = 0, math.nan
+    rows.to_parquet(table)
+    write_page([folder], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    titles = [f"{name}: validation" for name in ("LongPPL", "Perplexity")]
+    assert [title.replace(" (K 64), (2, -2)", "").replace(", evaluator", "") for title in Page(page).images] == 3 * [
+        *titles,
+        "Training loss (nats)",
+    ]
+    texts = re.sub(r"\s*<[^>]*>\s*", "|", page.partition("<h1>")[2])
+    assert texts.startswith("Run run|")
+    assert re.search(r"Documents that changed most\|.*?doc2\|+5\.000\|+9\.000\|+1\.800", texts)
+    assert "LongPPL / step 0" in texts
+    assert "nan" not in texts.lower()
+
+
+@pytest.mark.slow
+def test_the_page_fits_a_phone_and_needs_nothing_but_itself(tmp_path):
+    runs = [make_run(tmp_path / name, {0: 1.0, 10: factor}) for name, factor in (("<b>one", 0.9), ("two", 0.8))]
+    write_page(runs, tmp_path / "page.html")
+    with launch_chromium() as browser:
+        for width in (360, 1440):
+            page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme="dark")
+            messages, requests = [], []
+            page.on("console", lambda message, found=messages: found.append(message.text))
+            page.on("request", lambda request, found=requests: found.append(request.url[:5]))
+            page.goto((tmp_path / "page.html").as_uri())
+            assert page.evaluate("document.documentElement.scrollWidth") == width
+            assert page.evaluate("[...document.images].every((image) => image.naturalWidth > 0)")
+            assert page.evaluate("getComputedStyle(document.documentElement).backgroundColor") == "rgb(22, 23, 26)"
+            assert "<b>one" in page.title()
+            assert messages == []
+            assert set(requests) <= {"file:", "data:"}

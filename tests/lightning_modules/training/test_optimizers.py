@@ -1,0 +1,152 @@
+import math
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.cli import ReduceLROnPlateau
+from torch.optim import SGD, AdamW
+
+from lightning_modules.objectives import CrossEntropy
+from lightning_modules.training.checkpoints.io import CheckedCheckpointIO
+from lightning_modules.training.optimizers import ParameterGroups, WarmupSchedule
+from tests.lightning_modules.test_long_context_lm import LENGTH, VOCABULARY, lm, loader, row, trainer
+
+WARMUP, DECAY, TOTAL = 4, 5, 20
+
+
+@pytest.fixture
+def settings():
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    return {
+        "model_config": {"model_type": "llama", "vocab_size": VOCABULARY, "num_key_value_heads": 1, **sizes},
+        "objective": CrossEntropy(),
+        "optimizer": lambda parameters: AdamW(parameters, lr=0.01, weight_decay=0.1),
+    }
+
+
+class Rates(Callback):
+    """Keeps the learning rate of each batch."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_start(self, trainer, *_):
+        self.seen.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def warmup(step):
+    return min(1, step / WARMUP)
+
+
+DECAYS = {
+    "constant": lambda step: 1,
+    "linear": lambda step: (TOTAL - step) / (TOTAL - WARMUP),
+    "cosine": lambda step: 0.5 + 0.5 * math.cos(math.pi * (step - WARMUP) / (TOTAL - WARMUP)),
+    "warmup_stable_decay": lambda step: (
+        1 if step < TOTAL - DECAY else 0.5 + 0.5 * math.cos(math.pi * (step - TOTAL + DECAY) / DECAY)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECAYS)
+def test_each_named_schedule_is_its_formula_until_the_last_step_of_the_trainer(name, settings, tmp_path):
+    arguments = {"num_decay_steps": DECAY} if name == "warmup_stable_decay" else None
+    module = lm(
+        None, lr_scheduler=lambda o: WarmupSchedule(o, name, warmup_steps=WARMUP, arguments=arguments), **settings
+    )
+    rates = Rates()
+    trainer(tmp_path, max_steps=TOTAL, callbacks=[rates]).fit(module, loader(*[row(n) for n in range(TOTAL)]))
+    expected = [0.01 * (warmup(step) if step < WARMUP else DECAYS[name](step)) for step in range(TOTAL)]
+    assert rates.seen == pytest.approx(expected)
+
+
+def test_a_schedule_that_cannot_work_is_refused_with_what_to_change():
+    optimizer = SGD([torch.zeros(1)])
+    for arguments, message in (
+        ({"name": "triangular"}, "must be one of constant, cosine, .*, got 'triangular'"),
+        ({"name": "cosine", "warmup_steps": -1}, "warmup_steps` must be an integer of 0 or more, got -1"),
+        ({"name": "linear", "total_steps": 0}, "total_steps` must be an integer of 1 or more, got 0"),
+        ({"name": "warmup_stable_decay"}, "do not fit 'warmup_stable_decay': .*num_decay_steps"),
+        ({"name": "linear", "arguments": {"power": 2}}, "'power': 2} do not fit 'linear'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            WarmupSchedule(optimizer, **arguments)
+    with pytest.raises(ValueError, match=r"set `trainer.max_steps`, or `total_steps`"):
+        WarmupSchedule(optimizer, "linear").end_at(-1)
+    with pytest.raises(ValueError, match="has 30 steps of warm-up and decay, more than its total of 20"):
+        WarmupSchedule(optimizer, "linear", warmup_steps=30).end_at(20)
+    WarmupSchedule(optimizer, "constant", warmup_steps=30).end_at(-1)  # has no last step
+
+
+def test_a_schedule_that_needs_a_metric_is_stepped_once_after_each_evaluation(settings, tmp_path):
+    def plateau(optimizer, monitor="val/perplexity"):
+        return ReduceLROnPlateau(optimizer, monitor=monitor, factor=0.5, patience=0, threshold=0.99)
+
+    settings["optimizer"] = lambda parameters: SGD(parameters, lr=0.01)  # hardly learns
+    module, rates = lm(None, lr_scheduler=plateau, **settings), Rates()
+    fit = {"max_steps": 12, "val_check_interval": 6, "check_val_every_n_epoch": None, "accumulate_grad_batches": 2}
+    one = trainer(tmp_path, num_sanity_val_steps=1, callbacks=[rates], **fit)
+    one.fit(module, loader(*[row(n) for n in range(8)]), loader(row(50)))  # evaluations are not at the ends of epochs
+    # Evaluations after steps 3, 6, 9, and 12. The first one is the best so far; each other one halves the rate.
+    assert rates.seen[::2] == pytest.approx([0.01] * 6 + [0.005] * 3 + [0.0025] * 3)
+    assert one.lr_scheduler_configs[0].scheduler.num_bad_epochs == 0
+
+    module = lm(None, lr_scheduler=lambda o: plateau(o, "val/longppl"), **settings)
+    with pytest.raises(ValueError, match=r"monitors 'val/longppl', .*: set `monitor` to one of \[.*'val/perplexity'"):
+        trainer(tmp_path, **fit).fit(module, loader(*[row(n) for n in range(8)]), loader(row(50)))
+    module = lm(None, lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau, **settings)
+    with pytest.raises(ValueError, match=r"must name its metric: use `lightning.pytorch.cli.ReduceLROnPlateau`"):
+        trainer(tmp_path, **fit).fit(module, loader(row(0)), loader(row(50)))
+
+
+def test_groups_have_their_own_learning_rates_and_weight_decay_spares_norms_and_biases(settings, tmp_path):
+    settings["model_config"]["attention_bias"] = True
+    groups = ParameterGroups(learning_rates={"embed_tokens|lm_head": 1e-3, "layers.*norm": 0.02})
+    module = lm(None, parameter_groups=groups, lr_scheduler=lambda o: WarmupSchedule(o, "constant", 2), **settings)
+    one = trainer(tmp_path, max_steps=3)
+    one.fit(module, loader(*[row(n) for n in range(3)]))
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    found = {}
+    for group in one.optimizers[0].param_groups:
+        for parameter in group["params"]:
+            found[names[parameter].removeprefix("backbone.model.")] = (group["lr"], group["weight_decay"])
+    assert len(found) == len(names)
+    assert found["lm_head.weight"] == found["model.embed_tokens.weight"] == (1e-3, 0.1)
+    assert found["model.layers.0.input_layernorm.weight"] == (0.02, 0.0)
+    assert found["model.norm.weight"] == found["model.layers.0.self_attn.q_proj.bias"] == (0.01, 0.0)
+    assert found["model.layers.0.self_attn.q_proj.weight"] == (0.01, 0.1)
+    with pytest.raises(ValueError, match="'lora_B' matches no trained parameter"):
+        ParameterGroups(learning_rates={"lora_B": 1.0}).split([("norm.weight", torch.zeros(LENGTH))])
+
+
+def test_without_groups_the_optimizer_gets_one_and_checkpoints_of_earlier_versions_fit(settings, tmp_path):
+    module, one = lm(None, **settings), trainer(tmp_path, max_steps=1)
+    one.fit(module, loader(row(0)))
+    (group,) = one.optimizers[0].param_groups
+    assert len(group["params"]) == len(list(module.parameters()))
+    assert group["weight_decay"] == 0.1
+
+
+def test_a_resumed_run_continues_its_schedule_and_its_groups(settings, tmp_path):
+    def run(steps, **fit):
+        groups = ParameterGroups(learning_rates={"embed_tokens": 1e-3})
+        module = lm(
+            None,
+            parameter_groups=groups,
+            lr_scheduler=lambda o: WarmupSchedule(o, "linear", 2, total_steps=9),
+            **settings,
+        )
+        rates, plugins = Rates(), [CheckedCheckpointIO()]
+        one = trainer(tmp_path, max_steps=steps, callbacks=[rates], plugins=plugins)
+        one.fit(module, loader(*[row(0)] * 8), **fit)  # the loader would start again
+        return one, module, rates.seen
+
+    torch.manual_seed(0)
+    _, whole, expected = run(8)
+    torch.manual_seed(0)
+    first, _, before = run(4)
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    _, resumed, after = run(8, ckpt_path=tmp_path / "half.ckpt")
+    assert before + after == expected == pytest.approx([0, 5e-4, *(1e-3 * (9 - step) / 7 for step in range(2, 8))])
+    for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)
