@@ -32,7 +32,7 @@ def _find_curves(run: Run) -> dict[str, Mapping[int, float]]:
     """Return the values of each quantity by optimizer step."""
     curves: dict[str, Mapping[int, float]] = {}
     for kind, name in (("longppl", "LongPPL"), ("perplexity", "Perplexity")):
-        for cell, steps in run.evaluations.items():
+        for cell, steps in sorted(run.evaluations.items(), key=lambda each: each[0]):
             title = f"{name}: {cell if kind == 'longppl' else cell.partition(',')[0]}"
             curves[title] = {step: corpus_perplexity(documents, kind) for step, documents in steps.items()}
     rates = {f"Learning rate: {key[3:]}": values for key, values in run.scalars.items() if key.startswith("lr-")}
