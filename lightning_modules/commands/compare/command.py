@@ -73,8 +73,8 @@ def _make_page(runs: Sequence[Run], tables: Mapping[str, Table]) -> str:
 
 def _rank_runs(runs: Sequence[Run], baseline: Run) -> Table:
     """Return the last evaluation of each run by cell, the best one first, those that have other documents last."""
-    head = ["set, evaluator, thresholds", "run", "step", "LongPPL", f"LongPPL / {baseline.name}'s"]
-    head += ["perplexity", f"perplexity / {baseline.name}'s", "documents", "note"]
+    head = ["set, evaluator, thresholds", "run", "LongPPL", f"LongPPL / {baseline.name}'s"]
+    head += ["perplexity", f"perplexity / {baseline.name}'s", "step", "documents", "note"]
     cells = []
     for cell in sorted({cell for run in runs for cell in run.evaluations}):
         ranked = []
@@ -89,7 +89,7 @@ def _rank_runs(runs: Sequence[Run], baseline: Run) -> Table:
                 text for value, ratio in zip(values, ratios, strict=True) for text in (_format_number(value), ratio)
             ]
             order = [bool(note), *(math.inf if math.isnan(value) else value for value in values)]
-            ranked.append((order, [cell, run.name, str(step), *numbers, str(len(documents)), note]))
+            ranked.append((order, [cell, run.name, *numbers, str(step), str(len(documents)), note]))
         ranked.sort()
         if len(ranked) > 1 and not ranked[1][0][0]:
             ranked[0][1][1] += " (best)"
@@ -107,6 +107,7 @@ def _tabulate_costs(runs: Sequence[Run]) -> Table:
 
 
 def _compare_settings(runs: Sequence[Run]) -> Table:
+    runs = [run for run in runs if run.config]
     keys = sorted({key for run in runs for key in run.config})
     rows = [[key, *(run.config.get(key, "") for run in runs)] for key in keys]
     differing = [row for row in rows if len({*row[1:]}) > 1]

@@ -53,6 +53,7 @@ def _draw_panel(curves: Mapping[str, NDArray[np.float64]], axis: str, quantity: 
         figure = Figure(figsize=(3.3, 2.6), layout="constrained", facecolor="none")
         plot = figure.subplots()
         plot.set(xlabel=axis, ylabel=quantity, facecolor="none")
+        plot.locator_params("x", nbins=5)
         for (name, points), line in zip(curves.items(), cycle(("-", "--", "-.", ":")), strict=False):
             plot.plot(*points.T, line, marker="o" if len(points) < 30 else "", markersize=3, label=name)
         figure.legend(loc="outside upper left", ncols=2, frameon=False, fontsize=8)
