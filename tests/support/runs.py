@@ -12,17 +12,11 @@ from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.training.fsdp import FullyShardedStrategy
 
 STEPS, MICRO_BATCHES = 5, 4
+TIMES = {f"train/{name}" for name in ("tokens_per_second", "gpu_hours", "data_wait")}
 VARIANTS = {
     "full": {"gradient_checkpointing": True},
     "lora": {"lora": {"r": 2, "target_modules": ["q_proj", "lm_head"], "modules_to_save": ["norm"]}},
 }
-
-
-def logged_values(trainer):
-    """The logged values, except those that depend on the speed of the machine."""
-    timed = ("second", "gpu_hours", "data_wait")
-    values = trainer.callback_metrics.items()
-    return {name: float(value) for name, value in values if not any(part in name for part in timed)}
 
 
 def make_trainer(root, processes, strategy, **settings):
@@ -115,7 +109,7 @@ def train(setup, root, processes, strategy, variant, *, uneven=False, **settings
         "longppl": trainer.callback_metrics["val/longppl"],
         "longppl_soft": trainer.callback_metrics["val/longppl_soft"],
         "perplexity": module._perplexities[""].compute().cpu(),
-        "logged": logged_values(trainer),
+        "logged": {name: float(value) for name, value in trainer.callback_metrics.items() if name not in TIMES},
         "weights": {name: whole(tensor) for name, tensor in module.named_parameters()},
     }
 

@@ -33,7 +33,7 @@ def _find_curves(run: Run) -> dict[str, Mapping[int, float]]:
     curves: dict[str, Mapping[int, float]] = {}
     for kind, name in (("longppl", "LongPPL"), ("perplexity", "Perplexity")):
         for cell, steps in run.evaluations.items():
-            title = f"{name}: {', '.join(filter(None, cell)) if kind == 'longppl' else cell.set}"
+            title = f"{name}: {cell if kind == 'longppl' else cell.partition(',')[0]}"
             curves[title] = {step: corpus_perplexity(documents, kind) for step, documents in steps.items()}
     rates = {f"Learning rate: {key[3:]}": values for key, values in run.scalars.items() if key.startswith("lr-")}
     return {**curves, "Training loss (nats)": run.scalars.get("train/loss", {}), **rates}

@@ -20,23 +20,18 @@ _PATHS = re.compile(r"trainer\.logger|ckpt_path|.*\.(dirpath|\w+_dir)$")
 _STAGES = {"val": "validation", "test": "test"}
 
 
-class Cell(NamedTuple):
-    """Validation set, evaluator and thresholds of a number; empty if unknown. Equal cells can be compared."""
-
-    set: str
-    evaluator: str = ""
-    thresholds: str = ""
-
-
 class Run(NamedTuple):
-    """A run, or a model that was scored."""
+    """A run, or a model that was scored.
+
+    Evaluations are tables of documents, by set, evaluator and thresholds, which a text names, and by optimizer step.
+    """
 
     name: str
-    evaluations: dict[Cell, dict[int, pd.DataFrame]]  # documents by number of optimizer steps
+    evaluations: dict[str, dict[int, pd.DataFrame]]
     config: dict[str, str]
-    scalars: dict[str, dict[int, float]]  # by number of optimizer steps
+    scalars: dict[str, dict[int, float]]  # by optimizer step
 
-    def last(self, cell: Cell) -> tuple[int, pd.DataFrame]:
+    def last(self, cell: str) -> tuple[int, pd.DataFrame]:
         """Return the last evaluation of a cell and its step."""
         return max(self.evaluations[cell].items(), key=lambda each: each[0])
 
@@ -80,7 +75,7 @@ def _read_run(name: str, folder: Path) -> Run:
     if (hparams := folder / "hparams.yaml").is_file():  # identities of code, model and data
         config |= dict(re.findall(r"^(run\.(?!id)\w+): (.+)$", hparams.read_text(), re.MULTILINE))
     scalars: dict[str, dict[int, float]] = defaultdict(dict)
-    evaluations: dict[Cell, dict[int, pd.DataFrame]] = defaultdict(dict)
+    evaluations: dict[str, dict[int, pd.DataFrame]] = defaultdict(dict)
     for place in (folder, *sorted(folder.glob("evaluations/*"), key=_modified)):
         for key, step, value in _read_scalars(place):
             # Lightning numbers steps from 0, but evaluations before training and of checkpoints are at their step.
@@ -90,7 +85,7 @@ def _read_run(name: str, folder: Path) -> Run:
             evaluations[cell][step] = documents
     for key, values in {} if evaluations else scalars.items():  # as if they were of a single document
         if found := re.fullmatch(r"(val|test)/(?:(.+)/)?(longppl|perplexity)", key):
-            steps = evaluations[Cell(found[2] or _STAGES[found[1]])]
+            steps = evaluations[found[2] or _STAGES[found[1]]]
             for step, value in values.items():
                 steps.setdefault(step, pd.DataFrame([[1.0, float("nan")] * 2], columns=_COLUMNS))[found[3]] = value
     scalars["step"] = {step: step for steps in (*scalars.values(), *evaluations.values()) for step in steps}
@@ -137,7 +132,7 @@ def _read_scalars(folder: Path) -> Iterator[tuple[str, int, float]]:
         yield from zip(logged["variable"], logged["step"], logged["value"], strict=True)
 
 
-def _read_documents(folder: Path) -> Iterator[tuple[Cell, int, pd.DataFrame]]:
+def _read_documents(folder: Path) -> Iterator[tuple[str, int, pd.DataFrame]]:
     """Yield the evaluations of a folder that have a table of documents, oldest first."""
     callbacks = yaml.safe_load((folder / "config.yaml").read_text())["trainer"].get("callbacks") or ()
     arguments = [each["init_args"] for each in callbacks if each["class_path"] == "callbacks.ExternalEvaluator"]
@@ -146,7 +141,7 @@ def _read_documents(folder: Path) -> Iterator[tuple[Cell, int, pd.DataFrame]]:
         (stage, name), step = file.stem.partition("-step-")[0].split("-", 1), file.stem.rpartition("-")[2]
         for (group, thresholds), rows in pd.read_parquet(file).groupby(["set", "thresholds"]):
             values = settings.get(name, {}) | rows[["alpha", "beta"]].iloc[0].to_dict()
-            yield Cell(group or _STAGES[stage], *_describe(values, name, thresholds)), int(step), _index(rows)
+            yield _name_cell(group or _STAGES[stage], name, thresholds, values), int(step), _index(rows)
 
 
 def _read_score(name: str, file: Path) -> Run:
@@ -155,16 +150,17 @@ def _read_score(name: str, file: Path) -> Run:
         rows = pd.DataFrame(content["documents"]).rename(columns={"file": "document"})
         rows["tokens"] -= 1  # the first token of a document is not scored
         settings = content["settings"]
-        cell = Cell(f"texts {settings['texts'][:8]}", *_describe(settings, Path(settings["evaluator"]).name))
+        cell = _name_cell(f"texts {settings['texts'][:8]}", Path(settings["evaluator"]).name, "", settings)
         return Run(name, {cell: {0: _index(rows)}}, flatten_config(settings), {})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"'{file}' is not a run or a result of `longce score --output` ({error!r}).") from error
 
 
-def _describe(settings: Mapping[str, Any], evaluator: str, thresholds: str = "") -> tuple[str, str]:
-    """Return texts for an evaluator and its thresholds, which differ if the settings differ."""
+def _name_cell(documents: str, evaluator: str, thresholds: str, settings: Mapping[str, Any]) -> str:
+    """Return a name that differs if set, evaluator, K or thresholds differ, so that numbers cannot be compared."""
     named = f"{thresholds} ({settings['alpha']:g}, {settings['beta']:g})".lstrip()
-    return f"{evaluator} (K {settings['context_length']})" if "context_length" in settings else evaluator, named
+    context = f" (K {settings['context_length']})" if "context_length" in settings else ""
+    return f"{documents}, {evaluator}{context}, {named}"
 
 
 def _index(rows: pd.DataFrame) -> pd.DataFrame:
