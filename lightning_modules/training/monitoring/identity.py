@@ -84,7 +84,7 @@ class RunIdentity(Callback):
 
 
 def flatten_config(value: Any, name: str = "") -> dict[str, Any]:
-    """Return the settings of a config that are not null by their dotted names; lists of settings are numbered.
+    """Return the settings of a config that are not null by their dotted names; objects in lists are named or numbered.
 
     Example:
         >>> flatten_config({"a": {"b": 1, "c": None}, "d": [{"e": [2, 3]}]})
@@ -95,7 +95,7 @@ def flatten_config(value: Any, name: str = "") -> dict[str, Any]:
     if value is None or name in NOT_LOGGED:
         return {}
     if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        value = dict(enumerate(value))
+        value = {_name_object(item) or number: item for number, item in enumerate(value)}
     if not isinstance(value, dict):
         return {name: value if isinstance(value, bool | int | float) else str(value)}
     if name == "model":  # the same names whether or not the config names a class
@@ -103,6 +103,13 @@ def flatten_config(value: Any, name: str = "") -> dict[str, Any]:
         value.pop("init_args", None)
     parts = (flatten_config(part, f"{name}.{key}".lstrip(".")) for key, part in value.items())
     return {key: value for part in parts for key, value in part.items()}
+
+
+def _name_object(item: Any) -> str:
+    """Return the class of an object, with its name if it has one: numbers of callbacks differ between runs."""
+    settings = item if isinstance(item, dict) else {}
+    parts = settings.get("class_path", "").rpartition(".")[2], (settings.get("init_args") or {}).get("name")
+    return ".".join(filter(None, parts))
 
 
 def _identify_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:

@@ -69,6 +69,12 @@ def test_a_config_becomes_flat_without_what_only_places_a_run():
         "{ckpt_path: x, trainer: {logger: {save_dir: y}, callbacks: [{name: z}], devices: [0, 1]}, seed: 1, no: null}"
     )
     assert flatten_config(config) == {"trainer.callbacks.0.name": "z", "trainer.devices": "[0, 1]", "seed": 1}
+    named = {"class_path": "callbacks.ExternalEvaluator", "init_args": {"name": "a"}}
+    assert list(flatten_config({"callbacks": [{"class_path": "b.C"}, named]})) == [
+        "callbacks.C.class_path",
+        "callbacks.ExternalEvaluator.a.class_path",
+        "callbacks.ExternalEvaluator.a.init_args.name",
+    ]
 
 
 def test_a_commit_shows_changes_and_a_folder_without_one_has_none(repository, tmp_path_factory):
