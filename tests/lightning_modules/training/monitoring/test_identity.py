@@ -1,4 +1,4 @@
-"""What loggers learn of a run, and the HPARAMS tab of TensorBoard."""
+"""Hyperparameters of a run in its loggers, and the HPARAMS tab of TensorBoard."""
 
 import math
 import subprocess
