@@ -89,7 +89,7 @@ def _rank_runs(runs: Sequence[Run], baseline: Run) -> Table:
                 text for value, ratio in zip(values, ratios, strict=True) for text in (_format_number(value), ratio)
             ]
             order = [bool(note), *(math.inf if math.isnan(value) else value for value in values)]
-            ranked.append((order, [cell, run.name, *numbers, str(step), str(len(documents)), note]))
+            ranked.append((order, [cell, run.name, *numbers, str(step or ""), str(len(documents)), note]))
         ranked.sort()
         if len(ranked) > 1 and not ranked[1][0][0]:
             ranked[0][1][1] += " (best)"

@@ -12,6 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.compare.command import compare, write_page
+from lightning_modules.commands.compare.curves import place_points
 from lightning_modules.commands.compare.differences import perplexity_ratio
 from lightning_modules.commands.compare.runs import read_runs
 from lightning_modules.training.monitoring.identity import flatten_config
@@ -154,6 +155,15 @@ def test_curves_begin_at_the_base_model_and_include_later_evaluations_and_resume
     assert run.scalars["train/loss"][9] == 1.0  # of the resumed training, not of the one that was killed
 
 
+def test_curves_over_tokens_begin_at_none_and_long_ones_are_averaged():
+    points = place_points({0: 5.0, 5: 4.0, 10: math.nan, 20: 3.0}, {10: 1000.0, 20: 3000.0})
+    assert points.tolist() == [[0.0, 5.0], [500.0, 4.0], [3000.0, 3.0]]
+    steps = range(1, 2001)
+    points = place_points({step: float(step) for step in steps}, {step: float(step) for step in steps})
+    assert len(points) == 200
+    assert points[0].tolist() == [5.5, 5.5]
+
+
 def test_a_run_in_training_is_read_up_to_its_last_complete_event(tmp_path):
     folder = make_run(tmp_path / "run", {10: 0.9})
     (events,) = folder.glob("events.out.tfevents.*")
@@ -176,11 +186,16 @@ def test_a_run_without_an_evaluator_or_with_csv_logs_is_compared_by_what_it_logg
 
 def test_other_documents_and_other_evaluators_are_not_compared(tmp_path):
     runs = [make_run(tmp_path / "a", {1: 1.0}), make_run(tmp_path / "b", {1: 0.5}, k=128)]
-    printed = compare([*runs, make_run(tmp_path / "c", {1: 0.5}, documents=5)])
+    runs.append(make_run(tmp_path / "c", {1: 0.5}, documents=5))
+    (table,) = runs[2].glob("documents/*")
+    rows = pd.read_parquet(table)
+    rows.loc[0, ["key_tokens", "longppl"]] = 11, 1e9  # key tokens of another tokenizer
+    rows.to_parquet(table)
+    printed = compare(runs)
     lines = [re.split(r" {2,}", line) for line in printed.splitlines()]
     assert [line[:2] for line in lines if "K 128" in line[0]] == [["validation, evaluator (K 128), (2, -2)", "b"]]
-    assert "0.500 [0.500, 0.500]" in printed
-    assert "ratio over 5 of 6 documents" in printed
+    assert "0.500 (too few documents)" in printed
+    assert "ratio over 4 of 6 documents" in printed
     assert "best" not in printed
 
 
