@@ -6,6 +6,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
@@ -13,10 +14,14 @@ from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.training.export.model import check_export, check_replaceable, export_model
 from lightning_modules.training.export.options import ExportOptions
+from lightning_modules.training.export.upload import check_upload, upload_export
 
 
 class HuggingFaceExport(Callback):
     """Saves model, tokenizer and a model card when training ends, for ``from_pretrained`` and ``longce score``.
+
+    With ``push_to_hub``, the first process uploads the folder. If that fails, a warning has the command
+    that repeats it.
 
     Args:
         output_dir: Folder to write. An earlier export there is replaced once the new one is complete; a folder with
@@ -39,6 +44,7 @@ class HuggingFaceExport(Callback):
                 f"HuggingFaceExport needs all weights in one process, but {type(trainer.strategy).__name__} shards"
                 " them: remove the callback, and run `longce export` on the last checkpoint."
             )
+        check_upload(self.options)
         check_export(pl_module.backbone.model, self.output_dir, self.options, pl_module.training_facts())
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         self._tokenizer = getattr(data, "tokenizer", None)
@@ -58,3 +64,8 @@ class HuggingFaceExport(Callback):
                 facts=pl_module.training_facts(),
             )
         trainer.strategy.barrier()  # the folder exists for all processes from now on
+        if trainer.is_global_zero and trainer.global_step > 0:
+            try:
+                upload_export(self.output_dir, self.options)
+            except ValueError as error:
+                rank_zero_warn(str(error))

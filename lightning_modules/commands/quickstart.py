@@ -66,11 +66,11 @@ def quickstart(options: Sequence[str] = ()) -> None:
 def summary(log_dir: Path) -> str:
     """Return a table of LongPPL and perplexity by step, from the TensorBoard events of a run."""
     events = EventAccumulator(str(log_dir)).Reload()
-    columns = {
-        name: {event.step: event.value for event in events.Scalars(f"val/{name.lower()}")}
-        for name in ("LongPPL", "perplexity")
-    }
-    table = pd.DataFrame(columns).sort_index().rename_axis("step").reset_index()
+    table = pd.DataFrame(
+        {name: [event.value for event in events.Scalars(f"val/{name.lower()}")] for name in ("LongPPL", "perplexity")}
+    )
+    # Lightning numbers steps from 0, and the first evaluation is before training.
+    table.insert(0, "step", [0, *(event.step + 1 for event in events.Scalars("val/longppl")[1:])])
     return table.to_string(index=False, na_rep="nan", float_format="{:.2f}".format)
 
 
@@ -123,7 +123,8 @@ def _logged(words: Sequence[str], log: Path, purpose: str) -> Iterator[ProgressL
     streams = os.dup(1), os.dup(2)
     with os.fdopen(os.dup(1), "w") as terminal, log.open("a") as file, redirect_stdout(file), redirect_stderr(file):
         line = ProgressLine(purpose, terminal)
-        print(f"$ {command}", file=file, flush=True)
+        file.write(f"$ {command}\n")
+        file.flush()
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
         try:
@@ -138,6 +139,8 @@ def _logged(words: Sequence[str], log: Path, purpose: str) -> Iterator[ProgressL
             error.add_note(note)
             raise
         finally:
+            file.write("\n")
+            file.flush()
             for descriptor, stream in zip((1, 2), streams, strict=True):
                 os.dup2(stream, descriptor)
                 os.close(stream)

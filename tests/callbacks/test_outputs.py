@@ -160,7 +160,12 @@ def test_the_model_goes_on_unchanged_after_its_export(base, documents, tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"legacy_rope_keys": True}, "EABF"), ({"adapters": "kept"}, "the model has no adapters")]
+    ("options", "message"),
+    [
+        ({"legacy_rope_keys": True}, "EABF"),
+        ({"adapters": "kept"}, "the model has no adapters"),
+        ({"push_to_hub": "org/name"}, "HF_HUB_OFFLINE is set|hf auth login"),
+    ],
 )
 def test_what_the_model_does_not_allow_is_refused_before_training(base, documents, tmp_path, options, message):
     module = make_module(base, lora=None)
@@ -168,6 +173,19 @@ def test_what_the_model_does_not_allow_is_refused_before_training(base, document
     with pytest.raises(ValueError, match=message):
         trainer.fit(module, Documents(documents))
     assert trainer.global_step == 0
+
+
+def test_an_upload_that_fails_ends_neither_the_training_nor_the_export(base, documents, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr("lightning_modules.training.export.upload.is_offline_mode", lambda: False)
+    monkeypatch.setattr("lightning_modules.training.export.upload.get_token", lambda: "token")
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", fail)
+    trainer = make_trainer([HuggingFaceExport(str(tmp_path / "out"), push_to_hub="org/name")], tmp_path)
+    with pytest.warns(UserWarning, match=r"no route to the hub\. To repeat it: hf upload org/name .*out --private"):
+        trainer.fit(make_module(base, lora=None), Documents(documents))
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 def _train(rank, world_size, base, root, documents):

@@ -12,10 +12,17 @@ from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.training.fsdp import FullyShardedStrategy
 
 STEPS, MICRO_BATCHES = 5, 4
+TIMES = {f"train/{name}" for name in ("tokens_per_second", "gpu_hours", "data_wait")}
 VARIANTS = {
     "full": {"gradient_checkpointing": True},
     "lora": {"lora": {"r": 2, "target_modules": ["q_proj", "lm_head"], "modules_to_save": ["norm"]}},
 }
+
+
+def logged_values(trainer):
+    """The logged values, except those that depend on the speed of the machine."""
+    values = trainer.callback_metrics.items()
+    return {name: float(value) for name, value in values if name not in TIMES and "second" not in name}
 
 
 def make_trainer(root, processes, strategy, **settings):
@@ -108,7 +115,7 @@ def train(setup, root, processes, strategy, variant, *, uneven=False, **settings
         "longppl": trainer.callback_metrics["val/longppl"],
         "longppl_soft": trainer.callback_metrics["val/longppl_soft"],
         "perplexity": module._perplexities[""].compute().cpu(),
-        "logged": {name: float(value) for name, value in trainer.callback_metrics.items() if "second" not in name},
+        "logged": logged_values(trainer),
         "weights": {name: whole(tensor) for name, tensor in module.named_parameters()},
     }
 

@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jsonargparse
 import yaml
@@ -36,6 +36,9 @@ _NOISE = (
 
 class ConciseParser(jsonargparse.ArgumentParser):
     """Parser whose errors are one line: the unknown name, its config file and the nearest name, but no usage."""
+
+    def __init__(self, *arguments: Any, allow_abbrev: bool = False, **settings: Any) -> None:
+        super().__init__(*arguments, allow_abbrev=allow_abbrev, **settings)
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:

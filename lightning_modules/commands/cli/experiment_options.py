@@ -81,5 +81,5 @@ def check_options(words: Sequence[str], add_options: Callable[[Any], None] | Non
     for word in words:
         option, _, _ = word.partition("=")
         name = option.removeprefix("--").partition(".")[0].removesuffix("+")
-        if option.startswith("--") and not any(other.startswith(name) for other in known):
+        if option.startswith("--") and name not in known:
             stop_with_usage(f"unknown option `{option}`.{suggest_nearest(name, known, '--')}")

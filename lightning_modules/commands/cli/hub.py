@@ -22,7 +22,9 @@ def configure_hub() -> None:
     """
     if not sys.stderr.isatty():  # a log file
         disable_progress_bars()  # also those of transformers
-    client, tried, reached = get_session(), set(), set()
+    client = get_session()
+    tried: set[Any] = set()
+    reached: set[Any] = set()
 
     def check_connection(request: Any) -> None:
         address = request.url.host, request.url.port or (443 if request.url.scheme == "https" else 80)

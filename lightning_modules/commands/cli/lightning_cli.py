@@ -13,11 +13,12 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from tqdm.contrib.logging import logging_redirect_tqdm
 from typing_extensions import override
 
 from lightning_modules.commands.cli.config_files import names_model_class
-from lightning_modules.commands.cli.errors import ConciseParser
 from lightning_modules.commands.cli.experiment_options import accept_saved_config
+from lightning_modules.commands.cli.experiment_parser import ExperimentParser
 from lightning_modules.commands.influence import InfluenceTrainer
 from lightning_modules.commands.plan.plan import plan_run
 from lightning_modules.functional.checks import MAX_PROCESSES, check_count
@@ -55,10 +56,6 @@ _CKPT_PATH_HELP = (
     "Checkpoint file, the folder of a run (its newest valid checkpoint), or ``last`` for the newest valid checkpoint"
     " of this run."
 )
-
-
-class ExperimentParser(ConciseParser, LightningArgumentParser):
-    """Parser of the configs and options of an experiment."""
 
 
 class LongceCLI(LightningCLI):
@@ -109,6 +106,7 @@ class LongceCLI(LightningCLI):
         """Replace Lightning's help for the commands and for ``--ckpt_path``, which works differently here."""
         kwargs["description"] = _DESCRIPTIONS.get(subcommand, kwargs.get("description"))
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        parser.usage = f"longce {subcommand} -c CONFIG [-c CONFIG ..] [--KEY VALUE ..]"
         for action in parser._actions:
             if action.dest == "ckpt_path" and action.help is not argparse.SUPPRESS:
                 action.help = _CKPT_PATH_HELP
@@ -215,10 +213,11 @@ class LongceCLI(LightningCLI):
 
     def fit(self, **arguments: Any) -> None:
         """Train; after SIGTERM or Ctrl-C, print how to resume."""
-        if self.trainer.is_global_zero:
+        if self.trainer.is_global_zero and isinstance(self.model, LongContextLM):
             self.model.costs.planned = plan_run(self.model, self.config["fit"], self.trainer)
         try:
-            self.trainer.fit(**arguments)
+            with logging_redirect_tqdm():  # a message while a progress line is shown gets a line of its own
+                self.trainer.fit(**arguments)
         except SystemExit as stopped:  # status 0 after SIGTERM, 1 after Ctrl-C
             if isinstance(stopped, SIGTERMException) or isinstance(stopped.__context__, KeyboardInterrupt):
                 log_resume_command(self.trainer)

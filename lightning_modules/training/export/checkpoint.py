@@ -21,6 +21,7 @@ from lightning_modules.training.checkpoints.sharded import load_unsharded
 from lightning_modules.training.export.facts import TrainingFacts
 from lightning_modules.training.export.model import check_export, check_replaceable, export_model
 from lightning_modules.training.export.options import ExportOptions
+from lightning_modules.training.export.upload import check_upload, upload_export
 
 
 def export_checkpoint(
@@ -39,6 +40,7 @@ def export_checkpoint(
     export_options = ExportOptions(**options)
     folder = Path(output_dir).expanduser()
     check_replaceable(folder)
+    check_upload(export_options)
     # 1. Build the model without memory, and check what can be known without its weights.
     content = _read_checkpoint(checkpoint)
     facts = TrainingFacts.from_json(content[EXPORT_KEY]["facts"])
@@ -52,6 +54,7 @@ def export_checkpoint(
     _assign_weights(module, content["state_dict"], trained_only=FINGERPRINT_KEY in content)
     # 3. Write the folder.
     export_model(module["backbone"].model, chosen_tokenizer, folder, options=export_options, facts=facts)
+    upload_export(folder, export_options)
     return folder
 
 

@@ -68,3 +68,17 @@ def test_the_command_line_names_the_nearest(words, expected, error):
 )
 def test_a_config_names_the_file_and_the_line(config, expected, error):
     assert error(*FIT, config=config).startswith(f"my.yaml, {expected}")
+
+
+def test_the_first_screen_of_the_help_of_fit_lists_what_most_need(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["longce"])
+    with pytest.raises(SystemExit):
+        main(["fit", "--help"])
+    printed = capsys.readouterr().out
+    first = printed[: printed.index("options:")]
+    assert first.count("\n") < 60
+    assert max(map(len, first.splitlines())) <= 120
+    for name in ("--ckpt_path", "PG19DataModule", "RecallDataModule", "ExternalEvaluator", "LongCE ", "Normalized "):
+        assert name in first
+    assert "Normalised" not in first
+    assert "--trainer.accumulate_grad_batches" in printed

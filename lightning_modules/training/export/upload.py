@@ -1,0 +1,43 @@
+"""Upload of an export to the Hugging Face hub."""
+
+import logging
+from pathlib import Path
+
+from huggingface_hub import HfApi, get_token, is_offline_mode
+
+from lightning_modules.training.export.options import ExportOptions
+
+log = logging.getLogger(__name__)
+
+
+def check_upload(options: ExportOptions) -> None:
+    """Raise a ``ValueError`` if an export is to be uploaded, but the hub or a token is not available."""
+    if options.push_to_hub is None:
+        return
+    if is_offline_mode():
+        raise ValueError("`push_to_hub` needs the hub, but HF_HUB_OFFLINE is set: unset it, or upload later.")
+    if get_token() is None:
+        raise ValueError("`push_to_hub` needs a token with write access: run `hf auth login`, or set HF_TOKEN.")
+
+
+def upload_export(folder: Path, options: ExportOptions) -> None:
+    """Upload the files of an export to its repository, if it has one, which is created if it does not exist.
+
+    Raises:
+        ValueError: If this fails; the folder is unchanged, and the message has the command that uploads it.
+    """
+    if (repository := options.push_to_hub) is None:
+        return
+    api = HfApi()
+    try:
+        url = api.create_repo(repository, private=options.private, exist_ok=True)
+        if options.private and not api.model_info(repository).private:
+            raise ValueError("the repository is public: set `private: false`, or use another one")
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload an export of longce")
+    except Exception as error:  # of the network, the hub, or its client
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise ValueError(
+            f"The export in '{folder}' is complete, but was not uploaded to '{repository}': {reason}. To repeat it:"
+            f" hf upload {repository} {folder}{' --private' if options.private else ''}"
+        ) from error
+    log.info("Uploaded to %s.", url)
