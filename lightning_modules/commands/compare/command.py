@@ -45,7 +45,7 @@ def compare(runs: Sequence[str | Path], output: str | Path | None = None) -> str
     if output is not None:
         write_atomically(Path(output), _make_page(found, tables | _find_changed_documents(others, baseline)).encode())
         texts.append(f"Page: {output}\n")
-    return "\n".join(texts)
+    return "\n".join(texts or ["These runs have logged nothing yet.\n"])
 
 
 def write_page(runs: Sequence[Path], output: Path) -> None:
@@ -103,7 +103,9 @@ def _tabulate_costs(runs: Sequence[Run]) -> Table:
         last = (max(run.scalars.get(scalar, {}).values(), default=None) for scalar in AXES.values())
         numbers = ["" if value is None else f"{value:,.4g}" if value < 1000 else f"{value:,.0f}" for value in last]
         rows.append([run.name, *numbers, run.config.get("run.parameters", "")])
-    return _drop_empty_columns(["run", *AXES, "parameters"], rows if any(run.scalars for run in runs) else [])
+    return _drop_empty_columns(
+        ["run", *AXES, "parameters"], rows if any(run.scalars.get("step") for run in runs) else []
+    )
 
 
 def _compare_settings(runs: Sequence[Run]) -> Table:

@@ -103,17 +103,18 @@ def _read_scalars(folder: Path) -> Iterator[tuple[str, int, float]]:
             yield from ((value.tag, event.step, value.simple_value) for value in found)
             at += 16 + size
     if (table := folder / "metrics.csv").is_file():
-        logged = pd.read_csv(table).melt(["step", "epoch"]).dropna(subset="value")
+        logged = pd.read_csv(table).drop(columns="epoch", errors="ignore").melt("step").dropna(subset="value")
         yield from zip(logged["variable"], logged["step"], logged["value"], strict=True)
 
 
 def _read_documents(folder: Path) -> Iterator[tuple[str, int, pd.DataFrame]]:
     """Yield the evaluations of a folder that have a table of documents, oldest first."""
-    callbacks = yaml.safe_load((folder / "config.yaml").read_text())["trainer"].get("callbacks") or ()
+    callbacks = yaml.safe_load((folder / "config.yaml").read_text())["trainer"].get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     arguments = [each["init_args"] for each in callbacks if each["class_path"] == "callbacks.ExternalEvaluator"]
     settings = {each.get("name") or "evaluator": each for each in arguments}
     for file in sorted(folder.glob("documents/*.parquet"), key=_modified):
-        (stage, name), step = file.stem.partition("-step-")[0].split("-", 1), file.stem.rpartition("-")[2]
+        (stage, _, name), step = file.stem.rpartition("-step-")[0].partition("-"), file.stem.rpartition("-")[2]
         for (group, thresholds), rows in pd.read_parquet(file).groupby(["set", "thresholds"]):
             values = settings.get(name, {}) | rows[["alpha", "beta"]].iloc[0].to_dict()
             yield _name_cell(group or _STAGES[stage], name, thresholds, values), int(step), _index(rows)

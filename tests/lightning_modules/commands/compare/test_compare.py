@@ -174,10 +174,13 @@ def test_a_run_in_training_is_read_up_to_its_last_complete_event(tmp_path):
 
 
 def test_a_run_without_an_evaluator_or_with_csv_logs_is_compared_by_what_it_logged(tmp_path):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "config.yaml").write_text("trainer: {callbacks: null}\n")
+    assert compare([tmp_path / "new"]) == "These runs have logged nothing yet.\n"
     lines = {"a": "0,0,,50.0\n9,0,2.0,\n9,0,,30.0\n", "b": "0,0,,50.0\n9,0,2.5,\n9,0,,20.0\n"}
     for name, rows in lines.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.yaml").write_text("trainer: {callbacks: null}\nmodel: {stride: 4}\n")
+        (tmp_path / name / "config.yaml").write_text("trainer: {callbacks: {class_path: a.B}}\n")
         (tmp_path / name / "metrics.csv").write_text(f"step,epoch,train/loss,val/perplexity\n{rows}")
     printed = compare([tmp_path / "a", tmp_path / "b"])
     assert re.search(r"validation +b \(best\) +20\.000 +0\.667", printed)
