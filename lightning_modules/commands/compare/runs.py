@@ -42,16 +42,16 @@ def read_runs(words: Sequence[str | Path]) -> list[Run]:
     A path is the folder of a run, a result of ``longce score``, or a folder of such results.
 
     Raises:
-        ValueError: If a path is neither of them, if it is given twice, or if runs and results are mixed.
+        ValueError: If a path is neither of them, if names are repeated, or if runs and results are mixed.
     """
     found = [(name, path) for word in words for name, path in _find_files(str(word))]
     paths = [path for _, path in found]
-    if repeated := next((path for path in paths if paths.count(path) > 1), None):
-        raise ValueError(f"'{repeated}' is given twice: give each run once.")
     if len({path.is_dir() for path in paths}) > 1:
         raise ValueError("Give either folders of runs or results of `longce score`: the two cannot be compared.")
     common = os.path.commonpath([path.parent for path in paths])
     names = [name or str(path.relative_to(common)).removesuffix(".json") for name, path in found]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"Two runs have the name '{repeated}': give each run once, or another name (NAME=RUN).")
     read = _read_run if paths[0].is_dir() else _read_score
     return [read(name, path) for name, path in zip(names, paths, strict=True)]
 

@@ -227,7 +227,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
         compare([tmp_path / "runs"])
     with pytest.raises(ValueError, match="Give either folders of runs or results of `longce score`"):
         compare([run, score])
-    with pytest.raises(ValueError, match="is given twice"):
+    with pytest.raises(ValueError, match="Two runs have the name 'version_0'"):
         compare([run, str(run)])
     (tmp_path / "b.json").write_text('{"documents": 3}')
     with pytest.raises(ValueError, match=r"b\.json' is not a run or a result of `longce score"):
