@@ -122,8 +122,8 @@ def _find_changed_documents(runs: Sequence[Run], baseline: Run) -> dict[str, Tab
     found = []
     for run in runs:
         for cell in run.evaluations.keys() & baseline.evaluations.keys():
-            shared = shared_documents(run.last(cell)[1], baseline.last(cell)[1]).query("key_tokens > 0")
-            for (name, _), own, other in shared[["longppl", "longppl_baseline"]].itertuples(name=None):
+            shared = shared_documents(run.last(cell)[1], baseline.last(cell)[1])
+            for (name, _), own, other in shared[["longppl", "longppl_baseline"]].dropna().itertuples(name=None):
                 numbers = map(_format_number, (other, own, own / other))
                 found.append((-abs(math.log(own / other)), [cell, run.name, name, *numbers]))
     head = ["set, evaluator, thresholds", "run", "document", f"LongPPL of {baseline.name}", "LongPPL", "ratio"]

@@ -86,7 +86,8 @@ def _read_run(name: str, folder: Path) -> Run:
         if found := re.fullmatch(r"(val|test)/(?:(.+)/)?(longppl|perplexity)", key):
             steps = evaluations[found[2] or _STAGES[found[1]]]
             for step, value in values.items():
-                steps.setdefault(step, pd.DataFrame([[1.0, float("nan")] * 2], columns=_COLUMNS))[found[3]] = value
+                row = pd.DataFrame([["all documents", *[1.0, float("nan")] * 2]], columns=["document", *_COLUMNS])
+                steps.setdefault(step, _index(row))[found[3]] = value
     scalars["step"] = {step: step for steps in (*scalars.values(), *evaluations.values()) for step in steps}
     return Run(name, dict(evaluations), config, dict(scalars))
 

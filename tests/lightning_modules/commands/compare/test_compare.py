@@ -182,7 +182,8 @@ def test_a_run_without_an_evaluator_or_with_csv_logs_is_compared_by_what_it_logg
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text("trainer: {callbacks: {class_path: a.B}}\n")
         (tmp_path / name / "metrics.csv").write_text(f"step,epoch,train/loss,val/perplexity\n{rows}")
-    printed = compare([tmp_path / "a", tmp_path / "b"])
+    printed = compare([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html")
+    assert Page((tmp_path / "page.html").read_text()).images == ["Perplexity: validation", "Training loss (nats)"]
     assert re.search(r"validation +b \(best\) +20\.000 +0\.667", printed)
     assert "LongPPL" not in printed.split("perplexity")[0]
 
