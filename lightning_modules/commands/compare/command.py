@@ -101,8 +101,9 @@ def _tabulate_costs(runs: Sequence[Run]) -> Table:
     rows = []
     for run in runs:
         last = (max(run.scalars.get(scalar, {}).values(), default=None) for scalar in AXES.values())
-        numbers = ["" if value is None else f"{value:,.4g}" if value < 1000 else f"{value:,.0f}" for value in last]
-        rows.append([run.name, *numbers, run.config.get("run.parameters", "")])
+        numbers = ["" if value is None else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in last]
+        parameters = run.config.get("run.parameters", "")
+        rows.append([run.name, *numbers, parameters and f"{int(parameters):,}"])
     return _drop_empty_columns(
         ["run", *AXES, "parameters"], rows if any(run.scalars.get("step") for run in runs) else []
     )
@@ -138,7 +139,7 @@ def _drop_empty_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> T
 def _format_number(value: float) -> str:
     if not math.isfinite(value):
         return "" if math.isnan(value) else "∞"
-    return f"{value:.3f}" if value < 100 else f"{value:,.1f}"
+    return f"{value:.2g}" if value < 0.01 else f"{value:.3f}" if value < 100 else f"{value:,.1f}"
 
 
 def _format_ratio(shared: pd.DataFrame, kind: str) -> str:

@@ -134,8 +134,8 @@ def test_runs_are_ranked_with_what_differs_and_costs(tmp_path, capsys):
         "model.objective | lightning_modules.objectives.CrossEntropy | lightning_modules.objectives.LongCE" in printed
     )
     assert printed.count("\n", printed.index("Settings that differ")) == 5  # the table has two rows
-    assert "ce | 10 | 1,000 | 5 | 44000" in printed
-    assert "longce | 20 | 2,000 | 10 | 44000" in printed
+    assert "ce | 10 | 1,000 | 5 | 44,000" in printed
+    assert "longce | 20 | 2,000 | 10 | 44,000" in printed
     assert "1.125 [1.125, 1.125]" in compare(runs[::-1])
 
 
