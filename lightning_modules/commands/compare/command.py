@@ -22,7 +22,7 @@ _EXPLANATION = (
     " numbers of tokens and key tokens; below 1 is better. The 95% intervals are about the choice of documents, not"
     " about the noise of training."
 )
-_WIDTH = 50  # of a cell in a terminal
+_WIDTH = 60  # of a cell in a terminal
 _CHANGED = 10  # documents that changed most
 
 

@@ -127,17 +127,21 @@ def _read_score(name: str, file: Path) -> Run:
         rows = pd.DataFrame(content["documents"]).rename(columns={"file": "document"})
         rows["tokens"] -= 1  # the first token of a document is not scored
         settings = content["settings"]
-        cell = _name_cell(f"texts {settings['texts'][:8]}", Path(settings["evaluator"]).name, "", settings)
+        cell = _name_cell(f"texts {settings['texts'][:8]}", "", "", settings)
         return Run(name, {cell: {0: _index(rows)}}, {key: str(value) for key, value in settings.items()}, {})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"'{file}' is not a run or a result of `longce score --output` ({error!r}).") from error
 
 
-def _name_cell(documents: str, evaluator: str, thresholds: str, settings: Mapping[str, Any]) -> str:
-    """Return a name that differs if set, evaluator, K or thresholds differ, so that numbers cannot be compared."""
-    named = f"{thresholds} ({settings['alpha']:g}, {settings['beta']:g})".lstrip()
-    context = f" (K {settings['context_length']})" if "context_length" in settings else ""
-    return f"{documents}, {evaluator}{context}, {named}"
+def _name_cell(documents: str, name: str, thresholds: str, settings: Mapping[str, Any]) -> str:
+    """Return a name that differs if set, evaluator, K, d or thresholds differ, so that numbers cannot be compared."""
+    model = Path(settings.get("evaluator") or name).name
+    evaluator = model if name in ("", "evaluator") else f"{name}: {model}"
+    sizes = [
+        f"{symbol} {settings[key]}" for symbol, key in (("K", "context_length"), ("d", "stride")) if key in settings
+    ]
+    values = f"{thresholds} ({settings['alpha']:g}, {settings['beta']:g})".lstrip()
+    return f"{documents}, {evaluator} ({', '.join(sizes)}), {values}".replace(" ()", "")
 
 
 def _index(rows: pd.DataFrame) -> pd.DataFrame:

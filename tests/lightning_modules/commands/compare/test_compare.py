@@ -195,7 +195,9 @@ def test_other_documents_and_other_evaluators_are_not_compared(tmp_path):
     rows = pd.read_parquet(table)
     rows.loc[0, ["key_tokens", "longppl"]] = 11, 1e9  # key tokens of another tokenizer
     rows.to_parquet(table)
+    runs.append(make_run(tmp_path / "d", {1: 0.5}, evaluator="hub/E", stride=8))
     printed = compare(runs)
+    assert re.search(r"\nvalidation, E \(K 64, d 8\), \(2, -2\) +d ", printed)
     lines = [re.split(r" {2,}", line) for line in printed.splitlines()]
     assert [line[:2] for line in lines if "K 128" in line[0]] == [["validation, evaluator (K 128), (2, -2)", "b"]]
     assert "0.500 (too few documents)" in printed
