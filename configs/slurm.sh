@@ -1,5 +1,5 @@
 #!/bin/bash
-# LongCE on two nodes of eight GPUs, requeued by SLURM until it is done: sbatch configs/slurm.sh
+# LongCE on two nodes of eight GPUs, requeued by SLURM until it is done: RUN=pg19 sbatch configs/slurm.sh [OPTIONS of fit]
 #SBATCH --job-name=longce
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1     # one `longce launch` per node, which starts one process per GPU
@@ -12,9 +12,11 @@
 # `scancel` waits for the cluster's KillWait before it kills, so KillWait should be at least --shutdown_timeout.
 
 export MAIN_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export HF_HUB_OFFLINE=1         # compute nodes often have no network: `hf download` models and data beforehand
+GPUS=${SLURM_GPUS_ON_NODE:-8}
 srun --kill-on-bad-exit=1 longce launch \
-    --nnodes "$SLURM_NNODES" --nproc_per_node 8 --rdzv_endpoint "$MAIN_NODE:29500" \
+    --nnodes "$SLURM_NNODES" --nproc_per_node "$GPUS" --rdzv_endpoint "$MAIN_NODE:29500" \
     --max_restarts 2 --shutdown_timeout 540 -- \
     fit -c configs/base.yaml -c configs/strategies/fsdp.yaml -c configs/experiments/longce_pg19.yaml \
-    --trainer.devices 8 --trainer.num_nodes "$SLURM_NNODES" \
-    --trainer.logger.init_args.version "${RUN:-pg19}" --ckpt_path last
+    --trainer.devices "$GPUS" --trainer.num_nodes "$SLURM_NNODES" \
+    --trainer.logger.init_args.version "${RUN:-pg19}" --ckpt_path last "$@"

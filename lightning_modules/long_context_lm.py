@@ -257,8 +257,7 @@ class LongContextLM(LightningModule):
 
     @override
     def on_validation_epoch_start(self) -> None:
-        names = evaluation.validation_set_keys(self.trainer)
-        self._perplexities = {name: evaluation.new_perplexity(self.device) for name in names}
+        self._perplexities = evaluation.new_perplexities(self)
         self.costs.stop_clock()
 
     @override
@@ -300,7 +299,7 @@ class LongContextLM(LightningModule):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         check_contents(checkpoint, self, self._frozen_fingerprint)
-        self.costs.load_state_dict(checkpoint.get(COSTS_KEY, {}))
+        self.costs.totals |= checkpoint.get(COSTS_KEY, {})
 
     def training_facts(self) -> TrainingFacts:
         """Return facts about the run so far, for checkpoints and the card of an exported model."""

@@ -19,6 +19,12 @@ VARIANTS = {
 }
 
 
+def logged_values(trainer):
+    """The logged values, except those that depend on the speed of the machine."""
+    values = trainer.callback_metrics.items()
+    return {name: float(value) for name, value in values if name not in TIMES and "second" not in name}
+
+
 def make_trainer(root, processes, strategy, **settings):
     if strategy in ("fsdp", "offload"):
         parts = settings.pop("parts", False)
@@ -109,7 +115,7 @@ def train(setup, root, processes, strategy, variant, *, uneven=False, **settings
         "longppl": trainer.callback_metrics["val/longppl"],
         "longppl_soft": trainer.callback_metrics["val/longppl_soft"],
         "perplexity": module._perplexities[""].compute().cpu(),
-        "logged": {name: float(value) for name, value in trainer.callback_metrics.items() if name not in TIMES},
+        "logged": logged_values(trainer),
         "weights": {name: whole(tensor) for name, tensor in module.named_parameters()},
     }
 

@@ -40,7 +40,7 @@ def compare(runs: Sequence[str | Path], output: str | Path | None = None) -> str
     }
     texts = []
     for heading, (head, rows) in tables.items():
-        short = [[cell if len(cell) <= _WIDTH else f"{cell[: _WIDTH - 1]}…" for cell in row] for row in rows]
+        short = [[cell if len(cell) <= _WIDTH else f"…{cell[1 - _WIDTH :]}" for cell in row] for row in rows]
         texts += [f"{heading}\n{as_text_table(Table(head, short), left=range(len(head)))}\n"] if rows else []
     if output is not None:
         write_atomically(Path(output), _make_page(found, tables | _find_changed_documents(others, baseline)).encode())
@@ -73,8 +73,8 @@ def _make_page(runs: Sequence[Run], tables: Mapping[str, Table]) -> str:
 
 def _rank_runs(runs: Sequence[Run], baseline: Run) -> Table:
     """Return the last evaluation of each run by cell, the best one first, those that have other documents last."""
-    head = ["set, evaluator, thresholds (alpha, beta)", "run", "step", "LongPPL", f"LongPPL / {baseline.name}'s"]
-    head += ["perplexity", f"perplexity / {baseline.name}'s", "documents", "note"]
+    head = ["set, evaluator, thresholds", "run", "LongPPL", f"LongPPL / {baseline.name}'s"]
+    head += ["perplexity", f"perplexity / {baseline.name}'s", "step", "documents", "note"]
     cells = []
     for cell in sorted({cell for run in runs for cell in run.evaluations}):
         ranked = []
@@ -89,7 +89,7 @@ def _rank_runs(runs: Sequence[Run], baseline: Run) -> Table:
                 text for value, ratio in zip(values, ratios, strict=True) for text in (_format_number(value), ratio)
             ]
             order = [bool(note), *(math.inf if math.isnan(value) else value for value in values)]
-            ranked.append((order, [cell, run.name, str(step), *numbers, str(len(documents)), note]))
+            ranked.append((order, [cell, run.name, *numbers, str(step), str(len(documents)), note]))
         ranked.sort()
         if len(ranked) > 1 and not ranked[1][0][0]:
             ranked[0][1][1] += " (best)"
@@ -107,9 +107,12 @@ def _tabulate_costs(runs: Sequence[Run]) -> Table:
 
 
 def _compare_settings(runs: Sequence[Run]) -> Table:
-    keys = dict.fromkeys(key for run in runs for key in run.config)
+    runs = [run for run in runs if run.config]
+    keys = sorted({key for run in runs for key in run.config})
     rows = [[key, *(run.config.get(key, "") for run in runs)] for key in keys]
-    return Table(["setting", *(run.name for run in runs)], [row for row in rows if len({*row[1:]}) > 1])
+    differing = [row for row in rows if len({*row[1:]}) > 1]
+    absent = tuple(f"{row[0]}." for row in differing if "" in row)  # such as a callback that a run lacks
+    return Table(["setting", *(run.name for run in runs)], [row for row in differing if not row[0].startswith(absent)])
 
 
 def _find_changed_documents(runs: Sequence[Run], baseline: Run) -> dict[str, Table]:

@@ -16,7 +16,7 @@ AXES = {"optimizer steps": "step", "tokens": "train/tokens", "GPU hours": "train
 """Measures of the progress of a training, each with its scalar."""
 
 _COLUMNS = ["tokens", "perplexity", "key_tokens", "longppl"]
-_PATHS = re.compile(r"trainer\.logger|ckpt_path|.*\.(dirpath|\w+_dir)$")
+_PATHS = re.compile(r"run\.id$|.*\.(dirpath|\w+_dir)$")  # settings that always differ
 _STAGES = {"val": "validation", "test": "test"}
 
 
@@ -70,10 +70,9 @@ def _find_files(word: str) -> Iterator[tuple[str, Path]]:
 
 
 def _read_run(name: str, folder: Path) -> Run:
-    newest = max(folder.glob("config*.yaml"), key=_modified)  # a resumed run adds its own
-    config = flatten_config(yaml.safe_load(newest.read_text()))
-    if (hparams := folder / "hparams.yaml").is_file():  # identities of code, model and data
-        config |= dict(re.findall(r"^(run\.(?!id)\w+): (.+)$", hparams.read_text(), re.MULTILINE))
+    hparams = yaml.safe_load((folder / "hparams.yaml").read_text()) if (folder / "hparams.yaml").is_file() else {}
+    names = {key: key.replace(".init_args", "").removesuffix(".class_path") for key in hparams if not _PATHS.match(key)}
+    config = {name: str(hparams[key]) for key, name in names.items()}
     scalars: dict[str, dict[int, float]] = defaultdict(dict)
     evaluations: dict[str, dict[int, pd.DataFrame]] = defaultdict(dict)
     for place in (folder, *sorted(folder.glob("evaluations/*"), key=_modified)):
@@ -90,30 +89,6 @@ def _read_run(name: str, folder: Path) -> Run:
                 steps.setdefault(step, pd.DataFrame([[1.0, float("nan")] * 2], columns=_COLUMNS))[found[3]] = value
     scalars["step"] = {step: step for steps in (*scalars.values(), *evaluations.values()) for step in steps}
     return Run(name, dict(evaluations), config, dict(scalars))
-
-
-def flatten_config(value: Any, key: str = "") -> dict[str, str]:
-    """Flatten a config to dotted keys; classes are named as values, and in keys where they are in a list.
-
-    Example:
-        >>> flatten_config({"model": {"objective": {"class_path": "a.LongCE", "init_args": {"gamma": 5.0}}}})
-        {'model.objective': 'LongCE', 'model.objective.gamma': '5.0'}
-    """
-    if value is None or value == {} or _PATHS.match(key):
-        return {}
-    match value:
-        case {"class_path": path}:
-            return {key: path.rpartition(".")[2]} | flatten_config(value.get("init_args"), key)
-        case dict():
-            parts = {f"{key}.{name}" if key else name: each for name, each in value.items()}
-        case [{"class_path": _}, *_]:
-            names = (
-                (each["class_path"].rpartition(".")[2], (each.get("init_args") or {}).get("name")) for each in value
-            )
-            parts = {".".join(filter(None, [key, *name])): each for name, each in zip(names, value, strict=True)}
-        case _:
-            return {key: value if isinstance(value, str) else json.dumps(value)}
-    return {inner: text for name, each in parts.items() for inner, text in flatten_config(each, name).items()}
 
 
 def _read_scalars(folder: Path) -> Iterator[tuple[str, int, float]]:
@@ -151,7 +126,7 @@ def _read_score(name: str, file: Path) -> Run:
         rows["tokens"] -= 1  # the first token of a document is not scored
         settings = content["settings"]
         cell = _name_cell(f"texts {settings['texts'][:8]}", Path(settings["evaluator"]).name, "", settings)
-        return Run(name, {cell: {0: _index(rows)}}, flatten_config(settings), {})
+        return Run(name, {cell: {0: _index(rows)}}, {key: str(value) for key, value in settings.items()}, {})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"'{file}' is not a run or a result of `longce score --output` ({error!r}).") from error
 

@@ -11,8 +11,6 @@ from typing_extensions import override
 
 from lightning_modules.utilities.progress import progress_bar
 
-_LABELS = {"longppl": "LongPPL"}
-
 
 class StepProgress(ProgressBar):
     """Shows optimizer steps, not batches, with the loss, LongPPL, speed and the time left; in log files as lines.
@@ -35,7 +33,8 @@ class StepProgress(ProgressBar):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._first = None
         if trainer.is_global_zero:
-            self._steps = progress_bar("", unit="step", initial=trainer.global_step, is_line=True)
+            self._steps = progress_bar("", unit="step", initial=trainer.global_step)
+            self._steps.bar_format = "{desc}"
             self._describe_step(trainer)
             self._steps.refresh()
 
@@ -127,7 +126,9 @@ def _describe_evaluation(trainer: Trainer) -> str:
     if chosen is None:
         return ""
     _, *place, kind = chosen.split("/")
-    return f"{_LABELS.get(kind, kind)} {metrics[chosen]:.4g}" + (f" ({'/'.join(place)})" if place else "")
+    return f"{'LongPPL' if kind == 'longppl' else kind} {metrics[chosen]:.4g}" + (
+        f" ({'/'.join(place)})" if place else ""
+    )
 
 
 def _describe_rest(seconds: float) -> str:

@@ -31,7 +31,7 @@ from lightning_modules.training.sequence_parallel import (
 )
 from tests.conftest import make_text, tiny_config, tiny_model
 from tests.support.distributed import run_distributed
-from tests.support.runs import TIMES
+from tests.support.runs import logged_values
 
 # One of the books is too short for a key token.
 pytestmark = pytest.mark.filterwarnings("ignore:1 of 5 val documents have no key token")
@@ -108,7 +108,7 @@ def train(setup, root, variant, *, strategy="auto", processes=1, accumulated=2):
     widths = seen_tokens(module)
     trainer.fit(module, data)
     assert len(losses) == STEPS
-    logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name not in TIMES}
+    logged = logged_values(trainer)
     results = {
         "losses": torch.tensor(losses, dtype=torch.float64),
         "longppl": trainer.callback_metrics["val/longppl"],

@@ -14,6 +14,7 @@ from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.compare.command import compare, write_page
 from lightning_modules.commands.compare.differences import perplexity_ratio
 from lightning_modules.commands.compare.runs import read_runs
+from lightning_modules.training.monitoring.identity import flatten_config
 from tests.support.browser import launch_chromium
 
 LONGPPL = np.array([4.0, 9.0, 5.0, 7.0, 6.0, 8.0])
@@ -30,6 +31,15 @@ def make_run(folder, factors, *, objective="LongCE", scalars=True, k=64, documen
     }
     (folder / "documents").mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    if folder.name == "longce":
+        inspector = {"class_path": "callbacks.KeyTokenInspector", "init_args": {"documents": 2}}
+        config["trainer"]["callbacks"].insert(0, inspector)
+    identity = {
+        "run.id": folder.name,
+        "run.parameters": 44_000,
+        "trainer.callbacks.StepCheckpoint.init_args.dirpath": folder.name,
+    }
+    (folder / "hparams.yaml").write_text(yaml.safe_dump({**flatten_config(config), **identity}))
     for step, factor in factors.items():
         write_documents(folder, step, factor, documents)
     if scalars:
@@ -117,12 +127,14 @@ def test_runs_are_ranked_with_what_differs_and_costs(tmp_path, capsys):
     main(["compare", *map(str, runs)])
     printed = re.sub(r" {2,}", " | ", capsys.readouterr().out)
     best, second = (line for line in printed.splitlines() if "(2, -2)" in line or line.startswith(" | "))
-    assert f"longce (best) | 20 | {corpus(LONGPPL) * 0.8:.3f} | 0.889 [0.889, 0.889]" in best
-    assert f"ce | 10 | {corpus(LONGPPL) * 0.9:.3f}" in second
-    assert "model.objective | CrossEntropy | LongCE" in printed
-    assert "version" not in printed
-    assert "ce | 10 | 1,000 | 5" in printed
-    assert "longce | 20 | 2,000 | 10" in printed
+    assert f"longce (best) | {corpus(LONGPPL) * 0.8:.3f} | 0.889 [0.889, 0.889]" in best
+    assert f"ce | {corpus(LONGPPL) * 0.9:.3f}" in second
+    assert (
+        "model.objective | lightning_modules.objectives.CrossEntropy | lightning_modules.objectives.LongCE" in printed
+    )
+    assert printed.count("\n", printed.index("Settings that differ")) == 5  # the table has two rows
+    assert "ce | 10 | 1,000 | 5 | 44000" in printed
+    assert "longce | 20 | 2,000 | 10 | 44000" in printed
     assert "1.125 [1.125, 1.125]" in compare(runs[::-1])
 
 
@@ -158,7 +170,7 @@ def test_a_run_without_an_evaluator_or_with_csv_logs_is_compared_by_what_it_logg
         (tmp_path / name / "config.yaml").write_text("trainer: {callbacks: null}\nmodel: {stride: 4}\n")
         (tmp_path / name / "metrics.csv").write_text(f"step,epoch,train/loss,val/perplexity\n{rows}")
     printed = compare([tmp_path / "a", tmp_path / "b"])
-    assert re.search(r"validation +b \(best\) +10 +20\.000 +0\.667", printed)
+    assert re.search(r"validation +b \(best\) +20\.000 +0\.667", printed)
     assert "LongPPL" not in printed.split("perplexity")[0]
 
 

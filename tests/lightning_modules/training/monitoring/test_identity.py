@@ -66,6 +66,12 @@ def test_a_config_becomes_flat_without_what_only_places_a_run():
         "{ckpt_path: x, trainer: {logger: {save_dir: y}, callbacks: [{name: z}], devices: [0, 1]}, seed: 1, no: null}"
     )
     assert flatten_config(config) == {"trainer.callbacks.0.name": "z", "trainer.devices": "[0, 1]", "seed": 1}
+    named = {"class_path": "callbacks.ExternalEvaluator", "init_args": {"name": "a"}}
+    assert list(flatten_config({"callbacks": [{"class_path": "b.C"}, named]})) == [
+        "callbacks.C.class_path",
+        "callbacks.ExternalEvaluator.a.class_path",
+        "callbacks.ExternalEvaluator.a.init_args.name",
+    ]
 
 
 def test_a_commit_shows_changes_and_a_folder_without_one_has_none(repository, tmp_path_factory):
@@ -78,11 +84,11 @@ def test_a_commit_shows_changes_and_a_folder_without_one_has_none(repository, tm
 
 @pytest.mark.slow
 def test_tensorboard_shows_final_and_best_values_without_points_of_its_own(fit, repository):
-    fit("--trainer.max_steps", "2", "--model.optimizer.lr", "0.1")
+    fit("--trainer.max_steps", "2", "--model.optimizer.lr", "20")  # which makes the model worse
     folder = repository / "runs" / "longce" / "version_0"
     stored = yaml.safe_load((folder / "hparams.yaml").read_text())
     assert stored["model.objective.class_path"].endswith("LongCE")
-    assert (stored["model.optimizer.init_args.lr"], stored["data.init_args.sequence_length"]) == (0.1, 128)
+    assert (stored["model.optimizer.init_args.lr"], stored["data.init_args.sequence_length"]) == (20, 128)
     assert {f"run.{name}" for name in IDENTITY} <= set(stored)
     assert stored["run.tokens_per_step"] == 128
     assert not any("logger" in name for name in stored)
@@ -102,6 +108,11 @@ def test_tensorboard_shows_final_and_best_values_without_points_of_its_own(fit, 
     assert shown == {f"{kind}/{cell}" for cell in cells for kind in ("val", "best")}
     assert start.session_start_info.hparams["model.objective.class_path"].string_value == "LongCE"
     assert sum(setting.differs for setting in experiment.experiment.hparam_infos) == 5
+
+    fit("--trainer.max_steps", "3", "--ckpt_path", str(folder))
+    events = EventAccumulator(str(folder.parent / "version_1")).Reload()
+    assert EXPERIMENT_TAG in events.summary_metadata
+    assert events.Scalars("best/a/longppl")[-1].value == curves["val/a/longppl"][0][1]
 
 
 @pytest.mark.slow

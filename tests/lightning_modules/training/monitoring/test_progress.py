@@ -20,7 +20,7 @@ class Bar:
 
     ncols = None
 
-    def __init__(self, name, *, unit, total=None, initial=0, leave=True, scaled=True, is_line=False):
+    def __init__(self, name, *, unit, total=None, initial=0, leave=True, scaled=True):
         self.name, self.total, self.n, self.seen, self.lines = name, total, initial, [], []
 
     def set_description_str(self, line, refresh=True):
