@@ -40,7 +40,7 @@ def quickstart(options: Sequence[str] = ()) -> None:
     inspect = [str(document), *models, "--context_length", "64", "--stride", "64", "--output", str(page)]
     for number, (purpose, *words) in enumerate(
         (
-            ("Train a tiny base model on short sequences of a synthetic language", *_fit("base", options)),
+            ("Train a tiny base model on short sequences", *_fit("base", options)),
             ("Train it further on long sequences: this is the evaluator", *_fit("evaluator", options)),
             ("Fine-tune the base model with LongCE", *_fit("longce", options, version)),
             ("Find the key tokens of a validation document", "inspect", *inspect),
