@@ -90,7 +90,7 @@ def _configure_messages() -> None:
     # bitsandbytes recommends a faster 4-bit kernel for CPUs, which hardly any run needs.
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit" not in record.getMessage())
     # Lightning advertises other products at every start, reports TPUs, and repeats settings and checkpoints.
-    noise = "Tip:|TPU available|was configured so 100%|Restor(ing|ed all) states|Loaded model weights from"
+    noise = "Tip:|TPU available|was configured so 100%|Restoring states|Restored all states|Loaded model weights from"
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: not re.search(noise, record.getMessage())
     )
