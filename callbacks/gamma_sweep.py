@@ -18,7 +18,7 @@ class GammaSweep(Callback):
     """Logs the loss and the weights that LongCE would have with other values of ``gamma``, at every optimizer step.
 
     They come from the log-likelihoods of the training step, without another pass, and do not change the training. The
-    names are ``gamma/<value>/loss``, ``weight_mean``, ``weight_at_cap`` and ``weight_effective_share``.
+    names are ``gamma/loss/<gamma>``, and so on for ``weight_mean``, ``weight_at_cap`` and ``weight_effective_share``.
 
     Args:
         gammas: Largest token weights to compare, 1 or more.
@@ -54,4 +54,4 @@ class GammaSweep(Callback):
             statistics.reset()
             for name in ("loss", "weight_mean", "weight_at_cap", "weight_effective_share"):
                 if name in values:
-                    pl_module.log(f"gamma/{objective.gamma:g}/{name}", values[name], batch_size=1)
+                    pl_module.log(f"gamma/{name}/{objective.gamma:g}", values[name], batch_size=1)

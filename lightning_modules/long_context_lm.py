@@ -27,14 +27,8 @@ from lightning_modules.objectives import LongCE, Objective
 from lightning_modules.scoring.context_lengths import ContextLadder
 from lightning_modules.scoring.document_scorer import DocumentScorer, Failed, scoring_settings
 from lightning_modules.scoring.token_scores import TokenScores
-from lightning_modules.training import preflight
+from lightning_modules.training import evaluation, preflight
 from lightning_modules.training.checkpoint_contents import COSTS_KEY, add_contents, check_contents
-from lightning_modules.training.evaluation import (
-    log_perplexities,
-    new_perplexity,
-    update_perplexities,
-    validation_set_keys,
-)
 from lightning_modules.training.export.facts import TrainingFacts, loading_facts, objective_facts, run_facts
 from lightning_modules.training.fsdp import load_trainer_backbone
 from lightning_modules.training.monitoring.costs import StepCosts
@@ -233,7 +227,7 @@ class LongContextLM(LightningModule):
         self.backbone.check_batch(batch)
         group = self._sequence_group
         log_likelihood = self.backbone(batch) if group is None else group.log_likelihood(self.backbone, batch)
-        update_perplexities(self._perplexities, batch, log_likelihood)
+        evaluation.update_perplexities(self._perplexities, batch, log_likelihood)
         return {"log_likelihood": log_likelihood}
 
     @override
@@ -263,18 +257,17 @@ class LongContextLM(LightningModule):
 
     @override
     def on_validation_epoch_start(self) -> None:
-        names = validation_set_keys(self.trainer)
-        self._perplexities = {name: new_perplexity(self.device) for name in names}
+        self._perplexities = evaluation.new_perplexities(self)
         self.costs.stop_clock()
 
     @override
     def on_validation_epoch_end(self) -> None:
         self._evaluated_at = self.global_step
-        log_perplexities(self, self._perplexities, "val")
+        evaluation.log_perplexities(self, self._perplexities, "val")
 
     @override
     def on_test_epoch_end(self) -> None:
-        log_perplexities(self, self._perplexities, "test")
+        evaluation.log_perplexities(self, self._perplexities, "test")
 
     test_step = validation_step
     on_test_start = on_predict_start = on_validation_start
@@ -306,7 +299,7 @@ class LongContextLM(LightningModule):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         check_contents(checkpoint, self, self._frozen_fingerprint)
-        self.costs.load_state_dict(checkpoint.get(COSTS_KEY, {}))
+        self.costs.totals |= checkpoint.get(COSTS_KEY, {})
 
     def training_facts(self) -> TrainingFacts:
         """Return facts about the run so far, for checkpoints and the card of an exported model."""

@@ -24,12 +24,12 @@ from lightning_modules.commands.cli.main import main
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
 from tests.conftest import make_text, tiny_config, tiny_model
+from tests.support.runs import TIMES
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 BASE, DEBUG = str(CONFIGS / "base.yaml"), str(CONFIGS / "debug.yaml")
 PG19 = str(CONFIGS / "experiments/longce_pg19.yaml")
 LAYERS = ("experiments", "strategies", "evaluation", "quickstart")
-TIMES = {f"train/{name}" for name in ("tokens_per_second", "gpu_hours", "data_wait")}
 EXPERIMENTS = sorted(path for folder in LAYERS for path in (CONFIGS / folder).glob("*.yaml"))
 
 

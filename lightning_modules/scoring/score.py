@@ -48,16 +48,23 @@ def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any
         key tokens, ``perplexity`` for a document of a single token. ``alignment`` is how key tokens were transferred
         from the evaluator's tokens: ``tokens`` (both have the same tokens), ``characters`` (Equation 9) or ``authors``.
         ``tokens_sharing_characters`` and ``tokens_without_characters`` are fractions of the model's tokens; with the
-        prefix ``evaluator_``, of the evaluator's. ``model`` is its name, and ``settings`` contains everything else that
-        the numbers depend on: a hash of the texts, the evaluator, lengths, thresholds.
+        prefix ``evaluator_``, of the evaluator's. ``skipped`` are files without text, if there are others. ``model`` is
+        its name, and ``settings`` contains everything else that the numbers depend on: a hash of the texts, the
+        evaluator, lengths, thresholds.
 
     Raises:
         ValueError: If a file, a model or a number cannot be used; if possible before any model is loaded.
     """
     config = ScoreConfig(model=model, evaluator=evaluator, **options)
     files = [files] if isinstance(files, str) else files
-    texts = {file: read_text(file) for file in files}
-    _check_repeated(files, texts)
+    texts = {file: read_text(file, may_be_blank=len(files) > 1) for file in files}
+    skipped = [file for file, text in texts.items() if not text.strip()]
+    if len(skipped) == len(texts):
+        raise ValueError(f"All {len(texts)} files are empty or only white space: pass files with text.")
+    if skipped:
+        log.warning("Skipped, because they are empty or only white space: %s", ", ".join(skipped))
+        texts = {file: text for file, text in texts.items() if file not in skipped}
+    _check_repeated([file for file in files if file not in skipped], texts)
     if config.output is not None:
         check_output(config.output)
     evaluated_model = EvaluatedModel(config.loading(model), find_device(config.device))
@@ -77,7 +84,7 @@ def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any
         scored.append((document, evaluated, _reuse_long_pass(document, evaluated.scores) if same else None))
     evaluator_model.release()
     settings = _describe_settings(config, texts.values())
-    result = {**_evaluate(scored, evaluated_model), "model": model, "settings": settings}
+    result = {**_evaluate(scored, evaluated_model), "skipped": skipped, "model": model, "settings": settings}
     if config.output is not None:
         write_atomically(Path(config.output), (json.dumps(plain(result), indent=2) + "\n").encode())
     return result

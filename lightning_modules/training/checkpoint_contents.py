@@ -36,7 +36,7 @@ def add_contents(checkpoint: dict[str, Any], module: Any, facts: TrainingFacts, 
     model = module.backbone.base_model
     if module.run_id is not None:
         checkpoint[RUN_ID] = module.run_id
-    checkpoint[COSTS_KEY] = module.costs.state_dict()
+    checkpoint[COSTS_KEY] = dict(module.costs.totals)
     checkpoint[EXPORT_KEY] = {
         "config": model.config.to_json_string(use_diff=False),
         "generation_config": json.dumps(model.generation_config.to_dict(), default=str),

@@ -46,6 +46,11 @@ def new_perplexity(device: torch.device) -> LongPerplexity:
     return metric
 
 
+def new_perplexities(module: LightningModule) -> dict[str, LongPerplexity]:
+    """Return a perplexity for each validation set."""
+    return {name: new_perplexity(module.device) for name in validation_set_keys(module.trainer)}
+
+
 def update_perplexities(perplexities: Mapping[str, LongPerplexity], batch: PackedBatch, log_likelihood: Tensor) -> None:
     """Add each sequence of a batch to the perplexity of its validation set; ``log_likelihood`` is ``[B, T]``, in nats.
 

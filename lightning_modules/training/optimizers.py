@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.cli import ReduceLROnPlateau as MonitoringReduceLROnPlateau
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
@@ -55,7 +56,7 @@ class WarmupSchedule(LambdaLR):
         optimizer: Optimizer whose learning rates are the largest of the schedule.
         name: ``constant``, ``linear``, ``cosine``, ``warmup_stable_decay`` or another name of transformers.
         warmup_steps: Steps of the linear warm-up; the first of them has a learning rate of 0.
-        total_steps: Step at which the decay ends, by default ``trainer.max_steps``.
+        total_steps: Step at which the decay ends, by default the ``trainer.max_steps`` of a `LongContextLM`.
         arguments: Further arguments of the schedule, such as ``{num_decay_steps: 50}``.
     """
 
@@ -176,7 +177,7 @@ class Optimization(Callback):
         if isinstance(scheduler, WarmupSchedule):
             scheduler.end_at(max_steps)
         if isinstance(scheduler, ReduceLROnPlateau):
-            if not hasattr(scheduler, "monitor"):
+            if not isinstance(scheduler, MonitoringReduceLROnPlateau):
                 raise ValueError(
                     "`lr_scheduler` ReduceLROnPlateau must name its metric: use"
                     " `lightning.pytorch.cli.ReduceLROnPlateau` with `monitor: val/longppl`."

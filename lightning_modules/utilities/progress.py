@@ -23,26 +23,18 @@ class _LogLines(tqdm):
 
 
 def progress_bar(
-    name: str,
-    *,
-    unit: str,
-    total: int | None = None,
-    initial: int = 0,
-    leave: bool = True,
-    scaled: bool = True,
-    is_line: bool = False,
+    name: str, *, unit: str, total: int | None = None, initial: int = 0, leave: bool = True, scaled: bool = True
 ) -> tqdm:
     """Return a progress bar with rate and, if the total is known, remaining time; only the first process shows it.
 
     It starts at ``initial``; numbers are ``scaled`` to thousands or millions. On a terminal, a closed bar stays if
-    ``leave``. If it ``is_line``, it shows only the text of its ``set_description_str``.
+    ``leave``; a notebook shows no other.
     """
     options: dict[str, Any] = {"desc": name, "unit": unit, "unit_scale": scaled, "total": total, "initial": initial}
-    if is_line:
-        options["bar_format"] = "{desc}"
-    if getattr(rank_zero_only, "rank", 0):
+    in_notebook = type(sys.stderr).__module__.startswith("ipykernel")
+    if getattr(rank_zero_only, "rank", 0) or (in_notebook and not leave):  # it cannot show two bars
         return tqdm(disable=True)
-    if sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel"):
+    if sys.stderr.isatty() or in_notebook:
         return tqdm(**options, leave=leave)
     # No line before the first delay. tqdm itself writes only line ends, which go to a dummy stream.
     return _LogLines(**options, mininterval=LOG_SECONDS, delay=LOG_SECONDS, miniters=1, file=io.StringIO(), leave=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 from lightning_modules.utilities.files import writable_folder
 
 
-def read_text(file: str) -> str:
+def read_text(file: str, *, may_be_blank: bool = False) -> str:
     """Read a UTF-8 text file; raise a ``ValueError`` that explains the problem if it cannot be scored."""
     if not os.path.isfile(file):
         raise ValueError(f"No file {file!r:.300}: pass UTF-8 text files, one document each.")
@@ -27,7 +27,7 @@ def read_text(file: str) -> str:
             f"'{file}', line {line}: byte {content[error.start]:#04x} at offset {error.start} is not UTF-8."
             " Convert the file, for example with `iconv -f latin1 -t utf-8`."
         ) from error
-    if not text.strip():
+    if not text.strip() and not may_be_blank:
         raise ValueError(f"'{file}' is empty or only white space: remove it.")
     return text
 

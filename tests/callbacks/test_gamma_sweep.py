@@ -27,12 +27,12 @@ def test_each_gamma_has_the_numbers_of_a_training_with_it(gamma, module, tmp_pat
     swept = fit(module(LongCE(gamma)), tmp_path, GammaSweep([1, gamma, 2.5]))
     for name in names:
         assert swept[f"train/{name}"] == expected[f"train/{name}"]  # the training does not change
-        assert swept[f"gamma/{gamma:g}/{name}"] == pytest.approx(expected[f"train/{name}"])
-    assert swept["gamma/1/weight_mean"] < swept["gamma/2.5/weight_mean"]
+        assert swept[f"gamma/{name}/{gamma:g}"] == pytest.approx(expected[f"train/{name}"])
+    assert swept["gamma/weight_mean/1"] < swept["gamma/weight_mean/2.5"]
 
 
 def test_it_needs_uncapped_weights_whatever_the_objective_makes_of_them(module, tmp_path):
     swept = fit(module(Interpolated(LongCE(2.0), 0.5)), tmp_path, GammaSweep([2]))
-    assert swept["train/weight_mean"] == pytest.approx(0.5 + 0.5 * swept["gamma/2/weight_mean"])
+    assert swept["train/weight_mean"] == pytest.approx(0.5 + 0.5 * swept["gamma/weight_mean/2"])
     with pytest.raises(ValueError, match="whose objective uses short contexts"):
         fit(module(CrossEntropy()), tmp_path, GammaSweep())

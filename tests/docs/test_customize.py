@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lightning_modules.commands.cli.lightning_cli import LongceCLI
 from lightning_modules.commands.cli.main import main
 from tests.docs.test_docs import ROOT, blocks
 from tests.docs.test_readme import EXPERIMENT, LONGER_THAN_THE_MODEL, reader, stand_in  # noqa: F401  a fixture
@@ -65,6 +66,14 @@ def test_data_of_hugging_face_are_trained_on(run, reader):  # noqa: F811
     tokens = tokenizer((reader / "pg19/train/0.txt").read_text(), return_tensors="pt", truncation=True, max_length=64)
     loss = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)(**tokens, labels=tokens.input_ids).loss
     assert logged["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "sharded"), [("my_data", True), ("my_objective", False)])
+def test_lightning_shards_only_data_that_does_not_shard_itself(name, sharded, run, monkeypatch):
+    seen = []
+    monkeypatch.setattr(LongceCLI, "fit", lambda self, **_: seen.append(self.trainer._accelerator_connector))
+    run(name)
+    assert seen[0].use_distributed_sampler is sharded
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ FEATURES = {
     "evaluate on long-context tasks": README,
     "evaluate on tasks of lm-evaluation-harness": "tests/lightning_modules/tasks/harness/test_command.py::"
     "test_our_tasks_and_theirs_in_one_command",
+    "compare runs": f"{COMMANDS}/compare/test_compare.py::test_runs_are_ranked_with_what_differs_and_costs",
     "correlate perplexities with scores": README,
     "export a model": README,
     "look at training sequences": README,

@@ -126,6 +126,9 @@ COMMANDS = {
     "longce correlate a.json b.json c.json scores.csv --output runs/c": Reading(
         prints="(?s)Pearson.*longppl|longppl.*Pearson", makes=("runs/c/correlation.json", "runs/c/report.html")
     ),
+    "longce compare runs/longce/version_0 runs/longce/version_1 --output page.html": Reading(
+        elsewhere="tests/lightning_modules/commands/compare/test_compare.py"
+    ),
     "longce reproduce miniature": MINIATURE,
     "longce --help": Reading(prints="usage: longce COMMAND"),
     **{f"longce {name} --help": Reading(prints=f"usage: longce .*{name}") for name in PROGRAMS},

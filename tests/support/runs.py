@@ -12,6 +12,7 @@ from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.training.fsdp import FullyShardedStrategy
 
 STEPS, MICRO_BATCHES = 5, 4
+TIMES = {f"train/{name}" for name in ("tokens_per_second", "gpu_hours", "data_wait")}
 VARIANTS = {
     "full": {"gradient_checkpointing": True},
     "lora": {"lora": {"r": 2, "target_modules": ["q_proj", "lm_head"], "modules_to_save": ["norm"]}},
@@ -20,9 +21,8 @@ VARIANTS = {
 
 def logged_values(trainer):
     """The logged values, except those that depend on the speed of the machine."""
-    timed = ("second", "gpu_hours", "data_wait")
     values = trainer.callback_metrics.items()
-    return {name: float(value) for name, value in values if not any(part in name for part in timed)}
+    return {name: float(value) for name, value in values if name not in TIMES and "second" not in name}
 
 
 def make_trainer(root, processes, strategy, **settings):

@@ -17,7 +17,7 @@ from benchmarks.reproduction.miniature.plan import Plan, Results, make_plan
 from benchmarks.reproduction.miniature.report import write_report
 from benchmarks.reproduction.miniature.settings import read_settings
 from benchmarks.reproduction.miniature.training import Laboratory
-from benchmarks.reproduction.miniature.verdicts import Verdict, verdicts
+from benchmarks.reproduction.miniature.verdicts import Verdict, summarize, verdicts
 from lightning_modules.utilities.files import writable_folder
 from lightning_modules.utilities.locks import exclusive
 
@@ -61,7 +61,8 @@ def reproduce_miniature(
 def table(found: list[Verdict]) -> str:
     """Format the verdicts as text."""
     width = max(len(verdict.outcome) for verdict in found)
-    return "\n".join(f"{v.experiment}  {v.outcome:<{width}}  {v.claim}: {v.numbers}" for v in found)
+    lines = [f"{v.experiment}  {v.outcome:<{width}}  {v.claim}: {v.numbers}" for v in found]
+    return "\n".join([*lines, "", summarize(found)])
 
 
 def _make(laboratory: Laboratory, plan: Plan) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.reproduction.miniature.measure import METRICS
 from benchmarks.reproduction.miniature.plots import figures
-from benchmarks.reproduction.miniature.verdicts import Verdict
+from benchmarks.reproduction.miniature.verdicts import Verdict, summarize
 from lightning_modules.visualization import report
 from lightning_modules.visualization.report import Block, Heading, Picture, Table
 
@@ -28,6 +28,7 @@ def write_report(folder: Path, experiments: dict[str, Any], found: Sequence[Verd
     """
     verdicts = [asdict(verdict) for verdict in found]
     blocks: list[Block] = [
+        summarize(found),
         f"Models of {facts['parameters']:,} parameters, {facts['runs']} runs, {facts['seeds']} base seed(s),"
         f" {facts['cpu_seconds'] / 60:.1f} CPU minutes. The rules of the verdicts are in"
         f" `benchmarks/reproduction/miniature/verdicts.py`. {facts['corpus']}",

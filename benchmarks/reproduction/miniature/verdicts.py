@@ -6,9 +6,10 @@ with three base seeds only.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Outcome = Literal["reproduced", "not reproduced", "not testable at this size"]
 
@@ -48,6 +49,7 @@ class Verdict:
         experiment: Letter of the experiment.
         claim: The claim and its place in the paper.
         rule: Condition under which it is reproduced.
+        rule_is_older: Whether the rule is older than all results, and was not made stricter since.
         outcome: Whether it is reproduced.
         numbers: The numbers that decide it.
     """
@@ -55,6 +57,7 @@ class Verdict:
     experiment: str
     claim: str
     rule: str
+    rule_is_older: bool
     outcome: Outcome
     numbers: str
 
@@ -68,6 +71,7 @@ class _Finding:
     holds: bool
     numbers: str
     testable: bool = True
+    rule_is_older: bool = True
 
     @property
     def outcome(self) -> Outcome:
@@ -91,11 +95,21 @@ def verdicts(experiments: dict[str, Any]) -> list[Verdict]:
         "F": _accuracy_by_depth,
     }
     return [
-        Verdict(letter, found.claim, found.rule, found.outcome, found.numbers)
+        Verdict(letter, found.claim, found.rule, found.rule_is_older, found.outcome, found.numbers)
         for letter, rule in rules.items()
         if letter in experiments
         for found in rule(experiments[letter])
     ]
+
+
+def summarize(found: Sequence[Verdict]) -> str:
+    """Return how many claims are reproduced, and which rules are younger than some results."""
+    counts = Counter(verdict.outcome for verdict in found)
+    younger = [verdict.claim for verdict in found if not verdict.rule_is_older]
+    text = f"{counts['reproduced']} of {len(found)} claims are reproduced"
+    text += "".join(f", {counts[outcome]} {outcome}" for outcome in get_args(Outcome)[1:] if counts[outcome])
+    stricter = f" The rules of {len(younger)} claims became stricter after the first results." if younger else ""
+    return f"{text}.{stricter}"
 
 
 def mean_spearman(experiment: dict[str, Any], metric: str) -> float:
@@ -156,6 +170,7 @@ def _objectives(experiment: dict[str, Any]) -> Iterator[_Finding]:
             f"{100 * _mean(gains):+.1f} points ({100 * min(gains):+.1f} to {100 * max(gains):+.1f},"
             f" {len(gains)} pairs)",
             testable,
+            rule_is_older=False,
         )
     accuracy = _mean([pair["short"]["LongCE"]["accuracy"] - pair["short"]["CE"]["accuracy"] for pair in pairs])
     ratio = _mean([pair["short"]["LongCE"]["perplexity"] / pair["short"]["CE"]["perplexity"] for pair in pairs])
@@ -166,6 +181,7 @@ def _objectives(experiment: dict[str, Any]) -> Iterator[_Finding]:
         accuracy >= -MIN_GAIN and ratio <= SAME_PERPLEXITY,
         f"{100 * accuracy:+.1f} points, {ratio:.3f} times",
         testable,
+        rule_is_older=False,
     )
 
 

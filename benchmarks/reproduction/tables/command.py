@@ -1,6 +1,7 @@
 """``longce reproduce TABLE``: measure a table of the paper again, and print our numbers beside it."""
 
 import json
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from lightning.pytorch import LightningDataModule
 
 from benchmarks.reproduction.tables.measuring import Measuring, select_documents
 from benchmarks.reproduction.tables.options import MeasureOptions, add_table_options
-from benchmarks.reproduction.tables.ours import ours, scored_models
+from benchmarks.reproduction.tables.ours import correlations, ours, scored_models
 from benchmarks.reproduction.tables.published import (
     NamedModel,
     Table,
@@ -166,10 +167,17 @@ def _report(
     evaluators: Sequence[str] = (),
 ) -> list[str]:
     """Print and write the table; return the failures."""
+    intervals: dict[tuple[str, str], Any] = {}
     if table.kind == "correlation":
+        if evaluators[0] not in table.evaluators:  # numbers of different evaluators are not comparable
+            blank = {row: (math.nan,) * len(table.columns) for row in table.rows}
+            remark = f"The paper's numbers are by {table.evaluators[0]}, and left out here. {table.remark}"
+            table = replace(table, rows=blank, remark=remark)
         table = replace(table, evaluators=tuple(evaluators))
+        good = {key: result for key, result in results.items() if result.failure is None}
+        intervals = {place: found.interval for place, found in correlations(table, good, scores).items()}
     cells = ours(table, results, scores, folders)
-    text, content = markdown(table, cells), as_json(table, cells)
+    text, content = markdown(table, cells, intervals), as_json(table, cells, intervals)
     if table.kind == "correlation":
         over = scored_models(table, results, scores)
         text += (

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-
-import numpy as np
 
 from benchmarks.reproduction.tables.published import Cells, Table
 from benchmarks.reproduction.tables.results import ITSELF, Result, mean_seconds, read_times
 from benchmarks.reproduction.tables.scores import Scores, without_steps
+from lightning_modules.statistics import Correlation, correlate_values
 
 DEFAULT = "alpha=2 beta=-2"
 Results = Mapping[tuple[str, str], Result]
@@ -29,13 +29,13 @@ def ours(table: Table, results: Results, scores: Scores, folders: Sequence[Path]
     if table.kind == "longeval":
         return _longeval_cells(table, scores)
     if table.kind == "correlation":
-        return correlation_cells(table, good, scores)
+        return {place: found.value for place, found in correlations(table, good, scores).items()}
     return _finite(_time_cells(table, good, folders) if table.kind == "time" else _perplexity_cells(table, good))
 
 
-def correlation_cells(table: Table, results: Results, scores: Scores) -> Cells:
+def correlations(table: Table, results: Results, scores: Scores) -> dict[tuple[str, str], Correlation]:
     """Return Pearson correlations of measures and benchmark scores over models with both, if there are at least 3."""
-    cells: Cells = {}
+    found = {}
     chosen = {model: result for (model, evaluator), result in results.items() if evaluator in table.evaluators[:1]}
     for row, measure in table.measures.items():
         values = {model: result.value(measure, table.average) for model, result in chosen.items()}
@@ -45,9 +45,10 @@ def correlation_cells(table: Table, results: Results, scores: Scores) -> Cells:
                 for model, value in values.items()
                 if math.isfinite(value) and column in scores.get(model, {})
             ]
-            if len(pairs) >= 3:
-                cells[row, column] = float(np.corrcoef(np.array(pairs).T)[0, 1])
-    return _finite(cells)
+            with suppress(ValueError):  # too few models, or equal values
+                x, y = zip(*pairs, strict=True)
+                found[row, column] = correlate_values(x, y, "pearson")
+    return found
 
 
 def scored_models(table: Table, results: Results, scores: Scores) -> list[str]:

@@ -5,10 +5,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import yaml
 
+from lightning_modules.statistics import Interval
 from lightning_modules.visualization import report
 
 PUBLISHED = Path(__file__).with_name("published.yaml")
@@ -16,6 +18,7 @@ PUBLISHED = Path(__file__).with_name("published.yaml")
 Kind = Literal["correlation", "perplexity", "time", "longeval", "training"]
 Cells = dict[tuple[str, str], float]
 """Numbers by row and column; a cell that is not there is not known."""
+Intervals = Mapping[tuple[str, str], Interval | None]
 
 
 @dataclass(frozen=True)
@@ -113,30 +116,38 @@ def find_model(word: str) -> NamedModel:
     return NamedModel(name, path or word)
 
 
-def markdown(table: Table, ours: Cells) -> str:
+def markdown(table: Table, ours: Cells, intervals: Intervals = MappingProxyType({})) -> str:
     """Format the table as Markdown, our numbers beside those of the paper; unknown cells are blank."""
     rows = [*table.rows, *dict.fromkeys(row for row, _ in ours if row not in table.rows)]
     columns = [*table.columns, *dict.fromkeys(column for _, column in ours if column not in table.columns)]
     theirs = table.cells()
     digits = 2 if table.kind in ("correlation", "perplexity", "longeval") else 1
-    cells = [
-        [row, *(f"{_text(theirs, row, name, digits)} / {_text(ours, row, name, digits)}".strip() for name in columns)]
-        for row in rows
-    ]
-    blocks: list[report.Block] = ["Each cell is: paper / ours.", report.Table(["", *columns], cells)]
+    cells = [[row] for row in rows]
+    for line in cells:
+        for name in columns:
+            interval = intervals.get((line[0], name))
+            ends = "" if interval is None else " [{:.2f}, {:.2f}]".format(*interval)
+            both = _text(theirs, line[0], name, digits), _text(ours, line[0], name, digits) + ends
+            line.append(" / ".join(both).strip())
+    note = " Ours have 95% intervals over models, if there are at least 5." if table.kind == "correlation" else ""
+    blocks: list[report.Block] = [f"Each cell is: paper / ours.{note}", report.Table(["", *columns], cells)]
     if table.remark:
         blocks.append(table.remark.strip())
     return report.as_markdown(f"{table.name}: {table.title}", blocks)
 
 
-def as_json(table: Table, ours: Cells) -> dict[str, Any]:
-    """Return the table as dictionaries: for each row and column ``paper`` and ``ours``, null if unknown."""
+def as_json(table: Table, ours: Cells, intervals: Intervals = MappingProxyType({})) -> dict[str, Any]:
+    """Return the table as dictionaries: by row and column ``paper``, ``ours`` and its interval; null if unknown."""
     theirs = table.cells()
     cells: dict[str, dict[str, Any]] = {}
     for row, column in dict.fromkeys((*theirs, *ours)):
         value = ours.get((row, column), math.nan)
         known = value if math.isfinite(value) else None
-        cells.setdefault(row, {})[column] = {"paper": theirs.get((row, column)), "ours": known}
+        printed = theirs.get((row, column), math.nan)
+        cell: dict[str, Any] = {"paper": printed if math.isfinite(printed) else None, "ours": known}
+        if (interval := intervals.get((row, column))) is not None:
+            cell["interval"] = list(interval)
+        cells.setdefault(row, {})[column] = cell
     return {"table": table.name, "title": table.title, "remark": table.remark.strip(), "cells": cells}
 
 

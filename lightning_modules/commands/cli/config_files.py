@@ -20,6 +20,9 @@ _MOVED = {
 }
 """New names of modules that have moved."""
 
+_CLASS_KEYS = {"class_path", "init_args", "dict_kwargs"}
+"""Keys of a class in a config."""
+
 _OLD_PATH = re.compile(rf"\b(?<!\.)({'|'.join(map(re.escape, _MOVED))})(?=\.\w)")
 _OCTAL = re.compile(r"[-+]?0[0-7_]*[1-7][0-7_]*")
 
@@ -48,14 +51,20 @@ def names_model_class(arguments: Sequence[str]) -> bool:
     """Return whether a command line or one of its configs names the class of the model, instead of only settings."""
     for word, following in pairwise([*arguments, ""]):
         option, _, value = word.partition("=")
-        if option in ("--model", "--model.class_path") and not os.path.isfile(value or following):
-            return True
-        if option in ("-c", "--config") and os.path.isfile(file := value or following):
-            config = yaml.load(Path(file).read_text(encoding="utf-8-sig"), Loader=get_yaml_default_loader())
-            models = [config, *config.values()] if isinstance(config, dict) else []  # of any command, or of one
-            models = [each["model"] for each in models if isinstance(each, dict) and "model" in each]
-            if any(isinstance(model, str) or "class_path" in (model or ()) for model in models):
+        value = value or following
+        if option in ("--model", "--model.class_path", "--model.help"):
+            if not (value.startswith("{") or os.path.isfile(value)):
                 return True
+        elif option in ("-c", "--config") and os.path.isfile(value):
+            config = yaml.load(Path(value).read_text(encoding="utf-8-sig"), Loader=get_yaml_default_loader())
+            parts = [config, *config.values()] if isinstance(config, dict) else []  # of one command, or of several
+            for model in [part["model"] for part in parts if isinstance(part, dict) and "model" in part]:
+                if isinstance(model, dict) and "class_path" in model and (misplaced := {*model} - _CLASS_KEYS):
+                    raise ValueError(
+                        f"'{value}': `model` names a class, so move {sorted(misplaced)} to its `init_args`."
+                    )
+                if isinstance(model, str) or (isinstance(model, dict) and "class_path" in model):
+                    return True
     return False
 
 

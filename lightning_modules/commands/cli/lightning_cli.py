@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from tqdm.contrib.logging import logging_redirect_tqdm
 from typing_extensions import override
 
 from lightning_modules.commands.cli.config_files import names_model_class
@@ -212,10 +213,11 @@ class LongceCLI(LightningCLI):
 
     def fit(self, **arguments: Any) -> None:
         """Train; after SIGTERM or Ctrl-C, print how to resume."""
-        if self.trainer.is_global_zero:
+        if self.trainer.is_global_zero and isinstance(self.model, LongContextLM):
             self.model.costs.planned = plan_run(self.model, self.config["fit"], self.trainer)
         try:
-            self.trainer.fit(**arguments)
+            with logging_redirect_tqdm():  # a message while a progress line is shown gets a line of its own
+                self.trainer.fit(**arguments)
         except SystemExit as stopped:  # status 0 after SIGTERM, 1 after Ctrl-C
             if isinstance(stopped, SIGTERMException) or isinstance(stopped.__context__, KeyboardInterrupt):
                 log_resume_command(self.trainer)

@@ -33,7 +33,7 @@ def score_command(arguments: Sequence[str]) -> None:
     parser.add_argument("files", nargs="+", type=str, help="UTF-8 text files, one document each.")
     options = _parse_options(parser, arguments)
     for file in options["files"]:
-        read_text(file)
+        read_text(file, may_be_blank=len(options["files"]) > 1)
     from lightning_modules.scoring.score import score, table
 
     sys.stdout.write(table(score(**options)) + "\n")

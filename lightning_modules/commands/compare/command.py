@@ -19,9 +19,8 @@ from lightning_modules.visualization.report import Block, Heading, Picture, Tabl
 
 _EXPLANATION = (
     "LongPPL and perplexity are over all tokens of a set. Ratios are over the documents that both runs have with equal"
-    " numbers of tokens and key tokens; below 1 is better. Their 95% intervals are of a bootstrap over documents: they"
-    " are about the choice of documents, not about the noise of training, and too narrow for few documents (in"
-    " simulations they covered 84% with 5 documents, 92% with 16)."
+    " numbers of tokens and key tokens; below 1 is better. The 95% intervals are about the choice of documents, not"
+    " about the noise of training."
 )
 _WIDTH = 50  # of a cell in a terminal
 _CHANGED = 10  # documents that changed most
@@ -41,7 +40,7 @@ def compare(runs: Sequence[str | Path], output: str | Path | None = None) -> str
     }
     texts = []
     for heading, (head, rows) in tables.items():
-        short = [[cell if len(cell) <= _WIDTH else f"{cell[: _WIDTH - 1]}…" for cell in row] for row in rows]
+        short = [[cell if len(cell) <= _WIDTH else f"…{cell[1 - _WIDTH :]}" for cell in row] for row in rows]
         texts += [f"{heading}\n{as_text_table(Table(head, short), left=range(len(head)))}\n"] if rows else []
     if output is not None:
         write_atomically(Path(output), _make_page(found, tables | _find_changed_documents(others, baseline)).encode())
@@ -74,8 +73,8 @@ def _make_page(runs: Sequence[Run], tables: Mapping[str, Table]) -> str:
 
 def _rank_runs(runs: Sequence[Run], baseline: Run) -> Table:
     """Return the last evaluation of each run by cell, the best one first, those that have other documents last."""
-    head = ["set", "evaluator", "thresholds", "run", "step", "LongPPL", f"LongPPL / {baseline.name}'s"]
-    head += ["perplexity", f"perplexity / {baseline.name}'s", "documents", "note"]
+    head = ["set, evaluator, thresholds", "run", "LongPPL", f"LongPPL / {baseline.name}'s"]
+    head += ["perplexity", f"perplexity / {baseline.name}'s", "step", "documents", "note"]
     cells = []
     for cell in sorted({cell for run in runs for cell in run.evaluations}):
         ranked = []
@@ -90,11 +89,11 @@ def _rank_runs(runs: Sequence[Run], baseline: Run) -> Table:
                 text for value, ratio in zip(values, ratios, strict=True) for text in (_format_number(value), ratio)
             ]
             order = [bool(note), *(math.inf if math.isnan(value) else value for value in values)]
-            ranked.append((order, [*cell, run.name, str(step), *numbers, str(len(documents)), note]))
+            ranked.append((order, [cell, run.name, *numbers, str(step), str(len(documents)), note]))
         ranked.sort()
         if len(ranked) > 1 and not ranked[1][0][0]:
-            ranked[0][1][3] += " (best)"
-        cells += [row if number == 0 else ["", "", "", *row[3:]] for number, (_, row) in enumerate(ranked)]
+            ranked[0][1][1] += " (best)"
+        cells += [row if number == 0 else ["", *row[1:]] for number, (_, row) in enumerate(ranked)]
     return _drop_empty_columns(head, cells)
 
 
@@ -108,9 +107,12 @@ def _tabulate_costs(runs: Sequence[Run]) -> Table:
 
 
 def _compare_settings(runs: Sequence[Run]) -> Table:
-    keys = dict.fromkeys(key for run in runs for key in run.config)
+    runs = [run for run in runs if run.config]
+    keys = sorted({key for run in runs for key in run.config})
     rows = [[key, *(run.config.get(key, "") for run in runs)] for key in keys]
-    return Table(["setting", *(run.name for run in runs)], [row for row in rows if len({*row[1:]}) > 1])
+    differing = [row for row in rows if len({*row[1:]}) > 1]
+    absent = tuple(f"{row[0]}." for row in differing if "" in row)  # such as a callback that a run lacks
+    return Table(["setting", *(run.name for run in runs)], [row for row in differing if not row[0].startswith(absent)])
 
 
 def _find_changed_documents(runs: Sequence[Run], baseline: Run) -> dict[str, Table]:
@@ -121,8 +123,8 @@ def _find_changed_documents(runs: Sequence[Run], baseline: Run) -> dict[str, Tab
             shared = shared_documents(run.last(cell)[1], baseline.last(cell)[1]).query("key_tokens > 0")
             for (name, _), own, other in shared[["longppl", "longppl_baseline"]].itertuples(name=None):
                 numbers = map(_format_number, (other, own, own / other))
-                found.append((-abs(math.log(own / other)), [*cell, run.name, name, *numbers]))
-    head = ["set", "evaluator", "thresholds", "run", "document", f"LongPPL of {baseline.name}", "LongPPL", "ratio"]
+                found.append((-abs(math.log(own / other)), [cell, run.name, name, *numbers]))
+    head = ["set, evaluator, thresholds", "run", "document", f"LongPPL of {baseline.name}", "LongPPL", "ratio"]
     return {"Documents that changed most": _drop_empty_columns(head, [row for _, row in sorted(found)[:_CHANGED]])}
 
 
@@ -138,6 +140,6 @@ def _format_number(value: float) -> str:
 
 
 def _format_ratio(shared: pd.DataFrame, kind: str) -> str:
-    value, low, high = perplexity_ratio(shared, kind)
-    interval = "(too few documents)" if math.isnan(low) else f"[{low:.3f}, {high:.3f}]"
-    return "" if math.isnan(value) else f"{value:.3f} {interval}"
+    value, interval = perplexity_ratio(shared, kind)
+    between = "[{:.3f}, {:.3f}]".format(*interval) if interval else "(too few documents)"
+    return "" if math.isnan(value) else f"{value:.3f} {between}"

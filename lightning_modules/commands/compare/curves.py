@@ -32,8 +32,8 @@ def _find_curves(run: Run) -> dict[str, Mapping[int, float]]:
     """Return the values of each quantity by optimizer step."""
     curves: dict[str, Mapping[int, float]] = {}
     for kind, name in (("longppl", "LongPPL"), ("perplexity", "Perplexity")):
-        for cell, steps in run.evaluations.items():
-            title = f"{name}: {', '.join(filter(None, cell)) if kind == 'longppl' else cell.set}"
+        for cell, steps in sorted(run.evaluations.items(), key=lambda each: each[0]):
+            title = f"{name}: {cell if kind == 'longppl' else cell.partition(',')[0]}"
             curves[title] = {step: corpus_perplexity(documents, kind) for step, documents in steps.items()}
     rates = {f"Learning rate: {key[3:]}": values for key, values in run.scalars.items() if key.startswith("lr-")}
     return {**curves, "Training loss (nats)": run.scalars.get("train/loss", {}), **rates}
@@ -53,6 +53,7 @@ def _draw_panel(curves: Mapping[str, NDArray[np.float64]], axis: str, quantity: 
         figure = Figure(figsize=(3.3, 2.6), layout="constrained", facecolor="none")
         plot = figure.subplots()
         plot.set(xlabel=axis, ylabel=quantity, facecolor="none")
+        plot.locator_params("x", nbins=5)
         for (name, points), line in zip(curves.items(), cycle(("-", "--", "-.", ":")), strict=False):
             plot.plot(*points.T, line, marker="o" if len(points) < 30 else "", markersize=3, label=name)
         figure.legend(loc="outside upper left", ncols=2, frameon=False, fontsize=8)

@@ -1,4 +1,4 @@
-"""Compare the perplexities of two models over the same documents, with intervals over documents.
+"""Compare the perplexities of two models over the same documents.
 
 Documents are rows with ``tokens``, ``perplexity``, ``key_tokens`` and ``longppl``, indexed by name.
 """
@@ -7,10 +7,8 @@ import math
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
-MIN_DOCUMENTS = 5
-"""Fewer documents have no interval."""
+from lightning_modules.statistics import Interval, weighted_mean_interval
 
 TOKENS = {"longppl": "key_tokens", "perplexity": "tokens"}
 """Numbers of tokens that the perplexities of a document are over."""
@@ -28,25 +26,19 @@ def shared_documents(documents: pd.DataFrame, baseline: pd.DataFrame) -> pd.Data
     return both[(both["tokens"] == both["tokens_baseline"]) & (both["key_tokens"] == both["key_tokens_baseline"])]
 
 
-def perplexity_ratio(shared: pd.DataFrame, kind: str) -> tuple[float, float, float]:
-    """Return the ratio of ``longppl`` or ``perplexity`` over all tokens to the baseline's, with a 95% interval.
+def perplexity_ratio(shared: pd.DataFrame, kind: str) -> tuple[float, Interval | None]:
+    """Return the ratio of ``longppl`` or ``perplexity`` over all tokens to the baseline's, with its 95% interval.
 
-    The interval is a percentile bootstrap over the shared documents. A resample has the same documents for both models,
-    so that what makes a document hard for both cancels. It is NaN for fewer than `MIN_DOCUMENTS` documents.
+    The interval is about the choice of documents, not about the noise of training. What makes a document hard for both
+    models cancels. Fewer than 5 documents have no interval.
     """
     counted = shared[shared[TOKENS[kind]] > 0]
-    tokens = counted[TOKENS[kind]].to_numpy()
-    differences = tokens * np.log(counted[kind] / counted[f"{kind}_baseline"]).to_numpy()
-    value = math.exp(differences.sum() / tokens.sum()) if len(tokens) else math.nan
-    if len(tokens) < MIN_DOCUMENTS:
-        return value, math.nan, math.nan
-    drawn = stats.bootstrap(
-        (differences, tokens),
-        lambda total, count, axis: np.exp(total.sum(axis=axis) / count.sum(axis=axis)),
-        paired=True,
-        method="percentile",
-        batch=1000,
-        random_state=np.random.default_rng(0),
+    if counted.empty:
+        return math.nan, None
+    tokens, differences = (
+        counted[TOKENS[kind]].to_numpy(),
+        np.log(counted[kind] / counted[f"{kind}_baseline"]).to_numpy(),
     )
-    low, high = drawn.confidence_interval
-    return value, float(low), float(high)
+    interval = weighted_mean_interval(differences, tokens)
+    value = math.exp(np.average(differences, weights=tokens))
+    return value, interval and (math.exp(interval[0]), math.exp(interval[1]))

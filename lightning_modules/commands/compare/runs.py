@@ -16,27 +16,22 @@ AXES = {"optimizer steps": "step", "tokens": "train/tokens", "GPU hours": "train
 """Measures of the progress of a training, each with its scalar."""
 
 _COLUMNS = ["tokens", "perplexity", "key_tokens", "longppl"]
-_PATHS = re.compile(r"trainer\.logger|ckpt_path|.*\.(dirpath|\w+_dir)$")
+_PATHS = re.compile(r"run\.id$|.*\.(dirpath|\w+_dir)$")  # settings that always differ
 _STAGES = {"val": "validation", "test": "test"}
 
 
-class Cell(NamedTuple):
-    """Validation set, evaluator and thresholds of a number; empty if unknown. Equal cells can be compared."""
-
-    set: str
-    evaluator: str = ""
-    thresholds: str = ""
-
-
 class Run(NamedTuple):
-    """A run, or a model that was scored."""
+    """A run, or a model that was scored.
+
+    Evaluations are tables of documents, by set, evaluator and thresholds, which a text names, and by optimizer step.
+    """
 
     name: str
-    evaluations: dict[Cell, dict[int, pd.DataFrame]]  # documents by number of optimizer steps
+    evaluations: dict[str, dict[int, pd.DataFrame]]
     config: dict[str, str]
-    scalars: dict[str, dict[int, float]]  # by number of optimizer steps
+    scalars: dict[str, dict[int, float]]  # by optimizer step
 
-    def last(self, cell: Cell) -> tuple[int, pd.DataFrame]:
+    def last(self, cell: str) -> tuple[int, pd.DataFrame]:
         """Return the last evaluation of a cell and its step."""
         return max(self.evaluations[cell].items(), key=lambda each: each[0])
 
@@ -75,12 +70,11 @@ def _find_files(word: str) -> Iterator[tuple[str, Path]]:
 
 
 def _read_run(name: str, folder: Path) -> Run:
-    newest = max(folder.glob("config*.yaml"), key=_modified)  # a resumed run adds its own
-    config = flatten_config(yaml.safe_load(newest.read_text()))
-    if (hparams := folder / "hparams.yaml").is_file():  # identities of code, model and data
-        config |= dict(re.findall(r"^(run\.(?!id)\w+): (.+)$", hparams.read_text(), re.MULTILINE))
+    hparams = yaml.safe_load((folder / "hparams.yaml").read_text()) if (folder / "hparams.yaml").is_file() else {}
+    names = {key: key.replace(".init_args", "").removesuffix(".class_path") for key in hparams if not _PATHS.match(key)}
+    config = {name: str(hparams[key]) for key, name in names.items()}
     scalars: dict[str, dict[int, float]] = defaultdict(dict)
-    evaluations: dict[Cell, dict[int, pd.DataFrame]] = defaultdict(dict)
+    evaluations: dict[str, dict[int, pd.DataFrame]] = defaultdict(dict)
     for place in (folder, *sorted(folder.glob("evaluations/*"), key=_modified)):
         for key, step, value in _read_scalars(place):
             # Lightning numbers steps from 0, but evaluations before training and of checkpoints are at their step.
@@ -90,35 +84,11 @@ def _read_run(name: str, folder: Path) -> Run:
             evaluations[cell][step] = documents
     for key, values in {} if evaluations else scalars.items():  # as if they were of a single document
         if found := re.fullmatch(r"(val|test)/(?:(.+)/)?(longppl|perplexity)", key):
-            steps = evaluations[Cell(found[2] or _STAGES[found[1]])]
+            steps = evaluations[found[2] or _STAGES[found[1]]]
             for step, value in values.items():
                 steps.setdefault(step, pd.DataFrame([[1.0, float("nan")] * 2], columns=_COLUMNS))[found[3]] = value
     scalars["step"] = {step: step for steps in (*scalars.values(), *evaluations.values()) for step in steps}
     return Run(name, dict(evaluations), config, dict(scalars))
-
-
-def flatten_config(value: Any, key: str = "") -> dict[str, str]:
-    """Flatten a config to dotted keys; classes are named as values, and in keys where they are in a list.
-
-    Example:
-        >>> flatten_config({"model": {"objective": {"class_path": "a.LongCE", "init_args": {"gamma": 5.0}}}})
-        {'model.objective': 'LongCE', 'model.objective.gamma': '5.0'}
-    """
-    if value is None or value == {} or _PATHS.match(key):
-        return {}
-    match value:
-        case {"class_path": path}:
-            return {key: path.rpartition(".")[2]} | flatten_config(value.get("init_args"), key)
-        case dict():
-            parts = {f"{key}.{name}" if key else name: each for name, each in value.items()}
-        case [{"class_path": _}, *_]:
-            names = (
-                (each["class_path"].rpartition(".")[2], (each.get("init_args") or {}).get("name")) for each in value
-            )
-            parts = {".".join(filter(None, [key, *name])): each for name, each in zip(names, value, strict=True)}
-        case _:
-            return {key: value if isinstance(value, str) else json.dumps(value)}
-    return {inner: text for name, each in parts.items() for inner, text in flatten_config(each, name).items()}
 
 
 def _read_scalars(folder: Path) -> Iterator[tuple[str, int, float]]:
@@ -137,7 +107,7 @@ def _read_scalars(folder: Path) -> Iterator[tuple[str, int, float]]:
         yield from zip(logged["variable"], logged["step"], logged["value"], strict=True)
 
 
-def _read_documents(folder: Path) -> Iterator[tuple[Cell, int, pd.DataFrame]]:
+def _read_documents(folder: Path) -> Iterator[tuple[str, int, pd.DataFrame]]:
     """Yield the evaluations of a folder that have a table of documents, oldest first."""
     callbacks = yaml.safe_load((folder / "config.yaml").read_text())["trainer"].get("callbacks") or ()
     arguments = [each["init_args"] for each in callbacks if each["class_path"] == "callbacks.ExternalEvaluator"]
@@ -146,7 +116,7 @@ def _read_documents(folder: Path) -> Iterator[tuple[Cell, int, pd.DataFrame]]:
         (stage, name), step = file.stem.partition("-step-")[0].split("-", 1), file.stem.rpartition("-")[2]
         for (group, thresholds), rows in pd.read_parquet(file).groupby(["set", "thresholds"]):
             values = settings.get(name, {}) | rows[["alpha", "beta"]].iloc[0].to_dict()
-            yield Cell(group or _STAGES[stage], *_describe(values, name, thresholds)), int(step), _index(rows)
+            yield _name_cell(group or _STAGES[stage], name, thresholds, values), int(step), _index(rows)
 
 
 def _read_score(name: str, file: Path) -> Run:
@@ -155,16 +125,17 @@ def _read_score(name: str, file: Path) -> Run:
         rows = pd.DataFrame(content["documents"]).rename(columns={"file": "document"})
         rows["tokens"] -= 1  # the first token of a document is not scored
         settings = content["settings"]
-        cell = Cell(f"texts {settings['texts'][:8]}", *_describe(settings, Path(settings["evaluator"]).name))
-        return Run(name, {cell: {0: _index(rows)}}, flatten_config(settings), {})
+        cell = _name_cell(f"texts {settings['texts'][:8]}", Path(settings["evaluator"]).name, "", settings)
+        return Run(name, {cell: {0: _index(rows)}}, {key: str(value) for key, value in settings.items()}, {})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"'{file}' is not a run or a result of `longce score --output` ({error!r}).") from error
 
 
-def _describe(settings: Mapping[str, Any], evaluator: str, thresholds: str = "") -> tuple[str, str]:
-    """Return texts for an evaluator and its thresholds, which differ if the settings differ."""
+def _name_cell(documents: str, evaluator: str, thresholds: str, settings: Mapping[str, Any]) -> str:
+    """Return a name that differs if set, evaluator, K or thresholds differ, so that numbers cannot be compared."""
     named = f"{thresholds} ({settings['alpha']:g}, {settings['beta']:g})".lstrip()
-    return f"{evaluator} (K {settings['context_length']})" if "context_length" in settings else evaluator, named
+    context = f" (K {settings['context_length']})" if "context_length" in settings else ""
+    return f"{documents}, {evaluator}{context}, {named}"
 
 
 def _index(rows: pd.DataFrame) -> pd.DataFrame:

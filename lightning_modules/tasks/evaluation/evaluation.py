@@ -95,7 +95,8 @@ class Evaluation:
         results = [known[key] for key in self.keys if key in known]
         missing = len(self.keys) - len(results)
         write_task_report(self.store.folder, results, self.store.settings, missing)
-        return f"{as_text(summarize(results), missing)}\nReport: {self.store.folder / 'report.html'}"
+        text = as_text(summarize(results), missing, self.store.settings)
+        return f"{text}\nReport: {self.store.folder / 'report.html'}"
 
 
 def _split_by_cell(keys: Sequence[Key]) -> Iterator[list[Key]]:

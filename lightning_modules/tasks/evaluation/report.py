@@ -20,6 +20,7 @@ from lightning_modules.tasks.evaluation.summary import (
     suggest_questions,
     summarize,
 )
+from lightning_modules.tasks.questions.registry import IN_ESSAYS
 from lightning_modules.visualization.images import STYLE, as_svg
 from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_text_table, write_report
 
@@ -43,7 +44,7 @@ def write_task_report(folder: Path, results: Sequence[TaskResult], settings: Map
     blocks: list[Block] = [
         "Scores in percent, with 95% intervals (Wilson; questions about one text count as dependent).",
         score_table(summary),
-        *_describe_summary(summary, missing),
+        *_describe_summary(summary, missing, settings),
         *(Picture(name, _CAPTIONS[name]) for name in pictures),
     ]
     if summary.perplexities is not None:
@@ -83,13 +84,20 @@ def _make_grid(cells: Mapping[Any, str], last: str, together: Mapping[Any, str])
     return Table(["task", *map(short, lengths)], [*rows, together_row] if len(tasks) > 1 else rows)
 
 
-def as_text(summary: Summary, missing: int) -> str:
+def as_text(summary: Summary, missing: int, settings: Mapping[str, Any]) -> str:
     """Format the scores for a terminal."""
-    return "\n".join([as_text_table(score_table(summary)), "", *_describe_summary(summary, missing)])
+    return "\n".join([as_text_table(score_table(summary)), "", *_describe_summary(summary, missing, settings)])
 
 
-def _describe_summary(summary: Summary, missing: int) -> list[str]:
+def _describe_summary(summary: Summary, missing: int, settings: Mapping[str, Any]) -> list[str]:
     sentences = []
+    if settings.get("haystack") is None and (
+        made_up := sorted(IN_ESSAYS.intersection(task for task, _ in summary.scores))
+    ):
+        sentences.append(
+            f"The text around the needles of {', '.join(made_up)} is made up: these are no scores of RULER or"
+            " Needle-in-a-Haystack, which use essays. Give a folder of essays with `--haystack`."
+        )
     if missing:
         sentences.append(f"{missing} questions have no result yet: run the same command to ask them.")
     if (effective := summary.effective_length) is not None:

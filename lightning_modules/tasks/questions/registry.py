@@ -79,6 +79,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """Names of groups of tasks."""
 
+IN_ESSAYS = {"needle", "first_sentence", *(n for n, setting in RULER_NEEDLES.items() if setting.haystack == "essay")}
+"""Tasks whose answers are hidden in essays, or in synthetic prose."""
+
 
 def find_tasks(names: Sequence[str], *, haystack: str | None = None, **sources: Any) -> list[Task]:
     """Return tasks by name, each once, in the given order.

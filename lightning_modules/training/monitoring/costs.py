@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -26,11 +26,11 @@ class PlannedStep(NamedTuple):
 
 
 class StepCosts:
-    """Costs of optimizer steps. Evaluations do not count; checkpoints hold the totals of the run."""
+    """Costs of optimizer steps, without evaluations."""
 
     def __init__(self) -> None:
         self.planned: PlannedStep | None = None
-        self._totals = {"tokens": 0.0, "gpu_hours": 0.0}
+        self.totals = {"tokens": 0.0, "gpu_hours": 0.0}  # of the run, kept by checkpoints
         self._history: list[float] = []  # seconds of the first steps of this process
         self._seconds = self._waited = 0.0
         self._started: float | None = None
@@ -68,9 +68,9 @@ class StepCosts:
         """Return the costs of a step with this many input tokens as scalars on CPU, and start the next step."""
         self.stop_clock()
         seconds = max(self._seconds, 1e-9)
-        self._totals["tokens"] += tokens
-        self._totals["gpu_hours"] += seconds * processes / 3600
-        costs = {**self._totals, "tokens_per_second": tokens / seconds, "data_wait": self._waited / seconds}
+        self.totals["tokens"] += tokens
+        self.totals["gpu_hours"] += seconds * processes / 3600
+        costs = {**self.totals, "tokens_per_second": tokens / seconds, "data_wait": self._waited / seconds}
         if torch.cuda.is_initialized():
             costs["peak_memory_gib"] = torch.cuda.max_memory_allocated() / GIB
         if (plan := self.planned) is not None:
@@ -82,14 +82,6 @@ class StepCosts:
         self._start_clock(time.perf_counter())
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in costs.items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the totals of the run."""
-        return dict(self._totals)
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue with the totals of a checkpoint; earlier versions have none."""
-        self._totals |= state
-
 
 def compare_with_plan(plan: PlannedStep, seconds: list[float], costs: Mapping[str, float]) -> str:
     """Describe the measured time and memory of the first steps next to the plan, with a hint if they differ."""
@@ -100,14 +92,11 @@ def compare_with_plan(plan: PlannedStep, seconds: list[float], costs: Mapping[st
         f"After {COMPARED_STEPS} steps: {measured:.3g} s per step (planned: {low:.3g} to {high:.3g} s),"
         f" {memory:.1f} GiB of tensors at peak (planned: {plan.memory:.1f} GiB)."
     )
-    if measured > high * (1 + TOLERANCE):
-        text += " Steps are slower than planned: "
-        if (waited := costs["data_wait"]) > TOLERANCE / 2:
-            text += f"{waited:.0%} of the time is spent waiting for data, so raise `num_workers` of `data`."
-        else:
-            text += "check the attention implementation above, and that nothing else uses the GPUs."
-    elif measured < low * (1 - TOLERANCE):
-        text += " Steps are faster than planned, as with many short documents per sequence."
-    if abs(memory / plan.memory - 1) > TOLERANCE:
-        text += " Memory differs from the plan by more than a quarter, so do not extrapolate from `longce plan`."
-    return text
+    is_near = 1 - TOLERANCE <= memory / plan.memory <= 1 + TOLERANCE
+    if is_near and low * (1 - TOLERANCE) <= measured <= high * (1 + TOLERANCE):
+        return text
+    return (
+        f"{text} This is off by more than a quarter, so do not extrapolate from `longce plan`. Check the attention"
+        f" implementation in the log and the time spent waiting for data, {costs['data_wait']:.0%} (`num_workers` of"
+        " `data`); sequences of many short documents are faster than planned."
+    )

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
@@ -41,6 +42,7 @@ class RunIdentity(Callback):
         self.config = ""
         self._values: dict[str, Any] = {}
         self._best: dict[str, float] = {}
+        self._has_tab = False  # whether TensorBoard knows the metrics
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -57,19 +59,19 @@ class RunIdentity(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._values or trainer.sanity_checking:
             return
-        found = {
-            name: float(value)
-            for name, value in trainer.callback_metrics.items()
-            if name.startswith("val/") and name.endswith(("/longppl", "/perplexity")) and not math.isnan(value)
-        }
-        names = {name: name.replace("val/", "best/", 1) for name in sorted(found, key=lambda name: name[::-1])}
-        is_first = not self._best
-        self._best |= {best: min(found[name], self._best.get(best, math.inf)) for name, best in names.items()}
+        metrics = trainer.callback_metrics
+        longppl, perplexity = (
+            [name for name in metrics if name.startswith("val/") and name.endswith(kind)]
+            for kind in ("/longppl", "/perplexity")
+        )
+        bests = {name: name.replace("val/", "best/", 1) for name in (*longppl, *perplexity)}
+        for name, best in bests.items():
+            self._best[best] = float(np.fmin(float(metrics[name]), self._best.get(best, math.nan)))
         for logger in trainer.loggers:
-            if found:  # at the step of the evaluation's own metrics
-                logger.log_metrics(self._best, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
-            if is_first and isinstance(logger, TensorBoardLogger):
-                _add_hparams_tab(logger, self._values, [*names, *names.values()])
+            logger.log_metrics(self._best, step=trainer.fit_loop.epoch_loop._batches_that_stepped)  # as for `metrics`
+            if not self._has_tab and isinstance(logger, TensorBoardLogger):
+                _add_hparams_tab(logger, self._values, [*bests, *bests.values()])
+        self._has_tab = True
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -82,20 +84,32 @@ class RunIdentity(Callback):
 
 
 def flatten_config(value: Any, name: str = "") -> dict[str, Any]:
-    """Return the settings of a config that are not null by their dotted names; lists of settings are numbered.
+    """Return the settings of a config that are not null by their dotted names; objects in lists are named or numbered.
 
     Example:
         >>> flatten_config({"a": {"b": 1, "c": None}, "d": [{"e": [2, 3]}]})
         {'a.b': 1, 'd.0.e': '[2, 3]'}
+        >>> flatten_config({"model": {"class_path": "mine.Model", "init_args": {"stride": 16}}})
+        {'model.class_path': 'mine.Model', 'model.stride': 16}
     """
     if value is None or name in NOT_LOGGED:
         return {}
     if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        value = dict(enumerate(value))
+        value = {_name_object(item) or number: item for number, item in enumerate(value)}
     if not isinstance(value, dict):
         return {name: value if isinstance(value, bool | int | float) else str(value)}
+    if name == "model":  # the same names whether or not the config names a class
+        value = value | value.get("init_args", {})
+        value.pop("init_args", None)
     parts = (flatten_config(part, f"{name}.{key}".lstrip(".")) for key, part in value.items())
     return {key: value for part in parts for key, value in part.items()}
+
+
+def _name_object(item: Any) -> str:
+    """Return the class of an object, with its name if it has one: numbers of callbacks differ between runs."""
+    settings = item if isinstance(item, dict) else {}
+    parts = settings.get("class_path", "").rpartition(".")[2], (settings.get("init_args") or {}).get("name")
+    return ".".join(filter(None, parts))
 
 
 def _identify_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
@@ -105,14 +119,16 @@ def _identify_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     stored = isinstance(loading, ModelConfig) and has_weights(loading.pretrained_model_name_or_path)
     data = getattr(trainer, "datamodule", None)
     rows = [getattr(data, "rows", None), *getattr(data, "mixed_rows", {}).values()]
-    identities = [part.identity() for part in rows if part is not None]
+    identities = [part.identity() for part in rows if callable(getattr(part, "identity", None))]
     values = {
         "id": getattr(module, "run_id", None),
         "commit": git_commit(Path.cwd()),
         "longce": version("longce"),
         "longce_commit": git_commit(Path(__file__).parent),
         "model": model_identity(loading) if stored else None,  # type: ignore[arg-type]
-        "data": f"sha256:{combined_hash(identities)}" if identities else None,  # none of a streamed corpus
+        "data": f"sha256:{combined_hash(identities)}"
+        if identities
+        else None,  # none of a streamed corpus, or of the user's own rows
         # transformers counts quantized weights, which are packed
         "parameters": model.num_parameters() if model else sum(each.numel() for each in module.parameters()),
         "trained_parameters": sum(each.numel() for each in module.parameters() if each.requires_grad),

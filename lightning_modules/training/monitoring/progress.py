@@ -11,8 +11,6 @@ from typing_extensions import override
 
 from lightning_modules.utilities.progress import progress_bar
 
-_LABELS = {"longppl": "LongPPL"}
-
 
 class StepProgress(ProgressBar):
     """Shows optimizer steps, not batches, with the loss, LongPPL, speed and the time left; in log files as lines.
@@ -35,8 +33,10 @@ class StepProgress(ProgressBar):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._first = None
         if trainer.is_global_zero:
-            self._steps = progress_bar("", unit="step", initial=trainer.global_step, is_line=True)
-            self._steps.set_description_str(self._describe_step(trainer))
+            self._steps = progress_bar("", unit="step", initial=trainer.global_step)
+            self._steps.bar_format = "{desc}"
+            self._describe_step(trainer)
+            self._steps.refresh()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -46,11 +46,12 @@ class StepProgress(ProgressBar):
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self._steps is not None and (passed := trainer.global_step - self._steps.n):
-            self._steps.set_description_str(self._describe_step(trainer)[: self._steps.ncols], refresh=False)
+            self._describe_step(trainer)
             self._steps.update(passed)
 
-    def _describe_step(self, trainer: Trainer) -> str:
-        """Return ``step 37/200  18%  loss 2.41  LongPPL 3.1  41.2k tok/s  MFU 43%  3.1 h left``, as far as known."""
+    def _describe_step(self, trainer: Trainer) -> None:
+        """Set the line to ``step 37/200  18%  loss 2.41  LongPPL 3.1  41.2k tok/s  MFU 43%  3.1 h left``."""
+        assert self._steps is not None
         step, total, values = trainer.global_step, _count_steps(trainer), trainer.callback_metrics
         parts = [f"step {step:,}" if total is None else f"step {step:,}/{total:,}  {step / max(total, 1):.0%}"]
         if "train/loss" in values:
@@ -64,7 +65,7 @@ class StepProgress(ProgressBar):
             first, started = self._first
             # Including evaluations and checkpoints since the first batch.
             parts.append(_describe_rest((time.monotonic() - started) / (step - first) * (total - step)))
-        return "  ".join(filter(None, parts))
+        self._steps.set_description_str("  ".join(filter(None, parts))[: self._steps.ncols], refresh=False)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -92,6 +93,8 @@ class StepProgress(ProgressBar):
             self._documents.close()
             self._documents = None
             self._evaluated = _describe_evaluation(trainer)
+            if self._steps is not None:
+                self._describe_step(trainer)
 
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -123,7 +126,9 @@ def _describe_evaluation(trainer: Trainer) -> str:
     if chosen is None:
         return ""
     _, *place, kind = chosen.split("/")
-    return f"{_LABELS.get(kind, kind)} {metrics[chosen]:.4g}" + (f" ({'/'.join(place)})" if place else "")
+    return f"{'LongPPL' if kind == 'longppl' else kind} {metrics[chosen]:.4g}" + (
+        f" ({'/'.join(place)})" if place else ""
+    )
 
 
 def _describe_rest(seconds: float) -> str:

@@ -61,7 +61,7 @@ def test_command_prints_a_table_and_writes_json(files, model_dir, evaluator_dir,
     kinds = ("tokens_sharing_characters", "tokens_without_characters")
     shares = {"alignment", *kinds, *(f"evaluator_{kind}" for kind in kinds)}
     numbers = {"longppl", "perplexity", "key_tokens", "tokens"}
-    assert set(written) == numbers | shares | {"documents", "model", "settings"}
+    assert set(written) == numbers | shares | {"documents", "skipped", "model", "settings"}
     assert set(written["documents"][0]) == numbers | shares | {"file"}
     assert (written["alignment"], written["settings"]["key_token_rule"]) == ("characters", "paper")
     assert written["model"] == str(model_dir)
@@ -74,6 +74,18 @@ def test_command_prints_a_table_and_writes_json(files, model_dir, evaluator_dir,
 def test_max_tokens_is_counted_by_the_model(files, model_dir, evaluator_dir):
     result = score(files[:1], str(model_dir), str(evaluator_dir), max_tokens=100, **SETTINGS)
     assert result["tokens"] == 100
+
+
+def test_files_without_text_are_skipped_and_named(files, model_dir, evaluator_dir, tmp_path, caplog):
+    (tmp_path / "empty.txt").write_text(" \n")
+    empty = str(tmp_path / "empty.txt")
+    result = score([files[0], empty, files[1]], str(model_dir), str(evaluator_dir), **SETTINGS)
+    assert result["skipped"] == [empty]
+    assert f"Skipped, because they are empty or only white space: {empty}" in caplog.text
+    assert {**result, "skipped": []} == score(files[:2], str(model_dir), str(evaluator_dir), **SETTINGS)
+    (tmp_path / "other.txt").write_text("")
+    with pytest.raises(ValueError, match="All 2 files are empty or only white space"):
+        score([empty, str(tmp_path / "other.txt")], str(model_dir), str(evaluator_dir), **SETTINGS)
 
 
 def fails(arguments, capsys):
@@ -93,7 +105,7 @@ def test_bad_input_is_named_before_any_model_is_loaded(files, model_dir, evaluat
     cases = {
         "./nowhere.txt": ["./nowhere.txt", *models],
         "latin.txt', line 2: byte 0xef": [str(tmp_path / "latin.txt"), *models],
-        "empty.txt' is empty": [files[0], str(tmp_path / "empty.txt"), *models],
+        "empty.txt' is empty": [str(tmp_path / "empty.txt"), *models],
         "/no/such/model": [*files, "--model", "/no/such/model", "--evaluator", str(evaluator_dir)],
         "/no/such/judge": [*files, "--model", str(model_dir), "--evaluator", "/no/such/judge"],
         "`stride` (d) must be": [*files, *models, "--stride", "0"],

@@ -7,6 +7,7 @@ from lightning.pytorch.cli import ReduceLROnPlateau
 from torch.optim import SGD, AdamW
 
 from lightning_modules.objectives import CrossEntropy
+from lightning_modules.training.checkpoints.io import CheckedCheckpointIO
 from lightning_modules.training.optimizers import ParameterGroups, WarmupSchedule
 from tests.lightning_modules.test_long_context_lm import LENGTH, VOCABULARY, lm, loader, row, trainer
 
@@ -124,3 +125,28 @@ def test_without_groups_the_optimizer_gets_one_and_checkpoints_of_earlier_versio
     (group,) = one.optimizers[0].param_groups
     assert len(group["params"]) == len(list(module.parameters()))
     assert group["weight_decay"] == 0.1
+
+
+def test_a_resumed_run_continues_its_schedule_and_its_groups(settings, tmp_path):
+    def run(steps, **fit):
+        groups = ParameterGroups(learning_rates={"embed_tokens": 1e-3})
+        module = lm(
+            None,
+            parameter_groups=groups,
+            lr_scheduler=lambda o: WarmupSchedule(o, "linear", 2, total_steps=9),
+            **settings,
+        )
+        rates, plugins = Rates(), [CheckedCheckpointIO()]
+        one = trainer(tmp_path, max_steps=steps, callbacks=[rates], plugins=plugins)
+        one.fit(module, loader(*[row(0)] * 8), **fit)  # the loader would start again
+        return one, module, rates.seen
+
+    torch.manual_seed(0)
+    _, whole, expected = run(8)
+    torch.manual_seed(0)
+    first, _, before = run(4)
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    _, resumed, after = run(8, ckpt_path=tmp_path / "half.ckpt")
+    assert before + after == expected == pytest.approx([0, 5e-4, *(1e-3 * (9 - step) / 7 for step in range(2, 8))])
+    for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)

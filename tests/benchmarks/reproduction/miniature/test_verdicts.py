@@ -3,7 +3,7 @@ import copy
 import pytest
 
 from benchmarks.reproduction.miniature.measure import METRICS
-from benchmarks.reproduction.miniature.verdicts import verdicts
+from benchmarks.reproduction.miniature.verdicts import Verdict, summarize, verdicts
 
 
 def correlations(accuracies=(0.1, 0.5), **spearman):
@@ -49,6 +49,23 @@ def outcome(letter, experiment, words):
 )
 def test_longppl_correlates_and_ppl_does_not(longppl, ppl, expected):
     assert outcome("A", correlations(longppl=longppl, perplexity=ppl), "PPL does not correlate") == expected
+
+
+def test_the_summary_counts_claims_and_names_younger_rules():
+    def verdict(outcome, older=True):
+        return Verdict("A", "claim", "rule", older, outcome, "1")
+
+    found = [verdict("reproduced"), verdict("reproduced"), verdict("not testable at this size")]
+    assert summarize(found) == "2 of 3 claims are reproduced, 1 not testable at this size."
+    younger = summarize([*found, verdict("not reproduced", older=False)])
+    assert younger == (
+        "2 of 4 claims are reproduced, 1 not reproduced, 1 not testable at this size. The rules of 1 claims became"
+        " stricter after the first results."
+    )
+    both = {"A": correlations(), "B": {"pairs": [{**pair(0.1, 0.1), "base": "a"}]}}
+    rules = {each.claim: each.rule_is_older for each in verdicts(both)}
+    assert sum(rules.values()) == 7
+    assert not any(older for claim, older in rules.items() if "LongCE" in claim)
 
 
 def test_variants_of_longppl_have_to_be_weaker():

@@ -9,7 +9,9 @@ import pytest
 
 from benchmarks.reproduction.tables import measuring as tables_measuring
 from benchmarks.reproduction.tables import ours as tables_ours
-from benchmarks.reproduction.tables.results import read_results
+from benchmarks.reproduction.tables.ours import correlations
+from benchmarks.reproduction.tables.published import as_json, find_table, markdown
+from benchmarks.reproduction.tables.results import DocumentResult, Result, read_results
 from lightning_modules.commands.cli.main import main
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.score import EvaluatedModel, score
@@ -195,7 +197,23 @@ def test_correlations_with_scores_of_ones_own(reproduce, tmp_path, model_dir, th
     assert "Ours are by E, over 3 models: M, N, O." in capsys.readouterr().out
     cells = table(tmp_path / "one", "table11")
     assert -1 <= cells["PPL"]["LongBench"]["ours"] <= 1
-    assert cells["PPL"]["RULER"] == {"paper": 0.27, "ours": None}
+    assert cells["PPL"]["RULER"] == {"paper": None, "ours": None}  # the paper's numbers are by another evaluator
+    named = [*options[:-3], f"Qwen2-72B-Instruct={evaluator_dir}", *options[-2:]]
+    assert reproduce("table11", *named, output="two") == 0
+    assert table(tmp_path / "two", "table11")["PPL"]["RULER"] == {"paper": 0.27, "ours": None}
+
+
+def test_correlations_over_five_models_have_intervals():
+    chosen = find_table("figure6")
+    documents = [DocumentResult("a", 11, 1.0, {"alpha=2 beta=-2": (-nll, 2.0)}) for nll in (1, 2, 3, 4, 5)]
+    results = {(f"M{n}", "Llama-3.1-8B"): Result(f"M{n}", "e", {}, {}, [each]) for n, each in enumerate(documents)}
+    scores = {f"M{n}": {"RULER": float(value)} for n, value in enumerate((9, 9, 5, 6, 1))}
+    found = correlations(chosen, results, scores)["LongPPL", "RULER"]
+    intervals = {("LongPPL", "RULER"): found.interval}
+    cell = as_json(chosen, {("LongPPL", "RULER"): found.value}, intervals)["cells"]["LongPPL"]["RULER"]
+    assert cell == {"paper": -0.9, "ours": found.value, "interval": [*found.interval]}
+    ends = "[{:.2f}, {:.2f}]".format(*found.interval)
+    assert f"-0.90 / {found.value:.2f} {ends}" in markdown(chosen, {("LongPPL", "RULER"): found.value}, intervals)
 
 
 def test_times_of_evaluator_and_model(reproduce, tmp_path, model_dir, evaluator_dir):
@@ -251,4 +269,4 @@ def test_bad_input_is_refused_before_any_model_is_loaded(
 
 def test_list(capsys):
     main(["reproduce", "--list"])
-    assert len(capsys.readouterr().out.splitlines()) == 13
+    assert len(capsys.readouterr().out.splitlines()) == 14

@@ -9,7 +9,7 @@ from benchmarks.reproduction.tables.published import as_json, find_model, find_t
 
 NAMES = list(published()["tables"])
 COUNTS = {"table1": 9, "table2": 12, "table3": 81, "table4": 54, "table5": 36, "table5-package": 36, "table6": 9}
-COUNTS |= {"table7": 50, "table8": 126, "table9": 90, "table10": 21, "table11": 9, "table12": 6}
+COUNTS |= {"figure6": 3, "table7": 50, "table8": 126, "table9": 90, "table10": 21, "table11": 9, "table12": 6}
 ROUNDING = 0.05 + 1e-9  # of a number printed with one digit
 
 

@@ -1,11 +1,11 @@
-"""Class paths from before modules moved."""
+"""Class paths from before modules moved, and the class of the model."""
 
 import warnings
 
 import pytest
 import yaml
 
-from lightning_modules.commands.cli.config_files import _MOVED, rename_old_paths, use_checked_yaml
+from lightning_modules.commands.cli.config_files import _MOVED, names_model_class, rename_old_paths, use_checked_yaml
 from lightning_modules.utilities.user_modules import import_object
 
 CLASSES = {
@@ -46,3 +46,30 @@ def test_configs_are_renamed_as_they_are_read(tmp_path):
         options = parser.parse_args(["-c", str(tmp_path / "old.yaml")])
     assert options.strategy["class_path"] == "lightning_modules.training.fsdp.FullyShardedStrategy"
     assert len(warned) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "config", "expected"),
+    [
+        (["--model", "mine.Model"], {}, True),
+        (["--model=mine.Model"], {}, True),
+        (["--model.help", "mine.Model"], {}, True),
+        (["--model", "{stride: 16}"], {}, False),
+        (["--model.stride", "16"], {"model": {"stride": 16}}, False),
+        ([], {"model": "mine.Model"}, True),
+        ([], {"model": {"class_path": "mine.Model", "init_args": {"stride": 16}}}, True),
+        ([], {"fit": {"model": {"class_path": "mine.Model"}}}, True),
+        ([], {"model": None, "trainer": {"max_steps": 3}}, False),
+        ([], {"model": 3}, False),
+        ([], ["model"], False),
+    ],
+)
+def test_the_class_of_the_model_is_found(words, config, expected, tmp_path):
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(config))
+    assert names_model_class(["-c", str(tmp_path / "a.yaml"), *words]) is expected
+
+
+def test_settings_beside_the_class_of_the_model_are_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("model: {class_path: mine.Model, stride: 16}")
+    with pytest.raises(ValueError, match=r"a.yaml': `model` names a class, so move \['stride'\] to its `init_args`"):
+        names_model_class([f"--config={tmp_path / 'a.yaml'}"])

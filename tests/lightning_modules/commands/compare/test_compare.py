@@ -7,12 +7,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
+from scipy import stats
 from torch.utils.tensorboard import SummaryWriter
 
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.compare.command import compare, write_page
 from lightning_modules.commands.compare.differences import perplexity_ratio
 from lightning_modules.commands.compare.runs import read_runs
+from lightning_modules.training.monitoring.identity import flatten_config
 from tests.support.browser import launch_chromium
 
 LONGPPL = np.array([4.0, 9.0, 5.0, 7.0, 6.0, 8.0])
@@ -29,6 +31,15 @@ def make_run(folder, factors, *, objective="LongCE", scalars=True, k=64, documen
     }
     (folder / "documents").mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    if folder.name == "longce":
+        inspector = {"class_path": "callbacks.KeyTokenInspector", "init_args": {"documents": 2}}
+        config["trainer"]["callbacks"].insert(0, inspector)
+    identity = {
+        "run.id": folder.name,
+        "run.parameters": 44_000,
+        "trainer.callbacks.StepCheckpoint.init_args.dirpath": folder.name,
+    }
+    (folder / "hparams.yaml").write_text(yaml.safe_dump({**flatten_config(config), **identity}))
     for step, factor in factors.items():
         write_documents(folder, step, factor, documents)
     if scalars:
@@ -64,30 +75,47 @@ def corpus(longppl):
     return math.exp((np.log(longppl) * KEY_TOKENS).sum() / KEY_TOKENS.sum())
 
 
-def test_the_interval_is_that_of_a_plain_bootstrap_over_documents():
-    generator = np.random.default_rng(1)
-    baseline = np.exp(generator.normal(2, 0.5, 12))
-    longppl = baseline * np.exp(generator.normal(-0.1, 0.1, 12))
-    tokens = generator.integers(1, 50, 12).astype(float)
-    tokens[3], longppl[3] = 0, math.nan  # a document without key tokens
-    shared = pd.DataFrame({"key_tokens": tokens, "longppl": longppl, "longppl_baseline": baseline})
-    value, low, high = perplexity_ratio(shared, "longppl")
-    kept = [each for each in range(12) if tokens[each]]
+def make_shared(generator, documents):
+    """Documents of unequal length whose LongPPL is 0.9 times the baseline's on average over tokens."""
+    baseline = np.exp(generator.normal(2, 0.5, documents))
+    tokens = np.ceil(np.exp(generator.normal(4, 1, documents)))
+    difference = (
+        math.log(0.9) + generator.normal(0, 0.05, documents) + generator.normal(0, 0.5, documents) / tokens**0.5
+    )
+    return pd.DataFrame({"key_tokens": tokens, "longppl": baseline * np.exp(difference), "longppl_baseline": baseline})
 
-    def plain(drawn):
-        total = sum(tokens[each] * math.log(longppl[each] / baseline[each]) for each in drawn)
-        return math.exp(total / sum(tokens[each] for each in drawn))
 
-    draws = [plain(generator.choice(kept, len(kept))) for _ in range(4000)]
-    assert value == pytest.approx(plain(kept))
-    assert (low, high) == pytest.approx(np.quantile(draws, [0.025, 0.975]), abs=0.005)
-    assert (value, low, high) == perplexity_ratio(shared, "longppl")
+def test_the_ratio_is_that_of_the_corpus_and_its_interval_leaves_each_document_out_once():
+    shared = make_shared(np.random.default_rng(1), 12)
+    shared.loc[3, ["key_tokens", "longppl"]] = 0, math.nan
+    value, (low, high) = perplexity_ratio(shared, "longppl")
+    kept = [each for each in range(12) if each != 3]
+
+    def plain(documents, name):
+        total = sum(shared["key_tokens"][each] * math.log(shared[name][each]) for each in documents)
+        return total / sum(shared["key_tokens"][each] for each in documents)
+
+    def difference(documents):
+        return plain(documents, "longppl") - plain(documents, "longppl_baseline")
+
+    left_out = [difference([each for each in kept if each != other]) for other in kept]
+    error = math.sqrt(10 / 11 * sum((each - sum(left_out) / 11) ** 2 for each in left_out))
+    half = stats.t.ppf(0.975, 10) * error
+    assert value == pytest.approx(math.exp(difference(kept)))
+    assert (low, high) == pytest.approx((value * math.exp(-half), value * math.exp(half)))
+
+
+@pytest.mark.parametrize("documents", [5, 16])
+def test_the_interval_covers_the_true_ratio(documents):
+    generator = np.random.default_rng(0)
+    found = [perplexity_ratio(make_shared(generator, documents), "longppl")[1] for _ in range(400)]
+    assert 0.9 < np.mean([low < 0.9 < high for low, high in found]) < 0.97
 
 
 def test_few_documents_have_no_interval_and_equal_models_a_point():
     shared = pd.DataFrame({"tokens": KEY_TOKENS, "perplexity": LONGPPL / 2, "perplexity_baseline": LONGPPL})
-    assert perplexity_ratio(shared[:4], "perplexity") == pytest.approx((0.5, math.nan, math.nan), nan_ok=True)
-    assert perplexity_ratio(shared.assign(perplexity=LONGPPL), "perplexity") == (1.0, 1.0, 1.0)
+    assert perplexity_ratio(shared[:4], "perplexity") == (pytest.approx(0.5), None)
+    assert perplexity_ratio(shared.assign(perplexity=LONGPPL), "perplexity") == (1.0, (1.0, 1.0))
     assert math.isnan(perplexity_ratio(shared.assign(tokens=0), "perplexity")[0])
 
 
@@ -99,12 +127,14 @@ def test_runs_are_ranked_with_what_differs_and_costs(tmp_path, capsys):
     main(["compare", *map(str, runs)])
     printed = re.sub(r" {2,}", " | ", capsys.readouterr().out)
     best, second = (line for line in printed.splitlines() if "(2, -2)" in line or line.startswith(" | "))
-    assert f"longce (best) | 20 | {corpus(LONGPPL) * 0.8:.3f} | 0.889 [0.889, 0.889]" in best
-    assert f"ce | 10 | {corpus(LONGPPL) * 0.9:.3f}" in second
-    assert "model.objective | CrossEntropy | LongCE" in printed
-    assert "version" not in printed
-    assert "ce | 10 | 1,000 | 5" in printed
-    assert "longce | 20 | 2,000 | 10" in printed
+    assert f"longce (best) | {corpus(LONGPPL) * 0.8:.3f} | 0.889 [0.889, 0.889]" in best
+    assert f"ce | {corpus(LONGPPL) * 0.9:.3f}" in second
+    assert (
+        "model.objective | lightning_modules.objectives.CrossEntropy | lightning_modules.objectives.LongCE" in printed
+    )
+    assert printed.count("\n", printed.index("Settings that differ")) == 5  # the table has two rows
+    assert "ce | 10 | 1,000 | 5 | 44000" in printed
+    assert "longce | 20 | 2,000 | 10 | 44000" in printed
     assert "1.125 [1.125, 1.125]" in compare(runs[::-1])
 
 
@@ -118,7 +148,7 @@ def test_curves_begin_at_the_base_model_and_include_later_evaluations_and_resume
     write_documents(folder / "evaluations" / "validate-step-16", 16, 0.7)
     (run,) = read_runs([folder])
     ((cell, evaluations),) = run.evaluations.items()
-    assert cell.set == "validation"
+    assert cell == "validation, evaluator (K 64), (2, -2)"
     assert sorted(evaluations) == [0, 10, 16]
     assert sorted(run.scalars["train/loss"]) == list(range(1, 17))
     assert run.scalars["train/loss"][9] == 1.0  # of the resumed training, not of the one that was killed
@@ -140,7 +170,7 @@ def test_a_run_without_an_evaluator_or_with_csv_logs_is_compared_by_what_it_logg
         (tmp_path / name / "config.yaml").write_text("trainer: {callbacks: null}\nmodel: {stride: 4}\n")
         (tmp_path / name / "metrics.csv").write_text(f"step,epoch,train/loss,val/perplexity\n{rows}")
     printed = compare([tmp_path / "a", tmp_path / "b"])
-    assert re.search(r"validation +b \(best\) +10 +20\.000 +0\.667", printed)
+    assert re.search(r"validation +b \(best\) +20\.000 +0\.667", printed)
     assert "LongPPL" not in printed.split("perplexity")[0]
 
 
@@ -148,7 +178,7 @@ def test_other_documents_and_other_evaluators_are_not_compared(tmp_path):
     runs = [make_run(tmp_path / "a", {1: 1.0}), make_run(tmp_path / "b", {1: 0.5}, k=128)]
     printed = compare([*runs, make_run(tmp_path / "c", {1: 0.5}, documents=5)])
     lines = [re.split(r" {2,}", line) for line in printed.splitlines()]
-    assert [line[1:4] for line in lines if "evaluator (K 128)" in line] == [["evaluator (K 128)", "(2, -2)", "b"]]
+    assert [line[:2] for line in lines if "K 128" in line[0]] == [["validation, evaluator (K 128), (2, -2)", "b"]]
     assert "0.500 [0.500, 0.500]" in printed
     assert "ratio over 5 of 6 documents" in printed
     assert "best" not in printed
@@ -162,11 +192,12 @@ def test_results_of_longce_score_are_compared(tmp_path):
     printed = compare([one, other])
     assert printed == compare([tmp_path / "scores"])
     assert re.search(
-        rf"texts t +E \(K 64\) +\(2, -2\) +b \(best\) .*{corpus(LONGPPL) * 0.8:.3f} +0\.800 \[0\.800, 0\.800\]", printed
+        rf"texts t, E \(K 64\), \(2, -2\) +b \(best\) .*{corpus(LONGPPL) * 0.8:.3f} +0\.800 \[0\.800, 0\.800\]",
+        printed,
     )
     texts = write_score(tmp_path / "other.json", 0.5, texts="u", alpha=1.0)
     printed = compare([one, f"new={texts}"])
-    assert re.search(r"texts t .*\ntexts u +E \(K 64\) +\(1, -2\) +new", printed)
+    assert re.search(r"texts t.*\ntexts u, E \(K 64\), \(1, -2\) +new", printed)
     assert "ratio" not in printed
     assert re.search(r"alpha +2.0 +1.0", printed)
 

@@ -161,13 +161,20 @@ def test_the_report_holds_numbers_answers_and_figures(tmp_path):
 
 
 def test_the_table_for_a_terminal():
-    lines = as_text(summarize(GRID), 0).splitlines()
+    lines = as_text(summarize(GRID), 0, SETTINGS).splitlines()
     assert lines[0].split() == ["task", "1k", "2k"]
     assert lines[2].split() == ["niah", "100.0", "[34,", "100]", "40.0", "[1,", "98]"]
     assert not any(line.startswith("Effective length") for line in lines)  # that of RULER's tasks only
     assert any(
         re.match(r"For intervals of at most 5 points to each side: about [\d,]+ questions", line) for line in lines
     )
+
+
+def test_made_up_text_is_named():
+    results = [result("niah_single_2", 1024, None, 0, 1.0), result("niah_single_1", 1024, None, 0, 1.0)]
+    assert "the needles of niah_single_2 is made up: these are no scores of RULER" in as_text(summarize(results), 0, {})
+    assert "made up" not in as_text(summarize(results), 0, {"haystack": "sha256:1"})
+    assert "made up" not in as_text(summarize(results[1:]), 0, {})  # noise, as in RULER
 
 
 def test_figures_of_little_or_nothing():

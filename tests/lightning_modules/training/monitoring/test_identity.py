@@ -66,6 +66,12 @@ def test_a_config_becomes_flat_without_what_only_places_a_run():
         "{ckpt_path: x, trainer: {logger: {save_dir: y}, callbacks: [{name: z}], devices: [0, 1]}, seed: 1, no: null}"
     )
     assert flatten_config(config) == {"trainer.callbacks.0.name": "z", "trainer.devices": "[0, 1]", "seed": 1}
+    named = {"class_path": "callbacks.ExternalEvaluator", "init_args": {"name": "a"}}
+    assert list(flatten_config({"callbacks": [{"class_path": "b.C"}, named]})) == [
+        "callbacks.C.class_path",
+        "callbacks.ExternalEvaluator.a.class_path",
+        "callbacks.ExternalEvaluator.a.init_args.name",
+    ]
 
 
 def test_a_commit_shows_changes_and_a_folder_without_one_has_none(repository, tmp_path_factory):
@@ -78,11 +84,11 @@ def test_a_commit_shows_changes_and_a_folder_without_one_has_none(repository, tm
 
 @pytest.mark.slow
 def test_tensorboard_shows_final_and_best_values_without_points_of_its_own(fit, repository):
-    fit("--trainer.max_steps", "2", "--model.optimizer.lr", "0.1")
+    fit("--trainer.max_steps", "2", "--model.optimizer.lr", "20")  # which makes the model worse
     folder = repository / "runs" / "longce" / "version_0"
     stored = yaml.safe_load((folder / "hparams.yaml").read_text())
     assert stored["model.objective.class_path"].endswith("LongCE")
-    assert (stored["model.optimizer.init_args.lr"], stored["data.init_args.sequence_length"]) == (0.1, 128)
+    assert (stored["model.optimizer.init_args.lr"], stored["data.init_args.sequence_length"]) == (20, 128)
     assert {f"run.{name}" for name in IDENTITY} <= set(stored)
     assert stored["run.tokens_per_step"] == 128
     assert not any("logger" in name for name in stored)
@@ -103,14 +109,19 @@ def test_tensorboard_shows_final_and_best_values_without_points_of_its_own(fit, 
     assert start.session_start_info.hparams["model.objective.class_path"].string_value == "LongCE"
     assert sum(setting.differs for setting in experiment.experiment.hparam_infos) == 5
 
+    fit("--trainer.max_steps", "3", "--ckpt_path", str(folder))
+    events = EventAccumulator(str(folder.parent / "version_1")).Reload()
+    assert EXPERIMENT_TAG in events.summary_metadata
+    assert events.Scalars("best/a/longppl")[-1].value == curves["val/a/longppl"][0][1]
+
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore:Experiment logs directory")  # with the config that the run has written
 def test_wandb_and_mlflow_get_the_same_and_a_resumed_run_may_change_settings(fit, repository, monkeypatch):
     wandb = pytest.importorskip("wandb")
     pytest.importorskip("mlflow")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # or MLflow 3 wants a database
     logger = MLFlowLogger("tests", tracking_uri=f"file:{repository}/mlruns")
     loggers = [
         {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "csv", "version": "one"}},
@@ -124,12 +135,15 @@ def test_wandb_and_mlflow_get_the_same_and_a_resumed_run_may_change_settings(fit
     fit("-c", "loggers.yaml", "--trainer.max_steps", "1")
     config = dict(wandb.run.config)
     wandb.finish()
-    fit("-c", "loggers.yaml", "--trainer.max_steps", "2", "--ckpt_path", "last")
-    wandb.finish()
     (saved,) = Path("csv").rglob("hparams.yaml")
     values = yaml.safe_load(saved.read_text())
+    loggers[0]["init_args"]["version"] = "two"
+    (repository / "loggers.yaml").write_text(yaml.safe_dump({"trainer": {"logger": loggers}}))
+    fit("-c", "loggers.yaml", "--trainer.max_steps", "2", "--ckpt_path", str(saved.parent))
+    wandb.finish()
     assert {f"run.{name}" for name in IDENTITY} <= set(values)
-    assert config == {**values, "trainer.max_steps": 1}
+    assert config == values
+    assert values["trainer.max_steps"] == 1
     run = logger.experiment.get_run(logger.run_id)
     assert run.data.params == {name: str(value)[:250] for name, value in config.items()}
     assert run.data.metrics["best/a/longppl"] <= run.data.metrics["val/a/longppl"] < math.inf
