@@ -29,7 +29,7 @@ FITS = {
     "evaluator": "Train it further on long sequences: this is the evaluator",
     "longce": "Fine-tune the base model with LongCE",
 }
-"""What the runs of ``longce fit`` do, by their configs in ``configs/quickstart``."""
+"""Purposes of the runs of ``longce fit``, by their configs in ``configs/quickstart``."""
 
 
 def quickstart(options: Sequence[str] = ()) -> None:

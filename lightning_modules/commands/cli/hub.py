@@ -1,4 +1,4 @@
-"""Connection to the Hugging Face hub that fails soon where there is no network."""
+"""Connection to the Hugging Face hub that fails soon without a network."""
 
 import socket
 import sys
