@@ -589,7 +589,7 @@ def test_going_on_with_the_newest_whole_checkpoint_of_a_folder(experiment, tmp_p
     with caplog.at_level("INFO"):
         longce("validate", "-c", BASE, "-c", experiment, "--ckpt_path", str(folder.parent), **run)
     assert re.search(r"Skipping .*step-3.ckpt: it is truncated", caplog.text)
-    assert re.search(r"Resuming from .*step-2.ckpt", caplog.text)
+    assert re.search(r"Weights of .*step-2.ckpt", caplog.text)
     message = refused(*fit, "--ckpt_path", str(folder / "step-3.ckpt"), **run, capsys=capsys)
     assert "is truncated" in message
     assert message.count("step-2.ckpt") == 1

@@ -24,6 +24,13 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 DOCUMENT = "recall-7-1"
 """Validation document whose key tokens are shown: it has more of them than the others."""
 
+FITS = {
+    "base": "Train a tiny base model on short sequences",
+    "evaluator": "Train it further on long sequences: this is the evaluator",
+    "longce": "Fine-tune the base model with LongCE",
+}
+"""Purposes of the runs of ``longce fit``, by their configs in ``configs/quickstart``."""
+
 
 def quickstart(options: Sequence[str] = ()) -> None:
     """Train a tiny evaluator, fine-tune a tiny model with LongCE, and write pages; each training gets the options."""
@@ -36,25 +43,18 @@ def quickstart(options: Sequence[str] = ()) -> None:
     folder = runs / "longce" / version
     log, document, page = folder / "quickstart.log", folder / f"{DOCUMENT}.txt", folder / f"{DOCUMENT}.html"
     folder.mkdir(parents=True)
-    models = ["--model", f"{runs}/models/longce", "--evaluator", f"{runs}/models/evaluator"]
-    inspect = [str(document), *models, "--context_length", "64", "--stride", "64", "--output", str(page)]
-    for number, (purpose, *words) in enumerate(
-        (
-            ("Train a tiny base model on short sequences of a synthetic language", *_fit("base", options)),
-            ("Train it further on long sequences: this is the evaluator", *_fit("evaluator", options)),
-            ("Fine-tune the base model with LongCE", *_fit("longce", options, version)),
-            ("Find the key tokens of a validation document", "inspect", *inspect),
-        ),
-        start=1,
-    ):
+    for number, (config, purpose) in enumerate(FITS.items(), start=1):
+        configs = ["-c", str(CONFIGS / "base.yaml"), "-c", str(CONFIGS / "quickstart" / f"{config}.yaml")]
+        named = ["--trainer.logger.init_args.version", version] if config == "longce" else []
+        words = ["fit", *configs, *options, *named]
         with _logged(words, log, f"[{number}/4] {purpose}") as line:
-            if words[0] == "inspect":
-                inspect_command(words)
-                continue
             sys.argv[1:] = words
             data: Any = _ReportingCLI(line).datamodule
-            if "longce" in str(words[4]):
-                document.write_text(_find_text(data))
+    document.write_text(_find_text(data))
+    models = ["--model", f"{runs}/models/longce", "--evaluator", f"{runs}/models/evaluator"]
+    words = ["inspect", str(document), *models, "--context_length", "64", "--stride", "64", "--output", str(page)]
+    with _logged(words, log, "[4/4] Find the key tokens of a validation document"):
+        inspect_command(words)
     write_page([folder], folder / "report.html")
     sys.stdout.write(
         f"\n{summary(folder)}\n\nDone in {time.monotonic() - started:.0f} s.\n"
@@ -145,12 +145,6 @@ def _logged(words: Sequence[str], log: Path, purpose: str) -> Iterator[ProgressL
                 os.dup2(stream, descriptor)
                 os.close(stream)
             line.end(failed=failed)
-
-
-def _fit(config: str, options: Sequence[str], version: str | None = None) -> list[str]:
-    """Return the words of ``longce fit`` with a config of the quickstart."""
-    words = ["fit", "-c", str(CONFIGS / "base.yaml"), "-c", str(CONFIGS / "quickstart" / f"{config}.yaml"), *options]
-    return words if version is None else [*words, "--trainer.logger.init_args.version", version]
 
 
 def _find_text(data: Any) -> str:

@@ -9,7 +9,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import jsonargparse
 from lightning.pytorch import LightningDataModule
 
 from benchmarks.reproduction.tables.measuring import Measuring, select_documents
@@ -27,6 +26,7 @@ from benchmarks.reproduction.tables.published import (
 from benchmarks.reproduction.tables.results import ITSELF, Result, read_results
 from benchmarks.reproduction.tables.scores import Scores, read_scores
 from benchmarks.reproduction.tables.training import CONFIGS, carry_out, script, table_runs
+from lightning_modules.commands.cli.errors import ConciseParser
 from lightning_modules.utilities.files import writable_folder, write_atomically
 
 MEASURED = ("correlation", "perplexity", "time")
@@ -211,7 +211,7 @@ def reproduce_table_command(arguments: Sequence[str]) -> None:
     if "--list" in arguments:
         sys.stdout.write(list_tables())
         return
-    parser = jsonargparse.ArgumentParser(default_config_files=[str(CONFIGS / "reproduce" / "tables.yaml")])
+    parser = ConciseParser(default_config_files=[str(CONFIGS / "reproduce" / "tables.yaml")])
     parser.add_argument("-c", "--config", action="config", help="YAML file with options of this command.")
     add_table_options(parser)
     parser.add_subclass_arguments(LightningDataModule, "data", help="Its test documents are measured on.")

@@ -1,4 +1,4 @@
-"""Connection to the Hugging Face hub that fails soon where there is no network."""
+"""Connection to the Hugging Face hub that fails soon without a network."""
 
 import socket
 import sys
@@ -28,7 +28,7 @@ def configure_hub() -> None:
 
     def check_connection(request: Any) -> None:
         address = request.url.host, request.url.port or (443 if request.url.scheme == "https" else 80)
-        if address in reached or urllib.request.getproxies():  # a proxy resolves the name
+        if address in reached or {"http", "https", "all"} & set(urllib.request.getproxies()):  # a proxy resolves names
             return
         try:
             socket.create_connection(address, timeout=_TIMEOUT_SECONDS).close()

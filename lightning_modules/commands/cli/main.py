@@ -89,9 +89,10 @@ def _configure_messages() -> None:
     logging.getLogger("DeepSpeed").addFilter(_redirect_to_stderr)
     # bitsandbytes recommends a faster 4-bit kernel for CPUs, which hardly any run needs.
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit" not in record.getMessage())
-    # Lightning advertises other products at every start, reports TPUs, and repeats settings.
+    # Lightning advertises other products at every start, reports TPUs, and repeats settings and checkpoints.
+    noise = "Tip:|TPU available|was configured so 100%|Restoring states|Restored all states|Loaded model weights from"
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
-        lambda record: not re.search("Tip:|TPU available|was configured so 100%", record.getMessage())
+        lambda record: not re.search(noise, record.getMessage())
     )
     warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}\n"
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning calls a deprecated function of torch

@@ -259,13 +259,13 @@ def launch_command(arguments: Sequence[str]) -> None:
     """Run ``longce launch`` and exit with the status of the launched command."""
     parser = argparse.ArgumentParser(
         prog="longce launch",
+        allow_abbrev=False,
         usage="longce launch --nproc_per_node N [OPTIONS] -- COMMAND ..",
         description="Run a longce command in several processes, restart them after a crash, and stop them together."
         " On SIGTERM, SIGINT, SIGHUP and SIGUSR1, all processes save a checkpoint and stop.",
     )
     parser.add_argument("--nproc_per_node", type=PositiveInt, required=True, help="processes on this machine")
-    nodes = "number of machines; run this command on each of them (default: 1)"
-    parser.add_argument("--nnodes", type=PositiveInt, default=1, help=nodes)
+    parser.add_argument("--nnodes", type=PositiveInt, default=1, help="machines; run it on each of them (default: 1)")
     parser.add_argument("--rdzv_endpoint", metavar="HOST:PORT", help="rendezvous endpoint of several machines")
     restarts = "how often to restart after a crash (default: 0)"
     parser.add_argument("--max_restarts", type=NonNegativeInt, default=0, help=restarts)

@@ -3,15 +3,14 @@
 import sys
 from collections.abc import Sequence
 
-import jsonargparse
-
+from lightning_modules.commands.cli.errors import ConciseParser
 from lightning_modules.utilities.text_files import check_output
 
 
 def compare_command(arguments: Sequence[str]) -> None:
     """Run ``longce compare`` and print its tables."""
     description = "Compare runs of `longce fit`, or results of `longce score`."
-    parser = jsonargparse.ArgumentParser(prog="longce compare", description=description)
+    parser = ConciseParser(prog="longce compare", description=description)
     runs = "Folders of runs, or results of `longce score --output`; NAME=RUN names a run. The first is the baseline."
     parser.add_argument("runs", nargs="+", type=str, help=runs)
     parser.add_argument("--output", type=str | None, help="HTML page to write, which also has curves.")

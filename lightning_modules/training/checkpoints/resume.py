@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_modules.training.checkpoints.io import check_checkpoint, newest_checkpoint
 from lightning_modules.training.checkpoints.sharded import is_sharded
@@ -31,15 +32,18 @@ def find_checkpoint(path: str | None, trainer: Trainer, logger: Any, *, resume: 
     if path is None or path in ("best", "hpc"):
         return path
     folder = _find_own_folder(trainer, logger) if path == "last" else Path(path).expanduser()
+    doing = "Resuming from" if resume else "Weights of"
     if path != "last" and (not folder.is_dir() or is_sharded(folder)):
         check_checkpoint(path, resume=resume)
+        rank_zero_info(f"{doing} {path}.")
         return path
     newest = newest_checkpoint(folder, resume=resume)
     if newest is None and (path != "last" or not resume):
         raise ValueError(
             f"`ckpt_path: {path}`: there is no checkpoint in '{folder}'. Use a file or the folder of a run."
         )
-    _log.info("Resuming from %s." if newest else "No checkpoint in %s yet: starting a new training.", newest or folder)
+    found = f"{doing} {newest}." if newest else f"No checkpoint in {folder} yet: starting a new training."
+    rank_zero_info(found)
     return None if newest is None else str(newest)
 
 

@@ -33,6 +33,7 @@ def error(tmp_path, monkeypatch, capsys):
     [
         (["scor"], "unknown command `scor`. Did you mean `score`?"),
         (["score", "a.txt", "--evaluater", "x"], "unknown option `--evaluater`. Did you mean `--evaluator`?"),
+        (["compare", "run", "--outptu", "x"], "unknown option `--outptu`. Did you mean `--output`?"),
         (["plan", "--gpuu"], "unknown option `--gpuu`. Did you mean `--gpu`?"),
         (["reproduce", "miniature", "--outptu", "x"], "unknown option `--outptu`. Did you mean `--output`?"),
         ([*FIT, "--model.objectve", "X"], "unknown option `--model.objectve`. Did you mean `--model.objective`?"),
