@@ -1,7 +1,7 @@
 """Simulate how often 95% intervals of `lightning_modules.statistics` contain the true value.
 
 Models are drawn from normal distributions with a known correlation; questions have a known chance of a right answer,
-which varies between texts with several questions.
+which varies between texts with several questions; documents have numbers of tokens that are log-normal.
 
     python benchmarks/interval_coverage.py
 """
@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from lightning_modules.statistics import compare_correlations, correlate_values, score_interval
+from lightning_modules.statistics import compare_correlations, correlate_values, score_interval, weighted_mean_interval
 from lightning_modules.visualization.report import Table, as_markdown_table
 
 CORRELATIONS = (0.0, -0.5, -0.8, -0.96, -0.99)
@@ -77,8 +77,29 @@ def cover_scores(rng: np.random.Generator, rounds: int) -> Table:
     return Table(("texts x questions", *(f"{chance} right" for chance in (0.1, 0.5, 0.9, 0.97))), rows)
 
 
+def cover_means(rng: np.random.Generator, rounds: int) -> Table:
+    """Return the coverage of the interval of a mean over documents, and of the bootstrap's percentiles instead."""
+    rows = []
+    for documents in (5, 8, 16, 50):
+        cells = []
+        for spread in (0.3, 1.0):  # standard deviation of the logarithm of the number of tokens
+            hits = np.zeros(2)
+            for _ in range(rounds):
+                tokens = np.ceil(np.exp(rng.normal(4, spread, documents)))
+                values = rng.normal(0, 0.05, documents) + rng.normal(0, 0.5, documents) / np.sqrt(tokens)
+                drawn = rng.integers(documents, size=(1000, documents))
+                means = (values * tokens)[drawn].sum(axis=1) / tokens[drawn].sum(axis=1)
+                for number, (low, high) in enumerate(
+                    (weighted_mean_interval(values, tokens), np.quantile(means, (0.025, 0.975)))
+                ):
+                    hits[number] += low <= 0 <= high
+            cells.append(" / ".join(f"{value:.1f}" for value in 100 * hits / rounds))
+        rows.append((str(documents), *cells))
+    return Table(("documents", "similar lengths", "lengths that differ by a factor of e"), rows)
+
+
 def main() -> None:
-    """Print three tables of coverage in percent."""
+    """Print four tables of coverage in percent."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--models", type=int, nargs="+", default=[5, 6, 7, 9, 12, 20, 30])
     parser.add_argument("--rounds", type=int, default=1000, help="simulations of each cell")
@@ -94,6 +115,7 @@ def main() -> None:
             cover_differences(rng, options.models, options.rounds),
         ),
         ("Mean scores, coverage in percent", cover_scores(rng, options.rounds)),
+        ("Means over documents, coverage in percent: jackknife / bootstrap", cover_means(rng, options.rounds)),
     ):
         print(f"\n{title}\n\n{as_markdown_table(table)}", flush=True)
 

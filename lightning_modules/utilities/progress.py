@@ -16,10 +16,13 @@ _log = logging.getLogger(__name__)
 class _LogLines(tqdm):
     """Progress bar that writes log lines, because a file full of carriage returns is unreadable."""
 
+    _line = ""
+
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         del pos
-        if msg is None:
-            _log.info("%s", str(self))
+        if msg is None and (line := str(self)) != self._line:  # the last line of a bar may already be there
+            self._line = line
+            _log.info("%s", line)
 
 
 def progress_bar(

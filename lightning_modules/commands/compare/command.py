@@ -22,7 +22,7 @@ _EXPLANATION = (
     " numbers of tokens and key tokens; below 1 is better. The 95% intervals are about the choice of documents, not"
     " about the noise of training."
 )
-_WIDTH = 50  # of a cell in a terminal
+_WIDTH = 60  # of a cell in a terminal
 _CHANGED = 10  # documents that changed most
 
 
@@ -45,7 +45,7 @@ def compare(runs: Sequence[str | Path], output: str | Path | None = None) -> str
     if output is not None:
         write_atomically(Path(output), _make_page(found, tables | _find_changed_documents(others, baseline)).encode())
         texts.append(f"Page: {output}\n")
-    return "\n".join(texts)
+    return "\n".join(texts or ["These runs have logged nothing yet.\n"])
 
 
 def write_page(runs: Sequence[Path], output: Path) -> None:
@@ -89,7 +89,7 @@ def _rank_runs(runs: Sequence[Run], baseline: Run) -> Table:
                 text for value, ratio in zip(values, ratios, strict=True) for text in (_format_number(value), ratio)
             ]
             order = [bool(note), *(math.inf if math.isnan(value) else value for value in values)]
-            ranked.append((order, [cell, run.name, *numbers, str(step), str(len(documents)), note]))
+            ranked.append((order, [cell, run.name, *numbers, str(step or ""), str(len(documents)), note]))
         ranked.sort()
         if len(ranked) > 1 and not ranked[1][0][0]:
             ranked[0][1][1] += " (best)"
@@ -101,9 +101,12 @@ def _tabulate_costs(runs: Sequence[Run]) -> Table:
     rows = []
     for run in runs:
         last = (max(run.scalars.get(scalar, {}).values(), default=None) for scalar in AXES.values())
-        numbers = ["" if value is None else f"{value:,.4g}" if value < 1000 else f"{value:,.0f}" for value in last]
-        rows.append([run.name, *numbers, run.config.get("run.parameters", "")])
-    return _drop_empty_columns(["run", *AXES, "parameters"], rows if any(run.scalars for run in runs) else [])
+        numbers = ["" if value is None else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in last]
+        parameters = run.config.get("run.parameters", "")
+        rows.append([run.name, *numbers, parameters and f"{int(parameters):,}"])
+    return _drop_empty_columns(
+        ["run", *AXES, "parameters"], rows if any(run.scalars.get("step") for run in runs) else []
+    )
 
 
 def _compare_settings(runs: Sequence[Run]) -> Table:
@@ -120,8 +123,8 @@ def _find_changed_documents(runs: Sequence[Run], baseline: Run) -> dict[str, Tab
     found = []
     for run in runs:
         for cell in run.evaluations.keys() & baseline.evaluations.keys():
-            shared = shared_documents(run.last(cell)[1], baseline.last(cell)[1]).query("key_tokens > 0")
-            for (name, _), own, other in shared[["longppl", "longppl_baseline"]].itertuples(name=None):
+            shared = shared_documents(run.last(cell)[1], baseline.last(cell)[1])
+            for (name, _), own, other in shared[["longppl", "longppl_baseline"]].dropna().itertuples(name=None):
                 numbers = map(_format_number, (other, own, own / other))
                 found.append((-abs(math.log(own / other)), [cell, run.name, name, *numbers]))
     head = ["set, evaluator, thresholds", "run", "document", f"LongPPL of {baseline.name}", "LongPPL", "ratio"]
@@ -136,7 +139,7 @@ def _drop_empty_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> T
 def _format_number(value: float) -> str:
     if not math.isfinite(value):
         return "" if math.isnan(value) else "∞"
-    return f"{value:.3f}" if value < 100 else f"{value:,.1f}"
+    return f"{value:.2g}" if value < 0.01 else f"{value:.3f}" if value < 100 else f"{value:,.1f}"
 
 
 def _format_ratio(shared: pd.DataFrame, kind: str) -> str:

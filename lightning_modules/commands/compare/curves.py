@@ -21,7 +21,7 @@ def draw_curves(runs: Sequence[Run], axis: str) -> dict[str, str]:
     figures = {}
     for title in dict.fromkeys(title for own in curves.values() for title in own):
         placed = {
-            run.name: _place_points(curves[run.name].get(title, {}), run.scalars.get(AXES[axis], {})) for run in runs
+            run.name: place_points(curves[run.name].get(title, {}), run.scalars.get(AXES[axis], {})) for run in runs
         }
         if any(map(len, placed.values())):
             figures[title] = _draw_panel(placed, axis, title.partition(":")[0])
@@ -39,7 +39,7 @@ def _find_curves(run: Run) -> dict[str, Mapping[int, float]]:
     return {**curves, "Training loss (nats)": run.scalars.get("train/loss", {}), **rates}
 
 
-def _place_points(curve: Mapping[int, float], axis: Mapping[int, float]) -> NDArray[np.float64]:
+def place_points(curve: Mapping[int, float], axis: Mapping[int, float]) -> NDArray[np.float64]:
     """Return ``[N, 2]`` points of a curve by optimizer step over an axis, which is 0 before the first step."""
     points = np.array(sorted(curve.items()), dtype=np.float64).reshape(-1, 2)
     steps, values = zip((0, 0.0), *sorted(axis.items()), strict=True)

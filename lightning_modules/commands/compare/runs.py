@@ -42,16 +42,16 @@ def read_runs(words: Sequence[str | Path]) -> list[Run]:
     A path is the folder of a run, a result of ``longce score``, or a folder of such results.
 
     Raises:
-        ValueError: If a path is neither of them, if it is given twice, or if runs and results are mixed.
+        ValueError: If a path is neither of them, if names are repeated, or if runs and results are mixed.
     """
     found = [(name, path) for word in words for name, path in _find_files(str(word))]
     paths = [path for _, path in found]
-    if repeated := next((path for path in paths if paths.count(path) > 1), None):
-        raise ValueError(f"'{repeated}' is given twice: give each run once.")
     if len({path.is_dir() for path in paths}) > 1:
         raise ValueError("Give either folders of runs or results of `longce score`: the two cannot be compared.")
     common = os.path.commonpath([path.parent for path in paths])
     names = [name or str(path.relative_to(common)).removesuffix(".json") for name, path in found]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"Two runs have the name '{repeated}': give each run once, or another name (NAME=RUN).")
     read = _read_run if paths[0].is_dir() else _read_score
     return [read(name, path) for name, path in zip(names, paths, strict=True)]
 
@@ -86,7 +86,8 @@ def _read_run(name: str, folder: Path) -> Run:
         if found := re.fullmatch(r"(val|test)/(?:(.+)/)?(longppl|perplexity)", key):
             steps = evaluations[found[2] or _STAGES[found[1]]]
             for step, value in values.items():
-                steps.setdefault(step, pd.DataFrame([[1.0, float("nan")] * 2], columns=_COLUMNS))[found[3]] = value
+                row = pd.DataFrame([["all documents", *[1.0, float("nan")] * 2]], columns=["document", *_COLUMNS])
+                steps.setdefault(step, _index(row))[found[3]] = value
     scalars["step"] = {step: step for steps in (*scalars.values(), *evaluations.values()) for step in steps}
     return Run(name, dict(evaluations), config, dict(scalars))
 
@@ -103,17 +104,18 @@ def _read_scalars(folder: Path) -> Iterator[tuple[str, int, float]]:
             yield from ((value.tag, event.step, value.simple_value) for value in found)
             at += 16 + size
     if (table := folder / "metrics.csv").is_file():
-        logged = pd.read_csv(table).melt(["step", "epoch"]).dropna(subset="value")
+        logged = pd.read_csv(table).drop(columns="epoch", errors="ignore").melt("step").dropna(subset="value")
         yield from zip(logged["variable"], logged["step"], logged["value"], strict=True)
 
 
 def _read_documents(folder: Path) -> Iterator[tuple[str, int, pd.DataFrame]]:
     """Yield the evaluations of a folder that have a table of documents, oldest first."""
-    callbacks = yaml.safe_load((folder / "config.yaml").read_text())["trainer"].get("callbacks") or ()
+    callbacks = yaml.safe_load((folder / "config.yaml").read_text())["trainer"].get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     arguments = [each["init_args"] for each in callbacks if each["class_path"] == "callbacks.ExternalEvaluator"]
     settings = {each.get("name") or "evaluator": each for each in arguments}
     for file in sorted(folder.glob("documents/*.parquet"), key=_modified):
-        (stage, name), step = file.stem.partition("-step-")[0].split("-", 1), file.stem.rpartition("-")[2]
+        (stage, _, name), step = file.stem.rpartition("-step-")[0].partition("-"), file.stem.rpartition("-")[2]
         for (group, thresholds), rows in pd.read_parquet(file).groupby(["set", "thresholds"]):
             values = settings.get(name, {}) | rows[["alpha", "beta"]].iloc[0].to_dict()
             yield _name_cell(group or _STAGES[stage], name, thresholds, values), int(step), _index(rows)
@@ -125,17 +127,21 @@ def _read_score(name: str, file: Path) -> Run:
         rows = pd.DataFrame(content["documents"]).rename(columns={"file": "document"})
         rows["tokens"] -= 1  # the first token of a document is not scored
         settings = content["settings"]
-        cell = _name_cell(f"texts {settings['texts'][:8]}", Path(settings["evaluator"]).name, "", settings)
+        cell = _name_cell(f"texts {settings['texts'][:8]}", "", "", settings)
         return Run(name, {cell: {0: _index(rows)}}, {key: str(value) for key, value in settings.items()}, {})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"'{file}' is not a run or a result of `longce score --output` ({error!r}).") from error
 
 
-def _name_cell(documents: str, evaluator: str, thresholds: str, settings: Mapping[str, Any]) -> str:
-    """Return a name that differs if set, evaluator, K or thresholds differ, so that numbers cannot be compared."""
-    named = f"{thresholds} ({settings['alpha']:g}, {settings['beta']:g})".lstrip()
-    context = f" (K {settings['context_length']})" if "context_length" in settings else ""
-    return f"{documents}, {evaluator}{context}, {named}"
+def _name_cell(documents: str, name: str, thresholds: str, settings: Mapping[str, Any]) -> str:
+    """Return a name that differs if set, evaluator, K, d or thresholds differ, so that numbers cannot be compared."""
+    model = Path(settings.get("evaluator") or name).name
+    evaluator = model if name in ("", "evaluator") else f"{name}: {model}"
+    sizes = [
+        f"{symbol} {settings[key]}" for symbol, key in (("K", "context_length"), ("d", "stride")) if key in settings
+    ]
+    values = f"{thresholds} ({settings['alpha']:g}, {settings['beta']:g})".lstrip()
+    return f"{documents}, {evaluator} ({', '.join(sizes)}), {values}".replace(" ()", "")
 
 
 def _index(rows: pd.DataFrame) -> pd.DataFrame:

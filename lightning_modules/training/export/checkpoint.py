@@ -51,7 +51,9 @@ def export_checkpoint(
     # 2. Assign the weights. A merged model also needs frozen base weights, which the checkpoint leaves out.
     if FINGERPRINT_KEY in content and not export_options.kept:
         module["backbone"] = _load_base(facts, content[FINGERPRINT_KEY])
-    _assign_weights(module, content["state_dict"], trained_only=FINGERPRINT_KEY in content)
+    # A subclass of `LongContextLM` may have trained other parts, which are not exported.
+    weights = {name: weight for name, weight in content["state_dict"].items() if name.startswith("backbone.")}
+    _assign_weights(module, weights, trained_only=FINGERPRINT_KEY in content)
     # 3. Write the folder.
     export_model(module["backbone"].model, chosen_tokenizer, folder, options=export_options, facts=facts)
     upload_export(folder, export_options)

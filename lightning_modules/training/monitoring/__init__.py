@@ -1,1 +1,1 @@
-"""What one can watch of a run: its identity in loggers, its costs, and its progress line."""
+"""Identity, costs and progress of a run, for loggers and terminals."""

@@ -1,8 +1,10 @@
 """Identity of a run for its loggers: config, code, model and data, with the best values of its evaluations."""
 
 import math
+import re
 import subprocess
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.identity import model_identity
+from lightning_modules.models.identity import hub_commit, model_identity
 from lightning_modules.models.loading import has_weights
 from lightning_modules.training.export.facts import run_facts
 from lightning_modules.utilities.identity import combined_hash
@@ -60,11 +62,9 @@ class RunIdentity(Callback):
         if not self._values or trainer.sanity_checking:
             return
         metrics = trainer.callback_metrics
-        longppl, perplexity = (
-            [name for name in metrics if name.startswith("val/") and name.endswith(kind)]
-            for kind in ("/longppl", "/perplexity")
-        )
-        bests = {name: name.replace("val/", "best/", 1) for name in (*longppl, *perplexity)}
+        found = [name for name in metrics if re.fullmatch(r"val/(.+/)?(longppl|perplexity)", name)]
+        found.sort(key=lambda name: name.endswith("perplexity"))  # LongPPL first
+        bests = {name: name.replace("val/", "best/", 1) for name in found}
         for name, best in bests.items():
             self._best[best] = float(np.fmin(float(metrics[name]), self._best.get(best, math.nan)))
         for logger in trainer.loggers:
@@ -116,7 +116,6 @@ def _identify_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     """Return the identities of code, model and data, and the sizes of the model and of an optimizer step."""
     model: Any = next((part for part in module.modules() if isinstance(part, PreTrainedModel)), None)
     loading = vars(module).get("loading")
-    stored = isinstance(loading, ModelConfig) and has_weights(loading.pretrained_model_name_or_path)
     data = getattr(trainer, "datamodule", None)
     rows = [getattr(data, "rows", None), *getattr(data, "mixed_rows", {}).values()]
     identities = [part.identity() for part in rows if callable(getattr(part, "identity", None))]
@@ -125,16 +124,24 @@ def _identify_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         "commit": git_commit(Path.cwd()),
         "longce": version("longce"),
         "longce_commit": git_commit(Path(__file__).parent),
-        "model": model_identity(loading) if stored else None,  # type: ignore[arg-type]
-        "data": f"sha256:{combined_hash(identities)}"
-        if identities
-        else None,  # none of a streamed corpus, or of the user's own rows
+        "model": identify_model(loading) if isinstance(loading, ModelConfig) else None,
+        # Streamed sequences have no identity before they are read, and the user's own rows may have none.
+        "data": f"sha256:{combined_hash(identities)}" if identities else None,
         # transformers counts quantized weights, which are packed
         "parameters": model.num_parameters() if model else sum(each.numel() for each in module.parameters()),
         "trained_parameters": sum(each.numel() for each in module.parameters() if each.requires_grad),
         "tokens_per_step": run_facts(trainer, None)["tokens_per_step"],
     }
     return {f"run.{name}": value for name, value in values.items() if value is not None}
+
+
+def identify_model(loading: ModelConfig) -> str | None:
+    """Return the commit of a model on the hub, or the hash of a local one; None for random weights."""
+    path = str(loading.pretrained_model_name_or_path)
+    if has_weights(loading.pretrained_model_name_or_path):
+        with suppress(ValueError):  # a read-only cache has no commits
+            return model_identity(loading) if Path(path).is_dir() else hub_commit(path, loading.revision, fetched=True)
+    return None
 
 
 def git_commit(folder: Path) -> str | None:

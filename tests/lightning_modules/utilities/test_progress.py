@@ -59,3 +59,12 @@ def test_a_bar_on_a_terminal(stream, caplog):
     assert "Tokenising: 100%" in output.getvalue()
     assert "B/s" in output.getvalue()
     assert caplog.messages == []
+
+
+def test_a_line_is_not_logged_twice(caplog):
+    caplog.set_level("INFO")
+    with progress_bar("", unit="step") as bar:
+        bar.bar_format = "{desc}"
+        for line in ("step 1", "step 2", "step 2"):
+            bar.set_description_str(line)
+    assert caplog.messages == ["step 1", "step 2"]

@@ -12,6 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.compare.command import compare, write_page
+from lightning_modules.commands.compare.curves import place_points
 from lightning_modules.commands.compare.differences import perplexity_ratio
 from lightning_modules.commands.compare.runs import read_runs
 from lightning_modules.training.monitoring.identity import flatten_config
@@ -133,8 +134,8 @@ def test_runs_are_ranked_with_what_differs_and_costs(tmp_path, capsys):
         "model.objective | lightning_modules.objectives.CrossEntropy | lightning_modules.objectives.LongCE" in printed
     )
     assert printed.count("\n", printed.index("Settings that differ")) == 5  # the table has two rows
-    assert "ce | 10 | 1,000 | 5 | 44000" in printed
-    assert "longce | 20 | 2,000 | 10 | 44000" in printed
+    assert "ce | 10 | 1,000 | 5 | 44,000" in printed
+    assert "longce | 20 | 2,000 | 10 | 44,000" in printed
     assert "1.125 [1.125, 1.125]" in compare(runs[::-1])
 
 
@@ -154,6 +155,15 @@ def test_curves_begin_at_the_base_model_and_include_later_evaluations_and_resume
     assert run.scalars["train/loss"][9] == 1.0  # of the resumed training, not of the one that was killed
 
 
+def test_curves_over_tokens_begin_at_none_and_long_ones_are_averaged():
+    points = place_points({0: 5.0, 5: 4.0, 10: math.nan, 20: 3.0}, {10: 1000.0, 20: 3000.0})
+    assert points.tolist() == [[0.0, 5.0], [500.0, 4.0], [3000.0, 3.0]]
+    steps = range(1, 2001)
+    points = place_points({step: float(step) for step in steps}, {step: float(step) for step in steps})
+    assert len(points) == 200
+    assert points[0].tolist() == [5.5, 5.5]
+
+
 def test_a_run_in_training_is_read_up_to_its_last_complete_event(tmp_path):
     folder = make_run(tmp_path / "run", {10: 0.9})
     (events,) = folder.glob("events.out.tfevents.*")
@@ -164,23 +174,34 @@ def test_a_run_in_training_is_read_up_to_its_last_complete_event(tmp_path):
 
 
 def test_a_run_without_an_evaluator_or_with_csv_logs_is_compared_by_what_it_logged(tmp_path):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "config.yaml").write_text("trainer: {callbacks: null}\n")
+    assert compare([tmp_path / "new"]) == "These runs have logged nothing yet.\n"
     lines = {"a": "0,0,,50.0\n9,0,2.0,\n9,0,,30.0\n", "b": "0,0,,50.0\n9,0,2.5,\n9,0,,20.0\n"}
     for name, rows in lines.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.yaml").write_text("trainer: {callbacks: null}\nmodel: {stride: 4}\n")
+        (tmp_path / name / "config.yaml").write_text("trainer: {callbacks: {class_path: a.B}}\n")
         (tmp_path / name / "metrics.csv").write_text(f"step,epoch,train/loss,val/perplexity\n{rows}")
-    printed = compare([tmp_path / "a", tmp_path / "b"])
+    printed = compare([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html")
+    assert Page((tmp_path / "page.html").read_text()).images == ["Perplexity: validation", "Training loss (nats)"]
     assert re.search(r"validation +b \(best\) +20\.000 +0\.667", printed)
     assert "LongPPL" not in printed.split("perplexity")[0]
 
 
 def test_other_documents_and_other_evaluators_are_not_compared(tmp_path):
     runs = [make_run(tmp_path / "a", {1: 1.0}), make_run(tmp_path / "b", {1: 0.5}, k=128)]
-    printed = compare([*runs, make_run(tmp_path / "c", {1: 0.5}, documents=5)])
+    runs.append(make_run(tmp_path / "c", {1: 0.5}, documents=5))
+    (table,) = runs[2].glob("documents/*")
+    rows = pd.read_parquet(table)
+    rows.loc[0, ["key_tokens", "longppl"]] = 11, 1e9  # key tokens of another tokenizer
+    rows.to_parquet(table)
+    runs.append(make_run(tmp_path / "d", {1: 0.5}, evaluator="hub/E", stride=8))
+    printed = compare(runs)
+    assert re.search(r"\nvalidation, E \(K 64, d 8\), \(2, -2\) +d ", printed)
     lines = [re.split(r" {2,}", line) for line in printed.splitlines()]
     assert [line[:2] for line in lines if "K 128" in line[0]] == [["validation, evaluator (K 128), (2, -2)", "b"]]
-    assert "0.500 [0.500, 0.500]" in printed
-    assert "ratio over 5 of 6 documents" in printed
+    assert "0.500 (too few documents)" in printed
+    assert "ratio over 4 of 6 documents" in printed
     assert "best" not in printed
 
 
@@ -209,7 +230,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
         compare([tmp_path / "runs"])
     with pytest.raises(ValueError, match="Give either folders of runs or results of `longce score`"):
         compare([run, score])
-    with pytest.raises(ValueError, match="is given twice"):
+    with pytest.raises(ValueError, match="Two runs have the name 'version_0'"):
         compare([run, str(run)])
     (tmp_path / "b.json").write_text('{"documents": 3}')
     with pytest.raises(ValueError, match=r"b\.json' is not a run or a result of `longce score"):

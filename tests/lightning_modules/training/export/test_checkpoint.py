@@ -15,9 +15,17 @@ from tests.conftest import tiny_model
 from tests.lightning_modules.training.export.test_weights import logits, run_card
 
 
-def checkpoint(path, model, **settings):
+class WithProbe(LongContextLM):
+    """A user's module, which also trains a part that is not of the language model."""
+
+    def __init__(self, *arguments, **settings):
+        super().__init__(*arguments, **settings)
+        self.probe = torch.nn.Linear(3, 1)
+
+
+def checkpoint(path, model, kind=LongContextLM, **settings):
     """What a run that ended before its first step would have saved."""
-    module = LongContextLM(model, context_length=48, stride=16, **settings)
+    module = kind(model, context_length=48, stride=16, **settings)
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, default_root_dir=path.parent)
     trainer.strategy.connect(module)
     module.trainer = trainer
@@ -46,8 +54,9 @@ def check(folder, trained):
     assert loaded.config.rope_parameters["rope_theta"] == 7e5
 
 
-def test_a_model_trained_in_full_needs_no_base(base, model_dir, tmp_path, monkeypatch):
-    trained = checkpoint(tmp_path / "a.ckpt", base, model_config=CHANGES)
+@pytest.mark.parametrize("kind", [LongContextLM, WithProbe])
+def test_a_model_trained_in_full_needs_no_base(kind, base, model_dir, tmp_path, monkeypatch):
+    trained = checkpoint(tmp_path / "a.ckpt", base, kind, model_config=CHANGES)
     shutil.rmtree(base)
     with monkeypatch.context() as patch:
         patch.setattr(PreTrainedModel, "from_pretrained", None)
@@ -55,8 +64,9 @@ def test_a_model_trained_in_full_needs_no_base(base, model_dir, tmp_path, monkey
     check(tmp_path / "out", trained)
 
 
-def test_adapters_are_merged_into_the_base_that_they_were_trained_on(base, model_dir, tmp_path):
-    trained = checkpoint(tmp_path / "a.ckpt", base, model_config=CHANGES, lora=LORA)
+@pytest.mark.parametrize("kind", [LongContextLM, WithProbe])
+def test_adapters_are_merged_into_the_base_that_they_were_trained_on(kind, base, model_dir, tmp_path):
+    trained = checkpoint(tmp_path / "a.ckpt", base, kind, model_config=CHANGES, lora=LORA)
     arguments = [str(tmp_path / "a.ckpt"), str(tmp_path / "out")]
     export_checkpoint(*arguments, tokenizer=base)
     check(tmp_path / "out", trained)

@@ -1,4 +1,4 @@
-"""What loggers learn of a run, and the HPARAMS tab of TensorBoard."""
+"""Hyperparameters of a run in its loggers, and the HPARAMS tab of TensorBoard."""
 
 import math
 import subprocess
@@ -13,6 +13,9 @@ from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG, SESSION_START_I
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from lightning_modules.commands.cli.main import main
+from lightning_modules.models.config import ModelConfig
+from lightning_modules.models.identity import model_identity
+from lightning_modules.training.monitoring import identity
 from lightning_modules.training.monitoring.identity import flatten_config, git_commit
 from tests.conftest import make_text
 
@@ -147,3 +150,12 @@ def test_wandb_and_mlflow_get_the_same_and_a_resumed_run_may_change_settings(fit
     run = logger.experiment.get_run(logger.run_id)
     assert run.data.params == {name: str(value)[:250] for name, value in config.items()}
     assert run.data.metrics["best/a/longppl"] <= run.data.metrics["val/a/longppl"] < math.inf
+
+
+def test_a_local_model_is_known_by_its_files_and_one_of_the_hub_by_its_commit(model_dir, monkeypatch):
+    assert identity.identify_model(ModelConfig(str(model_dir))) == model_identity(ModelConfig(str(model_dir)))
+    assert identity.identify_model(ModelConfig(None)) is None
+    asked = []
+    monkeypatch.setattr(identity, "hub_commit", lambda *arguments, **options: asked.append(arguments) or "abc")
+    assert identity.identify_model(ModelConfig("org/model", revision="v1")) == "abc"
+    assert asked == [("org/model", "v1")]

@@ -75,7 +75,8 @@ def test_steps_are_those_of_the_optimizer_with_accumulation_and_after_a_resume(b
     assert re.fullmatch(r"step 1/2  50%  loss [\d.]+  [\d.]+k? tok/s  \d+ s left", steps.lines[1])
     assert all((bar.total, bar.seen) == (3, [1, 2, 3, "closed"]) for bar in evaluations)
     bars.clear()
-    fit(tmp_path, tmp_path / "two.ckpt", max_steps=5, accumulate_grad_batches=2, val_check_interval=2)
+    resumed = fit(tmp_path, tmp_path / "two.ckpt", max_steps=5, accumulate_grad_batches=2, val_check_interval=2)
+    assert resumed.callback_metrics["train/tokens"] == (2 * 4 + 3 * 2) * 64
     assert bars[0].seen == [3, 4, 5, "closed"]
     assert bars[0].lines[0] == "step 2/5  40%"
     assert any(re.fullmatch(LINE.format("4/5", 80) + r"  \d+ s left", line) for line in bars[0].lines)
