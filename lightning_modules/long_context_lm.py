@@ -205,6 +205,14 @@ class LongContextLM(LightningModule):
         self.on_validation_start()  # training needs the same scoring checks
 
     @override
+    def on_train_end(self) -> None:
+        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and self.global_step % every:  # the last step is not logged otherwise
+            totals = {f"train/{name}": value for name, value in self.costs.totals.items()}
+            for logger in self.trainer.loggers:
+                logger.log_metrics(totals, step=self.global_step - 1)
+
+    @override
     def on_fit_end(self) -> None:
         if self.trainer.num_training_batches == 0:
             raise ValueError("There is nothing to train on: the training set is empty. Check `data` and its paths.")

@@ -82,8 +82,8 @@ def _read_scores(shards: ScoreShards, config: SelectConfig) -> pyarrow.Table:
     columns = _list_columns(shards)
     if config.output is None or config.output.endswith(".txt"):
         needed = {*("key", "file", "row", "error", "tokens"), *MEANS, config.rank_by, config.by}
-        where = config.where or ""
-        columns = [name for name in columns if name in needed or name in where or name.startswith("ladder_")]
+        where = (config.where or "").lower()  # SQL ignores case
+        columns = [name for name in columns if name in needed or name.lower() in where or name.startswith("ladder_")]
     batches = (batch.replace_schema_metadata() for batch in shards.batches(columns))
     return pyarrow.Table.from_batches(batches, shards.schema(columns).remove_metadata())
 

@@ -45,9 +45,7 @@ class ConciseParser(jsonargparse.ArgumentParser):
         if not self.exit_on_error:  # the parser of a class in a config: the one of the command reports it
             super().error(message, ex)
         message = re.sub(r"\. Got value: Namespace\(.*", ".", message)
-        lines = [line.strip() for line in message.splitlines()]
-        lines = [line.removeprefix("- ") for line in lines if not re.match(_NOISE, line)] or lines
-        short = re.sub(r"an? <class '(\w+)'>", r"\1", " ".join(lines))
+        short = re.sub(r"an? <class '(\w+)'>", r"\1", _drop_noise(message))
         if key := re.match(r'Parser key "([\w.]+)":', short):
             short = f"{_find_in_configs(self.args, key[1])}`{key[1]}`:{short[key.end() :]}"
         stop_with_usage(self._describe_unknown_name(message) or short)
@@ -68,6 +66,12 @@ class ConciseParser(jsonargparse.ArgumentParser):
                 what = f"`{owner}` has no" if owner else "unknown option"
                 return f"{place}{what} `{dashes}{name}`.{suggest_nearest(name, list_known(owner), dashes)}"
         return None
+
+
+def _drop_noise(message: str) -> str:
+    """Return an error of jsonargparse in one line, without the lines that help nobody."""
+    lines = [line.strip() for line in message.splitlines()]
+    return " ".join([line.removeprefix("- ") for line in lines if not re.match(_NOISE, line)] or lines)
 
 
 def suggest_nearest(name: str, known: Iterable[str], dashes: str = "") -> str:
@@ -188,5 +192,7 @@ def _exit_with_message(error: BaseException, *, status: int) -> NoReturn:
 def _root_cause(error: BaseException) -> BaseException:
     """Return the error that a class in a config raised, without the parser's list of the types it tried."""
     while str(error).startswith("Does not validate") and (cause := error.__cause__ or error.__context__) is not None:
+        if str(cause).startswith("Not a valid subclass"):  # the value is a list, and another type tells why it fails
+            return ValueError(_drop_noise(re.sub("- Not a valid subclass of .*\n", "", str(error))))
         error = cause
     return error

@@ -35,6 +35,7 @@ from lightning_modules.training.checkpoints.resume import (
 )
 from lightning_modules.training.evaluation import at_checkpoint_step, place_evaluation
 from lightning_modules.training.fsdp import check_strategy
+from lightning_modules.training.monitoring.csv_metrics import keep_metrics
 from lightning_modules.training.monitoring.identity import RunIdentity
 from lightning_modules.training.monitoring.progress import StepProgress
 from lightning_modules.training.optimizers import LR_SCHEDULER, OPTIMIZER
@@ -215,6 +216,8 @@ class LongceCLI(LightningCLI):
         """Train; after SIGTERM or Ctrl-C, print how to resume."""
         if self.trainer.is_global_zero and isinstance(self.model, LongContextLM):
             self.model.costs.planned = plan_run(self.model, self.config["fit"], self.trainer)
+        if self.trainer.is_global_zero:
+            keep_metrics(self.trainer.loggers)
         try:
             with logging_redirect_tqdm():  # a message while a progress line is shown gets a line of its own
                 self.trainer.fit(**arguments)

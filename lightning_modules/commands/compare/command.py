@@ -126,7 +126,8 @@ def _find_changed_documents(runs: Sequence[Run], baseline: Run) -> dict[str, Tab
             shared = shared_documents(run.last(cell)[1], baseline.last(cell)[1])
             for (name, _), own, other in shared[["longppl", "longppl_baseline"]].dropna().itertuples(name=None):
                 numbers = map(_format_number, (other, own, own / other))
-                found.append((-abs(math.log(own / other)), [cell, run.name, name, *numbers]))
+                change = abs(math.log(own) - math.log(other)) if own != other else 0.0  # both may be infinite
+                found.append((-change, [cell, run.name, name, *numbers]))
     head = ["set, evaluator, thresholds", "run", "document", f"LongPPL of {baseline.name}", "LongPPL", "ratio"]
     return {"Documents that changed most": _drop_empty_columns(head, [row for _, row in sorted(found)[:_CHANGED]])}
 
@@ -139,10 +140,13 @@ def _drop_empty_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> T
 def _format_number(value: float) -> str:
     if not math.isfinite(value):
         return "" if math.isnan(value) else "∞"
-    return f"{value:.2g}" if value < 0.01 else f"{value:.3f}" if value < 100 else f"{value:,.1f}"
+    if value < 0.01 or value >= 1e9:
+        return f"{value:.2g}"
+    return f"{value:.3f}" if value < 100 else f"{value:,.1f}"
 
 
 def _format_ratio(shared: pd.DataFrame, kind: str) -> str:
     value, interval = perplexity_ratio(shared, kind)
-    between = "[{:.3f}, {:.3f}]".format(*interval) if interval else "(too few documents)"
-    return "" if math.isnan(value) else f"{value:.3f} {between}"
+    unknown = "(too few documents)" if 0 < value < math.inf else ""
+    between = "[{}, {}]".format(*map(_format_number, interval)) if interval else unknown
+    return f"{_format_number(value)} {between}".strip()

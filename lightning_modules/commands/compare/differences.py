@@ -30,15 +30,17 @@ def perplexity_ratio(shared: pd.DataFrame, kind: str) -> tuple[float, Interval |
     """Return the ratio of ``longppl`` or ``perplexity`` over all tokens to the baseline's, with its 95% interval.
 
     The interval is about the choice of documents, not about the noise of training. What makes a document hard for both
-    models cancels. Fewer than 5 documents have no interval.
+    models cancels. Fewer than 5 documents and infinite ratios have no interval.
     """
     counted = shared[shared[TOKENS[kind]] > 0]
     if counted.empty:
         return math.nan, None
     tokens, differences = (
         counted[TOKENS[kind]].to_numpy(),
-        np.log(counted[kind] / counted[f"{kind}_baseline"]).to_numpy(),
+        (np.log(counted[kind]) - np.log(counted[f"{kind}_baseline"])).to_numpy(),
     )
-    interval = weighted_mean_interval(differences, tokens)
     value = math.exp(np.average(differences, weights=tokens))
-    return value, interval and (math.exp(interval[0]), math.exp(interval[1]))
+    # A model that has diverged has infinite perplexities.
+    interval = weighted_mean_interval(differences, tokens) if 0 < value < math.inf else None
+    with np.errstate(over="ignore"):
+        return value, interval and (float(np.exp(interval[0])), float(np.exp(interval[1])))

@@ -85,8 +85,8 @@ class StepCosts:
 
 def compare_with_plan(plan: PlannedStep, seconds: list[float], costs: Mapping[str, float]) -> str:
     """Describe the measured time and memory of the first steps next to the plan, with a hint if they differ."""
-    # The first steps also compile, allocate memory and start loader workers.
-    measured, memory = statistics.median(seconds[COMPARED_STEPS // 2 :]), costs.get("peak_memory_gib", 0.0)
+    # The median, because the first steps also compile, allocate memory and start loader workers.
+    measured, memory = statistics.median(seconds), costs.get("peak_memory_gib", 0.0)
     low, high = plan.seconds
     text = (
         f"After {COMPARED_STEPS} steps: {measured:.3g} s per step (planned: {low:.3g} to {high:.3g} s),"

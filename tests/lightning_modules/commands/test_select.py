@@ -246,6 +246,7 @@ def test_only_the_needed_columns_are_read(scored, monkeypatch):
     select(str(scored / "scores"), where="truncated == false")
     assert {"truncated", "benefit_mean", "ladder_4_8_mean"} <= set(read[0])
     assert not {"source", "benefit_p90", "lsd"} & set(read[0])
+    assert keys(scored, where="BENEFIT_P90 > -99")  # SQL ignores case
 
 
 def test_a_comparison_with_a_missing_value_is_not_met():

@@ -71,6 +71,11 @@ def test_a_config_names_the_file_and_the_line(config, expected, error):
     assert error(*FIT, config=config).startswith(f"my.yaml, {expected}")
 
 
+def test_a_list_of_loggers_says_why_one_of_them_fails(error):
+    one = "{class_path: lightning.pytorch.loggers.CometLogger, init_args: {}}"  # its package is not installed
+    assert "comet" in error(*FIT, config=f"trainer: {{logger: [{one}]}}").partition(" Got value")[0]
+
+
 def test_the_first_screen_of_the_help_of_fit_lists_what_most_need(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["longce"])
     with pytest.raises(SystemExit):

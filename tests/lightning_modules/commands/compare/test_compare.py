@@ -120,6 +120,18 @@ def test_few_documents_have_no_interval_and_equal_models_a_point():
     assert math.isnan(perplexity_ratio(shared.assign(tokens=0), "perplexity")[0])
 
 
+def test_a_model_that_has_diverged_is_infinitely_worse_and_has_no_interval(tmp_path):
+    factors = {"good": 1.0, "bad": math.inf, "huge": 1e300}
+    good, bad, huge = (write_score(tmp_path / f"{name}.json", factor) for name, factor in factors.items())
+    printed = compare([bad, good, huge], tmp_path / "page.html")
+    assert re.search(r"bad +∞ +\d", printed)
+    assert re.search(rf"good \(best\) +{corpus(LONGPPL):.3f} +0 +\d", printed)
+    assert "too few" not in printed
+    printed = compare([good, huge, bad], tmp_path / "page.html")
+    assert max(map(len, printed.splitlines())) < 200
+    assert re.search(r"bad +∞ +∞ +\d", printed)
+
+
 def test_runs_are_ranked_with_what_differs_and_costs(tmp_path, capsys):
     runs = [
         make_run(tmp_path / "ce", {0: 1.0, 10: 0.9}, objective="CrossEntropy"),
@@ -216,6 +228,9 @@ def test_results_of_longce_score_are_compared(tmp_path):
         rf"texts t, E \(K 64\), \(2, -2\) +b \(best\) .*{corpus(LONGPPL) * 0.8:.3f} +0\.800 \[0\.800, 0\.800\]",
         printed,
     )
+    (run,) = read_runs([one])
+    ((documents,),) = (steps.values() for steps in run.evaluations.values())
+    assert set(documents["tokens"]) == {100}  # the first token of a document is not scored
     texts = write_score(tmp_path / "other.json", 0.5, texts="u", alpha=1.0)
     printed = compare([one, f"new={texts}"])
     assert re.search(r"texts t.*\ntexts u, E \(K 64\), \(1, -2\) +new", printed)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import yaml
 from lightning.pytorch.loggers import MLFlowLogger
@@ -118,8 +119,19 @@ def test_tensorboard_shows_final_and_best_values_without_points_of_its_own(fit, 
     assert events.Scalars("best/a/longppl")[-1].value == curves["val/a/longppl"][0][1]
 
 
+def test_a_csv_file_keeps_the_steps_before_a_kill_when_the_run_resumes_in_its_folder(fit, repository):
+    logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "csv", "version": "a"}}
+    (repository / "csv.yaml").write_text(yaml.safe_dump({"trainer": {"logger": logger, "log_every_n_steps": 2}}))
+    fit("-c", "csv.yaml", "--trainer.max_steps", "2")
+    (file,) = Path("csv").rglob("metrics.csv")
+    file.write_bytes(file.read_bytes() + b"1,2")  # the process was killed while it wrote
+    fit("-c", "csv.yaml", "--trainer.max_steps", "3", "--ckpt_path", "last")
+    table = pd.read_csv(file)
+    assert table["train/tokens"].dropna().tolist() == [256, 384]  # the total after the last step is logged always
+    assert table["val/a/longppl"].count() == 4
+
+
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Experiment logs directory")  # with the config that the run has written
 def test_wandb_and_mlflow_get_the_same_and_a_resumed_run_may_change_settings(fit, repository, monkeypatch):
     wandb = pytest.importorskip("wandb")
     pytest.importorskip("mlflow")
