@@ -120,6 +120,13 @@ def test_scores_have_the_interval_of_wilson():
     assert score_interval([]) is None
 
 
+def assert_wilson(interval, questions, groups):
+    """Check the interval of a score of 0.5 by Wilson's equation."""
+    effective = questions * (stats.norm.ppf(0.975) / stats.t.ppf(0.975, groups - 1)) ** 2
+    for end in interval:
+        assert abs(end - 0.5) == pytest.approx(stats.norm.ppf(0.975) * math.sqrt(end * (1 - end) / effective))
+
+
 def test_questions_of_one_text_count_less_than_independent_ones():
     scores = [1, 1, 1, 1, 0, 0, 0, 0] * 5
     pairs = [number // 4 for number in range(40)]  # questions of a text are all right, or all wrong
@@ -127,6 +134,11 @@ def test_questions_of_one_text_count_less_than_independent_ones():
     ten = score_interval([1, 0] * 5)
     assert grouped[1] - grouped[0] > 1.5 * (alone[1] - alone[0])
     assert grouped[0] == pytest.approx(ten[0], abs=0.04)
+    assert_wilson(
+        grouped, 9, 10
+    )  # p (1 - p) / (10 / 9 * sum of squares / 40^2), where sums differ by 2 from their mean
+    # Questions of a text that differ more than those of two texts do not count as more than they are.
+    assert_wilson(score_interval([1, 0] * 10 + [1, 1, 0, 0], [number // 2 for number in range(24)]), 24, 12)
     assert score_interval(scores, [0] * 40) is None
     # All right: nothing shows that questions of a text differ.
     assert score_interval([1] * 40, pairs) == score_interval([1] * 10)

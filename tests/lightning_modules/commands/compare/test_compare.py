@@ -64,7 +64,13 @@ def write_documents(folder, step, factor, documents=6):
 
 def write_score(path, factor, **settings):
     rows = [
-        {"file": f"{number}.txt", "longppl": value * factor, "perplexity": value, "key_tokens": int(key), "tokens": 101}
+        {
+            "file": f"{number // 2}.txt",
+            "longppl": value * factor,
+            "perplexity": value,
+            "key_tokens": int(key),
+            "tokens": 101,
+        }
         for number, (value, key) in enumerate(zip(LONGPPL, KEY_TOKENS, strict=True))
     ]
     settings = {"texts": "t", "evaluator": "hub/E", "context_length": 64, "alpha": 2.0, "beta": -2.0, **settings}
@@ -194,6 +200,8 @@ def test_a_run_without_an_evaluator_or_with_csv_logs_is_compared_by_what_it_logg
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text("trainer: {callbacks: {class_path: a.B}}\n")
         (tmp_path / name / "metrics.csv").write_text(f"step,epoch,train/loss,val/perplexity\n{rows}")
+    (evaluations,) = read_runs([tmp_path / "a"])[0].evaluations.values()
+    assert sorted(evaluations) == [0, 10]  # before training, and after the tenth step
     printed = compare([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html")
     assert Page((tmp_path / "page.html").read_text()).images == ["Perplexity: validation", "Training loss (nats)"]
     assert re.search(r"validation +b \(best\) +20\.000 +0\.667", printed)
@@ -230,6 +238,7 @@ def test_results_of_longce_score_are_compared(tmp_path):
     )
     (run,) = read_runs([one])
     ((documents,),) = (steps.values() for steps in run.evaluations.values())
+    assert documents.index.is_unique  # names may be repeated
     assert set(documents["tokens"]) == {100}  # the first token of a document is not scored
     texts = write_score(tmp_path / "other.json", 0.5, texts="u", alpha=1.0)
     printed = compare([one, f"new={texts}"])
