@@ -82,7 +82,8 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         quantization_config(quantization, compute_dtype=torch.bfloat16)
         if loading.lora is None:
             raise ValueError("Quantized weights cannot be trained: set `model.lora` to train adapters.")
-    optimizer, settings = _read_component(parsed["model"].get("init_args", parsed["model"])["optimizer"])
+    # A class of the user may have no such argument; it then has the default optimizer.
+    optimizer, settings = _read_component(parsed["model"].get("init_args", parsed["model"]).get("optimizer", "AdamW"))
     moments = 1.0 if optimizer == "SGD" and settings.get("momentum") else float(_MOMENTS.get(optimizer, 2))
     notes = _list_notes(model, config, optimizer)
     distribution = _read_distribution(loading, parsed, config, notes)

@@ -258,5 +258,7 @@ def test_a_run_plans_its_own_step_on_its_own_gpus(tmp_path, monkeypatch):
     assert planned[:3] == (2 * 3 * 128, pytest.approx(6 * sequence.total), 2 * 989.4e12)
     assert sequence.total < (ce_step_flops(shape, 128, "none") + short_pass_flops(shape, 128, 32, 16)).total
     assert 0 < planned.seconds[0] < planned.seconds[1]
+    del cli.config.model["optimizer"]  # as for a class of the user that has no such argument
+    assert plan_run(cli.make("model"), cli.config, trainer) == planned
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Other")
     assert plan_run(cli.make("model"), cli.config, trainer) is None

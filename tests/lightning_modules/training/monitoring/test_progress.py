@@ -106,6 +106,16 @@ def test_one_of_several_evaluations_is_shown(names, monitor, expected):
     assert progress._describe_evaluation(trainer) == expected
 
 
+def test_the_time_left_is_estimated_from_the_steps_of_this_process(bars, monkeypatch):
+    trainer = Trainer(max_steps=70, logger=False, enable_progress_bar=False, enable_model_summary=False)
+    monkeypatch.setattr(Trainer, "global_step", 62)
+    bar = StepProgress()
+    bar._steps, bar._first = Bar("", unit="step"), (60, 100.0)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: 120.0)
+    bar._describe_step(trainer)
+    assert bar._steps.lines == ["step 62/70  89%  80 s left"]
+
+
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (11000, "3.1 h"), (360000, "4.2 days")],
