@@ -83,9 +83,6 @@ def enable_checkpointing(model: PreTrainedModel, kind: Checkpointing, *, offload
     With ``selective``, attention is not recomputed, which is the most expensive part of a layer for long sequences.
     Gradients are identical, and each layer keeps ``T * heads * head_dim`` more numbers. With ``offload``, the layers'
     inputs, but not these numbers, are kept in pinned host memory. The stream that computes also copies them, and waits.
-
-    Raises:
-        ValueError: If ``kind`` is unknown, or the model's attention operators cannot be recognized.
     """
     if not kind:
         return

@@ -86,11 +86,7 @@ class InfluenceTransfer:
 def make_transfer(
     sequences: PreTrainedTokenizerFast, evaluator: PreTrainedTokenizerFast, *, add_special_tokens: bool
 ) -> InfluenceTransfer | None:
-    """Return the transfer from the evaluator's tokens to the sequences', or None if both have the same tokens.
-
-    Raises:
-        ValueError: If the sequences' tokens cannot be turned into text.
-    """
+    """Return the transfer from the evaluator's tokens to the sequences', or None if both have the same tokens."""
     if have_same_ids(sequences, evaluator):
         return None
     log.info("The evaluator has another tokenizer: its weights are transferred through the characters.")

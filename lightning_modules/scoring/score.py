@@ -140,9 +140,6 @@ class EvaluatedModel:
         """Tokenize documents, given by name, without loading the model's weights.
 
         Options are those of `encode_document`.
-
-        Raises:
-            ValueError: If the model does not exist, its files are damaged, or its tokenizer does not belong to it.
         """
         config = load_config(self.config)
         check_weight_files(self.name)
@@ -200,11 +197,7 @@ def _evaluate(
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device with this name; ``auto`` is the first GPU, or the CPU without one.
-
-    Raises:
-        ValueError: If it is not available.
-    """
+    """Return the device with this name; ``auto`` is the first GPU, or the CPU without one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -51,21 +51,13 @@ class TokenScores:
     context_scores: dict[int, Tensor] = field(default_factory=dict)
 
     def soft_influence(self, *, gamma: float = 5.0) -> Tensor:
-        """Return the ``[N]`` soft influence of the tokens.
-
-        Raises:
-            ValueError: If some short log-likelihoods were not computed.
-        """
+        """Return the ``[N]`` soft influence of the tokens."""
         if self.floor > -math.inf:
             raise ValueError(f"Soft influence needs scores of all tokens, got those above {self.floor} nats only.")
         return soft_influence(self.long, self.short, gamma=gamma)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file atomically: readers see all of it or nothing, even after a crash.
-
-        Raises:
-            OSError: If the folder cannot be written to.
-        """
+        """Write the file atomically: readers see all of it or nothing, even after a crash."""
         tensors = {"token_ids": self.token_ids, "offsets": self.offsets, "long": self.long, "short": self.short}
         tensors |= {f"{_CONTEXT_PREFIX}{context}": scores for context, scores in self.context_scores.items()}
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -121,9 +113,6 @@ def read_key_spans(path: str | os.PathLike[str], *, merge: bool = True) -> Tenso
     """Read ``[M, 2]`` int64 key spans in the text format of the paper's authors: ``[start, end];[start, end];..``.
 
     Spans that touch or overlap are merged if ``merge`` is set. The file is parsed, never evaluated.
-
-    Raises:
-        ValueError: If the file contains anything but ascending spans.
     """
     text = Path(path).read_text(encoding="utf-8").strip()
     spans = []

@@ -66,9 +66,6 @@ def document_scores(
         - ``benefit_positive``: fraction of the compared tokens with a benefit above 0;
         - ``benefit_soft``: mean benefit weighted by the soft influence ``min(exp(benefit), gamma)`` (Equation 7);
         - ``benefit_third_1`` .. ``_3``: mean benefit of the compared tokens in each third of the document's tokens.
-
-    Raises:
-        ValueError: If a threshold is out of range, or some short log-likelihoods were not computed.
     """
     key = find_key_tokens(scores, alpha=alpha, beta=beta).mask.numpy()
     weight = scores.soft_influence(gamma=gamma).double().numpy()

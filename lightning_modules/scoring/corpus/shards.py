@@ -55,11 +55,7 @@ class ScoreShards:
         return self.folder.names(".parquet")
 
     def existing_scores(self) -> ExistingScores:
-        """Read which rows have scores.
-
-        Raises:
-            ValueError: If a file is damaged or not a shard, or shards have different settings or a row in common.
-        """
+        """Read which rows have scores."""
         shards: dict[str, Rows] = {}
         versions: dict[str, str] = {}
         settings: dict[str, Any] = {}
@@ -100,11 +96,7 @@ class ScoreShards:
         self.folder.write(name, sink.getvalue())
 
     def schema(self, columns: Sequence[str] | None = None) -> pyarrow.Schema:
-        """Return the schema of the shards, or of some of their columns; all shards of a folder have the same.
-
-        Raises:
-            ValueError: If the folder has no shard, or a column does not exist.
-        """
+        """Return the schema of the shards, or of some of their columns; all shards of a folder have the same."""
         names = self.names()
         if not names:
             raise ValueError(f"'{self.folder}' contains no scores: give a folder that `longce predict` has written.")
