@@ -14,6 +14,7 @@ from lightning_modules.functional import long_perplexity
 from lightning_modules.training.checkpoints.resume import is_remote, run_folder
 from lightning_modules.utilities.collectives import gathered
 from lightning_modules.utilities.files import write_atomically
+from lightning_modules.visualization.report import Table, as_markdown_table
 
 _SHOWN = 50  # rows in TensorBoard
 
@@ -52,7 +53,8 @@ class DocumentTable:
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 name = f"{self._stage}/documents/{self._evaluator}"
-                logger.experiment.add_text(name, _as_markdown(rows[:_SHOWN]), trainer.global_step)
+                cells = [[_format_cell(value) for value in row.values()] for row in rows[:_SHOWN]]
+                logger.experiment.add_text(name, as_markdown_table(Table([*rows[0]], cells)), trainer.global_step)
         folder, named = run_folder(trainer), None not in (trainer.loggers[0].name, trainer.loggers[0].version)
         if not named or is_remote(folder) or importlib.util.find_spec("pyarrow") is None:
             return
@@ -66,8 +68,5 @@ class DocumentTable:
         write_atomically(folder / "documents" / name, buffer.getvalue())
 
 
-def _as_markdown(rows: list[dict[str, Any]]) -> str:
-    columns = list(rows[0])
-    cells = [[f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
-    lines = [columns, ["---"] * len(columns), *cells]
-    return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines)
+def _format_cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

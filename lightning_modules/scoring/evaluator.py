@@ -133,15 +133,10 @@ class Evaluator:
         key_tokens_only: bool = False,
         thresholds: tuple[float, float] | None = None,
     ) -> EvaluatedDocument:
-        """Find the key tokens of a text for an evaluated model, with the configured rule.
+        """Find the key tokens of a text for an evaluated model with these tokens, by the configured rule.
 
-        Args:
-            text: The document.
-            tokens: The document in the evaluated model's tokens.
-            device: Device of the evaluator.
-            name: Name of the document in messages.
-            key_tokens_only: Skip tokens in the short pass that cannot be key.
-            thresholds: Alpha and beta; by default those of the settings.
+        ``key_tokens_only`` skips tokens in the short pass that cannot be key. ``thresholds`` are alpha and beta, by
+        default those of the settings, and ``name`` is the document's in messages.
         """
         alpha, beta = thresholds or (self.config.alpha, self.config.beta)
         rule = self.config.key_tokens
@@ -154,12 +149,8 @@ class Evaluator:
     ) -> TokenScores:
         """Return the scores of a text, from memory, from disk, or computed with the model.
 
-        Args:
-            text: The document.
-            device: Device of the model.
-            name: Name of the document in messages.
-            beta: Compute only what key tokens at this threshold or above need. By default the scores can be used for
-                any threshold and for soft influence.
+        With ``beta``, only what key tokens at this threshold or above need is computed. By default the scores can be
+        used for any threshold and for soft influence.
         """
         sha256 = text_sha256(text)
         scores = self._scores.get(sha256)

@@ -61,13 +61,8 @@ class TokenScores:
         tensors = {"token_ids": self.token_ids, "offsets": self.offsets, "long": self.long, "short": self.short}
         tensors |= {f"{_CONTEXT_PREFIX}{context}": scores for context, scores in self.context_scores.items()}
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        header = {
-            "format": FORMAT,
-            "text_sha256": self.text_sha256,
-            "evaluator": self.evaluator,
-            "context_length": str(self.context_length),
-            "stride": str(self.stride),
-        }
+        names = ("text_sha256", "evaluator", "context_length", "stride")
+        header = {"format": FORMAT, **{name: str(getattr(self, name)) for name in names}}
         if self.floor > -math.inf:
             header["floor"] = repr(self.floor)
         header["checksum"] = _compute_checksum(header, tensors)

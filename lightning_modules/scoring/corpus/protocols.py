@@ -5,8 +5,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import pyarrow
 
-from lightning_modules.scoring.corpus.shards import ExistingScores
-
 
 class ReadProgress(NamedTuple):
     """Progress of a process in a corpus."""
@@ -14,14 +12,6 @@ class ReadProgress(NamedTuple):
     documents: int  # number of documents so far, including failed ones
     complete: bool  # whether these are all of its documents
     unreadable: list[str]  # files, or parts of files, that could not be read, with the reason
-
-
-@runtime_checkable
-class ScoreSink(Protocol):
-    """A callback that writes the scores of documents, and can read those of earlier runs."""
-
-    def existing_scores(self) -> ExistingScores:
-        """Return existing scores, whose documents are skipped; called once, in the first process."""
 
 
 @runtime_checkable

@@ -3,6 +3,7 @@
 import json
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -56,32 +57,29 @@ class ScoreShards:
 
     def existing_scores(self) -> ExistingScores:
         """Read which rows have scores."""
-        shards: dict[str, Rows] = {}
+        import pandas as pd  # slow
+
         versions: dict[str, str] = {}
         settings: dict[str, Any] = {}
-        counts: dict[str, int] = {}
-        names = self.names()
+        counts: Counter[str] = Counter()
+        tables, names = [pd.DataFrame({"file": [], "row": [], "shard": []})], self.names()
         with ThreadPoolExecutor(_READER_THREADS) as pool:
-            for name, (header, rows_by_file) in zip(names, pool.map(self._read_rows, names), strict=True):
+            for name, (header, table) in zip(names, pool.map(self._read_rows, names), strict=True):
                 check_settings(header["settings"], settings or header["settings"], f"{self.folder}/{name}")
                 settings = header["settings"]
                 self._add_versions(versions, header["files"])
-                for key, value in header["counts"].items():
-                    counts[key] = counts.get(key, 0) + value
-                shards[name] = rows_by_file
-        collected: dict[str, list[NDArray[np.int64]]] = {}
-        for rows_by_file in shards.values():
-            for file, numbers in rows_by_file.items():
-                collected.setdefault(file, []).append(numbers)
-        rows = {file: np.sort(np.concatenate(numbers)) for file, numbers in collected.items()}
-        if any((np.diff(numbers) == 0).any() for numbers in rows.values()):
-            repeating = _find_repeating_shards(shards)
+                counts.update(header["counts"])
+                tables.append(table.to_pandas().assign(shard=name))
+        scored = pd.concat(tables)
+        repeating = scored["shard"][scored.duplicated(["file", "row"])].unique()
+        if len(repeating):
             raise ValueError(
                 f"{self.folder}: {len(repeating)} shard(s) repeat rows of other shards, because two runs wrote at the"
                 f" same time. Delete {', '.join(repeating)} and run the same command again: missing rows are scored"
                 " again."
             )
-        return ExistingScores(rows, versions, settings, counts, len(names))
+        rows = {file: np.sort(numbers.to_numpy(np.int64)) for file, numbers in scored.groupby("file")["row"]}
+        return ExistingScores(rows, versions, settings, dict(counts), len(names))
 
     def write(self, table: pyarrow.Table, header: Mapping[str, Any], rank: int) -> None:
         """Write a shard with a unique name; its columns must include ``file`` and ``row``.
@@ -118,15 +116,9 @@ class ScoreShards:
         with self._open_shard(self.names()[0]) as file:
             return self._read_header(file, self.names()[0])
 
-    def _read_rows(self, name: str) -> tuple[dict[str, Any], Rows]:
+    def _read_rows(self, name: str) -> tuple[dict[str, Any], pyarrow.Table]:
         with self._open_shard(name) as file:
-            header = self._read_header(file, name)
-            table = file.read(columns=["file", "row"], use_threads=False)
-        codes = table["file"].combine_chunks().dictionary_encode()
-        files, index = codes.dictionary.to_pylist(), codes.indices.to_numpy()
-        order = np.argsort(index, kind="stable")
-        starts = np.searchsorted(index[order], np.arange(len(files)))
-        return header, dict(zip(files, np.split(table["row"].to_numpy()[order], starts[1:]), strict=True))
+            return self._read_header(file, name), file.read(columns=["file", "row"], use_threads=False)
 
     def _read_header(self, file: pyarrow.parquet.ParquetFile, name: str) -> dict[str, Any]:
         header = json.loads((file.schema_arrow.metadata or {}).get(_HEADER, b"{}"))
@@ -149,19 +141,6 @@ class ScoreShards:
             raise ValueError(
                 f"'{self.folder}/{name}' is damaged ({error}). Delete it: its documents are then scored again."
             ) from error
-
-
-def _find_repeating_shards(shards: Mapping[str, Rows]) -> list[str]:
-    """Return the shards with a row that an earlier shard has as well."""
-    import pandas as pd  # slow, and needed for this error only
-
-    tables = [
-        pd.DataFrame({"shard": name, "file": file, "row": numbers})
-        for name, rows in shards.items()
-        for file, numbers in rows.items()
-    ]
-    table = pd.concat(tables)
-    return list(table["shard"][table.duplicated(["file", "row"])].unique())
 
 
 def check_settings(then: Mapping[str, Any], now: Mapping[str, Any], place: object) -> None:
