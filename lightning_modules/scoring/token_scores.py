@@ -7,12 +7,14 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import merge_spans, soft_influence
 from lightning_modules.utilities.files import write_atomically
 
@@ -97,6 +99,19 @@ class TokenScores:
             context_scores=dict(sorted(context_scores.items())),
             **tensors,
         )
+
+
+def scores_of_row(batch: PackedBatch, row: int, long: Tensor, short: Tensor, **fields: Any) -> TokenScores:
+    """Return the scores of a sequence with one document, from ``[T]`` log-likelihoods and the other ``fields``."""
+    tokens = batch["document_boundaries"][row][-1]
+    return TokenScores(
+        text_sha256=text_sha256(batch["text"][row]),
+        token_ids=batch["input_ids"][row, :tokens].cpu(),
+        offsets=batch["offsets"][row, :tokens].cpu(),
+        long=long[:tokens].float().cpu(),
+        short=short[:tokens].float().cpu(),
+        **fields,
+    )
 
 
 def text_sha256(text: str) -> str:
