@@ -21,8 +21,14 @@ from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.influence import check_gamma, check_thresholds
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.scoring.corpus.failures import check_failures
-from lightning_modules.scoring.corpus.protocols import ReadProgress, ScoredCorpus
-from lightning_modules.scoring.corpus.shards import SUCCESS, ExistingScores, ScoreShards, check_settings
+from lightning_modules.scoring.corpus.shards import (
+    SUCCESS,
+    ExistingScores,
+    ReadProgress,
+    ScoredCorpus,
+    ScoreShards,
+    check_settings,
+)
 from lightning_modules.scoring.corpus.table import ScoreTable, TokenType, count_rows, find_reserved_names
 from lightning_modules.scoring.document_scorer import Failed
 from lightning_modules.scoring.token_scores import TokenScores

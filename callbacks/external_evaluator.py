@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
-from callbacks.document_table import DocumentTable
 from callbacks.evaluation_numbers import (
+    DocumentTable,
     Found,
     Influence,
     ScoredDocument,

@@ -20,7 +20,7 @@ from datamodules.packing.loader import worker_options
 from lightning_modules.batch import DocumentRef
 from lightning_modules.functional.checks import MAX_PROCESSES, check_count
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
-from lightning_modules.scoring.corpus.protocols import ReadProgress
+from lightning_modules.scoring.corpus.shards import ReadProgress
 from lightning_modules.utilities.collectives import gathered, patient_group
 
 _NAMED_FILES = 3  # at most, in a message

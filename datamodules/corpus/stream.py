@@ -17,7 +17,7 @@ from datamodules.packing.evaluation_documents import document_row, empty_row
 from datamodules.packing.sequences import Row, collate_rows
 from lightning_modules.batch import DocumentRef, PackedBatch
 from lightning_modules.scoring.corpus.failures import LEFT_OUT
-from lightning_modules.scoring.corpus.protocols import ReadProgress
+from lightning_modules.scoring.corpus.shards import ReadProgress
 
 PARTS_PER_STREAM = 4  # with fewer parts, the rows of each part are sharded instead of the parts
 POOL_DOCUMENTS, POOL_BATCHES = 256, 32  # limits of the pool from which documents of similar length are batched

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from datamodules.packing.sequences import Row, make_row
 from datamodules.sources.documents import Document, Source, with_text
-from datamodules.sources.opening import open_source
+from datamodules.sources.hub import open_source
 from lightning_modules.models.tokenization.tokenizer import encode_document
 
 

@@ -60,8 +60,10 @@ class InfluenceTransfer:
         for row, boundaries in enumerate(batch["document_boundaries"]):
             for start, stop in pairwise(boundaries):
                 text, offsets = self.characters(ids[row, start:stop])
-                if not self._has_short_context(text, context_length + stride):
-                    continue
+                encode = self.tokenizer.backend_tokenizer.encode
+                tokens = encode(text, add_special_tokens=self.add_special_tokens).ids if text.strip() else []
+                if len(tokens) <= context_length + stride:
+                    continue  # no token has a short context
                 scores = score_text(
                     text,
                     backbone,
@@ -75,12 +77,6 @@ class InfluenceTransfer:
                 weights[offsets[:, 0] == offsets[:, 1]] = 1.0
                 influence[row, start:stop] = weights
         return influence
-
-    def _has_short_context(self, text: str, window: int) -> bool:
-        if not text.strip():
-            return False
-        encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=self.add_special_tokens)
-        return len(encoding.ids) > window
 
 
 def make_transfer(

@@ -1,13 +1,16 @@
-"""Parquet files with scores of documents: each is written by one process, and read again to resume."""
+"""Parquet files with scores of documents: each is written by one process, and read again to resume.
+
+The data module of the documents is a `ScoredCorpus`; it and the callback that writes do not import each other.
+"""
 
 import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow
@@ -67,7 +70,11 @@ class ScoreShards:
             for name, (header, table) in zip(names, pool.map(self._read_rows, names), strict=True):
                 check_settings(header["settings"], settings or header["settings"], f"{self.folder}/{name}")
                 settings = header["settings"]
-                self._add_versions(versions, header["files"])
+                for file, version in header["files"].items():
+                    if versions.setdefault(file, version) != version:
+                        raise ValueError(
+                            f"{self.folder} has rows of two versions of '{file}'. Start again in another folder."
+                        )
                 counts.update(header["counts"])
                 tables.append(table.to_pandas().assign(shard=name))
         scored = pd.concat(tables)
@@ -126,11 +133,6 @@ class ScoreShards:
             raise ValueError(f"'{self.folder}/{name}' does not contain document scores ({FORMAT}). Use another folder.")
         return header
 
-    def _add_versions(self, versions: dict[str, str], new: Mapping[str, str]) -> None:
-        for file, version in new.items():
-            if versions.setdefault(file, version) != version:
-                raise ValueError(f"{self.folder} has rows of two versions of '{file}'. Start again in another folder.")
-
     @contextmanager
     def _open_shard(self, name: str) -> Iterator[pyarrow.parquet.ParquetFile]:
         try:
@@ -152,3 +154,37 @@ def check_settings(then: Mapping[str, Any], now: Mapping[str, Any], place: objec
             f"`{name}` was {then.get(name)!r} and is {now.get(name)!r}" for name in names[:_MAX_SETTINGS]
         )
         raise ValueError(f"The scores in '{place}' were made with other settings: {changes}. Use another folder.")
+
+
+class ReadProgress(NamedTuple):
+    """Progress of a process in a corpus."""
+
+    documents: int  # number of documents so far, including failed ones
+    complete: bool  # whether these are all of its documents
+    unreadable: list[str]  # files, or parts of files, that could not be read, with the reason
+
+
+@runtime_checkable
+class ScoredCorpus(Protocol):
+    """A data module of documents in files."""
+
+    column_types: Mapping[str, pyarrow.DataType]  # of `DocumentRef.columns`
+    allowed_failures: float  # fraction of a source's documents that may fail
+
+    def source(self, file: str) -> str:
+        """Return the source that a file belongs to."""
+
+    def versions(self, files: Iterable[str]) -> dict[str, str]:
+        """Return the content hashes of files by name; raise an error if one has changed during the run."""
+
+    def scoring_settings(self) -> dict[str, Any]:
+        """Return all settings that determine which tokens are scored, as plain values."""
+
+    def source_settings(self) -> dict[str, Any]:
+        """Return the settings with which the same documents can be read again."""
+
+    def expected(self) -> int | None:
+        """Estimate how many documents this process gets, or return None if it is unknown before reading the files."""
+
+    def read_progress(self) -> ReadProgress:
+        """Return the progress of this process."""
