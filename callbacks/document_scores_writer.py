@@ -25,7 +25,6 @@ from lightning_modules.scoring.corpus.shards import (
     SUCCESS,
     ExistingScores,
     ReadProgress,
-    ScoredCorpus,
     ScoreShards,
     check_settings,
 )
@@ -105,7 +104,7 @@ class DocumentScoresWriter(Callback):
         if stage != "predict":
             return
         corpus: Any = getattr(trainer, "datamodule", None)
-        if not (isinstance(corpus, ScoredCorpus) and isinstance(pl_module, LongContextLM)):
+        if not (hasattr(corpus, "read_progress") and isinstance(pl_module, LongContextLM)):
             raise ValueError(
                 "`DocumentScoresWriter` needs the data module datamodules.DocumentCorpus, got"
                 f" {type(corpus).__name__}: set `data.class_path`."

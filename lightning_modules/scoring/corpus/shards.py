@@ -1,16 +1,13 @@
-"""Parquet files with scores of documents: each is written by one process, and read again to resume.
-
-The data module of the documents is a `ScoredCorpus`; it and the callback that writes do not import each other.
-"""
+"""Parquet files with scores of documents: each is written by one process, and read again to resume."""
 
 import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, BinaryIO, NamedTuple, Protocol, runtime_checkable
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow
@@ -162,29 +159,3 @@ class ReadProgress(NamedTuple):
     documents: int  # number of documents so far, including failed ones
     complete: bool  # whether these are all of its documents
     unreadable: list[str]  # files, or parts of files, that could not be read, with the reason
-
-
-@runtime_checkable
-class ScoredCorpus(Protocol):
-    """A data module of documents in files."""
-
-    column_types: Mapping[str, pyarrow.DataType]  # of `DocumentRef.columns`
-    allowed_failures: float  # fraction of a source's documents that may fail
-
-    def source(self, file: str) -> str:
-        """Return the source that a file belongs to."""
-
-    def versions(self, files: Iterable[str]) -> dict[str, str]:
-        """Return the content hashes of files by name; raise an error if one has changed during the run."""
-
-    def scoring_settings(self) -> dict[str, Any]:
-        """Return all settings that determine which tokens are scored, as plain values."""
-
-    def source_settings(self) -> dict[str, Any]:
-        """Return the settings with which the same documents can be read again."""
-
-    def expected(self) -> int | None:
-        """Estimate how many documents this process gets, or return None if it is unknown before reading the files."""
-
-    def read_progress(self) -> ReadProgress:
-        """Return the progress of this process."""
