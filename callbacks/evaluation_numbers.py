@@ -110,12 +110,7 @@ def measure_alignment(trainer: Trainer, documents: Found, *, device: torch.devic
 
 
 class DocumentTable:
-    """One row per document and thresholds, collected in each process and written by the first.
-
-    Args:
-        stage: ``val`` or ``test``.
-        evaluator: Name of the evaluator, in the table and its file.
-    """
+    """One row per document and thresholds, collected in each process and written by the first."""
 
     def __init__(self, stage: str, evaluator: str) -> None:
         self._stage, self._evaluator = stage, evaluator

@@ -47,12 +47,6 @@ def document_scores(
     https://arxiv.org/abs/2410.23771. It is defined for tokens from index ``context_length + stride`` on. Earlier tokens
     have the same long and short context, so their difference is always 0.
 
-    Args:
-        scores: Long and short log-likelihoods of the document's tokens.
-        alpha: Threshold of a key token's long-short difference, in nats.
-        beta: Threshold of a key token's long log-likelihood, in nats.
-        gamma: Largest weight of the soft-weighted benefit.
-
     Returns:
         Values by the names in `COLUMNS`, or None if the document is too short; sums are float64:
 

@@ -42,11 +42,7 @@ class ExistingScores(NamedTuple):
 
 
 class ScoreShards:
-    """A folder of ``part-*.parquet`` files, whose metadata records the settings of their scores.
-
-    Args:
-        path: A local folder or fsspec URL.
-    """
+    """A local folder or fsspec URL of ``part-*.parquet`` files, whose metadata records the settings of their scores."""
 
     def __init__(self, path: str) -> None:
         self.folder = OutputFolder(path)
