@@ -53,12 +53,10 @@ class ScoreShards:
 
     def existing_scores(self) -> ExistingScores:
         """Read which rows have scores."""
-        import pandas as pd  # slow
-
         versions: dict[str, str] = {}
         settings: dict[str, Any] = {}
         counts: Counter[str] = Counter()
-        tables, names = [pd.DataFrame({"file": [], "row": [], "shard": []})], self.names()
+        tables, names = [], self.names()
         with ThreadPoolExecutor(_READER_THREADS) as pool:
             for name, (header, table) in zip(names, pool.map(self._read_rows, names), strict=True):
                 check_settings(header["settings"], settings or header["settings"], f"{self.folder}/{name}")
@@ -69,16 +67,26 @@ class ScoreShards:
                             f"{self.folder} has rows of two versions of '{file}'. Start again in another folder."
                         )
                 counts.update(header["counts"])
-                tables.append(table.to_pandas().assign(shard=name))
-        scored = pd.concat(tables)
-        repeating = scored["shard"][scored.duplicated(["file", "row"])].unique()
-        if len(repeating):
+                tables.append(table)
+        if not tables:
+            return ExistingScores({}, {}, {}, {}, 0)
+        # Sort all rows by file and number; of equal ones, those of earlier shards come first.
+        scored = pyarrow.concat_tables(tables)
+        files = scored["file"].combine_chunks().dictionary_encode()
+        index, numbers = files.indices.to_numpy(), scored["row"].to_numpy()
+        order = np.lexsort((numbers, index))
+        index, numbers = index[order], numbers[order]
+        repeated = (np.diff(index) == 0) & (np.diff(numbers) == 0)
+        if repeated.any():
+            shard = np.repeat(names, [len(table) for table in tables])[order]
+            repeating = np.unique(shard[1:][repeated])
             raise ValueError(
                 f"{self.folder}: {len(repeating)} shard(s) repeat rows of other shards, because two runs wrote at the"
                 f" same time. Delete {', '.join(repeating)} and run the same command again: missing rows are scored"
                 " again."
             )
-        rows = {file: np.sort(numbers.to_numpy(np.int64)) for file, numbers in scored.groupby("file")["row"]}
+        starts = np.searchsorted(index, np.arange(len(files.dictionary)))
+        rows = dict(zip(files.dictionary.to_pylist(), np.split(numbers, starts[1:]), strict=True))
         return ExistingScores(rows, versions, settings, dict(counts), len(names))
 
     def write(self, table: pyarrow.Table, header: Mapping[str, Any], rank: int) -> None:
