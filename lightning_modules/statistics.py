@@ -6,12 +6,16 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
+import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 from scipy import optimize, stats
 
 MIN_MODELS = 3
 MIN_FOR_INTERVAL = 5
 """Models or documents below which there is no interval; a correlation has a p-value instead."""
+
+TOKENS = {"longppl": "key_tokens", "perplexity": "tokens"}
+"""Numbers of tokens that the perplexities of a document are over."""
 
 _CONFIDENCE, _SEED = 0.95, 0
 _Z = float(stats.norm.ppf((1 + _CONFIDENCE) / 2))
@@ -143,6 +147,28 @@ def weighted_mean_interval(values: NDArray[np.float64], weights: NDArray[np.floa
     without = (total - values * weights) / (weight - weights)
     half = float(stats.t.ppf((1 + _CONFIDENCE) / 2, count - 1) * without.std() * math.sqrt(count - 1))
     return total / weight - half, total / weight + half
+
+
+def corpus_perplexity(documents: pd.DataFrame, kind: str) -> float:
+    """Return ``longppl`` or ``perplexity`` over all (key) tokens of the documents; NaN without tokens."""
+    counted = documents[documents[TOKENS[kind]] > 0]
+    return math.exp(np.average(np.log(counted[kind]), weights=counted[TOKENS[kind]])) if len(counted) else math.nan
+
+
+def perplexity_ratio(shared: pd.DataFrame, kind: str) -> tuple[float, Interval | None]:
+    """Return the ratio of ``longppl`` or ``perplexity`` over all tokens to the baseline's, with its 95% interval.
+
+    The interval is about the choice of documents, not about the noise of training. What makes a document hard for both
+    models cancels. Fewer than 5 documents have no interval.
+    """
+    counted = shared[shared[TOKENS[kind]] > 0]
+    if counted.empty:
+        return math.nan, None
+    tokens = counted[TOKENS[kind]].to_numpy()
+    differences = np.log(counted[kind] / counted[f"{kind}_baseline"]).to_numpy()
+    interval = weighted_mean_interval(differences, tokens)
+    value = math.exp(np.average(differences, weights=tokens))
+    return value, interval and (math.exp(interval[0]), math.exp(interval[1]))
 
 
 def questions_needed(interval: Interval, questions: int, half_width: float) -> int:

@@ -7,13 +7,8 @@ from pathlib import Path
 import pandas as pd
 
 from lightning_modules.commands.compare.curves import draw_curves
-from lightning_modules.commands.compare.differences import (
-    TOKENS,
-    corpus_perplexity,
-    perplexity_ratio,
-    shared_documents,
-)
 from lightning_modules.commands.compare.runs import AXES, Run, read_runs
+from lightning_modules.statistics import TOKENS, corpus_perplexity, perplexity_ratio
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_html, as_text_table
 
@@ -46,11 +41,6 @@ def compare(runs: Sequence[str | Path], output: str | Path | None = None) -> str
         write_atomically(Path(output), _make_page(found, tables | _find_changed_documents(others, baseline)).encode())
         texts.append(f"Page: {output}\n")
     return "\n".join(texts or ["These runs have logged nothing yet.\n"])
-
-
-def write_page(runs: Sequence[Path], output: Path) -> None:
-    """Write an HTML page about one run, or about several."""
-    compare(runs, output)
 
 
 def _first_evaluation(run: Run) -> Run:
@@ -116,6 +106,12 @@ def _compare_settings(runs: Sequence[Run]) -> Table:
     differing = [row for row in rows if len({*row[1:]}) > 1]
     absent = tuple(f"{row[0]}." for row in differing if "" in row)  # such as a callback that a run lacks
     return Table(["setting", *(run.name for run in runs)], [row for row in differing if not row[0].startswith(absent)])
+
+
+def shared_documents(documents: pd.DataFrame, baseline: pd.DataFrame) -> pd.DataFrame:
+    """Return the documents that both have with equal numbers of tokens and key tokens, with both perplexities."""
+    both = documents.merge(baseline, left_index=True, right_index=True, suffixes=("", "_baseline"))
+    return both[(both["tokens"] == both["tokens_baseline"]) & (both["key_tokens"] == both["key_tokens_baseline"])]
 
 
 def _find_changed_documents(runs: Sequence[Run], baseline: Run) -> dict[str, Table]:

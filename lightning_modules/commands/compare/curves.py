@@ -8,8 +8,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from lightning_modules.commands.compare.differences import corpus_perplexity
 from lightning_modules.commands.compare.runs import AXES, Run
+from lightning_modules.statistics import corpus_perplexity
 from lightning_modules.visualization.images import STYLE, as_svg
 
 _POINTS = 200  # longer curves are averaged
