@@ -4,7 +4,6 @@ import math
 from typing import NamedTuple
 
 import torch
-from scipy import stats
 from torch import Tensor
 
 _EXPONENTS = torch.logspace(-2, 0.9, 200, dtype=torch.float64)
@@ -79,6 +78,8 @@ def fit_power_law(context: Tensor, loss: Tensor) -> PowerLaw:
     variance = float((loss - loss.mean()).square().sum())
     r_squared = 1 - float(errors[best]) / variance if variance else math.nan
     # 3. Reject the exponents that explain the loss clearly worse. Three contexts fit every exponent.
+    from scipy import stats  # not where only torch is installed
+
     freedom = len(context) - 3
     limit = errors[best] * (1 + stats.f.ppf(0.95, 1, freedom) / freedom) if freedom else math.inf
     rejected = _EXPONENTS[_fit_at_exponents(context, loss, _EXPONENTS)[2] > limit].tolist()

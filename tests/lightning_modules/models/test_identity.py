@@ -218,7 +218,7 @@ def test_weights_that_the_config_names_count_wherever_they_are(model, name):
 
 @pytest.mark.parametrize(("name", "revision"), [("owner/none", None), ("owner/tiny", "v2"), ("{}/config.json", None)])
 def test_what_cannot_be_identified_is_refused(hub, model, name, revision):
-    with pytest.raises(ValueError, match=r"cannot be identified: .*Give a local folder with weights, or a hub id"):
+    with pytest.raises(ValueError, match=r"cannot be identified: .*or give a local folder or another hub id"):
         model_identity(name.format(model), revision)
 
 
