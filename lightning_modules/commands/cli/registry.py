@@ -134,16 +134,11 @@ def select_command(arguments: Sequence[str]) -> None:
 def reproduce_command(arguments: Sequence[str]) -> None:
     """Run ``longce reproduce miniature`` or ``longce reproduce TABLE``."""
     if arguments[1:2] == ["miniature"]:
+        from benchmarks.reproduction.miniature.options import add_miniature_options
+
         description = "Repeat the paper's experiments with tiny models of a synthetic language, on one CPU thread."
         parser = _make_parser("reproduce miniature", description)
-        output = "Folder for the models and the report; finished models there are reused."
-        parser.add_argument("--output", type=str, default="runs/miniature", help=output)
-        seeds = "Number of base models, each from different random weights; every experiment runs on each of them."
-        parser.add_argument("--seeds", type=int, default=1, help=seeds)
-        config = "YAML file of the experiments; by default configs/reproduce/miniature.yaml."
-        parser.add_argument("--config", type=str | None, help=config)
-        text = "Folder with train/*.txt and test/*.txt, for experiments on real text."
-        parser.add_argument("--text", type=str | None, help=text)
+        add_miniature_options(parser)
         options = parser.parse_args(list(arguments[2:])).as_dict()
         from benchmarks.reproduction.miniature.command import reproduce_miniature
 
