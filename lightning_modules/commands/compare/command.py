@@ -115,7 +115,6 @@ def shared_documents(documents: pd.DataFrame, baseline: pd.DataFrame) -> pd.Data
 
 
 def _find_changed_documents(runs: Sequence[Run], baseline: Run) -> dict[str, Table]:
-    """Return the documents whose LongPPL differs most from the baseline's."""
     found = []
     for run in runs:
         for cell in run.evaluations.keys() & baseline.evaluations.keys():

@@ -167,7 +167,6 @@ def _format_difference(difference: Difference) -> tuple[str, ...]:
 
 
 def _describe_left_out(pairs: Sequence[Pair]) -> list[str]:
-    """Return a sentence for each model that is left out, with all reasons."""
     reasons: dict[str, dict[str, None]] = {}
     for pair in pairs:
         for model, reason in pair.left_out.items():

@@ -85,7 +85,6 @@ class MultiDocumentQA(FittedTask):
         return self.questions[order[index % len(order)]]
 
     def _other_passages(self, rng: random.Random) -> Iterator[Passage]:
-        """Return passages of other questions."""
         if not self.questions:
             return synthetic_lives(rng)
         others = rng.sample(self.questions, len(self.questions))

@@ -107,7 +107,6 @@ def _list_choices() -> str:
 
 
 def _import_task(path: str) -> Task:
-    """Create a task of the user's class."""
     try:
         kind = import_object(path)
     except (ImportError, AttributeError) as error:
