@@ -185,13 +185,13 @@ def _spearman_interval(value: float, models: int) -> Interval:
     """
     draws = max(2_000, 100_000 // models)
     first, noise = np.random.default_rng(_SEED).standard_normal((2, draws, models))
-    ranks = _standardize(stats.rankdata(first, axis=1))
+    ranks = stats.zscore(stats.rankdata(first, axis=1), axis=1)
 
     def larger(slope: float) -> float:
         """Return the fraction of samples with a larger correlation, where that of the normal values is tanh(slope)."""
         rho = math.tanh(slope)
         others = stats.rankdata(rho * first + math.sqrt(1 - rho * rho) * noise, axis=1)
-        drawn = (ranks * _standardize(others)).sum(axis=1)
+        drawn = (ranks * stats.zscore(others, axis=1)).mean(axis=1)
         return float(np.mean(drawn > value + 1e-9) + np.mean(np.abs(drawn - value) <= 1e-9) / 2)
 
     def limit(target: float) -> float:
@@ -201,12 +201,6 @@ def _spearman_interval(value: float, models: int) -> Interval:
         return 6 / math.pi * math.asin(math.tanh(slope) / 2)
 
     return limit((1 - _CONFIDENCE) / 2), limit((1 + _CONFIDENCE) / 2)
-
-
-def _standardize(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Center and scale rows so that their products are correlations."""
-    centered = values - values.mean(axis=1, keepdims=True)
-    return centered / np.linalg.norm(centered, axis=1, keepdims=True)
 
 
 def _check_values(x: ArrayLike, y: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
