@@ -11,8 +11,7 @@ from scipy import stats
 from torch.utils.tensorboard import SummaryWriter
 
 from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.compare.command import compare
-from lightning_modules.commands.compare.curves import place_points
+from lightning_modules.commands.compare.command import compare, place_points
 from lightning_modules.commands.compare.runs import read_runs
 from lightning_modules.statistics import perplexity_ratio
 from lightning_modules.training.monitoring.identity import flatten_config
