@@ -80,10 +80,7 @@ def suggest_nearest(name: str, known: Iterable[str], dashes: str = "") -> str:
 
 def stop_with_usage(message: str) -> NoReturn:
     """Print an error of the command line or a config in one line, and exit with status 2."""
-    if os.environ.get("LONGCE_TRACEBACK"):
-        traceback.print_exc()
-    sys.stderr.write(f"longce: error: {message}\n")
-    sys.exit(2)
+    _exit_with(message, status=2)
 
 
 def _list_options(parser: jsonargparse.ArgumentParser) -> set[str]:
@@ -177,16 +174,14 @@ def _exit_with_remedy(error: BaseException) -> None:
 
 
 def _exit_with_message(error: BaseException, *, status: int) -> NoReturn:
-    if os.environ.get("LONGCE_TRACEBACK"):
-        traceback.print_exc()
-    cause = _root_cause(error)
-    message = "\n".join([str(cause) or type(cause).__name__, *getattr(cause, "__notes__", [])])
-    sys.stderr.write(f"longce: error: {message}\n")
-    sys.exit(status)
-
-
-def _root_cause(error: BaseException) -> BaseException:
-    """Return the error that a class in a config raised, without the parser's list of the types it tried."""
+    # The error that a class in a config raised, without the parser's list of the types it tried.
     while str(error).startswith("Does not validate") and (cause := error.__cause__ or error.__context__) is not None:
         error = cause
-    return error
+    _exit_with("\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", [])]), status=status)
+
+
+def _exit_with(message: str, *, status: int) -> NoReturn:
+    if os.environ.get("LONGCE_TRACEBACK"):
+        traceback.print_exc()
+    sys.stderr.write(f"longce: error: {message}\n")
+    sys.exit(status)

@@ -75,7 +75,7 @@ def _read_run(name: str, folder: Path) -> Run:
     config = {name: str(hparams[key]) for key, name in names.items()}
     scalars: dict[str, dict[int, float]] = defaultdict(dict)
     evaluations: dict[str, dict[int, pd.DataFrame]] = defaultdict(dict)
-    for place in (folder, *sorted(folder.glob("evaluations/*"), key=_modified)):
+    for place in (folder, *sorted(folder.glob("evaluations/*"), key=os.path.getmtime)):
         for key, step, value in _read_scalars(place):
             # Lightning numbers steps from 0, but evaluations before training and of checkpoints are at their step.
             exact = place != folder or (step == 0 and key.startswith("val/"))
@@ -114,7 +114,7 @@ def _read_documents(folder: Path) -> Iterator[tuple[str, int, pd.DataFrame]]:
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     arguments = [each["init_args"] for each in callbacks if each["class_path"] == "callbacks.ExternalEvaluator"]
     settings = {each.get("name") or "evaluator": each for each in arguments}
-    for file in sorted(folder.glob("documents/*.parquet"), key=_modified):
+    for file in sorted(folder.glob("documents/*.parquet"), key=os.path.getmtime):
         (stage, _, name), step = file.stem.rpartition("-step-")[0].partition("-"), file.stem.rpartition("-")[2]
         for (group, thresholds), rows in pd.read_parquet(file).groupby(["set", "thresholds"]):
             values = settings.get(name, {}) | rows[["alpha", "beta"]].iloc[0].to_dict()
@@ -147,7 +147,3 @@ def _name_cell(documents: str, name: str, thresholds: str, settings: Mapping[str
 def _index(rows: pd.DataFrame) -> pd.DataFrame:
     """Index documents by name and occurrence, because a name may occur several times."""
     return rows.set_index([rows["document"], rows.groupby("document").cumcount()])[_COLUMNS].astype(float)
-
-
-def _modified(file: Path) -> float:
-    return file.stat().st_mtime
