@@ -44,8 +44,7 @@ class ConciseParser(jsonargparse.ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:  # the parser of a class in a config: the one of the command reports it
             super().error(message, ex)
-        message = re.sub(r"\. Got value: Namespace\(.*", ".", message)
-        lines = [line.strip() for line in message.splitlines()]
+        lines = [line.strip() for line in re.sub(r"\. Got value: Namespace\(.*", ".", message).splitlines()]
         lines = [line.removeprefix("- ") for line in lines if not re.match(_NOISE, line)] or lines
         short = re.sub(r"an? <class '(\w+)'>", r"\1", " ".join(lines))
         if key := re.match(r'Parser key "([\w.]+)":', short):
@@ -56,6 +55,7 @@ class ConciseParser(jsonargparse.ArgumentParser):
         """Return an error for an unknown option, key, parameter or class, or None if the message is another one."""
         for pattern, list_known in (
             (r"class_path '(?P<owner>[\w.]+)':\s+Option '(?P<name>\w+)'", _list_parameters),
+            (r"Option '(?P<name>\w+)' is not .*Namespace\(class_path='(?P<owner>[\w.]+)'", _list_parameters),
             (r"module '(?P<owner>[\w.]+)' has no attribute '(?P<name>\w+)'", _list_classes),
             (r"(?P<owner>)unrecognized arguments: --(?P<name>[\w.]+)", lambda _: _list_options(self)),
             (r"(?P<owner>)ption '(?P<name>[\w.]+)'( is not accepted|$)", lambda _: _list_options(self)),
@@ -109,7 +109,7 @@ def _list_classes(module: str) -> list[str]:
 
 def _find_in_configs(words: Sequence[str], name: str, *, below: str = "") -> str:
     """Return ``FILE, line N: `` if a config of a command line has a name below a key, otherwise an empty text."""
-    if any(word.startswith("--") and name in word for word in words):
+    if any(re.match(rf"--(.*\.)?{re.escape(name)}\b", word) for word in words):
         return ""
     for word in reversed(words):  # later configs override earlier ones
         file = Path(word.partition("=")[2] or word)

@@ -1,4 +1,5 @@
 import math
+import re
 
 import pytest
 import torch
@@ -60,6 +61,14 @@ def test_each_named_schedule_is_its_formula_until_the_last_step_of_the_trainer(n
     assert rates.seen == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("name", "end"), [("cosine_with_min_lr", "min_lr"), ("polynomial", "lr_end")])
+def test_a_schedule_ends_at_the_learning_rate_that_its_arguments_name(name, end):
+    optimizer = SGD([torch.zeros(1)], lr=0.02)
+    schedule = WarmupSchedule(optimizer, name, arguments={end: 0.005})
+    schedule.end_at(TOTAL)
+    assert 0.02 * schedule.lr_lambdas[0](TOTAL) == pytest.approx(0.005)
+
+
 def test_a_schedule_that_cannot_work_is_refused_with_what_to_change():
     optimizer = SGD([torch.zeros(1)])
     for arguments, message in (
@@ -117,6 +126,15 @@ def test_groups_have_their_own_learning_rates_and_weight_decay_spares_norms_and_
     assert found["model.layers.0.self_attn.q_proj.weight"] == (0.01, 0.1)
     with pytest.raises(ValueError, match="'lora_B' matches no trained parameter"):
         ParameterGroups(learning_rates={"lora_B": 1.0}).split([("norm.weight", torch.zeros(LENGTH))])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rate", "message"),
+    [("*norm", 1.0, "nothing to repeat"), ("norm", -1.0, "0 or more, got -1"), ("norm", math.nan, "0 or more, got nan")],
+)
+def test_learning_rates_that_cannot_be_meant_are_refused_before_anything_is_loaded(pattern, rate, message):
+    with pytest.raises(ValueError, match=f"learning_rates` '{re.escape(pattern)}'.*{message}"):
+        ParameterGroups(learning_rates={pattern: rate})
 
 
 def test_without_groups_the_optimizer_gets_one_and_checkpoints_of_earlier_versions_fit(settings, tmp_path):

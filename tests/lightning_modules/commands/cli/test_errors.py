@@ -45,6 +45,11 @@ def error(tmp_path, monkeypatch, capsys):
             [*FIT, "--trainer.callbacks+", "callbacks.StepChekpoint"],
             "`callbacks` has no `StepChekpoint`. Did you mean `StepCheckpoint`?",
         ),
+        (
+            [*FIT, "--model.optimizer.weigth_decay", "0.1"],
+            "`torch.optim.AdamW` has no `weigth_decay`. Did you mean `weight_decay`?",
+        ),
+        (["launch", "--nproc_per_nod", "2"], "unknown option `--nproc_per_nod`. Did you mean `--nproc_per_node`?"),
         ([*FIT, "--model.stride", "x"], "`model.stride`: Expected int. Got value: x"),
     ],
 )
@@ -69,6 +74,11 @@ def test_the_command_line_names_the_nearest(words, expected, error):
 )
 def test_a_config_names_the_file_and_the_line(config, expected, error):
     assert error(*FIT, config=config).startswith(f"my.yaml, {expected}")
+
+
+def test_an_option_of_a_similar_name_does_not_hide_the_config(error):
+    expected = "my.yaml, line 1: unknown option `model.strid`. Did you mean `model.stride`?"
+    assert error(*FIT, "--model.stride", "32", config="model: {strid: 3}") == expected
 
 
 def test_the_first_screen_of_the_help_of_fit_lists_what_most_need(monkeypatch, capsys):
