@@ -34,6 +34,9 @@ _NOISE = (
 """Lines of jsonargparse's errors that repeat the value, or list what else it could have been."""
 
 
+_CLASS_MODULES = ("datamodules", "callbacks", "lightning_modules.objectives")
+
+
 class ConciseParser(jsonargparse.ArgumentParser):
     """Parser whose errors are one line: the unknown name, its config file and the nearest name, but no usage."""
 
@@ -53,6 +56,11 @@ class ConciseParser(jsonargparse.ArgumentParser):
 
     def _describe_unknown_name(self, message: str) -> str | None:
         """Return an error for an unknown option, key, parameter or class, or None if the message is another one."""
+        if found := re.search(r"dot import path string: (\w+)", message):
+            paths = {name: f"{module}.{name}" for module in _CLASS_MODULES for name in _list_classes(module)}
+            near = difflib.get_close_matches(found[1], paths, n=1)
+            hint = f"Did you mean `{paths[near[0]]}`?" if near else "Write it with its module."
+            return f"{_find_in_configs(self.args, found[1])}unknown class `{found[1]}`. {hint}"
         for pattern, list_known in (
             (r"class_path '(?P<owner>[\w.]+)':\s+Option '(?P<name>\w+)'", _list_parameters),
             (r"Option '(?P<name>\w+)' is not .*Namespace\(class_path='(?P<owner>[\w.]+)'", _list_parameters),
@@ -103,8 +111,9 @@ def _list_parameters(class_path: str) -> list[str]:
 
 
 def _list_classes(module: str) -> list[str]:
-    found = pydoc.locate(module)
-    return getattr(found, "__all__", None) or [name for name in dir(found) if name[:1].isupper()]
+    found: Any = pydoc.locate(module)
+    defined = [name for name, one in vars(found).items() if getattr(one, "__module__", "").startswith(module)]
+    return getattr(found, "__all__", None) or [name for name in defined if name[:1].isupper()]
 
 
 def _find_in_configs(words: Sequence[str], name: str, *, below: str = "") -> str:

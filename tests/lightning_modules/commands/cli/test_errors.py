@@ -49,6 +49,12 @@ def error(tmp_path, monkeypatch, capsys):
             [*FIT, "--model.optimizer.weigth_decay", "0.1"],
             "`torch.optim.AdamW` has no `weigth_decay`. Did you mean `weight_decay`?",
         ),
+        ([*FIT, "--trainer.logger", "Tens"], "unknown class `Tens`. Write it with its module."),
+        ([*FIT, "--data", "TextModule"], "unknown class `TextModule`. Did you mean `datamodules.TextDataModule`?"),
+        (
+            [*FIT, "--model.objective", "LongC"],
+            "unknown class `LongC`. Did you mean `lightning_modules.objectives.LongCE`?",
+        ),
         (["launch", "--nproc_per_nod", "2"], "unknown option `--nproc_per_nod`. Did you mean `--nproc_per_node`?"),
         ([*FIT, "--model.stride", "x"], "`model.stride`: Expected int. Got value: x"),
     ],

@@ -49,8 +49,10 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self):
         if "/tree/" in self.path:
             names = ("model.safetensors.index.json", "model-00001-of-00002.safetensors", "notes.md", "README.md")
-            return self.answer([{"type": "file", "path": name, "size": 1, "oid": "0"} for name in names])
-        self.answer({"id": "org/name", "modelId": "org/name", "private": self.server.private, "sha": "0", "tags": []})
+            self.answer([{"type": "file", "path": name, "size": 1, "oid": "0"} for name in names])
+        else:
+            facts = {"id": "org/name", "modelId": "org/name", "private": self.server.private, "sha": "0", "tags": []}
+            self.answer(facts)
 
     def answer(self, content, status=200):
         data = json.dumps(content).encode()
@@ -106,9 +108,7 @@ def test_all_files_are_in_one_commit_of_a_private_repository(hub, export):
     removed = {line["value"]["path"] for line in lines if line["key"] == "deletedFile"}
     assert removed == {"model.safetensors.index.json", "model-00001-of-00002.safetensors"}  # of an earlier export
     files = {
-        line["value"]["path"]: b64decode(line["value"]["content"]).decode()
-        for line in lines
-        if line["key"] == "file"
+        line["value"]["path"]: b64decode(line["value"]["content"]).decode() for line in lines if line["key"] == "file"
     }
     assert files == {"config.json": "{}", "README.md": "A model."}
     assert {token for _, token, _ in hub.seen} <= {f"Bearer {TOKEN}", None}
