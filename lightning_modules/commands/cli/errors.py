@@ -62,8 +62,8 @@ class ConciseParser(jsonargparse.ArgumentParser):
             hint = f"Did you mean `{paths[near[0]]}`?" if near else "Write it with its module."
             return f"{_find_in_configs(self.args, found[1])}unknown class `{found[1]}`. {hint}"
         for pattern, list_known in (
-            (r"class_path '(?P<owner>[\w.]+)':\s+Option '(?P<name>\w+)'", _list_parameters),
-            (r"Option '(?P<name>\w+)' is not .*Namespace\(class_path='(?P<owner>[\w.]+)'", _list_parameters),
+            (r"class_path '(?P<owner>[\w.]+)':\s+Option '(?P<name>[\w.]+)'", _list_parameters),
+            (r"Option '(?P<name>[\w.]+)' is not .*Namespace\(class_path='(?P<owner>[\w.]+)'", _list_parameters),
             (r"module '(?P<owner>[\w.]+)' has no attribute '(?P<name>\w+)'", _list_classes),
             (r"(?P<owner>)unrecognized arguments: --(?P<name>[\w.]+)", lambda _: _list_options(self)),
             (r"(?P<owner>)ption '(?P<name>[\w.]+)'( is not accepted|$)", lambda _: _list_options(self)),

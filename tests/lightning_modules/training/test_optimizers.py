@@ -87,6 +87,12 @@ def test_a_schedule_that_cannot_work_is_refused_with_what_to_change():
     WarmupSchedule(optimizer, "constant", warmup_steps=30).end_at(-1)  # has no last step
 
 
+def test_a_schedule_without_a_last_step_is_refused_before_the_model_is_loaded(settings, tmp_path):
+    module = lm(None, lr_scheduler=lambda o: WarmupSchedule(o, "linear"), **settings)
+    with pytest.raises(ValueError, match=r"set `trainer.max_steps`"):
+        module.optimization.check(trainer(tmp_path, max_steps=-1))
+
+
 def test_a_schedule_that_needs_a_metric_is_stepped_once_after_each_evaluation(settings, tmp_path):
     def plateau(optimizer, monitor="val/perplexity"):
         return ReduceLROnPlateau(optimizer, monitor=monitor, factor=0.5, patience=0, threshold=0.99)
@@ -124,6 +130,8 @@ def test_groups_have_their_own_learning_rates_and_weight_decay_spares_norms_and_
     assert found["model.layers.0.input_layernorm.weight"] == (0.02, 0.0)
     assert found["model.norm.weight"] == found["model.layers.0.self_attn.q_proj.bias"] == (0.01, 0.0)
     assert found["model.layers.0.self_attn.q_proj.weight"] == (0.01, 0.1)
+    (group,) = ParameterGroups(decay_norms_and_biases=True).split([("norm.weight", torch.zeros(LENGTH))])
+    assert "weight_decay" not in group
     with pytest.raises(ValueError, match="'lora_B' matches no trained parameter"):
         ParameterGroups(learning_rates={"lora_B": 1.0}).split([("norm.weight", torch.zeros(LENGTH))])
 

@@ -75,6 +75,10 @@ def test_the_command_line_names_the_nearest(words, expected, error):
             "trainer:\n  callbacks+:\n  - class_path: callbacks.StepCheckpoint\n    init_args:\n      save_topk: 3\n",
             "line 5: `callbacks.StepCheckpoint` has no `save_topk`. Did you mean `save_top_k`?",
         ),
+        (
+            "trainer:\n  callbacks+:\n  - class_path: callbacks.StepCheckpoint\n    init_args:\n      every: {n: 3}\n",
+            "line 5: `callbacks.StepCheckpoint` has no `every.n`.",
+        ),
         ("data:\n  class_path: datamodules.PG19\n", "line 2: `datamodules` has no `PG19`."),
     ],
 )
