@@ -4,6 +4,7 @@ import re
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.cli import ReduceLROnPlateau
 from torch.optim import SGD, AdamW
 
@@ -91,6 +92,12 @@ def test_a_schedule_without_a_last_step_is_refused_before_the_model_is_loaded(se
     module = lm(None, lr_scheduler=lambda o: WarmupSchedule(o, "linear"), **settings)
     with pytest.raises(ValueError, match=r"set `trainer.max_steps`"):
         module.optimization.check(trainer(tmp_path, max_steps=-1))
+
+
+@pytest.mark.parametrize("callback", [LearningRateFinder, BatchSizeFinder])
+def test_callbacks_that_search_settings_are_refused_with_what_to_do(callback, settings, tmp_path):
+    with pytest.raises(ValueError, match=f"`{callback.__name__}` does not support .* remove it, and "):
+        lm(None, **settings).optimization.check(trainer(tmp_path, max_steps=1, callbacks=[callback()]))
 
 
 def test_a_schedule_that_needs_a_metric_is_stepped_once_after_each_evaluation(settings, tmp_path):
