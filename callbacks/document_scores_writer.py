@@ -1,13 +1,10 @@
 """Write the scores of a corpus's documents to parquet shards while they are computed."""
 
 import json
-import os
 import signal
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pyarrow
@@ -21,12 +18,17 @@ from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.influence import check_gamma, check_thresholds
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.scoring.corpus.failures import check_failures
-from lightning_modules.scoring.corpus.protocols import ReadProgress, ScoredCorpus
-from lightning_modules.scoring.corpus.shards import SUCCESS, ExistingScores, ScoreShards, check_settings
+from lightning_modules.scoring.corpus.shards import (
+    SUCCESS,
+    ExistingScores,
+    ReadProgress,
+    ScoreShards,
+    check_settings,
+)
 from lightning_modules.scoring.corpus.table import ScoreTable, TokenType, count_rows, find_reserved_names
 from lightning_modules.scoring.document_scorer import Failed
 from lightning_modules.scoring.token_scores import TokenScores
-from lightning_modules.training.preemption import SIGNAL_ECHO_SECONDS
+from lightning_modules.training.preemption import StopSignal
 from lightning_modules.utilities.collectives import gathered, patient_group
 from lightning_modules.utilities.errors import IncompleteError
 from lightning_modules.utilities.identity import content_hash
@@ -81,7 +83,7 @@ class DocumentScoresWriter(Callback):
         self._existing: ExistingScores | None = None
         self._lock: RunLock | None = None
         self._table: ScoreTable | None = None  # while documents are scored
-        self._stop_requested_at: float | None = None
+        self._signal = StopSignal("every batch is now written immediately; another SIGTERM ends the run")
 
     def existing_scores(self) -> ExistingScores:
         """Lock the folder against other runs, and return the scores of earlier ones."""
@@ -99,7 +101,7 @@ class DocumentScoresWriter(Callback):
         if stage != "predict":
             return
         corpus: Any = getattr(trainer, "datamodule", None)
-        if not (isinstance(corpus, ScoredCorpus) and isinstance(pl_module, LongContextLM)):
+        if not (hasattr(corpus, "read_progress") and isinstance(pl_module, LongContextLM)):
             raise ValueError(
                 "`DocumentScoresWriter` needs the data module datamodules.DocumentCorpus, got"
                 f" {type(corpus).__name__}: set `data.class_path`."
@@ -152,8 +154,7 @@ class DocumentScoresWriter(Callback):
         processes = f" (process 1 of {trainer.world_size})" if trainer.world_size > 1 else ""
         self._bar = progress_bar(f"Scoring{processes}", unit="doc", total=self._corpus.expected())
         self._patient = patient_group()
-        if threading.current_thread() is threading.main_thread():  # Python allows signal handlers only there
-            signal.signal(signal.SIGTERM, self._handle_sigterm)  # the trainer restores the old handler
+        self._signal.listen(trainer, signal.SIGTERM)  # the process continues: on its own, it would leave others waiting
 
     @override
     def on_predict_batch_end(
@@ -173,16 +174,8 @@ class DocumentScoresWriter(Callback):
         # 3. Write a shard if it is full or old, or if the run is about to be killed.
         minutes = (time.monotonic() - self._shard_begun) / 60
         full = len(self._table) >= self.shard_rows or self._table.tokens >= _MAX_SHARD_TOKENS
-        if full or minutes >= self.shard_minutes or self._stop_requested_at is not None:
+        if full or minutes >= self.shard_minutes or self._signal.received is not None:
             self._write_shard(trainer)
-
-    def _handle_sigterm(self, number: int, _: FrameType | None) -> None:
-        # The process continues: if one stopped on its own, the others would wait for it.
-        if self._stop_requested_at is None:
-            self._stop_requested_at = time.monotonic()
-            os.write(2, b"longce: SIGTERM: every batch is now written immediately; another SIGTERM ends the run.\n")
-        elif time.monotonic() - self._stop_requested_at > SIGNAL_ECHO_SECONDS:
-            os._exit(128 + number)
 
     def _write_shard(self, trainer: Trainer) -> None:
         assert self._table is not None

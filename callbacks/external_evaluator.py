@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
-from callbacks.document_table import DocumentTable
 from callbacks.evaluation_numbers import (
+    DocumentTable,
     Found,
     Influence,
     ScoredDocument,
@@ -70,10 +70,6 @@ class ExternalEvaluator(Callback):
         before_training: Whether a training is evaluated before its first step.
         gamma: Largest weight of soft LongPPL.
         options: The other fields of `lightning_modules.scoring.config.EvaluatorConfig`.
-
-    Raises:
-        ValueError: If not exactly one of ``evaluator`` and ``key_spans`` is given, it does not exist, or a threshold is
-            not valid; at setup, if several callbacks have the same name, whose values would be averaged.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from lightning_modules.functional import ShortContext, key_token_mask
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.context_extension.rotary_checks import check_static
 from lightning_modules.models.short_context import short_log_likelihood
-from lightning_modules.scoring.token_scores import TokenScores, text_sha256
+from lightning_modules.scoring.token_scores import scores_of_row
 from lightning_modules.visualization.tensorboard.panels import (
     CUSTOM_SCALARS,
     EvaluationPanels,
@@ -190,15 +190,14 @@ class KeyTokenInspector(Callback):
         return InspectedDocument(
             name=batch["names"][row],
             text=batch["text"][row],
-            scores=TokenScores(
-                text_sha256=text_sha256(batch["text"][row]),
+            scores=scores_of_row(
+                batch,
+                row,
+                long,
+                short,
                 evaluator="the model in training",  # a label only
                 context_length=pl_module.context_length,
                 stride=pl_module.stride,
-                token_ids=batch["input_ids"][row, :tokens].cpu(),
-                offsets=batch["offsets"][row, :tokens].cpu(),
-                long=long[:tokens].float().cpu(),
-                short=short[:tokens].float().cpu(),
             ),
             scored=batch["labels"][row, :tokens].ne(IGNORE_INDEX).cpu(),
             key=key,

@@ -70,10 +70,6 @@ class LongContextTasks(Callback):
         tokenizer: Hub id or local folder; by default the tokenizer of the data, or of the model.
         options: The other fields of `lightning_modules.tasks.evaluation.config.TaskConfig`. With `log_samples`, the
             callback writes to ``harness/step-<step>/<task>.jsonl`` in the logger's folder.
-
-    Raises:
-        ValueError: If a task, a file or a number is not valid, or there are several such callbacks; before training, if
-            a length is too short for a task or too long for the model, or sequences are sharded across processes.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from datamodules.packing.loader import worker_options
 from datamodules.packing.sequences import PackedRowDataset, Row
 from datamodules.packing.streaming import StreamedRows, StreamingLoader, file_sources
 from datamodules.sources.documents import Source
-from datamodules.sources.opening import open_source
+from datamodules.sources.hub import open_source
 from datamodules.sources.splits import HashSplit, Split
 from datamodules.token_store.tokenize import Encoder
 

@@ -20,7 +20,7 @@ from datamodules.packing.loader import worker_options
 from lightning_modules.batch import DocumentRef
 from lightning_modules.functional.checks import MAX_PROCESSES, check_count
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
-from lightning_modules.scoring.corpus.protocols import ReadProgress, ScoreSink
+from lightning_modules.scoring.corpus.shards import ReadProgress
 from lightning_modules.utilities.collectives import gathered, patient_group
 
 _NAMED_FILES = 3  # at most, in a message
@@ -204,7 +204,8 @@ class DocumentCorpus(LightningDataModule):
         """Return the files, their content identities, and their rows that have been scored already."""
         corpus = find_corpus(self.files, self.column_names, lenient=self.allowed_failures == 1)
         versions = corpus.versions()
-        sinks = [each for each in self.trainer.callbacks if isinstance(each, ScoreSink)] if self.trainer else []  # type: ignore[attr-defined]
+        callbacks: list[Any] = self.trainer.callbacks if self.trainer else []  # type: ignore[attr-defined]
+        sinks = [each for each in callbacks if hasattr(each, "existing_scores")]  # they skip documents with scores
         if len(sinks) > 1:
             raise ValueError("Several callbacks store scores, and may have different documents: keep one of them.")
         if not sinks:

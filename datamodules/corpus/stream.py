@@ -17,7 +17,7 @@ from datamodules.packing.evaluation_documents import document_row, empty_row
 from datamodules.packing.sequences import Row, collate_rows
 from lightning_modules.batch import DocumentRef, PackedBatch
 from lightning_modules.scoring.corpus.failures import LEFT_OUT
-from lightning_modules.scoring.corpus.protocols import ReadProgress
+from lightning_modules.scoring.corpus.shards import ReadProgress
 
 PARTS_PER_STREAM = 4  # with fewer parts, the rows of each part are sharded instead of the parts
 POOL_DOCUMENTS, POOL_BATCHES = 256, 32  # limits of the pool from which documents of similar length are batched
@@ -51,11 +51,8 @@ class CorpusRows:
         return ref._replace(truncated=len(row["text"]) < len(text)), row
 
 
-class Reading(NamedTuple):
-    """A batch, and the files that turned out unreadable since the preceding batch."""
-
-    batch: PackedBatch
-    unreadable: list[str]
+Reading = tuple[PackedBatch, list[str]]
+"""A batch, and the files that turned out unreadable since the preceding batch."""
 
 
 class CorpusStream(IterableDataset[Reading]):
@@ -156,12 +153,12 @@ class CorpusStream(IterableDataset[Reading]):
         for group in _group_by_length(pool, self.batch_tokens or 0):
             batch = collate_rows([row for _, row in group])
             batch["document_refs"], batch["failed"] = [ref for ref, _ in group], failed
-            yield Reading(batch, unreadable)
+            yield batch, unreadable
             failed, unreadable = [], []
         if failed or unreadable:
             batch = idle_batch()
             batch["failed"] = failed
-            yield Reading(batch, unreadable)
+            yield batch, unreadable
 
 
 class Share(NamedTuple):

@@ -229,12 +229,7 @@ class InfluenceRows(LightningDataModule):
 
 
 def narrow(weights: NDArray[np.float32], cap: float) -> NDArray[np.float16]:
-    """Convert weights to float16; weights at the cap are rounded up, so that they stay at the cap.
-
-    Example:
-        >>> float(narrow(np.array([1.3], dtype=np.float32), 1.3)[0]) >= 1.3
-        True
-    """
+    """Convert weights to float16; weights at the cap are rounded up, so that they stay at the cap."""
     top = DTYPE.type(cap)
     if float(top) < cap:
         top = np.nextafter(top, DTYPE.type(np.inf))

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from datamodules.packing.sequences import Row, make_row
 from datamodules.sources.documents import Document, Source, with_text
-from datamodules.sources.opening import open_source
+from datamodules.sources.hub import open_source
 from lightning_modules.models.tokenization.tokenizer import encode_document
 
 
@@ -78,13 +78,8 @@ class DocumentDataset(Dataset[Row]):
             return empty_row()
         if index not in self._rows:
             document = self.documents[index]
-            self._rows[index] = document_row(
-                document.text,
-                self.tokenizer,
-                name=document.name,
-                add_special_tokens=self.add_special_tokens,
-                max_tokens=self.length,
-            )
+            options = {"add_special_tokens": self.add_special_tokens, "max_tokens": self.length}
+            self._rows[index] = document_row(document.text, self.tokenizer, name=document.name, **options)
         return self._rows[index]
 
 
@@ -104,16 +99,9 @@ class NamedDocuments(Dataset[Row]):
         return {**part[place], "set": name}
 
 
-def document_row(
-    text: str,
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    name: str,
-    add_special_tokens: bool = False,
-    max_tokens: int | None = None,
-) -> Row:
+def document_row(text: str, tokenizer: PreTrainedTokenizerFast, *, name: str, **options: Any) -> Row:
     """Tokenize a whole document as one sequence, with the arguments of `encode_document`."""
-    batch = encode_document(text, tokenizer, name=name, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
+    batch = encode_document(text, tokenizer, name=name, **options)
     names = ("input_ids", "labels", "position_ids", "document_boundaries", "text", "offsets")
     return cast(Row, {key: batch[key][0] for key in names} | {"name": name, "set": ""})  # type: ignore[literal-required]
 

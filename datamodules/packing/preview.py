@@ -100,12 +100,7 @@ def _read_names(documents: Iterable[Document], wanted: set[int]) -> dict[int, st
 
 
 def shortened(text: str, width: int) -> str:
-    r"""Shorten a text to one line; the middle is left out if it has more than `width` characters.
-
-    Example:
-        >>> shortened("one\ntwo three four", 8)
-        'one\\n [10 characters] four'
-    """
+    """Shorten a text to one line; the middle is left out if it has more than `width` characters."""
     if len(text) <= width:
         return visible(text)
     head, tail = text[: (width + 1) // 2], text[len(text) - width // 2 :]

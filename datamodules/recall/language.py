@@ -53,23 +53,13 @@ def recall_tokenizer() -> PreTrainedTokenizerFast:
 
 @cache
 def field_values() -> dict[str, tuple[str, ...]]:
-    """Return the possible values of each field; no two fields share one.
-
-    Example:
-        >>> field_values()["city"][:3]
-        ('citba', 'citda', 'citfa')
-    """
+    """Return the possible values of each field; no two fields share one."""
     return {field: tuple(field[:3] + end for end in _list_syllables()[:VALUES_PER_FIELD]) for field in FIELDS}
 
 
 @cache
 def genre_words() -> dict[str, tuple[str, ...]]:
-    """Return the words of each genre; no two genres share one.
-
-    Example:
-        >>> genre_words()["fable"][:3]
-        ('fablba', 'fablda', 'fablfa')
-    """
+    """Return the words of each genre; no two genres share one."""
     return {genre: tuple(genre[:4] + end for end in _list_syllables()[:WORDS_PER_GENRE]) for genre in GENRES}
 
 

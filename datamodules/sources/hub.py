@@ -1,4 +1,4 @@
-"""Source for a dataset on the Hugging Face hub, or a local folder of parquet files."""
+"""Open documents by a path, a pattern, a URL or the id of a dataset on the Hugging Face hub."""
 
 import re
 from collections.abc import Iterator
@@ -7,9 +7,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from datamodules.sources.documents import Document, checked_text, record_name
-from datamodules.sources.locations import JSON_LINES, PARQUET, TEXT
+from datamodules.sources.documents import Document, RecordFiles, Source, TextFiles, checked_text, record_name
+from datamodules.sources.locations import JSON_LINES, PARQUET, TEXT, find_files, is_url
 from datamodules.sources.records import nested
+from datamodules.sources.splits import Split
 from lightning_modules.utilities.identity import content_hash
 
 
@@ -98,3 +99,34 @@ def _load_split(path: str, split: str, revision: str | None) -> Any:
             f" spelling, download it where there is a network (`hf download --repo-type dataset {path}`), or use a"
             " local path or a parquet dataset without a loading script."
         ) from error
+
+
+def open_source(
+    path: str,
+    split: Split,
+    *,
+    text_field: str = "text",
+    prompt_field: str | None = None,
+    name_field: str | None = None,
+    where: tuple[str, Any] | None = None,
+    revision: str | None = None,
+) -> Source:
+    """Open text, JSON-lines or parquet files, or a split of a hub dataset; see `TextDataModule` for the arguments."""
+    names = () if name_field is None else (name_field,)
+    on_hub = not is_url(path) and "*" not in path and not Path(path).expanduser().exists()
+    files = () if on_hub else find_files(path)
+    if prompt_field is not None and (on_hub or not files[0].name.endswith(JSON_LINES)):
+        raise ValueError(f"`prompt_field` needs JSON lines, but '{path}' has another format. Convert it.")
+    if on_hub:
+        return HubDataset(path, split, text_field, names, where, revision)
+    kind = next(kind for kind in (JSON_LINES, PARQUET, TEXT) if files[0].name.endswith(kind))
+    if other := next((file for file in files if not file.name.endswith(kind)), None):
+        raise ValueError(
+            f"'{path}' has files of different kinds, such as {files[0].name} and {other.name}."
+            " Use a pattern that matches one kind, such as folder/**/*.jsonl."
+        )
+    if kind != TEXT:
+        return RecordFiles(files, (text_field,), names, where, prompt_field)
+    if where is not None:
+        raise ValueError(f"`where` = {where} needs documents with fields, but '{path}' has plain text. Remove it.")
+    return TextFiles(files)

@@ -18,7 +18,7 @@ from datamodules.sources.documents import Source, text_bytes, with_text
 from datamodules.token_store.tokenize import Encoder, tokenized
 from lightning_modules.models.tokenization.tokenizer import tokenizer_hash, vocabulary_size
 from lightning_modules.utilities.files import atomic_folder, remove_folder, writable_folder
-from lightning_modules.utilities.identity import file_state
+from lightning_modules.utilities.identity import file_crc32, file_state
 from lightning_modules.utilities.locks import exclusive
 from lightning_modules.utilities.progress import progress_bar
 
@@ -98,7 +98,7 @@ class TokenStore:
             (self.folder / VERIFIED).write_text(json.dumps(state))
 
     def _check_content(self, name: str) -> None:
-        if _file_checksum(self.folder / name) != self.manifest["crc32"][name]:
+        if file_crc32(self.folder / name) != self.manifest["crc32"][name]:
             raise ValueError(f"{name} does not match its checksum")
 
     def __reduce__(self) -> tuple[type["TokenStore"], tuple[Path]]:
@@ -186,8 +186,7 @@ def _write_store(folder: Path, source: Source, tokenizer: PreTrainedTokenizerFas
         "documents": documents,
         "tokens": tokens,
         "bytes": {name: (folder / name).stat().st_size for name in (*_CONTENT, *optional)},
-        "crc32": {TOKENS: checksum}
-        | {name: _file_checksum(folder / name) for name in (DOCUMENT_BOUNDARIES, *optional)},
+        "crc32": {TOKENS: checksum} | {name: file_crc32(folder / name) for name in (DOCUMENT_BOUNDARIES, *optional)},
     }
     (folder / MANIFEST).write_bytes(_manifest_text(manifest))
     state = {name: file_state(folder / name) for name in _CONTENT}
@@ -199,11 +198,3 @@ def _manifest_text(manifest: dict[str, Any]) -> bytes:
     """Serialize the manifest with its own checksum. Equal manifests have equal text, so any edit is detected."""
     checksum = zlib.crc32(json.dumps(manifest).encode())
     return (json.dumps(manifest | {"checksum": checksum}, indent=2) + "\n").encode()
-
-
-def _file_checksum(path: Path) -> int:
-    checksum = 0
-    with path.open("rb") as file:
-        while content := file.read(1 << 20):
-            checksum = zlib.crc32(content, checksum)
-    return checksum

@@ -42,10 +42,6 @@ def add_adapters(model: PreTrainedModel, arguments: dict[str, Any], *, autocast:
     tied (peft's ``ensure_weight_tying``, unless the arguments specify otherwise), and low-rank adapters of either are
     refused. For mixed precision (``autocast``), fully trained weights are float32, like peft's adapters: in bfloat16
     the small updates of fine-tuning would be rounded away.
-
-    Raises:
-        ValueError: If an argument or a module name is unknown, nothing would be trained, or a tied head would be
-            separated from its embedding.
     """
     from peft import get_peft_model
 
@@ -105,9 +101,6 @@ def quantization_config(arguments: dict[str, Any], *, compute_dtype: torch.dtype
 
     Arguments are those of ``transformers.BitsAndBytesConfig``, with ``load_in_4bit`` or ``load_in_8bit``. The defaults
     for 4 bits are those of the paper, NF4 with double quantization, and products in ``compute_dtype``.
-
-    Raises:
-        ValueError: If bitsandbytes is missing, an argument is unknown, or not exactly one number of bits is given.
     """
     known = [name for name in BitsAndBytesConfig().to_dict() if not name.startswith("_") and name != "quant_method"]
     _check_arguments("quantization", arguments, known)

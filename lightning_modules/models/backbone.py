@@ -45,9 +45,6 @@ class Backbone(nn.Module):
         is_sharded: Whether each forward pass gathers weights from all processes, which must make the same number.
         in_lockstep: Whether the model is inside a `lockstep` block.
         cache_use: How the model generates, as measured by `lightning_modules.tasks.generation`.
-
-    Raises:
-        ValueError: If the model is not a causal LM with a decoder and an output head, or uses prompt learning.
     """
 
     def __init__(self, model: "PreTrainedModel | PeftModel") -> None:
@@ -137,9 +134,6 @@ class Backbone(nn.Module):
         Returns:
             ``[B, T]`` log-likelihoods in nats, float32; 0 where a token is not scored. Gradients flow through them if
             enabled. With ``head_fn``, its result.
-
-        Raises:
-            ValueError: If a document exceeds the learned positions, or the model cannot isolate documents.
         """
         # Documents in separate passes start at 0, so the last layer must not skip their first tokens.
         trims = self.trims_last_layer and not torch.is_grad_enabled() and not self._needs_separate_passes(batch)
@@ -187,11 +181,7 @@ class Backbone(nn.Module):
         return hidden_states if exchange is None else F.pad(hidden_states, (0, 0, 0, 1))
 
     def _needs_separate_passes(self, batch: PackedBatch) -> bool:
-        """Return whether each document of the sequences needs a forward pass by itself.
-
-        Raises:
-            ValueError: If so, and weights are sharded: the processes would make different numbers of passes.
-        """
+        """Return whether each document of the sequences needs a forward pass by itself."""
         if all(len(boundaries) <= 2 for boundaries in batch["document_boundaries"]):
             return False
         limit = index_free_length(self.base_model.config)

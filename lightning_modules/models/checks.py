@@ -171,7 +171,9 @@ def check_scoring(backbone: Backbone) -> None:
             )
         # 2. Find out which optimizations leave the scores of packed documents unchanged.
         tolerance = (0.01 if exact else 0.5) * max(1.0, logits[0].float().std().item())
-        expected = torch.cat([_log_likelihood(*pair) for pair in zip(documents, logits, strict=True)])
+        exact_scores = (of_document.float().log_softmax(-1) for of_document in logits)
+        pairs = zip(documents, exact_scores, strict=True)
+        expected = torch.cat([scores.gather(-1, ids[1:, None]).squeeze(-1) for ids, scores in pairs])
         if "flash" in backbone.attention:
             _check_kernel(backbone, documents, expected, tolerance)
 
@@ -201,24 +203,19 @@ def _check_kernel(backbone: Backbone, documents: Sequence[Tensor], expected: Ten
 
 
 def _compare(backbone: Backbone, documents: Sequence[Tensor]) -> tuple[list[Tensor], float]:
-    """Return the model's own ``[n - 1, V]`` logits of each document, and the largest error of ours."""
-    logits = [backbone.model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, :-1] for ids in documents]
-    return logits, max(_measure_error(backbone, *pair) for pair in zip(documents, logits, strict=True))
+    """Return the model's own ``[n - 1, V]`` logits of each document, and the largest error of ours.
 
-
-def _log_likelihood(document: Tensor, logits: Tensor) -> Tensor:
-    """Return ``[n - 1]`` log-likelihoods of all tokens but the first, from full logits."""
-    return logits.float().log_softmax(-1).gather(-1, document[1:, None]).squeeze(-1)
-
-
-def _measure_error(backbone: Backbone, document: Tensor, logits: Tensor) -> float:
-    """Return the largest difference between our logits and the model's own, in units of their standard deviation.
-
-    Both use hidden states of the same shape, so that even half precision hardly differs.
+    The error is in units of their standard deviation. Both use hidden states of the same shape, so that even half
+    precision hardly differs.
     """
-    hidden_states = backbone.decoder(input_ids=document.unsqueeze(0), use_cache=False).last_hidden_state
-    difference = backbone.head(hidden_states)[0, :-1].float() - logits.float()
-    return (difference.abs().max() / logits.float().std().clamp(min=1e-6)).item()
+    logits, errors = [], []
+    for document in documents:
+        inputs: dict[str, Any] = {"input_ids": document.unsqueeze(0), "use_cache": False}
+        logits.append(backbone.model(**inputs).logits[0, :-1])
+        own = backbone.head(backbone.decoder(**inputs).last_hidden_state)[0, :-1]
+        error = (own.float() - logits[-1].float()).abs().max()
+        errors.append(error / logits[-1].float().std().clamp(min=1e-6))
+    return logits, torch.stack(errors).max().item()
 
 
 def _score_packed(backbone: Backbone, documents: Sequence[Tensor]) -> Tensor:

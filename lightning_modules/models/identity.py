@@ -29,9 +29,6 @@ def model_identity(config: ModelConfig) -> str:
     All bytes are hashed, once for each file (`lightning_modules.utilities.identity`). A model on the hub is downloaded
     first, and has the same identity as a local copy. The repository's code is included if it runs, but not code that a
     config loads from another repository.
-
-    Raises:
-        ValueError: If the model does not exist, or a file cannot be read.
     """
     name, with_code = str(config.pretrained_model_name_or_path), config.trust_remote_code
     folder = Path(local_or_hub(name, "model"))
@@ -50,11 +47,7 @@ def check_same_model(identity: str, config: ModelConfig) -> None:
 
 
 def hub_commit(name: str, revision: str | None = None, *, fetched: bool = False) -> str:
-    """Return the commit of a model on the hub, or of the cached version if offline or ``fetched``.
-
-    Raises:
-        ValueError: If the model or revision does not exist, or is neither reachable nor in the cache.
-    """
+    """Return the commit of a model on the hub, or of the cached version if offline or ``fetched``."""
     try:
         local = fetched or is_offline_mode()
         return resolve_revision(name, revision=revision, local_files_only=local).resolved

@@ -40,9 +40,6 @@ def load_backbone(
 
     ``device`` and half-precision ``autocast`` decide which attention implementation is used. Without weights, all
     tensors are on the meta device, which takes no memory.
-
-    Raises:
-        ValueError: If the model does not exist, cannot be built or extended, or has missing weights.
     """
     path, stored = config.pretrained_model_name_or_path, load_config(config)
     dtype = (stored.dtype or torch.float32) if config.dtype == "auto" else getattr(torch, config.dtype)
@@ -97,11 +94,7 @@ def check_quantization(pretrained_model_name_or_path: str | None, config: PreTra
 
 
 def load_config(config: ModelConfig) -> PreTrainedConfig:
-    """Load the model's config, with the overrides of `model_config` and the context extension, and validate it.
-
-    Raises:
-        ValueError: If it does not exist or cannot be extended, or neither a path nor a ``model_type`` is given.
-    """
+    """Load the model's config, with the overrides of `model_config` and the context extension, and validate it."""
     overrides = dict(config.model_config or {})
     check_sizes(overrides)  # first, because some configs make a list of such a length
     if config.pretrained_model_name_or_path is not None:

@@ -83,9 +83,6 @@ def enable_checkpointing(model: PreTrainedModel, kind: Checkpointing, *, offload
     With ``selective``, attention is not recomputed, which is the most expensive part of a layer for long sequences.
     Gradients are identical, and each layer keeps ``T * heads * head_dim`` more numbers. With ``offload``, the layers'
     inputs, but not these numbers, are kept in pinned host memory. The stream that computes also copies them, and waits.
-
-    Raises:
-        ValueError: If ``kind`` is unknown, or the model's attention operators cannot be recognized.
     """
     if not kind:
         return
@@ -106,7 +103,7 @@ def enable_checkpointing(model: PreTrainedModel, kind: Checkpointing, *, offload
         )
     arguments: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
-        arguments["context_fn"] = _make_selective_contexts
+        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_attention)
     # The older name is deprecated, and the newer one does not exist in all supported versions.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(arguments)
@@ -123,10 +120,6 @@ def _run_offloaded(checkpoint: Callable[..., Any], *args: Any) -> Any:
     # Inside, the hooks of the checkpoint replace these, which therefore see its inputs only.
     with torch.autograd.graph.save_on_cpu(pin_memory=True):
         return checkpoint(*args)
-
-
-def _make_selective_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-    return create_selective_checkpoint_contexts(_keep_attention)
 
 
 def _keep_attention(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:

@@ -42,9 +42,6 @@ def short_log_likelihood(
         window_fraction: Fraction of the windows to score, drawn at random without replacement.
         seed: Seed for drawing the windows.
         shared_by: Processes that have the same batch and divide its windows among themselves.
-
-    Raises:
-        ValueError: If the model's RoPE depends on the length of the text, so that contexts cannot be compared.
     """
     check_static(backbone.base_model.config, compares=True)
     # 1. Place the windows of all sequences, and leave out those that are not needed.

@@ -27,9 +27,6 @@ class ScoringConfig:
         attn_implementation: As in transformers; ``auto`` is flash attention if it is installed.
         cache_dir: Folder for the evaluator's scores; by default ``$LONGCE_CACHE`` or ``~/.cache/longce``.
         trust_remote_code: Run code from the model's repository; only for repositories that you trust.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
     evaluator: str
@@ -72,9 +69,6 @@ class EvaluatorConfig(ScoringConfig):
         add_special_tokens: Whether the evaluator's tokenizer adds special tokens, as in the authors' code.
         sharded: Shard the evaluator across all processes (FSDP2) instead of loading a full copy in each, for an
             evaluator that does not fit on a device next to the trained model. Works with every strategy.
-
-    Raises:
-        ValueError: If the rule is unknown.
     """
 
     key_tokens: Rule = "paper"

@@ -30,9 +30,6 @@ class ContextLadder:
         contexts: Ascending context lengths in tokens, or ``auto``: the model's ``context_length`` times powers of two,
             up to the model's maximum length.
         window: Number of tokens to score in every context length; by default the model's ``stride``.
-
-    Raises:
-        ValueError: If the lengths are not ascending and above 0.
     """
 
     contexts: list[int] | Literal["auto"] = "auto"

@@ -17,7 +17,7 @@ from lightning_modules.models.loading import has_weights
 from lightning_modules.models.lockstep import lockstep
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.scoring.context_lengths import ContextLadder, ContextLengths
-from lightning_modules.scoring.token_scores import TokenScores, text_sha256
+from lightning_modules.scoring.token_scores import TokenScores, scores_of_row
 from lightning_modules.utilities.identity import content_hash
 
 
@@ -49,20 +49,11 @@ class DocumentScorer:
             long, short = long_and_short(self.backbone, batch, **sizes, beta=beta)
             if self.context_lengths is not None:
                 ladders = self.context_lengths.log_likelihood(self.backbone, batch, long)
+        fields: dict[str, Any] = {**sizes, "evaluator": self.name, "floor": -math.inf if beta is None else beta}
+        in_contexts = [{context: scores.float().cpu() for context, scores in ladder.items()} for ladder in ladders]
         return [
-            TokenScores(
-                text_sha256=text_sha256(batch["text"][row]),
-                evaluator=self.name,
-                context_length=self.context_length,
-                stride=self.stride,
-                token_ids=batch["input_ids"][row, : boundaries[-1]].cpu(),
-                offsets=batch["offsets"][row, : boundaries[-1]].cpu(),
-                long=long[row, : boundaries[-1]].float().cpu(),
-                short=short[row, : boundaries[-1]].float().cpu(),
-                floor=-math.inf if beta is None else beta,
-                context_scores={context: scores.float().cpu() for context, scores in ladders[row].items()},
-            )
-            for row, boundaries in enumerate(batch["document_boundaries"])
+            scores_of_row(batch, row, long[row], short[row], context_scores=context_scores, **fields)
+            for row, context_scores in enumerate(in_contexts)
         ]
 
     def try_to_score(self, batch: PackedBatch) -> list[TokenScores | Failed]:

@@ -50,9 +50,6 @@ def score_text(
     ``name`` is the document's name in messages, and ``evaluator`` the model's name in the scores. With ``beta``, short
     log-likelihoods are skipped that key tokens at this threshold or above do not need. Special tokens are added by
     default, as the authors do for evaluators.
-
-    Raises:
-        ValueError: If the text is empty, or the tokenizer does not belong to the model.
     """
     batch = encode_document(text, tokenizer, name=name, add_special_tokens=add_special_tokens)
     backbone.check_batch(batch)
@@ -87,9 +84,6 @@ def long_and_short_alternatives(
 
     Returns:
         ``[B, T, count]`` token ids and log-likelihoods in nats for each context, in main memory.
-
-    Raises:
-        ValueError: If ``count`` is not from 1 to the vocabulary size, or a length is below 1.
     """
     windows = batch_windows(batch["document_boundaries"], context_length=context_length, stride=stride)
     head_fn = partial(likeliest_tokens, count=count)
@@ -110,9 +104,6 @@ class Evaluator:
     Args:
         config: The model and how it scores. If it is sharded, all processes must request scores equally often; a
             process without a text calls `join` instead.
-
-    Raises:
-        ValueError: If the model or its tokenizer does not exist, or the cache is not writable.
     """
 
     def __init__(self, config: EvaluatorConfig) -> None:
@@ -142,15 +133,10 @@ class Evaluator:
         key_tokens_only: bool = False,
         thresholds: tuple[float, float] | None = None,
     ) -> EvaluatedDocument:
-        """Find the key tokens of a text for an evaluated model, with the configured rule.
+        """Find the key tokens of a text for an evaluated model with these tokens, by the configured rule.
 
-        Args:
-            text: The document.
-            tokens: The document in the evaluated model's tokens.
-            device: Device of the evaluator.
-            name: Name of the document in messages.
-            key_tokens_only: Skip tokens in the short pass that cannot be key.
-            thresholds: Alpha and beta; by default those of the settings.
+        ``key_tokens_only`` skips tokens in the short pass that cannot be key. ``thresholds`` are alpha and beta, by
+        default those of the settings, and ``name`` is the document's in messages.
         """
         alpha, beta = thresholds or (self.config.alpha, self.config.beta)
         rule = self.config.key_tokens
@@ -163,12 +149,8 @@ class Evaluator:
     ) -> TokenScores:
         """Return the scores of a text, from memory, from disk, or computed with the model.
 
-        Args:
-            text: The document.
-            device: Device of the model.
-            name: Name of the document in messages.
-            beta: Compute only what key tokens at this threshold or above need. By default the scores can be used for
-                any threshold and for soft influence.
+        With ``beta``, only what key tokens at this threshold or above need is computed. By default the scores can be
+        used for any threshold and for soft influence.
         """
         sha256 = text_sha256(text)
         scores = self._scores.get(sha256)

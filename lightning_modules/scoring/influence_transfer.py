@@ -60,8 +60,10 @@ class InfluenceTransfer:
         for row, boundaries in enumerate(batch["document_boundaries"]):
             for start, stop in pairwise(boundaries):
                 text, offsets = self.characters(ids[row, start:stop])
-                if not self._has_short_context(text, context_length + stride):
-                    continue
+                encode = self.tokenizer.backend_tokenizer.encode
+                tokens = encode(text, add_special_tokens=self.add_special_tokens).ids if text.strip() else []
+                if len(tokens) <= context_length + stride:
+                    continue  # no token has a short context
                 scores = score_text(
                     text,
                     backbone,
@@ -76,21 +78,11 @@ class InfluenceTransfer:
                 influence[row, start:stop] = weights
         return influence
 
-    def _has_short_context(self, text: str, window: int) -> bool:
-        if not text.strip():
-            return False
-        encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=self.add_special_tokens)
-        return len(encoding.ids) > window
-
 
 def make_transfer(
     sequences: PreTrainedTokenizerFast, evaluator: PreTrainedTokenizerFast, *, add_special_tokens: bool
 ) -> InfluenceTransfer | None:
-    """Return the transfer from the evaluator's tokens to the sequences', or None if both have the same tokens.
-
-    Raises:
-        ValueError: If the sequences' tokens cannot be turned into text.
-    """
+    """Return the transfer from the evaluator's tokens to the sequences', or None if both have the same tokens."""
     if have_same_ids(sequences, evaluator):
         return None
     log.info("The evaluator has another tokenizer: its weights are transferred through the characters.")

@@ -136,9 +136,6 @@ def transfer_soft_influence(scores: TokenScores, tokens: Tokens, *, gamma: float
 
     Identical tokens keep their influence; others get the mean over their characters (Equation 10). The result is
     ``[N]`` float64, and 0 for special tokens around the document.
-
-    Raises:
-        ValueError: If some short log-likelihoods were not computed.
     """
     influence = scores.soft_influence(gamma=gamma)
     if (same := match_tokens(Tokens(scores.token_ids, scores.offsets), tokens)) is not None:
@@ -149,21 +146,13 @@ def transfer_soft_influence(scores: TokenScores, tokens: Tokens, *, gamma: float
 
 
 def evaluator_key_tokens(scores: TokenScores, *, alpha: float = 2.0, beta: float = -2.0) -> Tensor:
-    """Return the ``[N]`` mask of the key tokens among the evaluator's tokens (Equation 4).
-
-    Raises:
-        ValueError: If a threshold is out of range, or the scores do not extend down to ``beta``.
-    """
+    """Return the ``[N]`` mask of the key tokens among the evaluator's tokens (Equation 4)."""
     _check_floor(scores, beta)
     return key_token_mask(scores.long, scores.short, alpha=alpha, beta=beta)
 
 
 def key_spans(scores: TokenScores, *, alpha: float = 2.0, beta: float = -2.0) -> Tensor:
-    """Return the ``[M, 2]`` character spans of the key units; adjacent spans are merged.
-
-    Raises:
-        ValueError: If a threshold is out of range, or the scores do not extend down to ``beta``.
-    """
+    """Return the ``[M, 2]`` character spans of the key units; adjacent spans are merged."""
     _check_floor(scores, beta)
     units = character_units(scores.offsets)
     spans = unit_spans(scores.offsets, units)

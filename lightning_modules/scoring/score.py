@@ -22,7 +22,7 @@ from lightning_modules.models.tokenization.tokenizer import encode_document, loa
 from lightning_modules.scoring.config import ScoreConfig
 from lightning_modules.scoring.evaluator import EvaluatedDocument, Evaluator
 from lightning_modules.scoring.key_tokens import add_coverage, document_tokens
-from lightning_modules.scoring.token_scores import TokenScores, text_sha256
+from lightning_modules.scoring.token_scores import text_sha256
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.utilities.plain_json import plain
 from lightning_modules.utilities.text_files import check_output, read_text
@@ -81,7 +81,8 @@ def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any
         name, tokens = document["names"][0], document_tokens(document)
         settings: dict[str, Any] = {"device": evaluated_model.device, "key_tokens_only": config.key_tokens_only}
         evaluated = evaluator_model.evaluate(document["text"][0], tokens, name=name, **settings)
-        scored.append((document, evaluated, _reuse_long_pass(document, evaluated.scores) if same else None))
+        reusable = same and torch.equal(evaluated.scores.token_ids, document["input_ids"][0])
+        scored.append((document, evaluated, evaluated.scores.long.unsqueeze(0) if reusable else None))
     evaluator_model.release()
     settings = _describe_settings(config, texts.values())
     result = {**_evaluate(scored, evaluated_model), "skipped": skipped, "model": model, "settings": settings}
@@ -123,11 +124,6 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _reuse_long_pass(document: PackedBatch, scores: TokenScores) -> torch.Tensor | None:
-    """Return the evaluator's long log-likelihoods if they are of the model's tokens, and None otherwise."""
-    return scores.long.unsqueeze(0) if torch.equal(scores.token_ids, document["input_ids"][0]) else None
-
-
 class EvaluatedModel:
     """The evaluated model, which is loaded when it has to score a document."""
 
@@ -140,9 +136,6 @@ class EvaluatedModel:
         """Tokenize documents, given by name, without loading the model's weights.
 
         Options are those of `encode_document`.
-
-        Raises:
-            ValueError: If the model does not exist, its files are damaged, or its tokenizer does not belong to it.
         """
         config = load_config(self.config)
         check_weight_files(self.name)
@@ -200,11 +193,7 @@ def _evaluate(
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device with this name; ``auto`` is the first GPU, or the CPU without one.
-
-    Raises:
-        ValueError: If it is not available.
-    """
+    """Return the device with this name; ``auto`` is the first GPU, or the CPU without one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -7,12 +7,14 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import merge_spans, soft_influence
 from lightning_modules.utilities.files import write_atomically
 
@@ -51,31 +53,18 @@ class TokenScores:
     context_scores: dict[int, Tensor] = field(default_factory=dict)
 
     def soft_influence(self, *, gamma: float = 5.0) -> Tensor:
-        """Return the ``[N]`` soft influence of the tokens.
-
-        Raises:
-            ValueError: If some short log-likelihoods were not computed.
-        """
+        """Return the ``[N]`` soft influence of the tokens."""
         if self.floor > -math.inf:
             raise ValueError(f"Soft influence needs scores of all tokens, got those above {self.floor} nats only.")
         return soft_influence(self.long, self.short, gamma=gamma)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file atomically: readers see all of it or nothing, even after a crash.
-
-        Raises:
-            OSError: If the folder cannot be written to.
-        """
+        """Write the file atomically: readers see all of it or nothing, even after a crash."""
         tensors = {"token_ids": self.token_ids, "offsets": self.offsets, "long": self.long, "short": self.short}
         tensors |= {f"{_CONTEXT_PREFIX}{context}": scores for context, scores in self.context_scores.items()}
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        header = {
-            "format": FORMAT,
-            "text_sha256": self.text_sha256,
-            "evaluator": self.evaluator,
-            "context_length": str(self.context_length),
-            "stride": str(self.stride),
-        }
+        names = ("text_sha256", "evaluator", "context_length", "stride")
+        header = {"format": FORMAT, **{name: str(getattr(self, name)) for name in names}}
         if self.floor > -math.inf:
             header["floor"] = repr(self.floor)
         header["checksum"] = _compute_checksum(header, tensors)
@@ -112,6 +101,19 @@ class TokenScores:
         )
 
 
+def scores_of_row(batch: PackedBatch, row: int, long: Tensor, short: Tensor, **fields: Any) -> TokenScores:
+    """Return the scores of a sequence with one document, from ``[T]`` log-likelihoods and the other ``fields``."""
+    tokens = batch["document_boundaries"][row][-1]
+    return TokenScores(
+        text_sha256=text_sha256(batch["text"][row]),
+        token_ids=batch["input_ids"][row, :tokens].cpu(),
+        offsets=batch["offsets"][row, :tokens].cpu(),
+        long=long[:tokens].float().cpu(),
+        short=short[:tokens].float().cpu(),
+        **fields,
+    )
+
+
 def text_sha256(text: str) -> str:
     """Return the hash that identifies a document in caches and result files."""
     return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()
@@ -121,9 +123,6 @@ def read_key_spans(path: str | os.PathLike[str], *, merge: bool = True) -> Tenso
     """Read ``[M, 2]`` int64 key spans in the text format of the paper's authors: ``[start, end];[start, end];..``.
 
     Spans that touch or overlap are merged if ``merge`` is set. The file is parsed, never evaluated.
-
-    Raises:
-        ValueError: If the file contains anything but ascending spans.
     """
     text = Path(path).read_text(encoding="utf-8").strip()
     spans = []

@@ -52,11 +52,7 @@ def new_perplexities(module: LightningModule) -> dict[str, LongPerplexity]:
 
 
 def update_perplexities(perplexities: Mapping[str, LongPerplexity], batch: PackedBatch, log_likelihood: Tensor) -> None:
-    """Add each sequence of a batch to the perplexity of its validation set; ``log_likelihood`` is ``[B, T]``, in nats.
-
-    Raises:
-        ValueError: If a sequence is of a set that the data module does not name.
-    """
+    """Add each sequence of a batch to the perplexity of its validation set, with ``[B, T]`` log-likelihoods."""
     scored = batch["labels"].ne(IGNORE_INDEX)
     for row, name in enumerate(batch.get("sets", [""] * len(scored))):
         if name in perplexities:

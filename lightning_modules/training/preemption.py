@@ -21,6 +21,30 @@ SIGNAL_ECHO_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
 
+class StopSignal:
+    """The first signal to stop, to which ``answer`` is printed; a second one ends the process and its children."""
+
+    def __init__(self, answer: str) -> None:
+        self.received: int | None = None
+        self._answer, self._since = answer, 0.0
+
+    def listen(self, trainer: Trainer, *numbers: int) -> None:
+        """Handle these signals from now on; the trainer restores the previous handlers."""
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
+            for number in numbers:
+                signal.signal(number, functools.partial(self._receive, trainer))
+
+    def _receive(self, trainer: Trainer, number: int, _: FrameType | None) -> None:
+        if self.received is None:
+            self.received, self._since = number, time.monotonic()
+            # Not with `logging`, which may be what the signal interrupted.
+            os.write(2, f"longce: {signal.Signals(number).name}: {self._answer}.\n".encode())
+        elif time.monotonic() - self._since > SIGNAL_ECHO_SECONDS:
+            if trainer.strategy.launcher is not None:
+                trainer.strategy.launcher.kill(signal.SIGKILL)
+            os._exit(128 + number)
+
+
 class Preemption(Callback):
     """Stops training after the current optimizer step on SIGTERM, and on SIGUSR1 under SLURM.
 
@@ -33,53 +57,35 @@ class Preemption(Callback):
     """
 
     def __init__(self) -> None:
-        self.received: int | None = None
-        self._since = 0.0
+        self._signal = StopSignal("stopping after this optimizer step")
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._register_handlers(trainer)
+        self._signal.listen(trainer, signal.SIGTERM, *([] if _slurm_job() is None else [signal.SIGUSR1]))
 
     on_sanity_check_start = on_train_start
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        got_signal = self.received is not None
+        got_signal = self._signal.received is not None
         if between_steps(trainer) and trainer.strategy.reduce_boolean_decision(got_signal, all=False):
             raise SIGTERMException
 
     @override
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
         # Several processes may have different numbers of batches, so they could not agree here.
-        if self.received is not None and trainer.world_size == 1:
+        if self._signal.received is not None and trainer.world_size == 1:
             raise SIGTERMException
 
     def requeue(self, *, would_resume: bool) -> None:
         """Requeue a SLURM job that runs out of time, if it would resume; otherwise it would start over forever."""
         job = _slurm_job()
-        if self.received != signal.SIGUSR1 or job is None or shutil.which("scontrol") is None:
+        if self._signal.received != signal.SIGUSR1 or job is None or shutil.which("scontrol") is None:
             return
         if would_resume:
             subprocess.run(["scontrol", "requeue", job], check=False)  # a failure must not change our exit status
         else:
             _log.warning("The SLURM job is not requeued, because it would start over: use `--ckpt_path last`.")
-
-    def _register_handlers(self, trainer: Trainer) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return  # handlers can only be set in the main thread
-        signals = [signal.SIGTERM, *([] if _slurm_job() is None else [signal.SIGUSR1])]
-        for number in signals:
-            signal.signal(number, functools.partial(self._receive, trainer))  # the trainer restores the previous ones
-
-    def _receive(self, trainer: Trainer, number: int, _: FrameType | None) -> None:
-        if self.received is None:
-            self.received, self._since = number, time.monotonic()
-            # Not with `logging`, which may be what the signal interrupted.
-            os.write(2, f"longce: {signal.Signals(number).name}: stopping after this optimizer step.\n".encode())
-        elif time.monotonic() - self._since > SIGNAL_ECHO_SECONDS:
-            if trainer.strategy.launcher is not None:
-                trainer.strategy.launcher.kill(signal.SIGKILL)
-            os._exit(128 + number)
 
 
 def _slurm_job() -> str | None:

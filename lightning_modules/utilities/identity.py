@@ -12,9 +12,11 @@ import os
 import stat
 import threading
 import time
+import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,12 @@ def content_hash(path: Path, files: Iterable[Path] | None = None) -> str:
     chosen = [file for file in (path.rglob("*") if files is None else files) if not file.is_dir()]
     names = [file.relative_to(path).as_posix() for file in chosen]
     return combined_hash(dict(zip(names, file_hashes(chosen), strict=True)))
+
+
+def file_crc32(path: Path) -> int:
+    """Return the CRC-32 of a file's bytes."""
+    with path.open("rb", buffering=0) as file:
+        return reduce(lambda crc, block: zlib.crc32(block, crc), iter(lambda: file.read(1 << 20), b""), 0)
 
 
 def combined_hash(values: Any) -> str:

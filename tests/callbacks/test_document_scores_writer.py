@@ -28,8 +28,7 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.context_lengths import ContextLadder
 from lightning_modules.scoring.corpus.columns import document_scores, ladder_scores
-from lightning_modules.scoring.corpus.protocols import ReadProgress
-from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards
+from lightning_modules.scoring.corpus.shards import SUCCESS, ReadProgress, ScoreShards
 from lightning_modules.scoring.document_scorer import DocumentScorer
 from lightning_modules.scoring.token_scores import text_sha256
 from lightning_modules.utilities import progress

@@ -83,9 +83,6 @@ class ContextExtension:
         segment_lengths: ``longnet``: each a multiple of the previous one; 2048, 4096, 8192, 16384, 32768.
         dilation_rates: ``longnet``: one for each segment length, the first of them 1; 1, 2, 4, 6, 12.
         full_attention: Disable sliding windows, as the paper does for Mistral; patterns require this.
-
-    Raises:
-        ValueError: If a value is missing, out of range, or not an option of the method.
     """
 
     method: str

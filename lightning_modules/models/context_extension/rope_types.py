@@ -196,9 +196,6 @@ def by_document(
     ``attention`` computes that of one document. Keys and values are ``[B, H_kv, S, D]``; S is above T if a cache has
     the preceding tokens. The mask is a ``[B, 1, T, S]`` padding mask of transformers; the output of padding is 0.
     Boundaries are ascending indices ``[0, .., T]`` of each sequence, or None if each is one document.
-
-    Raises:
-        ValueError: If the mask is more than causal attention and padding: a sliding window, or packed documents.
     """
     if mask is None and boundaries is None:
         if 1 < query.shape[2] < key.shape[2]:  # a static cache that is not filled yet

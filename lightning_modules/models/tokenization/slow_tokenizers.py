@@ -18,11 +18,7 @@ _INCOMPLETE = "\ufffd"
 
 
 class SlowBackend:
-    """Gives a slow tokenizer the interface of a fast tokenizer's ``backend_tokenizer``.
-
-    Raises:
-        ValueError: If the tokenizer does not decode a simple sentence to itself.
-    """
+    """Gives a slow tokenizer the interface of a fast tokenizer's ``backend_tokenizer``."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         self._tokenizer = tokenizer

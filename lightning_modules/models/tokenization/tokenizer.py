@@ -40,9 +40,6 @@ def load_tokenizer(
 
     By default, offsets cover every character of a token. With ``trimmed_offsets``, tokenizers that are stored with this
     setting (GPT-NeoX and RoBERTa) leave out spaces, as in the authors' code.
-
-    Raises:
-        ValueError: If it does not exist, or does not report offsets.
     """
     pretrained_model_name_or_path = local_or_hub(pretrained_model_name_or_path, "tokenizer")
     try:
@@ -160,9 +157,6 @@ def encode_document(
     All tokens but the first are scored. A text of more than ``max_tokens`` is cut after the last complete character,
     and tokenized again, so that its tokens are those of the text that it returns. Special tokens that the tokenizer
     adds, such as ``<s>``, have empty offsets.
-
-    Raises:
-        ValueError: If the text is empty or white space only, has no token, or contains a lone surrogate.
     """
     if not text.strip():
         raise ValueError(f"Document '{name}' is empty: there is nothing to score. Remove it or check its path.")

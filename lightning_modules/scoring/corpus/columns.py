@@ -47,12 +47,6 @@ def document_scores(
     https://arxiv.org/abs/2410.23771. It is defined for tokens from index ``context_length + stride`` on. Earlier tokens
     have the same long and short context, so their difference is always 0.
 
-    Args:
-        scores: Long and short log-likelihoods of the document's tokens.
-        alpha: Threshold of a key token's long-short difference, in nats.
-        beta: Threshold of a key token's long log-likelihood, in nats.
-        gamma: Largest weight of the soft-weighted benefit.
-
     Returns:
         Values by the names in `COLUMNS`, or None if the document is too short; sums are float64:
 
@@ -66,9 +60,6 @@ def document_scores(
         - ``benefit_positive``: fraction of the compared tokens with a benefit above 0;
         - ``benefit_soft``: mean benefit weighted by the soft influence ``min(exp(benefit), gamma)`` (Equation 7);
         - ``benefit_third_1`` .. ``_3``: mean benefit of the compared tokens in each third of the document's tokens.
-
-    Raises:
-        ValueError: If a threshold is out of range, or some short log-likelihoods were not computed.
     """
     key = find_key_tokens(scores, alpha=alpha, beta=beta).mask.numpy()
     weight = scores.soft_influence(gamma=gamma).double().numpy()

@@ -3,6 +3,7 @@
 import json
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -41,11 +42,7 @@ class ExistingScores(NamedTuple):
 
 
 class ScoreShards:
-    """A folder of ``part-*.parquet`` files, whose metadata records the settings of their scores.
-
-    Args:
-        path: A local folder or fsspec URL.
-    """
+    """A local folder or fsspec URL of ``part-*.parquet`` files, whose metadata records the settings of their scores."""
 
     def __init__(self, path: str) -> None:
         self.folder = OutputFolder(path)
@@ -55,37 +52,42 @@ class ScoreShards:
         return self.folder.names(".parquet")
 
     def existing_scores(self) -> ExistingScores:
-        """Read which rows have scores.
-
-        Raises:
-            ValueError: If a file is damaged or not a shard, or shards have different settings or a row in common.
-        """
-        shards: dict[str, Rows] = {}
+        """Read which rows have scores."""
         versions: dict[str, str] = {}
         settings: dict[str, Any] = {}
-        counts: dict[str, int] = {}
-        names = self.names()
+        counts: Counter[str] = Counter()
+        tables, names = [], self.names()
         with ThreadPoolExecutor(_READER_THREADS) as pool:
-            for name, (header, rows_by_file) in zip(names, pool.map(self._read_rows, names), strict=True):
+            for name, (header, table) in zip(names, pool.map(self._read_rows, names), strict=True):
                 check_settings(header["settings"], settings or header["settings"], f"{self.folder}/{name}")
                 settings = header["settings"]
-                self._add_versions(versions, header["files"])
-                for key, value in header["counts"].items():
-                    counts[key] = counts.get(key, 0) + value
-                shards[name] = rows_by_file
-        collected: dict[str, list[NDArray[np.int64]]] = {}
-        for rows_by_file in shards.values():
-            for file, numbers in rows_by_file.items():
-                collected.setdefault(file, []).append(numbers)
-        rows = {file: np.sort(np.concatenate(numbers)) for file, numbers in collected.items()}
-        if any((np.diff(numbers) == 0).any() for numbers in rows.values()):
-            repeating = _find_repeating_shards(shards)
+                for file, version in header["files"].items():
+                    if versions.setdefault(file, version) != version:
+                        raise ValueError(
+                            f"{self.folder} has rows of two versions of '{file}'. Start again in another folder."
+                        )
+                counts.update(header["counts"])
+                tables.append(table)
+        if not tables:
+            return ExistingScores({}, {}, {}, {}, 0)
+        # Sort all rows by file and number; of equal ones, those of earlier shards come first.
+        scored = pyarrow.concat_tables(tables)
+        files = scored["file"].combine_chunks().dictionary_encode()
+        index, numbers = files.indices.to_numpy(), scored["row"].to_numpy()
+        order = np.lexsort((numbers, index))
+        index, numbers = index[order], numbers[order]
+        repeated = (np.diff(index) == 0) & (np.diff(numbers) == 0)
+        if repeated.any():
+            shard = np.repeat(names, [len(table) for table in tables])[order]
+            repeating = np.unique(shard[1:][repeated])
             raise ValueError(
                 f"{self.folder}: {len(repeating)} shard(s) repeat rows of other shards, because two runs wrote at the"
                 f" same time. Delete {', '.join(repeating)} and run the same command again: missing rows are scored"
                 " again."
             )
-        return ExistingScores(rows, versions, settings, counts, len(names))
+        starts = np.searchsorted(index, np.arange(len(files.dictionary)))
+        rows = dict(zip(files.dictionary.to_pylist(), np.split(numbers, starts[1:]), strict=True))
+        return ExistingScores(rows, versions, settings, dict(counts), len(names))
 
     def write(self, table: pyarrow.Table, header: Mapping[str, Any], rank: int) -> None:
         """Write a shard with a unique name; its columns must include ``file`` and ``row``.
@@ -100,11 +102,7 @@ class ScoreShards:
         self.folder.write(name, sink.getvalue())
 
     def schema(self, columns: Sequence[str] | None = None) -> pyarrow.Schema:
-        """Return the schema of the shards, or of some of their columns; all shards of a folder have the same.
-
-        Raises:
-            ValueError: If the folder has no shard, or a column does not exist.
-        """
+        """Return the schema of the shards, or of some of their columns; all shards of a folder have the same."""
         names = self.names()
         if not names:
             raise ValueError(f"'{self.folder}' contains no scores: give a folder that `longce predict` has written.")
@@ -126,26 +124,15 @@ class ScoreShards:
         with self._open_shard(self.names()[0]) as file:
             return self._read_header(file, self.names()[0])
 
-    def _read_rows(self, name: str) -> tuple[dict[str, Any], Rows]:
+    def _read_rows(self, name: str) -> tuple[dict[str, Any], pyarrow.Table]:
         with self._open_shard(name) as file:
-            header = self._read_header(file, name)
-            table = file.read(columns=["file", "row"], use_threads=False)
-        codes = table["file"].combine_chunks().dictionary_encode()
-        files, index = codes.dictionary.to_pylist(), codes.indices.to_numpy()
-        order = np.argsort(index, kind="stable")
-        starts = np.searchsorted(index[order], np.arange(len(files)))
-        return header, dict(zip(files, np.split(table["row"].to_numpy()[order], starts[1:]), strict=True))
+            return self._read_header(file, name), file.read(columns=["file", "row"], use_threads=False)
 
     def _read_header(self, file: pyarrow.parquet.ParquetFile, name: str) -> dict[str, Any]:
         header = json.loads((file.schema_arrow.metadata or {}).get(_HEADER, b"{}"))
         if header.get("format") != FORMAT:
             raise ValueError(f"'{self.folder}/{name}' does not contain document scores ({FORMAT}). Use another folder.")
         return header
-
-    def _add_versions(self, versions: dict[str, str], new: Mapping[str, str]) -> None:
-        for file, version in new.items():
-            if versions.setdefault(file, version) != version:
-                raise ValueError(f"{self.folder} has rows of two versions of '{file}'. Start again in another folder.")
 
     @contextmanager
     def _open_shard(self, name: str) -> Iterator[pyarrow.parquet.ParquetFile]:
@@ -159,19 +146,6 @@ class ScoreShards:
             ) from error
 
 
-def _find_repeating_shards(shards: Mapping[str, Rows]) -> list[str]:
-    """Return the shards with a row that an earlier shard has as well."""
-    import pandas as pd  # slow, and needed for this error only
-
-    tables = [
-        pd.DataFrame({"shard": name, "file": file, "row": numbers})
-        for name, rows in shards.items()
-        for file, numbers in rows.items()
-    ]
-    table = pd.concat(tables)
-    return list(table["shard"][table.duplicated(["file", "row"])].unique())
-
-
 def check_settings(then: Mapping[str, Any], now: Mapping[str, Any], place: object) -> None:
     """Raise a ``ValueError`` if existing scores (``place``) were computed with other settings."""
     now = json.loads(json.dumps(now))  # tuples become lists, as in the file
@@ -181,3 +155,11 @@ def check_settings(then: Mapping[str, Any], now: Mapping[str, Any], place: objec
             f"`{name}` was {then.get(name)!r} and is {now.get(name)!r}" for name in names[:_MAX_SETTINGS]
         )
         raise ValueError(f"The scores in '{place}' were made with other settings: {changes}. Use another folder.")
+
+
+class ReadProgress(NamedTuple):
+    """Progress of a process in a corpus."""
+
+    documents: int  # number of documents so far, including failed ones
+    complete: bool  # whether these are all of its documents
+    unreadable: list[str]  # files, or parts of files, that could not be read, with the reason

@@ -6,7 +6,6 @@ import pickle
 import shutil
 import warnings
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing_extensions import override
 
 from lightning_modules.utilities.collectives import gathered
 from lightning_modules.utilities.files import create_folder, publish_folder, to_disk, write_atomically
+from lightning_modules.utilities.identity import file_crc32
 from lightning_modules.utilities.pickles import first_cause
 
 Result = TypeVar("Result")
@@ -121,10 +121,8 @@ def find_content_damage(path: Path, rank: int, processes: int) -> str | None:
     try:
         if path.is_dir():
             entries = _read_manifest(path)
-            names = sorted(entries, key=lambda name: entries[name])[
-                rank::processes
-            ]  # sorted by size, so that all get similar amounts
-            damaged = next((name for name in names if _compute_crc(path / name) != entries[name][1]), None)
+            names = sorted(entries, key=lambda name: entries[name])[rank::processes]  # of similar size in total
+            damaged = next((name for name in names if file_crc32(path / name) != entries[name][1]), None)
         elif rank == 0:
             with zipfile.ZipFile(path) as archive:
                 damaged = archive.testzip()
@@ -181,7 +179,7 @@ def _write_shard(folder: Path, write: Callable[[Path], None], rank: int) -> dict
         own += [path for path in folder.iterdir() if not path.name.startswith("__")]
     for path in own:
         to_disk(path)
-    return {path.name: (path.stat().st_size, _compute_crc(path)) for path in own}
+    return {path.name: (path.stat().st_size, file_crc32(path)) for path in own}
 
 
 def _publish_shards(folder: Path, target: Path, entries: dict[str, tuple[int, int]]) -> None:
@@ -200,14 +198,6 @@ def _read_manifest(path: Path) -> dict[str, tuple[int, int]]:
         return {}
     content = json.loads((path / MANIFEST).read_bytes())
     return {Path(name).name: (int(size), int(crc)) for name, (size, crc) in content.items()}
-
-
-def _compute_crc(path: Path) -> int:
-    crc = 0
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(1 << 20):
-            crc = zlib.crc32(block, crc)
-    return crc
 
 
 class _IndexUnpickler(pickle.Unpickler):
