@@ -34,6 +34,9 @@ _NOISE = (
 """Lines of jsonargparse's errors that repeat the value, or list what else it could have been."""
 
 
+_CLASS_MODULES = ("datamodules", "callbacks", "lightning_modules.objectives")
+
+
 class ConciseParser(jsonargparse.ArgumentParser):
     """Parser whose errors are one line: the unknown name, its config file and the nearest name, but no usage."""
 
@@ -44,8 +47,7 @@ class ConciseParser(jsonargparse.ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:  # the parser of a class in a config: the one of the command reports it
             super().error(message, ex)
-        message = re.sub(r"\. Got value: Namespace\(.*", ".", message)
-        lines = [line.strip() for line in message.splitlines()]
+        lines = [line.strip() for line in re.sub(r"\. Got value: Namespace\(.*", ".", message).splitlines()]
         lines = [line.removeprefix("- ") for line in lines if not re.match(_NOISE, line)] or lines
         short = re.sub(r"an? <class '(\w+)'>", r"\1", " ".join(lines))
         if key := re.match(r'Parser key "([\w.]+)":', short):
@@ -54,8 +56,14 @@ class ConciseParser(jsonargparse.ArgumentParser):
 
     def _describe_unknown_name(self, message: str) -> str | None:
         """Return an error for an unknown option, key, parameter or class, or None if the message is another one."""
+        if found := re.search(r"dot import path string: (\w+)", message):
+            paths = {name: f"{module}.{name}" for module in _CLASS_MODULES for name in _list_classes(module)}
+            near = difflib.get_close_matches(found[1], paths, n=1)
+            hint = f"Did you mean `{paths[near[0]]}`?" if near else "Write it with its module."
+            return f"{_find_in_configs(self.args, found[1])}unknown class `{found[1]}`. {hint}"
         for pattern, list_known in (
-            (r"class_path '(?P<owner>[\w.]+)':\s+Option '(?P<name>\w+)'", _list_parameters),
+            (r"class_path '(?P<owner>[\w.]+)':\s+Option '(?P<name>[\w.]+)'", _list_parameters),
+            (r"Option '(?P<name>[\w.]+)' is not .*Namespace\(class_path='(?P<owner>[\w.]+)'", _list_parameters),
             (r"module '(?P<owner>[\w.]+)' has no attribute '(?P<name>\w+)'", _list_classes),
             (r"(?P<owner>)unrecognized arguments: --(?P<name>[\w.]+)", lambda _: _list_options(self)),
             (r"(?P<owner>)ption '(?P<name>[\w.]+)'( is not accepted|$)", lambda _: _list_options(self)),
@@ -100,13 +108,14 @@ def _list_parameters(class_path: str) -> list[str]:
 
 
 def _list_classes(module: str) -> list[str]:
-    found = pydoc.locate(module)
-    return getattr(found, "__all__", None) or [name for name in dir(found) if name[:1].isupper()]
+    found: Any = pydoc.locate(module)
+    defined = [name for name, one in vars(found).items() if getattr(one, "__module__", "").startswith(module)]
+    return getattr(found, "__all__", None) or [name for name in defined if name[:1].isupper()]
 
 
 def _find_in_configs(words: Sequence[str], name: str, *, below: str = "") -> str:
     """Return ``FILE, line N: `` if a config of a command line has a name below a key, otherwise an empty text."""
-    if any(word.startswith("--") and name in word for word in words):
+    if any(re.match(rf"--(.*\.)?{re.escape(name)}\b", word) for word in words):
         return ""
     for word in reversed(words):  # later configs override earlier ones
         file = Path(word.partition("=")[2] or word)

@@ -257,9 +257,8 @@ def run_experiment(arguments: Sequence[str]) -> Any:
 
 def launch_command(arguments: Sequence[str]) -> None:
     """Run ``longce launch`` and exit with the status of the launched command."""
-    parser = argparse.ArgumentParser(
+    parser = ConciseParser(
         prog="longce launch",
-        allow_abbrev=False,
         usage="longce launch --nproc_per_node N [OPTIONS] -- COMMAND ..",
         description="Run a longce command in several processes, restart them after a crash, and stop them together."
         " On SIGTERM, SIGINT, SIGHUP and SIGUSR1, all processes save a checkpoint and stop.",
