@@ -1,5 +1,5 @@
 #!/bin/bash
-# LongCE with plain torchrun, for clusters that prescribe it; `longce launch` also forwards signals and prints errors once.
+# LongCE with plain torchrun, for clusters that prescribe it; `longce launch` also forwards signals and ends after a user error.
 # One node: bash configs/torchrun.sh [OPTIONS of fit]
 # Several, on each of them: NODES=2 MAIN_NODE=node1 bash configs/torchrun.sh [OPTIONS of fit]
 NODES=${NODES:-1} GPUS=${GPUS:-8} RUN=${RUN:-pg19}

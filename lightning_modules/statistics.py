@@ -6,12 +6,16 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
+import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 from scipy import optimize, stats
 
 MIN_MODELS = 3
 MIN_FOR_INTERVAL = 5
 """Models or documents below which there is no interval; a correlation has a p-value instead."""
+
+TOKENS = {"longppl": "key_tokens", "perplexity": "tokens"}
+"""Numbers of tokens that the perplexities of a document are over."""
 
 _CONFIDENCE, _SEED = 0.95, 0
 _Z = float(stats.norm.ppf((1 + _CONFIDENCE) / 2))
@@ -145,6 +149,30 @@ def weighted_mean_interval(values: NDArray[np.float64], weights: NDArray[np.floa
     return total / weight - half, total / weight + half
 
 
+def corpus_perplexity(documents: pd.DataFrame, kind: str) -> float:
+    """Return ``longppl`` or ``perplexity`` over all (key) tokens of the documents; NaN without tokens."""
+    counted = documents[documents[TOKENS[kind]] > 0]
+    return math.exp(np.average(np.log(counted[kind]), weights=counted[TOKENS[kind]])) if len(counted) else math.nan
+
+
+def perplexity_ratio(shared: pd.DataFrame, kind: str) -> tuple[float, Interval | None]:
+    """Return the ratio of ``longppl`` or ``perplexity`` over all tokens to the baseline's, with its 95% interval.
+
+    The interval is about the choice of documents, not about the noise of training. What makes a document hard for both
+    models cancels. Fewer than 5 documents and infinite ratios have no interval.
+    """
+    counted = shared[shared[TOKENS[kind]] > 0]
+    if counted.empty:
+        return math.nan, None
+    tokens = counted[TOKENS[kind]].to_numpy()
+    differences = (np.log(counted[kind]) - np.log(counted[f"{kind}_baseline"])).to_numpy()
+    value = math.exp(np.average(differences, weights=tokens))
+    # A model that has diverged has infinite perplexities.
+    interval = weighted_mean_interval(differences, tokens) if 0 < value < math.inf else None
+    with np.errstate(over="ignore"):
+        return value, interval and (float(np.exp(interval[0])), float(np.exp(interval[1])))
+
+
 def questions_needed(interval: Interval, questions: int, half_width: float) -> int:
     """Return about how many questions make an interval of ``questions`` as narrow as ``half_width`` to each side."""
     return math.ceil(questions * ((interval[1] - interval[0]) / 2 / half_width) ** 2)
@@ -159,13 +187,13 @@ def _spearman_interval(value: float, models: int) -> Interval:
     """
     draws = max(2_000, 100_000 // models)
     first, noise = np.random.default_rng(_SEED).standard_normal((2, draws, models))
-    ranks = _standardize(stats.rankdata(first, axis=1))
+    ranks = stats.zscore(stats.rankdata(first, axis=1), axis=1)
 
     def larger(slope: float) -> float:
         """Return the fraction of samples with a larger correlation, where that of the normal values is tanh(slope)."""
         rho = math.tanh(slope)
         others = stats.rankdata(rho * first + math.sqrt(1 - rho * rho) * noise, axis=1)
-        drawn = (ranks * _standardize(others)).sum(axis=1)
+        drawn = (ranks * stats.zscore(others, axis=1)).mean(axis=1)
         return float(np.mean(drawn > value + 1e-9) + np.mean(np.abs(drawn - value) <= 1e-9) / 2)
 
     def limit(target: float) -> float:
@@ -175,12 +203,6 @@ def _spearman_interval(value: float, models: int) -> Interval:
         return 6 / math.pi * math.asin(math.tanh(slope) / 2)
 
     return limit((1 - _CONFIDENCE) / 2), limit((1 + _CONFIDENCE) / 2)
-
-
-def _standardize(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Center and scale rows so that their products are correlations."""
-    centered = values - values.mean(axis=1, keepdims=True)
-    return centered / np.linalg.norm(centered, axis=1, keepdims=True)
 
 
 def _check_values(x: ArrayLike, y: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -36,7 +36,7 @@ class RecallTask(Task):
         def wording(words: int) -> tuple[str, str]:
             return record(words).text.rpartition(" ")[0], ""
 
-        words = self.fit(prompter, length, wording, minimum=_MIN_WORDS, guess=length)
+        words = self.fit(prompter, length, wording, minimum=_MIN_WORDS)
         *_, answer = record(words).words
         position = words - 3 - answer.distance
         return Example(

@@ -12,13 +12,14 @@ from typing import Any, TextIO
 import pandas as pd
 import torch
 from lightning.pytorch import Callback, Trainer
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers.utils.logging import disable_progress_bar
 from typing_extensions import override
 
 from lightning_modules.commands.cli.lightning_cli import LongceCLI
 from lightning_modules.commands.cli.registry import inspect_command
-from lightning_modules.commands.compare.command import write_page
+from lightning_modules.commands.compare.command import compare
+from lightning_modules.commands.compare.runs import read_runs
+from lightning_modules.statistics import corpus_perplexity
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 DOCUMENT = "recall-7-1"
@@ -55,7 +56,7 @@ def quickstart(options: Sequence[str] = ()) -> None:
     words = ["inspect", str(document), *models, "--context_length", "64", "--stride", "64", "--output", str(page)]
     with _logged(words, log, "[4/4] Find the key tokens of a validation document"):
         inspect_command(words)
-    write_page([folder], folder / "report.html")
+    compare([folder], folder / "report.html")
     sys.stdout.write(
         f"\n{summary(folder)}\n\nDone in {time.monotonic() - started:.0f} s.\n"
         f"  numbers and curves   {folder / 'report.html'}\n  key tokens           {page}\n"
@@ -64,13 +65,13 @@ def quickstart(options: Sequence[str] = ()) -> None:
 
 
 def summary(log_dir: Path) -> str:
-    """Return a table of LongPPL and perplexity by step, from the TensorBoard events of a run."""
-    events = EventAccumulator(str(log_dir)).Reload()
-    table = pd.DataFrame(
-        {name: [event.value for event in events.Scalars(f"val/{name.lower()}")] for name in ("LongPPL", "perplexity")}
-    )
-    # Lightning numbers steps from 0, and the first evaluation is before training.
-    table.insert(0, "step", [0, *(event.step + 1 for event in events.Scalars("val/longppl")[1:])])
+    """Return a table of LongPPL and perplexity by step, from the documents of a run."""
+    (evaluations,) = read_runs([log_dir])[0].evaluations.values()
+    rows = [
+        (step, corpus_perplexity(documents, "longppl"), corpus_perplexity(documents, "perplexity"))
+        for step, documents in evaluations.items()
+    ]
+    table = pd.DataFrame(rows, columns=["step", "LongPPL", "perplexity"])
     return table.to_string(index=False, na_rep="nan", float_format="{:.2f}".format)
 
 

@@ -31,7 +31,7 @@ class PowerLaw(NamedTuple):
     def is_determined(self) -> bool:
         """Whether R² is at least 0.9, and the 95% interval of the exponent is inside the searched range."""
         inside = _EXPONENTS[0] < self.b_low and self.b_high < _EXPONENTS[-1]
-        return self.a > 0 and self.r_squared >= _MIN_R_SQUARED and bool(inside)
+        return self.r_squared >= _MIN_R_SQUARED and bool(inside)
 
 
 def fit_power_law(context: Tensor, loss: Tensor) -> PowerLaw:

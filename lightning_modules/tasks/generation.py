@@ -5,7 +5,7 @@ length, and the group decodes together, one token per pass. A trial run detects 
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +32,6 @@ def generate(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int | Sequence[int],
     *,
-    end_tokens: Collection[int] | None = None,
     done: Callable[[dict[int, list[int]]], None] | None = None,
     stopped: Callable[[int, list[int]], bool] | None = None,
 ) -> list[list[int]]:
@@ -45,7 +44,6 @@ def generate(
         backbone: The model.
         prompts: Token ids of each prompt.
         max_new_tokens: Limit of new tokens, for all prompts or for each.
-        end_tokens: Tokens that end a continuation and are not part of it; by default those of the generation config.
         done: Called with the continuations of each finished group, by index of the prompt.
         stopped: Called after each token with the index of the prompt and its new tokens; returns whether to stop.
     """
@@ -57,7 +55,7 @@ def generate(
     # Rows of a group decode until the last one is done, so group prompts with similar limits and lengths.
     order = sorted(range(len(prompts)), key=lambda index: (limits[index], len(prompts[index])), reverse=True)
     with torch.no_grad(), no_autocast_cache(), eval_mode(backbone):
-        decoder = _Decoder(backbone, _default_end_tokens(backbone) if end_tokens is None else end_tokens, stopped)
+        decoder = _Decoder(backbone, stopped)
         with lockstep(backbone) as run:
             rows = (_Row(index, prompts[index], limits[index]) for index in order)
             for group in decoder.continue_rows(run, rows):
@@ -77,11 +75,9 @@ class _Row(NamedTuple):
 class _Decoder:
     """Greedy decoder with a model in eval mode; the arguments are those of `generate`."""
 
-    def __init__(
-        self, backbone: Backbone, end_tokens: Collection[int], stopped: Callable[[int, list[int]], bool] | None
-    ) -> None:
+    def __init__(self, backbone: Backbone, stopped: Callable[[int, list[int]], bool] | None) -> None:
         self.backbone = backbone
-        self.end_tokens = frozenset(end_tokens)
+        self.end_tokens = _find_end_tokens(backbone)
         self.stopped = stopped
         self.use = cache_use(backbone)
 
@@ -284,7 +280,8 @@ def _can_be_stacked(backbone: Backbone) -> bool:
     return not chunked and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
 
 
-def _default_end_tokens(backbone: Backbone) -> list[int]:
+def _find_end_tokens(backbone: Backbone) -> list[int]:
+    """Return the tokens of the generation config that end a continuation and are not part of it."""
     ends = backbone.base_model.generation_config.eos_token_id if backbone.base_model.can_generate() else None
     ends = backbone.base_model.config.get_text_config(decoder=True).eos_token_id if ends is None else ends
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)

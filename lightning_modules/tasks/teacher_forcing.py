@@ -45,18 +45,16 @@ def teacher_forced(
     backbone: Backbone,
     questions: Sequence[ForcedAnswer],
     *,
-    tokens_per_pass: int | None = None,
     done: Callable[[dict[int, AnswerScores]], None] | None = None,
 ) -> list[AnswerScores]:
     """Score the answers of questions (`Prompter.force`) by teacher forcing.
 
     The model runs in eval mode, without gradients or random numbers. Logits exist only for the tokens of answers and
     for a chunk of the others. If weights are sharded, all processes must call this, each with any number of questions.
-    A pass has at most ``tokens_per_pass`` tokens, including padding. ``done`` is called with the scores of the
-    questions of each pass, by index.
+    ``done`` is called with the scores of the questions of each pass, by index.
     """
     results: dict[int, AnswerScores] = {}
-    max_tokens = tokens_per_pass or (TOKENS_PER_PASS_CPU if backbone.device.type == "cpu" else TOKENS_PER_PASS)
+    max_tokens = TOKENS_PER_PASS_CPU if backbone.device.type == "cpu" else TOKENS_PER_PASS
     with torch.no_grad(), no_autocast_cache(), eval_mode(backbone), lockstep(backbone) as run:
         for group in group_rows([len(question.input_ids) for question in questions], max_tokens):
             rows = [questions[index] for index in group]

@@ -1,5 +1,6 @@
 """The optimizer and the learning rate: the paper's (Appendix A.2 of Fang et al., 2025), and how to change them."""
 
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -74,6 +75,7 @@ class WarmupSchedule(LambdaLR):
         check_count("`lr_scheduler.total_steps`", 1 if total_steps is None else total_steps)
         self.schedule, self.warmup_steps, self.total_steps = name, warmup_steps, total_steps
         self.arguments = arguments or {}
+        self._largest = float(optimizer.defaults["lr"])
         super().__init__(optimizer, self._factor(sys.maxsize if total_steps is None else total_steps))
 
     def end_at(self, max_steps: int) -> None:
@@ -95,10 +97,10 @@ class WarmupSchedule(LambdaLR):
     def _factor(self, total_steps: int) -> Callable[[int], float]:
         """Return the function from a step to the factor of the learning rate."""
         name = "constant_with_warmup" if self.schedule == "constant" else self.schedule
+        # Some arguments, such as `min_lr`, are learning rates: transformers divides them by that of the optimizer.
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=self._largest)
         try:
-            schedule = get_scheduler(
-                name, torch.optim.SGD([torch.zeros(1)]), self.warmup_steps, total_steps, self.arguments
-            )
+            schedule = get_scheduler(name, optimizer, self.warmup_steps, total_steps, self.arguments)
         except TypeError as error:  # for arguments that are unknown or missing
             message = f"`lr_scheduler.arguments` {self.arguments} do not fit '{name}': {error}."
             raise ValueError(message) from error
@@ -117,6 +119,15 @@ class ParameterGroups:
 
     decay_norms_and_biases: bool = False
     learning_rates: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for pattern, rate in self.learning_rates.items():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"`parameter_groups.learning_rates` '{pattern}': {error}.") from error
+            if not 0 <= rate < math.inf:
+                raise ValueError(f"`parameter_groups.learning_rates` '{pattern}' must be 0 or more, got {rate}.")
 
     def split(self, parameters: Iterable[tuple[str, Tensor]]) -> list[dict[str, Any]]:
         """Return the groups of named parameters for an optimizer."""

@@ -168,7 +168,6 @@ def _read_memo(memo: Path) -> dict[str, list[Any]]:
 
 
 def _memoize_hashes(memo: Path, entries: Mapping[str, list[Any]]) -> None:
-    """Add entries to a memo atomically."""
     if not entries:
         return
     try:

@@ -1,7 +1,11 @@
-"""Conversion of values to JSON."""
+"""JSON files."""
 
+import json
 import math
+from pathlib import Path
 from typing import Any
+
+from lightning_modules.utilities.files import write_atomically
 
 
 def plain(value: Any) -> Any:
@@ -15,3 +19,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file atomically, with null for numbers that are not finite."""
+    write_atomically(path, (json.dumps(plain(content), indent=1) + "\n").encode())

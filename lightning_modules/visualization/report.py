@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import html
-import json
 import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_modules.utilities.files import write_atomically
-from lightning_modules.utilities.plain_json import plain
+from lightning_modules.utilities.plain_json import write_json
 
 _CODE = re.compile(r"`([^`]+)`")
 _NUMBER = re.compile(r"-?[\d.,]*(%| [\[(±].*)?$")
@@ -61,7 +60,7 @@ def write_report(
     """
     for picture, svg in pictures.items():
         write_atomically(folder / "figures" / f"{picture}.svg", svg.encode())
-    write_atomically(folder / f"{name}.json", (json.dumps(plain(numbers), indent=1) + "\n").encode())
+    write_json(folder / f"{name}.json", numbers)
     write_atomically(folder / "report.md", as_markdown(title, blocks).encode())
     write_atomically(folder / "report.html", as_html(title, blocks, pictures).encode())
 
@@ -128,7 +127,7 @@ def as_html(title: str, blocks: Sequence[Block], pictures: Mapping[str, str]) ->
 
 
 def read_resource(name: str) -> str:
-    """Read a file of this package."""
+    """Read a file of this package, or of one below it."""
     return (files(__package__) / name).read_text(encoding="utf-8")
 
 

@@ -34,6 +34,9 @@ _NOISE = (
 """Lines of jsonargparse's errors that repeat the value, or list what else it could have been."""
 
 
+_CLASS_MODULES = ("datamodules", "callbacks", "lightning_modules.objectives")
+
+
 class ConciseParser(jsonargparse.ArgumentParser):
     """Parser whose errors are one line: the unknown name, its config file and the nearest name, but no usage."""
 
@@ -44,16 +47,22 @@ class ConciseParser(jsonargparse.ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:  # the parser of a class in a config: the one of the command reports it
             super().error(message, ex)
-        message = re.sub(r"\. Got value: Namespace\(.*", ".", message)
-        short = re.sub(r"an? <class '(\w+)'>", r"\1", _drop_noise(message))
+        short = _drop_noise(re.sub(r"\. Got value: Namespace\(.*", ".", message))
+        short = re.sub(r"an? <class '(\w+)'>", r"\1", short)
         if key := re.match(r'Parser key "([\w.]+)":', short):
             short = f"{_find_in_configs(self.args, key[1])}`{key[1]}`:{short[key.end() :]}"
         stop_with_usage(self._describe_unknown_name(message) or short)
 
     def _describe_unknown_name(self, message: str) -> str | None:
         """Return an error for an unknown option, key, parameter or class, or None if the message is another one."""
+        if found := re.search(r"dot import path string: (\w+)", message):
+            paths = {name: f"{module}.{name}" for module in _CLASS_MODULES for name in _list_classes(module)}
+            near = difflib.get_close_matches(found[1], paths, n=1)
+            hint = f"Did you mean `{paths[near[0]]}`?" if near else "Write it with its module."
+            return f"{_find_in_configs(self.args, found[1])}unknown class `{found[1]}`. {hint}"
         for pattern, list_known in (
-            (r"class_path '(?P<owner>[\w.]+)':\s+Option '(?P<name>\w+)'", _list_parameters),
+            (r"class_path '(?P<owner>[\w.]+)':\s+Option '(?P<name>[\w.]+)'", _list_parameters),
+            (r"Option '(?P<name>[\w.]+)' is not .*Namespace\(class_path='(?P<owner>[\w.]+)'", _list_parameters),
             (r"module '(?P<owner>[\w.]+)' has no attribute '(?P<name>\w+)'", _list_classes),
             (r"(?P<owner>)unrecognized arguments: --(?P<name>[\w.]+)", lambda _: _list_options(self)),
             (r"(?P<owner>)ption '(?P<name>[\w.]+)'( is not accepted|$)", lambda _: _list_options(self)),
@@ -84,10 +93,7 @@ def suggest_nearest(name: str, known: Iterable[str], dashes: str = "") -> str:
 
 def stop_with_usage(message: str) -> NoReturn:
     """Print an error of the command line or a config in one line, and exit with status 2."""
-    if os.environ.get("LONGCE_TRACEBACK"):
-        traceback.print_exc()
-    sys.stderr.write(f"longce: error: {message}\n")
-    sys.exit(2)
+    _exit_with(message, status=2)
 
 
 def _list_options(parser: jsonargparse.ArgumentParser) -> set[str]:
@@ -107,13 +113,14 @@ def _list_parameters(class_path: str) -> list[str]:
 
 
 def _list_classes(module: str) -> list[str]:
-    found = pydoc.locate(module)
-    return getattr(found, "__all__", None) or [name for name in dir(found) if name[:1].isupper()]
+    found: Any = pydoc.locate(module)
+    defined = [name for name, one in vars(found).items() if getattr(one, "__module__", "").startswith(module)]
+    return getattr(found, "__all__", None) or [name for name in defined if name[:1].isupper()]
 
 
 def _find_in_configs(words: Sequence[str], name: str, *, below: str = "") -> str:
     """Return ``FILE, line N: `` if a config of a command line has a name below a key, otherwise an empty text."""
-    if any(word.startswith("--") and name in word for word in words):
+    if any(re.match(rf"--(.*\.)?{re.escape(name)}\b", word) for word in words):
         return ""
     for word in reversed(words):  # later configs override earlier ones
         file = Path(word.partition("=")[2] or word)
@@ -181,18 +188,17 @@ def _exit_with_remedy(error: BaseException) -> None:
 
 
 def _exit_with_message(error: BaseException, *, status: int) -> NoReturn:
-    if os.environ.get("LONGCE_TRACEBACK"):
-        traceback.print_exc()
-    cause = _root_cause(error)
-    message = "\n".join([str(cause) or type(cause).__name__, *getattr(cause, "__notes__", [])])
-    sys.stderr.write(f"longce: error: {message}\n")
-    sys.exit(status)
-
-
-def _root_cause(error: BaseException) -> BaseException:
-    """Return the error that a class in a config raised, without the parser's list of the types it tried."""
+    # The error that a class in a config raised, without the parser's list of the types it tried.
     while str(error).startswith("Does not validate") and (cause := error.__cause__ or error.__context__) is not None:
         if str(cause).startswith("Not a valid subclass"):  # the value is a list, and another type tells why it fails
-            return ValueError(_drop_noise(re.sub("- Not a valid subclass of .*\n", "", str(error))))
+            error = ValueError(_drop_noise(re.sub("- Not a valid subclass of .*\n", "", str(error))))
+            break
         error = cause
-    return error
+    _exit_with("\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", [])]), status=status)
+
+
+def _exit_with(message: str, *, status: int) -> NoReturn:
+    if os.environ.get("LONGCE_TRACEBACK"):
+        traceback.print_exc()
+    sys.stderr.write(f"longce: error: {message}\n")
+    sys.exit(status)

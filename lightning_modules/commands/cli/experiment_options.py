@@ -50,6 +50,12 @@ def add_data_options(parser: Any) -> None:
     accept_saved_config(parser)
 
 
+def add_quickstart_options(parser: Any) -> None:
+    """Describe ``longce quickstart``, which has no options of its own."""
+    parser.prog = "longce quickstart"
+    parser.description = "Generate a corpus, train a tiny evaluator and fine-tune a tiny model with LongCE, offline."
+
+
 def add_influence_options(parser: Any) -> None:
     """Add the options of ``longce influence``, which are arguments of `InfluenceTrainer.influence`."""
     parser.prog = "longce influence"

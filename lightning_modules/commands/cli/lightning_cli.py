@@ -179,7 +179,6 @@ class LongceCLI(LightningCLI):
         self._save_config(None if options.ckpt_path in (None, "best", "hpc") else Path(options.ckpt_path), logger)
 
     def _check_model(self, model: LongContextLM, *, fits: bool) -> None:
-        """Check the model's settings against those of the data and of the trainer."""
         rows = getattr(self.datamodule, "sequence_length", None) if fits else None
         check_early(model, rows, sequence_parallel_size(self.trainer))
         check_short_dtype(model, self.trainer.strategy)

@@ -15,9 +15,9 @@ from lightning_modules.commands.cli.experiment_options import (
     add_data_options,
     add_influence_options,
     add_plan_options,
+    add_quickstart_options,
     check_options,
 )
-from lightning_modules.commands.compare.options import compare_command
 from lightning_modules.commands.select_config import SelectConfig
 from lightning_modules.scoring.config import InspectConfig, ScoreConfig
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
@@ -102,6 +102,20 @@ def export_command(arguments: Sequence[str]) -> None:
     sys.stdout.write(f"{export_checkpoint(**options)}\n")
 
 
+def compare_command(arguments: Sequence[str]) -> None:
+    """Run ``longce compare`` and print its tables."""
+    parser = _make_parser("compare", "Compare runs of `longce fit`, or results of `longce score`.")
+    runs = "Folders of runs, or results of `longce score --output`; NAME=RUN names a run. The first is the baseline."
+    parser.add_argument("runs", nargs="+", type=str, help=runs)
+    parser.add_argument("--output", type=str | None, help="HTML page to write, which also has curves.")
+    options = _parse_options(parser, arguments)
+    if options["output"] is not None:
+        check_output(options["output"])
+    from lightning_modules.commands.compare.command import compare
+
+    sys.stdout.write(compare(**options))
+
+
 def correlate_command(arguments: Sequence[str]) -> None:
     """Run ``longce correlate`` and print its table."""
     description = "Correlate LongPPL and perplexity of many models with their benchmark scores."
@@ -134,16 +148,11 @@ def select_command(arguments: Sequence[str]) -> None:
 def reproduce_command(arguments: Sequence[str]) -> None:
     """Run ``longce reproduce miniature`` or ``longce reproduce TABLE``."""
     if arguments[1:2] == ["miniature"]:
+        from benchmarks.reproduction.miniature.options import add_miniature_options
+
         description = "Repeat the paper's experiments with tiny models of a synthetic language, on one CPU thread."
         parser = _make_parser("reproduce miniature", description)
-        output = "Folder for the models and the report; finished models there are reused."
-        parser.add_argument("--output", type=str, default="runs/miniature", help=output)
-        seeds = "Number of base models, each from different random weights; every experiment runs on each of them."
-        parser.add_argument("--seeds", type=int, default=1, help=seeds)
-        config = "YAML file of the experiments; by default configs/reproduce/miniature.yaml."
-        parser.add_argument("--config", type=str | None, help=config)
-        text = "Folder with train/*.txt and test/*.txt, for experiments on real text."
-        parser.add_argument("--text", type=str | None, help=text)
+        add_miniature_options(parser)
         options = parser.parse_args(list(arguments[2:])).as_dict()
         from benchmarks.reproduction.miniature.command import reproduce_miniature
 
@@ -178,10 +187,9 @@ def plan_command(arguments: Sequence[str]) -> None:
     """Run ``longce plan`` and print its report."""
     check_options(arguments[1:], add_plan_options)
     from lightning_modules.commands.cli.lightning_cli import PartCLI
-    from lightning_modules.commands.plan.hardware import find_gpu, find_rates
-    from lightning_modules.commands.plan.plan import Planner
+    from lightning_modules.commands.plan.hardware import find_gpu
+    from lightning_modules.commands.plan.plan import make_planner
     from lightning_modules.commands.plan.report import report
-    from lightning_modules.commands.plan.settings import read_experiment
 
     sys.argv[1:] = arguments[1:]
     cli = PartCLI(add_plan_options)
@@ -191,9 +199,7 @@ def plan_command(arguments: Sequence[str]) -> None:
         if Path(options.output).is_dir():
             raise ValueError(f"`output` must be a file, but '{options.output}' is a folder.")
         writable_folder(Path(options.output).absolute().parent, remedy="Choose another file with `--output`.")
-    experiment = read_experiment(cli.make("model"), options)
-    rates = find_rates(gpu, options.measured, autocast=experiment.training.autocast is not None)
-    plan = Planner(experiment, gpu, rates, options.price_per_gpu_hour).plan()
+    plan = make_planner(cli.make("model"), options, gpu).plan()
     sys.stdout.write(report(plan) + "\n")
     if options.output is not None:
         write_atomically(Path(options.output), (json.dumps(plan, indent=2) + "\n").encode())
@@ -234,13 +240,7 @@ def influence_command(arguments: Sequence[str]) -> None:
 
 def quickstart_command(arguments: Sequence[str]) -> None:
     """Run ``longce quickstart``, and pass its options to each of its runs."""
-    if "-h" in arguments or "--help" in arguments:
-        sys.stdout.write(
-            "usage: longce quickstart [OPTIONS of longce fit]\n\nGenerate a corpus, train a tiny evaluator and"
-            " fine-tune a tiny model with LongCE, all offline.\n"
-        )
-        return
-    check_options(arguments[1:])
+    check_options(arguments[1:], add_quickstart_options)
     from lightning_modules.commands.quickstart import quickstart
 
     quickstart(arguments[1:])
@@ -257,9 +257,8 @@ def run_experiment(arguments: Sequence[str]) -> Any:
 
 def launch_command(arguments: Sequence[str]) -> None:
     """Run ``longce launch`` and exit with the status of the launched command."""
-    parser = argparse.ArgumentParser(
+    parser = ConciseParser(
         prog="longce launch",
-        allow_abbrev=False,
         usage="longce launch --nproc_per_node N [OPTIONS] -- COMMAND ..",
         description="Run a longce command in several processes, restart them after a crash, and stop them together."
         " On SIGTERM, SIGINT, SIGHUP and SIGUSR1, all processes save a checkpoint and stop.",

@@ -2,19 +2,19 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 
+import matplotlib
+import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
-from lightning_modules.commands.compare.curves import draw_curves
-from lightning_modules.commands.compare.differences import (
-    TOKENS,
-    corpus_perplexity,
-    perplexity_ratio,
-    shared_documents,
-)
 from lightning_modules.commands.compare.runs import AXES, Run, read_runs
+from lightning_modules.statistics import TOKENS, corpus_perplexity, perplexity_ratio
 from lightning_modules.utilities.files import write_atomically
+from lightning_modules.visualization.images import STYLE, as_svg
 from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_html, as_text_table
 
 _EXPLANATION = (
@@ -24,6 +24,7 @@ _EXPLANATION = (
 )
 _WIDTH = 60  # of a cell in a terminal
 _CHANGED = 10  # documents that changed most
+_POINTS = 200  # of a curve; longer ones are averaged
 
 
 def compare(runs: Sequence[str | Path], output: str | Path | None = None) -> str:
@@ -48,11 +49,6 @@ def compare(runs: Sequence[str | Path], output: str | Path | None = None) -> str
     return "\n".join(texts or ["These runs have logged nothing yet.\n"])
 
 
-def write_page(runs: Sequence[Path], output: Path) -> None:
-    """Write an HTML page about one run, or about several."""
-    compare(runs, output)
-
-
 def _first_evaluation(run: Run) -> Run:
     first = {cell: dict([min(steps.items())]) for cell, steps in run.evaluations.items() if len(steps) > 1}
     return Run(f"step {min(map(min, first.values()), default=0)}", first, {}, {})
@@ -69,6 +65,51 @@ def _make_page(runs: Sequence[Run], tables: Mapping[str, Table]) -> str:
         curves = [Picture(name, title) for name, (title, _) in figures.items()]
         blocks += [Heading(f"Curves by {axis}"), *curves] if curves else []
     return as_html(f"{'Runs' if len(runs) > 1 else 'Run'} {', '.join(run.name for run in runs)}", blocks, pictures)
+
+
+def draw_curves(runs: Sequence[Run], axis: str) -> dict[str, str]:
+    """Return figures as SVG by title: LongPPL, perplexity, loss and learning rate of the runs that logged the axis."""
+    curves = {run.name: _find_curves(run) if AXES[axis] in run.scalars else {} for run in runs}
+    figures = {}
+    for title in dict.fromkeys(title for own in curves.values() for title in own):
+        placed = {
+            run.name: place_points(curves[run.name].get(title, {}), run.scalars.get(AXES[axis], {})) for run in runs
+        }
+        if any(map(len, placed.values())):
+            figures[title] = _draw_panel(placed, axis, title.partition(":")[0])
+    return figures
+
+
+def _find_curves(run: Run) -> dict[str, Mapping[int, float]]:
+    """Return the values of each quantity by optimizer step."""
+    curves: dict[str, Mapping[int, float]] = {}
+    for kind, name in (("longppl", "LongPPL"), ("perplexity", "Perplexity")):
+        for cell, steps in sorted(run.evaluations.items(), key=lambda each: each[0]):
+            title = f"{name}: {cell if kind == 'longppl' else cell.partition(',')[0]}"
+            curves[title] = {step: corpus_perplexity(documents, kind) for step, documents in steps.items()}
+    rates = {f"Learning rate: {key[3:]}": values for key, values in run.scalars.items() if key.startswith("lr-")}
+    return {**curves, "Training loss (nats)": run.scalars.get("train/loss", {}), **rates}
+
+
+def place_points(curve: Mapping[int, float], axis: Mapping[int, float]) -> NDArray[np.float64]:
+    """Return ``[N, 2]`` points of a curve by optimizer step over an axis, which is 0 before the first step."""
+    points = np.array(sorted(curve.items()), dtype=np.float64).reshape(-1, 2)
+    steps, values = zip((0, 0.0), *sorted(axis.items()), strict=True)
+    points[:, 0] = np.interp(points[:, 0], steps, values)
+    points = points[np.isfinite(points[:, 1])]
+    return np.array([part.mean(axis=0) for part in np.array_split(points, _POINTS) if len(part)]).reshape(-1, 2)
+
+
+def _draw_panel(curves: Mapping[str, NDArray[np.float64]], axis: str, quantity: str) -> str:
+    with matplotlib.rc_context(STYLE | {"svg.fonttype": "none"}):
+        figure = Figure(figsize=(3.3, 2.6), layout="constrained", facecolor="none")
+        plot = figure.subplots()
+        plot.set(xlabel=axis, ylabel=quantity, facecolor="none")
+        plot.locator_params("x", nbins=5)
+        for (name, points), line in zip(curves.items(), cycle(("-", "--", "-.", ":")), strict=False):
+            plot.plot(*points.T, line, marker="o" if len(points) < 30 else "", markersize=3, label=name)
+        figure.legend(loc="outside upper left", ncols=2, frameon=False, fontsize=8)
+        return as_svg(figure)
 
 
 def _rank_runs(runs: Sequence[Run], baseline: Run) -> Table:
@@ -118,8 +159,13 @@ def _compare_settings(runs: Sequence[Run]) -> Table:
     return Table(["setting", *(run.name for run in runs)], [row for row in differing if not row[0].startswith(absent)])
 
 
+def shared_documents(documents: pd.DataFrame, baseline: pd.DataFrame) -> pd.DataFrame:
+    """Return the documents that both have with equal numbers of tokens and key tokens, with both perplexities."""
+    both = documents.merge(baseline, left_index=True, right_index=True, suffixes=("", "_baseline"))
+    return both[(both["tokens"] == both["tokens_baseline"]) & (both["key_tokens"] == both["key_tokens_baseline"])]
+
+
 def _find_changed_documents(runs: Sequence[Run], baseline: Run) -> dict[str, Table]:
-    """Return the documents whose LongPPL differs most from the baseline's."""
     found = []
     for run in runs:
         for cell in run.evaluations.keys() & baseline.evaluations.keys():

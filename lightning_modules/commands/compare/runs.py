@@ -75,7 +75,7 @@ def _read_run(name: str, folder: Path) -> Run:
     config = {name: str(hparams[key]) for key, name in names.items()}
     scalars: dict[str, dict[int, float]] = defaultdict(dict)
     evaluations: dict[str, dict[int, pd.DataFrame]] = defaultdict(dict)
-    for place in (folder, *sorted(folder.glob("evaluations/*"), key=lambda place: place.stat().st_mtime)):
+    for place in (folder, *sorted(folder.glob("evaluations/*"), key=os.path.getmtime)):
         for key, step, value in _read_scalars(place):
             # Lightning numbers steps from 0, but evaluations before training and of checkpoints are at their step.
             exact = place != folder or (step == 0 and key.startswith("val/"))

@@ -21,7 +21,7 @@ from lightning_modules.statistics import (
     correlate_values,
 )
 from lightning_modules.utilities.files import writable_folder
-from lightning_modules.visualization.images import as_svg
+from lightning_modules.visualization.images import STYLE, as_svg
 from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_text_table, write_report
 
 _HEAD = ("score", "metric", "models", "Pearson [95%]", "Spearman [95%]")
@@ -30,7 +30,6 @@ _EXPLAINED = (
     "Differences between two metrics over the same models, with Zou's 95% intervals and the p-values of Williams' test."
     " Below 0, the first metric has the stronger (negative) correlation."
 )
-_STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "longce"}
 _MARKERS = "osD^v<>pP*Xh"
 _COLORS = [f"C{number}" for number in range(10)]
 
@@ -168,7 +167,6 @@ def _format_difference(difference: Difference) -> tuple[str, ...]:
 
 
 def _describe_left_out(pairs: Sequence[Pair]) -> list[str]:
-    """Return a sentence for each model that is left out, with all reasons."""
     reasons: dict[str, dict[str, None]] = {}
     for pair in pairs:
         for model, reason in pair.left_out.items():
@@ -188,7 +186,7 @@ def _draw_scatter(pairs: Sequence[Pair], values: Values, log_axis: bool) -> str:
     models = list(dict.fromkeys(model for pair in pairs for model in pair.models))
     # Cycle colors and markers together, so that dozens of models look different.
     looks = dict(zip(models, zip(cycle(_COLORS), cycle(_MARKERS), strict=False), strict=False))
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.6 * len(pairs) + 1.5, 3.8), layout="constrained")
         handles: dict[str, Any] = {}
         for axis, pair in zip(figure.subplots(1, len(pairs), squeeze=False)[0], pairs, strict=True):

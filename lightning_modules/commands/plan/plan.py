@@ -208,6 +208,13 @@ class Planner:
         return {**result, "memory": {name: self._describe_memory(each) for name, each in memory.items()}}
 
 
+def make_planner(model: LongContextLM, options: Any, gpu: GPU) -> Planner:
+    """Return the planner of the parsed options of ``longce fit`` or ``longce plan``."""
+    experiment = read_experiment(model, options)
+    rates = find_rates(gpu, options.get("measured"), autocast=experiment.training.autocast is not None)
+    return Planner(experiment, gpu, rates, options.get("price_per_gpu_hour"))
+
+
 def plan_run(model: LongContextLM, options: Any, trainer: Trainer) -> PlannedStep | None:
     """Plan a run by the parsed options of ``longce fit``; return None on a CPU, and for what is not supported."""
     device = trainer.strategy.root_device
@@ -217,9 +224,7 @@ def plan_run(model: LongContextLM, options: Any, trainer: Trainer) -> PlannedSte
     options = options.clone()
     options.gpus, options.gpus_per_node = trainer.world_size, trainer.num_devices
     try:
-        experiment = read_experiment(model, options)
-        rates = find_rates(gpu, autocast=experiment.training.autocast is not None)
-        return Planner(experiment, gpu, rates).plan_step()
+        return make_planner(model, options, gpu).plan_step()
     except ValueError as error:
         _log.info("Without MFU and planned time: %s", error)
         return None

@@ -26,9 +26,10 @@ from lightning_modules.tasks.evaluation.report import as_text, write_task_report
 from lightning_modules.tasks.evaluation.summary import summarize
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.registry import find_tasks
-from lightning_modules.utilities.files import writable_folder, write_atomically
+from lightning_modules.utilities.files import writable_folder
 from lightning_modules.utilities.identity import content_hash
 from lightning_modules.utilities.locks import exclusive
+from lightning_modules.utilities.plain_json import write_json
 
 QUESTIONS_AT_ONCE, TOKENS_AT_ONCE = 256, 2**21
 """Limits of the questions in memory, and of their tokens: the model waits while questions are generated."""
@@ -124,7 +125,7 @@ class ResultStore:
         self.settings = settings
         begun = any(path.stat().st_size for path in self.folder.glob("results-*.jsonl"))
         if not (begun and (folder / SETTINGS).is_file()):
-            write_atomically(folder / SETTINGS, (json.dumps(settings, indent=1) + "\n").encode())
+            write_json(folder / SETTINGS, settings)
         _check_same(folder / SETTINGS, settings)
 
     def read(self) -> list[TaskResult]:

@@ -108,10 +108,7 @@ class Summary:
             **{name: getattr(self, name) for name in names},
             **(_named_values(self.perplexities) or {"answer_perplexity": None, "other_perplexity": None}),
             "depths": {
-                name: {
-                    str(length): dict(zip(map(str, matrix.depths), row, strict=True))
-                    for length, row in zip(matrix.lengths, matrix.scores.tolist(), strict=True)
-                }
+                name: pd.DataFrame(matrix.scores.T, map(str, matrix.depths), map(str, matrix.lengths)).to_dict()
                 for name, matrix in self.heat_maps.items()
             },
         }

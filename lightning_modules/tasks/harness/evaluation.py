@@ -22,7 +22,7 @@ from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.tasks.harness.model import HarnessModel
 from lightning_modules.tasks.harness.tasks import SETS, load_tasks, seed
 from lightning_modules.utilities.files import write_atomically
-from lightning_modules.utilities.plain_json import plain
+from lightning_modules.utilities.plain_json import plain, write_json
 from lightning_modules.visualization.report import Table, as_text_table
 
 log = logging.getLogger(__name__)
@@ -182,11 +182,6 @@ class Results:
 
     def _settings_of(self, task_file: str | None) -> dict[str, Any]:
         return self.settings | ({"task_file": task_file} if task_file else {})
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file, with null for numbers that are not finite."""
-    write_atomically(path, (json.dumps(plain(content), indent=1) + "\n").encode())
 
 
 def table(result: Mapping[str, Any]) -> str:

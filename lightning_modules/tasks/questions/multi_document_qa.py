@@ -43,7 +43,7 @@ class MultiDocumentQA(FittedTask):
     max_new_tokens = 100
     varies_depth = True
 
-    def __init__(self, path: str | Path | None = None, *, query: Query = "after", documents: int | None = None) -> None:
+    def __init__(self, path: str | Path | None = None, documents: int | None = None, query: Query = "after") -> None:
         if documents is not None and documents < 2:
             raise ValueError(
                 f"`documents` must be 2 or more, because one of the passages has the answer; got {documents}."
@@ -85,7 +85,6 @@ class MultiDocumentQA(FittedTask):
         return self.questions[order[index % len(order)]]
 
     def _other_passages(self, rng: random.Random) -> Iterator[Passage]:
-        """Return passages of other questions."""
         if not self.questions:
             return synthetic_lives(rng)
         others = rng.sample(self.questions, len(self.questions))

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from lightning_modules.tasks.questions.haystacks import Essays
 from lightning_modules.tasks.questions.multi_document_qa import MultiDocumentQA
-from lightning_modules.tasks.questions.retrieval import FirstSentence, KeyValues, LongEvalLines, Needle, Passkey, Query
+from lightning_modules.tasks.questions.retrieval import FirstSentence, KeyValues, LongEvalLines, Needle, Passkey
 from lightning_modules.tasks.questions.ruler.needles import RULER_NEEDLES, Needles
 from lightning_modules.tasks.questions.ruler.question_answering import QuestionAnswering
 from lightning_modules.tasks.questions.ruler.variable_tracking import VariableTracking
@@ -42,10 +42,6 @@ def _make_needles(name: str, sources: Sources) -> Task:
     return Needles(name, RULER_NEEDLES[name], sources.essays)
 
 
-def _make_multi_document_qa(query: Query, sources: Sources) -> Task:
-    return MultiDocumentQA(sources.nq_open, query=query, documents=sources.documents)
-
-
 TASKS: dict[str, Callable[[Sources], Task]] = {
     **{name: partial(_make_needles, name) for name in RULER_NEEDLES},
     "vt": lambda sources: VariableTracking(),
@@ -60,9 +56,9 @@ TASKS: dict[str, Callable[[Sources], Task]] = {
     "key_values": lambda sources: KeyValues(),
     "key_values_query_before": lambda sources: KeyValues("before"),
     "key_values_query_both": lambda sources: KeyValues("both"),
-    "multi_document_qa": partial(_make_multi_document_qa, "after"),
-    "multi_document_qa_query_before": partial(_make_multi_document_qa, "before"),
-    "multi_document_qa_query_both": partial(_make_multi_document_qa, "both"),
+    "multi_document_qa": lambda sources: MultiDocumentQA(sources.nq_open, sources.documents),
+    "multi_document_qa_query_before": lambda sources: MultiDocumentQA(sources.nq_open, sources.documents, "before"),
+    "multi_document_qa_query_both": lambda sources: MultiDocumentQA(sources.nq_open, sources.documents, "both"),
 }
 """The constructor of each task."""
 
@@ -111,7 +107,6 @@ def _list_choices() -> str:
 
 
 def _import_task(path: str) -> Task:
-    """Create a task of the user's class."""
     try:
         kind = import_object(path)
     except (ImportError, AttributeError) as error:

@@ -57,21 +57,12 @@ class Task(ABC):
         return random.Random(f"{self.name} {length} {index} {seed}")
 
     def fit(
-        self,
-        prompter: Prompter,
-        length: int,
-        wording: Wording,
-        *,
-        minimum: int = 1,
-        maximum: int | None = None,
-        guess: int | None = None,
+        self, prompter: Prompter, length: int, wording: Wording, *, minimum: int = 1, maximum: int | None = None
     ) -> int:
         """Return the largest number of units with which prompt, answer prefix and answer have ``length`` tokens."""
         room = length - self.max_new_tokens
         try:
-            return most_units(
-                lambda units: prompter.count(*wording(units)), room, minimum=minimum, maximum=maximum, guess=guess
-            )
+            return most_units(lambda units: prompter.count(*wording(units)), room, minimum=minimum, maximum=maximum)
         except ValueError as error:
             raise ValueError(
                 f"A length of {length} tokens is too short for '{self.name}', which reserves {self.max_new_tokens} for"
@@ -139,14 +130,11 @@ class FittedTask(Task):
         )
 
 
-def most_units(
-    tokens: Callable[[int], int], limit: int, *, minimum: int = 1, maximum: int | None = None, guess: int | None = None
-) -> int:
+def most_units(tokens: Callable[[int], int], limit: int, *, minimum: int = 1, maximum: int | None = None) -> int:
     """Return the largest number of units, from ``minimum`` to ``maximum``, whose text has at most ``limit`` tokens.
 
     Tokens grow about linearly with units, so interpolation needs only a few trials, each of which tokenizes the whole
-    text. A ``guess`` of the result may save some. Raises a ``ValueError`` if ``minimum`` units do not fit, or if the
-    text hardly grows with its units.
+    text. Raises a ``ValueError`` if ``minimum`` units do not fit, or if the text hardly grows with its units.
     """
     # 1. `low` units always fit.
     low, low_tokens = minimum, tokens(minimum)
@@ -154,7 +142,7 @@ def most_units(
         raise ValueError(f"The shortest question has {low_tokens} tokens, more than {limit}.")
     # 2. Extrapolate from `low` until some number `high` does not fit.
     high, high_tokens = 0, 0
-    step = max(1, guess - low if guess is not None else low)
+    step = max(1, low)
     while high == 0:
         if low == maximum:
             return low

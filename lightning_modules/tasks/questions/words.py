@@ -27,9 +27,9 @@ def key_word(rng: random.Random) -> str:
     return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
 
 
-def number(rng: random.Random, digits: int = 7) -> str:
-    """Draw a number with this many digits, the first of which is not 0: RULER's values have 7."""
-    return str(rng.randint(10 ** (digits - 1), 10**digits - 1))
+def number(rng: random.Random) -> str:
+    """Draw a number of 7 digits, as RULER's values are."""
+    return str(rng.randint(1_000_000, 9_999_999))
 
 
 def uuid(rng: random.Random) -> str:

@@ -17,8 +17,8 @@ class ExportOptions:
             cannot express the model's RoPE.
         eabf_as_abf: Export a model trained with EABF as plain ABF, which other libraries support: logits then differ
             beyond the original context length.
-        push_to_hub: Repository of the Hugging Face hub, ``organization/name``, to which the folder is uploaded. The
-            token is that of ``hf auth login`` or ``HF_TOKEN``.
+        push_to_hub: Repository of the Hugging Face hub, ``organization/name``, to which the folder is uploaded; weights
+            of an earlier export there are removed. The token is that of ``hf auth login`` or ``HF_TOKEN``.
         private: Create the repository as a private one, and refuse to upload to one that is public.
     """
 

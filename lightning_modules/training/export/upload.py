@@ -28,16 +28,23 @@ def upload_export(folder: Path, options: ExportOptions) -> None:
     """
     if (repository := options.push_to_hub) is None:
         return
-    api = HfApi()
+    api, message = HfApi(), "Upload an export of longce"
+    replaced = ["model*.safetensors*", "adapter_*"]  # transformers would load those of an earlier export
     try:
         url = api.create_repo(repository, private=options.private, exist_ok=True)
-        if options.private and not api.model_info(repository).private:
-            raise ValueError("the repository is public: set `private: false`, or use another one")
-        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload an export of longce")
+        exposed = options.private and not api.model_info(repository).private
+        if not exposed:
+            api.upload_folder(repo_id=repository, folder_path=folder, commit_message=message, delete_patterns=replaced)
     except Exception as error:  # of the network, the hub, or its client
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise ValueError(
             f"The export in '{folder}' is complete, but was not uploaded to '{repository}': {reason}. To repeat it:"
             f" hf upload {repository} {folder}{' --private' if options.private else ''}"
+            f" --delete '{replaced[0]}' --delete '{replaced[1]}'"
         ) from error
+    if exposed:
+        raise ValueError(
+            f"The export in '{folder}' is complete, but was not uploaded, because '{repository}' is public: use another"
+            " repository, or set `private: false`."
+        )
     log.info("Uploaded to %s.", url)

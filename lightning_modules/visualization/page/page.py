@@ -7,7 +7,6 @@ import os
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,8 +71,8 @@ class Inspection:
 
     def html(self) -> str:
         """Return the page."""
-        script = f"(() => {{\n'use strict';\n{''.join(_read_resource(name) for name in _SCRIPTS)}}})();"
-        style = read_resource("theme.css") + _read_resource("page.css")
+        script = f"(() => {{\n'use strict';\n{''.join(read_resource(f'page/{name}') for name in _SCRIPTS)}}})();"
+        style = read_resource("theme.css") + read_resource("page/page.css")
         found = self.alternatives
         alternatives = {} if found is None else alternative_arrays(found, self._shown_ids, self._first_short)
         safe = {
@@ -89,7 +88,7 @@ class Inspection:
         }
         escaped = {name: html.escape(value) for name, value in self._page_texts().items()}
         # Fill all placeholders in one pass, so that a value's content is never taken for a placeholder.
-        return re.sub(r"\[\[(\w+)\]\]", lambda place: (safe | escaped)[place[1]], _read_resource("page.html"))
+        return re.sub(r"\[\[(\w+)\]\]", lambda place: (safe | escaped)[place[1]], read_resource("page/page.html"))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the page atomically."""
@@ -119,7 +118,6 @@ class Inspection:
         return min(self.scores.context_length + self.scores.stride, len(self.scores.long))
 
     def _page_texts(self) -> dict[str, str]:
-        """Return the texts of the page."""
         scores = self.scores
         key = evaluator_key_tokens(scores, alpha=self.alpha, beta=self.beta)
         longppl, perplexity = map(_format_perplexity, perplexities(scores.long, key))
@@ -186,10 +184,6 @@ class Inspection:
         """Ascending ``[M]`` ids of the tokens that the page names."""
         shown = () if self.alternatives is None else (part.token_ids.flatten() for part in self.alternatives)
         return torch.cat([self.scores.token_ids, *shown]).unique()
-
-
-def _read_resource(name: str) -> str:
-    return (files(__package__) / name).read_text(encoding="utf-8")
 
 
 def perplexities(log_likelihood: Tensor, key: Tensor) -> tuple[float, float]:

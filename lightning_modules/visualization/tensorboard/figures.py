@@ -1,4 +1,4 @@
-"""Draw figures of the tokens of all documents, as images."""
+"""Draw figures of the tokens of all documents."""
 
 import matplotlib
 import numpy as np
@@ -9,7 +9,7 @@ from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_modules.visualization.images import STYLE, as_pixels
+from lightning_modules.visualization.images import STYLE
 from lightning_modules.visualization.tensorboard.sums import SHORTEST_FITTED, PositionSums
 
 LSD_EDGES = np.linspace(-6.0, 10.0, 81)
@@ -18,13 +18,13 @@ LCL_EDGES = np.linspace(-12.0, 0.0, 61)
 
 
 @matplotlib.rc_context(STYLE)
-def benefit_figure(long: Tensor, short: Tensor, *, alpha: float, beta: float, title: str) -> NDArray[np.uint8]:
-    """Draw the density of tokens by LSD and LCL, with the thresholds, as ``[height, width, 3]``.
+def benefit_figure(long: Tensor, short: Tensor, *, alpha: float, beta: float, title: str) -> Figure:
+    """Draw the density of tokens by LSD and LCL, with the thresholds.
 
     Tokens with equal ``[N]`` long and short log-likelihoods, in nats, are left out.
     """
     counts = benefit_counts(long, short)
-    figure = Figure(figsize=(6.4, 4.4))
+    figure = Figure(figsize=(6.4, 4.4), dpi=110)
     axis = figure.subplots()
     norm = LogNorm(vmin=1, vmax=max(counts.max(), 2))
     image = axis.pcolormesh(LSD_EDGES, LCL_EDGES, np.ma.masked_equal(counts, 0), norm=norm, cmap="viridis_r")
@@ -35,7 +35,7 @@ def benefit_figure(long: Tensor, short: Tensor, *, alpha: float, beta: float, ti
     axis.set(xlabel="LSD: long minus short log-likelihood (nats)", ylabel="LCL: long log-likelihood (nats)")
     axis.set_ylim(LCL_EDGES[0], 0.25)
     axis.set_title(title, loc="left")
-    return as_pixels(figure)
+    return figure
 
 
 def benefit_counts(long: Tensor, short: Tensor) -> NDArray[np.float64]:
@@ -47,15 +47,15 @@ def benefit_counts(long: Tensor, short: Tensor) -> NDArray[np.float64]:
 
 
 @matplotlib.rc_context(STYLE)
-def position_figure(positions: PositionSums, *, title: str) -> NDArray[np.uint8]:
-    """Draw the loss by the length of the context, with its power law, as ``[height, width, 3]``.
+def position_figure(positions: PositionSums, *, title: str) -> Figure:
+    """Draw the loss by the length of the context, with its power law.
 
     The values of the positions are the loss in nats and, if they have three, the loss in the short context and the
     fraction of key tokens.
     """
     (context, loss, *others), fit = positions.means().numpy(), positions.fit()
     panels = 2 if others else 1
-    figure = Figure(figsize=(6.4, 3.4 + 1.4 * (panels - 1)))
+    figure = Figure(figsize=(6.4, 3.4 + 1.4 * (panels - 1)), dpi=110)
     # Matplotlib's automatic layout would take longer than the drawing.
     figure.subplots_adjust(left=0.11, right=0.98, bottom=0.14 if panels == 1 else 0.1, top=0.92, hspace=0.08)
     axes = figure.subplots(panels, 1, sharex=True, squeeze=False, height_ratios=(3, 1)[:panels])[:, 0]
@@ -75,4 +75,4 @@ def position_figure(positions: PositionSums, *, title: str) -> NDArray[np.uint8]
     axes[-1].set_xscale("log", base=4)
     axes[-1].set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
     axes[-1].set_xlabel("tokens of context (position in the document)")
-    return as_pixels(figure)
+    return figure

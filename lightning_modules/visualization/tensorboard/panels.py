@@ -95,7 +95,7 @@ class EvaluationPanels:
                 self._draw_scores(writer, [document.scores for document in documents], "model", step)
             if positions.sums[0].any():
                 figure = position_figure(positions, title=f"trained model, step {step:,}")
-                writer.add_image("loss_by_context/model_all_documents", figure, step, dataformats="HWC")
+                writer.add_figure("loss_by_context/model_all_documents", figure, step, close=False)
         self._drawn |= set(evaluated)
 
     def _by_evaluator(
@@ -140,10 +140,10 @@ class EvaluationPanels:
         title = f"{scored_by}, {len(documents):,} documents"
         if (long != short).any():
             figure = benefit_figure(long, short, **self.thresholds, title=title)
-            writer.add_image(f"lsd_and_lcl/{scored_by}", figure, step, dataformats="HWC")
+            writer.add_figure(f"lsd_and_lcl/{scored_by}", figure, step, close=False)
         if len(long):
             figure = position_figure(positions, title=title)
-            writer.add_image(f"loss_by_context/{scored_by}", figure, step, dataformats="HWC")
+            writer.add_figure(f"loss_by_context/{scored_by}", figure, step, close=False)
 
 
 def draw_weights(writer: Any, weights: Tensor, differences: Tensor, *, cap: float | None, step: int) -> None:

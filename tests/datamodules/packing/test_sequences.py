@@ -186,3 +186,11 @@ def test_examples_that_cannot_be_trained_on_are_refused():
         collate_examples([{"text": "not tokenized"}])
     with pytest.raises(ValueError, match=r"needs `input_ids`"):
         collate_examples([{"input_ids": [0, 0], "attention_mask": [0, 0]}])
+
+
+def test_packed_examples_may_be_padded_on_the_left_and_have_documents_of_one_token():
+    padded = {"input_ids": [0, 0, 7, 8, 9], "attention_mask": [0, 0, 1, 1, 1], "position_ids": [1, 1, 0, 0, 1]}
+    batch = collate_examples([padded])
+    assert batch["document_boundaries"] == [[0, 1, 3]]
+    assert batch["position_ids"].tolist() == [[0, 0, 1]]
+    assert batch["labels"].tolist() == [[-100, -100, 9]]

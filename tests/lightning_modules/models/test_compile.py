@@ -144,7 +144,7 @@ def test_nothing_is_compiled_while_text_is_generated(graphs):
     plain, compiled = build(), build()
     compile_layers(compiled.decoder, backend=graphs)
     prompts = [[5, 6, 7, 8], [9, 10]]
-    assert generate(compiled, prompts, 3, end_tokens=[]) == generate(plain, prompts, 3, end_tokens=[])
+    assert generate(compiled, prompts, 3) == generate(plain, prompts, 3)
     assert graphs.runs == 0
     with torch.no_grad():
         compiled(packed(documents(20)))

@@ -34,13 +34,13 @@ def prompts(count=6, vocabulary=400):
     return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in LENGTHS[:count]]
 
 
-def make_backbone(name="ours", dtype=torch.float64):
+def make_backbone(name="ours", dtype=torch.float64, ends=ENDS):
     kind, settings, attention = ARCHITECTURES[name]
     register_document_attention()
     torch.manual_seed(0)
     config = tiny_config(kind, max_position_embeddings=64, **settings)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
-    model.generation_config.eos_token_id = ENDS
+    model.generation_config.eos_token_id = ends
     return Backbone(model)
 
 
@@ -64,10 +64,9 @@ def test_a_group_goes_on_as_each_prompt_alone_and_as_in_transformers(name, monke
 
 
 def test_some_continuations_end_before_their_limit():
-    backbone = make_backbone()
-    whole = generate(backbone, prompts(), 8, end_tokens=())
+    whole = generate(make_backbone(ends=[]), prompts(), 8)
     end = whole[1][4]
-    cut = generate(backbone, prompts(), 8, end_tokens=[end])
+    cut = generate(make_backbone(ends=[end]), prompts(), 8)
     assert cut == [tokens[: tokens.index(end)] if end in tokens else tokens for tokens in whole]
     assert len(cut[1]) < 8
 
@@ -75,12 +74,12 @@ def test_some_continuations_end_before_their_limit():
 def test_every_logit_is_that_of_all_tokens_at_once(monkeypatch):
     """Not just the likeliest one: with windows, of rows that are padded, far beyond the window."""
     monkeypatch.setattr(generation, "WINDOWED_CHUNK", 16)
-    backbone = make_backbone("gemma3")
+    backbone = make_backbone("gemma3", ends=[])
     logits = []
     next_logits = generation.next_logits
     monkeypatch.setattr(generation, "next_logits", lambda *a: logits.append(next_logits(*a)) or logits[-1])
     order = sorted(range(6), key=lambda row: -LENGTHS[row])
-    new = generate(backbone, prompts(), 8, end_tokens=())
+    new = generate(backbone, prompts(), 8)
     seen = torch.stack(logits[-7:], dim=1)
     for place, row in enumerate(order):
         tokens = torch.tensor([prompts()[row] + new[row]])
@@ -98,9 +97,9 @@ def test_extended_contexts_go_on_from_a_cache(method):
     implementation = register_document_attention()
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float64)
     backbone = Backbone(model.eval())
-    together = generate(backbone, prompts(), LIMITS, end_tokens=())
+    together = generate(backbone, prompts(), LIMITS)
     backbone.cache_use = "none"
-    assert together == generate(backbone, prompts(), LIMITS, end_tokens=())
+    assert together == generate(backbone, prompts(), LIMITS)
 
 
 @pytest.mark.parametrize("use", ["alone", "none"])
@@ -133,16 +132,16 @@ def test_little_memory_makes_smaller_groups_and_the_same_tokens(monkeypatch):
 
 def test_adapters_take_part_and_training_is_left_as_it_was():
     model = tiny_model("llama", dtype=torch.float64)
-    plain = generate(Backbone(model), prompts(), 8, end_tokens=())
+    plain = generate(Backbone(model), prompts(), 8)
     model = add_adapters(model, {"r": 4, "target_modules": ["q_proj", "lm_head"], "lora_dropout": 0.5})
     backbone = Backbone(model).train()
     for name, parameter in backbone.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
     state, modes = torch.get_rng_state(), [module.training for module in backbone.modules()]
-    adapted = generate(backbone, prompts(), 8, end_tokens=())
+    adapted = generate(backbone, prompts(), 8)
     assert adapted != plain
-    assert adapted == generate(backbone, prompts(), 8, end_tokens=())
+    assert adapted == generate(backbone, prompts(), 8)
     assert torch.equal(state, torch.get_rng_state())
     assert modes == [module.training for module in backbone.modules()]
     assert all(parameter.grad is None for parameter in backbone.parameters())
@@ -150,8 +149,8 @@ def test_adapters_take_part_and_training_is_left_as_it_was():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_precisions(dtype):
-    backbone = make_backbone(dtype=dtype)
-    assert [len(tokens) for tokens in generate(backbone, prompts(), LIMITS, end_tokens=())] == list(LIMITS)
+    backbone = make_backbone(dtype=dtype, ends=[])
+    assert [len(tokens) for tokens in generate(backbone, prompts(), LIMITS)] == list(LIMITS)
     assert cache_use(backbone) == "together"
 
 

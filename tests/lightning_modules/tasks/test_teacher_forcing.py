@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.tasks import teacher_forcing
 from lightning_modules.tasks.questions.prompter import ForcedAnswer
 from lightning_modules.tasks.teacher_forcing import teacher_forced
 from tests.conftest import tiny_model
@@ -39,9 +40,10 @@ def assert_equal(scores, expected):
 
 
 @pytest.mark.parametrize("tokens_per_pass", [1, 80, 1000])
-def test_sums_and_likeliest_tokens_are_those_of_full_logits(backbone, tokens_per_pass):
+def test_sums_and_likeliest_tokens_are_those_of_full_logits(backbone, tokens_per_pass, monkeypatch):
+    monkeypatch.setattr(teacher_forcing, "TOKENS_PER_PASS_CPU", tokens_per_pass)
     shared = []
-    scores = teacher_forced(backbone, QUESTIONS, tokens_per_pass=tokens_per_pass, done=shared.append)
+    scores = teacher_forced(backbone, QUESTIONS, done=shared.append)
     for question, found in zip(QUESTIONS, scores, strict=True):
         assert_equal(found, reference(backbone, question))
     assert [sorted(group) for group in shared] == {1: [[1], [2], [0]], 80: [[1, 2], [0]], 1000: [[0, 1, 2]]}[

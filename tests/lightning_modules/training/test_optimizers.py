@@ -1,8 +1,10 @@
 import math
+import re
 
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.cli import ReduceLROnPlateau
 from torch.optim import SGD, AdamW
 
@@ -60,6 +62,14 @@ def test_each_named_schedule_is_its_formula_until_the_last_step_of_the_trainer(n
     assert rates.seen == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("name", "end"), [("cosine_with_min_lr", "min_lr"), ("polynomial", "lr_end")])
+def test_a_schedule_ends_at_the_learning_rate_that_its_arguments_name(name, end):
+    optimizer = SGD([torch.zeros(1)], lr=0.02)
+    schedule = WarmupSchedule(optimizer, name, arguments={end: 0.005})
+    schedule.end_at(TOTAL)
+    assert 0.02 * schedule.lr_lambdas[0](TOTAL) == pytest.approx(0.005)
+
+
 def test_a_schedule_that_cannot_work_is_refused_with_what_to_change():
     optimizer = SGD([torch.zeros(1)])
     for arguments, message in (
@@ -76,6 +86,18 @@ def test_a_schedule_that_cannot_work_is_refused_with_what_to_change():
     with pytest.raises(ValueError, match="has 30 steps of warm-up and decay, more than its total of 20"):
         WarmupSchedule(optimizer, "linear", warmup_steps=30).end_at(20)
     WarmupSchedule(optimizer, "constant", warmup_steps=30).end_at(-1)  # has no last step
+
+
+def test_a_schedule_without_a_last_step_is_refused_before_the_model_is_loaded(settings, tmp_path):
+    module = lm(None, lr_scheduler=lambda o: WarmupSchedule(o, "linear"), **settings)
+    with pytest.raises(ValueError, match=r"set `trainer.max_steps`"):
+        module.optimization.check(trainer(tmp_path, max_steps=-1))
+
+
+@pytest.mark.parametrize("callback", [LearningRateFinder, BatchSizeFinder])
+def test_callbacks_that_search_settings_are_refused_with_what_to_do(callback, settings, tmp_path):
+    with pytest.raises(ValueError, match=f"`{callback.__name__}` does not support .* remove it, and "):
+        lm(None, **settings).optimization.check(trainer(tmp_path, max_steps=1, callbacks=[callback()]))
 
 
 def test_a_schedule_that_needs_a_metric_is_stepped_once_after_each_evaluation(settings, tmp_path):
@@ -115,8 +137,19 @@ def test_groups_have_their_own_learning_rates_and_weight_decay_spares_norms_and_
     assert found["model.layers.0.input_layernorm.weight"] == (0.02, 0.0)
     assert found["model.norm.weight"] == found["model.layers.0.self_attn.q_proj.bias"] == (0.01, 0.0)
     assert found["model.layers.0.self_attn.q_proj.weight"] == (0.01, 0.1)
+    (group,) = ParameterGroups(decay_norms_and_biases=True).split([("norm.weight", torch.zeros(LENGTH))])
+    assert "weight_decay" not in group
     with pytest.raises(ValueError, match="'lora_B' matches no trained parameter"):
         ParameterGroups(learning_rates={"lora_B": 1.0}).split([("norm.weight", torch.zeros(LENGTH))])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rate", "message"),
+    [("*norm", 1.0, "nothing to repeat"), ("norm", -1.0, "0 or more, got -1"), ("norm", math.inf, "got inf")],
+)
+def test_learning_rates_that_cannot_be_meant_are_refused_before_anything_is_loaded(pattern, rate, message):
+    with pytest.raises(ValueError, match=f"learning_rates` '{re.escape(pattern)}'.*{message}"):
+        ParameterGroups(learning_rates={pattern: rate})
 
 
 def test_without_groups_the_optimizer_gets_one_and_checkpoints_of_earlier_versions_fit(settings, tmp_path):

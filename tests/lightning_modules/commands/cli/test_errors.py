@@ -45,6 +45,17 @@ def error(tmp_path, monkeypatch, capsys):
             [*FIT, "--trainer.callbacks+", "callbacks.StepChekpoint"],
             "`callbacks` has no `StepChekpoint`. Did you mean `StepCheckpoint`?",
         ),
+        (
+            [*FIT, "--model.optimizer.weigth_decay", "0.1"],
+            "`torch.optim.AdamW` has no `weigth_decay`. Did you mean `weight_decay`?",
+        ),
+        ([*FIT, "--trainer.logger", "Tens"], "unknown class `Tens`. Write it with its module."),
+        ([*FIT, "--data", "TextModule"], "unknown class `TextModule`. Did you mean `datamodules.TextDataModule`?"),
+        (
+            [*FIT, "--model.objective", "LongC"],
+            "unknown class `LongC`. Did you mean `lightning_modules.objectives.LongCE`?",
+        ),
+        (["launch", "--nproc_per_nod", "2"], "unknown option `--nproc_per_nod`. Did you mean `--nproc_per_node`?"),
         ([*FIT, "--model.stride", "x"], "`model.stride`: Expected int. Got value: x"),
     ],
 )
@@ -64,6 +75,10 @@ def test_the_command_line_names_the_nearest(words, expected, error):
             "trainer:\n  callbacks+:\n  - class_path: callbacks.StepCheckpoint\n    init_args:\n      save_topk: 3\n",
             "line 5: `callbacks.StepCheckpoint` has no `save_topk`. Did you mean `save_top_k`?",
         ),
+        (
+            "trainer:\n  callbacks+:\n  - class_path: callbacks.StepCheckpoint\n    init_args:\n      every: {n: 3}\n",
+            "line 5: `callbacks.StepCheckpoint` has no `every.n`.",
+        ),
         ("data:\n  class_path: datamodules.PG19\n", "line 2: `datamodules` has no `PG19`."),
     ],
 )
@@ -74,6 +89,11 @@ def test_a_config_names_the_file_and_the_line(config, expected, error):
 def test_a_list_of_loggers_says_why_one_of_them_fails(error):
     one = "{class_path: lightning.pytorch.loggers.CometLogger, init_args: {}}"  # its package is not installed
     assert "comet" in error(*FIT, config=f"trainer: {{logger: [{one}]}}").partition(" Got value")[0]
+
+
+def test_an_option_of_a_similar_name_does_not_hide_the_config(error):
+    expected = "my.yaml, line 1: unknown option `model.strid`. Did you mean `model.stride`?"
+    assert error(*FIT, "--model.stride", "32", config="model: {strid: 3}") == expected
 
 
 def test_the_first_screen_of_the_help_of_fit_lists_what_most_need(monkeypatch, capsys):

@@ -1,6 +1,8 @@
 """Requests to the Hugging Face hub from a machine without a network."""
 
+import io
 import logging
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import close_session, constants, get_session, hf_hub_download, set_client_factory
@@ -41,3 +43,17 @@ def test_a_hub_that_cannot_be_reached_is_tried_once_more_and_then_the_cache_is_u
     assert set(attempts) == {("huggingface.co", 443)}
     assert waits == [hub._RETRY_SECONDS]
     assert not caplog.records
+
+
+def test_an_address_is_checked_once_and_not_behind_a_proxy(online, monkeypatch):
+    attempts = []
+    monkeypatch.setattr(hub.socket, "create_connection", lambda address, **_: attempts.append(address) or io.BytesIO())
+    hub.configure_hub()
+    check = get_session().event_hooks["request"][-1]
+    request = SimpleNamespace(url=SimpleNamespace(host="huggingface.co", port=None, scheme="https"))
+    check(request)
+    check(request)
+    assert attempts == [("huggingface.co", 443)]
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # it finds names that this machine cannot
+    check(SimpleNamespace(url=SimpleNamespace(host="other", port=None, scheme="https")))
+    assert len(attempts) == 1

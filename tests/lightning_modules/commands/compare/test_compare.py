@@ -11,10 +11,9 @@ from scipy import stats
 from torch.utils.tensorboard import SummaryWriter
 
 from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.compare.command import compare, write_page
-from lightning_modules.commands.compare.curves import place_points
-from lightning_modules.commands.compare.differences import perplexity_ratio
+from lightning_modules.commands.compare.command import compare, place_points
 from lightning_modules.commands.compare.runs import read_runs
+from lightning_modules.statistics import perplexity_ratio
 from lightning_modules.training.monitoring.identity import flatten_config
 from tests.support.browser import launch_chromium
 
@@ -289,7 +288,7 @@ def test_the_page_of_a_run_has_curves_over_each_axis_and_changed_documents(tmp_p
     rows.loc[2, "longppl"] *= 2
     rows.loc[5, ["key_tokens", "longppl"]] = 0, math.nan
     rows.to_parquet(table)
-    write_page([folder], tmp_path / "page.html")
+    compare([folder], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     titles = [f"{name}: validation" for name in ("LongPPL", "Perplexity")]
     assert [title.replace(" (K 64), (2, -2)", "").replace(", evaluator", "") for title in Page(page).images] == 3 * [
@@ -306,7 +305,7 @@ def test_the_page_of_a_run_has_curves_over_each_axis_and_changed_documents(tmp_p
 @pytest.mark.slow
 def test_the_page_fits_a_phone_and_needs_nothing_but_itself(tmp_path):
     runs = [make_run(tmp_path / name, {0: 1.0, 10: factor}) for name, factor in (("<b>one", 0.9), ("two", 0.8))]
-    write_page(runs, tmp_path / "page.html")
+    compare(runs, tmp_path / "page.html")
     with launch_chromium() as browser:
         for width in (360, 1440):
             page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme="dark")

@@ -9,17 +9,16 @@ from lightning_modules.tasks.questions.task import most_units
     st.lists(st.integers(0, 9), min_size=1, max_size=200),
     st.integers(0, 500),
     st.one_of(st.none(), st.integers(1, 900)),
-    st.one_of(st.none(), st.integers(1, 900)),
 )
-def test_is_what_counting_up_finds(sizes, limit, guess, maximum):
+def test_is_what_counting_up_finds(sizes, limit, maximum):
     def tokens(units):
         return 3 + sum(sizes[:units]) + max(0, units - len(sizes))
 
     if tokens(1) > limit:
         with pytest.raises(ValueError, match=rf"has {tokens(1)} tokens, more than {limit}"):
-            most_units(tokens, limit, guess=guess, maximum=maximum)
+            most_units(tokens, limit, maximum=maximum)
         return
-    n = most_units(tokens, limit, guess=guess, maximum=maximum)
+    n = most_units(tokens, limit, maximum=maximum)
     assert tokens(n) <= limit
     assert n == maximum or (limit < tokens(n + 1) and (maximum is None or n < maximum))
 

@@ -47,7 +47,12 @@ class Hub(BaseHTTPRequestHandler):
             self.answer({"errors": [], "warnings": []})  # the check of the model card
 
     def do_GET(self):
-        self.answer({"id": "org/name", "modelId": "org/name", "private": self.server.private, "sha": "0", "tags": []})
+        if "/tree/" in self.path:
+            names = ("model.safetensors.index.json", "model-00001-of-00002.safetensors", "notes.md", "README.md")
+            self.answer([{"type": "file", "path": name, "size": 1, "oid": "0"} for name in names])
+        else:
+            facts = {"id": "org/name", "modelId": "org/name", "private": self.server.private, "sha": "0", "tags": []}
+            self.answer(facts)
 
     def answer(self, content, status=200):
         data = json.dumps(content).encode()
@@ -99,10 +104,11 @@ def test_all_files_are_in_one_commit_of_a_private_repository(hub, export):
     assert created["visibility"] == "private"
     assert (created["organization"], created["name"]) == ("org", "name")
     commit = next(body for path, _, body in hub.seen if "/commit/" in path)
+    lines = list(map(json.loads, commit.splitlines()))
+    removed = {line["value"]["path"] for line in lines if line["key"] == "deletedFile"}
+    assert removed == {"model.safetensors.index.json", "model-00001-of-00002.safetensors"}  # of an earlier export
     files = {
-        line["value"]["path"]: b64decode(line["value"]["content"]).decode()
-        for line in map(json.loads, commit.splitlines())
-        if line["key"] == "file"
+        line["value"]["path"]: b64decode(line["value"]["content"]).decode() for line in lines if line["key"] == "file"
     }
     assert files == {"config.json": "{}", "README.md": "A model."}
     assert {token for _, token, _ in hub.seen} <= {f"Bearer {TOKEN}", None}
@@ -113,7 +119,8 @@ def test_a_public_repository_gets_no_private_export(hub, export):
     hub.private = False
     result = upload(hub, export)
     assert result.returncode == 1
-    assert "the repository is public" in result.stderr
+    assert "'org/name' is public" in result.stderr
+    assert "hf upload" not in result.stderr
     assert not any("/commit/" in path for path, *_ in hub.seen)
     assert upload(hub, export, "public").returncode == 0
 
@@ -121,7 +128,7 @@ def test_a_public_repository_gets_no_private_export(hub, export):
 @pytest.mark.limit(4)
 def test_a_failure_has_the_command_that_repeats_the_upload(hub, export):
     hub.failing = True
-    assert f"hf upload org/name {export} --private" in upload(hub, export).stderr
+    assert f"hf upload org/name {export} --private --delete 'model*.safetensors*'" in upload(hub, export).stderr
 
 
 @pytest.mark.parametrize("name", ["name", "org/name/more", "org/na me", "https://huggingface.co/org/name", ""])

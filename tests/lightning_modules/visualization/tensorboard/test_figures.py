@@ -1,4 +1,5 @@
 import torch
+from torch.utils.tensorboard._utils import figure_to_image
 
 from lightning_modules.visualization.tensorboard.figures import (
     LCL_EDGES,
@@ -26,12 +27,14 @@ def test_counts_are_those_of_one_token_at_a_time():
 def test_figures():
     long = -torch.rand(500) * 8
     short = long - torch.randn(500)
-    at_two, at_three = (benefit_figure(long, short, alpha=alpha, beta=-2.0, title="t") for alpha in (2.0, 3.0))
+    at_two, at_three = (
+        figure_to_image(benefit_figure(long, short, alpha=alpha, beta=-2.0, title="t")) for alpha in (2.0, 3.0)
+    )
     assert at_two.shape == at_three.shape
     assert (at_two != at_three).any(), "thresholds are drawn"
     small, large = PositionSums(1), PositionSums(3)
     small.add(torch.arange(1, 300), torch.rand(299))
     large.add(torch.arange(1, 300), *torch.rand(3, 299))
-    shapes = [position_figure(positions, title="t").shape for positions in (small, large)]
-    assert shapes[0][1] == shapes[1][1]
-    assert shapes[0][0] < shapes[1][0]
+    shapes = [figure_to_image(position_figure(positions, title="t")).shape for positions in (small, large)]
+    assert shapes[0][2] == shapes[1][2]
+    assert shapes[0][1] < shapes[1][1]
