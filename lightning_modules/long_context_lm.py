@@ -206,11 +206,7 @@ class LongContextLM(LightningModule):
 
     @override
     def on_train_end(self) -> None:
-        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if every and self.global_step % every:  # the last step is not logged otherwise
-            totals = {f"train/{name}": value for name, value in self.costs.totals.items()}
-            for logger in self.trainer.loggers:
-                logger.log_metrics(totals, step=self.global_step - 1)
+        self.costs.log_totals(self.trainer)
 
     @override
     def on_fit_end(self) -> None:

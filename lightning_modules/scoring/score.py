@@ -1,7 +1,6 @@
 """LongPPL and perplexity of text files (``longce score``)."""
 
 import hashlib
-import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,8 +22,7 @@ from lightning_modules.scoring.config import ScoreConfig
 from lightning_modules.scoring.evaluator import EvaluatedDocument, Evaluator
 from lightning_modules.scoring.key_tokens import add_coverage, document_tokens
 from lightning_modules.scoring.token_scores import text_sha256
-from lightning_modules.utilities.files import write_atomically
-from lightning_modules.utilities.plain_json import plain
+from lightning_modules.utilities.plain_json import write_json
 from lightning_modules.utilities.text_files import check_output, read_text
 
 log = logging.getLogger(__name__)
@@ -57,14 +55,7 @@ def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any
     """
     config = ScoreConfig(model=model, evaluator=evaluator, **options)
     files = [files] if isinstance(files, str) else files
-    texts = {file: read_text(file, may_be_blank=len(files) > 1) for file in files}
-    skipped = [file for file, text in texts.items() if not text.strip()]
-    if len(skipped) == len(texts):
-        raise ValueError(f"All {len(texts)} files are empty or only white space: pass files with text.")
-    if skipped:
-        log.warning("Skipped, because they are empty or only white space: %s", ", ".join(skipped))
-        texts = {file: text for file, text in texts.items() if file not in skipped}
-    _check_repeated([file for file in files if file not in skipped], texts)
+    texts, skipped = _read_texts(files)
     if config.output is not None:
         check_output(config.output)
     evaluated_model = EvaluatedModel(config.loading(model), find_device(config.device))
@@ -87,7 +78,7 @@ def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any
     settings = _describe_settings(config, texts.values())
     result = {**_evaluate(scored, evaluated_model), "skipped": skipped, "model": model, "settings": settings}
     if config.output is not None:
-        write_atomically(Path(config.output), (json.dumps(plain(result), indent=2) + "\n").encode())
+        write_json(Path(config.output), result)
     return result
 
 
@@ -216,12 +207,25 @@ def _check_vocabulary(documents: list[PackedBatch], config: PreTrainedConfig, mo
         )
 
 
-def _check_repeated(files: Sequence[str], texts: Mapping[str, str]) -> None:
-    """Raise a ``ValueError`` for a file that is given twice, and warn about two files with the same text."""
-    places, first = set[Path](), dict[str, str]()
+def _read_texts(files: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the texts of the files by name, and the files without text, which are skipped with a warning.
+
+    Raises a ``ValueError`` for a file that is given twice, and warns about two files with the same text.
+    """
+    places, texts, first, skipped = set[Path](), dict[str, str](), dict[str, str](), list[str]()
     for file in files:
         if (place := Path(file).resolve()) in places:
             raise ValueError(f"'{file}' is given twice and would count twice: give it once.")
         places.add(place)
-        if (same := first.setdefault(texts[file], file)) != file:
+        text = read_text(file, may_be_blank=len(files) > 1)
+        if not text.strip():
+            skipped.append(file)
+            continue
+        if (same := first.setdefault(text, file)) != file:
             log.warning("'%s' has the same text as '%s', which counts twice in the corpus.", file, same)
+        texts[file] = text
+    if not texts:
+        raise ValueError(f"All {len(files)} files are empty or only white space: pass files with text.")
+    if skipped:
+        log.warning("Skipped, because they are empty or only white space: %s", ", ".join(skipped))
+    return texts, skipped

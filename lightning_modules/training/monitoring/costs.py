@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
@@ -81,6 +82,14 @@ class StepCosts:
         self.start_step()
         self._start_clock(time.perf_counter())
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in costs.items()}
+
+    def log_totals(self, trainer: Trainer) -> None:
+        """Log the totals after the last step, unless they were logged with it."""
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and trainer.global_step % every:
+            for logger in trainer.loggers:
+                totals = {f"train/{name}": value for name, value in self.totals.items()}
+                logger.log_metrics(totals, step=trainer.global_step - 1)
 
 
 def compare_with_plan(plan: PlannedStep, seconds: list[float], costs: Mapping[str, float]) -> str:
