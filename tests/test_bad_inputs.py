@@ -192,7 +192,7 @@ OPTIONS = [
     ("--trainer.max_steps", "-5", "max_steps"),
     ("--trainer.max_time", "banana", "DD:HH:MM:SS"),
     ("--seed_everything", "-1", "not in bounds"),
-    ("--nosuch", "1", "Unknown option `--nosuch`"),
+    ("--nosuch", "1", "unknown option `--nosuch`"),
     ("--ckpt_path", "/dev/zero", "is not a file"),
     ("--ckpt_path", "s3://x/y", "not loaded from the web"),
 ]
@@ -490,7 +490,7 @@ def test_other_commands(run, capsys, monkeypatch, tmp_path):
     assert "does not exist" in refused("export", "none.ckpt", "out", capsys=capsys)
     (tmp_path / "int.ckpt").write_bytes(b"")
     assert "is truncated" in refused("export", "int.ckpt", "out", capsys=capsys)
-    assert "unknown command 'fiit'" in refused("fiit", capsys=capsys)
+    assert "unknown command `fiit`. Did you mean `fit`?" in refused("fiit", capsys=capsys)
     plan = {
         "from 1 to 134,217,728": ["--gpu", "H200", "--data.sequence_length", str(10**30)],
         "known cards": ["--gpu", "nosuch"],

@@ -69,7 +69,7 @@ def summary(log_dir: Path) -> str:
     (evaluations,) = read_runs([log_dir])[0].evaluations.values()
     rows = [
         (step, corpus_perplexity(documents, "longppl"), corpus_perplexity(documents, "perplexity"))
-        for step, documents in evaluations.items()
+        for step, documents in sorted(evaluations.items())
     ]
     table = pd.DataFrame(rows, columns=["step", "LongPPL", "perplexity"])
     return table.to_string(index=False, na_rep="nan", float_format="{:.2f}".format)

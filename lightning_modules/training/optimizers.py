@@ -16,7 +16,6 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, ReduceLROnPlateau
-from transformers import SchedulerType, get_scheduler
 from typing_extensions import override
 
 from lightning_modules.functional.checks import check_count
@@ -31,7 +30,8 @@ LR_SCHEDULER: dict[str, Any] = {
     "init_args": {"start_factor": 0.05, "total_iters": 19},
 }
 
-_SCHEDULES = sorted({one.value for one in SchedulerType} - {"reduce_lr_on_plateau", "greedy", "constant_with_warmup"})
+_NOT_SCHEDULES = {"reduce_lr_on_plateau", "greedy", "constant_with_warmup"}
+"""Names of transformers that need a metric, or that `constant` includes."""
 
 _UNSUPPORTED: dict[type, str] = {
     LearningRateFinder: "train short runs with several `--model.optimizer.lr`",
@@ -69,8 +69,11 @@ class WarmupSchedule(LambdaLR):
         total_steps: int | None = None,
         arguments: dict[str, Any] | None = None,
     ) -> None:
-        if name not in _SCHEDULES:
-            raise ValueError(f"`lr_scheduler.name` must be one of {', '.join(_SCHEDULES)}, got '{name}'.")
+        from transformers import SchedulerType  # imports peft
+
+        known = sorted({each.value for each in SchedulerType} - _NOT_SCHEDULES)
+        if name not in known:
+            raise ValueError(f"`lr_scheduler.name` must be one of {', '.join(known)}, got '{name}'.")
         check_count("`lr_scheduler.warmup_steps`", warmup_steps, minimum=0)
         check_count("`lr_scheduler.total_steps`", 1 if total_steps is None else total_steps)
         self.schedule, self.warmup_steps, self.total_steps = name, warmup_steps, total_steps
@@ -99,6 +102,8 @@ class WarmupSchedule(LambdaLR):
         name = "constant_with_warmup" if self.schedule == "constant" else self.schedule
         # Some arguments, such as `min_lr`, are learning rates: transformers divides them by that of the optimizer.
         optimizer = torch.optim.SGD([torch.zeros(1)], lr=self._largest)
+        from transformers import get_scheduler
+
         try:
             schedule = get_scheduler(name, optimizer, self.warmup_steps, total_steps, self.arguments)
         except TypeError as error:  # for arguments that are unknown or missing

@@ -23,15 +23,15 @@ DECOYS = re.findall(
     r"\w+",
     """
     Bio _jsonnet _winapi accelerator adlfs aim apex aqlm argcomplete backports boto3 botocore bottleneck brotli
-    brotlicffi ck4inductor clearml comet_ml cuda cython deeplearning duckdb dvclive eetq elasticsearch envwrap
+    brotlicffi ck4inductor clearml comet_ml cuda cython deeplearning dvclive eetq elasticsearch envwrap
     essentia faiss flash_attn flash_attn_interface flint fx2trt_oss g2p_en gammatone gcsfs gmpy gmpy2 h2
     habana_frameworks hf_transfer hqq ipywidgets isal jax jsonschema kernels librosa lz4 lzmaffi mistral_common
-    mlflow mlx monkeytype mpi4py msvcrt neural_compressor nibabel numexpr omegaconf oneccl_bindings_for_pytorch onnx
+    mlx monkeytype mpi4py msvcrt neural_compressor nibabel numexpr omegaconf oneccl_bindings_for_pytorch onnx
     onnx_tf onnxruntime op_builder opt_einsum pdfplumber pesq polars pretty_midi py7zr pydot pynvml pystoi pyzstd
     rarfile redis rnc2rng ruamel s3fs scienceplots scikits simplejson sksparse snappy sniffio socks socksio
     soundfile soxr sqlalchemy substrait swanlab teich tensorflow tensorrt toml torch2trt torch_fidelity torch_mlu
     torch_musa torch_npu torch_sdaa torch_supa torch_supa_ext torch_xla torch_xmlir torchao torchaudio torchcodec
-    torchcomms torchdistx torchvision trackio transformer_engine tree trimesh trio triton tutel tvm uarray wandb
+    torchcomms torchdistx torchvision trackio transformer_engine tree trimesh trio triton tutel tvm uarray
     wcwidth winreg xarray xgboost
     """,
 )
@@ -98,6 +98,7 @@ def commands(folder, model, evaluator):
         ["influence", *experiment, "--evaluator", evaluator, "--output", "weights"],
         ["plan", *experiment, "--gpu", "H200"],
         ["score", "0.txt", *pair, "--output", "score.json"],
+        ["compare", "runs/longce/run", "--output", "compared.html"],
         ["correlate", "score.json", "table.csv", "--output", "correlation"],
         ["inspect", "0.txt", *pair, "--output", "page.html"],
         ["evaluate", "--model", model, "--tasks", "passkey", "--lengths", "512", "--samples", "1", "--output", "tasks"],
