@@ -137,7 +137,7 @@ def weighted_mean_interval(values: NDArray[np.float64], weights: NDArray[np.floa
     """Return the 95% interval of a mean over documents, such as of the tokens of ``[N]`` documents of unequal length.
 
     Student's t with the delete-one jackknife. It counts documents as independent, not tokens. For 5 documents with
-    weights that differ by a factor of e, it covers the true mean in 93% of simulations, a bootstrap in 83%. None for
+    weights that differ by a factor of e, it covers the true mean in 92% of simulations, a bootstrap in 81%. None for
     fewer than 5 documents.
     """
     count = len(values)
@@ -183,7 +183,7 @@ def _spearman_interval(value: float, models: int) -> Interval:
     """Return the correlations of ranks that a test by simulation does not reject, with its mid-p-value.
 
     A closed form fails where it is needed: at a true correlation of -0.96 of 9 models, that of Bonett and Wright (2000)
-    covers it in 9 of 10 samples, at -0.99 in 6 of 10.
+    covers it in 91% of samples, at -0.99 in 69%.
     """
     draws = max(2_000, 100_000 // models)
     first, noise = np.random.default_rng(_SEED).standard_normal((2, draws, models))

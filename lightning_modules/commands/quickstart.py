@@ -95,11 +95,11 @@ class ProgressLine(Callback):
         if "val/longppl" in trainer.callback_metrics:
             self._result = f"LongPPL {float(trainer.callback_metrics['val/longppl']):.2f}, "
 
-    def end(self, *, failed: bool) -> None:
-        """Replace the steps by the result."""
+    def end(self, failure: str) -> None:
+        """Replace the steps by the result, or by a word for the failure."""
         clear = f"\r\033[K{self._purpose} .. " if self._terminal.isatty() else ""
         seconds = time.monotonic() - self._started
-        self._terminal.write(f"{clear}{'failed after ' if failed else self._result}{seconds:.0f} s\n")
+        self._terminal.write(f"{clear}{f'{failure} after ' if failure else self._result}{seconds:.0f} s\n")
 
 
 class _ReportingCLI(LongceCLI):
@@ -119,7 +119,7 @@ class _ReportingCLI(LongceCLI):
 @contextmanager
 def _logged(words: Sequence[str], log: Path, purpose: str) -> Iterator[ProgressLine]:
     """Show one line of progress for a command, and append its output to a file, also that of its processes."""
-    command, failed = f"longce {shlex.join(words)}", True
+    command, failure = f"longce {shlex.join(words)}", "failed"
     sys.stdout.flush()
     streams = os.dup(1), os.dup(2)
     with os.fdopen(os.dup(1), "w") as terminal, log.open("a") as file, redirect_stdout(file), redirect_stderr(file):
@@ -130,8 +130,11 @@ def _logged(words: Sequence[str], log: Path, purpose: str) -> Iterator[ProgressL
             os.dup2(file.fileno(), descriptor)
         try:
             yield line
-            failed = False
+            failure = ""
         except (Exception, SystemExit) as error:
+            if isinstance(error.__context__, KeyboardInterrupt):  # of which Lightning makes a SystemExit
+                failure = "stopped"
+                raise KeyboardInterrupt from error
             file.flush()
             last = "\n".join(log.read_text(errors="replace").splitlines()[-8:])
             note = f"The command was: {command}\nThe last lines of its output, in {log}:\n{last}"
@@ -145,7 +148,7 @@ def _logged(words: Sequence[str], log: Path, purpose: str) -> Iterator[ProgressL
             for descriptor, stream in zip((1, 2), streams, strict=True):
                 os.dup2(stream, descriptor)
                 os.close(stream)
-            line.end(failed=failed)
+            line.end(failure)
 
 
 def _find_text(data: Any) -> str:

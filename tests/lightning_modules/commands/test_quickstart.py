@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_modules.commands.cli.main import main
+from lightning_modules.commands.quickstart import _logged
 
 ROOT = Path(__file__).parents[3]
 
@@ -58,6 +59,20 @@ def test_a_failure_names_the_log_and_shows_its_end(tmp_path, monkeypatch, capfd)
     assert re.search(r"\.\. failed after \d+ s\n$", output)
     assert str(log.relative_to(tmp_path)) in errors
     assert "Did you mean `sequence_length`?" in errors
+
+
+def interrupt():
+    """End as Lightning does after Ctrl-C."""
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        sys.exit(1)
+
+
+def test_ctrl_c_is_no_failure(tmp_path, capfd):
+    with pytest.raises(KeyboardInterrupt), _logged(["fit"], tmp_path / "quickstart.log", "Train"):
+        interrupt()
+    assert re.fullmatch(r"Train \.\. stopped after \d+ s\n", capfd.readouterr().out)
 
 
 @pytest.mark.slow
