@@ -20,7 +20,7 @@ from lightning_modules.models.attention import DOCUMENT_SDPA
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.rope_types import ROPE_TYPES
 from lightning_modules.models.context_extension.rotary_checks import rope_parameter_sets
-from lightning_modules.models.optimizations import eval_mode
+from lightning_modules.models.optimizations import eval_mode, uncompiled
 from lightning_modules.utilities.pickles import refused_pickle
 
 log = logging.getLogger(__name__)
@@ -146,8 +146,8 @@ def check_scoring(backbone: Backbone) -> None:
     isolated by the masks of transformers or, if those do not help, in separate forward passes.
 
     Raises:
-        ValueError: If our logits differ from the model's own, or flash attention from torch's attention, which would
-            make all results wrong.
+        ValueError: If our logits differ from the model's own, flash attention from torch's attention, or compiled
+            layers from the layers as written, which would make all results wrong.
     """
     # 1. Compare our logits of two documents with the model's own.
     generator = torch.Generator().manual_seed(0)
@@ -176,6 +176,8 @@ def check_scoring(backbone: Backbone) -> None:
         expected = torch.cat([scores.gather(-1, ids[1:, None]).squeeze(-1) for ids, scores in pairs])
         if "flash" in backbone.attention:
             _check_kernel(backbone, documents, expected, tolerance)
+        if any(part._compiled_call_impl is not None for part in backbone.modules()):
+            _check_compiled(backbone, documents, tolerance)
 
         def agrees() -> bool:
             return bool((_score_packed(backbone, documents) - expected).abs().max() <= tolerance)
@@ -199,6 +201,19 @@ def _check_kernel(backbone: Backbone, documents: Sequence[Tensor], expected: Ten
         raise ValueError(
             f"The attention kernel '{kernel}' is wrong on this machine: its log-likelihoods differ from those of"
             f" torch's attention by {difference:.2g} nats. Update it, or set `attn_implementation: sdpa`."
+        )
+
+
+def _check_compiled(backbone: Backbone, documents: Sequence[Tensor], tolerance: float) -> None:
+    """Raise a ``ValueError`` if compiled layers give other log-likelihoods than the layers as written."""
+    compiled = torch.cat([_score_packed(backbone, [document]) for document in documents])
+    with uncompiled(backbone):
+        written = torch.cat([_score_packed(backbone, [document]) for document in documents])
+    difference = (compiled - written).abs().max().item()
+    if not difference <= tolerance:
+        raise ValueError(
+            f"The compiled layers are wrong on this machine: their log-likelihoods differ by {difference:.2g} nats from"
+            " those of the layers as written. Update torch, or remove `compile: true`."
         )
 
 

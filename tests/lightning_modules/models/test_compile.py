@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_modules.models import short_context
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.optimizations import compile_layers, enable_checkpointing, short_precision
@@ -34,13 +35,14 @@ def build(checkpointing=False, lora=False, layers=3):
 class Graphs:
     """A backend that counts how often compiled graphs run."""
 
-    def __init__(self):
-        self.runs = 0
+    def __init__(self, error=0.0):
+        self.runs, self.error = 0, error
 
     def __call__(self, graph, _):
         def run(*inputs):
             self.runs += 1
-            return graph.forward(*inputs)
+            values = graph.forward(*inputs)  # also sizes
+            return [value + self.error if self.error and torch.is_tensor(value) else value for value in values]
 
         return run
 
@@ -149,6 +151,17 @@ def test_nothing_is_compiled_while_text_is_generated(graphs):
     with torch.no_grad():
         compiled(packed(documents(20)))
     assert graphs.runs == 2 * 5
+
+
+@pytest.mark.limit(6)
+def test_layers_that_are_compiled_wrongly_are_refused_before_the_first_step(graphs):
+    right, wrong = build(layers=2), build(layers=2)
+    compile_layers(right.decoder, backend=graphs)
+    check_scoring(right)
+    assert graphs.runs > 0
+    compile_layers(wrong.decoder, backend=Graphs(error=1.0))
+    with pytest.raises(ValueError, match=r"compiled layers are wrong on this machine: .* remove `compile: true`"):
+        check_scoring(wrong)
 
 
 def test_a_decoder_without_layers_is_refused():
