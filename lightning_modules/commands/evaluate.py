@@ -1,10 +1,14 @@
 """``longce evaluate``: evaluate any Hugging Face model on long-context tasks and tasks of lm-evaluation-harness."""
 
 import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from lightning_modules.commands.compare.command import compare
 from lightning_modules.models.checks import check_weight_files
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.identity import model_identity
@@ -13,6 +17,7 @@ from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.score import find_device
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.tasks.evaluation.evaluation import Evaluation
+from lightning_modules.tasks.evaluation.lm_eval_results import sanitize_name, write_results
 from lightning_modules.tasks.harness import split_tasks
 from lightning_modules.utilities.files import writable_folder
 
@@ -22,8 +27,10 @@ def evaluate(model: str, output: str, **options: Any) -> str:
 
     Answers that are already in the folder are reused: name the same folder to resume after an interruption, or to add
     tasks, lengths or questions. Several processes (``torchrun``, or RANK and WORLD_SIZE in the environment) split the
-    questions of one folder, each with its own copy of the model. Arguments are the fields of `EvaluationConfig`.
+    questions of one folder, each with its own copy of the model. Arguments are the fields of `EvaluationConfig`. The
+    folder also gets the scores in the schema of lm-evaluation-harness.
     """
+    started = time.perf_counter()
     config = EvaluationConfig(model, output, **options)
     rank, processes = _read_rank()
     ours, theirs = split_tasks(config.tasks)
@@ -49,7 +56,30 @@ def evaluate(model: str, output: str, **options: Any) -> str:
         backbone = load_frozen(loading, device)
         for run in runs:
             run.ask(backbone, rank, processes)
-    return "\n\n".join(run.report() for run in runs)
+    texts, parts = zip(*(run.report() for run in runs), strict=True)
+    template = None if tokenizer.chat_template is None else str(tokenizer.chat_template)
+    write_results(config, parts, chat_template=template, seconds=time.perf_counter() - started)
+    return "\n\n".join(texts)
+
+
+def evaluate_models(models: Sequence[str], output: str, **options: Any) -> str:
+    """Evaluate models one after the other, each in a folder of ``output`` with its name; return a table of all.
+
+    All models are found before the first is loaded.
+    """
+    names = [Path(model).name for model in models]
+    if len(set(names)) < len(names):
+        names = [sanitize_name(model) for model in models]
+    if len(set(names)) < len(names):
+        raise ValueError(f"`model` names a model twice: {', '.join(models)}. Give each one once.")
+    for model in models:
+        load_config(ModelConfig(model, trust_remote_code=options.get("trust_remote_code", False)))
+        check_weight_files(model)
+    folders = [Path(output).expanduser() / name for name in names]
+    for model, folder in zip(models, folders, strict=True):
+        evaluate(model, str(folder), **options)
+    reports = "".join(f"Report: {folder / 'report.html'}\n" for folder in folders if (folder / "report.html").is_file())
+    return f"{compare(folders)}\n{reports}"
 
 
 def _read_rank() -> tuple[int, int]:

@@ -42,21 +42,40 @@ def score_command(arguments: Sequence[str]) -> None:
 def evaluate_command(arguments: Sequence[str]) -> None:
     """Run ``longce evaluate`` and print its table."""
     description = "Evaluate a model on long-context tasks and tasks of lm-evaluation-harness."
-    skip = ("tasks", "lengths", "depths")
+    skip = ("model", "tasks", "lengths", "depths", "gen_kwargs")
     parser = _make_parser(arguments[0], description, EvaluationConfig, skip=skip)  # `evaluate` or `harness`
+    models = "Hub ids or local folders; the results of each of several models are in a folder of `output`."
+    parser.add_argument("--model", nargs="+", type=str, required=True, help=models)
+    generation = "Arguments of generation: `temperature=0.8,top_p=0.95,top_k=50,seed=1,max_gen_toks=64`."
+    parser.add_argument("--gen_kwargs", nargs="+", type=str, help=generation)
     names = "Names of tasks, groups and sets, import paths of your own tasks, and task files of lm-evaluation-harness."
     parser.add_argument("--tasks", nargs="+", type=str, default=["ruler_synthetic"], help=names)
     lengths = "Lengths of prompt and answer together, in tokens."
     parser.add_argument("--lengths", nargs="+", type=PositiveInt, default=[4096], help=lengths)
     depths = "Number of evenly spaced answer depths, or the depths, from 0 (front) to 1 (end); random by default."
     parser.add_argument("--depths", nargs="+", type=NonNegativeFloat, help=depths)
-    options = _parse_options(parser, arguments)
+    options = _parse_options(parser, _complete_flags(arguments))
     match options["depths"]:
         case [count] if count > 1 and count.is_integer():
             options["depths"] = int(count)
-    from lightning_modules.commands.evaluate import evaluate
+    options["gen_kwargs"] = ",".join(options["gen_kwargs"] or ()) or None
+    from lightning_modules.commands.evaluate import evaluate, evaluate_models
 
-    sys.stdout.write(evaluate(**options) + "\n")
+    match models := options.pop("model"):
+        case [model]:
+            sys.stdout.write(evaluate(model, **options) + "\n")
+        case _:
+            sys.stdout.write(evaluate_models(models, **options) + "\n")
+
+
+def _complete_flags(arguments: Sequence[str]) -> list[str]:
+    """Return arguments with the value of flags that, as in lm-evaluation-harness, may have none."""
+    words: list[str] = []
+    for word, after in zip(arguments, [*arguments[1:], "--"], strict=True):
+        words.append("--chat_template" if word == "--apply_chat_template" else word)
+        flags = ("--chat_template", "--fewshot_as_multiturn", "--log_samples")
+        words += ["true"] if words[-1] in flags and after.startswith("--") else []
+    return words
 
 
 def harness_command(arguments: Sequence[str]) -> None:
@@ -104,8 +123,10 @@ def export_command(arguments: Sequence[str]) -> None:
 
 def compare_command(arguments: Sequence[str]) -> None:
     """Run ``longce compare`` and print its tables."""
-    parser = _make_parser("compare", "Compare runs of `longce fit`, or results of `longce score`.")
-    runs = "Folders of runs, or results of `longce score --output`; NAME=RUN names a run. The first is the baseline."
+    description = "Compare runs of `longce fit`, or results of `longce score` or of `longce evaluate`."
+    parser = _make_parser("compare", description)
+    runs = "Folders of runs or of `longce evaluate`, or JSON files of `longce score`; NAME=RUN names a run."
+    runs += " The first is the baseline."
     parser.add_argument("runs", nargs="+", type=str, help=runs)
     parser.add_argument("--output", type=str | None, help="HTML page to write, which also has curves.")
     options = _parse_options(parser, arguments)
