@@ -2,13 +2,10 @@
 
 import os
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_modules.commands.compare.command import compare
 from lightning_modules.models.checks import check_weight_files
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.identity import model_identity
@@ -17,7 +14,7 @@ from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.score import find_device
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.tasks.evaluation.evaluation import Evaluation
-from lightning_modules.tasks.evaluation.lm_eval_results import sanitize_name, write_results
+from lightning_modules.tasks.evaluation.lm_eval_results import write_results
 from lightning_modules.tasks.harness import split_tasks
 from lightning_modules.utilities.files import writable_folder
 
@@ -60,26 +57,6 @@ def evaluate(model: str, output: str, **options: Any) -> str:
     template = None if tokenizer.chat_template is None else str(tokenizer.chat_template)
     write_results(config, parts, chat_template=template, seconds=time.perf_counter() - started)
     return "\n\n".join(texts)
-
-
-def evaluate_models(models: Sequence[str], output: str, **options: Any) -> str:
-    """Evaluate models one after the other, each in a folder of ``output`` with its name; return a table of all.
-
-    All models are found before the first is loaded.
-    """
-    names = [Path(model).name for model in models]
-    if len(set(names)) < len(names):
-        names = [sanitize_name(model) for model in models]
-    if len(set(names)) < len(names):
-        raise ValueError(f"`model` names a model twice: {', '.join(models)}. Give each one once.")
-    for model in models:
-        load_config(ModelConfig(model, trust_remote_code=options.get("trust_remote_code", False)))
-        check_weight_files(model)
-    folders = [Path(output).expanduser() / name for name in names]
-    for model, folder in zip(models, folders, strict=True):
-        evaluate(model, str(folder), **options)
-    reports = "".join(f"Report: {folder / 'report.html'}\n" for folder in folders if (folder / "report.html").is_file())
-    return f"{compare(folders)}\n{reports}"
 
 
 def _read_rank() -> tuple[int, int]:

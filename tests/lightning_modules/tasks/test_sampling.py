@@ -68,7 +68,7 @@ def test_arguments_are_those_of_the_harness():
     ("given", "message"),
     [
         ("temperature", "must be such as"),
-        ("temprature=1", "unknown names: temprature. There are do_sample, temperature"),
+        ("heat=1", "unknown names: heat. There are do_sample, temperature"),
         ("temperature=-1", "`temperature` of a generation must be from 0 to 100, got -1"),
         ("top_p=0", "`top_p` of a generation must be"),
         ("top_p=high", "`top_p` of a generation must be"),

@@ -7,6 +7,7 @@ import pytest
 from lightning_modules.commands import evaluate as command
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.evaluate import evaluate
+from lightning_modules.commands.models import evaluate_models
 from lightning_modules.tasks.evaluation import evaluation
 from lightning_modules.tasks.evaluation.evaluation import ResultStore
 from tests.support.toy_tasks import GUESS, SEVERAL
@@ -166,7 +167,7 @@ def test_several_models_have_folders_and_one_table(guessing_dir, model_dir, tmp_
     assert f"{other} - {one}" in text.splitlines()[0]
     assert (tmp_path / "out" / one / "report.html").is_file()
     with pytest.raises(ValueError, match="names a model twice"):
-        command.evaluate_models([str(model_dir)] * 2, str(tmp_path))
+        evaluate_models([str(model_dir)] * 2, output=str(tmp_path))
     monkeypatch.setattr(command, "load_frozen", None)
     with pytest.raises(SystemExit):  # the second model is missing: the first is not even loaded
         main(["evaluate", "--model", str(model_dir), str(tmp_path / "missing"), *words])
