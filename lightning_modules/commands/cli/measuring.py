@@ -16,25 +16,26 @@ from lightning_modules.utilities.text_files import check_output, read_text
 def score_command(arguments: Sequence[str]) -> None:
     """Run ``longce score`` and print its table."""
     description = "Compute LongPPL and perplexity of a model on text files, with the key tokens of an evaluator."
-    parser = make_parser("score", description, ScoreConfig, skip=("model",))
-    models = "Hub ids or local folders; several models are compared with the first one, and `output` is a folder."
-    parser.add_argument("--model", nargs="+", type=str, required=True, help=models)
+    description += " With several `--model`s, they are compared with the first one, and `output` is a folder."
+    parser = make_parser("score", description, ScoreConfig)
     parser.add_argument("files", nargs="+", type=str, help="UTF-8 text files, one document each.")
+    arguments, others = split_models(arguments)
     options = parse_options(parser, arguments)
     for file in options["files"]:
         read_text(file, may_be_blank=len(options["files"]) > 1)
     from lightning_modules.commands.models import score_models
 
-    sys.stdout.write(score_models(options.pop("model"), **options) + "\n")
+    sys.stdout.write(score_models([options.pop("model"), *others], **options) + "\n")
 
 
 def evaluate_command(arguments: Sequence[str]) -> None:
     """Run ``longce evaluate`` and print its table."""
-    description = "Evaluate a model on long-context tasks and tasks of lm-evaluation-harness."
-    skip = ("model", "tasks", "lengths", "depths", "gen_kwargs")
+    description = (
+        "Evaluate a model on long-context tasks and tasks of lm-evaluation-harness. With several `--model`s, each"
+    )
+    description += " has a folder in `output`."
+    skip = ("tasks", "lengths", "depths", "gen_kwargs")
     parser = make_parser(arguments[0], description, EvaluationConfig, skip=skip)  # `evaluate` or `harness`
-    models = "Hub ids or local folders; the results of each of several models are in a folder of `output`."
-    parser.add_argument("--model", nargs="+", type=str, required=True, help=models)
     generation = "Arguments of generation: `temperature=0.8,top_p=0.95,top_k=50,seed=1,max_gen_toks=64`."
     parser.add_argument("--gen_kwargs", nargs="+", type=str, help=generation)
     names = "Names of tasks, groups and sets, import paths of your own tasks, and task files of lm-evaluation-harness."
@@ -43,14 +44,25 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     parser.add_argument("--lengths", nargs="+", type=PositiveInt, default=[4096], help=lengths)
     depths = "Number of evenly spaced answer depths, or the depths, from 0 (front) to 1 (end); random by default."
     parser.add_argument("--depths", nargs="+", type=NonNegativeFloat, help=depths)
-    options = parse_options(parser, _complete_flags(arguments))
+    arguments, others = split_models(_complete_flags(arguments))
+    options = parse_options(parser, arguments)
     match options["depths"]:
         case [count] if count > 1 and count.is_integer():
             options["depths"] = int(count)
     options["gen_kwargs"] = ",".join(options["gen_kwargs"] or ()) or None
     from lightning_modules.commands.models import evaluate_models
 
-    sys.stdout.write(evaluate_models(options.pop("model"), **options) + "\n")
+    sys.stdout.write(evaluate_models([options.pop("model"), *others], **options) + "\n")
+
+
+def split_models(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split arguments into those with the first ``--model`` only, and the models of the others."""
+    words, models = list(arguments), list[str]()
+    for place in reversed([place for place, word in enumerate(words) if word.partition("=")[0] == "--model"][1:]):
+        pair = words[place : place + (1 if "=" in words[place] else 2)]
+        models.insert(0, pair[-1].removeprefix("--model="))
+        del words[place : place + len(pair)]
+    return words, models
 
 
 def _complete_flags(arguments: Sequence[str]) -> list[str]:

@@ -184,7 +184,16 @@ def test_several_models_are_compared_over_the_documents(model_dir, evaluator_dir
     network = AutoModelForCausalLM.from_pretrained(other)
     network.lm_head.weight.data *= 1.1
     network.save_pretrained(other)
-    words = ["score", *map(str, files), "--model", str(model_dir), str(other), "--evaluator", str(evaluator_dir)]
+    words = [
+        "score",
+        "--model",
+        str(model_dir),
+        "--model",
+        str(other),
+        *map(str, files),
+        "--evaluator",
+        str(evaluator_dir),
+    ]
     main([*words, *OPTIONS, "--output", str(tmp_path / "out")])
     text = capsys.readouterr().out
     results = [json.loads((tmp_path / "out" / f"{path.name}.json").read_text()) for path in (model_dir, other)]

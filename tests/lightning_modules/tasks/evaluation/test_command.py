@@ -161,7 +161,7 @@ def test_a_number_of_depths_that_is_none(guessing_dir, tmp_path, capsys):
 def test_several_models_have_folders_and_one_table(guessing_dir, model_dir, tmp_path, monkeypatch, capsys):
     words = ["--output", str(tmp_path / "out"), "--tasks", GUESS, "--lengths", "48", "--samples", "3"]
     words += ["--mode", "teacher_forced"]
-    main(["evaluate", "--model", str(guessing_dir), str(model_dir), *words])
+    main(["evaluate", "--model", str(guessing_dir), f"--model={model_dir}", *words])
     one, other = guessing_dir.name, model_dir.name
     text = capsys.readouterr().out
     assert f"{other} - {one}" in text.splitlines()[0]
@@ -170,4 +170,4 @@ def test_several_models_have_folders_and_one_table(guessing_dir, model_dir, tmp_
         evaluate_models([str(model_dir)] * 2, output=str(tmp_path))
     monkeypatch.setattr(command, "load_frozen", None)
     with pytest.raises(SystemExit):  # the second model is missing: the first is not even loaded
-        main(["evaluate", "--model", str(model_dir), str(tmp_path / "missing"), *words])
+        main(["evaluate", "--model", str(model_dir), "--model", str(tmp_path / "missing"), *words])
