@@ -23,10 +23,6 @@ _EXPLANATION = (
     " numbers of tokens and key tokens; below 1 is better. The 95% intervals are about the choice of documents, not"
     " about the noise of training."
 )
-_DIFFERENCES = (
-    "Scores in percent (metrics of lm-evaluation-harness as they are), with 95% intervals. Differences are over the"
-    " same questions."
-)
 _WIDTH = 60  # of a cell in a terminal
 _CHANGED = 10  # documents that changed most
 _POINTS = 200  # of a curve; longer ones are averaged
@@ -46,10 +42,10 @@ def compare(runs: Sequence[str | Path], output: str | Path | None = None) -> str
 
 def _compare_evaluations(found: Sequence[Evaluation], output: str | Path | None) -> str:
     table, notes = tabulate_evaluations(found)
-    texts = [as_text_table(table, left=(0, 1)), *notes, _DIFFERENCES] if table.rows else ["No scores yet."]
+    texts = [as_text_table(table, left=(0, 1)), "", *notes] if table.rows else ["No scores yet."]
     if output is not None:
         title = f"Scores of {', '.join(each.name for each in found)}"
-        write_atomically(Path(output), as_html(title, [table, *texts[1:]], {}).encode())
+        write_atomically(Path(output), as_html(title, [table, *notes], {}).encode())
         texts.append(f"Page: {output}")
     return "\n".join(texts) + "\n"
 

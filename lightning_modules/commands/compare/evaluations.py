@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from lightning_modules.statistics import score_difference
+from lightning_modules.tasks.evaluation.report import describe_synthetic_text
 from lightning_modules.visualization.report import Table
 
 FILES = ("results.json", "harness.json")
 _OWN = {"model", "identity", "tokenizer", "dtype"}  # settings that may differ between models
 
+_UNITS = "Scores in percent (metrics of lm-evaluation-harness as they are), with 95% intervals."
 _KEY = ["task", "length", "asked_depth", "index"]
 
 Cells = dict[tuple[str, str], str]
@@ -68,12 +70,13 @@ def _harness_cells(content: dict[str, Any]) -> Cells:
 
 
 def tabulate_evaluations(evaluations: Sequence[Evaluation]) -> tuple[Table, list[str]]:
-    """Return a table of scores with 95% intervals, and notes.
+    """Return a table of scores with 95% intervals, and notes on how to read it.
 
     With longce's tasks it has the differences from the first model over the same questions, if these are the same.
     """
     baseline, *others = evaluations
-    notes, paired = [], []
+    notes: list[str] = []
+    paired: list[Evaluation] = []
     for other in others:
         if baseline.questions.empty or other.questions.empty:
             continue
@@ -83,6 +86,10 @@ def tabulate_evaluations(evaluations: Sequence[Evaluation]) -> tuple[Table, list
             paired.append(other)
     head = ["task", "length or metric", *(each.name for each in evaluations)]
     head += [f"{other.name} - {baseline.name}" for other in paired]
+    synthetic = {
+        note for each in evaluations for note in describe_synthetic_text(set(each.questions["task"]), each.settings)
+    }
+    notes = [_UNITS + " Differences are over the same questions." * bool(paired), *notes, *sorted(synthetic)]
     rows = []
     for place in dict.fromkeys(place for each in evaluations for place in each.cells):
         differences = [_subtract_scores(other, baseline, place) for other in paired]

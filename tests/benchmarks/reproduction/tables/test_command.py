@@ -292,4 +292,4 @@ def test_bad_input_is_refused_before_any_model_is_loaded(
 
 def test_list(capsys):
     main(["reproduce", "--list"])
-    assert len(capsys.readouterr().out.splitlines()) == 14
+    assert len(capsys.readouterr().out.splitlines()) == 15

@@ -37,6 +37,7 @@ def test_the_difference_is_over_the_same_questions(tmp_path):
     text = compare([one, other], tmp_path / "page.html")
     value, (low, high) = score_difference(SECOND[:8], FIRST[:8])
     assert text.splitlines()[0].split() == ["task", "length", "or", "metric", "a", "b", "b", "-", "a"]
+    assert "The text around the needles of needle is made up" in text
     row = text.splitlines()[2]
     assert row.split()[:3] == ["needle", "64", "70.0"]
     assert row.endswith(f"{100 * value:+.1f} [{100 * low:+.0f}, {100 * high:+.0f}]")
