@@ -86,7 +86,7 @@ def compare_correlations(
     # 1. Zou's interval. The two estimates are correlated, which is undefined next to a perfect correlation.
     rest = 1 - a * a - b * b - c * c
     shared = ((c - a * b / 2) * rest + c**3) / ((1 - a * a) * (1 - b * b)) if max(abs(a), abs(b)) < 1 else 0.0
-    interval = _difference_interval((a, one.interval), (b, other.interval), shared)
+    interval = difference_interval((a, one.interval), (b, other.interval), shared)
     # 2. Williams' test.
     determinant = max(rest + 2 * a * b * c, 0.0)
     variance = 2 * (models - 1) / (models - 3) * determinant + ((a + b) / 2) ** 2 * (1 - c) ** 3
@@ -153,7 +153,7 @@ def score_difference(
     sums = np.array([np.bincount(places, weights=values) for values in scores - scores.mean(axis=1, keepdims=True)])
     spread = math.sqrt(float((sums[0] @ sums[0]) * (sums[1] @ sums[1])))
     shared = float(sums[0] @ sums[1]) / spread if spread > 0 else 0.0
-    return a - b, _difference_interval((a, one), (b, other), shared)
+    return a - b, difference_interval((a, one), (b, other), shared)
 
 
 def weighted_mean_interval(values: NDArray[np.float64], weights: NDArray[np.float64]) -> Interval | None:
@@ -201,7 +201,7 @@ def questions_needed(interval: Interval, questions: int, half_width: float) -> i
     return math.ceil(questions * ((interval[1] - interval[0]) / 2 / half_width) ** 2)
 
 
-def _difference_interval(first: tuple[float, Interval], second: tuple[float, Interval], correlation: float) -> Interval:
+def difference_interval(first: tuple[float, Interval], second: tuple[float, Interval], correlation: float) -> Interval:
     """Return the interval of a difference of two correlated estimates, from their values and intervals (Zou, 2007)."""
     (a, (a_low, a_high)), (b, (b_low, b_high)) = first, second
     below = (a - a_low) ** 2 + (b_high - b) ** 2 - 2 * correlation * (a - a_low) * (b_high - b)

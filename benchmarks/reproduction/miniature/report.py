@@ -33,7 +33,7 @@ def write_report(folder: Path, experiments: dict[str, Any], found: Sequence[Verd
         f" {facts['cpu_seconds'] / 60:.1f} CPU minutes. The rules of the verdicts are in"
         f" `benchmarks/reproduction/miniature/verdicts.py`. {facts['corpus']}",
         Heading("Verdicts"),
-        _table(verdicts),
+        _table(_name_age(verdict) for verdict in verdicts),
         *_correlations(experiments["A"]),
         *_objectives(experiments["B"]),
         Heading("C. LSD and LCL as classifiers of answers (Figures 3, 4b)"),
@@ -120,6 +120,12 @@ def _loss_by_context(experiment: dict[str, Any]) -> list[Block]:
     ]
 
 
+def _name_age(verdict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a verdict whose column says what its rule is older than."""
+    age = {"rule_is_older": "rule older than all results"}
+    return {age.get(name, name): value for name, value in verdict.items()}
+
+
 def _table(rows: Iterable[Mapping[Any, Any]]) -> Table:
     """Return dictionaries as a table with the union of their keys as columns."""
     rows = list(rows)
@@ -133,4 +139,6 @@ def _table(rows: Iterable[Mapping[Any, Any]]) -> Table:
 def _cell(value: Any) -> str:
     if isinstance(value, list | tuple):
         return " to ".join(map(_cell, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)

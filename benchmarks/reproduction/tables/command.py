@@ -14,7 +14,13 @@ from lightning.pytorch import LightningDataModule
 from benchmarks.reproduction.tables.evaluating import longeval_cells, measure_longeval
 from benchmarks.reproduction.tables.measuring import Measuring, select_documents
 from benchmarks.reproduction.tables.options import MeasureOptions, add_table_options
-from benchmarks.reproduction.tables.ours import correlations, measured_intervals, ours, scored_models
+from benchmarks.reproduction.tables.ours import (
+    correlations,
+    measured_intervals,
+    ours,
+    scored_models,
+    training_intervals,
+)
 from benchmarks.reproduction.tables.published import (
     Cells,
     NamedModel,
@@ -26,7 +32,7 @@ from benchmarks.reproduction.tables.published import (
     published,
 )
 from benchmarks.reproduction.tables.results import ITSELF, Result, read_results
-from benchmarks.reproduction.tables.scores import Scores, read_scores
+from benchmarks.reproduction.tables.scores import ScoreIntervals, Scores, read_score_intervals, read_scores
 from benchmarks.reproduction.tables.training import CONFIGS, carry_out, script, table_runs
 from lightning_modules.commands.cli.errors import ConciseParser
 from lightning_modules.utilities.files import writable_folder, write_atomically
@@ -77,7 +83,8 @@ def reproduce_table(
         if not run and scores is None:
             sys.stdout.write(script(runs, chosen))
             return []
-        return [*(carry_out(runs) if run else []), *_report(chosen, {}, known, folders)]
+        failed = carry_out(runs) if run else []
+        return [*failed, *_report(chosen, {}, known, folders, of_scores=read_score_intervals(scores or []))]
     if run or fit_options:
         raise ValueError(f"{table} has no models to train: leave out `run` and `fit_options`.")
     wanted, evaluator_models = _wanted(chosen, models, evaluators)
@@ -176,10 +183,11 @@ def _report(
     *,
     failed: Sequence[str] = (),
     models: Sequence[NamedModel] = (),
+    of_scores: ScoreIntervals | None = None,
 ) -> list[str]:
     """Print and write the table; return the failures.
 
-    ``failed`` and ``models`` are those of Table 9.
+    ``failed`` and ``models`` are those of Table 9; ``of_scores`` are the intervals of scores from files.
     """
     measured: Cells = {}
     intervals = measured_intervals(table, results, folders)
@@ -194,6 +202,8 @@ def _report(
         good = {key: result for key, result in results.items() if result.failure is None}
         intervals = {place: found.interval for place, found in correlations(table, good, scores).items()}
     cells = ours(table, results, scores, folders) | measured
+    if table.kind == "training":
+        intervals = training_intervals(table, cells, of_scores or {})
     text, content = markdown(table, cells, intervals), as_json(table, cells, intervals)
     if table.kind == "correlation":
         over = scored_models(table, results, scores)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from benchmarks.reproduction.tables.published import Cells, Intervals, Table
 from benchmarks.reproduction.tables.results import ITSELF, Result, mean_seconds, read_times, seconds_interval
-from benchmarks.reproduction.tables.scores import Scores, without_steps
-from lightning_modules.statistics import Correlation, Interval, correlate_values
+from benchmarks.reproduction.tables.scores import ScoreIntervals, Scores, without_steps
+from lightning_modules.statistics import Correlation, Interval, correlate_values, difference_interval
 
 DEFAULT = "alpha=2 beta=-2"
 Results = Mapping[tuple[str, str], Result]
@@ -76,6 +76,22 @@ def training_cells(table: Table, scores: Scores) -> Cells:
             if (more, column) in cells and (less, column) in cells:
                 cells[row, column] = cells[more, column] - cells[less, column]
     return cells
+
+
+def training_intervals(table: Table, cells: Cells, known: ScoreIntervals) -> Intervals:
+    """Return the intervals of scores, and of gains, whose runs count as independent although they share questions."""
+    found: dict[tuple[str, str], Interval | None] = {}
+    for row, column in cells:
+        benchmark, steps = without_steps(column)
+        run = table.runs.get(row, row)
+        found[row, column] = known.get((run if steps is None else f"{run}-{steps}", benchmark))
+    for row, (more, less) in table.gains.items():
+        for column in table.columns:
+            first, second = found.get((more, column)), found.get((less, column))
+            if first and second:
+                pairs = (cells[more, column], first), (cells[less, column], second)
+                found[row, column] = difference_interval(*pairs, correlation=0.0)
+    return found
 
 
 def _average(table: Table, cells: Cells) -> None:

@@ -240,6 +240,23 @@ def test_accuracies_by_prompt_length_come_from_scores(reproduce, tmp_path, capsy
     assert "| CLEX-7B-64k: LongEval accuracy | 82.00 / 80.00 | 34.00 / |" in capsys.readouterr().out
 
 
+def test_scores_of_evaluate_have_intervals(reproduce, tmp_path, capsys):
+    for name, mean in (("A-CE-200", 40.0), ("A-LongCE-200", 60.0)):
+        folder = tmp_path / name
+        folder.mkdir()
+        cell = {"mean": mean, "interval": [mean - 9, mean + 12], "questions": 50}
+        result = {"model": name, "tasks": {"longeval_lines": {"4096": cell}}, "average": {"4096": mean}, "settings": {}}
+        (folder / "results.json").write_text(json.dumps(result))
+    scores = [str(tmp_path / name) for name in ("A-CE-200", "A-LongCE-200")]
+    assert reproduce("table3", "--scores", *scores) == 0
+    assert "| 24.0 / 40.0 [31.00, 52.00] |" in capsys.readouterr().out
+    cells = table(tmp_path / "one", "table3")
+    assert cells["A (PG-19, EABF): LongCE"]["LongEval 200"]["interval"] == [51.0, 72.0]
+    gain = cells["A (PG-19, EABF): Gain"]["LongEval 200"]
+    assert gain["ours"] == 20.0
+    assert gain["interval"] == pytest.approx([20 - math.hypot(9, 12), 20 + math.hypot(12, 9)])
+
+
 @pytest.mark.limit(8)
 def test_table_9_is_measured_by_teacher_forcing(reproduce, model_dir, evaluator_dir, tmp_path, capsys):
     models = ["--models", f"M={model_dir}", f"broken={tmp_path / 'nothing'}"]
