@@ -31,6 +31,8 @@ class Sampling(NamedTuple):
 
 def parse_gen_kwargs(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
     """Parse ``temperature=0.8,top_p=0.95`` or a mapping; raise a ``ValueError`` for an unknown or impossible value."""
+    if isinstance(given, str) and given.lstrip().startswith("{"):
+        given = dict(yaml.safe_load(given))
     if isinstance(given, str):
         pairs = [part.partition("=") for part in re.split(r"[,\s]+(?=\w+=)", given.strip())]
         if not all(name and equals for name, equals, _ in pairs):

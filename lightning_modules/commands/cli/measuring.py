@@ -34,22 +34,19 @@ def evaluate_command(arguments: Sequence[str]) -> None:
         "Evaluate a model on long-context tasks and tasks of lm-evaluation-harness. With several `--model`s, each"
     )
     description += " has a folder in `output`."
-    skip = ("tasks", "lengths", "depths", "gen_kwargs")
+    skip = ("tasks", "lengths", "depths")
     parser = make_parser(arguments[0], description, EvaluationConfig, skip=skip)  # `evaluate` or `harness`
-    generation = "Arguments of generation: `temperature=0.8,top_p=0.95,top_k=50,seed=1,max_gen_toks=64`."
-    parser.add_argument("--gen_kwargs", nargs="+", type=str, help=generation)
     names = "Names of tasks, groups and sets, import paths of your own tasks, and task files of lm-evaluation-harness."
     parser.add_argument("--tasks", nargs="+", type=str, default=["ruler_synthetic"], help=names)
     lengths = "Lengths of prompt and answer together, in tokens."
     parser.add_argument("--lengths", nargs="+", type=PositiveInt, default=[4096], help=lengths)
     depths = "Number of evenly spaced answer depths, or the depths, from 0 (front) to 1 (end); random by default."
     parser.add_argument("--depths", nargs="+", type=NonNegativeFloat, help=depths)
-    arguments, others = split_models(_complete_flags(arguments))
+    arguments, others = split_models(_read_flags(arguments))
     options = parse_options(parser, arguments)
     match options["depths"]:
         case [count] if count > 1 and count.is_integer():
             options["depths"] = int(count)
-    options["gen_kwargs"] = ",".join(options["gen_kwargs"] or ()) or None
     from lightning_modules.commands.models import evaluate_models
 
     sys.stdout.write(evaluate_models([options.pop("model"), *others], **options) + "\n")
@@ -65,13 +62,17 @@ def split_models(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return words, models
 
 
-def _complete_flags(arguments: Sequence[str]) -> list[str]:
-    """Return arguments with the value of flags that, as in lm-evaluation-harness, may have none."""
+def _read_flags(arguments: Sequence[str]) -> list[str]:
+    """Return arguments in our spelling, given that of lm-evaluation-harness: flags without a value, several values."""
     words: list[str] = []
     for word, after in zip(arguments, [*arguments[1:], "--"], strict=True):
-        words.append("--chat_template" if word == "--apply_chat_template" else word)
-        flags = ("--chat_template", "--fewshot_as_multiturn", "--log_samples")
-        words += ["true"] if words[-1] in flags and after.startswith("--") else []
+        word = word.replace("--apply_chat_template", "--chat_template", 1)
+        if words and words[-2:-1] == ["--gen_kwargs"] and not word.startswith("--"):
+            words[-1] += f",{word}"
+            continue
+        words.append(word)
+        if word in ("--chat_template", "--fewshot_as_multiturn", "--log_samples") and after.startswith("--"):
+            words.append("true")
     return words
 
 

@@ -12,7 +12,7 @@ from lightning_modules.tasks.evaluation.report import describe_synthetic_text
 from lightning_modules.visualization.report import Table
 
 FILES = ("results.json", "harness.json")
-_OWN = {"model", "identity", "tokenizer", "dtype"}  # settings that may differ between models
+_QUESTIONS = ("mode", "seed", "documents", "haystack", "squad", "hotpot", "nq_open")  # settings that make questions
 
 _UNITS = "Scores in percent (metrics of lm-evaluation-harness as they are), with 95% intervals."
 _KEY = ["task", "length", "asked_depth", "index"]
@@ -98,8 +98,7 @@ def tabulate_evaluations(evaluations: Sequence[Evaluation]) -> tuple[Table, list
 
 
 def _differing_settings(one: Evaluation, other: Evaluation) -> str:
-    names = [name for name in dict.fromkeys((*one.settings, *other.settings)) if name not in _OWN]
-    pairs = [(name, one.settings.get(name), other.settings.get(name)) for name in names]
+    pairs = [(name, one.settings.get(name), other.settings.get(name)) for name in _QUESTIONS]
     return ", ".join(f"{name} = {first!r} and {second!r}" for name, first, second in pairs if first != second)
 
 

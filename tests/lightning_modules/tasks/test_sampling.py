@@ -55,6 +55,7 @@ def test_a_continuation_does_not_depend_on_its_group():
 
 def test_arguments_are_those_of_the_harness():
     assert parse_gen_kwargs(None) == {}
+    assert parse_gen_kwargs('{"temperature": 0.8}') == parse_gen_kwargs({"temperature": 0.8}) == {"temperature": 0.8}
     given = parse_gen_kwargs("temperature=0.8,top_p=0.95 top_k=-1,until=['.', \",\"],max_gen_toks=64")
     assert given == {"temperature": 0.8, "top_p": 0.95, "top_k": -1, "until": [".", ","], "max_gen_toks": 64}
     assert read(given) == Sampling(0.8, top_p=0.95)
