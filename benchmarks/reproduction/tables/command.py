@@ -37,8 +37,6 @@ from benchmarks.reproduction.tables.training import CONFIGS, carry_out, script, 
 from lightning_modules.commands.cli.errors import ConciseParser
 from lightning_modules.utilities.files import writable_folder, write_atomically
 
-MEASURED = ("correlation", "perplexity", "time", "longeval")
-
 
 def reproduce_table(
     table: str,
@@ -79,30 +77,45 @@ def reproduce_table(
     folders = [Path(output).expanduser(), *map(_existing, merge or [])]
     writable_folder(folders[0], remedy="Choose another one with `--output`.")
     if chosen.kind == "training":
-        runs = table_runs(chosen, folders[0].absolute(), shlex.split(fit_options))
+        failed = _train(chosen, folders[0], shlex.split(fit_options), run=run, quiet=scores is not None)
         if not run and scores is None:
-            sys.stdout.write(script(runs, chosen))
             return []
-        failed = carry_out(runs) if run else []
-        return [*failed, *_report(chosen, {}, known, folders, of_scores=read_score_intervals(scores or []))]
+        intervals = read_score_intervals(scores or [])
+        return [*failed, *_report(chosen, {}, known, folders, of_scores=intervals)]
     if run or fit_options:
         raise ValueError(f"{table} has no models to train: leave out `run` and `fit_options`.")
     wanted, evaluator_models = _wanted(chosen, models, evaluators)
     if chosen.kind == "longeval":
         # Scores from elsewhere are enough unless models are named.
-        is_measured = merge is None and (models is not None or scores is None)
-        failed = measure_longeval(chosen, wanted, folders[0], options) if is_measured else []
+        measures = merge is None and (models is not None or scores is None)
+        failed = measure_longeval(chosen, wanted, folders[0], options) if measures else []
         return _report(chosen, {}, known, folders, failed=failed, models=wanted)
-    if merge is None and chosen.kind in MEASURED:
+    if merge is None:
         _measure(data, folders[0], options, wanted, evaluator_models)
     results = read_results(folders)
     if models is not None or merge is None:
-        names = {model.name for model in wanted}
-        results = {key: result for key, result in results.items() if key[0] in names}
+        results = _select_models(results, wanted)
     concerned = list(evaluator_models) or [ITSELF]
     if merge is not None and evaluators is None and chosen.kind == "perplexity" and evaluator_models:
         concerned += sorted({evaluator for _, evaluator in results} - {ITSELF, *evaluator_models})
     return _report(chosen, results, known, folders, concerned)
+
+
+def _train(table: Table, folder: Path, fit_options: list[str], *, run: bool, quiet: bool) -> list[str]:
+    """Train the models of a table, and return the failures; or print the commands that train them, unless quiet."""
+    runs = table_runs(table, folder.absolute(), fit_options)
+    if run:
+        return carry_out(runs)
+    if not quiet:
+        sys.stdout.write(script(runs, table))
+    return []
+
+
+def _select_models(
+    results: dict[tuple[str, str], Result], wanted: Sequence[NamedModel]
+) -> dict[tuple[str, str], Result]:
+    names = {model.name for model in wanted}
+    return {key: result for key, result in results.items() if key[0] in names}
 
 
 def _existing(name: str) -> Path:
@@ -116,8 +129,6 @@ def _wanted(
     table: Table, models: Sequence[str] | None, evaluators: Sequence[str] | None
 ) -> tuple[list[NamedModel], dict[str, NamedModel]]:
     """Return models and evaluators; without evaluators each model is its own."""
-    if table.kind not in MEASURED:
-        return [], {}
     rows = find_table("table5").rows if table.kind == "correlation" else table.rows
     rows = {row.partition(": ")[0]: () for row in rows} if table.kind == "longeval" else rows
     wanted = [find_model(word) for word in (rows if models is None else models)]
