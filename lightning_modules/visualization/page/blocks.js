@@ -12,7 +12,8 @@ function shade(lsd) {
   return step === 0 ? "" : (lsd > 0 ? "h" : "w") + step;
 }
 
-/** Cuts the document behind line breaks; where a line goes on for long, at a space, or anywhere at last. */
+/** Cuts the document behind line breaks; where a line goes on for long, behind a sentence, behind a word, or anywhere
+ *  at last. */
 function cutBlocks(data) {
   const { text, start, stop, count } = data, firsts = [0];
   let reached = 0;  // end of the characters of all tokens so far: never cut a character that has several tokens
@@ -20,10 +21,12 @@ function cutBlocks(data) {
     reached = Math.max(reached, stop[token - 1]);
     const size = token - firsts.at(-1);
     if (size < BLOCK || start[token] < reached || start[token] === stop[token]) continue;
-    const before = text.slice(Math.max(reached - 1, 0), start[token]), after = text.slice(start[token], start[token] + 2);
-    const space = size >= 2 * BLOCK && (/[ \t]$/.test(before) || /^[ \t]/.test(after));
-    const anywhere = size >= LONGEST_BLOCK && !before.endsWith("\u200d") && !/^[\p{M}\p{Emoji_Modifier}\u200d\n]/u.test(after);
-    if (before.endsWith("\n") || space || anywhere) firsts.push(token);
+    const before = text.slice(Math.max(reached - 3, 0), start[token]), after = text.slice(start[token], start[token] + 2);
+    const space = /[ \t]$/.test(before) || /^[ \t]/.test(after), sentence = /[.!?…][\p{Pe}\p{Pf}"']?[ \t]?$/u.test(before);
+    const anywhere = !before.endsWith("\u200d") && !/^[\p{M}\p{Emoji_Modifier}\u200d\n]/u.test(after);
+    const whole = anywhere && !(/[\p{L}\p{N}]$/u.test(before) && /^[\p{L}\p{N}]/u.test(after));
+    if (before.endsWith("\n") || (size >= 2 * BLOCK && space && sentence) || (size >= 2.5 * BLOCK && (space || whole))
+      || (size >= LONGEST_BLOCK && anywhere)) firsts.push(token);
   }
   return firsts.map((first, index) => {
     const last = firsts[index + 1] ?? count;
