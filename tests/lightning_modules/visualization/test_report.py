@@ -80,6 +80,8 @@ def test_a_page_is_sound_on_every_screen_and_on_paper(svg, tmp_path):
         page.emulate_media(media="print")
         assert page.evaluate(shown) == [True, True]
         assert page.evaluate("getComputedStyle(document.documentElement).backgroundColor") == "rgb(253, 252, 250)"
+        assert "light" in page.evaluate("getComputedStyle(document.images[0]).colorScheme").split()
+        assert "dark" not in page.evaluate("getComputedStyle(document.images[0]).colorScheme").split()
 
 
 @pytest.mark.parametrize(
@@ -95,6 +97,7 @@ def test_a_script_is_allowed_by_its_hash_only():
     assert "<script>here.value = 1 < 2</script>" in page
     assert "script-src 'sha256-" in page
     assert "<output id=here></output>" in page
+    assert len(list(parse_page(as_html("T", [], {}, script='x = "</script><!--"')).iter("script"))) == 1
     assert "script-src 'none'" in as_html("T", [], {})
     assert as_markdown("T", [Widget("<p>", "A slider.")]) == "# T\n\nA slider.\n"
 
