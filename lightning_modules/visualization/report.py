@@ -142,9 +142,8 @@ def as_html(title: str, blocks: Sequence[Block], pictures: Mapping[str, str], *,
         else:
             sections[-1][1].append(block)
     style = read_resource("theme.css")
-    script = script.replace("</", r"<\/").replace(
-        "<!--", r"<\!--"
-    )  # within its strings; HTML would end the script there
+    # HTML would end a script at these, even within a string.
+    script = script.replace("</", r"<\/").replace("<!--", r"<\!--")
     return render("report.html", title=title, sections=sections, pictures=pictures, style=style, script=script)
 
 
