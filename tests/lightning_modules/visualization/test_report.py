@@ -116,6 +116,13 @@ def test_long_tables_are_folded_and_say_what_they_hold():
     assert len(details(1, folded=True)) == 1
 
 
+def test_many_figures_are_folded(svg):
+    for count, folded in ((6, []), (8, ["Show 2 more figures"])):
+        root = parse_page(as_html("T", [Picture("a", str(number)) for number in range(count)], {"a": svg}))
+        assert texts(root, "summary") == folded
+        assert [image.get("alt") for image in root.iter("img")] == [*map(str, range(count))]
+
+
 def test_numbers_that_do_not_exist_are_dashes_and_verdicts_are_badges():
     table = Table(["name", "x"], [["a|b", "nan"], ["None", "inf"], ["c", "1.5"]], badges={"c": "bad"})
     root = parse_page(as_html("T", [table], {}))
