@@ -277,6 +277,6 @@ def _describe_counts(found: dict[str, int], place: str) -> str:
     repeated = f" {found['repeated_keys']:,} documents have keys that are not unique." if found["repeated_keys"] else ""
     return (
         f"{found.get('documents', 0):,} documents with {found.get('tokens', 0):,} tokens in {place}:"
-        f" {found.get('failed', 0):,} failed (column `error`), {found.get('too_short', 0):,} too short to have a short"
-        f" context.{repeated}"
+        f" {found.get('failed', 0):,} failed and {found.get('left_out', 0):,} left out (column `error`),"
+        f" {found.get('too_short', 0):,} too short to have a short context.{repeated}"
     )

@@ -168,6 +168,7 @@ class DocumentCorpus(LightningDataModule):
             "add_special_tokens": self.add_special_tokens,
             "text_column": self.column_names.text,
             "key_column": self.column_names.key,
+            "text_hash": "sha256",  # a column that folders of earlier versions lack
             "columns": {name: str(kind) for name, kind in self.column_types.items()},
             "max_tokens": None if self.max_tokens is None else int(self.max_tokens),
             "overlong": self.overlong if self.max_tokens is not None else None,
