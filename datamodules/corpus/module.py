@@ -1,6 +1,7 @@
 """Data module of `longce predict`: a corpus whose documents are scored one by one."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
 from datamodules.corpus.files import CorpusColumns, CorpusFiles, find_corpus, is_text
+from datamodules.corpus.preview import preview_corpus
 from datamodules.corpus.stream import CorpusLoader, CorpusRows, CorpusStream
 from datamodules.packing.loader import worker_options
 from lightning_modules.batch import DocumentRef
@@ -24,6 +26,8 @@ from lightning_modules.scoring.corpus.shards import ReadProgress
 from lightning_modules.utilities.collectives import gathered, patient_group
 
 _NAMED_FILES = 3  # at most, in a message
+
+_log = logging.getLogger(__name__)
 
 
 class DocumentCorpus(LightningDataModule):
@@ -92,6 +96,7 @@ class DocumentCorpus(LightningDataModule):
         self._stream: CorpusStream | None = None
         self._loader: CorpusLoader | None = None
         self._versions: dict[str, str] = {}
+        self.estimate_time: Callable[[Sequence[int], float], str] | None = None  # of sampled lengths and all tokens
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -202,8 +207,14 @@ class DocumentCorpus(LightningDataModule):
                 yield from corpus.read(part, frozenset(numbers.tolist()).__contains__)
 
     def _find_documents(self) -> tuple[CorpusFiles, dict[str, str], Mapping[str, NDArray[np.int64]]]:
-        """Return the files, their content identities, and their rows that have been scored already."""
+        """Return the files, their content identities, and their rows that have been scored already; log a summary."""
         corpus = find_corpus(self.files, self.column_names, lenient=self.allowed_failures == 1)
+        if self.estimate_time is not None:  # set by `longce predict`
+            preview = preview_corpus(corpus, self.tokenizer, max_tokens=self.max_tokens)
+            module: Any = self.trainer.lightning_module if self.trainer else None
+            short_context = getattr(module, "context_length", 0) + getattr(module, "stride", 0)
+            duration = self.estimate_time(preview.lengths, preview.tokens)
+            _log.info(preview.describe(short_context=short_context, duration=duration))
         versions = corpus.versions()
         callbacks: list[Any] = self.trainer.callbacks if self.trainer else []  # type: ignore[attr-defined]
         sinks = [each for each in callbacks if hasattr(each, "existing_scores")]  # they skip documents with scores

@@ -50,9 +50,7 @@ def check_failures(
         _log.log(level, "Failed documents, %s `data.allowed_failures` allows:\n%s", amount, report)
 
 
-def _count_reasons(
-    shards: ScoreShards, source: Callable[[str], str]
-) -> tuple[dict[str, Counter[str]], Counter[str]]:
+def _count_reasons(shards: ScoreShards, source: Callable[[str], str]) -> tuple[dict[str, Counter[str]], Counter[str]]:
     """Count failed documents by source and kind of reason, most first, and documents left out by kind of reason.
 
     The first document with a reason is its example.
