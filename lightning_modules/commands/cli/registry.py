@@ -18,7 +18,7 @@ from lightning_modules.commands.cli.experiment_options import (
     add_quickstart_options,
     check_options,
 )
-from lightning_modules.commands.select_config import SelectConfig
+from lightning_modules.commands.select.config import SelectConfig
 from lightning_modules.scoring.config import InspectConfig, ScoreConfig
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.training.export.options import ExportOptions
@@ -140,7 +140,7 @@ def select_command(arguments: Sequence[str]) -> None:
     parser = _make_parser("select", "Select documents by the scores that `longce predict` wrote.", SelectConfig)
     parser.add_argument("scores", type=str, help="Folder or fsspec URL of the scores.")
     options = _parse_options(parser, arguments)
-    from lightning_modules.commands.select import select
+    from lightning_modules.commands.select.command import select
 
     sys.stdout.write(select(**options))
 

@@ -14,7 +14,9 @@ from datamodules import DocumentCorpus, MixtureDataModule, TextDataModule
 from datamodules.corpus.files import find_corpus
 from lightning_modules.batch import DocumentRef
 from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.select import MEANS, meets_conditions, report, select, write_weights
+from lightning_modules.commands.select.choice import meets_conditions
+from lightning_modules.commands.select.command import MEANS, report, select
+from lightning_modules.commands.select.output import write_weights
 from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards
 from lightning_modules.scoring.corpus.table import ScoreTable, count_rows, find_reserved_names
 from lightning_modules.scoring.document_scorer import Failed
@@ -216,7 +218,7 @@ def test_conditions_without_a_meaning(where, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("secret.csv").write_text("a\n1\n")
     documents = pyarrow.table({"tokens": [1, 2], "key": ["a", "b"]})
-    with pytest.raises(ValueError, match=r"(?s)not a valid condition .*of these columns: tokens, key"):
+    with pytest.raises(ValueError, match=r"(?s)is not valid .*of these columns: tokens, key"):
         meets_conditions(documents, where)
 
 
@@ -320,4 +322,4 @@ def test_the_command(scored, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["select", str(scored / "scores"), "--where", "tokens >"])
     assert stopped.value.code == 2
-    assert "not a valid condition" in capsys.readouterr().err
+    assert "is not valid" in capsys.readouterr().err
