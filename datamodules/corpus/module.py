@@ -192,19 +192,20 @@ class DocumentCorpus(LightningDataModule):
         return ReadProgress(0, False, []) if self._loader is None else self._loader.read_progress()
 
     def documents(
-        self, rows: Mapping[str, NDArray[np.int64]], versions: Mapping[str, str]
+        self, rows: Mapping[str, Sequence[int] | NDArray[np.int64]], versions: Mapping[str, str] | None = None
     ) -> Iterator[tuple[DocumentRef, str]]:
         """Yield reference and full text of the documents with these row numbers, file by file.
 
-        ``versions`` are the content identities of the files when the documents were scored.
+        ``versions`` are the content identities of the files when the documents were scored, if they were.
         """
         corpus = find_corpus(self.files, self.column_names, lenient=True)
         if missing := sorted(set(rows) - set(corpus.names)):
             raise ValueError(f"'{missing[0]}' is not in {', '.join(self.files)}: set the files that were scored.")
-        _check_unchanged({name: versions[name] for name in rows}, corpus.versions(rows))
+        if versions is not None:
+            _check_unchanged({name: versions[name] for name in rows}, corpus.versions(rows))
         for part in corpus.parts:
             if (numbers := rows.get(corpus.names[part.file])) is not None:
-                yield from corpus.read(part, frozenset(numbers.tolist()).__contains__)
+                yield from corpus.read(part, frozenset(map(int, numbers)).__contains__)
 
     def _find_documents(self) -> tuple[CorpusFiles, dict[str, str], Mapping[str, NDArray[np.int64]]]:
         """Return the files, their content identities, and their rows that have been scored already; log a summary."""

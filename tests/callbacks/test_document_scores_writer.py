@@ -35,6 +35,7 @@ from lightning_modules.utilities import progress
 from lightning_modules.utilities.collectives import gathered, patient_group
 from lightning_modules.utilities.errors import IncompleteError
 from lightning_modules.utilities.files import BUILDING
+from lightning_modules.visualization.corpus.page import PAGE
 from tests.conftest import make_text, tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -390,6 +391,7 @@ def test_what_killed_runs_have_left_is_removed(run, tmp_path):
     run()
     assert sorted(path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith("part-")) == [
         SUCCESS,
+        PAGE,
     ]
 
 

@@ -19,7 +19,8 @@ from lightning_modules.commands.select.config import SelectConfig
 from lightning_modules.commands.select.output import write_documents, write_keys, write_mixture, write_weights
 from lightning_modules.scoring.corpus.shards import PER_TOKEN, SUCCESS, ScoreShards
 from lightning_modules.utilities.files import writable_folder, write_atomically
-from lightning_modules.visualization.corpus.page import PAGE_COLUMNS, corpus_page
+from lightning_modules.visualization.corpus import summary
+from lightning_modules.visualization.corpus.page import corpus_page
 
 FOLDER = "folder"  # a source that is not a column: the folder of a document's file
 MEANS = ("key_token_ratio", "benefit_mean", "benefit_positive", "longppl", "perplexity")
@@ -103,11 +104,10 @@ def _read_scores(shards: ScoreShards, config: SelectConfig) -> pyarrow.Table:
     columns = _list_columns(shards)
     if config.output is None or config.output.endswith(".txt"):
         needed = {*("key", "file", "row", "error", "tokens"), *MEANS, config.rank_by, config.by}
-        needed |= {*([TEXT_HASH] if config.unique else []), *(PAGE_COLUMNS if config.page else [])}
+        needed |= {*([TEXT_HASH] if config.unique else []), *(summary.COLUMNS if config.page else [])}
         sql = f"{config.where} {config.sample_weight}".lower()  # SQL ignores case
         columns = [name for name in columns if name in needed or name.lower() in sql or name.startswith("ladder_")]
-    batches = (batch.replace_schema_metadata() for batch in shards.batches(columns))
-    return pyarrow.Table.from_batches(batches, shards.schema(columns).remove_metadata())
+    return shards.table(columns)
 
 
 def _list_columns(shards: ScoreShards) -> list[str]:

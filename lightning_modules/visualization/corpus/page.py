@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pyarrow
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from lightning_modules.scoring.corpus.shards import ScoreShards
 from lightning_modules.visualization.corpus.summary import COLUMNS, CorpusSummary, Thresholds
 from lightning_modules.visualization.images import PANEL, STYLE, as_svg
 from lightning_modules.visualization.report import (
@@ -28,8 +29,8 @@ from lightning_modules.visualization.report import (
     read_resource,
 )
 
-PAGE_COLUMNS = (*COLUMNS, "perplexity")
-"""Columns of the scores that a page needs."""
+PAGE = "_report.html"
+"""Page in the folder of the scores; readers of parquet folders skip names with an underscore."""
 
 INSPECTED = "inspect"
 """Folder for pages of documents, beside the page of their corpus."""
@@ -55,6 +56,28 @@ _SLIDER = """<p><label for="metric">Keep documents whose</label> <select id="met
 <p><output id="kept" for="metric threshold" aria-live="polite">The slider needs JavaScript.</output></p>"""
 
 
+def write_page(shards: ScoreShards, source_of_file: Callable[[str], str]) -> None:
+    """Write `PAGE` into the folder of the scores.
+
+    Sources are those of the column ``source``, if the corpus has one, or else of the files.
+    """
+    names = shards.schema().names
+    own = ["source"] if "source" in names else []
+    ladder = [name for name in names if name.startswith("ladder_") and name.endswith("_mean")]
+    table = shards.table([*COLUMNS, "error", *ladder, *own])
+    table = table.filter(table["error"].is_null())
+    if not len(table):
+        return
+    if own:
+        sources = table["source"].cast(pyarrow.string()).fill_null("-").combine_chunks()
+    else:
+        files = table["file"].combine_chunks().dictionary_encode()
+        sources = pyarrow.array([source_of_file(file) for file in files.dictionary.to_pylist()]).take(files.indices)
+    folder = shards.folder.local or Path()
+    page = corpus_page(table, sources, shards.header(), str(shards.folder), folder=folder)
+    shards.folder.write(PAGE, page.encode())
+
+
 def corpus_page(
     documents: pyarrow.Table,
     sources: pyarrow.Array,
@@ -67,7 +90,7 @@ def corpus_page(
     """Return the page; its size does not depend on the number of documents.
 
     Args:
-        documents: Rows of scores that are not failures, with `PAGE_COLUMNS` and the columns of a context ladder.
+        documents: Rows of scores that are not failures, with `summary.COLUMNS` and the columns of a context ladder.
         sources: Name of each document's source.
         header: Header of the shards (`ScoreShards.header`).
         scores: Folder of the scores, for the title.
@@ -99,7 +122,7 @@ def corpus_page(
     blocks += [Heading("Thresholds"), Widget(_SLIDER.format(options)), _tabulate_thresholds(thresholds, total)]
     blocks.append(Heading("Examples"))
     for kind, rows in summary.examples("benefit_mean", _EXAMPLES).items():
-        blocks += [kind, _tabulate_documents(rows, header, folder)]
+        blocks += [kind, *_tabulate_documents(rows, header, folder)]
     data = {"TOTAL": total, "THRESHOLDS": thresholds, "SQL": _SQL}
     constants = "".join(f"const {name} = {json.dumps(value)};\n" for name, value in data.items())
     script = f"(() => {{\n'use strict';\n{constants}{read_resource('corpus/thresholds.js')}}})();"
@@ -158,18 +181,21 @@ def _tabulate_thresholds(thresholds: Mapping[str, Thresholds], total: Sequence[i
     return Table(["condition", "documents", "tokens"], rows)
 
 
-def _tabulate_documents(rows: Sequence[Mapping[str, Any]], header: Mapping[str, Any], folder: Path) -> Table:
+def _tabulate_documents(rows: Sequence[Mapping[str, Any]], header: Mapping[str, Any], folder: Path) -> list[Table]:
+    """Make a table of documents that link to their pages, and one of the commands that make missing pages."""
     columns = ["tokens", "key_token_ratio", "benefit_mean", "lsd_mass", "longppl"]
-    cells = []
+    cells, commands = [], []
     for row in rows:
         name = re.sub(r"[^\w.-]+", "_", row["file"])
         page = f"{INSPECTED}/{name}-{row['row']}.html"
         key = f"{row['key'][:_EXCERPT]}…" if len(row["key"]) > _EXCERPT else row["key"]
         made = (folder / page).is_file()
-        command = "" if made else f"`{inspect_command(row, header, folder / page)}`"
+        if not made:
+            commands.append([key, f"`{inspect_command(row, header, folder / page)}`"])
         numbers = [_format_number(row[column]) for column in columns]
-        cells.append([Link(key, page) if made else key, row["source"], *numbers, command])
-    return Table(["document", "source", *columns, "command for its page"], cells, folded=False)
+        cells.append([Link(key, page) if made else key, row["source"], *numbers])
+    tables = [Table(["document", "source", *columns], cells)]
+    return [*tables, Table(["document", "command for its page"], commands, folded=True)] if commands else tables
 
 
 def inspect_command(row: Mapping[str, Any], header: Mapping[str, Any], output: Path) -> str:

@@ -19,7 +19,17 @@ _TAIL = 0.005  # fraction of the documents in the outermost bins of a histogram,
 Thresholds = list[tuple[float, int, int]]
 """Ascending thresholds, with the number of documents above each and their tokens."""
 
-COLUMNS = ("key", "file", "row", "tokens", "compared_tokens", "key_token_ratio", "benefit_mean", "longppl")
+COLUMNS = (
+    "key",
+    "file",
+    "row",
+    "tokens",
+    "compared_tokens",
+    "key_token_ratio",
+    "benefit_mean",
+    "longppl",
+    "perplexity",
+)
 """Columns of the scores that a `CorpusSummary` needs."""
 
 
@@ -93,7 +103,7 @@ class CorpusSummary:
 
     def examples(self, column: str, count: int) -> dict[str, list[dict[str, Any]]]:
         """Return the documents with the largest and the smallest values of a column, and random ones."""
-        tie, names = "file, row", ", ".join(f'"{name}"' for name in (*COLUMNS, "source"))
+        tie, names = "file, row", ", ".join(f'"{name}"' for name in (*COLUMNS, "lsd_mass", "source"))
         orders = {
             "Largest": f'"{column}" DESC, {tie}',
             "Smallest": f'"{column}", {tie}',
