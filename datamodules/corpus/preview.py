@@ -2,6 +2,7 @@
 
 import unicodedata
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -13,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from datamodules.corpus.files import CorpusFiles, field_names, is_text
 from datamodules.sources.documents import is_empty
-from datamodules.sources.locations import JSON_LINES, PARQUET
+from datamodules.sources.locations import JSON_LINES, PARQUET, File
+from datamodules.sources.records import lines_of, opened
 
 _DOCUMENTS = 64  # of the sample
 _CHARACTERS = 1 << 15  # at most, of each that are tokenized; about 2 MB in all
@@ -23,12 +25,13 @@ _MAX_FIELDS, _MAX_LANGUAGES = 12, 4  # in the summary
 
 
 class _Sampled(NamedTuple):
-    """A document of the sample; ``stored`` is the mean size of the documents in its part of the corpus, in bytes."""
+    """A document of the sample; ``stored`` is the mean size of the sampled documents of its part, in bytes."""
 
     text: str
     error: str | None
     language: str | None
     stored: float
+    part: int
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,9 @@ def preview_corpus(
     return CorpusPreview(
         files={kind: len(own) for kind, own in kinds.items() if own},
         fields=fields,
-        documents=sum(part.expected_rows or 1 for part in corpus.parts),
+        documents=(documents := _count_documents(corpus, sample)),
         size=size * sum(sizes) / stored,
-        tokens=size * sum(lengths) / stored,
+        tokens=documents * sum(lengths) / max(len(sample), 1),
         sizes=sizes,
         lengths=lengths,
         cut=float(np.mean([count > length for count, length in zip(tokens, lengths, strict=True)] or [False])),
@@ -121,13 +124,32 @@ def _sample_documents(corpus: CorpusFiles, language: str | None) -> list[_Sample
         stored = part.size / (part.expected_rows or 1)
         try:
             documents = list(islice(corpus.read(part, lambda _: True), count))
+            if part.rows is None:
+                stored = float(np.mean(_line_sizes(corpus.files[part.file], count) or [1]))
         except (ValueError, OSError):  # a damaged file is reported when all others are done
             return []
-        return [_Sampled(text, ref.error, ref.columns.get(language or ""), stored) for ref, text in documents]
+        return [_Sampled(text, ref.error, ref.columns.get(language or ""), stored, index) for ref, text in documents]
 
     with ThreadPoolExecutor(_READER_THREADS) as pool:
         parts, counts = np.unique(drawn, return_counts=True)
         return [each for own in pool.map(read, parts.tolist(), counts.tolist()) for each in own]
+
+
+def _count_documents(corpus: CorpusFiles, sample: Sequence[_Sampled]) -> float:
+    """Count the documents of the parts that record their number, and estimate those of the others by their bytes."""
+    known = sum(part.rows or 0 for part in corpus.parts)
+    means = {each.part: each.stored for each in sample if corpus.parts[each.part].rows is None}
+    size = sum(part.size for part in corpus.parts if part.rows is None)
+    if not means:
+        return known + sum(part.expected_rows or 1 for part in corpus.parts if part.rows is None)
+    sampled = sum(corpus.parts[index].size for index in means)
+    return known + size / sampled * sum(corpus.parts[index].size / mean for index, mean in means.items())
+
+
+def _line_sizes(file: File, count: int) -> list[int]:
+    """Return the bytes of the first lines of a file that are not blank."""
+    with opened(file) as stream:
+        return [len(line) for line in islice((line for line in lines_of(stream) if not line.isspace()), count)]
 
 
 def _count_tokens(text: str, tokenizer: PreTrainedTokenizerFast) -> int:

@@ -41,7 +41,10 @@ def select(scores: str, **options: object) -> str:
     table = _read_scores(shards, config)
     documents = _choose_documents(table, config)
     if not documents["selected"].any():
-        raise ValueError(f"No document in '{scores}' meets the conditions. Relax `where`.")
+        raise ValueError(
+            f"No document in '{scores}' meets the conditions. Relax `where`: the page of the corpus (`page`) shows how"
+            " many documents each threshold keeps."
+        )
     chosen = table.filter(documents["selected"].to_numpy())
 
     if config.output is not None:
@@ -52,8 +55,7 @@ def select(scores: str, **options: object) -> str:
     if config.weights is not None:
         write_weights(Path(config.weights), means_by_source(documents, [config.rank_by])[config.rank_by])
     if config.mixture is not None:
-        tokens = documents[documents["selected"]].groupby("source", observed=True)["tokens"].sum()
-        write_mixture(Path(config.mixture), tokens, Path(str(config.output)), config.by)
+        write_mixture(Path(config.mixture), documents[documents["selected"]], Path(str(config.output)), config.by)
     if config.page is not None:
         sources = pyarrow.array(documents.loc[documents["selected"], "source"], pyarrow.string())
         folder = Path(config.page).parent
@@ -74,8 +76,9 @@ def _check_options(shards: ScoreShards, config: SelectConfig) -> None:
         raise ValueError(f"`by` must name a source, but column '{config.by}' has type {kind}.")
     if config.mixture is not None and (config.by == FOLDER or not pyarrow.types.is_string(kind)):
         raise ValueError(f"`mixture` needs a column of text that names the sources, but `by` is '{config.by}'.")
-    if config.unique and TEXT_HASH not in schema.names:
-        raise ValueError(f"`unique` needs the column `{TEXT_HASH}`, which these scores lack: score the corpus again.")
+    if (config.unique or config.mixture is not None) and TEXT_HASH not in schema.names:
+        option = "unique" if config.unique else "mixture"
+        raise ValueError(f"`{option}` needs the column `{TEXT_HASH}`, which these scores lack: score the corpus again.")
     empty = shards.schema(_list_columns(shards)).empty_table()
     if config.where is not None:
         meets_conditions(empty, config.where)

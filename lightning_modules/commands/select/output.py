@@ -21,7 +21,7 @@ from lightning_modules.utilities.plain_json import plain
 
 _WRITTEN_TOGETHER = 64  # documents
 _MAX_NAMED, _MAX_EXCERPT = 3, 40  # documents named in a warning, and characters of the key of each
-_HOLDOUT = 20  # one in this many documents of a mixture is for validation, and one for test
+_HOLDOUTS = (20, 10, 5, 3)  # one in this many documents of a mixture is for validation, and one for test
 
 
 def write_keys(path: Path, chosen: pd.DataFrame) -> None:
@@ -94,25 +94,28 @@ def write_weights(path: Path, means: pd.Series) -> None:
     write_atomically(path, f"# Mean {means.name} of the documents of each source\n{content}".encode())
 
 
-def write_mixture(path: Path, tokens: pd.Series, documents: Path, by: str) -> None:
+def write_mixture(path: Path, chosen: pd.DataFrame, documents: Path, by: str) -> None:
     """Write a mixture of the sources in a file of documents, with the tokens of each source as its weight.
 
-    ``by`` is the column of the documents that names the source.
+    Sources with enough documents hold some out for validation. ``chosen`` has ``source``, ``tokens`` and ``text_hash``,
+    and ``by`` is the column of the documents that names the source.
     """
-    sources: dict[str, Any] = {
-        str(source): {
+    hashes = chosen["text_hash"].map(lambda digest: int(digest[:16], 16))  # as `datamodules.sources.splits.HashSplit`
+    for holdout in _HOLDOUTS:
+        is_held_out, is_trained = (hashes % holdout == 0), (hashes % holdout > 1)
+        found = pd.DataFrame({"held_out": is_held_out, "trained": is_trained}).groupby(chosen["source"]).any()
+        evaluated = sorted(found.index[found.all(axis=1)])
+        if evaluated:
+            break
+    sources: dict[str, Any] = {}
+    for source, tokens in chosen.groupby("source")["tokens"].sum().sort_index().items():
+        own = {"holdout": holdout} if source in evaluated else {}
+        sources[str(source)] = {
             "class_path": "datamodules.TextDataModule",
-            "weight": int(count),
-            "init_args": {
-                "train": str(documents.absolute()),
-                "where": [by, str(source)],
-                "name_field": "key",
-                "holdout": _HOLDOUT,
-            },
+            "weight": int(tokens),
+            "init_args": {"train": str(documents.absolute()), "where": [by, source], "name_field": "key", **own},
         }
-        for source, count in tokens.sort_index().items()
-    }
-    data = {"class_path": "datamodules.MixtureDataModule", "init_args": {"sources": sources}}
+    settings = {"sources": sources, **({"evaluate_on": evaluated} if evaluated else {})}
+    data = {"class_path": "datamodules.MixtureDataModule", "init_args": settings}
     content = yaml.safe_dump({"data": data}, sort_keys=False, allow_unicode=True)
-    comment = f"# Weights are tokens. One in {_HOLDOUT} documents is for validation, and one for test.\n"
-    write_atomically(path, f"{comment}{content}".encode())
+    write_atomically(path, f"# The weights are the tokens of each source.\n{content}".encode())
