@@ -108,6 +108,22 @@ def test_each_document_has_the_row_that_its_log_likelihoods_make(run, model_dir,
     assert counts["tokens"] == sum(row["tokens"] for row in found)
 
 
+def test_a_finished_run_has_a_page_and_a_broken_page_does_not_fail_it(run, documents, tmp_path, monkeypatch):
+    run()
+    page = (tmp_path / "out" / PAGE).read_text()
+    assert "6 documents with" in page
+    assert f"longce inspect {documents}/a.parquet --row" in page
+    assert len(pyarrow.parquet.read_table(tmp_path / "out")) == 6, "readers of the folder skip the page"
+    run(trainer={"limit_predict_batches": 1})
+    (tmp_path / "out" / PAGE).unlink()
+    monkeypatch.setattr(
+        "callbacks.document_scores_writer.write_page", lambda *_: (_ for _ in ()).throw(OSError("full"))
+    )
+    with pytest.warns(UserWarning, match=r"page of the corpus is not written \(full\)"):
+        run()
+    assert (tmp_path / "out" / SUCCESS).exists()
+
+
 def test_values_of_tokens_in_16_bits(run, tmp_path):
     for kind in ("float16", "float32"):
         run(output=tmp_path / kind, writer={"per_token": kind})
