@@ -117,11 +117,9 @@ def compare(comparison: Comparison, evaluator: str | None) -> Iterator[str]:
     }
     for name, compute in settings.items():
         outcome = compute()
-        hits = sum(int((a & b).sum()) for a, b in zip(exact.keys, outcome.keys, strict=True))
-        found, wanted = (sum(int(mask.sum()) for mask in each.keys) for each in (outcome, exact))
         yield (
             f"| {name} | {F.cosine_similarity(outcome.gradient, exact.gradient, dim=0):.4f}"
-            f" | {hits / max(found, 1):.3f} / {hits / max(wanted, 1):.3f} | {outcome.weight / exact.weight:.3f}"
+            f" | {key_token_agreement(outcome, exact)} | {outcome.weight / exact.weight:.3f}"
             f" | {outcome.seconds / exact.seconds:.2f} |"
         )
     for share in (0.5, 0.25) if options.draws else ():
@@ -144,6 +142,13 @@ def compare(comparison: Comparison, evaluator: str | None) -> Iterator[str]:
         other = comparison.stored(weights)
         cosine, weight = F.cosine_similarity(other.gradient, exact.gradient, dim=0), other.weight / exact.weight
         yield f"| weights stored by {Path(evaluator).name} (`longce influence`) | {cosine:.4f} | | {weight:.3f} | 0 |"
+
+
+def key_token_agreement(outcome: Outcome, exact: Outcome) -> str:
+    """Return precision and recall of an outcome's key tokens."""
+    hits = sum(int((a & b).sum()) for a, b in zip(exact.keys, outcome.keys, strict=True))
+    found, wanted = (sum(int(mask.sum()) for mask in each.keys) for each in (outcome, exact))
+    return f"{hits / max(found, 1):.3f} / {hits / max(wanted, 1):.3f}"
 
 
 def stored_weights(evaluator: str, comparison: Comparison) -> list[Tensor]:
