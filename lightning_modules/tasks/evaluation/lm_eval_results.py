@@ -75,9 +75,11 @@ def convert_summary(summary: Summary, settings: Mapping[str, Any]) -> Parts:
 def write_samples(folder: Path, task: str, samples: Iterable[Mapping[str, Any]]) -> None:
     """Write ``samples_TASK_TIME.jsonl`` with the questions and answers of a task, as the harness returns them."""
     lines = "".join(json.dumps(plain(_sanitize_sample(sample)), ensure_ascii=False) + "\n" for sample in samples)
-    for earlier in folder.glob(f"samples_{quote(task, safe='')}_[0-9]*.jsonl"):
-        earlier.unlink()
-    write_atomically(folder / f"samples_{quote(task, safe='')}_{_time()}.jsonl", lines.encode())
+    name = f"samples_{quote(task, safe='')}"
+    earlier = [path for path in folder.glob("samples_*_*.jsonl") if path.name.rpartition("_")[0] == name]
+    write_atomically(folder / f"{name}_{_time()}.jsonl", lines.encode())
+    for path in earlier:
+        path.unlink()
 
 
 def sanitize_name(name: str) -> str:

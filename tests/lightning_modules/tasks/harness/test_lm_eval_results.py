@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.evaluate import evaluate
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from lightning_modules.tasks.evaluation.lm_eval_results import write_samples
 from tests.support.toy_tasks import GUESS
 
 NAMES = ["both", "answer", "rolling"]
@@ -127,6 +128,15 @@ def test_options_have_the_names_of_the_harness(model_dir, task_dir, tmp_path, ca
             ["evaluate", *map(str, [*words, tmp_path / "single"]), "--fewshot_as_multiturn", "--chat_template", "false"]
         )
     assert "`fewshot_as_multiturn` needs turns: add `chat_template`" in capsys.readouterr().err
+
+
+def test_samples_of_a_task_replace_only_those_of_the_same_task(tmp_path):
+    sample = {"arguments": [("ba",)], "resps": [[("-1", True)]], "filtered_resps": ["ce"], "target": 3}
+    for task, count in (("a", 1), ("a_1", 2), ("a", 3)):
+        write_samples(tmp_path, task, [sample] * count)
+    found = {get_file_task_name(path.name): len(path.read_text().splitlines()) for path in tmp_path.iterdir()}
+    assert found == {"a": 3, "a_1": 2}
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_arguments_that_have_no_effect_are_refused():
