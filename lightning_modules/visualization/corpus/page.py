@@ -222,4 +222,6 @@ def find_file(searched: Sequence[str], name: str) -> str:
 def _format_number(value: float | None) -> str:
     if value is None or np.isnan(value):
         return "nan"
-    return f"{value:,}" if isinstance(value, int | np.integer) else f"{value:.4g}"
+    if isinstance(value, int | np.integer) or abs(value) >= 1e5:
+        return f"{value:,.0f}"
+    return np.format_float_positional(value, precision=4, fractional=False, trim="-")
