@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from itertools import groupby
@@ -17,11 +17,11 @@ from markupsafe import Markup, escape
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.utilities.plain_json import write_json
 
-MAX_ROWS = 12
-"""Rows of a table that a page shows without a click."""
+MAX_ROWS, MAX_FIGURES = 12, 6
+"""Rows of a table, and figures in a row, that a page shows without a click."""
 
 _CODE = re.compile(r"`([^`]+)`")
-_NUMBER = re.compile(r"-?[\d.,]*(%| [\[(±].*)?$|-?[—∞]$")
+_NUMBER = re.compile(r"-?[\d.,]*(e[+-]?\d+)?(%| [\[(±].*)?$|-?[—∞]$")
 _ABSENT = {"nan": "—", "None": "—", "null": "—", "inf": "∞", "-inf": "-∞"}
 
 Tone = Literal["good", "bad", "open"]
@@ -142,6 +142,8 @@ def as_html(title: str, blocks: Sequence[Block], pictures: Mapping[str, str], *,
         else:
             sections[-1][1].append(block)
     style = read_resource("theme.css")
+    # HTML would end a script at these, even within a string.
+    script = script.replace("</", r"<\/").replace("<!--", r"<\!--")
     return render("report.html", title=title, sections=sections, pictures=pictures, style=style, script=script)
 
 
@@ -167,6 +169,7 @@ def _templates() -> Environment:
         "inline": _format_inline,
         "present": _replace_absent,
         "source_hash": source_hash,
+        "split_figures": _split_figures,
     }
     found.tests["folded"] = _is_folded
     return found
@@ -193,6 +196,12 @@ def _column_kinds(table: Table) -> list[str]:
 
 def _is_folded(table: Table) -> bool:
     return len(table.rows) > MAX_ROWS if table.folded is None else table.folded
+
+
+def _split_figures(figures: Iterable[Picture]) -> list[list[Picture]]:
+    """Return the figures that are shown, and those that are folded if there are many."""
+    found = list(figures)
+    return [part for part in (found[:MAX_FIGURES], found[MAX_FIGURES:]) if part]
 
 
 def _replace_absent(cell: str) -> str:

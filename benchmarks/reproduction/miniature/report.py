@@ -161,4 +161,6 @@ def _cell(value: Any) -> str:
         return " to ".join(map(_cell, value))
     if isinstance(value, float):
         return "—" if math.isnan(value) else f"{value:.3g}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return "" if value is None else str(value)

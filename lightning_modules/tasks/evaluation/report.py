@@ -25,8 +25,9 @@ from lightning_modules.tasks.questions.registry import IN_ESSAYS
 from lightning_modules.visualization.images import COLORS, INK, PANEL, STYLE, as_svg
 from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_text_table, write_report
 
+_BARS = 4  # tasks beyond which the intervals of a figure would hide its lines
 _CAPTIONS = {
-    "lengths": "Score by length, with 95% intervals.",
+    "lengths": f"Score by length, with 95% intervals for at most {_BARS} tasks.",
     "heat_map": "Score by length and depth of the answer.",
     "heat_maps": "The same for each task.",
     "depths": "Score by depth of the answer, with 95% intervals.",
@@ -44,7 +45,7 @@ def write_task_report(folder: Path, results: Sequence[TaskResult], settings: Map
     pictures = {name: as_svg(figure) for name, figure in figures(summary).items()}
     blocks: list[Block] = [
         "Scores in percent, with 95% intervals (Wilson; questions about one text count as dependent).",
-        score_table(summary),
+        score_table(summary)._replace(folded=False),
         *_describe_summary(summary, missing, settings),
         *([Heading("Curves and maps")] if pictures else ()),
         *(Picture(name, _CAPTIONS[name]) for name in pictures),
@@ -83,7 +84,7 @@ def _make_grid(cells: Mapping[Any, str], last: str, together: Mapping[Any, str])
     tasks, lengths = list(dict.fromkeys(task for task, _ in cells)), sorted({length for _, length in cells})
     rows = [[task, *(cells.get((task, length), "") for length in lengths)] for task in tasks]
     together_row = [last, *(together.get(length, "") for length in lengths)]
-    return Table(["task", *map(short, lengths)], [*rows, together_row] if len(tasks) > 1 else rows, folded=False)
+    return Table(["task", *map(short, lengths)], [*rows, together_row] if len(tasks) > 1 else rows)
 
 
 def as_text(summary: Summary, missing: int, settings: Mapping[str, Any]) -> str:
@@ -169,12 +170,14 @@ def score_by_length(scores: Mapping[tuple[str, int], Score], averages: Mapping[i
     width, height = PANEL
     figure = Figure(figsize=(width, height + 0.09 * len(tasks)), layout="constrained")
     axis = figure.subplots()
-    for task, (marker, color) in zip(tasks, zip(cycle("osD^vP*"), cycle(COLORS), strict=False), strict=False):
+    looks = zip(cycle("osD^vP*"), cycle(COLORS), strict=False)
+    for task, (marker, color) in zip(tasks, looks, strict=False):
         points = sorted((length, score) for (name, length), score in scores.items() if name == task)
         lengths, means = [length for length, _ in points], [score.mean for _, score in points]
-        ends = np.array([score.interval or (score.mean, score.mean) for _, score in points])
-        look: Any = {"marker": marker, "markersize": 3, "color": color, "lw": 1, "elinewidth": 0.6}
-        axis.errorbar(lengths, means, np.abs(ends.T - means), label=task, **look)
+        axis.plot(lengths, means, color=color, lw=1, marker=marker, markersize=3, label=task)
+        if len(tasks) <= _BARS:
+            ends = np.array([score.interval or (score.mean, score.mean) for _, score in points])
+            axis.vlines(lengths, *ends.T, color=color, lw=0.8)
     if len(tasks) > 1:
         axis.plot(list(averages), list(averages.values()), "o-", color=INK, lw=2.5, markersize=5, label="average")
     axis.axhline(RULER_THRESHOLD, color=COLORS[-1], ls=":", lw=1, label=f"RULER's threshold, {RULER_THRESHOLD}")
@@ -200,7 +203,7 @@ def heat_maps(matrices: Mapping[str, Matrix]) -> Figure:
     for axis, (title, matrix) in zip(axes.flat, matrices.items(), strict=False):
         image = _draw_cells(axis, matrix, numbers=single)
         axis.set_title(title)
-    figure.colorbar(image, ax=axes, label="score (%)", location="bottom", aspect=40)
+    figure.colorbar(image, ax=axes, label="score (%)", location="top", aspect=40)
     figure.supxlabel("length (tokens)", fontsize=8)
     figure.supylabel("depth of the answer (%)", fontsize=8)
     return figure

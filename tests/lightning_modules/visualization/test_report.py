@@ -1,7 +1,6 @@
 """Reports as Markdown and HTML."""
 
 import re
-import warnings
 
 import matplotlib
 import pytest
@@ -21,10 +20,7 @@ from lightning_modules.visualization.report import (
     as_text_table,
     read_resource,
 )
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # of its vendored copies
-    from tensorboard._vendor.bleach._vendor import html5lib
+from tests.support.browser import check_page, launch_chromium, parse_page
 
 EVIL = '</title><script>alert(1)</script>"[[x]]{{ x }}'
 
@@ -37,22 +33,13 @@ def svg():
         return as_svg(figure)
 
 
-def parse(page):
-    """The elements of a page, which must be valid HTML."""
-    root = html5lib.HTMLParser(strict=True, namespaceHTMLElements=False).parse(page)
-    identifiers = [element.get("id") for element in root.iter() if element.get("id")]
-    assert len(identifiers) == len(set(identifiers))
-    assert all(link.get("href")[1:] in identifiers for link in root.iter("a") if link.get("href").startswith("#"))
-    return root
-
-
 def texts(root, tag):
     return ["".join(element.itertext()).strip() for element in root.iter(tag)]
 
 
 def test_a_page_is_valid_html_with_contents_sections_and_figures(svg):
     blocks = ["Text with `code <b>`.", Heading("One"), Picture("a", "A."), Picture("a", "B."), Heading("Two"), "End."]
-    root = parse(as_html("Title", blocks, {"a": svg}))
+    root = parse_page(as_html("Title", blocks, {"a": svg}))
     assert texts(root, "h1") == ["Title"]
     assert texts(root, "h2") == texts(root, "a") == ["One", "Two"]
     assert texts(root, "code") == ["code <b>"]
@@ -64,10 +51,37 @@ def test_a_page_is_valid_html_with_contents_sections_and_figures(svg):
 def test_nothing_in_a_report_is_markup(svg):
     table = Table([EVIL, "b"], [[EVIL, Link(EVIL + "link", "a b\"'<.html")]], badges={EVIL: "good"})
     page = as_html(EVIL, [EVIL, Heading(EVIL), table, Heading(EVIL), Picture(EVIL, EVIL)], {EVIL: svg})
-    root = parse(page)
+    root = parse_page(page)
     assert "<script" not in page
     assert texts(root, "title") == texts(root, "h1") == [EVIL]
     assert [link.get("href") for cell in root.iter("td") for link in cell.iter("a")] == ["a%20b%22'%3C.html"]
+
+
+@pytest.mark.limit(3)
+def test_a_page_is_sound_on_every_screen_and_on_paper(svg, tmp_path):
+    rows = [[f"{number}.5", "reproduced" if number % 2 else "not", "nan", "long text " * 9] for number in range(14)]
+    table = Table(["number", "verdict", "x", "text"], rows, badges={"reproduced": "good", "not": "bad"})
+    blocks = [
+        "Text with `code`.",
+        Heading("One"),
+        table,
+        Picture("a", "A."),
+        Heading("Two"),
+        table._replace(folded=False),
+    ]
+    path = tmp_path / "page.html"
+    path.write_text(as_html("A report with a " + "long" * 30 + " title", blocks, {"a": svg}))
+    with launch_chromium() as browser:
+        check_page(browser, path)
+        page = browser.new_page(color_scheme="dark")
+        page.goto(path.as_uri())
+        shown = "[...document.querySelectorAll('table')].map((table) => table.checkVisibility())"
+        assert page.evaluate(shown) == [False, True]
+        page.emulate_media(media="print")
+        assert page.evaluate(shown) == [True, True]
+        assert page.evaluate("getComputedStyle(document.documentElement).backgroundColor") == "rgb(253, 252, 250)"
+        assert "light" in page.evaluate("getComputedStyle(document.images[0]).colorScheme").split()
+        assert "dark" not in page.evaluate("getComputedStyle(document.images[0]).colorScheme").split()
 
 
 @pytest.mark.parametrize(
@@ -83,6 +97,7 @@ def test_a_script_is_allowed_by_its_hash_only():
     assert "<script>here.value = 1 < 2</script>" in page
     assert "script-src 'sha256-" in page
     assert "<output id=here></output>" in page
+    assert len(list(parse_page(as_html("T", [], {}, script='x = "</script><!--"')).iter("script"))) == 1
     assert "script-src 'none'" in as_html("T", [], {})
     assert as_markdown("T", [Widget("<p>", "A slider.")]) == "# T\n\nA slider.\n"
 
@@ -90,7 +105,9 @@ def test_a_script_is_allowed_by_its_hash_only():
 def test_long_tables_are_folded_and_say_what_they_hold():
     def details(rows, folded=None):
         return list(
-            parse(as_html("T", [Table(["a", "", "b"], [["1", "", "2"]] * rows, folded=folded)], {})).iter("details")
+            parse_page(as_html("T", [Table(["a", "", "b"], [["1", "", "2"]] * rows, folded=folded)], {})).iter(
+                "details"
+            )
         )
 
     assert details(MAX_ROWS) == details(MAX_ROWS + 1, folded=False) == []
@@ -99,9 +116,16 @@ def test_long_tables_are_folded_and_say_what_they_hold():
     assert len(details(1, folded=True)) == 1
 
 
+def test_many_figures_are_folded(svg):
+    for count, folded in ((6, []), (8, ["Show 2 more figures"])):
+        root = parse_page(as_html("T", [Picture("a", str(number)) for number in range(count)], {"a": svg}))
+        assert texts(root, "summary") == folded
+        assert [image.get("alt") for image in root.iter("img")] == [*map(str, range(count))]
+
+
 def test_numbers_that_do_not_exist_are_dashes_and_verdicts_are_badges():
     table = Table(["name", "x"], [["a|b", "nan"], ["None", "inf"], ["c", "1.5"]], badges={"c": "bad"})
-    root = parse(as_html("T", [table], {}))
+    root = parse_page(as_html("T", [table], {}))
     assert texts(root, "td") == ["a|b", "—", "—", "∞", "c", "1.5"]
     assert [cell.get("class") for cell in root.iter("td")][1::2] == ["number"] * 3
     assert [badge.get("class") for badge in root.iter("span")] == ["badge bad"]

@@ -10,6 +10,7 @@ from lightning_modules.commands.correlate.command import correlate
 from lightning_modules.commands.correlate.models import join
 from lightning_modules.commands.correlate.result_files import Measured
 from lightning_modules.statistics import compare_correlations
+from tests.support.browser import check_page, launch_chromium
 
 TABLE = published()["tables"]["table5"]
 MODELS = list(TABLE["rows"])
@@ -67,6 +68,8 @@ def test_what_does_not_count_is_said(files, tmp_path):
     pairs = json.loads((tmp_path / "out" / "correlation.json").read_text())["pairs"]
     assert [len(pair["models"]) for pair in pairs] == [len(MODELS) + 1, len(MODELS) + 1]  # and C, and A
     assert set(pairs[0]["left_out"]) == {"A", "B"}
+    with launch_chromium() as browser:
+        check_page(browser, tmp_path / "out" / "report.html")
     assert "1 models are too few" in correlate([*files, str(tmp_path / "more.csv")], str(tmp_path / "out"))
 
 
