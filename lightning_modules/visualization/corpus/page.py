@@ -32,8 +32,8 @@ from lightning_modules.visualization.report import (
 PAGE = "_report.html"
 """Page in the folder of the scores; readers of parquet folders skip names with an underscore."""
 
-INSPECTED = "inspect"
-"""Folder for pages of documents, beside the page of their corpus."""
+INSPECTED = "_inspect-"
+"""Prefix of the pages of documents, beside the page of their corpus."""
 
 _METRICS = {
     "key_token_ratio": "key-token ratio",
@@ -94,7 +94,7 @@ def corpus_page(
         sources: Name of each document's source.
         header: Header of the shards (`ScoreShards.header`).
         scores: Folder of the scores, for the title.
-        folder: Folder of the page. Example documents link to their page in its folder `INSPECTED`, if it exists, and
+        folder: Folder of the page. Example documents link to their page there (`INSPECTED`), if it exists, and
             otherwise show the command that makes it.
         conditions: SQL by which the documents were selected.
     """
@@ -187,7 +187,7 @@ def _tabulate_documents(rows: Sequence[Mapping[str, Any]], header: Mapping[str, 
     cells, commands = [], []
     for row in rows:
         name = re.sub(r"[^\w.-]+", "_", row["file"])
-        page = f"{INSPECTED}/{name}-{row['row']}.html"
+        page = f"{INSPECTED}{name}-{row['row']}.html"
         key = f"{row['key'][:_EXCERPT]}…" if len(row["key"]) > _EXCERPT else row["key"]
         made = (folder / page).is_file()
         if not made:

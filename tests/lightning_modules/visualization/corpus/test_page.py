@@ -114,10 +114,9 @@ def test_every_corpus_has_a_page(tmp_path):
 def test_documents_link_to_their_page_or_show_its_command(scores, tmp_path):
     table, names = scores
     best = table.loc[table["benefit_mean"].idxmax()]
-    (tmp_path / "inspect").mkdir()
-    (tmp_path / "inspect" / f"{best.file}-{best.row}.html").write_text("")
+    (tmp_path / f"_inspect-{best.file}-{best.row}.html").write_text("")
     page = corpus_page(as_arrow(table), pyarrow.array(names), HEADER, "scores", folder=tmp_path)
-    assert f'<a href="inspect/{best.file}-{best.row}.html">' in page
+    assert f'<a href="_inspect-{best.file}-{best.row}.html">' in page
     assert "<b>key" not in page
     assert page.count("longce inspect &#39;raw texts/part") >= 20
     row = {"file": "a.jsonl", "row": 3}
