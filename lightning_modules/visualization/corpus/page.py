@@ -44,6 +44,7 @@ _METRICS = {
 _SQL = {name: name for name in _METRICS} | {"lsd_mass": "benefit_mean * compared_tokens"}  # of columns of the scores
 _MEANS = ("key_token_ratio", "benefit_mean", "lsd_mass", "longppl", "perplexity")
 _EXAMPLES, _EXCERPT = 8, 60  # documents of each kind, and characters of their keys
+_LEGEND = 24  # characters of a source
 _SHOWN_THRESHOLDS = 9  # of each column, in a table
 
 _INTRODUCTION = (
@@ -139,7 +140,7 @@ def draw_histogram(
         plot.set(xlabel=label, ylabel="documents", xscale="log" if log else "linear")
         below = np.zeros(len(edges) - 1)
         for source, count in counts.items():
-            plot.stairs(below + count, edges, baseline=below, fill=True, label=source)
+            plot.stairs(below + count, edges, baseline=below, fill=True, label=_legend_text(source))
             below = below + count
         if len(counts) > 1:
             figure.legend(loc="outside upper left", ncols=2)
@@ -153,9 +154,15 @@ def draw_ladder(means: pd.DataFrame) -> str:
         plot = figure.subplots()
         plot.set(xlabel="longer context, tokens", ylabel="mean LSD, nats")
         for source, values in means.iterrows():
-            plot.plot(means.columns, values.to_numpy(), marker="o", markersize=3, label=str(source))
+            plot.plot(means.columns, values.to_numpy(), marker="o", markersize=3, label=_legend_text(str(source)))
         figure.legend(loc="outside upper left", ncols=2)
         return as_svg(figure)
+
+
+def _legend_text(source: str) -> str:
+    """Shorten the name of a source, and escape what matplotlib takes for a formula or for a label to leave out."""
+    text = source if len(source) <= _LEGEND else f"…{source[1 - _LEGEND :]}"
+    return f"{' ' if text.startswith('_') else ''}{text}".replace("$", r"\$")
 
 
 def _compare_with_shortest(summary: CorpusSummary) -> tuple[str, pd.DataFrame]:

@@ -106,8 +106,11 @@ def test_every_corpus_has_a_page(tmp_path):
     page = corpus_page(as_arrow(table), pyarrow.array(names), HEADER, "scores", folder=tmp_path)
     assert "1 documents with" in page
     table, names = make_scores(30)
+    names = np.array(["_a", r"$\frac$ $", "</script><b>" * 9])[np.arange(30) % 3]
     equal = table.assign(tokens=7, key_token_ratio=0.0, benefit_mean=0.0)
-    assert "30 documents" in corpus_page(as_arrow(equal), pyarrow.array(names), HEADER, "scores", folder=tmp_path)
+    page = corpus_page(as_arrow(equal), pyarrow.array(names), HEADER, "scores", folder=tmp_path)
+    assert "30 documents" in page
+    assert "<b>" not in page
 
 
 @pytest.mark.limit(2)  # draws five figures
