@@ -242,7 +242,7 @@ def _check_values(x: ArrayLike, y: ArrayLike) -> tuple[NDArray[np.float64], NDAr
         raise ValueError(f"{len(x)} models are too few")
     for values in (x, y):
         if not np.isfinite(values).all():
-            raise ValueError(f"not all values are finite: {values.tolist()}")
+            raise ValueError(f"{int((~np.isfinite(values)).sum())} of {len(values)} values are not finite")
         if np.ptp(values) == 0:
             raise ValueError(f"all models have the value {values[0]:g}")
     return x, y

@@ -47,13 +47,12 @@ def inspect_command(arguments: Sequence[str]) -> None:
     name, text = (Path(file).name, read_text(file)) if row is None else read_row(file, row, column)
     output = options.pop("output") or f"{name}.html"
     check_output(output)
-    if Path(output).exists() and Path(output).samefile(file):
+    if Path(output).exists() and Path(file).exists() and Path(output).samefile(file):
         raise ValueError(f"`output` '{output}' is the document itself: write the page to another file.")
     from lightning_modules.visualization.page.document import inspect_document
 
     inspection = inspect_document(text, name=name, **options)
-    size = inspection.save(output).stat().st_size
-    sys.stdout.write(f"{inspection.summary()}\n{output} ({size / 1e6:.1f} MB)\n")
+    sys.stdout.write(f"{inspection.summary()}\n{output} ({inspection.save(output).stat().st_size / 1e6:.1f} MB)\n")
 
 
 def export_command(arguments: Sequence[str]) -> None:

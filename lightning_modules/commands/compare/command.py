@@ -83,7 +83,10 @@ def _make_page(runs: Sequence[Run], tables: Mapping[str, Table]) -> str:
         figures = {f"{axis}, {title}": (title, svg) for title, svg in draw_curves(runs, axis).items()}
         pictures |= {name: svg for name, (_, svg) in figures.items()}
         curves = [Picture(name, title) for name, (title, _) in figures.items()]
-        blocks += [Heading(f"Curves by {axis}"), *curves] if curves else []
+        # The first axis is enough to begin with: the others show the same values.
+        blocks += (
+            [Heading(f"Curves by {axis}", folded=bool(pictures.keys() - figures.keys())), *curves] if curves else []
+        )
     return as_html(f"{'Runs' if len(runs) > 1 else 'Run'} {', '.join(run.name for run in runs)}", blocks, pictures)
 
 
