@@ -19,9 +19,8 @@ from lightning_modules.metrics import LongPerplexity
 from lightning_modules.models.adapters import changes_base, frozen_fingerprint
 from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.config import DType, ModelConfig
-from lightning_modules.models.float8 import Float8Layers
 from lightning_modules.models.loading import has_weights
-from lightning_modules.models.optimizations import ShortDType, short_precision
+from lightning_modules.models.optimizations import Float8Layers, ShortDType, short_precision
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.objectives import LongCE, Objective
 from lightning_modules.scoring.context_lengths import ContextLadder
