@@ -19,6 +19,7 @@ from lightning_modules.commands.cli.experiment_options import (
     check_options,
 )
 from lightning_modules.commands.select_config import SelectConfig
+from lightning_modules.commands.serve_config import ServeConfig
 from lightning_modules.scoring.config import InspectConfig, ScoreConfig
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.training.export.options import ExportOptions
@@ -84,6 +85,18 @@ def inspect_command(arguments: Sequence[str]) -> None:
     inspection = inspect_document(text, name=Path(file).name, **options)
     size = inspection.save(output).stat().st_size
     sys.stdout.write(f"{inspection.summary()}\n{output} ({size / 1e6:.1f} MB)\n")
+
+
+def serve_command(arguments: Sequence[str]) -> None:
+    """Run ``longce serve`` until it is stopped."""
+    parser = _make_parser("serve", "Serve the log-likelihoods of a model over HTTP.", ServeConfig)
+    config = ServeConfig(**_parse_options(parser, arguments))
+    config.read_key()
+    try:
+        from lightning_modules.commands.serve import serve
+    except ModuleNotFoundError as error:
+        raise ValueError(f"`longce serve` needs the package {error.name}: install the extra `serve`.") from error
+    serve(config)
 
 
 def export_command(arguments: Sequence[str]) -> None:
@@ -300,6 +313,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {
     "influence": influence_command,
     "select": select_command,
     "export": export_command,
+    "serve": serve_command,
     "harness": harness_command,
     "compare": compare_command,
     "correlate": correlate_command,
