@@ -21,6 +21,7 @@ from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.config import DType, ModelConfig
 from lightning_modules.models.loading import has_weights
 from lightning_modules.models.optimizations import Float8Layers, ShortDType, short_precision
+from lightning_modules.models.served.scorer import RemoteScorer
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.objectives import LongCE, Objective
 from lightning_modules.scoring.context_lengths import ContextLadder
@@ -85,7 +86,7 @@ class LongContextLM(LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters(
-            ignore=["objective", "ladder", "optimizer", "lr_scheduler", "parameter_groups", "head_kernel"]
+            ignore=["objective", "ladder", "optimizer", "lr_scheduler", "parameter_groups", "head_kernel", "server"]
         )
         self.objective, self.ladder = objective, ladder
         self.context_length, self.stride = context_length, stride
@@ -252,6 +253,8 @@ class LongContextLM(LightningModule):
 
     @override
     def on_validation_start(self) -> None:
+        if isinstance(self.backbone, RemoteScorer):
+            return  # it is probed instead
         self.backbone.check_rotary_dtype()
         with self.trainer.precision_plugin.forward_context():  # flash attention does not support float32
             check_scoring(self.backbone)

@@ -175,7 +175,8 @@ class InfluenceConfig:
     """Settings of `longce influence`.
 
     Args:
-        evaluator: Hub id or local folder of the model that computes the token weights. Each process loads a full copy.
+        evaluator: Hub id, local folder or server of the model that computes the token weights. Each process loads a
+            full copy, or sends its sequences to the server.
         evaluator_tokenizer: Hub id or local folder of the evaluator's tokenizer; by default its own. If it differs from
             the tokenizer of the training data, the evaluator scores the text and weights are mapped by characters.
         evaluator_revision: Branch, tag or commit on the hub.
@@ -184,6 +185,7 @@ class InfluenceConfig:
         evaluator_attn_implementation: The evaluator's attention, as in transformers.
         evaluator_model_config: Values that replace those of the evaluator's config, such as ``rope_parameters``.
         evaluator_trust_remote_code: Run code from the evaluator's repository; only for repositories that you trust.
+        evaluator_server: How a served evaluator is asked.
         output: Folder for the weights; by default `data.influence`, or a folder in the data module's cache.
     """
 
@@ -195,6 +197,7 @@ class InfluenceConfig:
     evaluator_attn_implementation: str = "auto"
     evaluator_model_config: dict[str, Any] | None = None
     evaluator_trust_remote_code: bool = False
+    evaluator_server: ServerConfig | None = None
     output: str | None = None
 
     def loading(self) -> ModelConfig:
@@ -206,4 +209,5 @@ class InfluenceConfig:
             dtype=self.evaluator_dtype,
             attn_implementation=self.evaluator_attn_implementation,
             trust_remote_code=self.evaluator_trust_remote_code,
+            server=self.evaluator_server,
         )

@@ -54,6 +54,7 @@ def score_text(
     """
     batch = encode_document(text, tokenizer, name=name, add_special_tokens=add_special_tokens)
     backbone.check_batch(batch)
+    backbone.check_length(batch["input_ids"].shape[1])
     scorer = DocumentScorer(backbone, evaluator, context_length, stride)
     return scorer.score(batch_to(batch, backbone.device), beta=beta)[0]
 

@@ -76,20 +76,21 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         server.seen.append((self.path, self.headers.get("Authorization")))
         fault = server.fault or (server.faults.popleft() if server.faults else None)
-        if len(body) == server.poison:
-            fault = "500"
+        fault = "500" if len(body) == server.poison else fault
         time.sleep(server.delay)
         if server.key and self.headers.get("Authorization") != f"Bearer {server.key}":
             return self.answer(f"wrong key {self.headers.get('Authorization')}".encode(), 401)
         if fault in ("down", "reset"):
             return self.reset()
-        if str(fault).isdecimal():
-            return self.answer(b'{"error": "no"}', int(fault), {"Retry-After": "0", "Location": "http://127.0.0.1:1/"})
         url = urlsplit(self.path)
-        if url.path != PATHS[server.dialect]:
-            return self.answer(b"not found", 404)
+        status = "404" if url.path != PATHS[server.dialect] else str(fault)
+        if status.isdecimal():
+            return self.answer(b'{"error": "no"}', int(status), {"Retry-After": "0", "Location": "http://127.0.0.1:1/"})
+        return self.answer_prompt(body, url, fault)
+
+    def answer_prompt(self, body, url, fault):
         headers = {}
-        content = getattr(self, f"answer_{server.dialect}")(body, parse_qs(url.query), fault, headers)
+        content = getattr(self, f"answer_{self.server.dialect}")(body, parse_qs(url.query), fault, headers)
         if fault == "truncated":
             headers["Content-Length"] = str(len(content))
             content = content[: len(content) // 2]

@@ -88,6 +88,7 @@ class RemoteScorer(nn.Module):
             for start, stop in pairwise(boundaries):
                 if len(wanted := scored[row, start:stop].nonzero()):
                     first, last = int(wanted[0]), int(wanted[-1]) + 1
+                    self.check_length(last)
                     places.append((row, start + first, start + last))
                     spans.append(Span(tuple(batch["input_ids"][row, start : start + last].tolist()), first))
         values = torch.zeros(scored.shape)
@@ -96,9 +97,8 @@ class RemoteScorer(nn.Module):
         return values.masked_fill(~scored, 0.0)
 
     def check_batch(self, batch: PackedBatch) -> None:
-        """Raise a ``ValueError`` for ids outside of the served model's embedding, or documents that are too long."""
+        """Raise a ``ValueError`` for ids outside of the served model's embedding."""
         rename_old_keys(batch)
-        self.check_length(max(boundaries[-1] for boundaries in batch["document_boundaries"]))
         sizes = [endpoint.vocabulary_size for endpoint in self._endpoints if endpoint.vocabulary_size]
         if sizes and max_token_id(batch) >= min(sizes):
             raise ValueError(

@@ -207,9 +207,9 @@ def test_a_document_beyond_the_servers_limits_is_refused_before_it_is_sent():
         server.limit = 100
         scorer = RemoteScorer([server.address], ServerConfig(**QUICK))
         sent = len(server.seen)
-        scorer.check_batch(random_batch([99]))  # vLLM has to generate one more
+        scorer.check_length(99)  # vLLM has to generate one more
         with pytest.raises(ValueError, match=r"100 tokens.*99"):
-            scorer.check_batch(random_batch([100]))
+            scorer(random_batch([100]))
         assert len(server.seen) == sent
 
 
