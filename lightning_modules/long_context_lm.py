@@ -17,11 +17,9 @@ from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import ShortContext, long_cross_entropy
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.models.adapters import changes_base, frozen_fingerprint
-from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.config import DType, ModelConfig
 from lightning_modules.models.loading import has_weights
 from lightning_modules.models.optimizations import Float8Layers, ShortDType, short_precision
-from lightning_modules.models.served.scorer import RemoteScorer
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.objectives import LongCE, Objective
 from lightning_modules.scoring.context_lengths import ContextLadder
@@ -253,13 +251,7 @@ class LongContextLM(LightningModule):
 
     @override
     def on_validation_start(self) -> None:
-        if isinstance(self.backbone, RemoteScorer):
-            return  # it is probed instead
-        self.backbone.check_rotary_dtype()
-        with self.trainer.precision_plugin.forward_context():  # flash attention does not support float32
-            check_scoring(self.backbone)
-            if self._sequence_group is not None:
-                self._sequence_group.check_backbone(self.backbone)
+        preflight.check_loaded(self.backbone, self.trainer, self._sequence_group)
 
     @override
     def on_validation_epoch_start(self) -> None:

@@ -15,16 +15,16 @@ from typing_extensions import override
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.config import ModelConfig, is_served
 from lightning_modules.models.identity import check_same_model, model_identity
 from lightning_modules.models.loading import check_model, load_backbone
 from lightning_modules.models.lockstep import Scorer
-from lightning_modules.models.served.scorer import RemoteScorer, connect
+from lightning_modules.models.served.scorer import connect
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
 from lightning_modules.objectives import LongCE, StoredInfluence, unwrap
 from lightning_modules.scoring.config import InfluenceConfig, tokenizer_name
 from lightning_modules.scoring.influence_transfer import InfluenceTransfer, compute_influence, make_transfer
+from lightning_modules.training.preflight import check_loaded
 from lightning_modules.utilities.collectives import gathered, patient_group
 
 
@@ -62,11 +62,7 @@ class InfluenceScorer(LightningModule):
 
     @override
     def on_predict_start(self) -> None:
-        if isinstance(self.backbone, RemoteScorer):  # probed when it was connected
-            return
-        self.backbone.check_rotary_dtype()
-        with self.trainer.precision_plugin.forward_context():
-            check_scoring(self.backbone)
+        check_loaded(self.backbone, self.trainer)
 
     @override
     def predict_step(self, batch: tuple[list[int], PackedBatch], batch_idx: int) -> Tensor:
