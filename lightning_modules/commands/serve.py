@@ -91,7 +91,7 @@ class BatchingScorer:
         """Score spans until ``stop`` is set and none waits. Ranks that share weights make all passes together."""
         while True:
             group = self._take()
-            finished = stop.is_set() and not group
+            finished = stop.is_set() and not group and not self._pending
             if not self.backbone.is_sharded:
                 if finished:
                     return
@@ -113,7 +113,7 @@ class BatchingScorer:
             indices = next(group for group in groups if 0 in group)
             taken = [self._pending[index] for index in indices]
             self._pending = [each for index, each in enumerate(self._pending) if index not in set(indices)]
-            return taken
+        return [each for each in taken if each.answer.set_running_or_notify_cancel()]
 
     def _score(self, group: list[_Pending]) -> None:
         """Score spans in one pass, and answer their requests."""

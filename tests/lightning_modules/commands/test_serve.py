@@ -122,6 +122,15 @@ def test_a_full_queue_asks_to_come_back(backbone):
     assert futures[1] is None
 
 
+def test_a_request_that_was_cancelled_does_not_end_the_server(backbone):
+    scorer = BatchingScorer(backbone, 100)
+    _, futures = queue_spans(scorer, [50, 20])
+    futures[0].cancel()
+    run_until_empty(scorer)
+    assert len(futures[1].result()) == 10
+    assert scorer.counts["passes"] == 1
+
+
 def test_memory_that_runs_out_splits_a_pass_and_refuses_one_document(backbone, monkeypatch):
     scorer = BatchingScorer(backbone, 100)
     scorer.max_batch_tokens = 1000

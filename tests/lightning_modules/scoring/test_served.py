@@ -228,8 +228,9 @@ def write_corpus(root, documents):
 @pytest.mark.slow
 def test_a_corpus_on_two_servers_of_which_one_is_killed(backbone, model_dir, tmp_path):
     write_corpus(tmp_path, 1000)
+    another = load_frozen(ModelConfig(str(model_dir)), "cpu")
     expected = predict(tmp_path, tmp_path / "local", str(model_dir), model_dir)
-    with longce_server(backbone) as (kept, _), longce_server(backbone) as (ended, scorer):
+    with longce_server(backbone) as (kept, _), longce_server(another) as (ended, scorer):
         submit, halfway = scorer.submit, threading.Event()
 
         def end_halfway(span):
@@ -255,18 +256,16 @@ def test_a_corpus_resumes_after_an_outage_and_refuses_another_model(model_dir, t
     write_corpus(tmp_path, 60)
     output = tmp_path / "scores"
     with stub_server("vllm") as server:
-        server.poison = -1
         quick = ServerConfig(timeout=1.0, patience=0.5)
         corpus = DocumentCorpus(str(tmp_path / "corpus"), tokenizer=str(model_dir), num_workers=0, batch_tokens=500)
         module = LongContextLM(server.address, dtype="float32", server=quick, **SETTINGS)
         trainer = make_trainer(tmp_path, DocumentScoresWriter(str(output)))
-        timer = threading.Timer(0.3, vars(server).update, [{"fault": "503"}])
-        timer.start()
+        server.faults.extend([None] * 30 + ["503"] * 1000)  # in the middle of the corpus
         with pytest.raises(IncompleteError, match="same command again"):
             trainer.predict(module, corpus, return_predictions=False)
         done = len(rows(output))
         assert done < 60
-        server.fault = None
+        server.faults.clear()
         caplog.set_level(logging.INFO)
         corpus = DocumentCorpus(str(tmp_path / "corpus"), tokenizer=str(model_dir), num_workers=0, batch_tokens=500)
         trainer = make_trainer(tmp_path, DocumentScoresWriter(str(output)))
