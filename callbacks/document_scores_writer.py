@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pyarrow
 from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from tqdm import tqdm
 from typing_extensions import override
 
@@ -35,6 +37,7 @@ from lightning_modules.utilities.errors import IncompleteError
 from lightning_modules.utilities.identity import content_hash
 from lightning_modules.utilities.locks import RunLock
 from lightning_modules.utilities.progress import progress_bar
+from lightning_modules.visualization.corpus.page import PAGE, write_page
 
 _MAX_SHARD_TOKENS = 2**24  # about 200 MB with per-token values
 _NAMED_FILES = 3  # at most, in a message
@@ -45,9 +48,10 @@ class DocumentScoresWriter(Callback):
 
     The shards are ``part-*.parquet`` files, written atomically, with the columns ``key``, ``file``, ``row``, those of
     the corpus, ``truncated``, those of `lightning_modules.scoring.corpus.columns`, and ``error``: why a document has no
-    scores, or null. When all documents are done, ``_SUCCESS.json`` has the counts. If more documents of a source failed
-    than `data.allowed_failures`, the run ends with exit status 1 and a report, without this file. A restarted run
-    continues with the missing documents, with any number of processes; failed documents count as done. A killed process
+    scores, or null. When all documents are done, ``_SUCCESS.json`` has the counts, and ``_report.html`` is a page of
+    the corpus. If more documents of a source failed than `data.allowed_failures`, the run ends with exit status 1 and a
+    report, without these files. A restarted run continues with the missing documents, with any number of processes;
+    failed documents count as done. A killed process
     loses its shard in progress. After SIGTERM nothing is lost: from then on, every batch is written immediately.
 
     Args:
@@ -81,6 +85,7 @@ class DocumentScoresWriter(Callback):
         self.shard_rows = shard_rows
         self.shard_minutes = shard_minutes
         self._settings: dict[str, Any] = {}
+        self._model: str | None = None  # hub id or folder, for commands
         self._existing: ExistingScores | None = None
         self._lock: RunLock | None = None
         self._table: ScoreTable | None = None  # while documents are scored
@@ -108,6 +113,7 @@ class DocumentScoresWriter(Callback):
                 f" {type(corpus).__name__}: set `data.class_path`."
             )
         self._corpus = corpus
+        self._model = pl_module.loading.pretrained_model_name_or_path
         self._settings = {
             **pl_module.scoring_settings(),
             **corpus.scoring_settings(),
@@ -123,6 +129,7 @@ class DocumentScoresWriter(Callback):
             raise ValueError(refusal)
         if trainer.is_global_zero:
             self.shards.folder.remove(SUCCESS)
+            self.shards.folder.remove(PAGE)
         elif self.shards.folder.local is not None:
             self._lock = RunLock(self.shards.folder.local)
         if self._lock is not None:
@@ -185,6 +192,7 @@ class DocumentScoresWriter(Callback):
             header = {
                 "settings": self._settings,
                 "source": self._corpus.source_settings(),
+                "model": self._model,
                 "files": self._corpus.versions(table["file"].unique().to_pylist()),
                 "counts": count_rows(table),
             }
@@ -242,6 +250,10 @@ class DocumentScoresWriter(Callback):
         found_counts = {**written.counts, "repeated_keys": self._repeated_keys(), "shards": written.shards}
         content = json.dumps({**found_counts, "settings": self._settings}, indent=2) + "\n"
         self.shards.folder.write(SUCCESS, content.encode())
+        try:
+            write_page(self.shards, self._corpus.source)
+        except (ValueError, OSError, duckdb.Error) as error:  # the scores are complete all the same
+            rank_zero_warn(f"The page of the corpus is not written ({error}): make it with `longce select --page`.")
         rank_zero_info(_describe_counts(found_counts, str(self.shards.folder)))
         return None
 
@@ -281,6 +293,6 @@ def _describe_counts(found: dict[str, int], place: str) -> str:
     repeated = f" {found['repeated_keys']:,} documents have keys that are not unique." if found["repeated_keys"] else ""
     return (
         f"{found.get('documents', 0):,} documents with {found.get('tokens', 0):,} tokens in {place}:"
-        f" {found.get('failed', 0):,} failed (column `error`), {found.get('too_short', 0):,} too short to have a short"
-        f" context.{repeated}"
+        f" {found.get('failed', 0):,} failed and {found.get('left_out', 0):,} left out (column `error`),"
+        f" {found.get('too_short', 0):,} too short to have a short context.{repeated}"
     )

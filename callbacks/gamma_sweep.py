@@ -11,7 +11,7 @@ from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import ShortContext, long_cross_entropy
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.objectives import LongCE
-from lightning_modules.training.step_statistics import TrainingStatistics
+from lightning_modules.training.step import TrainingStatistics
 
 
 class GammaSweep(Callback):

@@ -29,6 +29,7 @@ class DocumentRef(NamedTuple):
     row: int  # index of its row or line in the file
     columns: dict[str, Any]  # other columns of the corpus that are stored with its scores, by name
     truncated: bool = False  # whether its end was cut off
+    text_hash: str | None = None  # of the whole text; equal for documents with the same text
     error: str | None = None  # why it cannot be scored, or None
 
 

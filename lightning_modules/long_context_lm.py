@@ -1,8 +1,6 @@
 """The LightningModule: a causal LM and its training objective. Evaluators are callbacks."""
 
-import zlib
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +15,11 @@ from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import ShortContext, long_cross_entropy
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.models.adapters import changes_base, frozen_fingerprint
+from lightning_modules.models.checks import check_attention_window
 from lightning_modules.models.config import DType, ModelConfig
 from lightning_modules.models.loading import has_weights
-from lightning_modules.models.optimizations import Float8Layers, ShortDType, short_precision
-from lightning_modules.models.short_context import short_log_likelihood
+from lightning_modules.models.optimizations import Float8Layers, ShortDType
+from lightning_modules.models.short_context import ShortPass
 from lightning_modules.objectives import LongCE, Objective
 from lightning_modules.scoring.context_lengths import ContextLadder
 from lightning_modules.scoring.document_scorer import DocumentScorer, Failed, scoring_settings
@@ -32,7 +31,7 @@ from lightning_modules.training.fsdp import load_trainer_backbone
 from lightning_modules.training.monitoring.costs import StepCosts
 from lightning_modules.training.optimizers import Optimization, ParameterGroups, default_lr_scheduler, default_optimizer
 from lightning_modules.training.sequence_parallel import SequenceGroup, sequence_group
-from lightning_modules.training.step_statistics import TrainingStatistics, gradient_norm
+from lightning_modules.training.step import TrainingStatistics, gradient_norm, score_short_context
 
 REFERENCE_TOKENS = 2**15
 """Constant divisor of a batch's loss. `on_before_optimizer_step` cancels it, so any constant gives the same step. One
@@ -50,6 +49,9 @@ class LongContextLM(LightningModule):
         objective: Token weights of the loss.
         context_length: Length K of the shortest short context, in tokens.
         stride: Number d of tokens that share one short window.
+        short_context: ``windows`` for the paper's short windows; ``sliding_window`` approximates them in training by
+            one pass whose attention is limited to K tokens (`sliding_window_log_likelihood`).
+        sink_tokens: First tokens of each document that a ``sliding_window`` attends to as well.
         short_dtype: Dtype of the short pass, by default that of the long pass: ``bfloat16``, or ``float8`` for the
             products in linear layers, on GPUs of compute capability 8.9 or more.
         short_window_share: Fraction of the short windows that are computed, sampled at random for each batch. The
@@ -72,6 +74,8 @@ class LongContextLM(LightningModule):
         objective: Objective = LongCE(),  # noqa: B008, it is never changed
         context_length: int = 4096,
         stride: int = 1024,
+        short_context: ShortPass = "windows",
+        sink_tokens: int = 0,
         short_dtype: ShortDType | None = None,
         short_window_share: float = 1.0,
         dtype: DType = "float32",
@@ -88,8 +92,9 @@ class LongContextLM(LightningModule):
         )
         self.objective, self.ladder = objective, ladder
         self.context_length, self.stride = context_length, stride
-        self.short_dtype: ShortDType | None = short_dtype
-        self._float8_layers = Float8Layers()
+        self.short_context_method: ShortPass = short_context
+        self.sink_tokens, self.short_dtype = sink_tokens, short_dtype
+        self.float8_layers = Float8Layers()
         self.short_window_share = short_window_share
         preflight.check_settings(self, head_kernel)
         self.loading = ModelConfig(pretrained_model_name_or_path, dtype=dtype, **loading)
@@ -136,21 +141,7 @@ class LongContextLM(LightningModule):
 
     def short_context(self, batch: PackedBatch, batch_idx: int) -> ShortContext:
         """Score a batch in short contexts, without gradient."""
-        # The windows drawn depend on the batch's number over all epochs, so that a resumed run draws the same ones.
-        batches = self.trainer.fit_loop.epoch_loop.total_batch_idx if self._trainer else batch_idx
-        seed = zlib.crc32(f"{torch.initial_seed()} {batches} {self.global_rank}".encode())
-        group = self._sequence_group
-        float8 = self._float8_layers.replace(self.backbone.decoder, self.global_step)
-        with short_precision(self.device, self.short_dtype), float8 if self.short_dtype == "float8" else nullcontext():
-            return short_log_likelihood(
-                self.backbone,
-                batch,
-                context_length=self.context_length,
-                stride=self.stride,
-                window_fraction=self.short_window_share,
-                seed=seed if group is None else group.broadcast(seed),
-                shared_by=None if group is None else group.processes,
-            )
+        return score_short_context(self, batch, batch_idx, self._sequence_group)
 
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -199,8 +190,11 @@ class LongContextLM(LightningModule):
         # An earlier run may have been interrupted within a step, and have had other weights at the same step.
         self._start_step()
         self.costs.start_step()
-        self._float8_layers = Float8Layers()
+        self.float8_layers = Float8Layers()
         self.on_validation_start()  # training needs the same scoring checks
+        if self.objective.uses_short_context and self.short_context_method == "sliding_window":
+            with self.trainer.precision_plugin.forward_context():
+                check_attention_window(self.backbone, self.sink_tokens)
 
     @override
     def on_train_end(self) -> None:

@@ -250,6 +250,26 @@ def test_validate_test_and_predict(experiment, tmp_path, monkeypatch, capsys):
     assert len(list((tmp_path / "scores").glob("*.safetensors"))) == 1
 
 
+@pytest.mark.limit(2)
+def test_a_corpus_is_described_before_the_model_is_loaded(books, model_dir, tmp_path, monkeypatch, capsys, caplog):
+    def load(*_, **__):
+        raise ValueError("the model is loaded")
+
+    caplog.set_level("INFO")
+    monkeypatch.setattr("lightning_modules.long_context_lm.load_trainer_backbone", load)
+    (tmp_path / "lines.jsonl").write_text('{"id": 1, "body": "some text"}\n')
+    data = {str(books): "the model is loaded", "lines.jsonl": "found ['body', 'id']. Set `data.text_column`"}
+    for files, message in data.items():
+        words = ("--model.pretrained_model_name_or_path", str(model_dir), "--data.files", files)
+        words += ("--trainer.accelerator", "cpu", "--trainer.devices", "1", "--model.context_length", "32")
+        scoring = ("predict", "-c", BASE, "-c", str(CONFIGS / "score_corpus.yaml"), *words, "--model.stride", "16")
+        said = refused(*scoring, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
+        assert message in said
+        told = caplog.text
+        caplog.clear()
+        assert ("Corpus, estimated from" in told) == ("no rates of the CPU" in told) == (files == str(books))
+
+
 @pytest.mark.slow
 def test_a_corpus_is_scored_chosen_from_and_weighed(books, model_dir, tmp_path, monkeypatch, capsys):
     options = {
@@ -285,7 +305,7 @@ def test_a_corpus_is_scored_chosen_from_and_weighed(books, model_dir, tmp_path, 
     assert len(set(weights.values())) == 3
     said = refused(*scoring, "--model.stride", "8", monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
     assert "`stride` was 16 and is 8" in said
-    (books / "test" / "7.txt").write_text(" ")
+    (books / "test" / "7.txt").write_bytes(b"\xff")
     with pytest.raises(SystemExit) as stopped:
         longce(*scoring, monkeypatch=monkeypatch, folder=tmp_path)
     assert stopped.value.code == 1, "the command was right, and a document was not"

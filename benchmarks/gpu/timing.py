@@ -75,7 +75,7 @@ def _score(_: LongContextLM, function: Callable[[], object], device: str, autoca
 def _step(
     module: LongContextLM, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, device: str, autocast: bool
 ) -> None:
-    module._float8_layers = Float8Layers()  # a trainer's step count would renew them
+    module.float8_layers = Float8Layers()  # a trainer's step count would renew them
     with half_precision(device, autocast=autocast):
         value = loss()
     value.backward()

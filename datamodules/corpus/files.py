@@ -228,6 +228,17 @@ def _check_text_type(kind: pyarrow.DataType, column: str, file: File) -> None:
         )
 
 
+def field_names(file: File) -> Iterable[str]:
+    """Return the columns of a parquet file, or the fields of the first lines of a JSON-lines file."""
+    if is_text(file.name):
+        return ()
+    if not file.name.endswith(PARQUET):
+        return _sample_lines(file, ()).fields
+    with opened(file) as stream:
+        names: list[str] = opened_table(stream, file).schema_arrow.names
+    return names
+
+
 def is_text(name: str) -> bool:
     """Return whether a file is a text file, which is one document."""
     return not name.endswith((*PARQUET, *JSON_LINES))

@@ -1,6 +1,7 @@
 """Data module of `longce predict`: a corpus whose documents are scored one by one."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
 from datamodules.corpus.files import CorpusColumns, CorpusFiles, find_corpus, is_text
+from datamodules.corpus.preview import preview_corpus
 from datamodules.corpus.stream import CorpusLoader, CorpusRows, CorpusStream
 from datamodules.packing.loader import worker_options
 from lightning_modules.batch import DocumentRef
@@ -25,6 +27,8 @@ from lightning_modules.scoring.corpus.shards import ReadProgress
 from lightning_modules.utilities.collectives import gathered, patient_group
 
 _NAMED_FILES = 3  # at most, in a message
+
+_log = logging.getLogger(__name__)
 
 
 class DocumentCorpus(LightningDataModule):
@@ -93,6 +97,7 @@ class DocumentCorpus(LightningDataModule):
         self._stream: CorpusStream | None = None
         self._loader: CorpusLoader | None = None
         self._versions: dict[str, str] = {}
+        self.estimate_time: Callable[[Sequence[int], float], str] | None = None  # of sampled lengths and all tokens
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -169,6 +174,7 @@ class DocumentCorpus(LightningDataModule):
             "add_special_tokens": self.add_special_tokens,
             "text_column": self.column_names.text,
             "key_column": self.column_names.key,
+            "text_hash": "sha256",  # a column that folders of earlier versions lack
             "columns": {name: str(kind) for name, kind in self.column_types.items()},
             "max_tokens": None if self.max_tokens is None else int(self.max_tokens),
             "overlong": self.overlong if self.max_tokens is not None else None,
@@ -187,23 +193,30 @@ class DocumentCorpus(LightningDataModule):
         return ReadProgress(0, False, []) if self._loader is None else self._loader.read_progress()
 
     def documents(
-        self, rows: Mapping[str, NDArray[np.int64]], versions: Mapping[str, str]
+        self, rows: Mapping[str, Sequence[int] | NDArray[np.int64]], versions: Mapping[str, str] | None = None
     ) -> Iterator[tuple[DocumentRef, str]]:
         """Yield reference and full text of the documents with these row numbers, file by file.
 
-        ``versions`` are the content identities of the files when the documents were scored.
+        ``versions`` are the content identities of the files when the documents were scored, if they were.
         """
         corpus = find_corpus(self.files, self.column_names, lenient=True)
         if missing := sorted(set(rows) - set(corpus.names)):
             raise ValueError(f"'{missing[0]}' is not in {', '.join(self.files)}: set the files that were scored.")
-        _check_unchanged({name: versions[name] for name in rows}, corpus.versions(rows))
+        if versions is not None:
+            _check_unchanged({name: versions[name] for name in rows}, corpus.versions(rows))
         for part in corpus.parts:
             if (numbers := rows.get(corpus.names[part.file])) is not None:
-                yield from corpus.read(part, frozenset(numbers.tolist()).__contains__)
+                yield from corpus.read(part, frozenset(map(int, numbers)).__contains__)
 
     def _find_documents(self) -> tuple[CorpusFiles, dict[str, str], Mapping[str, NDArray[np.int64]]]:
-        """Return the files, their content identities, and their rows that have been scored already."""
+        """Return the files, their content identities, and their rows that have been scored already; log a summary."""
         corpus = find_corpus(self.files, self.column_names, lenient=self.allowed_failures == 1)
+        if self.estimate_time is not None:  # set by `longce predict`
+            preview = preview_corpus(corpus, self.tokenizer, max_tokens=self.max_tokens)
+            module: Any = self.trainer.lightning_module if self.trainer else None
+            short_context = getattr(module, "context_length", 0) + getattr(module, "stride", 0)
+            duration = self.estimate_time(preview.lengths, preview.tokens)
+            _log.info(preview.describe(short_context=short_context, duration=duration))
         versions = corpus.versions()
         callbacks: list[Any] = self.trainer.callbacks if self.trainer else []  # type: ignore[attr-defined]
         sinks = [each for each in callbacks if hasattr(each, "existing_scores")]  # they skip documents with scores

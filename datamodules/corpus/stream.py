@@ -15,9 +15,11 @@ from typing_extensions import override
 from datamodules.corpus.files import CorpusFiles, Part
 from datamodules.packing.evaluation_documents import document_row, empty_row
 from datamodules.packing.sequences import Row, collate_rows
+from datamodules.sources.documents import is_empty
 from lightning_modules.batch import DocumentRef, PackedBatch
 from lightning_modules.scoring.corpus.failures import LEFT_OUT
 from lightning_modules.scoring.corpus.shards import ReadProgress
+from lightning_modules.scoring.token_scores import text_sha256
 
 PARTS_PER_STREAM = 4  # with fewer parts, the rows of each part are sharded instead of the parts
 POOL_DOCUMENTS, POOL_BATCHES = 256, 32  # limits of the pool from which documents of similar length are batched
@@ -37,6 +39,8 @@ class CorpusRows:
         """Return the reference and the sequence, or without a sequence the reference with its ``error``."""
         if ref.error is not None:
             return ref, None
+        if is_empty(text):
+            return ref._replace(error=f"{LEFT_OUT}the text is empty or only white space"), None
         kept = self.max_tokens if self.overlong == "cut" else None
         try:
             row = document_row(
@@ -48,7 +52,7 @@ class CorpusRows:
         if self.max_tokens is not None and tokens > self.max_tokens:
             reason = f"{LEFT_OUT}{tokens} tokens exceed `max_tokens` = {self.max_tokens}"
             return ref._replace(error=reason), None
-        return ref._replace(truncated=len(row["text"]) < len(text)), row
+        return ref._replace(truncated=len(row["text"]) < len(text), text_hash=text_sha256(text)), row
 
 
 Reading = tuple[PackedBatch, list[str]]

@@ -25,6 +25,9 @@ from datamodules.recall.language import (
 Kind = Literal["local", "answer", "about", "other"]
 """Kind of a word: local, the value after ``recall FIELD``, the genre word after ``about``, or another one."""
 
+Inference = Literal["repeat", "paraphrase", "hops", "gist"]
+"""How a reader knows an answer: said like this before, in other words, of another name, or by the words of a genre."""
+
 _MARKERS = (SET, GET, ABOUT)
 _SHORTEST_SLOT = 4  # an event of 3 words and a local one
 
@@ -33,13 +36,15 @@ class Word(NamedTuple):
     """An annotated word.
 
     The ``distance`` of an answer is the number of words, or of tokens where a word can have several, since the same
-    answer for the same field. Its first ``decisive`` characters must be recalled, as they determine the rest.
+    answer for the same field, or since the latest place it can be inferred from. Its first ``decisive`` characters must
+    be recalled, as they determine the rest.
     """
 
     text: str
     kind: Kind = "local"
     distance: int = 0
     decisive: int | None = None  # None for all characters
+    inference: Inference = "repeat"  # of answers
 
 
 @dataclass(frozen=True)
@@ -59,12 +64,12 @@ class RecallRecord:
         ends = accumulate(len(word.text) + 1 for word in self.words)
         return [(end - 1 - len(word.text), end - 1) for end, word in zip(ends, self.words, strict=True)]
 
-    def spans(self, kind: Kind, *, farther_than: int = -1) -> list[tuple[int, int]]:
+    def spans(self, kind: Kind, *, farther_than: int = -1, inference: Inference | None = None) -> list[tuple[int, int]]:
         """Find the characters ``[start, end)`` of words of a kind; of answers, only those that are decisive."""
         return [
             (start, end if word.decisive is None else start + word.decisive)
             for (start, end), word in zip(self.offsets, self.words, strict=True)
-            if word.kind == kind and word.distance > farther_than
+            if word.kind == kind and word.distance > farther_than and inference in (None, word.inference)
         ]
 
 
@@ -79,7 +84,13 @@ def recall_documents(count: int, **settings: Any) -> Iterator[str]:
 
 
 def recall_records(
-    count: int, *, length: int, slot: int = 16, seed: int = 0, second_dialect: float = 0.0
+    count: int,
+    *,
+    length: int,
+    slot: int = 16,
+    seed: int = 0,
+    second_dialect: float = 0.0,
+    indirect: bool = False,
 ) -> Iterator[RecallRecord]:
     """Generate documents in which some words depend on the far context.
 
@@ -106,12 +117,17 @@ def recall_records(
         slot: Mean number of words between events. Documents with fewer are faster to learn from.
         seed: Document ``i`` depends only on the seed, ``i`` and the other arguments; the language is always the same.
         second_dialect: Fraction of the documents whose local words follow a second grammar.
+        indirect: Whether answers have to be inferred, as `IndirectWriter` describes. A value is then looked up by its
+            name and paraphrased, and counting which word followed another before does not find it.
     """
+    from datamodules.recall.indirect import IndirectWriter  # which builds on this module
+
     _check_slot(slot)
     if not 0 <= second_dialect <= 1:
         raise ValueError(f"`second_dialect` must be in [0, 1], got {second_dialect}.")
     for index in range(count):
-        yield RecallRecord(tuple(Writer((seed, index), slot, second_dialect).words(length)))
+        writer = (IndirectWriter if indirect else Writer)((seed, index), slot, second_dialect)
+        yield RecallRecord(tuple(writer.words(length)))
 
 
 def recall_questions(

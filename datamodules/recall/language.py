@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 SET, GET, ABOUT = "let", "recall", "about"
 """Words before a field and its value, before a field whose value is repeated, and before a genre word."""
+VERBS, SAME, THEME = (GET, "cite", "quote"), "same", "theme"
+"""Words of `IndirectWriter`: before a name and a form of its value, before two names, and before the genre."""
 
 FIELDS = (
     "animal", "bread", "city", "dance", "fruit", "garment", "island", "jewel",
@@ -28,6 +30,7 @@ Dialect = Literal[0, 1]
 
 VALUES_PER_FIELD = 16
 WORDS_PER_GENRE = 12
+FORMS = 4  # of a value of `IndirectWriter`
 _SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 _LOCAL_WORDS = 256
 _SUCCESSORS = 24  # words that may follow a local word
@@ -55,6 +58,16 @@ def recall_tokenizer() -> PreTrainedTokenizerFast:
 def field_values() -> dict[str, tuple[str, ...]]:
     """Return the possible values of each field; no two fields share one."""
     return {field: tuple(field[:3] + end for end in _list_syllables()[:VALUES_PER_FIELD]) for field in FIELDS}
+
+
+@cache
+def value_forms() -> tuple[tuple[str, ...], ...]:
+    """Return the four forms of each of 64 values: values of four fields."""
+    tables, each = list(field_values().values()), len(FIELDS) // FORMS
+    groups = [
+        [word for table in tables[first : first + each] for word in table] for first in range(0, len(FIELDS), each)
+    ]
+    return tuple(zip(*groups, strict=True))
 
 
 @cache
@@ -99,4 +112,4 @@ def _list_vocabulary() -> list[str]:
     typed = [
         word for table in (field_values(), genre_words()) for name, words in table.items() for word in (name, *words)
     ]
-    return [*_SPECIAL_TOKENS, SET, GET, ABOUT, *_local_words(), *typed]
+    return [*_SPECIAL_TOKENS, SET, GET, ABOUT, *_local_words(), *typed, *VERBS[1:], SAME, THEME]

@@ -25,6 +25,7 @@ class RecallSource:
     slot: int
     seed: int
     second_dialect: float = 0.0
+    indirect: bool = False
 
     def __iter__(self) -> Iterator[Document]:
         for index, text in enumerate(recall_documents(**asdict(self))):
@@ -49,6 +50,7 @@ class RecallDataModule(PackedTextDataModule):
         test_documents: Number of documents to test on.
         seed: Seed of the documents and of the order of the training sequences.
         second_dialect: Fraction of the documents in the second dialect.
+        indirect: Whether answers have to be inferred instead of repeated; see `recall_records`.
         pairs: Deprecated: only ``typed`` remains.
         second_order: Deprecated: only 0 remains.
         **kwargs: See :class:`PackedTextDataModule`.
@@ -65,6 +67,7 @@ class RecallDataModule(PackedTextDataModule):
         test_documents: PositiveInt = 32,
         seed: NonNegativeInt = 0,
         second_dialect: float = 0.0,
+        indirect: bool = False,
         pairs: Literal["typed"] = "typed",  # saved configs of earlier versions have this and the next
         second_order: Literal[0] = 0,
         **kwargs: Any,
@@ -81,7 +84,7 @@ class RecallDataModule(PackedTextDataModule):
         self.train_documents = train_documents
         self.document_length = document_length or sequence_length - 1  # <bos> fills the sequence
         self.slot = slot
-        self.second_dialect = second_dialect
+        self.second_dialect, self.indirect = second_dialect, indirect
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -96,4 +99,4 @@ class RecallDataModule(PackedTextDataModule):
         counts = (self.train_documents, self.validation_documents or 0, self.test_documents or 0)
         number = ("train", "validation", "test").index(split)
         count, length, slot = int(counts[number]), int(self.document_length), int(self.slot)
-        return RecallSource(count, length, slot, int(3 * self.seed + number), self.second_dialect)
+        return RecallSource(count, length, slot, int(3 * self.seed + number), self.second_dialect, self.indirect)

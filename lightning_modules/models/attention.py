@@ -3,8 +3,9 @@
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,14 @@ class Boundaries(Sequence[Sequence[int]]):
 Exchange = Callable[..., tuple[Tensor, Tensor | None]]
 """Attention for sequences that are sharded across processes: `SequenceGroup.attend`."""
 
+
+class AttentionWindow(NamedTuple):
+    """Limits each token to itself, the ``size - 1`` tokens before it, and the first ``sinks`` of its document."""
+
+    size: int
+    sinks: int = 0
+
+
 DOCUMENT_SDPA = "document_sdpa"
 """Name under which torch's scaled dot product attention, one document at a time, is registered."""
 
@@ -55,6 +64,7 @@ def document_attention(
     attention_mask: Tensor | None,
     document_boundaries: Sequence[Sequence[int]] | None = None,
     exchange: Exchange | None = None,
+    attention_window: AttentionWindow | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute causal attention within each document of each sequence, without a mask.
@@ -65,7 +75,8 @@ def document_attention(
 
     Returns ``[B, T, H, D]`` for ``[B, H, T, D]`` queries, and None for the attention weights. ``document_boundaries``
     are ascending indices ``[0, .., T]`` of each sequence, or None if each is one document. ``exchange`` calls this
-    function for whole sequences of which this process holds a shard; it does not support masks.
+    function for whole sequences of which this process holds a shard; it does not support masks. An
+    ``attention_window`` limits all layers, also those with a mask, and needs boundaries.
     """
     if exchange is not None:
         if attention_mask is not None:
@@ -73,29 +84,82 @@ def document_attention(
                 f"Sequence parallelism does not support `{type(module).__name__}`, which needs an attention mask: set"
                 " `sequence_parallel_size: 1`."
             )
-        return exchange(module, query, key, value, document_boundaries=document_boundaries, **kwargs)
+        limits = {"document_boundaries": document_boundaries, "attention_window": attention_window}
+        return exchange(module, query, key, value, **limits, **kwargs)
     if document_boundaries is None or attention_mask is not None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        mask = _narrow(attention_mask, attention_window)
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
     if (packed_lengths := getattr(document_boundaries, "packed_lengths", None)) is not None:
-        output = _attend_at_once(query, key, value, *packed_lengths, **kwargs)
+        output = _attend_at_once(query, key, value, *packed_lengths, window=attention_window, **kwargs)
         if output is not None:
             return output, None
+    attend: Callable[..., Any] = sdpa_attention_forward
+    if attention_window is not None:
+        attend = partial(_attend_in_window, attention_window)
     outputs = []
     for row, boundaries in enumerate(document_boundaries):
         documents = [
-            sdpa_attention_forward(
-                module, *(states[row : row + 1, :, start:stop] for states in (query, key, value)), None, **kwargs
-            )[0]
+            attend(module, *(states[row : row + 1, :, start:stop] for states in (query, key, value)), None, **kwargs)[0]
             for start, stop in pairwise(boundaries)
         ]
         outputs.append(torch.cat(documents, dim=1))
     return torch.cat(outputs), None
 
 
+def _attend_in_window(
+    window: AttentionWindow, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _: None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Return ``[1, T, H, D]`` attention of one document, for one block of queries and its keys at a time."""
+    tokens, outputs = query.shape[2], []
+    if tokens <= window.size:
+        return sdpa_attention_forward(module, query, key, value, None, **kwargs)
+    # A block has keys for its first query that its last one does not see: half a window wastes a third of the products.
+    block = max(window.size // 2, 64)
+    for start in range(0, tokens, block):
+        stop = min(start + block, tokens)
+        first = max(start - window.size + 1, 0)
+        sinks = min(window.sinks, first)
+        keys, values = (
+            torch.cat([states[:, :, :sinks], states[:, :, first:stop]], dim=2) if sinks else states[:, :, first:stop]
+            for states in (key, value)
+        )
+        index = torch.cat([torch.arange(sinks), torch.arange(first, stop)])
+        mask = send(_visible(torch.arange(start, stop), index, window), query.device)
+        outputs.append(
+            sdpa_attention_forward(module, query[:, :, start:stop], keys, values, mask[None, None], **kwargs)[0]
+        )
+    return torch.cat(outputs, dim=1), None
+
+
+def _narrow(mask: Tensor | None, window: AttentionWindow | None) -> Tensor | None:
+    """Return a ``[B, 1, T, T]`` mask of transformers, such as that of a layer's own window, within a window."""
+    if mask is None or window is None:
+        return mask
+    if window.sinks:
+        raise ValueError("`sink_tokens` needs full attention, and this model has layers with masks: set it to 0.")
+    index = torch.arange(mask.shape[-1], device=mask.device)
+    return mask & _visible(index, index, window)
+
+
+def _visible(queries: Tensor, keys: Tensor, window: AttentionWindow) -> Tensor:
+    """Return ``[Q, K]`` bool: whether a window and causality let the query at an index see the key at an index."""
+    distance = queries[:, None] - keys
+    return (distance >= 0) & ((distance < window.size) | (keys < window.sinks))
+
+
 def _attend_at_once(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, **kwargs: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: int,
+    *,
+    window: AttentionWindow | None,
+    **kwargs: Any,
 ) -> Tensor | None:
     """Return attention within all documents by one call, or None if torch's flash attention does not support it."""
+    if window is not None and window.sinks:
+        return None
     device = query.device.type
     if torch.is_autocast_enabled(device):  # it does not know this function
         query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
@@ -109,7 +173,9 @@ def _attend_at_once(
     # torch 2.11 supports fewer keys than queries without being told.
     groups = {"enable_gqa": has_groups} if "enable_gqa" in inspect.signature(attend).parameters else {}
     flat = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
-    output = attend(*flat, bounds, bounds, longest, longest, scale=kwargs.get("scaling"), window_size=(-1, 0), **groups)
+    before = -1 if window is None else window.size - 1
+    sizes = (bounds, bounds, longest, longest)
+    output = attend(*flat, *sizes, scale=kwargs.get("scaling"), window_size=(before, 0), **groups)
     return torch.unflatten(output, 0, (query.shape[0], query.shape[2]))
 
 
@@ -160,7 +226,11 @@ def index_free_length(config: PreTrainedConfig) -> int | None:
 
 
 def isolation_arguments(
-    implementation: str, document_boundaries: Sequence[Sequence[int]], sequence_length: int, device: torch.device
+    implementation: str,
+    document_boundaries: Sequence[Sequence[int]],
+    sequence_length: int,
+    device: torch.device,
+    window: AttentionWindow | None = None,
 ) -> dict[str, Any]:
     """Return keyword arguments for a decoder that isolate the documents of a sequence; none for single documents.
 
@@ -170,9 +240,10 @@ def isolation_arguments(
     document 1, ..]`` of each sequence; padding may follow.
     """
     is_flash = "flash" in implementation  # also a kernel of the hub
-    packed = any(len(boundaries) > 2 for boundaries in document_boundaries)
+    packed = window is not None or any(len(boundaries) > 2 for boundaries in document_boundaries)
     if not is_flash and not (packed and implementation == DOCUMENT_SDPA):
         return {}
+    limits = {} if window is None else {"attention_window": window}
     # Padding after the last boundary becomes a document by itself, whose output is unused.
     covered = [
         [*boundaries, *([sequence_length] if boundaries[-1] < sequence_length else [])]
@@ -183,5 +254,6 @@ def isolation_arguments(
     longest = max(stop - start for start, stop in pairwise(flat))
     if is_flash:
         lengths = {"max_length_q": longest, "max_length_k": longest}
-        return {"cu_seq_lens_q": cumulative, "cu_seq_lens_k": cumulative, **lengths}
-    return {"document_boundaries": Boundaries(covered, (cumulative, longest) if device.type == "cuda" else None)}
+        return {"cu_seq_lens_q": cumulative, "cu_seq_lens_k": cumulative, **lengths, **limits}
+    boundaries = Boundaries(covered, (cumulative, longest) if device.type == "cuda" else None)
+    return {"document_boundaries": boundaries, **limits}

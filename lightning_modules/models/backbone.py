@@ -11,12 +11,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lightning_modules.batch import PackedBatch, known_scored, max_token_id, rename_old_keys
+from lightning_modules.batch import PackedBatch, known_scored, max_token_id, pack_sequence, rename_old_keys
 from lightning_modules.functional import token_log_likelihood
 from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.functional.log_likelihood import Head
 from lightning_modules.models.adapters import active_module, is_peft_model
-from lightning_modules.models.attention import Exchange, boundaries_only, index_free_length, isolation_arguments
+from lightning_modules.models.attention import (
+    AttentionWindow,
+    Exchange,
+    boundaries_only,
+    index_free_length,
+    isolation_arguments,
+)
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
 from lightning_modules.models.optimizations import last_layer_reads_from, no_autocast_cache
 
@@ -109,7 +115,14 @@ class Backbone(nn.Module):
         return next(self.base_model.get_input_embeddings().parameters())
 
     @overload
-    def forward(self, batch: PackedBatch, *, first_scored: int = 1, exchange: Exchange | None = None) -> Tensor: ...
+    def forward(
+        self,
+        batch: PackedBatch,
+        *,
+        first_scored: int = 1,
+        exchange: Exchange | None = None,
+        window: AttentionWindow | None = None,
+    ) -> Tensor: ...
 
     @overload
     def forward(self, batch: PackedBatch, *, first_scored: int = 1, head_fn: HeadFunction[Result]) -> Result: ...
@@ -120,6 +133,7 @@ class Backbone(nn.Module):
         *,
         first_scored: int = 1,
         exchange: Exchange | None = None,
+        window: AttentionWindow | None = None,
         head_fn: HeadFunction[Any] = token_log_likelihood,
     ) -> Any:
         """Compute the log-likelihood of each scored token given everything before it in its document.
@@ -129,6 +143,7 @@ class Backbone(nn.Module):
             first_scored: Index of the first scored token in any sequence; the last layer skips what it does not need.
             exchange: How attention is computed if the batch is a shard of sequences that processes share
                 (`SequenceGroup.shard`). Labels and result are then ``[B, T + 1]``.
+            window: Limits the attention of all layers.
             head_fn: Computes another result from the hidden states.
 
         Returns:
@@ -141,7 +156,7 @@ class Backbone(nn.Module):
         # precision over all chunks.
         with no_autocast_cache():
             with last_layer_reads_from(self.decoder, first_scored - 1 if trims else 0):
-                hidden_states = self.hidden_states(batch, exchange)
+                hidden_states = self.hidden_states(batch, exchange, window)
             return head_fn(hidden_states, self.head, batch["labels"], scored=known_scored(batch))
 
     def unsharded(self, function: Callable[[], Result]) -> Result:
@@ -151,7 +166,9 @@ class Backbone(nn.Module):
         """
         return function()
 
-    def hidden_states(self, batch: PackedBatch, exchange: Exchange | None = None) -> Tensor:
+    def hidden_states(
+        self, batch: PackedBatch, exchange: Exchange | None = None, window: AttentionWindow | None = None
+    ) -> Tensor:
         """Compute ``[B, T, D]`` last hidden states; entry ``t`` has seen the tokens of its document up to ``t``.
 
         Call it inside `unsharded` if weights may be sharded.
@@ -159,9 +176,10 @@ class Backbone(nn.Module):
         lengths = [stop - start for row in batch["document_boundaries"] for start, stop in pairwise(row)]
         self.check_length(max(lengths, default=0))
         if self._needs_separate_passes(batch):
-            return self._run_documents_separately(batch)
+            return self._run_documents_separately(batch, window)
+        tokens = batch["input_ids"]
         arguments = isolation_arguments(
-            self.attention, batch["document_boundaries"], batch["input_ids"].shape[1], batch["input_ids"].device
+            self.attention, batch["document_boundaries"], tokens.shape[1], tokens.device, window
         )
         if exchange is not None:
             if index_free_length(self.base_model.config) is not None:
@@ -195,12 +213,12 @@ class Backbone(nn.Module):
             )
         return True
 
-    def _run_documents_separately(self, batch: PackedBatch) -> Tensor:
+    def _run_documents_separately(self, batch: PackedBatch, window: AttentionWindow | None) -> Tensor:
         """Return ``[B, T, D]`` last hidden states with one forward pass per document; padding is 0."""
         rows = []
         for tokens, boundaries in zip(batch["input_ids"], batch["document_boundaries"], strict=True):
             documents = [
-                self.decoder(input_ids=tokens[None, start:stop], use_cache=False).last_hidden_state
+                self.hidden_states(pack_sequence([tokens[start:stop]]), window=window)
                 for start, stop in pairwise(boundaries)
             ]
             rows.append(F.pad(torch.cat(documents, dim=1), (0, 0, 0, len(tokens) - boundaries[-1])))

@@ -16,9 +16,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from lightning_modules.batch import IGNORE_INDEX, pack_sequence
-from lightning_modules.models.attention import DOCUMENT_SDPA
+from lightning_modules.models.attention import DOCUMENT_SDPA, AttentionWindow
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.context_extension.rope_types import ROPE_TYPES
+from lightning_modules.models.context_extension.rope_types import ROPE_TYPES, wrap_attention
 from lightning_modules.models.context_extension.rotary_checks import rope_parameter_sets
 from lightning_modules.models.optimizations import eval_mode, uncompiled
 from lightning_modules.utilities.pickles import refused_pickle
@@ -188,6 +188,27 @@ def check_scoring(backbone: Backbone) -> None:
         if not backbone.is_stateful:
             backbone.isolates_documents = agrees()
             backbone.trims_last_layer = _can_trim(backbone, documents[0], tolerance)
+
+
+def check_attention_window(backbone: Backbone, sinks: int = 0) -> None:
+    """Raise a ``ValueError`` unless the model's attention can be limited to a window, which some models ignore."""
+    layers, name = backbone.base_model.config.get_text_config(decoder=True).num_hidden_layers, backbone.attention
+    wrap_attention(name)  # a kernel of the hub may not be wrapped yet
+    generator = torch.Generator().manual_seed(0)
+    # With a window of 2 tokens, each layer reaches one token further back, and sinks are the first tokens.
+    ids = torch.randint(backbone.vocabulary_size, (2, sinks + layers + 3), generator=generator).to(backbone.device)
+    ids[1] = torch.cat(
+        [ids[0, :sinks], (ids[0, sinks : sinks + 1] + 1) % backbone.vocabulary_size, ids[0, sinks + 1 :]]
+    )
+    with torch.no_grad(), eval_mode(backbone):
+        one, other = (backbone(pack_sequence([row, row]), window=AttentionWindow(2, sinks)) for row in ids)
+        last = [ids.shape[1] - 1, 2 * ids.shape[1] - 1]
+        limited = not backbone.is_stateful and torch.allclose(one[:, last], other[:, last], rtol=0, atol=1e-3)
+    if not limited:
+        raise ValueError(
+            f"`short_context: sliding_window` does not support `{type(backbone.base_model).__name__}` with '{name}'"
+            " attention, which ignores the window: set `attn_implementation` to sdpa, or `short_context: windows`."
+        )
 
 
 def _check_kernel(backbone: Backbone, documents: Sequence[Tensor], expected: Tensor, tolerance: float) -> None:

@@ -1,7 +1,7 @@
-"""Short log-likelihoods: sliding windows over a batch, scored in eval mode and without gradient."""
+"""Short log-likelihoods: windows of a batch, or one pass with a limited attention; in eval mode, without gradient."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -10,11 +10,15 @@ from torch import Tensor
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, known_scored
 from lightning_modules.functional import ShortContext
 from lightning_modules.functional.windows import Window, batch_windows, draw_windows, trim_windows, window_batch
-from lightning_modules.models.backbone import HeadFunction
+from lightning_modules.models.attention import AttentionWindow
+from lightning_modules.models.backbone import Backbone, HeadFunction
 from lightning_modules.models.context_extension.rotary_checks import check_static
 from lightning_modules.models.lockstep import Scorer, lockstep
 from lightning_modules.models.optimizations import eval_mode
 from lightning_modules.models.served.scorer import RemoteScorer
+
+ShortPass = Literal["windows", "sliding_window"]
+"""How short contexts are computed: exactly, or approximately by `sliding_window_log_likelihood`."""
 
 WINDOW_TOKENS_PER_PASS = 32_768
 """Tokens of the windows in one forward pass on an accelerator; on CPU each pass has one window."""
@@ -81,6 +85,34 @@ def _find_dtype(backbone: Scorer) -> torch.dtype:
         return torch.float32
     check_static(backbone.base_model.config, compares=True)
     return torch.promote_types(backbone.base_model.dtype, torch.float32)
+
+
+@torch.no_grad()
+def sliding_window_log_likelihood(
+    backbone: Backbone,
+    batch: PackedBatch,
+    *,
+    context_length: int,
+    sinks: int = 0,
+    score: Callable[..., Tensor] | None = None,
+) -> ShortContext:
+    """Approximate short contexts by one pass in which each layer attends to the last K tokens only.
+
+    A token's own short context has exactly K tokens. But those carry what they saw before it: through L layers, a
+    token can depend on the L * K tokens before it. Positions are those of the long pass.
+
+    Args:
+        backbone: The model.
+        batch: ``[B, T]`` packed sequences.
+        context_length: Length K of the short context, in tokens.
+        sinks: First tokens of each document that every token attends to as well. Models that were pretrained with full
+            attention often need a few.
+        score: Scores a batch within ``window``, by default with the backbone in this process.
+    """
+    check_static(backbone.base_model.config, compares=True)
+    with eval_mode(backbone), lockstep(backbone) as run:
+        scored = run(score or backbone, batch, window=AttentionWindow(context_length, sinks))
+    return ShortContext(scored, (batch["position_ids"] > context_length) & batch["labels"].ne(IGNORE_INDEX))
 
 
 @torch.no_grad()

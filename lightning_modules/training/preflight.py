@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from lightning_modules.batch import PackedBatch
+from lightning_modules.functional.checks import check_count
 from lightning_modules.functional.windows import check_context, check_window_fraction
 from lightning_modules.models.adapters import quantization_config
 from lightning_modules.models.attention import DOCUMENT_SDPA
@@ -25,6 +26,7 @@ from lightning_modules.models.loading import check_model, check_quantization, ha
 from lightning_modules.models.lockstep import Scorer
 from lightning_modules.models.optimizations import ShortDType
 from lightning_modules.models.served.scorer import RemoteScorer
+from lightning_modules.models.short_context import ShortPass
 from lightning_modules.models.tokenization.tokenizer import warn_of_other_tokenizer
 from lightning_modules.objectives import Objective, unwrap
 from lightning_modules.training.export.facts import loaded_tokenizer
@@ -37,6 +39,8 @@ class Trainee(Protocol):
     objective: Objective
     context_length: int
     stride: int
+    short_context_method: ShortPass
+    sink_tokens: int
     short_dtype: ShortDType | None
     short_window_share: float
     loading: ModelConfig
@@ -48,6 +52,15 @@ def check_settings(module: Trainee, head_kernel: str | None) -> None:
     check_context(module.context_length, module.stride)
     check_window_fraction(module.short_window_share)
     check_drawn_windows(module.objective, module.short_window_share)
+    check_count("`sink_tokens`", module.sink_tokens, minimum=0)
+    if module.short_context_method == "sliding_window":
+        if module.short_window_share < 1:
+            raise ValueError(
+                f"`short_window_share: {module.short_window_share}` samples short windows, and `short_context:"
+                " sliding_window` has none: remove one of the two."
+            )
+    elif module.sink_tokens:
+        raise ValueError(f"`sink_tokens: {module.sink_tokens}` needs `short_context: sliding_window`.")
     if head_kernel not in (None, "chunked"):
         rank_zero_warn("`model.head_kernel` no longer has an effect and will be removed: delete it.")
 

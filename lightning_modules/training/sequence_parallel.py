@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, pack_sequence
 from lightning_modules.functional.checks import check_count
-from lightning_modules.models.attention import DOCUMENT_SDPA, document_attention
+from lightning_modules.models.attention import DOCUMENT_SDPA, AttentionWindow, document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations import eval_mode
 from lightning_modules.training.fsdp import FullyShardedStrategy
@@ -128,13 +128,15 @@ class SequenceGroup:
             result = scored if owner == self.rank else result
         return result
 
-    def sharded_log_likelihood(self, backbone: Backbone, batch: PackedBatch) -> Tensor:
+    def sharded_log_likelihood(
+        self, backbone: Backbone, batch: PackedBatch, window: AttentionWindow | None = None
+    ) -> Tensor:
         """Return ``[B, T]`` log-likelihoods of sequences that all processes of the group hold.
 
         Gradients flow to the tokens of this process's shard only; the processes together have those of all tokens.
         """
         # 1. Score the tokens of this shard, and put them in their place in the whole sequences.
-        scored = backbone(self.shard(batch), exchange=self.attend)
+        scored = backbone(self.shard(batch), exchange=self.attend, window=window)
         shard_length = scored.shape[1] - 1
         before = self.rank * shard_length
         own = F.pad(scored, (before, (self.size - 1 - self.rank) * shard_length))

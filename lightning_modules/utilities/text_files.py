@@ -13,7 +13,7 @@ def read_text(file: str, *, may_be_blank: bool = False) -> str:
     if Path(file).suffix.lower() in (".json", ".jsonl", ".parquet"):
         raise ValueError(
             f"'{file}' contains records, not one text: write each document to a text file, or score the file as a"
-            " corpus with `longce predict -c configs/score_corpus.yaml`."
+            " corpus with `longce predict -c configs/score_corpus.yaml`. `longce inspect` shows one with `--row`."
         )
     try:
         content = Path(file).read_bytes()

@@ -1,18 +1,67 @@
 """Render matplotlib figures in the project's style."""
 
 import io
+import re
 from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.rcsetup import cycler
 
-STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "longce"}
+PANEL = (3.4, 2.7)
+"""Width and height of a figure in inches: a phone shows this width at full size."""
+
+DARK = {
+    "#22211f": "#dcd9d2",
+    "#e4e0d8": "#2e3136",
+    "#1f5fa8": "#7db8f2",
+    "#b04700": "#ff9d4d",
+    "#1e6b40": "#6fcf97",
+    "#8a3fa0": "#d6a0e8",
+    "#00707f": "#4fd0e0",
+    "#b3261e": "#ff8a80",
+    "#7d6118": "#d9b95a",
+    "#bd2d79": "#ff8fc7",
+    "#5a5fb8": "#a5a8ff",
+    "#67645e": "#9d9a93",
+}
+"""Colors on a dark screen of those that figures are drawn with."""
+
+INK, LINE, *COLORS = DARK
+
+STYLE: Any = {
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.facecolor": "none",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": LINE,
+    "axes.prop_cycle": cycler(color=COLORS),
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+    "svg.fonttype": "none",
+    "svg.hashsalt": "longce",
+}
 """Settings for ``matplotlib.rc_context``, both for drawing and for saving figures."""
+
+_FONTS = re.compile(r"'DejaVu Sans'[^;\"]*")
 
 
 @matplotlib.rc_context(STYLE)
 def as_svg(figure: Figure) -> str:
-    """Return a figure as SVG text."""
+    """Return a figure as SVG text, whose colors of `STYLE` become light on a dark screen."""
     stream = io.StringIO()
-    figure.savefig(stream, format="svg", bbox_inches="tight", metadata={"Date": None})
-    return stream.getvalue()
+    figure.savefig(
+        stream, format="svg", bbox_inches="tight", pad_inches=0.02, facecolor="none", metadata={"Date": None}
+    )
+    rules = (
+        f'[style*="{kind}: {light}"]{{{kind}:{dark} !important}}'
+        for light, dark in DARK.items()
+        for kind in ("fill", "stroke")
+    )
+    style = f"<style>@media screen and (prefers-color-scheme:dark){{{''.join(rules)}}}</style>"
+    svg = _FONTS.sub("system-ui, 'Segoe UI', 'Noto Sans', sans-serif", stream.getvalue())
+    return svg.replace("<defs>", f"{style}<defs>", 1)

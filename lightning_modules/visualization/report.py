@@ -2,36 +2,61 @@
 
 import base64
 import hashlib
-import html
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+from urllib.parse import quote
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.utilities.plain_json import write_json
 
+MAX_ROWS, MAX_FIGURES = 12, 6
+"""Rows of a table, and figures in a row, that a page shows without a click."""
+
 _CODE = re.compile(r"`([^`]+)`")
-_NUMBER = re.compile(r"-?[\d.,]*(%| [\[(±].*)?$")
-_HEAD = (
-    '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    '<meta name="color-scheme" content="light dark"><meta http-equiv="Content-Security-Policy" content="default-src '
-    "'none'; img-src data:; style-src '{style_hash}'\"><title>{title}</title><style>{style}</style>"
-)
+_NUMBER = re.compile(r"-?[\d.,]*(e[+-]?\d+)?(%| [\[(±].*)?$|-?[—∞]$")
+_ABSENT = {"nan": "—", "None": "—", "null": "—", "inf": "∞", "-inf": "-∞"}
+
+Tone = Literal["good", "bad", "open"]
 
 
 class Heading(NamedTuple):
-    """A heading of the second level."""
+    """A heading of the second level, which the list of contents links to."""
 
     text: str
 
 
+class Link(str):
+    """Cell or text that links to an address: a relative one, or one of http or https."""
+
+    def __init__(self, _: str, address: str) -> None:
+        # Browsers ignore spaces and control characters in front of a scheme and within it.
+        if re.match(r"(?!https?:)[\w+.-]*:", re.sub(r"[\0- ]", "", address)):
+            raise ValueError(f"Cannot link to {address!r}: give a relative address, or one of http or https.")
+        self.address = quote(address, safe="/:?#[]@!$&'()*+,;=%~", errors="replace")
+
+    def __new__(cls, text: str, _: str) -> "Link":  # noqa: D102
+        return super().__new__(cls, text)
+
+
 class Table(NamedTuple):
-    """Table of text cells."""
+    """Table of text cells.
+
+    A page shows the cells that ``badges`` names as badges, and a ``folded`` table only on a click; by default, one of
+    more than `MAX_ROWS` rows.
+    """
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
+    badges: Mapping[str, Tone] = {}
+    folded: bool | None = None
 
 
 class Picture(NamedTuple):
@@ -41,7 +66,14 @@ class Picture(NamedTuple):
     caption: str
 
 
-Block = Heading | Table | Picture | str
+class Widget(NamedTuple):
+    """HTML that is not escaped, so never that of a file or a user, and what Markdown has in its place."""
+
+    html: str
+    text: str = ""
+
+
+Block = Heading | Table | Picture | Widget | str
 
 
 def write_report(
@@ -90,7 +122,7 @@ def as_markdown(title: str, blocks: Sequence[Block]) -> str:
                 lines.append(f"{as_markdown_table(block)}\n")
             case Picture(name, caption):
                 lines.append(f"![{caption}](figures/{name}.svg)\n\n{caption}\n")
-            case text:
+            case Widget(_, text) | text:
                 lines.append(f"{text}\n")
     return "\n".join(lines)
 
@@ -98,32 +130,49 @@ def as_markdown(title: str, blocks: Sequence[Block]) -> str:
 def as_markdown_table(table: Table) -> str:
     """Format a table as Markdown."""
     cells = [table.head, ["---"] * len(table.head), *table.rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in cells)
+    return "\n".join(f"| {' | '.join(map(_format_markdown_cell, row))} |" for row in cells)
 
 
-def as_html(title: str, blocks: Sequence[Block], pictures: Mapping[str, str]) -> str:
-    """Format a report as one HTML file with embedded figures, which loads nothing and runs no script."""
-    parts = [f"<h1>{html.escape(title)}</h1>"]
+def as_html(title: str, blocks: Sequence[Block], pictures: Mapping[str, str], *, script: str = "") -> str:
+    """Format a report as one HTML file with embedded figures, which loads nothing and runs only ``script``."""
+    sections: list[tuple[str, list[Block]]] = [("", [])]
     for block in blocks:
-        match block:
-            case Heading(text):
-                parts.append(f"<h2>{html.escape(text)}</h2>")
-            case Table(head, rows):
-                kinds = [_column_kind(column) for column in zip(head, *rows, strict=True)]
-                body = "".join(f"<tr>{_format_cells(row, kinds, 'td')}</tr>" for row in rows)
-                parts.append(
-                    '<div class="wide" tabindex="0"><table>'
-                    f"<tr>{_format_cells(head, kinds, 'th')}</tr>{body}</table></div>"
-                )
-            case Picture(name, caption):
-                content = base64.b64encode(pictures[name].encode()).decode()
-                image = f'<img alt="{html.escape(caption)}" src="data:image/svg+xml;base64,{content}">'
-                parts.append(f"<figure>{image}<figcaption>{html.escape(caption)}</figcaption></figure>")
-            case text:
-                parts.append(f"<p>{_format_inline(text)}</p>")
-    style = read_resource("theme.css") + read_resource("report.css")
-    head = _HEAD.format(style_hash=source_hash(style), title=html.escape(title), style=style)
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
+        if isinstance(block, Heading):
+            sections.append((block.text, []))
+        else:
+            sections[-1][1].append(block)
+    style = read_resource("theme.css")
+    # HTML would end a script at these, even within a string.
+    script = script.replace("</", r"<\/").replace("<!--", r"<\!--")
+    return render("report.html", title=title, sections=sections, pictures=pictures, style=style, script=script)
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill a template of this package; everything is escaped unless the template marks it safe."""
+    return _templates().get_template(template).render(values)
+
+
+@cache
+def _templates() -> Environment:
+    found = Environment(
+        loader=FunctionLoader(read_resource),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    found.filters |= {
+        "base64": lambda text: base64.b64encode(text.encode()).decode(),
+        "column_kinds": _column_kinds,
+        "groupby_kind": lambda blocks: groupby(blocks, key=lambda block: type(block).__name__),
+        "inline": _format_inline,
+        "present": _replace_absent,
+        "source_hash": source_hash,
+        "split_figures": _split_figures,
+    }
+    found.tests["folded"] = _is_folded
+    return found
 
 
 def read_resource(name: str) -> str:
@@ -136,15 +185,36 @@ def source_hash(source: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
 
 
-def _column_kind(column: Sequence[str]) -> str:
-    """Return the style of a column: numbers are aligned to the right, and only long texts wrap."""
-    return "number" if all(map(_NUMBER.match, column[1:])) else "short" if max(map(len, column)) < 32 else "long"
+def _column_kinds(table: Table) -> list[str]:
+    """Return the style of each column: numbers are aligned to the right, and only long texts wrap."""
+    columns = zip(table.head, *([*map(_replace_absent, row)] for row in table.rows), strict=True)
+    return [
+        "number" if all(map(_NUMBER.match, column[1:])) else "short" if max(map(len, column)) < 32 else "long"
+        for column in columns
+    ]
 
 
-def _format_cells(row: Sequence[str], kinds: Sequence[str], tag: str) -> str:
-    cells = zip(row, kinds, strict=True)
-    return "".join(f'<{tag} class="{kind}">{_format_inline(cell)}</{tag}>' for cell, kind in cells)
+def _is_folded(table: Table) -> bool:
+    return len(table.rows) > MAX_ROWS if table.folded is None else table.folded
 
 
-def _format_inline(text: str) -> str:
-    return _CODE.sub(r"<code>\1</code>", html.escape(text))
+def _split_figures(figures: Iterable[Picture]) -> list[list[Picture]]:
+    """Return the figures that are shown, and those that are folded if there are many."""
+    found = list(figures)
+    return [part for part in (found[:MAX_FIGURES], found[MAX_FIGURES:]) if part]
+
+
+def _replace_absent(cell: str) -> str:
+    """Return a cell in which a number that does not exist is a dash."""
+    return _ABSENT.get(cell, cell)
+
+
+def _format_markdown_cell(cell: str) -> str:
+    text = _replace_absent(cell).replace("|", r"\|")
+    return f"[{text}]({cell.address})" if isinstance(cell, Link) else text
+
+
+def _format_inline(text: str) -> Markup:
+    """Escape a text, in which backticks enclose code."""
+    formatted = Markup(_CODE.sub(r"<code>\1</code>", str(escape(text))))
+    return Markup('<a href="{}">{}</a>').format(text.address, formatted) if isinstance(text, Link) else formatted

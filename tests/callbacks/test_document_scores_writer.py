@@ -35,6 +35,7 @@ from lightning_modules.utilities import progress
 from lightning_modules.utilities.collectives import gathered, patient_group
 from lightning_modules.utilities.errors import IncompleteError
 from lightning_modules.utilities.files import BUILDING
+from lightning_modules.visualization.corpus.page import PAGE
 from tests.conftest import make_text, tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -107,6 +108,22 @@ def test_each_document_has_the_row_that_its_log_likelihoods_make(run, model_dir,
     assert counts["tokens"] == sum(row["tokens"] for row in found)
 
 
+def test_a_finished_run_has_a_page_and_a_broken_page_does_not_fail_it(run, documents, tmp_path, monkeypatch):
+    run()
+    page = (tmp_path / "out" / PAGE).read_text()
+    assert "6 documents with" in page
+    assert f"longce inspect {documents}/a.parquet --row" in page
+    assert len(pyarrow.parquet.read_table(tmp_path / "out")) == 6, "readers of the folder skip the page"
+    run(trainer={"limit_predict_batches": 1})
+    (tmp_path / "out" / PAGE).unlink()
+    monkeypatch.setattr(
+        "callbacks.document_scores_writer.write_page", lambda *_: (_ for _ in ()).throw(OSError("full"))
+    )
+    with pytest.warns(UserWarning, match=r"page of the corpus is not written \(full\)"):
+        run()
+    assert (tmp_path / "out" / SUCCESS).exists()
+
+
 def test_values_of_tokens_in_16_bits(run, tmp_path):
     for kind in ("float16", "float32"):
         run(output=tmp_path / kind, writer={"per_token": kind})
@@ -171,7 +188,7 @@ def test_scores_of_other_settings_are_not_mixed(run, tmp_path):
     run(data={"batch_tokens": 100, "num_workers": 1})  # which change nothing but the order
 
 
-def test_documents_that_fail_do_not_stop_the_others(run, documents, tmp_path, monkeypatch):
+def test_documents_that_fail_do_not_stop_the_others(run, documents, tmp_path, monkeypatch, caplog):
     (documents / "b.jsonl").write_text('{"id": "x", "text": "fine"}\n{broken\n{"id": "y", "text": " "}\n')
     longest = max(len(make_text(length, n)) for n, length in enumerate(LENGTHS))
     score = Backbone.forward
@@ -182,35 +199,38 @@ def test_documents_that_fail_do_not_stop_the_others(run, documents, tmp_path, mo
         return score(self, batch, *arguments, **settings)
 
     monkeypatch.setattr(Backbone, "forward", too_large)
+    caplog.set_level(logging.INFO)
     run(data={"allowed_failures": 1.0})
+    assert "1 document(s) left out: the text is empty or only white space (row 2 of 'b.jsonl')" in caplog.text
     found = {(row["file"], row["row"]): row for row in rows(tmp_path / "out")}
     failed = {place: row["error"] for place, row in found.items() if row["error"]}
     assert "out of memory" in failed.pop(("a.parquet", 3))
     assert "malformed JSON" in failed.pop(("b.jsonl", 1))
-    assert "is empty" in failed.pop(("b.jsonl", 2))
+    assert "is empty or only white space" in failed.pop(("b.jsonl", 2))
     assert set(failed) <= {("a.parquet", 5), ("a.parquet", 1)}
     assert len(found) == 9
     assert all((row["tokens"] is None) == (row["error"] is not None) for row in found.values())
-    assert success(tmp_path / "out")["failed"] == 3 + len(failed)
+    counts = success(tmp_path / "out")
+    assert (counts["failed"], counts["left_out"]) == (2 + len(failed), 1)
 
 
 def test_a_source_of_which_too_many_documents_fail_ends_in_a_report(run, documents, tmp_path, caplog):
     """The others are scored, the failures of earlier runs count, and the same command can accept them."""
     caplog.set_level(logging.INFO)
     lines = [{"id": f"j{n}", "text": "ba ce di"} for n in range(30)] + [{"id": f"k{n}", "body": "x"} for n in range(8)]
-    (documents / "b.jsonl").write_text("\n".join([*map(json.dumps, lines), "{broken", '{"id": "e", "text": ""}']))
-    for folder, texts in (("books", ["ba ce"] * 9 + [" "]), ("fine", ["ba"])):
+    (documents / "b.jsonl").write_text("\n".join([*map(json.dumps, lines), "{broken", '{"id": "e", "text": 3}']))
+    for folder, texts in (("books", ["ba ce"] * 9 + ["\udcff"]), ("fine", ["ba"])):
         (documents / folder).mkdir()
         for number, text in enumerate(texts):
-            (documents / folder / f"{number}.txt").write_text(text)
+            (documents / folder / f"{number}.txt").write_text(text, errors="surrogateescape")
     report = (
         r"2 source\(s\) have more failed documents than `data.allowed_failures` = 0.09 allows:\n"
         r"  b\.jsonl: 10 of 40 documents failed \(25\.0%\)\n"
         r"    8 x no text in 'text': found \['body', 'id'\]\. \(row 30 of 'b\.jsonl'\)\n"
         r"    1 x malformed JSON .* \(row 38 of 'b\.jsonl'\)\n"
-        r"    1 x Document 'e' is empty.* \(row 39 of 'b\.jsonl'\)\n"
+        r"    1 x the text must be a string.* \(row 39 of 'b\.jsonl'\)\n"
         r"  books: 1 of 10 documents failed \(10\.0%\)\n"
-        r"    1 x Document .* is empty.* \(row 0 of 'books/9\.txt'\)\n"
+        r"    1 x .*byte 0 is not UTF-8.* \(row 0 of 'books/9\.txt'\)\n"
         r"All scores are kept in .* without _SUCCESS\.json"
     )
     for _ in range(2):  # nothing is scored in the second run, which fails all the same
@@ -234,7 +254,7 @@ def test_documents_that_are_left_out_on_purpose_do_not_count_as_failed(run, tmp_
 
 def test_a_trial_of_some_documents_reports_failures_too(run, documents, caplog, tmp_path):
     (documents / "a.parquet").unlink()
-    texts = ["ba", "", "ce", "di", "fo"]
+    texts = ["ba", 7, "ce", "di", "fo"]
     (documents / "b.jsonl").write_text("\n".join(json.dumps({"id": "x", "text": text}) for text in texts))
     run(trainer={"limit_predict_batches": 2}, data={"columns": []})
     assert "more than `data.allowed_failures` allows" in caplog.text
@@ -387,6 +407,7 @@ def test_what_killed_runs_have_left_is_removed(run, tmp_path):
     run()
     assert sorted(path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith("part-")) == [
         SUCCESS,
+        PAGE,
     ]
 
 
@@ -459,7 +480,7 @@ def test_the_pairs_of_a_corpus_become_files_too(run, documents, tmp_path, caplog
     assert 1 < len(written) < 7
     assert written < {text_sha256(text) for text in texts}
     assert "has no scores: long" in caplog.text
-    assert "'y' has no scores: Document 'y' is empty" in caplog.text
+    assert "'y' has no scores: left out: the text is empty" in caplog.text
 
 
 def outcome(kills):
@@ -477,7 +498,7 @@ def check_outcome(found, kills):
     assert 0 < found["batches"] < 1e-4
     assert len(found["killed at"]) == kills
     assert 0 < found["killed at"][-1] < 61
-    assert (found["success"]["documents"], found["success"]["failed"]) == (61, 3)
+    assert (found["success"]["documents"], found["success"]["failed"], found["success"]["left_out"]) == (61, 2, 1)
 
 
 @pytest.mark.slow

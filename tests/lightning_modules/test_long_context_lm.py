@@ -11,19 +11,18 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
-from lightning_modules import long_context_lm
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, known_scored, max_token_id, note_values
 from lightning_modules.functional import long_perplexity
 from lightning_modules.long_context_lm import REFERENCE_TOKENS, LongContextLM
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
-from lightning_modules.models.short_context import long_and_short
+from lightning_modules.models.short_context import long_and_short, sliding_window_log_likelihood
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.objectives import CrossEntropy, LongCE, StoredInfluence
-from lightning_modules.training import fsdp
+from lightning_modules.training import fsdp, step
 from lightning_modules.training.fsdp import FullyShardedStrategy
 from lightning_modules.training.preflight import check_early, check_short_dtype
-from lightning_modules.training.step_statistics import gradient_norm
+from lightning_modules.training.step import gradient_norm
 from tests.conftest import make_text, tiny_model
 from tests.support import reference
 
@@ -107,7 +106,7 @@ class Recorder(torch.optim.SGD):
 def test_cross_entropy_is_that_of_transformers_and_costs_no_short_pass(folder, monkeypatch):
     module = lm(folder, objective=CrossEntropy())
     module.configure_model()
-    monkeypatch.setattr(long_context_lm, "short_log_likelihood", None)
+    monkeypatch.setattr(step, "short_log_likelihood", None)
     batch = row(1)
     expected = module.backbone.model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
     torch.testing.assert_close(module.training_step(batch, 0) * REFERENCE_TOKENS / (LENGTH - 1), expected)
@@ -123,7 +122,7 @@ def test_stored_weights_give_the_loss_and_gradients_of_longce_without_a_short_pa
         module = lm(folder, objective=objective)
         module.configure_model()
         if objective.uses_stored_influence:
-            monkeypatch.setattr(long_context_lm, "short_log_likelihood", None)
+            monkeypatch.setattr(step, "short_log_likelihood", None)
             batch["influence"] = weights
         loss = module.training_step(batch, 0)
         loss.backward()
@@ -476,13 +475,13 @@ def test_a_share_of_windows_without_a_meaning_is_refused(folder, share):
 @pytest.mark.limit(2)  # five trainings
 def test_windows_are_drawn_anew_for_each_batch_epoch_process_and_seed(folder, tmp_path, monkeypatch):
     seeds = []
-    original = long_context_lm.short_log_likelihood
+    original = step.short_log_likelihood
 
     def spy(backbone, batch, **options):
         seeds.append(options["seed"])
         return original(backbone, batch, **options)
 
-    monkeypatch.setattr(long_context_lm, "short_log_likelihood", spy)
+    monkeypatch.setattr(step, "short_log_likelihood", spy)
 
     def run(seed, rank=0, **settings):
         seeds.clear()
@@ -497,6 +496,39 @@ def test_windows_are_drawn_anew_for_each_batch_epoch_process_and_seed(folder, tm
     assert run(0) == first
     assert not set(run(1)) & set(first)
     assert not set(run(0, rank=1)) & set(first)
+
+
+def test_training_with_a_sliding_window_weighs_tokens_by_it(folder, tmp_path):
+    module = lm(folder, objective=LongCE(4.0), short_context="sliding_window")
+    module.configure_model()
+    batch = row(0, boundaries=(0, 23, LENGTH))
+    short = module.short_context(batch, 0)
+    expected = sliding_window_log_likelihood(module.backbone, batch, context_length=8)
+    assert torch.equal(short.log_likelihood, expected.log_likelihood)
+    exact = lm(folder, objective=LongCE(4.0))
+    exact.configure_model()
+    losses = [each.training_step(batch, 0).item() for each in (module, exact)]
+    assert losses[0] != losses[1]
+    trainer(tmp_path).fit(module, loader(batch, row(1)))
+
+
+def test_the_probe_refuses_a_sliding_window_that_the_attention_ignores(folder, tmp_path):
+    module = lm(folder, short_context="sliding_window", attn_implementation="eager")
+    with pytest.raises(ValueError, match="ignores the window"):
+        trainer(tmp_path).fit(module, loader(row(0)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"short_context": "sliding_window", "short_window_share": 0.5}, "samples short windows"),
+        ({"sink_tokens": 4}, "needs `short_context: sliding_window`"),
+        ({"sink_tokens": -1}, "`sink_tokens` must be an integer of 0 or more"),
+    ],
+)
+def test_options_of_a_sliding_window_that_have_no_meaning_are_refused(folder, settings, message):
+    with pytest.raises(ValueError, match=message):
+        lm(folder, **settings)
 
 
 def test_options_of_the_short_pass_without_one_are_pointed_out(folder):

@@ -3,12 +3,20 @@
 Playwright comes with the extra ``dev``. It downloads no browser of its own: the tests use the installed one.
 """
 
+import re
 import shutil
+import warnings
 from contextlib import contextmanager
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import sync_playwright
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of TensorBoard's copy
+    from tensorboard._vendor.bleach._vendor import html5lib
+
+SCREENS = {"phone": (360, 740), "tablet": (768, 1024), "desktop": (1440, 900)}
 EXECUTABLES = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -42,3 +50,39 @@ def run_in_page(browser, path, script):
     title = page.title()
     page.close()
     return {**seen, "result": result, "title": title}
+
+
+def parse_page(page):
+    """Return the elements of a page, which must be valid HTML with unique ids and working links to them."""
+    root = html5lib.HTMLParser(strict=True, namespaceHTMLElements=False).parse(page)
+    identifiers = [element.get("id") for element in root.iter() if element.get("id")]
+    assert len(identifiers) == len(set(identifiers))
+    assert all(link.get("href")[1:] in identifiers for link in root.iter("a") if link.get("href").startswith("#"))
+    return root
+
+
+def check_page(browser, path):
+    """Check a page on each screen, light and dark, with everything unfolded.
+
+    It is valid, fits the screen, loads nothing, shows all figures, shows no value that does not exist, logs nothing and
+    has no accessibility problem that axe-core calls serious or critical, such as a low contrast.
+    """
+    parse_page(path.read_text(encoding="utf-8"))
+    for screen, (width, height) in SCREENS.items():
+        for scheme in ("light", "dark"):
+            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+            messages, requests = [], []
+            page.on("console", lambda message, found=messages: found.append(message.text))
+            page.on("pageerror", lambda error, found=messages: found.append(str(error)))
+            page.on("request", lambda request, found=requests: found.append(request.url[:5]))
+            page.goto(path.as_uri())
+            page.evaluate("document.querySelectorAll('details').forEach((fold) => { fold.open = true; })")
+            where = f"{path.name} on a {scheme} {screen}"
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, where
+            assert page.evaluate("[...document.images].every((image) => image.naturalWidth > 0)"), where
+            assert not re.search(r"\b(nan|undefined|None|null)\b", page.inner_text("body")), where
+            found = Axe().run(page).response["violations"] if screen != "tablet" else ()
+            assert not [each for each in found if each["impact"] in ("serious", "critical")], where
+            assert messages == [], where
+            assert set(requests) <= {"file:", "data:"}, where
+            page.close()

@@ -146,7 +146,9 @@ class _Operators(TorchDispatchMode):
             self.recorded.products[left.shape[-2], right.shape[-1], left.dtype, result.dtype] += 1
         if function.name().startswith("torch_attn::_varlen_attn"):
             query, key = args[:2]
-            self.recorded.attention["varlen", tuple(query.shape), key.shape[1], query.dtype, args[7]] += 1
+            limits = [arg for arg in args if isinstance(arg, list | tuple) and len(arg) == 2]
+            limited = f" in a window of {limits[0][0] + 1}" if limits and limits[0][0] >= 0 else ""
+            self.recorded.attention[f"varlen{limited}", tuple(query.shape), key.shape[1], query.dtype, args[7]] += 1
         shape = result.shape[-2:] if isinstance(result, Tensor) else ()
         if len(shape) == 2 and shape[0] == shape[1] >= self.pair_of and result.dim() > 2:
             self.recorded.masks[tuple(result.shape)] += 1
@@ -224,7 +226,8 @@ def flash_attention_2(model, recorded):
             recorded.waits["flash_attn_varlen_func max_seqlen_q"] += 1
         assert cu_seqlens_q.device == q.device
         assert cu_seqlens_q.dtype == torch.int32
-        return record("flash varlen", q, k, causal)
+        limited = "" if window_size == (-1, -1) else f" in a window of {window_size[0] + 1}"
+        return record(f"flash varlen{limited}", q, k, causal)
 
     functions = (flash_attn_func, flash_attn_varlen_func, None, None, None)
     utilities = modeling_flash_attention_utils

@@ -1,7 +1,6 @@
 """Draw the figures of the report as SVG."""
 
-import io
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import matplotlib
@@ -12,40 +11,42 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, NullFormatter
 
 from lightning_modules.functional import PowerLaw
+from lightning_modules.visualization.images import PANEL, STYLE, as_svg
 
 _MARKERS = {"trained": "o", "extended": "x"}
-_STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "longce"}
 
 
+@matplotlib.rc_context(STYLE)
 def figures(experiments: dict[str, Any]) -> dict[str, str]:
     """Return the SVG of each figure by name, for the experiments that were run."""
-    makers = {
-        "correlation": ("A", _correlation),
-        "objectives": ("B", _objectives),
-        "contexts": ("E", _contexts),
+    makers = {"A": _correlations, "B": _objectives, "E": _contexts}
+    return {
+        name: as_svg(figure)
+        for letter, maker in makers.items()
+        if letter in experiments
+        for name, figure in maker(experiments[letter])
     }
-    with matplotlib.rc_context(_STYLE):
-        return {
-            name: _svg(maker(experiments[letter])) for name, (letter, maker) in makers.items() if letter in experiments
-        }
 
 
-def _svg(figure: Figure) -> str:
-    stream = io.StringIO()
-    figure.savefig(stream, format="svg", bbox_inches="tight", metadata={"Date": None})
-    return stream.getvalue()
+def _panel(legend_rows: int, **labels: Any) -> tuple[Figure, Axes]:
+    width, height = PANEL
+    figure = Figure(figsize=(width, height + 0.17 * legend_rows), layout="constrained")
+    axis = figure.subplots()
+    axis.set(**labels)
+    return figure, axis
 
 
-def _axes(columns: int, width: float = 4.6, height: float = 3.4) -> tuple[Figure, Sequence[Axes]]:
-    figure = Figure(figsize=(width * columns, height), layout="constrained")
-    return figure, list(np.atleast_1d(figure.subplots(1, columns)))
+def _add_legend(figure: Figure, columns: int = 2) -> Figure:
+    figure.legend(loc="outside lower left", ncols=columns, fontsize=7)
+    return figure
 
 
-def _correlation(experiment: dict[str, Any]) -> Figure:
+def _correlations(experiment: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
     """Draw accuracy against PPL and LongPPL, a point per model; those of the first base seed are named."""
-    figure, axes = _axes(2, 5.4, 4.2)
     colors = {name: f"C{index}" for index, name in enumerate(_groups(experiment))}
-    for axis, metric, title in zip(axes, ("perplexity", "longppl"), ("PPL", "LongPPL"), strict=True):
+    for metric, title in (("perplexity", "PPL"), ("longppl", "LongPPL")):
+        figure, axis = _panel(3, xscale="log", xlabel=f"{title} (log scale)", ylabel="share of right answers")
+        axis.set_ylim(-0.03, 1.03)
         for number, seed in enumerate(experiment["seeds"]):
             for model in seed["models"]:
                 x, y = model[metric], model["accuracy"]
@@ -54,16 +55,12 @@ def _correlation(experiment: dict[str, Any]) -> Figure:
                 if number == 0 and model["group"] == "trained":
                     rows = model["name"].rpartition(" ")[2]
                     axis.annotate(rows, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=7)
-        axis.set(xscale="log", xlabel=f"{title} (log scale)", ylim=(-0.03, 1.03))
         _plain_ticks(axis)
-    axes[0].set_ylabel("share of right answers")
-    for name, color in colors.items():
-        axes[0].plot([], [], "s", color=color, label=name)
-    for name, marker in _MARKERS.items():
-        axes[0].plot([], [], marker, color="grey", label=name)
-    axes[0].legend(fontsize=7, frameon=False)
-    figure.suptitle("Numbers beside points: tokens per training row; paler points: other base seeds", fontsize=8)
-    return figure
+        for name, color in colors.items():
+            axis.plot([], [], "s", color=color, label=name)
+        for name, marker in _MARKERS.items():
+            axis.plot([], [], marker, color="grey", label=name)
+        yield f"correlation-{metric}", _add_legend(figure)
 
 
 def _plain_ticks(axis: Axes) -> None:
@@ -80,12 +77,10 @@ def _group(model: dict[str, Any]) -> str:
     return str(model["name"]).partition(",")[0]
 
 
-def _objectives(experiment: dict[str, Any]) -> Figure:
+def _objectives(experiment: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
     """Draw accuracy by step and by CPU time; thin lines are runs, thick ones their mean by step."""
-    figure, axes = _axes(2)
-    for axis, key, label in zip(
-        axes, ("step", "cpu_seconds"), ("optimizer steps", "CPU seconds of training"), strict=True
-    ):
+    for key, label in (("step", "optimizer steps"), ("cpu_seconds", "CPU time of training (s)")):
+        figure, axis = _panel(1, xlabel=label, ylabel="share of right answers")
         for name, color in (("CE", "C0"), ("LongCE", "C1")):
             curves = [pair["curves"][name] for pair in experiment["pairs"]]
             for curve in curves:
@@ -93,28 +88,24 @@ def _objectives(experiment: dict[str, Any]) -> Figure:
             x = np.mean([[e[key] for e in curve] for curve in curves], axis=0)
             y = np.mean([[e["accuracy"] for e in curve] for curve in curves], axis=0)
             axis.plot(x, y, "o-", color=color, label=f"{name}, mean of {len(curves)}", lw=2, markersize=4)
-        axis.set_xlabel(label)
-    axes[0].set_ylabel("share of right answers")
-    axes[0].legend(frameon=False)
-    return figure
+        yield f"objectives-{key}", _add_legend(figure)
 
 
-def _contexts(experiment: dict[str, Any]) -> Figure:
+def _contexts(experiment: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
     """Draw the loss of the same tokens by context, with the power laws of the evaluator and the models of a seed."""
-    figure, (axis,) = _axes(1, 6.4, 4.0)
     contexts = np.array(experiment["contexts"])
     smooth = np.geomspace(contexts[0], contexts[-1], 100)
     first = [
         model for model in experiment["models"] if model["name"] == "evaluator" or model["name"].startswith("seed0")
     ]
+    change = f"loss, less that at {contexts[0]} tokens (nats)"
+    figure, axis = _panel(len(first) // 2 + 1, xscale="log", xlabel="context (tokens)", ylabel=change)
     for index, model in enumerate(first):
         losses = np.array(model["loss"]) - model["loss"][0]
-        axis.plot(contexts, losses, "o", color=f"C{index}", markersize=3, label=model["name"])
+        axis.plot(contexts, losses, "osD^v"[index // 10 % 5], color=f"C{index % 10}", markersize=3, label=model["name"])
         if model["fit"] is not None:
             fitted = PowerLaw(**model["fit"])(torch.from_numpy(smooth)).numpy()
-            axis.plot(smooth, fitted - model["loss"][0], color=f"C{index}", lw=0.9)
-    axis.set(xscale="log", xlabel="tokens of context", ylabel=f"loss, less that at {contexts[0]} tokens (nats)")
+            axis.plot(smooth, fitted - model["loss"][0], color=f"C{index % 10}", lw=0.9)
     axis.set_xticks(contexts, [str(context) for context in contexts])
     axis.xaxis.set_minor_formatter(NullFormatter())
-    axis.legend(fontsize=6, frameon=False)
-    return figure
+    yield "contexts", _add_legend(figure)

@@ -1,15 +1,16 @@
 """The report of a reproduction: Markdown with figures beside it, HTML that needs no other file, and all numbers."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from benchmarks.reproduction.miniature.measure import METRICS
 from benchmarks.reproduction.miniature.plots import figures
-from benchmarks.reproduction.miniature.verdicts import Verdict, summarize
+from benchmarks.reproduction.miniature.verdicts import Outcome, Verdict, summarize
 from lightning_modules.visualization import report
-from lightning_modules.visualization.report import Block, Heading, Picture, Table
+from lightning_modules.visualization.report import Block, Heading, Picture, Table, Tone
 
 TITLE = "The paper in miniature"
 
@@ -33,7 +34,7 @@ def write_report(folder: Path, experiments: dict[str, Any], found: Sequence[Verd
         f" {facts['cpu_seconds'] / 60:.1f} CPU minutes. The rules of the verdicts are in"
         f" `benchmarks/reproduction/miniature/verdicts.py`. {facts['corpus']}",
         Heading("Verdicts"),
-        _table(verdicts),
+        _verdict_table(found),
         *_correlations(experiments["A"]),
         *_objectives(experiments["B"]),
         Heading("C. LSD and LCL as classifiers of answers (Figures 3, 4b)"),
@@ -59,6 +60,23 @@ def write_report(folder: Path, experiments: dict[str, Any], found: Sequence[Verd
     return folder / "report.html"
 
 
+def _verdict_table(found: Sequence[Verdict]) -> Table:
+    """Return the verdict on each claim with its numbers, and the rule that decides."""
+    rows = [
+        [
+            each.outcome,
+            each.claim,
+            each.numbers,
+            each.rule,
+            "" if each.rule_is_older else "stricter since",
+            each.experiment,
+        ]
+        for each in found
+    ]
+    badges: dict[str, Tone] = dict(zip(get_args(Outcome), ("good", "bad", "open"), strict=True))
+    return Table(("verdict", "claim", "numbers", "rule", "age of the rule", "experiment"), rows, badges, folded=False)
+
+
 def _correlations(experiment: dict[str, Any]) -> list[Block]:
     seeds = list(enumerate(experiment["seeds"]))
     return [
@@ -66,7 +84,14 @@ def _correlations(experiment: dict[str, Any]) -> list[Block]:
         "Models differ in local quality, by the share of their training documents in the dialect that is evaluated"
         " (0, 0.5, 1), and in range, by the length of their rows. Extended ones have another RoPE base and no more"
         " training.",
-        Picture("correlation", "Share of right answers against PPL and LongPPL, a point per model."),
+        *(
+            Picture(
+                f"correlation-{metric}",
+                f"Share of right answers against {METRICS[metric]}, a point per model. Numbers beside points: tokens"
+                " per training row; paler points: other base seeds.",
+            )
+            for metric in ("perplexity", "longppl")
+        ),
         "Correlation with accuracy over models, with 95% intervals.",
         _table(
             {"seed": number, "models": group, "metric": name, **seed["correlations"][group][metric]}
@@ -82,7 +107,8 @@ def _objectives(experiment: dict[str, Any]) -> list[Block]:
     pairs = experiment["pairs"]
     return [
         Heading("B. LongCE against CE (Table 3, Figure 7, Table 10)"),
-        Picture("objectives", "Share of right answers by steps and by CPU time."),
+        Picture("objectives-step", "Share of right answers by steps; thin lines are runs."),
+        Picture("objectives-cpu_seconds", "Share of right answers by CPU time; thin lines are runs."),
         "Accuracy by step; then perplexities of the documents, and accuracy and perplexity in short ones. Both"
         " objectives see the same rows.",
         _table(
@@ -133,4 +159,8 @@ def _table(rows: Iterable[Mapping[Any, Any]]) -> Table:
 def _cell(value: Any) -> str:
     if isinstance(value, list | tuple):
         return " to ".join(map(_cell, value))
-    return "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return "—" if math.isnan(value) else f"{value:.3g}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "" if value is None else str(value)

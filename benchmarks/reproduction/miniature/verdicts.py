@@ -6,6 +6,7 @@ with three base seeds only.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ SAME_PERPLEXITY = 1.05
 MIN_PRECISION, MIN_PRECISION_GAIN = 0.75, 0.3
 MIN_R_SQUARED = 0.9
 MIN_LOSS_GAIN = 0.02  # nats: what no context lowers cannot follow a power law of it
+_UNKNOWN = re.compile(r"[+-]?nan\b")
 MIDDLE_LOSS = 0.05
 """Least difference of accuracy between the worse end and the middle that counts as lost in the middle."""
 
@@ -95,7 +97,7 @@ def verdicts(experiments: dict[str, Any]) -> list[Verdict]:
         "F": _accuracy_by_depth,
     }
     return [
-        Verdict(letter, found.claim, found.rule, found.rule_is_older, found.outcome, found.numbers)
+        Verdict(letter, found.claim, found.rule, found.rule_is_older, found.outcome, _UNKNOWN.sub("—", found.numbers))
         for letter, rule in rules.items()
         if letter in experiments
         for found in rule(experiments[letter])

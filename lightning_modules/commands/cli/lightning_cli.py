@@ -4,6 +4,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning_modules.commands.cli.experiment_options import accept_saved_confi
 from lightning_modules.commands.cli.experiment_parser import ExperimentParser
 from lightning_modules.commands.influence import InfluenceTrainer
 from lightning_modules.commands.plan.plan import plan_run
+from lightning_modules.commands.plan.scoring import describe_scoring_time
 from lightning_modules.functional.checks import MAX_PROCESSES, check_count
 from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
@@ -210,6 +212,12 @@ class LongceCLI(LightningCLI):
             self.model.run_id, self.identity.config = self.training_run.id, text
         else:
             place_evaluation(self.trainer, str(self.subcommand), checkpoint, text, numbered=is_numbered(logger))
+
+    def before_predict(self) -> None:
+        """Let a corpus report in its summary how long its documents take to score."""
+        model, trainer = self.model, self.trainer
+        if isinstance(model, LongContextLM) and hasattr(self.datamodule, "estimate_time"):
+            self.datamodule.estimate_time = partial(describe_scoring_time, model, trainer)
 
     def fit(self, **arguments: Any) -> None:
         """Train; after SIGTERM or Ctrl-C, print how to resume."""

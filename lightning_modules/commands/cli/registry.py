@@ -10,6 +10,7 @@ from typing import Any
 
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
+from lightning_modules.commands.cli.corpus_text import read_row
 from lightning_modules.commands.cli.errors import ConciseParser
 from lightning_modules.commands.cli.experiment_options import (
     add_data_options,
@@ -18,7 +19,7 @@ from lightning_modules.commands.cli.experiment_options import (
     add_quickstart_options,
     check_options,
 )
-from lightning_modules.commands.select_config import SelectConfig
+from lightning_modules.commands.select.config import SelectConfig
 from lightning_modules.commands.serve_config import ServeConfig
 from lightning_modules.scoring.config import InspectConfig, ScoreConfig
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
@@ -70,19 +71,20 @@ def inspect_command(arguments: Sequence[str]) -> None:
     """Run ``longce inspect``, write its page and print the path."""
     description = "Show the key tokens of a document, and its likelihoods in long and short context, as an HTML page."
     parser = _make_parser("inspect", description, InspectConfig)
-    parser.add_argument("file", type=str, help="UTF-8 text file.")
-    output_help = "HTML file to write; by default FILE.html in the working directory."
-    parser.add_argument("--output", type=str | None, help=output_help)
+    parser.add_argument("file", type=str, help="UTF-8 text file, or a file of a corpus with `--row`.")
+    parser.add_argument("--row", type=NonNegativeInt | None, help="Row of a .parquet file, or line of a .jsonl file.")
+    parser.add_argument("--text_column", type=str, default="text", help="Column or field of the text, with `--row`.")
+    parser.add_argument("--output", type=str | None, help="HTML file; by default FILE.html in the working directory.")
     options = _parse_options(parser, arguments)
-    file, output = options.pop("file"), options.pop("output")
-    output = f"{Path(file).name}.html" if output is None else output
-    text = read_text(file)
+    file, row, column = (options.pop(name) for name in ("file", "row", "text_column"))
+    name, text = (Path(file).name, read_text(file)) if row is None else read_row(file, row, column)
+    output = options.pop("output") or f"{name}.html"
     check_output(output)
     if Path(output).exists() and Path(output).samefile(file):
         raise ValueError(f"`output` '{output}' is the document itself: write the page to another file.")
     from lightning_modules.visualization.page.document import inspect_document
 
-    inspection = inspect_document(text, name=Path(file).name, **options)
+    inspection = inspect_document(text, name=name, **options)
     size = inspection.save(output).stat().st_size
     sys.stdout.write(f"{inspection.summary()}\n{output} ({size / 1e6:.1f} MB)\n")
 
@@ -153,7 +155,7 @@ def select_command(arguments: Sequence[str]) -> None:
     parser = _make_parser("select", "Select documents by the scores that `longce predict` wrote.", SelectConfig)
     parser.add_argument("scores", type=str, help="Folder or fsspec URL of the scores.")
     options = _parse_options(parser, arguments)
-    from lightning_modules.commands.select import select
+    from lightning_modules.commands.select.command import select
 
     sys.stdout.write(select(**options))
 

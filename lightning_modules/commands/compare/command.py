@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from lightning_modules.commands.compare.runs import AXES, Run, read_runs
 from lightning_modules.statistics import TOKENS, corpus_perplexity, perplexity_ratio
 from lightning_modules.utilities.files import write_atomically
-from lightning_modules.visualization.images import STYLE, as_svg
-from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_html, as_text_table
+from lightning_modules.visualization.images import PANEL, STYLE, as_svg
+from lightning_modules.visualization.report import Block, Heading, Picture, Table, Tone, as_html, as_text_table
 
 _EXPLANATION = (
     "LongPPL and perplexity are over all tokens of a set. Ratios are over the documents that both runs have with equal"
@@ -40,9 +40,10 @@ def compare(runs: Sequence[str | Path], output: str | Path | None = None) -> str
         "Settings that differ": _compare_settings(found),
     }
     texts = []
-    for heading, (head, rows) in tables.items():
-        short = [[cell if len(cell) <= _WIDTH else f"…{cell[1 - _WIDTH :]}" for cell in row] for row in rows]
-        texts += [f"{heading}\n{as_text_table(Table(head, short), left=range(len(head)))}\n"] if rows else []
+    for heading, table in tables.items():
+        short = [[cell if len(cell) <= _WIDTH else f"…{cell[1 - _WIDTH :]}" for cell in row] for row in table.rows]
+        left = range(len(table.head))
+        texts += [f"{heading}\n{as_text_table(Table(table.head, short), left=left)}\n"] if short else []
     if output is not None:
         write_atomically(Path(output), _make_page(found, tables | _find_changed_documents(others, baseline)).encode())
         texts.append(f"Page: {output}\n")
@@ -101,14 +102,14 @@ def place_points(curve: Mapping[int, float], axis: Mapping[int, float]) -> NDArr
 
 
 def _draw_panel(curves: Mapping[str, NDArray[np.float64]], axis: str, quantity: str) -> str:
-    with matplotlib.rc_context(STYLE | {"svg.fonttype": "none"}):
-        figure = Figure(figsize=(3.3, 2.6), layout="constrained", facecolor="none")
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=PANEL, layout="constrained")
         plot = figure.subplots()
-        plot.set(xlabel=axis, ylabel=quantity, facecolor="none")
+        plot.set(xlabel=axis, ylabel=quantity)
         plot.locator_params("x", nbins=5)
         for (name, points), line in zip(curves.items(), cycle(("-", "--", "-.", ":")), strict=False):
             plot.plot(*points.T, line, marker="o" if len(points) < 30 else "", markersize=3, label=name)
-        figure.legend(loc="outside upper left", ncols=2, frameon=False, fontsize=8)
+        figure.legend(loc="outside upper left", ncols=2)
         return as_svg(figure)
 
 
@@ -135,7 +136,8 @@ def _rank_runs(runs: Sequence[Run], baseline: Run) -> Table:
         if len(ranked) > 1 and not ranked[1][0][0]:
             ranked[0][1][1] += " (best)"
         cells += [row if number == 0 else ["", *row[1:]] for number, (_, row) in enumerate(ranked)]
-    return _drop_empty_columns(head, cells)
+    best: dict[str, Tone] = {f"{run.name} (best)": "good" for run in runs}
+    return _drop_empty_columns(head, cells)._replace(badges=best)
 
 
 def _tabulate_costs(runs: Sequence[Run]) -> Table:

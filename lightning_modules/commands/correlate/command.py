@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -21,7 +21,7 @@ from lightning_modules.statistics import (
     correlate_values,
 )
 from lightning_modules.utilities.files import writable_folder
-from lightning_modules.visualization.images import STYLE, as_svg
+from lightning_modules.visualization.images import COLORS, PANEL, STYLE, as_svg
 from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_text_table, write_report
 
 _HEAD = ("score", "metric", "models", "Pearson [95%]", "Spearman [95%]")
@@ -31,7 +31,6 @@ _EXPLAINED = (
     " Below 0, the first metric has the stronger (negative) correlation."
 )
 _MARKERS = "osD^v<>pP*Xh"
-_COLORS = [f"C{number}" for number in range(10)]
 
 Values = Mapping[str, Mapping[str, float]]  # by model and name
 
@@ -55,11 +54,8 @@ def correlate(
     pairs = [_correlate_pair(values, metric, score) for score in against for metric in chosen]
     _check_enough(pairs)
     folder = writable_folder(Path(output).expanduser(), remedy="Choose another one with `--output`.")
-    names = _file_names(against)
-    pictures = {
-        names[score]: _draw_scatter([pair for pair in pairs if pair.score == score], values, log_axis)
-        for score in against
-    }
+    figures = _file_names([pair for pair in pairs if pair.models])
+    pictures = {name: _draw_scatter(pair, values, log_axis) for name, pair in figures.items()}
     table = Table(_HEAD, [_format_pair(pair) for pair in pairs])
     differences = [_compare_metrics(values, score, chosen[0], other) for score in against for other in chosen[1:]]
     compared = Table(_DIFFERENCES, [_format_difference(each) for each in differences if each.spearman is not None])
@@ -71,9 +67,9 @@ def correlate(
         " Models of one family are not independent draws, so the true uncertainty is larger. A lower perplexity should"
         " go with a higher score, so the best is -1.",
         table,
-        *([_EXPLAINED, compared] if compared.rows else ()),
         *left_out,
-        *(Picture(names[score], f"{score} against each perplexity, one point per model.") for score in against),
+        *(Picture(name, _describe_figure(pair)) for name, pair in figures.items()),
+        *([Heading("Differences between metrics"), _EXPLAINED, compared] if compared.rows else ()),
         Heading("Values"),
         Table(("model", *columns), cells),
     ]
@@ -133,7 +129,9 @@ def _find_problem(entry: Mapping[str, float], name: str) -> str:
     """Return why a value cannot be correlated; empty if it can."""
     if name not in entry:
         return f"no {name}"
-    return "" if math.isfinite(entry[name]) else f"{name} is {entry[name]}"
+    return (
+        "" if math.isfinite(entry[name]) else f"{name} is {'not a number' if math.isnan(entry[name]) else 'infinite'}"
+    )
 
 
 def _check_enough(pairs: Sequence[Pair]) -> None:
@@ -174,29 +172,31 @@ def _describe_left_out(pairs: Sequence[Pair]) -> list[str]:
     return [f"Left out where it lacks a value: {model}: {', '.join(found)}." for model, found in reasons.items()]
 
 
-def _file_names(scores: Sequence[str]) -> dict[str, str]:
-    """Name the figure of each score, without characters that file systems refuse."""
-    names = [re.sub(r"[^\w.-]+", "_", score) for score in scores]
+def _file_names(pairs: Sequence[Pair]) -> dict[str, Pair]:
+    """Name the figure of each pair, without characters that file systems refuse."""
+    names = [re.sub(r"[^\w.-]+", "_", f"{pair.score}-{pair.metric}") for pair in pairs]
     unique = [name if names.index(name) == place else f"{name}-{place}" for place, name in enumerate(names)]
-    return dict(zip(scores, unique, strict=True))
+    return dict(zip(unique, pairs, strict=True))
 
 
-def _draw_scatter(pairs: Sequence[Pair], values: Values, log_axis: bool) -> str:
-    """Plot a score against each perplexity as SVG, with a legend because names next to points would overlap."""
-    models = list(dict.fromkeys(model for pair in pairs for model in pair.models))
-    # Cycle colors and markers together, so that dozens of models look different.
-    looks = dict(zip(models, zip(cycle(_COLORS), cycle(_MARKERS), strict=False), strict=False))
+def _draw_scatter(pair: Pair, values: Values, log_axis: bool) -> str:
+    """Plot a score against a perplexity as SVG, with a legend because names next to points would overlap."""
+    # Cycle colors and markers together, so that dozens of models look different; a model looks the same in each figure.
+    looks = dict(zip(values, zip(cycle(COLORS), cycle(_MARKERS), strict=False), strict=False))
+    width, height = PANEL
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(4.6 * len(pairs) + 1.5, 3.8), layout="constrained")
-        handles: dict[str, Any] = {}
-        for axis, pair in zip(figure.subplots(1, len(pairs), squeeze=False)[0], pairs, strict=True):
-            for model in pair.models:
-                (color, marker), own = looks[model], values[model]
-                handles[model] = axis.scatter(own[pair.metric], own[pair.score], s=25, color=color, marker=marker)
-            names = {"Pearson": pair.pearson, "Spearman": pair.spearman}
-            title = ", ".join(f"{name} {found.value:.2f}" for name, found in names.items() if found)
-            axis.set_title(pair.undefined or f"{title}, {len(pair.models)} models", fontsize=8)
-            axis.set(xlabel=pair.metric, ylabel=pair.score, xscale="log" if log_axis else "linear")
-            axis.margins(0.15)
-        figure.legend([handles[model] for model in models], models, loc="outside right upper", fontsize=7)
+        figure = Figure(figsize=(width, height + 0.09 * len(pair.models)), layout="constrained")
+        axis = figure.subplots()
+        for model in pair.models:
+            (color, marker), own = looks[model], values[model]
+            axis.scatter(own[pair.metric], own[pair.score], s=25, color=color, marker=marker, label=model)
+        axis.set(xlabel=pair.metric, ylabel=pair.score, xscale="log" if log_axis else "linear")
+        axis.margins(0.15)
+        figure.legend(loc="outside lower left", ncols=2, fontsize=7)
         return as_svg(figure)
+
+
+def _describe_figure(pair: Pair) -> str:
+    names = {"Pearson": pair.pearson, "Spearman": pair.spearman}
+    found = pair.undefined or ", ".join(f"{name} {found.value:.2f}" for name, found in names.items() if found)
+    return f"{pair.score} against {pair.metric} over {len(pair.models)} models: {found}."

@@ -9,7 +9,7 @@ needs, which in models like Llama saves the down projection: up to 4 % of a step
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_modules.commands.plan.shapes import ModelShape
@@ -71,6 +71,12 @@ def short_pass_flops(shape: ModelShape, tokens: int, context_length: int, stride
         total += forward_flops(shape, length, scored)
         total += Flops(-2.0 * (length - scored - 1) * shape.tail_weights)
     return total
+
+
+def sliding_pass_flops(shape: ModelShape, tokens: int, context_length: int) -> Flops:
+    """Count the approximate short contexts of one document: one pass in which layers attend to K tokens only."""
+    windows = tuple(min(window or context_length, context_length) for window in shape.windows)
+    return forward_flops(replace(shape, windows=windows), tokens, tokens - 1)
 
 
 def ce_step_flops(shape: ModelShape, tokens: int, checkpointing: Checkpointing) -> Flops:

@@ -31,6 +31,7 @@ class Training:
     context_length: int = 4096
     stride: int = 1024
     short_pass: bool = True  # whether short contexts are computed
+    sliding: bool = False  # whether one pass in a sliding window approximates them
     dtype: torch.dtype = torch.float32  # of the weights
     quantized: float | None = None  # bytes per weight of linear layers except the head, if they are quantized
     autocast: torch.dtype | None = torch.bfloat16  # of the matrix products in mixed precision
@@ -114,7 +115,7 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
     if training.step_copy and not training.offload:
         phases["optimizer step"] = {"temporary of the optimizer": lasting["gradients"]}
     if training.short_pass:
-        together = window_passes(training.tokens, training.rows, training.context_length, training.stride)[1]
+        together = short_passes(training)[1]
         chunk = HEAD_ROWS * shape.vocabulary * _logit_bytes(training.compute_bytes, backward=False)
         largest = max(together * activations.forward, 2.0 * together * activations.hidden + chunk)
         phases["short windows"] = {**one, "short windows, one layer or the head of a pass": largest}
@@ -164,16 +165,20 @@ def scoring_memory(
         "head": {"last hidden states, twice": 2.0 * tokens * activations.hidden, "head: a chunk of logits": chunk},
     }
     if windows is not None:
-        together = window_passes(tokens, 1, *windows)[1]
+        together = short_passes(Training(tokens, 1, *windows))[1]
         phases["short windows"] = {"one layer of the windows": together * activations.forward}
     return Memory(weights, phases)
 
 
-def window_passes(tokens: int, rows: int, context_length: int, stride: int, shared_by: int = 1) -> tuple[int, int]:
-    """Return the forward passes of a GPU over the short windows of a batch, and the tokens of the largest one."""
-    windows = rows * len(short_context_windows([0, tokens], context_length=context_length, stride=stride))
-    together = max(1, WINDOW_TOKENS_PER_PASS // (context_length + stride))
-    return math.ceil(windows / shared_by / together), min(together, windows) * (context_length + stride)
+def short_passes(training: Training) -> tuple[int, int]:
+    """Return the forward passes of a GPU over the short contexts of a batch, and its tokens in the largest one."""
+    if training.sliding:
+        return 1, math.ceil(training.tokens_per_gpu)
+    sizes = {"context_length": training.context_length, "stride": training.stride}
+    windows = training.rows * len(short_context_windows([0, training.tokens], **sizes))
+    length = sum(sizes.values())
+    together = max(1, WINDOW_TOKENS_PER_PASS // length)
+    return math.ceil(windows / training.sequence_parallel_size / together), min(together, windows) * length
 
 
 def _autocast_copies(shape: ModelShape, training: Training) -> tuple[dict[str, float], dict[str, float]]:

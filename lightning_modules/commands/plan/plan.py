@@ -17,6 +17,7 @@ from lightning_modules.commands.plan.flops import (
     necessary_flops,
     scoring_flops,
     short_pass_flops,
+    sliding_pass_flops,
 )
 from lightning_modules.commands.plan.hardware import GPU, GPUS, Range, Rates, find_rates, recognize_gpu
 from lightning_modules.commands.plan.memory import (
@@ -63,8 +64,9 @@ class Planner:
         training, names = self.training, ("objective", "window_share", "max_steps", "precision", "optimizer", "lora")
         settings = {name: getattr(self.experiment, name) for name in names} | asdict(training)
         run = {name: str(value) if isinstance(value, torch.dtype) else value for name, value in settings.items()}
-        # The configured (K, d), then those of the paper that fit into the sequence.
-        pairs = dict.fromkeys([(training.context_length, training.stride), *PAPER_OVERHEAD])
+        # The configured (K, d), a sliding window of K, and then those of the paper that fit into the sequence.
+        configured = (training.context_length, training.stride)
+        pairs = dict.fromkeys([configured, (training.context_length, None), *PAPER_OVERHEAD])
         runs = {"cross entropy": replace(training, short_pass=False)}
         if self.experiment.objective != "CrossEntropy":
             runs[self.experiment.objective] = training
@@ -73,7 +75,7 @@ class Planner:
             "gpu": {**self.gpu._asdict(), "count": training.gpus},
             "run": {**run, "rows_per_step": round(training.gpus * self.rows_per_gpu)},
             "notes": list(self.experiment.notes),
-            "training": [self._compare_step(*pair) for pair in pairs if sum(pair) < training.tokens],
+            "training": [self._compare_step(*pair) for pair in pairs if sum(filter(None, pair)) < training.tokens],
             "cost": {name: self._plan_cost(settings) for name, settings in runs.items()},
             "memory": self._plan_memory(),
             "scoring": self._plan_scoring(),
@@ -93,20 +95,22 @@ class Planner:
             memory=self.memory.peak / GIB,
         )
 
-    def _compare_step(self, context_length: int, stride: int) -> dict[str, Any]:
-        """Compare LongCE with these windows to cross entropy."""
-        training = replace(self.training, context_length=context_length, stride=stride, short_pass=True)
+    def _compare_step(self, context_length: int, stride: int | None) -> dict[str, Any]:
+        """Compare LongCE with these windows, or with a sliding one if ``stride`` is None, to cross entropy."""
+        settings, sliding = self.training, stride is None
+        pair = (context_length, settings.stride if stride is None else stride)
+        training = replace(settings, context_length=pair[0], stride=pair[1], short_pass=True, sliding=sliding)
         flops, _, seconds = self._estimate_step(training)
-        ce, pair = self.cross_entropy.total, (context_length, stride)
+        ce = self.cross_entropy.total
         return {
             "context_length": context_length,
             "stride": stride,
-            "configured": pair == (self.training.context_length, self.training.stride),
+            "configured": (*pair, sliding) == (settings.context_length, settings.stride, settings.sliding),
             "ce_tflop": ce / 1e12,
             "short_pass_tflop": (flops.total - ce) / 1e12,
             "overhead": flops.total / ce - 1,
             "longce_step_seconds": seconds,
-            "paper_overhead": PAPER_OVERHEAD.get(pair) if training.tokens == PAPER_TOKENS else None,
+            "paper_overhead": None if sliding or training.tokens != PAPER_TOKENS else PAPER_OVERHEAD.get(pair),
         }
 
     def _plan_cost(self, training: Training) -> dict[str, Any]:
@@ -128,7 +132,9 @@ class Planner:
         Computation hides the transfers that it does not wait for, or hides none.
         """
         flops, batches = self.cross_entropy, self.experiment.accumulated
-        if training.short_pass:
+        if training.short_pass and training.sliding:
+            flops += sliding_pass_flops(self.shape, training.tokens, training.context_length)
+        elif training.short_pass:
             short = short_pass_flops(self.shape, training.tokens, training.context_length, training.stride)
             flops += short * self.experiment.window_share
         transfers = transfer_seconds(self.shape, self.activations, training, self.gpu, batches=batches)

@@ -42,7 +42,9 @@ def _format_header(plan: dict[str, Any]) -> Iterator[str]:
 def _format_training(plan: dict[str, Any]) -> Iterator[str]:
     yield "TRAINING: TFLOP per sequence, LongCE compared to cross entropy (CE), and time per optimizer step"
     columns = {
-        "K / d": lambda row: f"{row['context_length']} / {row['stride']}{' *' if row['configured'] else ''}",
+        "K / d": lambda row: (
+            f"{row['context_length']} / {row['stride'] or 'sliding'}{' *' if row['configured'] else ''}"
+        ),
         "CE TFLOP": lambda row: f"{row['ce_tflop']:,.4g}",
         "short pass TFLOP": lambda row: f"{row['short_pass_tflop']:,.4g}",
         "LongCE over CE": lambda row: _format_overhead(row["overhead"]),

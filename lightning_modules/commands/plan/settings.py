@@ -93,6 +93,7 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         context_length=model.context_length,
         stride=model.stride,
         short_pass=objective.uses_short_context,
+        sliding=model.short_context_method == "sliding_window",
         dtype=cast or stored_dtype(config, loading.dtype),
         autocast=autocast,
         quantized=None if quantization is None else QUANTIZED_BYTES[4 if quantization.get("load_in_4bit") else 8],

@@ -5,7 +5,7 @@ A GPU sends and receives at a fraction of its bandwidth. Between nodes, all GPUs
 
 from lightning_modules.commands.plan.activations import ActivationBytes
 from lightning_modules.commands.plan.hardware import GPU
-from lightning_modules.commands.plan.memory import Training, window_passes
+from lightning_modules.commands.plan.memory import Training, short_passes
 from lightning_modules.commands.plan.shapes import ModelShape
 
 BANDWIDTH = 0.8
@@ -25,8 +25,7 @@ def transfer_seconds(
     size, gpus = training.compute_bytes, training.gpus
     # Sharded weights are gathered in the forward pass, again in the backward pass, and in each pass of short windows.
     # Gradients are summed in every micro-batch, in float32 unless all is float32 already.
-    windows = (training.rows, training.context_length, training.stride, training.sequence_parallel_size)
-    gathers = batches * (2 + training.short_pass * window_passes(training.tokens, *windows)[0])
+    gathers = batches * (2 + training.short_pass * short_passes(training)[0])
     weights, gradients = float(shape.parameters), float(shape.trained)
     seconds = {}
     if training.sharded:

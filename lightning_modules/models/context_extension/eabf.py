@@ -52,6 +52,8 @@ def scaled_attention(attention: Callable[..., Any], module: nn.Module, query: Te
                 f"`{type(module).__name__}` does not pass positions to its attention, which EABF needs: extend this"
                 " model with another method, such as 'abf'."
             )
+        if (window := kwargs.get("attention_window")) is not None:
+            positions = positions.clamp(max=window.size - 1)  # as in a document of this length
         scale = entropy_scale(positions, rope["original_max_position_embeddings"])[:, None, :, None]
         query = (query * scale).to(query.dtype)  # promoted to float32 and rounded once
     return attention(module, query, *args, **kwargs)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from lightning_modules.models.attention import DOCUMENT_SDPA, register_document_attention
+from lightning_modules.models.attention import DOCUMENT_SDPA, document_attention, register_document_attention
 from lightning_modules.models.context_extension.eabf import EABF, scaled_attention
 from lightning_modules.models.context_extension.patterns import PATTERNS, Pattern, Rotary
 from lightning_modules.models.context_extension.patterns.settings import PATTERN_SETTINGS
@@ -105,6 +105,11 @@ class RopeTypeAttention:
     def __call__(self, module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Compute attention with ``[B, H, T, D]`` queries and the arguments of transformers."""
         rope_type = own_type(getattr(module, "config", None))
+        window = kwargs.get("attention_window")
+        if window is not None and self.attention is not document_attention:  # flash attention, without sinks
+            if window.sinks:
+                raise ValueError("`sink_tokens` needs torch's attention: set `attn_implementation` to sdpa.")
+            kwargs["sliding_window"] = min(window.size, kwargs.get("sliding_window") or window.size)
         if rope_type is None:
             return self.attention(module, query, *args, **kwargs)
         return rope_type.attend(self.attention, module, query, *args, **kwargs)

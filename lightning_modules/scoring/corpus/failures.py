@@ -32,7 +32,9 @@ def check_failures(
     documents: Counter[str] = Counter()
     for file, numbers in rows.items():
         documents[source(file)] += len(numbers)
-    failures = _count_reasons(shards, source)
+    failures, left_out = _count_reasons(shards, source)
+    for example, count in left_out.most_common(_MAX_REASONS):
+        _log.info("%s document(s) %s", f"{count:,}", example)
     too_many = {name: reasons for name, reasons in failures.items() if reasons.total() / documents[name] > allowed}
     if too_many and complete:
         raise IncompleteError(
@@ -48,20 +50,23 @@ def check_failures(
         _log.log(level, "Failed documents, %s `data.allowed_failures` allows:\n%s", amount, report)
 
 
-def _count_reasons(shards: ScoreShards, source: Callable[[str], str]) -> dict[str, Counter[str]]:
-    """Count failed documents by source and kind of reason, with its first document as an example; most first."""
+def _count_reasons(shards: ScoreShards, source: Callable[[str], str]) -> tuple[dict[str, Counter[str]], Counter[str]]:
+    """Count failed documents by source and kind of reason, most first, and documents left out by kind of reason.
+
+    The first document with a reason is its example.
+    """
     failures: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    left_out: Counter[str] = Counter()
     examples: dict[tuple[str, str], str] = {}
     for batch in shards.batches(["key", "file", "row", "error"]):
         for row in batch.filter(pyarrow.compute.is_valid(batch.column("error"))).to_pylist():
-            if row["error"].startswith(LEFT_OUT):
-                continue
-            name = source(row["file"])
+            is_failure = not row["error"].startswith(LEFT_OUT)
+            name = source(row["file"]) if is_failure else ""
             reason = re.sub(r"^\S.*?:\d+: ", "", row["error"])  # without the file and line, which the example has
             kind = _VARYING_TEXT.sub("", reason.replace(f"'{row['key']}'", ""))
             example = f"{reason[:_MAX_CHARACTERS]} (row {row['row']} of '{row['file']}')"
-            failures[name][examples.setdefault((name, kind), example)] += 1
-    return dict(sorted(failures.items(), key=lambda pair: -pair[1].total()))
+            (failures[name] if is_failure else left_out)[examples.setdefault((name, kind), example)] += 1
+    return dict(sorted(failures.items(), key=lambda pair: -pair[1].total())), left_out
 
 
 def _format_report(failures: Mapping[str, Counter[str]], documents: Mapping[str, int]) -> str:

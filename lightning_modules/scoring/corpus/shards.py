@@ -118,6 +118,11 @@ class ScoreShards:
             with self._open_shard(name) as file:
                 yield from file.iter_batches(columns=list(columns), use_threads=False)
 
+    def table(self, columns: Sequence[str]) -> pyarrow.Table:
+        """Read some columns of all shards."""
+        batches = (batch.replace_schema_metadata() for batch in self.batches(columns))
+        return pyarrow.Table.from_batches(batches, self.schema(columns).remove_metadata())
+
     def header(self) -> dict[str, Any]:
         """Return the header of the first shard; raise a ``ValueError`` for a folder without shards."""
         self.schema()

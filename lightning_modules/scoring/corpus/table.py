@@ -19,7 +19,7 @@ TokenType = Literal["float16", "float32"]
 
 # In this order, with the corpus's columns after the first and the scores before the last.
 _REF_COLUMNS = {"key": pyarrow.string(), "file": pyarrow.string(), "row": pyarrow.int64()}
-_TRUNCATED_COLUMN = {"truncated": pyarrow.bool_()}
+_TEXT_COLUMNS = {"truncated": pyarrow.bool_(), "text_hash": pyarrow.string()}
 _ERROR_COLUMN = {"error": pyarrow.string()}
 _ARROW_TYPES = {int: pyarrow.int64(), float: pyarrow.float64()}
 
@@ -46,7 +46,7 @@ class ScoreTable:
         if per_token is not None:
             value, index = (pyarrow.float16() if per_token == "float16" else pyarrow.float32()), pyarrow.int32()
             tokens = dict(zip(PER_TOKEN, map(pyarrow.list_, (value, value, index, index)), strict=True))
-        before_scores = {**_REF_COLUMNS, **column_types, **_TRUNCATED_COLUMN}
+        before_scores = {**_REF_COLUMNS, **column_types, **_TEXT_COLUMNS}
         self.schema = pyarrow.schema({**before_scores, **scores, **_ERROR_COLUMN, **tokens})
         self.contexts = contexts
         self.per_token = per_token
@@ -60,7 +60,7 @@ class ScoreTable:
 
     def add(self, ref: DocumentRef, scores: TokenScores | Failed) -> None:
         """Add the row of a document."""
-        row = {"key": ref.key, "file": ref.file, "row": ref.row, "truncated": ref.truncated}
+        row = {name: value for name, value in ref._asdict().items() if name not in ("columns", "error")}
         row |= ref.columns
         if isinstance(scores, Failed):
             row["error"] = scores.reason
@@ -102,7 +102,7 @@ def _null_before(start: int, values: Tensor) -> pyarrow.Array:
 
 def find_reserved_names(names: Sequence[str]) -> list[str]:
     """Return the columns of a corpus that have the name of a column of scores."""
-    reserved = {*_REF_COLUMNS, *_TRUNCATED_COLUMN, *_ERROR_COLUMN, *COLUMNS, *PER_TOKEN, "text"}
+    reserved = {*_REF_COLUMNS, *_TEXT_COLUMNS, *_ERROR_COLUMN, *COLUMNS, *PER_TOKEN, "text"}
     return sorted(name for name in names if name in reserved or name.startswith("ladder_"))
 
 

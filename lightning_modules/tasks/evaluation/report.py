@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,17 @@ from lightning_modules.tasks.evaluation.summary import (
     summarize,
 )
 from lightning_modules.tasks.questions.registry import IN_ESSAYS
-from lightning_modules.visualization.images import STYLE, as_svg
+from lightning_modules.visualization.images import COLORS, INK, PANEL, STYLE, as_svg
 from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_text_table, write_report
 
+_BARS = 4  # tasks beyond which the intervals of a figure would hide its lines
 _CAPTIONS = {
-    "lengths": "Score by length, with 95% intervals.",
+    "lengths": f"Score by length, with 95% intervals for at most {_BARS} tasks.",
     "heat_map": "Score by length and depth of the answer.",
     "heat_maps": "The same for each task.",
     "depths": "Score by depth of the answer, with 95% intervals.",
 }
-_COLUMNS = 4
+_COLUMNS = 2
 
 
 def write_task_report(folder: Path, results: Sequence[TaskResult], settings: Mapping[str, Any], missing: int) -> None:
@@ -43,15 +45,16 @@ def write_task_report(folder: Path, results: Sequence[TaskResult], settings: Map
     pictures = {name: as_svg(figure) for name, figure in figures(summary).items()}
     blocks: list[Block] = [
         "Scores in percent, with 95% intervals (Wilson; questions about one text count as dependent).",
-        score_table(summary),
+        score_table(summary)._replace(folded=False),
         *_describe_summary(summary, missing, settings),
+        *([Heading("Curves and maps")] if pictures else ()),
         *(Picture(name, _CAPTIONS[name]) for name in pictures),
     ]
     if summary.perplexities is not None:
         blocks += [Heading("Perplexity of answer tokens / of all other tokens"), perplexity_table(summary)]
     if summary.questions:
         blocks += [Heading("Some answers"), answer_table(results)]
-    values = [(name, json.dumps(value)) for name, value in settings.items()]
+    values = [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in settings.items()]
     blocks += [Heading("Settings"), Table(("setting", "value"), values)]
     write_report(folder, f"Long-context tasks: {settings['model']}", blocks, pictures, numbers, name="results")
 
@@ -164,25 +167,26 @@ def figures(summary: Summary) -> dict[str, Figure]:
 def score_by_length(scores: Mapping[tuple[str, int], Score], averages: Mapping[int, float]) -> Figure:
     """Draw a line for each task, a thick line for their average, and RULER's threshold."""
     tasks = list(dict.fromkeys(task for task, _ in scores))
-    figure = Figure(figsize=(7.2, max(3.6, 1.2 + 0.2 * len(tasks))), layout="constrained")
+    width, height = PANEL
+    figure = Figure(figsize=(width, height + 0.09 * len(tasks)), layout="constrained")
     axis = figure.subplots()
-    colours = matplotlib.colormaps["tab20" if len(tasks) > 10 else "tab10"]
-    for number, task in enumerate(tasks):
+    looks = zip(cycle("osD^vP*"), cycle(COLORS), strict=False)
+    for task, (marker, color) in zip(tasks, looks, strict=False):
         points = sorted((length, score) for (name, length), score in scores.items() if name == task)
         lengths, means = [length for length, _ in points], [score.mean for _, score in points]
-        ends = np.array([score.interval or (score.mean, score.mean) for _, score in points])
-        axis.errorbar(
-            lengths, means, np.abs(ends.T - means), fmt=".-", color=colours(number), lw=1, capsize=2, label=task
-        )
+        axis.plot(lengths, means, color=color, lw=1, marker=marker, markersize=3, label=task)
+        if len(tasks) <= _BARS:
+            ends = np.array([score.interval or (score.mean, score.mean) for _, score in points])
+            axis.vlines(lengths, *ends.T, color=color, lw=0.8)
     if len(tasks) > 1:
-        axis.plot(list(averages), list(averages.values()), "ko-", lw=2.5, markersize=5, label="average")
-    axis.axhline(RULER_THRESHOLD, color="grey", ls=":", lw=1, label=f"RULER's threshold, {RULER_THRESHOLD}")
+        axis.plot(list(averages), list(averages.values()), "o-", color=INK, lw=2.5, markersize=5, label="average")
+    axis.axhline(RULER_THRESHOLD, color=COLORS[-1], ls=":", lw=1, label=f"RULER's threshold, {RULER_THRESHOLD}")
     ticks = sorted({length for _, length in scores})
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [short(length) for length in ticks])
     axis.set_xticks([], minor=True)
     axis.set(xlabel="length (tokens)", ylabel="score (%)", ylim=(-3, 103))
-    figure.legend(loc="outside right upper", fontsize=7, frameon=False)
+    figure.legend(loc="outside lower left", ncols=2, fontsize=7)
     return figure
 
 
@@ -191,18 +195,15 @@ def heat_maps(matrices: Mapping[str, Matrix]) -> Figure:
     single = len(matrices) == 1
     columns = min(_COLUMNS, len(matrices))
     rows = -(-len(matrices) // columns)
-    size = (2.6 * columns + 0.8, 2.4 * rows + 0.2)
-    if single:
-        (matrix,) = matrices.values()
-        size = (max(3.4, 1.9 + 0.62 * len(matrix.lengths)), 1.2 + 0.29 * len(matrix.depths))
-    figure = Figure(figsize=size, layout="constrained")
+    height = 1.4 + 0.15 * max(len(matrix.depths) for matrix in matrices.values()) if single else 1.5 * rows + 0.6
+    figure = Figure(figsize=(PANEL[0], height), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat[len(matrices) :]:
         axis.set_axis_off()
     for axis, (title, matrix) in zip(axes.flat, matrices.items(), strict=False):
         image = _draw_cells(axis, matrix, numbers=single)
-        axis.set_title(title, fontsize=8)
-    figure.colorbar(image, ax=axes, label="score (%)", shrink=0.8)
+        axis.set_title(title)
+    figure.colorbar(image, ax=axes, label="score (%)", location="top", aspect=40)
     figure.supxlabel("length (tokens)", fontsize=8)
     figure.supylabel("depth of the answer (%)", fontsize=8)
     return figure
@@ -210,17 +211,16 @@ def heat_maps(matrices: Mapping[str, Matrix]) -> Figure:
 
 def position_curves(matrix: Matrix) -> Figure:
     """Draw scores by depth with 95% intervals, a line for each length: a U shape if the middle is lost."""
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    figure = Figure(figsize=PANEL, layout="constrained")
     axis = figure.subplots()
-    shades = matplotlib.colormaps["viridis"](np.linspace(0.9, 0, max(2, len(matrix.lengths))))
     lengths = [short(length) for length in matrix.lengths]
-    for shade, length, scores, low, high in zip(shades[-len(lengths) :], lengths, *matrix[2:], strict=True):
+    for color, length, scores, low, high in zip(cycle(COLORS), lengths, *matrix[2:], strict=False):
         known = ~np.isnan(scores)
         depths = 100 * np.array(matrix.depths)[known]
-        axis.plot(depths, scores[known], "o-", color=shade, markersize=4, label=length)
-        axis.fill_between(depths, low[known], high[known], color=shade, alpha=0.15, lw=0)
+        axis.plot(depths, scores[known], "o-", color=color, markersize=3, label=length)
+        axis.fill_between(depths, low[known], high[known], color=color, alpha=0.12, lw=0)
     axis.set(xlabel="depth of the answer (%): 0 front, 100 end", ylabel="score (%)", ylim=(-3, 103))
-    figure.legend(title="tokens", loc="outside right upper", fontsize=7, frameon=False)
+    figure.legend(title="length (tokens)", title_fontsize=8, loc="outside lower left", ncols=4)
     return figure
 
 
@@ -233,6 +233,7 @@ def _draw_cells(axis: Axes, matrix: Matrix, *, numbers: bool) -> Any:
     cells = matrix.scores.T
     image = axis.imshow(cells, cmap="viridis", vmin=0, vmax=100, aspect="auto")
     axis.set_facecolor("#ddd")  # for cells without measurements
+    axis.grid(visible=False)
     every = max(1, len(matrix.depths) // 10) if numbers else max(1, len(matrix.depths) // 5)
     places = range(0, len(matrix.depths), every)
     axis.set_yticks(places, [f"{100 * matrix.depths[place]:.0f}" for place in places], fontsize=7)
@@ -240,6 +241,6 @@ def _draw_cells(axis: Axes, matrix: Matrix, *, numbers: bool) -> Any:
     if numbers:
         for (row, column), score in np.ndenumerate(cells):
             if not np.isnan(score):
-                colour = "black" if score > 60 else "white"
-                axis.text(column, row, f"{score:.0f}", ha="center", va="center", color=colour, fontsize=7)
+                color = "black" if score > 47 else "white"  # a contrast of 4.5 or more with each color of the map
+                axis.text(column, row, f"{score:.0f}", ha="center", va="center", color=color, fontsize=7)
     return image

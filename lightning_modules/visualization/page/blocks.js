@@ -12,7 +12,14 @@ function shade(lsd) {
   return step === 0 ? "" : (lsd > 0 ? "h" : "w") + step;
 }
 
-/** Cuts the document behind line breaks; where a line goes on for long, at a space, or anywhere at last. */
+/** Whether a block of this many tokens may end between two texts: behind a sentence, later a word, at last a letter. */
+function mayEnd(before, after, size) {
+  if (/[ \t]$/.test(before) || /^[ \t]/.test(after)) return size >= 2.5 * BLOCK || /[.!?…][\p{Pe}\p{Pf}"']{0,2}[ \t]?$/u.test(before);
+  if (size < 2.5 * BLOCK || before.endsWith("\u200d") || /^[\p{M}\p{Emoji_Modifier}\u200d\n]/u.test(after)) return false;
+  return size >= LONGEST_BLOCK || !(/[\p{L}\p{N}]$/u.test(before) && /^[\p{L}\p{N}]/u.test(after));
+}
+
+/** Cuts the document behind line breaks, and a long line where `mayEnd` allows it. */
 function cutBlocks(data) {
   const { text, start, stop, count } = data, firsts = [0];
   let reached = 0;  // end of the characters of all tokens so far: never cut a character that has several tokens
@@ -20,10 +27,8 @@ function cutBlocks(data) {
     reached = Math.max(reached, stop[token - 1]);
     const size = token - firsts.at(-1);
     if (size < BLOCK || start[token] < reached || start[token] === stop[token]) continue;
-    const before = text.slice(Math.max(reached - 1, 0), start[token]), after = text.slice(start[token], start[token] + 2);
-    const space = size >= 2 * BLOCK && (/[ \t]$/.test(before) || /^[ \t]/.test(after));
-    const anywhere = size >= LONGEST_BLOCK && !before.endsWith("\u200d") && !/^[\p{M}\p{Emoji_Modifier}\u200d\n]/u.test(after);
-    if (before.endsWith("\n") || space || anywhere) firsts.push(token);
+    const before = text.slice(Math.max(reached - 4, 0), start[token]), after = text.slice(start[token], start[token] + 2);
+    if (before.endsWith("\n") || (size >= 2 * BLOCK && mayEnd(before, after, size))) firsts.push(token);
   }
   return firsts.map((first, index) => {
     const last = firsts[index + 1] ?? count;

@@ -63,6 +63,18 @@ class Card {
     if (this.cell && (more || this.marks !== this.marked())) this.show(this.cell);
   }
 
+  /** A cell in a few words, for the handle of the closed sheet. */
+  brief(cell) {
+    if (!cell) return ["Choose a token for its details"];
+    const text = element("bdi", "", ...visible(this.data.text.slice(cell.from, cell.to))), { lsd, long } = this.data;
+    const numbers = ` LSD ${number(lsd[cell.first])}, LCL ${number(long[cell.first])} `;
+    return [text, cell.first > 0 ? numbers : " not scored", ...this.chip(cell.first)];
+  }
+
+  chip(token) {
+    return this.mask[token] ? [element("span", "chip", "key token")] : [];
+  }
+
   marked() {
     return this.cell ? this.mask.slice(this.cell.first, this.cell.last).join() : "";
   }
@@ -78,7 +90,7 @@ class Card {
 
   token(token, cell) {
     const { data } = this, scored = token > 0;
-    const chip = this.mask[token] ? [element("span", "chip", "key token")] : [];
+    const chip = this.chip(token);
     const title = element("div", "token", ...visible(data.vocabulary[data.token[token]]));
     title.dir = "auto";
     const part = cell.last - cell.first > 1 ? `, part of ${data.text.slice(cell.from, cell.to)}` : "";
@@ -130,7 +142,7 @@ class Card {
       const says = low === 0 ? "not scored" : percent(Math.exp(judged.long[low]));
       found.push(element("li", "", text, element("span", "", says)));
     }
-    return [element("div", "columns", element("div", "", element("h3", "", "evaluated model"), element("ol", "", ...found)))];
+    return [element("div", "columns", element("div", "", element("h2", "", "evaluated model"), element("ol", "", ...found)))];
   }
 
   alternatives(token) {
@@ -142,7 +154,7 @@ class Card {
       for (const { text, probability, own } of alternativesOf(data, this.arrays, name, token)) {
         list.append(element("li", own ? "own" : "", element("span", "", ...visible(text)), element("span", "", percent(probability))));
       }
-      return element("div", "", element("h3", "", `${name} context`), list);
+      return element("div", "", element("h2", "", `${name} context`), list);
     };
     return [element("div", "columns", column("long"), column("short"))];
   }

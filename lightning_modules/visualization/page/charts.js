@@ -127,6 +127,7 @@ class Scatter {
   }
 
   draw() {
+    if (this.canvas.clientWidth === 0) return;  // in the closed sheet
     const { context, width: full } = canvasContext(this.canvas), { x0, y0, width, height } = this.area();
     const x = (lsd) => x0 + ((lsd - this.low) / (this.high - this.low)) * width, y = (lcl) => y0 + (lcl / this.least) * height;
     const clampX = (lsd) => Math.min(x0 + width, Math.max(x0, x(lsd))), clampY = (lcl) => Math.min(y0 + height, Math.max(y0, y(lcl)));

@@ -13,6 +13,7 @@ class Page {
     this.timeline = new Timeline(data, this.mask, find("timeline"), (token) => this.go(token));
     this.scatter = new Scatter(data, find("scatter"), (alpha, beta) => this.setThresholds(alpha, beta));
     this.pending = new Set();
+    this.folds();
     this.thresholds();
     this.pointing();
     this.steps();
@@ -25,6 +26,15 @@ class Page {
     if (this.pending.has(name)) return;
     this.pending.add(name);
     requestAnimationFrame(() => { this.pending.delete(name); work(); });
+  }
+
+  /** Opens every fold on a wide screen. On a narrow one they begin closed, so that most of it is text. */
+  folds() {
+    const narrow = matchMedia("(max-width: 920px)"), folds = document.querySelectorAll("details");
+    const arrange = () => folds.forEach((fold) => { fold.open = !narrow.matches; });
+    narrow.addEventListener("change", arrange);
+    arrange();
+    find("panel").addEventListener("toggle", () => this.soon("scatter", () => this.scatter.draw()));
   }
 
   thresholds() {
@@ -54,6 +64,7 @@ class Page {
   apply(alpha, beta) {
     find("alpha-slider").value = alpha;
     find("beta-slider").value = Math.max(beta, find("beta-slider").min);
+    find("tuned").textContent = `${alpha}, ${String(beta).replace("-Infinity", "−∞").replace("-", "−")}`;
     Object.assign(this.scatter, { alpha, beta });
     this.soon("thresholds", () => {
       markKeyTokens(this.data, this.scatter.alpha, this.scatter.beta, this.mask);
@@ -63,6 +74,7 @@ class Page {
       this.timeline.draw();
       this.scatter.draw();
       this.card.refresh();
+      this.brief();
       this.place();
     });
   }
@@ -108,8 +120,13 @@ class Page {
 
   show(cell) {
     this.card.show(cell);
+    this.brief();
     this.scatter.current = cell ? cell.first : null;
     this.soon("scatter", () => this.scatter.draw());
+  }
+
+  brief() {
+    find("brief").replaceChildren(...this.card.brief(this.card.cell));
   }
 
   pointing() {
@@ -129,11 +146,14 @@ class Page {
   steps() {
     find("next").addEventListener("click", () => this.step(1));
     find("previous").addEventListener("click", () => this.step(-1));
+    const help = find("help"), toggle = () => (help.open ? help.close() : help.showModal());
+    for (const id of ["help-open", "help-close"]) find(id).addEventListener("click", toggle);
     addEventListener("keydown", (event) => {
       if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input")) return;
+      if (help.open && event.key !== "?") return;
       const within = find("document").contains(event.target), { current } = this.view;
       const moves = {
-        n: () => this.step(1), p: () => this.step(-1),
+        n: () => this.step(1), p: () => this.step(-1), "?": toggle,
         ArrowRight: within && (() => this.go(current ? Math.min(current.last, this.data.count - 1) : this.start())),
         ArrowLeft: within && (() => this.go(current ? Math.max(current.first - 1, 0) : this.start())),
       };

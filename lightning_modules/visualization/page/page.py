@@ -4,7 +4,6 @@ import html
 import json
 import math
 import os
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,10 +26,8 @@ from lightning_modules.visualization.page.payload import (
     span_arrays,
     utf8,
 )
-from lightning_modules.visualization.report import read_resource, source_hash
+from lightning_modules.visualization.report import read_resource, render
 
-_MODEL_FIGURES = """<div class="key"><dt>LongPPL of model</dt><dd id="model-longppl">{}</dd></div>
-<div><dt>perplexity of model</dt><dd>{}</dd></div>"""
 _SCRIPTS = ("data.js", "key_tokens.js", "blocks.js", "card.js", "charts.js", "main.js")
 
 
@@ -72,23 +69,16 @@ class Inspection:
     def html(self) -> str:
         """Return the page."""
         script = f"(() => {{\n'use strict';\n{''.join(read_resource(f'page/{name}') for name in _SCRIPTS)}}})();"
-        style = read_resource("theme.css") + read_resource("page/page.css")
         found = self.alternatives
         alternatives = {} if found is None else alternative_arrays(found, self._shown_ids, self._first_short)
-        safe = {
-            "script": script,
-            "style": style,
-            "script_hash": source_hash(script),
-            "style_hash": source_hash(style),
-            "scores": pack(self._script_arrays()),
-            "alternatives": pack(alternatives),
-            "model_figures": ""
-            if self.model is None
-            else _MODEL_FIGURES.format(*map(_format_perplexity, self.model.perplexities())),
-        }
-        escaped = {name: html.escape(value) for name, value in self._page_texts().items()}
-        # Fill all placeholders in one pass, so that a value's content is never taken for a placeholder.
-        return re.sub(r"\[\[(\w+)\]\]", lambda place: (safe | escaped)[place[1]], read_resource("page/page.html"))
+        return render(
+            "page/page.html",
+            script=script,
+            style=read_resource("theme.css") + read_resource("page/page.css"),
+            scores=pack(self._script_arrays()),
+            alternatives=pack(alternatives),
+            **self._page_texts(),
+        )
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the page atomically."""
@@ -100,9 +90,8 @@ class Inspection:
         shown = self._page_texts()
         parts = [f"{shown['tokens']} tokens", f"{shown['key_tokens']} key tokens ({shown['share']})"]
         parts += [f"LongPPL {shown['longppl']}", f"perplexity {shown['perplexity']}"]
-        if self.model is not None:
-            longppl, perplexity = map(_format_perplexity, self.model.perplexities())
-            parts.append(f"{self.model.name}: LongPPL {longppl}, perplexity {perplexity}")
+        if model := shown["model"]:
+            parts.append("{name}: LongPPL {longppl}, perplexity {perplexity}".format(**model))
         return f"{self.name}: {', '.join(parts)}"
 
     def _repr_html_(self) -> str:
@@ -117,8 +106,13 @@ class Inspection:
         """Index of the first token whose short context is shorter than the long one."""
         return min(self.scores.context_length + self.scores.stride, len(self.scores.long))
 
-    def _page_texts(self) -> dict[str, str]:
-        scores = self.scores
+    def _page_texts(self) -> dict[str, Any]:
+        scores, model = self.scores, None
+        if self.model is not None:
+            names = ("longppl", "perplexity")
+            model = dict(
+                zip(names, map(_format_perplexity, self.model.perplexities()), strict=True), name=self.model.name
+            )
         key = evaluator_key_tokens(scores, alpha=self.alpha, beta=self.beta)
         longppl, perplexity = map(_format_perplexity, perplexities(scores.long, key))
         longest_short = scores.context_length + scores.stride - 1
@@ -130,14 +124,12 @@ class Inspection:
             "longest_short": f"{longest_short:,}",
             "alpha": f"{self.alpha:g}",
             "beta": "" if self.beta == -math.inf else f"{self.beta:g}",
-            "beta_shown": f"{self.beta:g}",
             "tokens": f"{len(key):,}",
             "key_tokens": f"{int(key.sum()):,}",
             "share": f"{100 * float(key.double().mean()):.2f}%",
             "longppl": longppl,
             "perplexity": perplexity,
-            "of_evaluator": "" if self.model is None else " of evaluator",
-            "model_sentence": "" if self.model is None else f" The evaluated model is {self.model.name}.",
+            "model": model,
         }
 
     def _script_arrays(self) -> dict[str, np.ndarray[Any, Any]]:

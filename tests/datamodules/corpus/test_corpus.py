@@ -28,6 +28,7 @@ from datamodules.sources import records
 from datamodules.sources.locations import RemoteFile
 from lightning_modules.batch import IGNORE_INDEX, DocumentRef
 from lightning_modules.scoring.corpus.shards import ExistingScores
+from lightning_modules.scoring.token_scores import text_sha256
 
 COLUMNS = CorpusColumns("text", None, ())
 
@@ -292,7 +293,9 @@ def test_settings_of_the_data_module(folder, word_tokenizer):
     corpus.setup("predict")
     (first, second) = list(corpus.predict_dataloader())
     assert first["text"] == ["a b"]
-    assert first["document_refs"] == [DocumentRef("b.jsonl:0", "b.jsonl", 0, {}, truncated=True)]
+    assert first["document_refs"] == [
+        DocumentRef("b.jsonl:0", "b.jsonl", 0, {}, truncated=True, text_hash=text_sha256("a b c"))
+    ]
     assert first["labels"].tolist() == [[IGNORE_INDEX, 2]]
     assert second["document_refs"][0].truncated is False
     assert corpus.read_progress() == (2, True, [])

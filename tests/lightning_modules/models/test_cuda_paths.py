@@ -18,8 +18,9 @@ from lightning_modules.models import attention as attention_module
 from lightning_modules.models import short_context
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.context_extension.rope_types import register_rope_types
 from lightning_modules.models.optimizations import use_bfloat16_residual
-from lightning_modules.models.short_context import long_and_short
+from lightning_modules.models.short_context import long_and_short, sliding_window_log_likelihood
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.scoring.evaluator import score_text
 from tests.conftest import make_text, tiny_model
@@ -119,6 +120,38 @@ def test_a_short_pass_in_float8_waits_as_little():
         training_step(backbone, host_batch(512, 4), short_dtype="float8")
     assert recorded.waits.total() == 2, recorded.waits
     assert not recorded.copies
+
+
+@pytest.mark.parametrize(
+    ("attention", "sinks", "kernel"),
+    [("sdpa", 0, "sdpa with mask (1, 1, 64,"), ("sdpa", 4, "sdpa with mask (1, 1, 64,"), ("flash", 0, "of 32")],
+)
+def test_a_short_pass_in_a_sliding_window_waits_as_little(attention, sinks, kernel):
+    register_rope_types()
+    for tokens, documents in SIZES:
+        with cuda_model(attention=attention) as (backbone, recorded):
+            training_step(backbone, host_batch(tokens, documents), short_context="sliding_window", sink_tokens=sinks)
+        assert recorded.waits.total() == 2, recorded.waits
+        assert not recorded.copies
+        assert not recorded.masks
+        assert any(kernel in call[0] for call in recorded.attention), recorded.attention
+
+
+def test_sinks_of_a_sliding_window_need_the_attention_of_torch():
+    register_rope_types()
+    with cuda_model(attention="flash") as (backbone, _), pytest.raises(ValueError, match="attn_implementation"):
+        training_step(backbone, host_batch(512, 4), short_context="sliding_window", sink_tokens=4)
+
+
+def test_one_call_attends_within_the_windows_of_all_packed_documents(monkeypatch):
+    monkeypatch.setattr(attention_module, "can_use_flash_attention", lambda params: True)
+    for tokens, documents in SIZES:
+        with cuda_model() as (backbone, recorded):
+            batch = batch_to(host_batch(tokens, documents), GPU)
+            sliding_window_log_likelihood(backbone, batch, context_length=K)
+        calls = {call[0]: count for call, count in recorded.attention.items()}
+        assert calls == {"varlen in a window of 32": LAYERS}
+        assert not recorded.waits
 
 
 def test_a_sliding_window_needs_a_mask_and_waits_as_little():

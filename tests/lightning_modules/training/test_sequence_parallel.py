@@ -46,7 +46,8 @@ VARIANTS = {
         "short_window_share": 0.5,
     },
 }
-RUNS = [("ddp", "longce"), ("ddp", "cross entropy"), ("fsdp", "lora")]
+VARIANTS["sliding window"] = {**VARIANTS["longce"], "short_context": "sliding_window", "sink_tokens": 2}
+RUNS = [("ddp", "longce"), ("ddp", "sliding window"), ("ddp", "cross entropy"), ("fsdp", "lora")]
 STRATEGIES = {"ddp": UlyssesStrategy, "fsdp": FullyShardedUlyssesStrategy}
 
 

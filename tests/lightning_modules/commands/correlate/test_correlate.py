@@ -10,6 +10,7 @@ from lightning_modules.commands.correlate.command import correlate
 from lightning_modules.commands.correlate.models import join
 from lightning_modules.commands.correlate.result_files import Measured
 from lightning_modules.statistics import compare_correlations
+from tests.support.browser import check_page, launch_chromium
 
 TABLE = published()["tables"]["table5"]
 MODELS = list(TABLE["rows"])
@@ -50,10 +51,10 @@ def test_published_perplexities_against_scores(files, tmp_path, capsys):
     assert difference["spearman"] == {"value": expected.value, "interval": [*expected.interval], "p": expected.p}
     assert f"longppl - perplexity  {len(MODELS)}" in printed
     report = (tmp_path / "out" / "report.md").read_text()
-    assert "figures/LongBench.svg" in report
-    svg = (tmp_path / "out" / "figures" / "LongBench.svg").read_text()
+    assert "figures/LongBench-longppl.svg" in report
+    svg = (tmp_path / "out" / "figures" / "LongBench-longppl.svg").read_text()
     assert svg.startswith("<?xml")
-    assert all(f"<!-- {model} -->" in svg for model in MODELS)
+    assert all(f">{model}</text>" in svg for model in MODELS)
     assert "data:image/svg+xml" in (tmp_path / "out" / "report.html").read_text()
 
 
@@ -61,12 +62,14 @@ def test_published_perplexities_against_scores(files, tmp_path, capsys):
 def test_what_does_not_count_is_said(files, tmp_path):
     (tmp_path / "more.csv").write_text("model,longppl,perplexity,LongBench,RULER\nA,nan,3,40,1\nB,2,3,,\nC,2,inf,9,\n")
     said = correlate([*files, str(tmp_path / "more.csv")], str(tmp_path / "out"), scores=["LongBench"])
-    assert "A: longppl is nan." in said
+    assert "A: longppl is not a number." in said
     assert "B: no LongBench." in said
-    assert "C: perplexity is inf." in said
+    assert "C: perplexity is infinite." in said
     pairs = json.loads((tmp_path / "out" / "correlation.json").read_text())["pairs"]
     assert [len(pair["models"]) for pair in pairs] == [len(MODELS) + 1, len(MODELS) + 1]  # and C, and A
     assert set(pairs[0]["left_out"]) == {"A", "B"}
+    with launch_chromium() as browser:
+        check_page(browser, tmp_path / "out" / "report.html")
     assert "1 models are too few" in correlate([*files, str(tmp_path / "more.csv")], str(tmp_path / "out"))
 
 
@@ -133,4 +136,4 @@ def test_means_over_other_lengths_are_not_thrown_together(tmp_path):
 def test_names_that_look_alike_have_figures_of_their_own(tmp_path):
     (tmp_path / "a.csv").write_text("model,longppl,a/b,a b\nA,1,3,5\nB,2,2,6\nC,3,1,9\n")
     correlate([str(tmp_path / "a.csv")], str(tmp_path / "out"))
-    assert {path.name for path in (tmp_path / "out" / "figures").iterdir()} == {"a_b.svg", "a_b-1.svg"}
+    assert {path.name for path in (tmp_path / "out" / "figures").iterdir()} == {"a_b-longppl.svg", "a_b-longppl-1.svg"}

@@ -18,10 +18,11 @@ from lightning_modules.commands.plan.flops import (
     forward_flops,
     scoring_flops,
     short_pass_flops,
+    sliding_pass_flops,
 )
 from lightning_modules.commands.plan.shapes import ModelShape
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.short_context import long_and_short, short_log_likelihood
+from lightning_modules.models.short_context import long_and_short, short_log_likelihood, sliding_window_log_likelihood
 from tests.conftest import tiny_config
 
 aten = torch.ops.aten
@@ -141,6 +142,18 @@ def test_short_pass_is_what_the_backbone_does(context_length, stride):
     gemm, _ = counted(lambda: short_log_likelihood(model, row(), **run))
     planned = short_pass_flops(shape, TOKENS, context_length, stride)
     assert planned.gemm == gemm
+
+
+def test_a_sliding_pass_is_a_forward_pass_with_fewer_pairs():
+    config = tiny_config("gemma2", head_dim=16, sliding_window=12, layer_types=["sliding_attention", "full_attention"])
+    shape = ModelShape.of(config)
+    planned, whole = sliding_pass_flops(shape, TOKENS, 20), forward_flops(shape, TOKENS, TOKENS - 1)
+    assert planned.gemm == whole.gemm
+    pairs = sum(attention_pairs(TOKENS, window) for window in (12, 20))
+    assert planned.attention == shape.pair_flops * pairs < whole.attention
+    model = backbone(tiny_config())
+    gemm, _ = counted(lambda: sliding_window_log_likelihood(model, row(), context_length=20))
+    assert gemm == sliding_pass_flops(ModelShape.of(tiny_config()), TOKENS, 20).gemm
 
 
 def test_scoring_is_what_the_backbone_does():

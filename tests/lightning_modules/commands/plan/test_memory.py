@@ -10,8 +10,8 @@ from lightning_modules.commands.plan.memory import (
     Training,
     lasting_memory,
     scoring_memory,
+    short_passes,
     training_memory,
-    window_passes,
 )
 from lightning_modules.commands.plan.shapes import ModelShape
 
@@ -145,9 +145,10 @@ def test_offloaded_parts_move_to_main_memory(eight):
 
 
 def test_windows_of_a_pass():
-    assert window_passes(32768, 1, 4096, 1024) == (5, 6 * 5120)  # 27 windows
-    assert window_passes(32768, 1, 4096, 1024, shared_by=4) == (2, 6 * 5120)
-    assert window_passes(6000, 1, 4096, 1024) == (1, 5120)  # only one window
-    assert window_passes(6000, 4, 4096, 1024) == (1, 4 * 5120)
-    assert window_passes(131072, 1, 65536, 1024) == (63, 66560)
-    assert window_passes(4000, 1, 4096, 1024) == (0, 0)
+    assert short_passes(Training(32768, 1, 4096, 1024)) == (5, 6 * 5120)  # 27 windows
+    assert short_passes(Training(32768, 1, 4096, 1024, sequence_parallel_size=4)) == (2, 6 * 5120)
+    assert short_passes(Training(6000, 1, 4096, 1024)) == (1, 5120)  # only one window
+    assert short_passes(Training(6000, 4, 4096, 1024)) == (1, 4 * 5120)
+    assert short_passes(Training(131072, 1, 65536, 1024)) == (63, 66560)
+    assert short_passes(Training(4000, 1, 4096, 1024)) == (0, 0)
+    assert short_passes(Training(32768, 2, sliding=True, sequence_parallel_size=4)) == (1, 16384)

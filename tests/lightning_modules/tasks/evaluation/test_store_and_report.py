@@ -11,6 +11,7 @@ from lightning_modules.tasks.evaluation.evaluation import ResultStore
 from lightning_modules.tasks.evaluation.questions import TaskResult
 from lightning_modules.tasks.evaluation.report import as_text, figures, write_task_report
 from lightning_modules.tasks.evaluation.summary import summarize
+from tests.support.browser import check_page, launch_chromium
 
 SETTINGS = {"model": "a/b", "seed": 0, "mode": "teacher_forced"}
 
@@ -158,6 +159,13 @@ def test_the_report_holds_numbers_answers_and_figures(tmp_path):
     assert "| lines | 1.649 / 20.09 | 1.649 / 20.09 |" in text
     for figure in (tmp_path / "figures").iterdir():
         xml.dom.minidom.parse(str(figure))
+
+
+@pytest.mark.slow
+def test_the_report_is_sound_on_every_screen(tmp_path):
+    write_task_report(tmp_path, GRID, {**SETTINGS, "haystack": None}, missing=0)
+    with launch_chromium() as browser:
+        check_page(browser, tmp_path / "report.html")
 
 
 def test_the_table_for_a_terminal():

@@ -5,12 +5,16 @@ import pytest
 from lightning_modules.functional import key_token_mask, long_perplexity
 from tests.conftest import make_text
 from tests.lightning_modules.visualization.page.conftest import NASTY, make_inspection
-from tests.support.browser import launch_chromium, run_in_page
+from tests.support.browser import check_page, launch_chromium, run_in_page
 
-LOADED = """
-        while (performance.getEntriesByName("longce-complete").length === 0) {
-          await new Promise((done) => setTimeout(done, 5));
-        }"""
+COMPLETE = 'performance.getEntriesByName("longce-complete").length > 0'
+WAIT = "while (!({})) await new Promise((done) => setTimeout(done, 5));"
+LOADED = WAIT.format(COMPLETE)
+
+
+def wait_until(page, condition):
+    """Wait in the page, whose policy forbids playwright's own way, which evaluates text."""
+    page.evaluate(f"async () => {{ {WAIT.format(condition)} }}")
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +84,71 @@ def test_the_frame_of_a_notebook_shows_the_page(browser, tokenizer, tmp_path):
     found = run_in_page(browser, frame, "return document.querySelector('iframe').contentDocument === null;")
     assert found["result"] is True  # an origin of its own: it cannot reach the notebook
     assert found["messages"] == []
+
+
+@pytest.mark.limit(3)
+def test_the_page_is_sound_on_every_screen(browser, tokenizer, tmp_path):
+    check_page(browser, make_inspection(tokenizer, name="a" * 200).save(tmp_path / "page.html"))
+
+
+def share_of_text(page):
+    """The share of the screen's height between the bar and the sheet."""
+    return page.evaluate("""() => {
+      const top = (selector) => document.querySelector(selector).getBoundingClientRect();
+      return (top("aside").top - top("#bar").bottom) / innerHeight;
+    }""")
+
+
+def test_most_of_a_phone_shows_text_and_the_rest_unfolds(browser, tokenizer, tmp_path):
+    path = make_inspection(tokenizer, text=make_text(400)).save(tmp_path / "page.html")
+    page = browser.new_page(viewport={"width": 360, "height": 740})
+    page.goto(path.as_uri())
+    wait_until(page, COMPLETE)
+    assert share_of_text(page) >= 0.6
+    page.keyboard.press("n")
+    assert "LSD" in page.inner_text("#brief")
+    assert not page.is_visible("#card")
+    assert not page.is_visible("#alpha")
+    page.click("#brief")
+    page.click("#tune summary")
+    assert page.is_visible("#card .bars")
+    assert page.is_visible("#beta")
+    assert page.evaluate("document.getElementById('scatter').clientWidth") > 200
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    page.set_viewport_size({"width": 1200, "height": 900})
+    assert page.is_visible("#card .bars")
+    assert not page.is_visible("#brief")
+
+
+def test_everything_can_be_done_from_the_keyboard(browser, tokenizer, tmp_path):
+    path = make_inspection(tokenizer, text=make_text(400)).save(tmp_path / "page.html")
+    page = browser.new_page(viewport={"width": 1200, "height": 900})
+    page.goto(path.as_uri())
+    wait_until(page, COMPLETE)
+    focused = "document.activeElement.id || document.activeElement.className"
+    walk = []
+    for _ in range(9):
+        page.keyboard.press("Tab")
+        walk.append(page.evaluate(focused))
+        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
+    fields = ["alpha-slider", "alpha", "beta-slider", "beta", "reset"]
+    assert walk == [*fields, "previous", "next", "help-open", "document"]
+    page.keyboard.press("ArrowRight")
+    first = page.inner_text("#card .where >> nth=0")
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text("#card .where >> nth=0") != first
+    page.keyboard.press("?")
+    assert page.is_visible("#help")
+    assert page.evaluate(focused) == "help-close"
+    page.keyboard.press("n")  # does nothing behind the list of keys
+    page.keyboard.press("Escape")
+    assert not page.is_visible("#help")
+    page.keyboard.press("n")
+    assert " of " in page.inner_text("#place")
+    page.focus("#alpha-slider")
+    counted = page.inner_text("#count")
+    page.keyboard.press("End")
+    wait_until(page, f"document.getElementById('count').textContent !== '{counted}'")
+    page.focus("#reset")
+    page.keyboard.press("Enter")
+    wait_until(page, f"document.getElementById('count').textContent === '{counted}'")

@@ -7,13 +7,11 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
-import pytest
 import torch
 
 from lightning_modules.functional import key_token_mask, long_perplexity
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens
-from lightning_modules.visualization import page
 from lightning_modules.visualization.page import ModelScores
 from tests.lightning_modules.visualization.page.conftest import NASTY, as_json, make_inspection, unpacked
 
@@ -172,8 +170,3 @@ def test_special_tokens_may_say_that_they_stand_anywhere(inspection):
     arrays = unpacked(replace(inspection, scores=replace(inspection.scores, offsets=offsets)).html(), "scores")
     assert (arrays["advance"] < 1000).all()
     assert arrays["length"][100] == arrays["length"][-1] == 0
-
-
-def test_the_former_name_of_model_scores_works_with_a_warning():
-    with pytest.warns(UserWarning, match="`EvaluatedModel` is now called `ModelScores`"):
-        assert page.EvaluatedModel is ModelScores

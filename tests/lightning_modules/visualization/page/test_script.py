@@ -107,6 +107,18 @@ def test_blocks_and_cells_make_up_the_document(inspection):
     assert all(block["text"].endswith("\n") or block["last"] - block["first"] >= 440 for block in found[:-1])
 
 
+@pytest.mark.parametrize(
+    ("sentence", "end"),
+    [("ba ce di fo gu. ", r"gu\. ?$"), ('(ba ce, di "fo gu?") ', r'gu\?"\) ?$'), ("ba ce di fo ", r"(ba|ce|di|fo) ?$")],
+)
+def test_a_block_of_a_long_line_ends_with_a_sentence_or_a_word(tokenizer, sentence, end):
+    inspection = make_inspection(tokenizer, text=sentence * 500)
+    found = run(inspection, "return cutBlocks(data).map(({ from, to }) => data.text.slice(from, to));")
+    assert len(found) > 3
+    assert all(re.search(end, text) for text in found)
+    assert "".join(found) == sentence * 500
+
+
 def test_no_block_ends_within_a_character(tokenizer):
     inspection = make_inspection(tokenizer, text="x" + "🙂" * 600)
     body = """

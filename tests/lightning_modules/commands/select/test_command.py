@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import datasets
+import duckdb
 import numpy as np
 import pandas as pd
 import pyarrow
@@ -14,10 +16,13 @@ from datamodules import DocumentCorpus, MixtureDataModule, TextDataModule
 from datamodules.corpus.files import find_corpus
 from lightning_modules.batch import DocumentRef
 from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.select import MEANS, meets_conditions, report, select, write_weights
+from lightning_modules.commands.select.choice import meets_conditions
+from lightning_modules.commands.select.command import MEANS, report, select
+from lightning_modules.commands.select.output import write_mixture, write_weights
 from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards
 from lightning_modules.scoring.corpus.table import ScoreTable, count_rows, find_reserved_names
 from lightning_modules.scoring.document_scorer import Failed
+from lightning_modules.scoring.token_scores import text_sha256
 from tests.lightning_modules.scoring.corpus.test_columns import make_scores
 
 CONTEXTS = (4, 8)
@@ -40,7 +45,8 @@ def scored(tmp_path):
     order = np.random.default_rng(0).permutation(24)
     for place, number in enumerate(order.tolist()):
         name = "x/a.parquet" if number < 12 else "x/b.jsonl"
-        ref = DocumentRef(f"d{number}", name, number % 12, {"source": "ab"[number % 2]})
+        text_hash = text_sha256(f"text {number}\nline")
+        ref = DocumentRef(f"d{number}", name, number % 12, {"source": "ab"[number % 2]}, text_hash=text_hash)
         scores = make_scores(12 + number, number, ladder=(CONTEXTS[: 1 + number % 2], 3))
         table.add(ref, Failed("broken") if number == 5 else scores)
         if place % 8 == 7:
@@ -216,7 +222,7 @@ def test_conditions_without_a_meaning(where, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("secret.csv").write_text("a\n1\n")
     documents = pyarrow.table({"tokens": [1, 2], "key": ["a", "b"]})
-    with pytest.raises(ValueError, match=r"(?s)not a valid condition .*of these columns: tokens, key"):
+    with pytest.raises(ValueError, match=r"(?s)is not valid .*of these columns: tokens, key"):
         meets_conditions(documents, where)
 
 
@@ -320,4 +326,64 @@ def test_the_command(scored, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["select", str(scored / "scores"), "--where", "tokens >"])
     assert stopped.value.code == 2
-    assert "not a valid condition" in capsys.readouterr().err
+    assert "is not valid" in capsys.readouterr().err
+
+
+def test_repeated_texts_and_samples_are_chosen_in_this_order(scored):
+    rows = pyarrow.parquet.read_table(scored / "scores").to_pylist()
+    assert len({row["text_hash"] for row in rows if row["error"] is None}) == 23
+    assert keys(scored, unique=True) == keys(scored)
+    drawn = keys(scored, where="tokens > 20", sample=4, sample_weight="tokens * (source = 'b')::INT", seed=7)
+    assert len(drawn) == 4
+    assert drawn <= {row["key"] for row in rows if row["source"] == "b" and (row["tokens"] or 0) > 20}
+    assert keys(scored, top=8, sample=4) < keys(scored, top=8)
+    some = keys(scored, sample_tokens=100)
+    assert 60 < sum(row["tokens"] for row in rows if row["key"] in some) <= 100
+
+
+@pytest.mark.limit(3)  # reads with datasets
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_documents_are_read_by_other_programs_and_trained_on(scored, ending, word_tokenizer_folder, monkeypatch):
+    """Infinite perplexities do not make the lines invalid JSON."""
+    for path in (scored / "scores").glob("*.parquet"):
+        table = pyarrow.parquet.read_table(path)
+        place = table.schema.get_field_index("perplexity")
+        infinite = pyarrow.array([float("inf")] * len(table), pyarrow.float64())
+        pyarrow.parquet.write_table(table.set_column(place, table.schema.field(place), infinite), path)
+    path, mixture = scored / f"docs{ending}", scored / "mixture.yaml"
+    select(str(scored / "scores"), by="source", output=str(path), mixture=str(mixture))
+    read = {".jsonl": (pd.read_json, "json"), ".parquet": (pd.read_parquet, "parquet")}[ending]
+    found = read[0](path, **({"lines": True} if ending == ".jsonl" else {}))
+    loaded = datasets.load_dataset(read[1], data_files=str(path), split="train", cache_dir=str(scored / "cache"))
+    assert sorted(found["key"]) == sorted(loaded["key"]) == sorted(keys(scored))
+    assert duckdb.sql(f"SELECT count(*), count(text) FROM '{path}'").fetchall() == [(23, 23)]
+    monkeypatch.setenv("LONGCE_CACHE", str(scored / "tokens"))
+    settings = yaml.safe_load(mixture.read_text())["data"]["init_args"]
+    tokens = found.groupby("source")["tokens"].sum()
+    assert {name: source["weight"] for name, source in settings["sources"].items()} == tokens.to_dict()
+    module = MixtureDataModule(word_tokenizer_folder, sequence_length=8, isolate_documents=False, **settings)
+    assert set(settings["evaluate_on"]) <= {"a", "b"}
+    module.prepare_data()
+    module.setup("fit")
+    assert set(module.mixed_rows) == {"a", "b"}
+    assert len(module.validation.documents) >= 1
+
+
+def test_a_mixture_of_sources_too_small_to_hold_any_out(tmp_path):
+    chosen = pd.DataFrame({"source": ["a", "b"], "tokens": [3, 5], "text_hash": ["f" * 64, "e" * 64]})
+    write_mixture(tmp_path / "m.yaml", chosen, tmp_path / "d.parquet", "kind")
+    settings = yaml.safe_load((tmp_path / "m.yaml").read_text())["data"]["init_args"]
+    assert set(settings) == {"sources"}
+    assert settings["sources"]["b"]["init_args"]["where"] == ["kind", "b"]
+    assert "holdout" not in settings["sources"]["a"]["init_args"]
+
+
+@pytest.mark.limit(2)  # draws five figures
+def test_the_page_is_that_of_the_selected_documents(scored):
+    page = scored / "pages" / "page.html"
+    select(str(scored / "scores"), by="source", where="tokens > 20", page=str(page))
+    content = page.read_text()
+    assert "15 documents that meet <code>tokens &gt; 20</code>" in content
+    assert "Context ladder" in content
+    with pytest.raises(ValueError, match=r"`mixture` needs a column of text .* `by` is 'folder'"):
+        select(str(scored / "scores"), by="folder", output=str(scored / "d.jsonl"), mixture=str(scored / "m.yaml"))

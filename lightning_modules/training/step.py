@@ -1,16 +1,49 @@
-"""Sums over the tokens of one optimizer step, for the logged means."""
+"""Parts of a training step: its short pass, and sums over its tokens for the logged means."""
 
 import math
+import zlib
 from collections.abc import Iterable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_modules.batch import IGNORE_INDEX
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.functional import ShortContext
+from lightning_modules.models.optimizations import short_precision
+from lightning_modules.models.short_context import short_log_likelihood, sliding_window_log_likelihood
 from lightning_modules.objectives import Objective
-from lightning_modules.training.sequence_parallel import sequence_group
+from lightning_modules.training.sequence_parallel import SequenceGroup, sequence_group
+
+
+def score_short_context(module: Any, batch: PackedBatch, batch_idx: int, group: SequenceGroup | None) -> ShortContext:
+    """Score a training batch in short contexts as a `LongContextLM` is configured, without gradient."""
+    backbone = module.backbone
+    float8 = module.float8_layers.replace(backbone.decoder, module.global_step)
+    with (
+        short_precision(module.device, module.short_dtype),
+        float8 if module.short_dtype == "float8" else nullcontext(),
+    ):
+        if module.short_context_method == "sliding_window":
+            score = None if group is None else partial(group.sharded_log_likelihood, backbone)
+            sizes = {"context_length": module.context_length, "sinks": module.sink_tokens}
+            return sliding_window_log_likelihood(backbone, batch, **sizes, score=score)
+        # The windows drawn depend on the batch's number over all epochs, so that a resumed run draws the same ones.
+        batches = module.trainer.fit_loop.epoch_loop.total_batch_idx if module._trainer else batch_idx
+        seed = zlib.crc32(f"{torch.initial_seed()} {batches} {module.global_rank}".encode())
+        return short_log_likelihood(
+            backbone,
+            batch,
+            context_length=module.context_length,
+            stride=module.stride,
+            window_fraction=module.short_window_share,
+            seed=seed if group is None else group.broadcast(seed),
+            shared_by=None if group is None else group.processes,
+        )
 
 
 class TrainingStatistics:

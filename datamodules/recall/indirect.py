@@ -1,0 +1,112 @@
+"""Documents of the synthetic language whose answers have to be inferred: few of them repeat what was said."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from typing_extensions import override
+
+from datamodules.recall.documents import Inference, Word, Writer
+from datamodules.recall.language import (
+    ABOUT,
+    FIELDS,
+    FORMS,
+    GENRES,
+    SAME,
+    SET,
+    THEME,
+    VERBS,
+    WORDS_PER_GENRE,
+    genre_words,
+    value_forms,
+)
+
+
+class IndirectWriter(Writer):
+    """Writer of one document, event by event.
+
+    - ``let city anibe`` (25 %) gives a name one of 64 values, in the first of its four forms;
+    - ``same king city`` (15 %) gives a name the value of another one;
+    - ``recall king danbe`` (45 %) is an answer, in the second form of the value; ``cite`` and ``quote`` ask for the
+      third and the fourth. A reader knows the value in another form, or as that of another name;
+    - ``about fablla`` (15 %) is one of the 12 words of the genre, in the first quarter of the document. Later there is
+      ``theme fable`` instead, an answer: the genre is named nowhere else, so it needs the gist of these words.
+    """
+
+    @override
+    def words(self, length: int) -> list[Word]:
+        words: list[Word] = []
+        history = _History()
+        for part in self.parts(length):
+            if part[-1].kind == "answer":
+                part = [*part[:-1], history.annotate(part, len(words))]
+            history.read(part, len(words))
+            words.extend(part)
+        return words[:length]
+
+    @override
+    def parts(self, length: int) -> Iterator[list[Word]]:
+        rng, slot = self.rng, self.slot
+        local = self.local(length + 2 * slot)
+        genre = GENRES[rng.integers(len(GENRES))]
+        unset, values = rng.permutation(FIELDS).tolist(), dict[str, int]()
+        yield [Word(next(local))]
+        written = 1
+        while written < length:
+            event = self._infer_event(genre, unset, values, early=written < length / 4)
+            between = int(rng.integers(1, 2 * (slot - len(event))))
+            if event:
+                yield event
+            yield [Word(next(local)) for _ in range(between)]
+            written += len(event) + between
+
+    def _infer_event(self, genre: str, unset: list[str], values: dict[str, int], *, early: bool) -> list[Word]:
+        """Draw the next event, if any; a name that gets its value moves from `unset` to `values`."""
+        rng = self.rng
+        kind = rng.random()
+        if kind < 0.25 and unset:
+            name = unset.pop()
+            values[name] = int(rng.integers(len(value_forms())))
+            return [Word(SET, "other"), Word(name, "other"), Word(value_forms()[values[name]][0], "other")]
+        if 0.25 <= kind < 0.4 and unset and values:
+            name, other = unset.pop(), [*values][rng.integers(len(values))]
+            values[name] = values[other]
+            return [Word(SAME, "other"), Word(name, "other"), Word(other, "other")]
+        if 0.4 <= kind < 0.85 and values:
+            name, form = [*values][rng.integers(len(values))], int(rng.integers(1, FORMS))
+            answer = Word(value_forms()[values[name]][form], "answer")
+            return [Word(VERBS[form - 1], "other"), Word(name, "other"), answer]
+        if kind >= 0.85 and early:
+            return [Word(ABOUT, "other"), Word(genre_words()[genre][rng.integers(WORDS_PER_GENRE)], "about")]
+        return [Word(THEME, "other"), Word(genre, "answer")] if kind >= 0.85 else []
+
+
+class _History:
+    """What a reader of a document knows so far."""
+
+    def __init__(self) -> None:
+        self.mentions: dict[str, int] = {}  # index at which a name's value was last mentioned, in any form
+        self.links: defaultdict[str, dict[str, int]] = defaultdict(dict)  # names with the same value, and where
+        self.said: set[tuple[str, ...]] = set()
+
+    def read(self, part: list[Word], place: int) -> None:
+        """Note what an event at this index says."""
+        texts, end = tuple(word.text for word in part), place + len(part) - 1
+        if texts[0] == SAME:
+            self.links[texts[1]][texts[2]] = self.links[texts[2]][texts[1]] = end
+        elif part[0].kind == "other":
+            self.mentions[THEME if texts[0] in (ABOUT, THEME) else texts[1]] = end
+            self.said.add(texts)
+
+    def annotate(self, part: list[Word], place: int) -> Word:
+        """Return the answer with its distance from the place it can be inferred from, and how."""
+        texts = tuple(word.text for word in part)
+        name = THEME if texts[0] == THEME else texts[1]
+        how: Inference = "gist" if name == THEME else "paraphrase" if name in self.mentions else "hops"
+        distance = place + len(part) - 1 - self._last(name, place, frozenset())
+        return part[-1]._replace(distance=distance, inference="repeat" if texts in self.said else how)
+
+    def _last(self, name: str, through: int, visited: frozenset[str]) -> int:
+        """Return the index from which on the text alone no longer determines the value of a name."""
+        others = [(other, index) for other, index in self.links[name].items() if other not in visited]
+        linked = [self._last(other, min(through, index), visited | {name}) for other, index in others]
+        return max([min(through, self.mentions.get(name, -1)), *linked])

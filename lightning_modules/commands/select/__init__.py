@@ -1,0 +1,1 @@
+"""``longce select``: documents of a corpus by their scores."""

@@ -1,0 +1,1 @@
+"""HTML page of the scores of a corpus."""

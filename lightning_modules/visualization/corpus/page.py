@@ -1,0 +1,225 @@
+"""HTML page of the scores of a corpus: histograms by source, examples, and a slider for thresholds."""
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import pyarrow
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from lightning_modules.scoring.corpus.shards import ScoreShards
+from lightning_modules.visualization.corpus.summary import COLUMNS, CorpusSummary, Thresholds
+from lightning_modules.visualization.images import PANEL, STYLE, as_svg
+from lightning_modules.visualization.report import (
+    Block,
+    Heading,
+    Link,
+    Picture,
+    Table,
+    Widget,
+    as_html,
+    read_resource,
+)
+
+PAGE = "_report.html"
+"""Page in the folder of the scores; readers of parquet folders skip names with an underscore."""
+
+INSPECTED = "inspect"
+"""Folder for pages of documents, beside the page of their corpus."""
+
+_METRICS = {
+    "key_token_ratio": "key-token ratio",
+    "benefit_mean": "mean LSD, nats",
+    "lsd_mass": "LSD mass, nats",
+    "tokens": "length, tokens",
+}
+_SQL = {name: name for name in _METRICS} | {"lsd_mass": "benefit_mean * compared_tokens"}  # of columns of the scores
+_MEANS = ("key_token_ratio", "benefit_mean", "lsd_mass", "longppl", "perplexity")
+_EXAMPLES, _EXCERPT = 8, 60  # documents of each kind, and characters of their keys
+_SHOWN_THRESHOLDS = 9  # of each column, in a table
+
+_INTRODUCTION = (
+    "The long-short difference (LSD) of a token is its log-likelihood given the long context minus that given the short"
+    " one, in nats. The LSD mass of a document is their sum over its tokens that have a short context. The outermost"
+    " bins include the documents beyond them."
+)
+_SLIDER = """<p><label for="metric">Keep documents whose</label> <select id="metric">{}</select>
+<label for="threshold">is above</label> <input type="range" id="threshold" min="0" max="1" step="1" value="0"></p>
+<p><output id="kept" for="metric threshold" aria-live="polite">The slider needs JavaScript.</output></p>"""
+
+
+def write_page(shards: ScoreShards, source_of_file: Callable[[str], str]) -> None:
+    """Write `PAGE` into the folder of the scores.
+
+    Sources are those of the column ``source``, if the corpus has one, or else of the files.
+    """
+    names = shards.schema().names
+    own = ["source"] if "source" in names else []
+    ladder = [name for name in names if name.startswith("ladder_") and name.endswith("_mean")]
+    table = shards.table([*COLUMNS, "error", *ladder, *own])
+    table = table.filter(table["error"].is_null())
+    if not len(table):
+        return
+    if own:
+        sources = table["source"].cast(pyarrow.string()).fill_null("-").combine_chunks()
+    else:
+        files = table["file"].combine_chunks().dictionary_encode()
+        sources = pyarrow.array([source_of_file(file) for file in files.dictionary.to_pylist()]).take(files.indices)
+    folder = shards.folder.local or Path()
+    page = corpus_page(table, sources, shards.header(), str(shards.folder), folder=folder)
+    shards.folder.write(PAGE, page.encode())
+
+
+def corpus_page(
+    documents: pyarrow.Table,
+    sources: pyarrow.Array,
+    header: Mapping[str, Any],
+    scores: str,
+    *,
+    folder: Path,
+    conditions: str | None = None,
+) -> str:
+    """Return the page; its size does not depend on the number of documents.
+
+    Args:
+        documents: Rows of scores that are not failures, with `summary.COLUMNS` and the columns of a context ladder.
+        sources: Name of each document's source.
+        header: Header of the shards (`ScoreShards.header`).
+        scores: Folder of the scores, for the title.
+        folder: Folder of the page. Example documents link to their page in its folder `INSPECTED`, if it exists, and
+            otherwise show the command that makes it.
+        conditions: SQL by which the documents were selected.
+    """
+    summary = CorpusSummary(documents, sources)
+    totals = summary.totals(_MEANS)
+    total = [int(totals[name].sum()) for name in ("documents", "sum_tokens")]
+    thresholds = {column: summary.thresholds(column) for column in _METRICS}
+    selected = f" that meet `{conditions}`" if conditions else ""
+    blocks: list[Block] = [f"{total[0]:,} documents{selected} with {total[1]:,} tokens.", _INTRODUCTION]
+    pictures: dict[str, str] = {}
+
+    blocks.append(Heading("Distributions"))
+    for column, label in _METRICS.items():
+        edges, counts = summary.histogram(column, log=column == "tokens")
+        pictures[column] = draw_histogram(edges, counts, label, log=column == "tokens")
+        blocks.append(Picture(column, f"Documents by {label}"))
+    blocks.append(_tabulate(totals.rename(columns={"sum_tokens": "tokens"})))
+    if summary.ladder:
+        shortest, means = _compare_with_shortest(summary)
+        pictures["ladder"] = draw_ladder(means)
+        caption = f"Mean LSD of longer contexts over one of {shortest} tokens, nats"
+        blocks += [Heading("Context ladder"), Picture("ladder", caption), _tabulate(means)]
+
+    options = "".join(f'<option value="{column}">{label}</option>' for column, label in _METRICS.items())
+    blocks += [Heading("Thresholds"), Widget(_SLIDER.format(options)), _tabulate_thresholds(thresholds, total)]
+    blocks.append(Heading("Examples"))
+    for kind, rows in summary.examples("benefit_mean", _EXAMPLES).items():
+        blocks += [kind, *_tabulate_documents(rows, header, folder)]
+    data = {"TOTAL": total, "THRESHOLDS": thresholds, "SQL": _SQL}
+    constants = "".join(f"const {name} = {json.dumps(value)};\n" for name, value in data.items())
+    script = f"(() => {{\n'use strict';\n{constants}{read_resource('corpus/thresholds.js')}}})();"
+    return as_html(f"Corpus {scores}", blocks, pictures, script=script)
+
+
+def draw_histogram(
+    edges: NDArray[np.float64], counts: Mapping[str, NDArray[np.int64]], label: str, *, log: bool = False
+) -> str:
+    """Return a histogram as SVG: the ``[N]`` documents of each source between ``[N + 1]`` edges, stacked."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=PANEL, layout="constrained")
+        plot = figure.subplots()
+        plot.set(xlabel=label, ylabel="documents", xscale="log" if log else "linear")
+        below = np.zeros(len(edges) - 1)
+        for source, count in counts.items():
+            plot.stairs(below + count, edges, baseline=below, fill=True, label=source)
+            below = below + count
+        if len(counts) > 1:
+            figure.legend(loc="outside upper left", ncols=2)
+        return as_svg(figure)
+
+
+def draw_ladder(means: pd.DataFrame) -> str:
+    """Return curves as SVG: a value of each source (index) by context length (columns)."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=PANEL, layout="constrained")
+        plot = figure.subplots()
+        plot.set(xlabel="longer context, tokens", ylabel="mean LSD, nats")
+        for source, values in means.iterrows():
+            plot.plot(means.columns, values.to_numpy(), marker="o", markersize=3, label=str(source))
+        figure.legend(loc="outside upper left", ncols=2)
+        return as_svg(figure)
+
+
+def _compare_with_shortest(summary: CorpusSummary) -> tuple[str, pd.DataFrame]:
+    """Return the shortest context length, and by source the mean benefit of each longer one over it."""
+    shortest = summary.ladder[0].split("_")[1]
+    names = {name: name.split("_")[2] for name in summary.ladder if name.split("_")[1] == shortest}
+    return shortest, summary.totals(list(names))[list(names)].rename(columns=names)
+
+
+def _tabulate(means: pd.DataFrame) -> Table:
+    """Make a table of numbers by source."""
+    rows = [[str(source), *map(_format_number, row)] for source, *row in means.itertuples(name=None)]
+    return Table(["source", *map(str, means.columns)], rows)
+
+
+def _tabulate_thresholds(thresholds: Mapping[str, Thresholds], total: Sequence[int]) -> Table:
+    rows = []
+    for column, found in thresholds.items():
+        for place in np.linspace(0, len(found) - 1, min(_SHOWN_THRESHOLDS, len(found))).astype(int).tolist():
+            value, *kept = found[place]
+            fractions = [f"{count:,} ({count / max(whole, 1):.1%})" for count, whole in zip(kept, total, strict=True)]
+            rows.append([f"`{_SQL[column]} > {value:g}`", *fractions])
+    return Table(["condition", "documents", "tokens"], rows)
+
+
+def _tabulate_documents(rows: Sequence[Mapping[str, Any]], header: Mapping[str, Any], folder: Path) -> list[Table]:
+    """Make a table of documents that link to their pages, and one of the commands that make missing pages."""
+    columns = ["tokens", "key_token_ratio", "benefit_mean", "lsd_mass", "longppl"]
+    cells, commands = [], []
+    for row in rows:
+        name = re.sub(r"[^\w.-]+", "_", row["file"])
+        page = f"{INSPECTED}/{name}-{row['row']}.html"
+        key = f"{row['key'][:_EXCERPT]}…" if len(row["key"]) > _EXCERPT else row["key"]
+        made = (folder / page).is_file()
+        if not made:
+            commands.append([key, f"`{inspect_command(row, header, folder / page)}`"])
+        numbers = [_format_number(row[column]) for column in columns]
+        cells.append([Link(key, page) if made else key, row["source"], *numbers])
+    tables = [Table(["document", "source", *columns], cells)]
+    return [*tables, Table(["document", "command for its page"], commands, folded=True)] if commands else tables
+
+
+def inspect_command(row: Mapping[str, Any], header: Mapping[str, Any], output: Path) -> str:
+    """Return the command that makes the page of a document's key tokens, with the settings of its scores."""
+    source, settings = header.get("source", {}), header.get("settings", {})
+    words = ["longce", "inspect", find_file(source.get("files", []), row["file"])]
+    if row["file"].endswith((".parquet", ".jsonl", ".json", ".gz", ".zst")):
+        words += ["--row", str(row["row"]), "--text_column", source.get("text_column", "text")]
+    words += ["--evaluator", header.get("model") or "MODEL"]
+    for name in ("context_length", "stride", "max_tokens", "alpha", "beta"):
+        words += [f"--{name}", str(settings[name])] if settings.get(name) is not None else []
+    return shlex.join([*words, "--output", str(output)])
+
+
+def find_file(searched: Sequence[str], name: str) -> str:
+    """Return the path of a file of a corpus, which results name relative to the folder or pattern ``searched``."""
+    paths = []
+    for path in searched:
+        folder = path.partition("*")[0].rpartition("/")[0] or "." if "*" in path else path.rstrip("/")
+        paths.append(path if path == name or path.endswith(f"/{name}") else f"{folder}/{name}")
+    return next((path for path in paths if os.path.exists(path)), (paths or [name])[0])
+
+
+def _format_number(value: float | None) -> str:
+    if value is None or np.isnan(value):
+        return "nan"
+    return f"{value:,}" if isinstance(value, int | np.integer) else f"{value:.4g}"

@@ -1,0 +1,81 @@
+"""The summary of a corpus: exact where the corpus is as small as the sample, and an error where nothing has text."""
+
+import json
+
+import numpy as np
+import pytest
+
+from datamodules.corpus.files import CorpusColumns, find_corpus
+from datamodules.corpus.preview import preview_corpus
+from tests.conftest import make_text
+from tests.datamodules.corpus.test_corpus import COLUMNS, write_lines, write_parquet
+
+
+def preview(folder, tokenizer, columns=COLUMNS, **settings):
+    return preview_corpus(find_corpus([str(folder)], columns), tokenizer, **settings)
+
+
+def test_text_files_are_counted_and_measured(tmp_path, tokenizer):
+    texts = [make_text(length, length) for length in (5, 20, 80)]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text)
+    found = preview(tmp_path, tokenizer, max_tokens=30)
+    tokens = [len(tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
+    assert (found.documents, found.files, found.fields) == (3, {"text": 3}, [])
+    assert sorted(found.sizes) == [len(text) for text in texts]
+    assert sorted(found.lengths) == sorted(min(count, 30) for count in tokens)
+    assert found.size == pytest.approx(sum(map(len, texts)))
+    assert found.tokens == pytest.approx(sum(found.lengths))
+    assert found.cut == pytest.approx(np.mean([count > 30 for count in tokens]))
+    told = found.describe(short_context=25, duration="an hour")
+    for part in ("3 text", "documents  3 with", "Latin 100%", "are cut at `max_tokens`", "time       an hour"):
+        assert part in told
+
+
+def test_a_large_corpus_is_estimated_from_a_few_documents(tmp_path, tokenizer, monkeypatch):
+    generator = np.random.default_rng(0)
+    texts = [make_text(length, number) for number, length in enumerate(generator.integers(1, 60, 2000).tolist())]
+    write_parquet(tmp_path / "a.parquet", texts[:1000], group=50, lang=["de"] * 1000)
+    write_lines(tmp_path / "b.jsonl", *({"text": text, "lang": "fr", "title": "x" * 40} for text in texts[1000:]))
+    counted = []
+    encode = type(tokenizer.backend_tokenizer).encode
+    monkeypatch.setattr(
+        "datamodules.corpus.preview._count_tokens",
+        lambda text, tokenizer: counted.append(text) or len(encode(tokenizer.backend_tokenizer, text).ids),
+    )
+    found = preview(tmp_path, tokenizer)
+    assert 40 <= len(counted) <= 64
+    assert found.files == {"parquet": 1, "JSON lines": 1}
+    assert found.fields == ["lang", "text", "title"]
+    assert set(found.contents) == {"de", "fr"}
+    tokens = sum(len(tokenizer(text, add_special_tokens=False).input_ids) for text in texts)
+    assert found.documents == pytest.approx(2000, rel=0.15)
+    assert found.tokens == pytest.approx(tokens, rel=0.3)
+    assert "about 2,0" in found.describe(short_context=0, duration="") or "about 1,9" in found.describe(
+        short_context=0, duration=""
+    )
+
+
+def test_scripts_of_texts_without_a_language(tmp_path, tokenizer):
+    write_lines(tmp_path / "a.jsonl", {"text": "где что"}, {"text": "abcd 漢字"}, {"text": "  "}, b"{broken")
+    found = preview(tmp_path, tokenizer)
+    assert dict(found.contents) == {"Cyrillic": 6, "Latin": 4, "CJK": 2}
+    assert len(found.sizes) == 2
+
+
+def test_no_document_with_text_is_an_error_that_names_the_fields(tmp_path, tokenizer):
+    write_lines(tmp_path / "a.jsonl", *({"body": "fine", "text": {"en": "x"}} for _ in range(3)))
+    with pytest.raises(ValueError, match=r"None of 3 documents .* must be a string, got dict.*\['body', 'text'\]"):
+        preview(tmp_path, tokenizer)
+    write_lines(tmp_path / "a.jsonl", *({"body": "fine", "text": " "} for _ in range(3)))
+    with pytest.raises(ValueError, match=r"None of 3 documents .* has text: it is empty.*data.text_column"):
+        preview(tmp_path, tokenizer)
+    columns = CorpusColumns("body", None, ())
+    assert preview(tmp_path, tokenizer, columns).documents == pytest.approx(3)
+
+
+def test_a_damaged_file_is_left_to_the_run(tmp_path, tokenizer):
+    write_parquet(tmp_path / "a.parquet", ["fine"])
+    content = json.dumps({"text": "ok"}).encode()
+    (tmp_path / "b.jsonl.gz").write_bytes(b"no gzip" + content)
+    assert preview(tmp_path, tokenizer).sizes == [4]

@@ -1,0 +1,95 @@
+"""The language whose answers have to be inferred."""
+
+from collections import Counter
+
+import pytest
+
+from datamodules import RecallDataModule
+from datamodules.recall import recall_documents, recall_tokenizer
+from datamodules.recall.documents import recall_records
+from datamodules.recall.language import ABOUT, SAME, SET, THEME, VERBS, value_forms
+
+EVENTS = {SET: 3, SAME: 3, THEME: 2, ABOUT: 2, **dict.fromkeys(VERBS, 3)}
+FAR = 128
+
+
+@pytest.fixture(scope="module")
+def records():
+    return list(recall_records(60, length=500, slot=7, seed=3, indirect=True))
+
+
+def events(words):
+    """Return index of the last word and the words of each event."""
+    texts = [word.text for word in words]
+    return [
+        (index + EVENTS[text] - 1, texts[index : index + EVENTS[text]])
+        for index, text in enumerate(texts)
+        if text in EVENTS and index + EVENTS[text] <= len(texts)
+    ]
+
+
+def meaning(value):
+    return next(number for number, forms in enumerate(value_forms()) if value in forms)
+
+
+def known(facts, name):
+    """Return what a reader of these events alone knows of a name: its value, whatever the form, or the genre."""
+    if name == THEME:
+        return any(event[0] in (ABOUT, THEME) for event in facts) or None
+    group = {name}
+    for _ in facts:
+        for event in facts:
+            if event[0] == SAME and group & set(event[1:]):
+                group |= set(event[1:])
+    mentioned = [meaning(event[2]) for event in facts if event[0] in (SET, *VERBS) and event[1] in group]
+    assert len(set(mentioned)) <= 1
+    return mentioned[0] if mentioned else None
+
+
+def test_each_answer_can_be_inferred_from_its_distance_on_and_no_later(records):
+    checked = Counter()
+    for record in records[:12]:
+        listed = events(record.words)
+        for end, event in listed:
+            answer = record.words[end]
+            if answer.kind != "answer":
+                continue
+            before = [(place, other) for place, other in listed if place < end]
+            name, start = event[0] if event[0] == THEME else event[1], end - answer.distance
+            found = known([other for place, other in before if place >= start], name)
+            assert found == (True if name == THEME else meaning(answer.text))
+            assert known([other for place, other in before if place > start], name) is None
+            assert (answer.inference == "repeat") == (event in [other for _, other in before])
+            assert answer.text == event[-1] if name == THEME else value_forms()[found][VERBS.index(event[0]) + 1]
+            checked[answer.inference] += 1
+    assert min(checked[kind] for kind in ("repeat", "paraphrase", "hops", "gist")) >= 5
+
+
+def test_counting_which_word_followed_does_not_find_far_answers(records):
+    hits = Counter()
+    for record in records:
+        after: dict[tuple[str, ...], str] = {}
+        texts = [word.text for word in record.words]
+        for index, word in enumerate(record.words):
+            contexts = (tuple(texts[max(index - 2, 0) : index]), (texts[index - 1],))
+            if word.kind == "answer" and word.distance > FAR:
+                guess = next((after[context] for context in contexts if context in after), None)
+                hits[guess == word.text] += 1
+            after |= dict.fromkeys(contexts, word.text)
+    assert hits.total() > 400
+    assert hits[True] / hits.total() < 0.4
+
+
+def test_the_spans_of_a_kind_of_answer_are_its_words(records):
+    record = records[0]
+    spans = record.spans("answer", farther_than=FAR, inference="hops")
+    words = [word for word in record.words if word.distance > FAR and word.inference == "hops"]
+    assert [record.text[start:stop] for start, stop in spans] == [word.text for word in words] != []
+
+
+def test_it_has_no_unknown_word_and_the_data_module_writes_it(records, tmp_path):
+    tokenizer = recall_tokenizer()
+    assert tokenizer.unk_token_id not in tokenizer(records[0].text).input_ids
+    data = RecallDataModule(sequence_length=64, train_documents=2, indirect=True, cache_dir=str(tmp_path))
+    texts = [document.text for document in data.source("train")]
+    assert texts == list(recall_documents(2, length=63, seed=0, indirect=True))

@@ -1,0 +1,110 @@
+"""Weighted samples are drawn as often as their weights demand, by the seed alone, and repeated texts are found."""
+
+import numpy as np
+import pandas as pd
+import pyarrow
+import pytest
+
+from lightning_modules.commands.select.choice import is_first_of_its_text, is_in_sample, sampling_weights
+from lightning_modules.commands.select.config import SelectConfig
+
+
+def documents(count, **columns):
+    generator = np.random.default_rng(0)
+    table = pd.DataFrame({"file": [f"{n % 7}.jsonl" for n in range(count)], "row": np.arange(count) // 7})
+    return table.assign(tokens=generator.integers(1, 100, count), selected=True, **columns)
+
+
+def test_a_sample_depends_on_the_seed_and_not_on_the_order():
+    table = documents(500)
+    weights = np.random.default_rng(1).exponential(size=500)
+    drawn = set(table.index[is_in_sample(table, weights, count=50, seed=3)])
+    assert len(drawn) == 50
+    order = np.random.default_rng(2).permutation(500)
+    shuffled = table.iloc[order]
+    assert set(shuffled.index[is_in_sample(shuffled, weights[order], count=50, seed=3)]) == drawn
+    assert set(table.index[is_in_sample(table, weights, count=50, seed=4)]) != drawn
+    assert drawn < set(table.index[is_in_sample(table, weights, count=60, seed=3)]), "a larger sample has more"
+    assert is_in_sample(table, None, count=1000).all()
+
+
+def test_documents_are_drawn_as_often_as_drawing_one_by_one():
+    """The reference draws one after another, each by its share of the weights that are left."""
+    weights = np.array([0.0, 1.0, 2.0, 3.0, 8.0])
+    table, seeds = documents(5), 20_000
+    # A document's random number is a hash of its place, so other places are other draws.
+    places = np.arange(5 * seeds).reshape(seeds, 5)
+    counts = np.zeros(5)
+    for rows in places[:600]:
+        counts += is_in_sample(table.assign(row=rows), weights, count=2)
+    generator, expected = np.random.default_rng(0), np.zeros(5)
+    for _ in range(seeds):
+        expected[generator.choice(5, 2, replace=False, p=weights / weights.sum())] += 1
+    np.testing.assert_allclose(counts / 600, expected / seeds, atol=0.07)
+    assert counts[0] == 0
+
+
+def test_random_numbers_of_documents_are_uniform():
+    table = documents(100_000)
+    first = np.flatnonzero(is_in_sample(table, None, count=10_000))
+    parts = np.bincount(first * 20 // len(table), minlength=20)
+    assert abs(parts - 500).max() < 5 * np.sqrt(500)
+    assert abs(table["file"].iloc[first].value_counts() / 10_000 - 1 / 7).max() < 0.02
+
+
+def test_a_number_of_tokens_is_never_exceeded():
+    table = documents(300)
+    for limit in (1, 500, 7000):
+        drawn = is_in_sample(table, None, tokens=limit)
+        assert table.loc[drawn, "tokens"].sum() <= limit
+        assert limit < 100 or table.loc[drawn, "tokens"].sum() > limit - 100
+    assert is_in_sample(table, None, tokens=10**9).all()
+
+
+def test_only_selected_documents_are_drawn():
+    table = documents(100).assign(selected=np.arange(100) % 2 == 0)
+    drawn = is_in_sample(table, np.arange(100.0), count=80)
+    assert not drawn[1::2].any()
+    assert drawn.sum() == 49, "all that are selected and have a weight"
+
+
+def test_repeated_texts_are_left_out_but_the_first():
+    table = documents(6, text_hash=["a", "b", "a", "c", "b", "a"]).assign(
+        file=["z", "y", "x", "x", "x", "x"], row=[0, 0, 2, 1, 3, 1]
+    )
+    table.loc[5, "selected"] = False
+    assert np.flatnonzero(is_first_of_its_text(table)).tolist() == [2, 3, 4]
+
+
+def test_weights_by_an_expression():
+    table = pyarrow.table({"n": [1, None, 3], "x": [0.5, 2.0, float("nan")], "key": ["a", "b", "c"]})
+    assert sampling_weights(table, "n * 2").tolist() == [2.0, 0.0, 6.0]
+    assert sampling_weights(table, "greatest(n - 2, 0)").tolist() == [0, 0, 1]
+    for expression, message in (
+        (
+            "n - 2",
+            r"is -1 for a document, and negative or not finite for 1 of 3: use for example `greatest\(n - 2, 0\)",
+        ),
+        ("x", "is nan for a document"),
+        ("key", "its value is VARCHAR, not a number"),
+        ("n > 1", "its value is BOOLEAN, not a number"),
+        ("nope", r"(?s)`sample_weight` = 'nope' is not valid.*of these columns: n, x, key"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sampling_weights(table, expression)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sample": 0}, "`sample` must be 1 or more, got 0"),
+        ({"sample_tokens": -1}, "`sample_tokens` must be 1 or more"),
+        ({"seed": -1, "sample": 1}, "`seed` must be from 0"),
+        ({"sample_weight": "tokens"}, "no effect without `sample`"),
+        ({"mixture": "m.yaml"}, "needs the documents: set `output`"),
+        ({"mixture": "m.yaml", "output": "ids.txt"}, "needs the documents: set `output`"),
+    ],
+)
+def test_options_without_a_meaning(options, message):
+    with pytest.raises(ValueError, match=message):
+        SelectConfig(**options)

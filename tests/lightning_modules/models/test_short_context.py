@@ -1,0 +1,145 @@
+"""Short contexts by one pass with a limited attention, against masks and against exact windows."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from lightning_modules.batch import IGNORE_INDEX, pack_sequence
+from lightning_modules.models.attention import AttentionWindow, register_document_attention
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.checks import check_attention_window
+from lightning_modules.models.context_extension.rope_types import register_rope_types
+from lightning_modules.models.short_context import short_log_likelihood, sliding_window_log_likelihood
+
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "attn_implementation": "sdpa",
+}
+
+
+def backbone(config=LlamaConfig, model=LlamaForCausalLM, layers=3, **settings):
+    register_rope_types()
+    torch.manual_seed(0)
+    made = model(config(**{**SIZES, "num_hidden_layers": layers, **settings})).eval()
+    made.set_attn_implementation(register_document_attention())
+    return Backbone(made)
+
+
+def documents(*lengths):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(SIZES["vocab_size"], (length,), generator=generator) for length in lengths]
+
+
+def masked(model, ids, window, sinks):
+    """Return ``[n]`` float64 log-likelihoods of a document by the model's eager attention with a mask."""
+    index = torch.arange(len(ids))
+    visible = (index[:, None] >= index) & ((index[:, None] - index < window) | (index < sinks))
+    mask = torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, -torch.inf)
+    logits = model(input_ids=ids[None], attention_mask=mask[None, None], use_cache=False).logits[0, :-1]
+    scores = logits.log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
+    return torch.cat([scores.new_zeros(1), scores])
+
+
+@pytest.mark.parametrize(
+    ("settings", "window", "sinks", "own"),
+    [
+        ({}, 16, 0, 999),
+        ({}, 1, 0, 999),
+        ({}, 70, 3, 999),
+        ({}, 200, 0, 999),
+        ({"config": MistralConfig, "model": MistralForCausalLM, "sliding_window": 40}, 16, 0, 40),
+        ({"config": MistralConfig, "model": MistralForCausalLM, "sliding_window": 40}, 90, 0, 40),
+    ],
+)
+@torch.no_grad()
+def test_a_limited_attention_is_that_of_a_mask_in_packed_documents(settings, window, sinks, own):
+    model = backbone(**settings)
+    texts = documents(150, 40, 3)
+    batch = pack_sequence(texts)
+    actual = sliding_window_log_likelihood(model, batch, context_length=window, sinks=sinks)
+    alone = [sliding_window_log_likelihood(model, pack_sequence([text]), context_length=window) for text in texts]
+    model.base_model.set_attn_implementation("eager")
+    model.double()
+    expected = torch.cat([masked(model.base_model, text, min(window, own), sinks) for text in texts])
+    scored = batch["labels"][0] != IGNORE_INDEX
+    assert torch.allclose(actual.log_likelihood[0, scored].double(), expected[scored], atol=2e-5)
+    if not sinks:
+        torch.testing.assert_close(torch.cat([each.log_likelihood for each in alone], 1), actual.log_likelihood)
+    assert actual.has_short_context.tolist() == (scored & (batch["position_ids"] > window)).tolist()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {
+            "rope_parameters": {
+                "rope_type": "eabf",
+                "rope_theta": 1000.0,
+                "original_max_position_embeddings": 6,
+                "unscaled_layers": 0,
+            }
+        },
+    ],
+)
+def test_in_one_layer_it_is_the_exact_short_context_of_k_tokens(settings):
+    model, batch = backbone(layers=1, **settings), pack_sequence(documents(60, 30))
+    exact = short_log_likelihood(model, batch, context_length=12, stride=1)
+    sliding = sliding_window_log_likelihood(model, batch, context_length=12)
+    both = exact.has_short_context
+    assert both.any()
+    assert torch.equal(both, sliding.has_short_context)
+    torch.testing.assert_close(sliding.log_likelihood[both], exact.log_likelihood[both], rtol=0, atol=2e-5)
+
+
+def test_adapters_are_part_of_it_and_it_leaves_mode_and_gradients_alone():
+    model, batch = backbone(), pack_sequence(documents(60))
+    plain = sliding_window_log_likelihood(model, batch, context_length=12).log_likelihood
+    adapted = get_peft_model(model.base_model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    trained = Backbone(adapted).train()
+    scores = sliding_window_log_likelihood(trained, batch, context_length=12).log_likelihood
+    assert trained.training
+    assert not scores.requires_grad
+    assert (scores - plain).abs().max() > 0.01
+
+
+def test_sinks_reach_every_token_of_their_own_document_and_need_full_attention():
+    model = backbone()
+    first, other = documents(60, 60)
+    changed = torch.cat([(other[:1] + 1) % SIZES["vocab_size"], other[1:]])
+    scores = {
+        (name, sinks): sliding_window_log_likelihood(
+            model, pack_sequence([first, text]), context_length=4, sinks=sinks
+        ).log_likelihood
+        for name, text in (("as is", other), ("changed", changed))
+        for sinks in (0, 1)
+    }
+    last = scores["as is", 0][0, -1] - scores["changed", 0][0, -1]
+    assert last == 0
+    assert (scores["as is", 1] - scores["changed", 1])[0, -1] != 0
+    assert torch.equal(scores["as is", 1][:, :60], scores["changed", 1][:, :60])
+    windowed = backbone(MistralConfig, MistralForCausalLM, sliding_window=8)
+    with pytest.raises(ValueError, match="needs full attention"):
+        sliding_window_log_likelihood(windowed, pack_sequence([first]), context_length=4, sinks=1)
+
+
+def test_a_model_that_ignores_the_window_is_refused():
+    model = backbone()
+    check_attention_window(model)
+    check_attention_window(model, sinks=2)
+    model.base_model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="'eager' attention, which ignores the window"):
+        check_attention_window(model)
+
+
+def test_a_window_as_long_as_the_text_changes_nothing():
+    model, batch = backbone(), pack_sequence(documents(60, 5))
+    with torch.no_grad():
+        torch.testing.assert_close(model(batch, window=AttentionWindow(60)), model(batch), rtol=0, atol=2e-6)

@@ -1,0 +1,180 @@
+"""The page of a corpus: its numbers are those of slow sums, its slider runs, and its size is bounded."""
+
+import re
+import time
+
+import numpy as np
+import pandas as pd
+import pyarrow
+import pytest
+
+from lightning_modules.visualization.corpus.page import corpus_page, find_file, inspect_command
+from lightning_modules.visualization.corpus.summary import BINS, OTHERS, CorpusSummary
+from tests.support.browser import launch_chromium
+
+HEADER = {
+    "source": {"files": ["raw texts"], "text_column": "body"},
+    "settings": {"context_length": 64, "stride": 32, "max_tokens": None, "alpha": 2.0, "beta": -2.0},
+    "model": "evaluator",
+}
+
+
+def make_scores(count, sources=3, seed=0):
+    """Scores of documents, of which every fifth is too short; sources by Zipf's law."""
+    generator = np.random.default_rng(seed)
+    tokens = generator.integers(10, 5000, count)
+    ratio = np.where(np.arange(count) % 5 == 0, np.nan, generator.exponential(0.02, count))
+    table = pd.DataFrame(
+        {
+            "key": [f"<b>key `{n}`</b>" for n in range(count)],
+            "file": [f"part{n % 3}.jsonl" for n in range(count)],
+            "row": np.arange(count) // 3,
+            "tokens": tokens,
+            "compared_tokens": np.where(np.isnan(ratio), 0, tokens),
+            "key_token_ratio": ratio,
+            "benefit_mean": ratio - 0.01,
+            "longppl": ratio * 100,
+            "perplexity": generator.exponential(10, count),
+            "ladder_64_128_mean": ratio,
+            "ladder_64_whole_mean": ratio * 2,
+        }
+    )
+    names = np.array([f"source {n}" for n in range(sources)])[generator.geometric(0.4, count).clip(max=sources) - 1]
+    return table, names
+
+
+def as_arrow(table):
+    return pyarrow.Table.from_pandas(table, preserve_index=False)
+
+
+@pytest.fixture
+def scores():
+    return make_scores(400, sources=9)
+
+
+def test_sums_by_source_are_those_of_a_loop(scores):
+    table, names = scores
+    summary = CorpusSummary(as_arrow(table), pyarrow.array(names), max_sources=4)
+    found = summary.totals(["key_token_ratio", "lsd_mass"])
+    largest = pd.Series(names).value_counts().index[:4]
+    groups = pd.Series(names).where(pd.Series(names).isin(largest), OTHERS)
+    assert set(found.index) == {*largest, OTHERS}
+    for source, own in table.groupby(groups):
+        mass = [
+            row.benefit_mean * row.compared_tokens for row in own.itertuples() if row.benefit_mean == row.benefit_mean
+        ]
+        assert found.loc[source, "documents"] == len(own)
+        assert found.loc[source, "sum_tokens"] == own["tokens"].sum()
+        assert found.loc[source, "lsd_mass"] == pytest.approx(np.mean(mass))
+        assert found.loc[source, "key_token_ratio"] == pytest.approx(own["key_token_ratio"].mean())
+
+
+@pytest.mark.parametrize(("column", "log"), [("tokens", True), ("lsd_mass", False), ("key_token_ratio", False)])
+def test_histograms_count_every_document_with_a_value(scores, column, log):
+    table, names = scores
+    table = table.assign(lsd_mass=table["benefit_mean"] * table["compared_tokens"])
+    edges, counts = CorpusSummary(as_arrow(table), pyarrow.array(names)).histogram(column, log=log)
+    values = table[column].dropna().clip(edges[0], edges[-1])
+    expected = np.histogram(values, edges)[0]
+    assert sum(counts.values()).sum() == len(values)
+    assert np.abs(sum(counts.values()) - expected).max() <= 1, "a value on an edge may be rounded into either bin"
+    assert len(edges) == BINS + 1
+    assert (np.diff(edges) > 0).all()
+
+
+def test_a_threshold_keeps_what_the_shown_condition_selects(scores):
+    table, names = scores
+    found = CorpusSummary(as_arrow(table), pyarrow.array(names)).thresholds("key_token_ratio")
+    assert len(found) > 50
+    for value, documents, tokens in found:
+        kept = table[table["key_token_ratio"] > float(f"{value:.4g}")]
+        assert (documents, tokens) == (len(kept), kept["tokens"].sum())
+
+
+def test_examples_are_the_extremes(scores):
+    table, names = scores
+    found = CorpusSummary(as_arrow(table), pyarrow.array(names)).examples("benefit_mean", 5)
+    ranked = table.dropna().sort_values("benefit_mean")["benefit_mean"].tolist()
+    assert [row["benefit_mean"] for row in found["Largest"]] == ranked[:-6:-1]
+    assert [row["benefit_mean"] for row in found["Smallest"]] == ranked[:5]
+    assert len({(row["file"], row["row"]) for row in found["Random"]}) == 5
+
+
+@pytest.mark.limit(3)  # draws five figures three times
+def test_every_corpus_has_a_page(tmp_path):
+    table, names = make_scores(1, sources=1)  # too short: nothing is compared
+    page = corpus_page(as_arrow(table), pyarrow.array(names), HEADER, "scores", folder=tmp_path)
+    assert "1 documents with" in page
+    table, names = make_scores(30)
+    equal = table.assign(tokens=7, key_token_ratio=0.0, benefit_mean=0.0)
+    assert "30 documents" in corpus_page(as_arrow(equal), pyarrow.array(names), HEADER, "scores", folder=tmp_path)
+
+
+@pytest.mark.limit(2)  # draws five figures
+def test_documents_link_to_their_page_or_show_its_command(scores, tmp_path):
+    table, names = scores
+    best = table.loc[table["benefit_mean"].idxmax()]
+    (tmp_path / "inspect").mkdir()
+    (tmp_path / "inspect" / f"{best.file}-{best.row}.html").write_text("")
+    page = corpus_page(as_arrow(table), pyarrow.array(names), HEADER, "scores", folder=tmp_path)
+    assert f'<a href="inspect/{best.file}-{best.row}.html">' in page
+    assert "<b>key" not in page
+    assert page.count("longce inspect &#39;raw texts/part") >= 20
+    row = {"file": "a.jsonl", "row": 3}
+    assert inspect_command(row, HEADER, tmp_path / "x.html") == (
+        "longce inspect 'raw texts/a.jsonl' --row 3 --text_column body --evaluator evaluator --context_length 64"
+        f" --stride 32 --alpha 2.0 --beta -2.0 --output {tmp_path}/x.html"
+    )
+    assert "--row" not in inspect_command({"file": "a.txt", "row": 0}, HEADER, tmp_path / "x.html")
+
+
+def test_files_are_found_from_folders_and_patterns(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "b" / "sub").mkdir(parents=True)
+    (tmp_path / "b" / "sub" / "x.jsonl").write_text("")
+    assert find_file(["a", "b/"], "sub/x.jsonl") == "b/sub/x.jsonl"
+    assert find_file(["a/*.jsonl", "b/**/*.jsonl"], "sub/x.jsonl") == "b/sub/x.jsonl"
+    assert find_file(["b/sub/x.jsonl"], "x.jsonl") == "b/sub/x.jsonl"
+    assert find_file(["s3://bucket/c/*.parquet"], "x.parquet") == "s3://bucket/c/x.parquet"
+    assert find_file([], "x.parquet") == "x.parquet"
+
+
+@pytest.mark.slow
+def test_a_million_documents_take_seconds_and_a_small_page(tmp_path):
+    table, names = make_scores(1_000_000, sources=1000)
+    scores, sources = as_arrow(table), pyarrow.array(names)
+    started = time.process_time()
+    page = corpus_page(scores, sources, HEADER, "scores", folder=tmp_path)
+    assert time.process_time() - started < 30
+    assert len(page) < 1_000_000
+
+
+@pytest.mark.slow
+def test_the_slider_works_by_keyboard_without_a_network(scores, tmp_path):
+    table, names = scores
+    path = tmp_path / "page.html"
+    path.write_text(corpus_page(as_arrow(table), pyarrow.array(names), HEADER, "scores", folder=tmp_path))
+    thresholds = CorpusSummary(as_arrow(table), pyarrow.array(names)).thresholds("lsd_mass")
+    with launch_chromium() as browser:
+        page = browser.new_page(viewport={"width": 360, "height": 800})
+        messages, requests = [], []
+        page.on("console", lambda message: messages.append(message.text))
+        page.on("pageerror", lambda error: messages.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url[:5]))
+        page.goto(path.as_uri())
+        page.get_by_label("Keep documents whose").select_option("lsd_mass")
+        page.get_by_label("is above").focus()
+        for _ in range(7):
+            page.keyboard.press("ArrowRight")
+        value, documents, tokens = thresholds[7]
+        shown = page.locator("#kept").inner_text()
+        assert shown.startswith(f"{documents} documents (")
+        assert f"{tokens:,} tokens" in shown
+        assert float(re.search(r"> (\S+)\"", shown)[1]) == value
+        assert "benefit_mean * compared_tokens" in shown
+        page.keyboard.press("End")
+        assert page.locator("#kept").inner_text().startswith("0 documents")
+        assert page.get_by_label("is above").get_attribute("aria-valuetext").startswith("above")
+        assert page.evaluate("document.documentElement.scrollWidth") == 360
+    assert messages == []
+    assert set(requests) <= {"file:", "data:"}

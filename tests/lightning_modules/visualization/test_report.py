@@ -1,0 +1,203 @@
+"""Reports as Markdown and HTML."""
+
+import re
+
+import matplotlib
+import pytest
+from matplotlib.figure import Figure
+
+from lightning_modules.visualization import images
+from lightning_modules.visualization.images import STYLE, as_svg
+from lightning_modules.visualization.report import (
+    MAX_ROWS,
+    Heading,
+    Link,
+    Picture,
+    Table,
+    Widget,
+    as_html,
+    as_markdown,
+    as_text_table,
+    read_resource,
+)
+from tests.support.browser import check_page, launch_chromium, parse_page
+
+EVIL = '</title><script>alert(1)</script>"[[x]]{{ x }}'
+
+
+@pytest.fixture(scope="module")
+def svg():
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(3, 2))
+        figure.subplots().plot([1, 2], [3, 4], label="a")
+        return as_svg(figure)
+
+
+def texts(root, tag):
+    return ["".join(element.itertext()).strip() for element in root.iter(tag)]
+
+
+def test_a_page_is_valid_html_with_contents_sections_and_figures(svg):
+    blocks = ["Text with `code <b>`.", Heading("One"), Picture("a", "A."), Picture("a", "B."), Heading("Two"), "End."]
+    root = parse_page(as_html("Title", blocks, {"a": svg}))
+    assert texts(root, "h1") == ["Title"]
+    assert texts(root, "h2") == texts(root, "a") == ["One", "Two"]
+    assert texts(root, "code") == ["code <b>"]
+    assert [len(list(section.iter("img"))) for section in root.iter("section")] == [2, 0]
+    (figures,) = (each for each in root.iter("div") if each.get("class") == "figures")
+    assert texts(figures, "figcaption") == [image.get("alt") for image in root.iter("img")] == ["A.", "B."]
+
+
+def test_nothing_in_a_report_is_markup(svg):
+    table = Table([EVIL, "b"], [[EVIL, Link(EVIL + "link", "a b\"'<.html")]], badges={EVIL: "good"})
+    page = as_html(EVIL, [EVIL, Heading(EVIL), table, Heading(EVIL), Picture(EVIL, EVIL)], {EVIL: svg})
+    root = parse_page(page)
+    assert "<script" not in page
+    assert texts(root, "title") == texts(root, "h1") == [EVIL]
+    assert [link.get("href") for cell in root.iter("td") for link in cell.iter("a")] == ["a%20b%22'%3C.html"]
+
+
+@pytest.mark.limit(3)
+def test_a_page_is_sound_on_every_screen_and_on_paper(svg, tmp_path):
+    rows = [[f"{number}.5", "reproduced" if number % 2 else "not", "nan", "long text " * 9] for number in range(14)]
+    table = Table(["number", "verdict", "x", "text"], rows, badges={"reproduced": "good", "not": "bad"})
+    blocks = [
+        "Text with `code`.",
+        Heading("One"),
+        table,
+        Picture("a", "A."),
+        Heading("Two"),
+        table._replace(folded=False),
+    ]
+    path = tmp_path / "page.html"
+    path.write_text(as_html("A report with a " + "long" * 30 + " title", blocks, {"a": svg}))
+    with launch_chromium() as browser:
+        check_page(browser, path)
+        page = browser.new_page(color_scheme="dark")
+        page.goto(path.as_uri())
+        shown = "[...document.querySelectorAll('table')].map((table) => table.checkVisibility())"
+        assert page.evaluate(shown) == [False, True]
+        page.emulate_media(media="print")
+        assert page.evaluate(shown) == [True, True]
+        assert page.evaluate("getComputedStyle(document.documentElement).backgroundColor") == "rgb(253, 252, 250)"
+        assert "light" in page.evaluate("getComputedStyle(document.images[0]).colorScheme").split()
+        assert "dark" not in page.evaluate("getComputedStyle(document.images[0]).colorScheme").split()
+
+
+@pytest.mark.parametrize(
+    "address", ["javascript:alert(1)", "data:text/html,x", " javascript:alert(1)", "JAVASCRIPT:x", "java\tscript:x"]
+)
+def test_links_that_would_run_something_are_refused(address):
+    with pytest.raises(ValueError, match=r"give a relative address"):
+        Link("text", address)
+
+
+def test_a_script_is_allowed_by_its_hash_only():
+    page = as_html("T", [Widget("<output id=here></output>", "A slider.")], {}, script="here.value = 1 < 2")
+    assert "<script>here.value = 1 < 2</script>" in page
+    assert "script-src 'sha256-" in page
+    assert "<output id=here></output>" in page
+    assert len(list(parse_page(as_html("T", [], {}, script='x = "</script><!--"')).iter("script"))) == 1
+    assert "script-src 'none'" in as_html("T", [], {})
+    assert as_markdown("T", [Widget("<p>", "A slider.")]) == "# T\n\nA slider.\n"
+
+
+def test_long_tables_are_folded_and_say_what_they_hold():
+    def details(rows, folded=None):
+        return list(
+            parse_page(as_html("T", [Table(["a", "", "b"], [["1", "", "2"]] * rows, folded=folded)], {})).iter(
+                "details"
+            )
+        )
+
+    assert details(MAX_ROWS) == details(MAX_ROWS + 1, folded=False) == []
+    (fold,) = details(MAX_ROWS + 1)
+    assert texts(fold, "summary") == [f"Show {MAX_ROWS + 1} rows: a, b"]
+    assert len(details(1, folded=True)) == 1
+
+
+def test_many_figures_are_folded(svg):
+    for count, folded in ((6, []), (8, ["Show 2 more figures"])):
+        root = parse_page(as_html("T", [Picture("a", str(number)) for number in range(count)], {"a": svg}))
+        assert texts(root, "summary") == folded
+        assert [image.get("alt") for image in root.iter("img")] == [*map(str, range(count))]
+
+
+def test_numbers_that_do_not_exist_are_dashes_and_verdicts_are_badges():
+    table = Table(["name", "x"], [["a|b", "nan"], ["None", "inf"], ["c", "1.5"]], badges={"c": "bad"})
+    root = parse_page(as_html("T", [table], {}))
+    assert texts(root, "td") == ["a|b", "—", "—", "∞", "c", "1.5"]
+    assert [cell.get("class") for cell in root.iter("td")][1::2] == ["number"] * 3
+    assert [badge.get("class") for badge in root.iter("span")] == ["badge bad"]
+    rows = as_markdown("T", [table]).splitlines()[4:]
+    assert rows == [r"| a\|b | — |", "| — | ∞ |", "| c | 1.5 |"]
+    assert Link("a", "b.html") in as_text_table(Table([Link("a", "b.html")], [["b"]]))
+    assert "| [a](b.html) |" in as_markdown("T", [Table(["x"], [[Link("a", "b.html")]])])
+
+
+def test_the_colors_of_a_figure_have_counterparts_for_a_dark_screen(svg):
+    dark = svg[svg.index("<style>") : svg.index("</style>")]
+    drawn = svg[svg.index("</style>") :]
+    for color in ("#22211f", "#e4e0d8", "#1f5fa8"):
+        assert color in drawn
+        assert f'[style*="stroke: {color}"]' in dark
+    assert "DejaVu" not in drawn
+    assert "<text" in drawn
+
+
+# Contrast of the theme's colors, by WCAG 2.2: 4.5 for text, 3 for lines and marks.
+
+
+def luminance(color):
+    channels = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
+    return sum(share * value for share, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(*colors):
+    dark, light = sorted(map(luminance, colors))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def palettes():
+    """The theme's colors by name, on a light and on a dark screen."""
+    light, dark = read_resource("theme.css").split("@media", 2)[:2]
+    found = dict(re.findall(r"--([\w-]+): (#\w{6})", light))
+    return {"light": found, "dark": found | dict(re.findall(r"--([\w-]+): (#\w{6})", dark))}
+
+
+SHADES = [f"{kind}{step}" for kind in "hw" for step in range(1, 5)]
+TEXTS = {
+    "paper": ["ink", "muted", "accent", "good", "bad"],
+    "raised": ["ink", "muted", "accent"],
+    "accent": ["paper"],
+    "accent-soft": ["ink", "accent"],
+    "open-soft": ["ink"],
+    "good-soft": ["good"],
+    "bad-soft": ["bad"],
+    **{shade: ["ink"] for shade in SHADES},
+    "h5": ["on-strong"],
+    "w5": ["on-strong"],
+}
+
+
+@pytest.mark.parametrize("mode", ["light", "dark"])
+def test_every_text_stands_out_from_its_background(mode):
+    palette = palettes()[mode]
+    assert palette["paper"] != palettes()["light" if mode == "dark" else "dark"]["paper"]
+    low = {
+        (text, ground): round(contrast(palette[text], palette[ground]), 2)
+        for ground, on_it in TEXTS.items()
+        for text in on_it
+        if contrast(palette[text], palette[ground]) < 4.5
+    }
+    assert low == {}
+
+
+def test_lines_of_figures_stand_out_in_both_modes():
+    papers = [palette["paper"] for palette in palettes().values()]
+    for light, dark in images.DARK.items():
+        limit = 4.5 if light == images.INK else 3
+        if light != images.LINE:
+            assert contrast(light, papers[0]) >= limit
+            assert contrast(dark, papers[1]) >= limit
