@@ -5,6 +5,7 @@ import hmac
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections import Counter
@@ -28,7 +29,7 @@ from lightning_modules.commands.serve_config import ServeConfig
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.identity import check_same_model, model_identity
-from lightning_modules.models.loading import load_frozen
+from lightning_modules.models.loading import load_config, load_frozen
 from lightning_modules.models.lockstep import any_rank
 from lightning_modules.models.served.dialects import CHECKSUM_HEADER, IDENTITY_HEADER, LONGCE_PATH, Span, checksum
 from lightning_modules.scoring.document_scorer import is_out_of_memory
@@ -243,11 +244,15 @@ def serve(config: ServeConfig) -> None:
     if ``sharded``, a shard.
     """
     key = config.read_key()
+    if config.sharded and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        raise ValueError("`sharded` needs several processes: run `longce launch --nproc_per_node N -- serve ..`.")
     rank = int(os.environ.get("RANK", "0"))
     device = find_device(config.device)
     if device.type == "cuda" and config.device == "auto":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     loading = config.loading()
+    load_config(loading)
+    listener = _listen(config.host, config.port + rank if config.port else 0)
     identity = model_identity(loading)
     backbone = _load(config, device)
     check_same_model(identity, loading)
@@ -258,12 +263,9 @@ def serve(config: ServeConfig) -> None:
     limit = getattr(backbone.base_model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     full_identity, max_length = f"{identity}:{numerics_hash}", config.max_length or limit or _MAX_LENGTH
     app = Service(scorer, config.model, full_identity, key=key, max_length=max_length).app
-    port = config.port + rank if config.port else 0
-    settings: dict[str, Any] = {"ssl_certfile": config.certificate, "ssl_keyfile": config.certificate_key}
-    server = uvicorn.Server(
-        uvicorn.Config(app, config.host, port, log_level="warning", timeout_graceful_shutdown=60, **settings)
-    )
-    _serve_until_signal(server, scorer)
+    files: dict[str, Any] = {"ssl_certfile": config.certificate, "ssl_keyfile": config.certificate_key}
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=60, **files))
+    _serve_until_signal(server, listener, scorer)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -276,31 +278,37 @@ def _load(config: ServeConfig, device: torch.device) -> Backbone:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    if (mesh := world_mesh(device)) is None:
-        raise ValueError("`sharded` needs several processes: run `longce launch --nproc_per_node N -- serve ..`.")
+    mesh = world_mesh(device)
+    assert mesh is not None, "several processes"
     backbone = load_sharded_backbone(config.loading(), mesh, device=device).eval().requires_grad_(False)
     check_scoring(backbone)
     return backbone
 
 
-def _serve_until_signal(server: uvicorn.Server, scorer: BatchingScorer) -> None:
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket at an address, before the model is loaded."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        reason = str(error.strerror).partition(" (")[0]
+        raise ValueError(
+            f"The server cannot listen on {host}:{port} ({reason}): choose another `port` or `host`."
+        ) from error
+
+
+def _serve_until_signal(server: uvicorn.Server, listener: socket.socket, scorer: BatchingScorer) -> None:
     """Answer requests in another thread, and score in this one, until a signal."""
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    thread = threading.Thread(target=server.run, name="http", daemon=True)
+    signals = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, lambda *_: stop.set()) for number in signals]
+    thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
     thread.start()
-    while not server.started:
-        if not thread.is_alive():
-            raise ValueError(
-                f"The server cannot listen on {server.config.host}:{server.config.port}: choose another `port`."
-            )
-        time.sleep(0.01)
-    listening = server.servers[0].sockets[0].getsockname()[:2]
     scheme = "https" if server.config.ssl_certfile else "http"
-    _log.info("Serving at %s://%s:%d (Ctrl-C stops it).", scheme, *listening)
+    _log.info("Serving at %s://%s:%d (Ctrl-C stops it).", scheme, *listener.getsockname()[:2])
     try:
         scorer.run(stop)
     finally:
         server.should_exit = True
         thread.join(timeout=60)
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)

@@ -1,7 +1,9 @@
 """`longce serve`: requests, batches, keys, memory, processes."""
 
+import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,10 +15,12 @@ import pytest
 import torch
 
 from lightning_modules.batch import IGNORE_INDEX
+from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.serve import BatchingScorer
 from lightning_modules.commands.serve_config import ServeConfig
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.config import ModelConfig, ServerConfig
+from lightning_modules.models.loading import load_frozen
 from lightning_modules.models.served.dialects import IDENTITY_HEADER, LONGCE_PATH, Span
 from lightning_modules.models.served.scorer import RemoteScorer
 from tests.conftest import tiny_model
@@ -171,6 +175,53 @@ def test_settings_that_are_not_safe_or_not_valid(monkeypatch):
             ServeConfig("m", **settings)
 
 
+@pytest.mark.limit(2)
+def test_the_command_in_this_process(model_dir, caplog):
+    """A client in a thread; a second SIGTERM is not needed."""
+    caplog.set_level(logging.INFO)
+    batch, values = random_batch([50]), []
+
+    def use():
+        while "Serving at " not in caplog.text:
+            time.sleep(0.01)
+        address = caplog.text.split("Serving at ")[1].split()[0]
+        values.append(RemoteScorer([address], ServerConfig())(batch))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    main(["serve", "--model", str(model_dir), "--port", "0", "--device", "cpu"])
+    thread.join()
+    with torch.no_grad():
+        assert torch.equal(values[0], load_frozen(ModelConfig(str(model_dir)), "cpu")(batch))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "nowhere/"], "No model at 'nowhere/'"),
+        (["--model", "MODEL", "--host", "0.0.0.0"], "LONGCE_API_KEY"),
+        (["--model", "http://127.0.0.1:1"], "needs the model itself"),
+        (["--model", "MODEL", "--sharded", "true", "--device", "cpu"], "several processes"),
+        ([], "model"),
+    ],
+)
+def test_errors_of_the_command_are_one_line(words, message, model_dir, capsys, monkeypatch):
+    monkeypatch.delenv("LONGCE_API_KEY", raising=False)
+    with pytest.raises(SystemExit) as stopped:
+        main(["serve", *(word.replace("MODEL", str(model_dir)) for word in words), "--port", "0"])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken(model_dir, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with pytest.raises(SystemExit):
+            main(["serve", "--model", str(model_dir), "--port", port, "--device", "cpu"])
+    assert f"cannot listen on 127.0.0.1:{port} (Address already in use)" in capsys.readouterr().err
+
+
 def start(words, environment=None):
     command = [sys.executable, "-m", "lightning_modules.commands.cli.main", *words]
     process = subprocess.Popen(
@@ -215,8 +266,6 @@ def test_two_processes_serve_the_shards_of_one_model(model_dir, backbone):
         batch = random_batch([60, 40, 30])
         values = [RemoteScorer(each, ServerConfig())(batch) for each in (addresses[:1], addresses)]
         assert torch.equal(values[0], values[1])
-        from lightning_modules.models.loading import load_frozen
-
         local = load_frozen(ModelConfig(str(model_dir)), "cpu")
         with torch.no_grad():
             torch.testing.assert_close(values[0], local(batch), atol=1e-5, rtol=1e-5)
