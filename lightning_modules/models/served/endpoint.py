@@ -218,8 +218,8 @@ class Endpoint:
             return AnswerError(str(self._refuse(f"{asked}: {quote(body)}")))
         if status in (401, 403):
             variable = self._config.key_variable
-            state = "its key" if self._key else "no key, because it is not set"
-            return self._refuse(f"{asked}: the environment variable {variable} has {state}. Set it to a valid key")
+            state = "has a key that it does not accept" if self._key else "is not set"
+            return self._refuse(f"{asked}: the environment variable {variable} {state}. Set it to a valid key")
         if 300 <= status < 400:
             return self._refuse(f"{asked}, and redirects are not followed: name the server itself")
         return self._refuse(f"{asked}: {quote(body)}. Check the address and `server.dialect`")

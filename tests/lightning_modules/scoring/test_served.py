@@ -1,9 +1,15 @@
 """The commands and the callback with models on servers: the same numbers as with the models in this process."""
 
+import contextlib
 import json
 import logging
+import os
+import socket
+import subprocess
 import threading
+import time
 
+import httpx
 import pyarrow.parquet
 import pytest
 import torch
@@ -18,6 +24,7 @@ from lightning_modules.models.loading import load_frozen
 from lightning_modules.scoring.config import EvaluatorConfig, InspectConfig
 from lightning_modules.scoring.corpus.shards import SUCCESS
 from lightning_modules.scoring.evaluator import Evaluator
+from lightning_modules.scoring.key_tokens import Tokens
 from lightning_modules.scoring.score import score
 from lightning_modules.utilities.errors import IncompleteError
 from tests.conftest import make_text, tiny_model
@@ -131,6 +138,51 @@ def test_a_book_of_16k_tokens_with_the_papers_lengths(tmp_path, tokenizer):
     assert results[1]["longppl"] == pytest.approx(results[0]["longppl"], rel=1e-6)
 
 
+@pytest.fixture
+def vllm(tmp_path, tokenizer):
+    """The folder and address of a model on vLLM, whose executable `LONGCE_TEST_VLLM` names."""
+    if (executable := os.environ.get("LONGCE_TEST_VLLM")) is None:
+        pytest.skip("vLLM has its own environment: set LONGCE_TEST_VLLM to the path of its executable `vllm`.")
+    folder = tmp_path / "model"
+    tokenizer.save_pretrained(folder)
+    tiny_model("llama", len(tokenizer), num_attention_heads=2, num_key_value_heads=1, head_dim=64).save_pretrained(
+        folder
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    limits = "--dtype float32 --enforce-eager --max-model-len 4096 --max-num-batched-tokens 512 --host 127.0.0.1"
+    on_cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    command = [executable, "serve", str(folder), "--port", str(port), *limits.split()]
+    process = subprocess.Popen(
+        command, env={**os.environ, **on_cpu}, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
+    )
+    try:
+        while process.poll() is None:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+                    break
+            time.sleep(1)
+        yield folder, f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_vllm_gives_the_same_key_tokens(vllm):
+    folder, address = vllm
+    text, settings = make_text(600, seed=2), {"alpha": 0.5, "beta": -6.0, "context_length": 128, "stride": 64}
+    local = Evaluator(EvaluatorConfig(str(folder), **settings))
+    remote = Evaluator(EvaluatorConfig(address, tokenizer=str(folder), server=QUICK, **settings))
+    scores = [each.scores(text) for each in (local, remote)]
+    torch.testing.assert_close(scores[1].long, scores[0].long, atol=2e-4, rtol=0)
+    torch.testing.assert_close(scores[1].short, scores[0].short, atol=2e-4, rtol=0)
+    tokens = Tokens(scores[0].token_ids, scores[0].offsets)
+    keys = [each.evaluate(text, tokens).key for each in (local, remote)]
+    assert torch.equal(*keys)
+    assert keys[0].sum() > 5
+
+
 @pytest.fixture(scope="module")
 def books(tmp_path_factory):
     root = tmp_path_factory.mktemp("books")
@@ -187,8 +239,6 @@ def test_fit_and_validate_with_models_on_servers(served, model_dir, books, tmp_p
 
 def validate_in_one_of_two(rank, world_size, model_dir, books, address, root):
     """A server that only the first process can reach: the second has the wrong key."""
-    import os
-
     os.environ["LONGCE_API_KEY"] = "right" if rank == 0 else "expires"
     data = PG19DataModule(model_dir, path=books, sequence_length=64, cache_dir=f"{root}/cache", batch_size=1)
     callback = evaluator_callback(address, model_dir, cache_dir=f"{root}/{rank}")
