@@ -87,10 +87,9 @@ def preview_corpus(
     sample = _sample_documents(corpus, next((name for name in _LANGUAGE_FIELDS if name in fields), None))
     found = [each for each in sample if each.error is None and not is_empty(each.text)]
     if sample and not found:
-        raise ValueError(
-            f"None of {len(sample)} documents at the start of the files has text: {sample[0].error or 'it is empty'}."
-            f" Set `data.text_column` to the text; the fields are {fields}."
-        )
+        remedy = f"Set `data.text_column` to the text; the fields are {fields}." if fields else "Use other files."
+        reason = sample[0].error or "it is empty"
+        raise ValueError(f"None of {len(sample)} documents at the start of the files has text: {reason}. {remedy}")
     tokens = [_count_tokens(each.text, tokenizer) for each in found]
     lengths = [min(count, max_tokens or count) for count in tokens]
     stored, size = sum(each.stored for each in sample) or 1, sum(part.size for part in corpus.parts)

@@ -117,37 +117,28 @@ class BatchingScorer:
         return [each for each in taken if each.answer.set_running_or_notify_cancel()]
 
     def _score(self, group: list[_Pending]) -> None:
-        """Score spans in one pass, and answer their requests."""
+        """Score spans in one pass, and answer their requests; if memory runs out, score each by itself."""
         started = time.monotonic()
         try:
             scores = self._pass([each.span for each in group])
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or self.backbone.is_sharded:  # other processes wait for this one's shard
+            failure: Exception = error
+            fatal = not is_out_of_memory(error) or self.backbone.is_sharded  # others wait for this process's shard
+            if fatal or len(group) == 1:
                 for each in group:
-                    each.answer.set_exception(error)
+                    each.answer.set_exception(failure)
+            if fatal:
                 raise
-            scores = None
-        if scores is None:
-            self._score_one_by_one(group)
-            return
-        for each, values in zip(group, scores, strict=True):
+            scores = []
+        for each, values in zip(group, scores, strict=False):
             each.answer.set_result(values)
         self.counts["passes"] += 1
         self.counts["tokens"] += sum(len(each.span.ids) for each in group)
         self.counts["scored_tokens"] += sum(map(len, scores))
         self.counts["busy_milliseconds"] += round(1000 * (time.monotonic() - started))
-
-    def _score_one_by_one(self, group: list[_Pending]) -> None:
-        """Score spans of a pass for which memory ran out; a single one is refused."""
-        # Not in the `except` block, in which the error would keep the tensors of the failed pass alive.
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        if len(group) == 1:
-            tokens = len(group[0].span.ids)
-            group[0].answer.set_exception(MemoryError(f"{tokens} tokens need more memory than the server has."))
-        else:
-            for each in group:
-                self._score([each])
+        # After the `except` block, the error no longer keeps the tensors of the failed pass alive.
+        for each in group if len(group) > 1 and not scores else []:
+            self._score([each])
 
     @torch.no_grad()
     def _pass(self, spans: list[Span]) -> list[NDArray[np.float32]]:
@@ -214,8 +205,9 @@ class Service:
             raise HTTPException(429, "Too many tokens are waiting.", {"Retry-After": "1"})
         try:
             answer = (await asyncio.wrap_future(future)).astype("<f4").tobytes()
-        except MemoryError as error:
-            raise HTTPException(413, str(error)) from error
+        except (RuntimeError, MemoryError) as error:
+            status = 413 if is_out_of_memory(error) else 500
+            raise HTTPException(status, f"{len(span.ids)} tokens: {type(error).__name__}") from error
         check = checksum(bytes(body), span.scored_from, answer)
         headers = {IDENTITY_HEADER: self._identity, CHECKSUM_HEADER: check}
         return Response(answer, media_type="application/octet-stream", headers=headers)

@@ -24,6 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_modules.commands.cli.main import COMMANDS as PROGRAMS
 from lightning_modules.commands.cli.main import main
+from tests.conftest import make_text
 from tests.docs.test_docs import NAMES, PAGES, ROOT, blocks
 
 README = ROOT / "README.md"
@@ -195,6 +196,8 @@ def reader(tmp_path, monkeypatch, corpus, model_dir, evaluator_dir):
     (tmp_path / "pg19" / "metadata.csv").write_text("".join(f"{number},Book,1900,none\n" for number in range(4)))
     (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(EXPERIMENT))
     write_corpus(tmp_path / "corpus", corpus)
+    chosen = {"text": corpus, "source": ["books"] * len(corpus), "tokens": [*range(len(corpus))]}
+    pq.write_table(pa.table(chosen), tmp_path / "chosen.parquet")
     write_results(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -340,3 +343,35 @@ def test_installation_is_what_ci_runs():
 
 def test_every_page_is_read():
     assert {"README.md", "measure.md", "train.md"} <= set(NAMES)
+
+
+CLOSED_LOOP = {  # as in the page, and for a tiny model and short documents
+    "mistralai/Mistral-7B-v0.1": "model",
+    "key_token_ratio > 0.01 and benefit_mean > 0 and tokens >= 32768": "key_token_ratio >= 0 and benefit_mean > -9 and"
+    " tokens >= 64",
+    "--data.sequence_length 32768": "--data.sequence_length 64",
+}
+
+
+@pytest.mark.slow
+@LONGER_THAN_THE_MODEL
+@pytest.mark.filterwarnings("ignore:.*no key token")
+def test_the_script_from_raw_files_to_a_trained_model(reader):
+    (reader / "raw").mkdir()
+    made = [make_text(90, seed) for seed in range(30)]
+    for source, texts in {"books": made[:20], "reports": [*made[20:], made[20], " "]}.items():
+        lines = [json.dumps({"text": text, "source": source}) + "\n" for text in texts]
+        (reader / "raw" / f"{source}.jsonl").write_text("".join(lines))
+    script = next(block for block in blocks(ROOT / "docs" / "curate.md", "bash") if block.startswith("MODEL="))
+    words = stand_in(script.replace("\\\n", " "), CLOSED_LOOP)
+    small = " --trainer.accelerator cpu --trainer.devices 1 --model.context_length 32 --model.stride 16"
+    more = {"predict": f"{small} --data.num_workers 0 --model.dtype float32", "select": "", "fit": small}
+    more["fit"] += " --trainer.precision 32-true --trainer.val_check_interval 20 --data.validation_length 64"
+    _, *commands = words.replace("$MODEL", "model").strip().splitlines()
+    for command in commands:
+        name, _, rest = command.removeprefix("longce ").partition(" ")
+        longce(f"{name} {rest} {more[name]}")
+    assert (reader / "scores" / "_report.html").is_file()
+    assert (reader / "chosen.html").is_file()
+    assert len(pq.read_table(reader / "chosen.parquet")) == 30, "each text once, and not the blank one"
+    assert (reader / next(reader.glob("runs/longce/*/checkpoints/*step-20*"))).exists()

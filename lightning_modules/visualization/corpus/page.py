@@ -32,8 +32,8 @@ from lightning_modules.visualization.report import (
 PAGE = "_report.html"
 """Page in the folder of the scores; readers of parquet folders skip names with an underscore."""
 
-INSPECTED = "inspect"
-"""Folder for pages of documents, beside the page of their corpus."""
+INSPECTED = "_inspect-"
+"""Prefix of the pages of documents, beside the page of their corpus."""
 
 _METRICS = {
     "key_token_ratio": "key-token ratio",
@@ -44,6 +44,7 @@ _METRICS = {
 _SQL = {name: name for name in _METRICS} | {"lsd_mass": "benefit_mean * compared_tokens"}  # of columns of the scores
 _MEANS = ("key_token_ratio", "benefit_mean", "lsd_mass", "longppl", "perplexity")
 _EXAMPLES, _EXCERPT = 8, 60  # documents of each kind, and characters of their keys
+_LEGEND = 24  # characters of a source
 _SHOWN_THRESHOLDS = 9  # of each column, in a table
 
 _INTRODUCTION = (
@@ -94,7 +95,7 @@ def corpus_page(
         sources: Name of each document's source.
         header: Header of the shards (`ScoreShards.header`).
         scores: Folder of the scores, for the title.
-        folder: Folder of the page. Example documents link to their page in its folder `INSPECTED`, if it exists, and
+        folder: Folder of the page. Example documents link to their page there (`INSPECTED`), if it exists, and
             otherwise show the command that makes it.
         conditions: SQL by which the documents were selected.
     """
@@ -139,7 +140,7 @@ def draw_histogram(
         plot.set(xlabel=label, ylabel="documents", xscale="log" if log else "linear")
         below = np.zeros(len(edges) - 1)
         for source, count in counts.items():
-            plot.stairs(below + count, edges, baseline=below, fill=True, label=source)
+            plot.stairs(below + count, edges, baseline=below, fill=True, label=_legend_text(source))
             below = below + count
         if len(counts) > 1:
             figure.legend(loc="outside upper left", ncols=2)
@@ -153,9 +154,15 @@ def draw_ladder(means: pd.DataFrame) -> str:
         plot = figure.subplots()
         plot.set(xlabel="longer context, tokens", ylabel="mean LSD, nats")
         for source, values in means.iterrows():
-            plot.plot(means.columns, values.to_numpy(), marker="o", markersize=3, label=str(source))
+            plot.plot(means.columns, values.to_numpy(), marker="o", markersize=3, label=_legend_text(str(source)))
         figure.legend(loc="outside upper left", ncols=2)
         return as_svg(figure)
+
+
+def _legend_text(source: str) -> str:
+    """Shorten the name of a source, and escape what matplotlib takes for a formula or for a label to leave out."""
+    text = source if len(source) <= _LEGEND else f"…{source[1 - _LEGEND :]}"
+    return f"{' ' if text.startswith('_') else ''}{text}".replace("$", r"\$")
 
 
 def _compare_with_shortest(summary: CorpusSummary) -> tuple[str, pd.DataFrame]:
@@ -187,7 +194,7 @@ def _tabulate_documents(rows: Sequence[Mapping[str, Any]], header: Mapping[str, 
     cells, commands = [], []
     for row in rows:
         name = re.sub(r"[^\w.-]+", "_", row["file"])
-        page = f"{INSPECTED}/{name}-{row['row']}.html"
+        page = f"{INSPECTED}{name}-{row['row']}.html"
         key = f"{row['key'][:_EXCERPT]}…" if len(row["key"]) > _EXCERPT else row["key"]
         made = (folder / page).is_file()
         if not made:
@@ -222,4 +229,6 @@ def find_file(searched: Sequence[str], name: str) -> str:
 def _format_number(value: float | None) -> str:
     if value is None or np.isnan(value):
         return "nan"
-    return f"{value:,}" if isinstance(value, int | np.integer) else f"{value:.4g}"
+    if isinstance(value, int | np.integer) or abs(value) >= 1e5:
+        return f"{value:,.0f}"
+    return np.format_float_positional(value, precision=4, fractional=False, trim="-")

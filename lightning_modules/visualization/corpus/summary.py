@@ -58,8 +58,9 @@ class CorpusSummary:
 
     def totals(self, columns: Sequence[str]) -> pd.DataFrame:
         """Return documents, tokens, and the means of some columns by source, the largest source first."""
-        means = ", ".join(f'avg("{name}") AS "{name}"' for name in columns)
-        query = f"SELECT source, count(*) AS documents, sum(tokens)::BIGINT AS sum_tokens, {means} FROM documents"
+        sums = ["count(*) AS documents", "sum(tokens)::BIGINT AS sum_tokens"]
+        sums += [f'avg("{name}") AS "{name}"' for name in columns]
+        query = f"SELECT source, {', '.join(sums)} FROM documents"
         found = self._database.sql(f"{query} GROUP BY source ORDER BY documents DESC, source")
         return found.df().set_index("source")
 
@@ -75,9 +76,9 @@ class CorpusSummary:
         width = (high - low) / BINS or 1 / BINS
         number = f"least(greatest(floor(({value} - {low}) / {width}), 0), {BINS - 1})::INTEGER"
         query = f"SELECT source, {number} AS bin, count(*) FROM documents WHERE isfinite({value}) GROUP BY ALL"
-        counts: dict[str, NDArray[np.int64]] = {}
+        counts = {source: np.zeros(BINS, dtype=np.int64) for source in self.totals([]).index}  # in the same order
         for source, place, count in self._database.sql(query).fetchall():
-            counts.setdefault(source, np.zeros(BINS, dtype=np.int64))[place] = count
+            counts[source][place] = count
         edges = low + width * np.arange(BINS + 1)
         return (np.exp(edges) if log else edges).astype(np.float64), counts
 

@@ -148,7 +148,7 @@ def test_memory_that_runs_out_splits_a_pass_and_refuses_one_document(backbone, m
     monkeypatch.setattr(scorer, "_pass", limited)
     _, futures = queue_spans(scorer, [50, 61, 40])
     run_until_empty(scorer)
-    with pytest.raises(MemoryError, match="61 tokens need more memory"):
+    with pytest.raises(torch.OutOfMemoryError):
         futures[1].result()
     assert [len(futures[index].result()) for index in (0, 2)] == [25, 20]
 
@@ -157,7 +157,7 @@ def test_the_client_fails_a_document_for_which_the_server_has_not_enough_memory(
     with longce_server(backbone) as (address, scorer):
         client = RemoteScorer([address], ServerConfig())
         monkeypatch.setattr(scorer, "_pass", lambda spans: (_ for _ in ()).throw(MemoryError))
-        with pytest.raises(ValueError, match=r"413.*40 tokens need more memory"):
+        with pytest.raises(ValueError, match=r"413.*40 tokens: MemoryError"):
             client(random_batch([40]))
 
 

@@ -106,18 +106,20 @@ def test_every_corpus_has_a_page(tmp_path):
     page = corpus_page(as_arrow(table), pyarrow.array(names), HEADER, "scores", folder=tmp_path)
     assert "1 documents with" in page
     table, names = make_scores(30)
+    names = np.array(["_a", r"$\frac$ $", "</script><b>" * 9])[np.arange(30) % 3]
     equal = table.assign(tokens=7, key_token_ratio=0.0, benefit_mean=0.0)
-    assert "30 documents" in corpus_page(as_arrow(equal), pyarrow.array(names), HEADER, "scores", folder=tmp_path)
+    page = corpus_page(as_arrow(equal), pyarrow.array(names), HEADER, "scores", folder=tmp_path)
+    assert "30 documents" in page
+    assert "<b>" not in page
 
 
 @pytest.mark.limit(2)  # draws five figures
 def test_documents_link_to_their_page_or_show_its_command(scores, tmp_path):
     table, names = scores
     best = table.loc[table["benefit_mean"].idxmax()]
-    (tmp_path / "inspect").mkdir()
-    (tmp_path / "inspect" / f"{best.file}-{best.row}.html").write_text("")
+    (tmp_path / f"_inspect-{best.file}-{best.row}.html").write_text("")
     page = corpus_page(as_arrow(table), pyarrow.array(names), HEADER, "scores", folder=tmp_path)
-    assert f'<a href="inspect/{best.file}-{best.row}.html">' in page
+    assert f'<a href="_inspect-{best.file}-{best.row}.html">' in page
     assert "<b>key" not in page
     assert page.count("longce inspect &#39;raw texts/part") >= 20
     row = {"file": "a.jsonl", "row": 3}
