@@ -6,16 +6,7 @@ import pytest
 import torch
 from tensorboard.plugin_util import markdown_to_safe_html
 
-from lightning_modules.visualization.tensorboard.documents import (
-    AFTER,
-    BEFORE,
-    escaped,
-    excerpts_markdown,
-    helped_markdown,
-    learned_markdown,
-    printable,
-    probability,
-)
+from lightning_modules.visualization.tensorboard.documents import escaped, helped_markdown, probability
 
 NASTY = [
     " |",
@@ -53,24 +44,6 @@ def test_any_text_is_shown_as_it_is(token):
     assert tags == {"p"}
 
 
-def test_key_tokens_are_bold_with_their_numbers_and_everything_else_is_text(make_document):
-    words = [word for token in NASTY for word in (" plain", token)]
-    lsd = [0.0, 3.0] * len(NASTY)
-    document = make_document(words, lsd, key=range(1, len(words), 2), name="<b>|name")
-    text, tags, page = shown(excerpts_markdown(document, tokens=1000, title=document.name))
-    assert tags == {"p", "strong", "em", "a"}
-    assert text.startswith("<b>|name")
-    visible = sum(bool(word.strip()) for word in words[1::2])
-    assert page.count('title="LSD 3.00 nats, long 36.8%, short 1.8%"') == visible
-    assert "<script>alert(1)</script>" in text
-    assert text.count("▆") == len(NASTY) + 1  # and in the legend
-
-
-def test_steps_of_the_difference(make_document):
-    document = make_document([" a", " b", " c", " d", " e", " f"], [0.4, 0.6, 1.5, 2.5, 4.5, -0.6])
-    assert excerpts_markdown(document, tokens=9, title="").endswith(" a b▂ c▄ d▆ e█ f▿")
-
-
 def rows(markdown):
     lines = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in markdown.splitlines()]
     return lines[2:]
@@ -91,45 +64,20 @@ def test_a_token_of_spaces_can_be_seen(make_document):
     assert "**␣**" in helped_markdown([document])
 
 
-def test_what_was_learned_of_key_tokens(make_document):
-    document = make_document(["a", " b", " c"], [0.0, 1.0, 2.0], long=[-1.0, -0.5, -2.0], key=[1, 2])
-    then = torch.tensor([0.0, -2.0, -4.0])
-    text = learned_markdown(document, then, then=7)
-    assert "at step 7: 5.0%, now: 28.7%" in text  # exp(-3), exp(-1.25)
-    table = rows(text.partition("\n\n")[2])
-    assert table[0] == ["a **b** c", "13.5%", "60.7%", "+1.50 ▄", "22.3%"]
-    assert table[1] == ["a b **c**", "1.8%", "13.5%", "+2.00 ▄", "1.8%"]
-    document.key[:] = False
-    assert "no key token" in learned_markdown(document, then, then=7)
+def test_order_of_helped_tokens(make_document):
+    document = make_document([" a"] * 5, [1.0, 3.0, -1.0, 2.0, 0.0])
+    assert document.most_helped(9) == [(3.0, 1), (2.0, 3), (1.0, 0)]
+    assert document.most_helped(1) == [(3.0, 1)]
 
 
-def test_a_short_document_is_one_part(make_document):
-    assert make_document([" a"] * 30).excerpts(30) == [(0, 30)]
-    assert make_document([" a"]).excerpts(1) == [(0, 1)]
-
-
-def test_parts_lie_around_the_most_marked_key_tokens(make_document):
-    lsd = [0.0] * 1000
-    for index, value in {100: 3.0, 110: 5.0, 500: 4.0, 900: 2.5}.items():
-        lsd[index] = value
-    document = make_document([" a"] * 1000, lsd, key=[100, 110, 500, 900])
-    assert document.excerpts(90) == [(100 - BEFORE, 110 + AFTER + 1), (500 - BEFORE, 500 + AFTER + 1)]
-    assert document.excerpts(40) == [(110 - BEFORE, 110 + AFTER + 1)]
-    assert document.excerpts(5) == [(0, 5)], "not even one part fits"
-
-
-def test_without_key_tokens_parts_lie_around_the_most_helped(make_document):
-    lsd = [0.0] * 300
-    lsd[200] = 1.0
-    assert make_document([" a"] * 300, lsd).excerpts(50) == [(200 - BEFORE, 200 + AFTER + 1)]
-    assert make_document([" a"] * 300, [-1.0] * 300).excerpts(50) == [(0, 50)]
-
-
-def test_order_of_helped_and_key_tokens(make_document):
-    document = make_document([" a"] * 5, [1.0, 3.0, -1.0, 2.0, 0.0], key=[0, 2, 3])
-    assert document.most_helped(9) == [1, 3, 0]
-    assert document.most_helped(1) == [1]
-    assert document.most_helped(9, key_only=True) == [3, 0, 2]
+def test_the_table_shows_any_text(make_document):
+    words = [word for token in NASTY for word in (" plain", token)]
+    document = make_document(words, [0.0, 3.0] * len(NASTY), name="<b>|name")
+    text, tags, page = shown(helped_markdown([document]))
+    assert tags == {"table", "thead", "tbody", "tr", "th", "td", "strong"}
+    assert page.count("<tr>") == min(len(NASTY), 20) + 1
+    assert "<b>|name, token 1" in text
+    assert "<script>alert(1)</script>" in text
 
 
 @pytest.mark.parametrize(
@@ -157,16 +105,7 @@ def test_distance_is_that_of_looking_at_each_token(make_document):
         assert document.distance(index) == (index - earlier[-1] if earlier else None)
 
 
-def test_pieces_are_the_text_once(make_document):
-    document = make_document(["ab", "cde", "f"])
-    document.scores.offsets[:] = torch.tensor(
-        [[0, 2], [1, 3], [5, 6]]
-    )  # two bytes of one letter; characters of no token
-    assert list(document.pieces(0, 3)) == [(0, "", "ab"), (1, "", "c"), (2, "de", "f")]
-    assert list(document.pieces(1, 1)) == []
-
-
-def test_printable():
-    assert printable("a\n\tb\r") == "a⏎⇥b"
-    assert printable("\u202e\x00\ud800\u2028") == "\ufffd" * 4
-    assert printable("é 漢 🙂") == "é 漢 🙂"
+def test_invisible_characters_are_shown():
+    assert escaped("a\n\tb\r") == "a⏎⇥b"
+    assert escaped("\u202e\x00\ud800\u2028") == "\ufffd" * 4
+    assert escaped("é 漢 🙂") == "é 漢 🙂"
