@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
@@ -19,9 +18,6 @@ from lightning_modules.training.checkpoints.resume import is_remote, run_folder
 from lightning_modules.training.evaluation import new_perplexity
 from lightning_modules.utilities.collectives import gathered
 from lightning_modules.utilities.files import write_atomically
-from lightning_modules.visualization.report import Table, as_markdown_table
-
-_SHOWN = 50  # rows in TensorBoard
 
 
 class Thresholds(NamedTuple):
@@ -135,11 +131,6 @@ class DocumentTable:
         dry_run = trainer.sanity_checking or getattr(trainer, "fast_dev_run", False)
         if not trainer.is_global_zero or dry_run or not rows or not trainer.loggers:
             return
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                name = f"{self._stage}/documents/{self._evaluator}"
-                cells = [[_format_cell(value) for value in row.values()] for row in rows[:_SHOWN]]
-                logger.experiment.add_text(name, as_markdown_table(Table([*rows[0]], cells)), trainer.global_step)
         folder, named = run_folder(trainer), None not in (trainer.loggers[0].name, trainer.loggers[0].version)
         if not named or is_remote(folder) or importlib.util.find_spec("pyarrow") is None:
             return
@@ -151,7 +142,3 @@ class DocumentTable:
         (folder / "documents").mkdir(parents=True, exist_ok=True)
         name = f"{self._stage}-{self._evaluator}-step-{trainer.global_step}.parquet"
         write_atomically(folder / "documents" / name, buffer.getvalue())
-
-
-def _format_cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -44,14 +43,13 @@ class ExternalEvaluator(Callback):
     """Logs LongPPL in validation and test: key tokens by an evaluator, likelihoods by the trained model.
 
     It logs ``val/longppl``, ``val/longppl_soft``, ``val/key_tokens``, ``val/key_token_share`` and
-    ``val/documents_without_key_tokens`` (``test/..`` in test), with histograms of the evaluator's long-short
-    difference and long-context log-likelihood. ``val/documents_aligned_by_characters`` counts documents whose key
-    tokens were mapped by characters; ``val/tokens_sharing_characters`` and ``val/tokens_without_characters`` are
-    fractions of the model's tokens, ``val/evaluator_tokens_..`` of the evaluator's.
+    ``val/documents_without_key_tokens`` (``test/..`` in test). ``val/documents_aligned_by_characters`` counts documents
+    whose key tokens were mapped by characters; ``val/tokens_sharing_characters`` and ``val/tokens_without_characters``
+    are fractions of the model's tokens, ``val/evaluator_tokens_..`` of the evaluator's.
 
     With several validation sets (`data.validation_sets`), evaluators (one callback each, with a `name`) or
     `thresholds`, names are ``val/<set>/<evaluator>/<thresholds>/longppl``, without the parts of which there is one. The
-    numbers of each document go to ``documents/`` in the folder of the run, and to TensorBoard.
+    numbers of each document go to ``documents/`` in the folder of the run.
 
     A training is also evaluated before its first step. The evaluator scores each document once and stores the scores,
     so other thresholds, later epochs and other models need no second pass. Evaluators are loaded one after another,
@@ -100,7 +98,6 @@ class ExternalEvaluator(Callback):
         self.evaluator = None if evaluator is None else Evaluator(self.config)
         self.evaluated: dict[str, EvaluatedDocument] = {}  # this process's documents, by SHA-256
         self._documents: list[ScoredDocument] = []
-        self._drawn: set[str] = set()
         self._warned: set[str] = set()
         self._key = ""  # part of the names in logs
         self._stored_tokenizer: PreTrainedTokenizerFast | None = None
@@ -184,20 +181,6 @@ class ExternalEvaluator(Callback):
             )
         return read_key_spans(found, merge=self.config.key_tokens == "paper")
 
-    def _draw_histograms(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Draw the evaluator's scores of this process, once for each set of documents because they do not change."""
-        if not self.evaluated or set(self.evaluated) <= self._drawn or trainer.sanity_checking:
-            return
-        self._drawn |= set(self.evaluated)
-        long = torch.cat([document.scores.long for document in self.evaluated.values()])
-        difference = long - torch.cat([document.scores.short for document in self.evaluated.values()])
-        compared = difference != 0  # tokens without a short context would be one large bar at 0
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger) and compared.any():
-                values = {"evaluator_lsd_nats": difference[compared], "evaluator_lcl_nats": long[compared]}
-                for name, numbers in values.items():
-                    logger.experiment.add_histogram(join_key(stage, self._key, name), numbers, trainer.global_step)
-
     @override
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._documents, self.evaluated = [], {}
@@ -231,7 +214,6 @@ class ExternalEvaluator(Callback):
             for document, influence in own:
                 table.add(document, influence, self.thresholds)
         table.write(trainer)
-        self._draw_histograms(trainer, pl_module, stage)
 
     def _find_all(self, device: torch.device) -> list[tuple[ScoredDocument, Influence]]:
         """Find the key tokens of all documents, in the same order in all processes, and free the evaluator."""

@@ -18,10 +18,10 @@ from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.context_extension.rotary_checks import check_static
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.scoring.token_scores import scores_of_row
+from lightning_modules.visualization.tensorboard.documents import ScoredDocument
 from lightning_modules.visualization.tensorboard.panels import (
     CUSTOM_SCALARS,
     EvaluationPanels,
-    InspectedDocument,
     draw_weights,
 )
 from lightning_modules.visualization.tensorboard.sums import PositionSums, WeightSample
@@ -66,7 +66,7 @@ class KeyTokenInspector(Callback):
         self.alpha, self.beta = alpha, beta
         self._evaluator: ExternalEvaluator | None = None
         self._writers: list[Any] = []
-        self._inspected: list[InspectedDocument] = []
+        self._inspected: list[ScoredDocument] = []
         self._positions = PositionSums(1)
         self._weights, self._weights_step = WeightSample(), 0
         self._warned = False
@@ -84,7 +84,8 @@ class KeyTokenInspector(Callback):
                 " `short_context: true`, or add `callbacks.ExternalEvaluator`."
             )
         thresholds: Any = self if self._evaluator is None else next(iter(self._evaluator.thresholds.values()))
-        self._panels = EvaluationPanels(alpha=thresholds.alpha, beta=thresholds.beta)
+        spans = self._evaluator is not None and self._evaluator.evaluator is None
+        self._panels = EvaluationPanels(alpha=thresholds.alpha, beta=thresholds.beta, precomputed=spans)
         if not any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
             rank_zero_warn("`KeyTokenInspector` has no effect, because the trainer has no `TensorBoardLogger`.")
 
@@ -178,12 +179,12 @@ class KeyTokenInspector(Callback):
 
     def _inspect_document(
         self, pl_module: Any, batch: PackedBatch, row: int, long: Tensor, short: Tensor
-    ) -> InspectedDocument:
+    ) -> ScoredDocument:
         tokens = batch["document_boundaries"][row][-1]
-        key = None
-        if self._evaluator is not None and self._evaluator.evaluator is None:  # precomputed spans
-            key = self._evaluator.influence(batch, row, pl_module.device)[0][:tokens]
-        return InspectedDocument(
+        key = batch["labels"][row, :tokens].ne(IGNORE_INDEX).cpu()
+        if self._evaluator is not None and self._panels.precomputed:
+            key &= self._evaluator.influence(batch, row, pl_module.device)[0][:tokens]
+        return ScoredDocument(
             name=batch["names"][row],
             text=batch["text"][row],
             scores=scores_of_row(
@@ -195,7 +196,6 @@ class KeyTokenInspector(Callback):
                 context_length=pl_module.context_length,
                 stride=pl_module.stride,
             ),
-            scored=batch["labels"][row, :tokens].ne(IGNORE_INDEX).cpu(),
             key=key,
         )
 

@@ -23,7 +23,7 @@ VISIBLE = {"\n": "⏎", "\r": "", "\t": "⇥"}
 
 
 class ScoredDocument(NamedTuple):
-    """Text with a model's scores of its ``[N]`` tokens; ``key`` (bool) marks the key tokens."""
+    """Text with a model's scores of its ``[N]`` tokens; ``key`` (bool) marks key tokens."""
 
     name: str
     text: str

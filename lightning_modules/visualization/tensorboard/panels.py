@@ -1,7 +1,6 @@
 """TensorBoard panels: the text, figures and histograms of an evaluation, and their tags."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,34 +34,21 @@ CUSTOM_SCALARS = {
 """Layout for ``SummaryWriter.add_custom_scalars``: LongPPL next to perplexity. Charts without data stay empty."""
 
 
-@dataclass
-class InspectedDocument:
-    """Validation document with the trained model's scores.
-
-    ``scored`` marks the ``[N]`` tokens that count, ``key`` the key tokens if they are precomputed.
-    """
-
-    name: str
-    text: str
-    scores: TokenScores
-    scored: Tensor
-    key: Tensor | None = None
-
-
 class EvaluationPanels:
     """Writer of the panels of successive evaluations.
 
-    The model's own key tokens exceed ``alpha`` (LSD) and ``beta`` (LCL), in nats.
+    The model's own key tokens exceed ``alpha`` (LSD) and ``beta`` (LCL), in nats, unless they are ``precomputed``.
     """
 
-    def __init__(self, *, alpha: float, beta: float) -> None:
+    def __init__(self, *, alpha: float, beta: float, precomputed: bool = False) -> None:
+        self.precomputed = precomputed
         self.thresholds: Any = {"alpha": alpha, "beta": beta}
         self._drawn: set[str] = set()
 
     def draw(
         self,
         writers: Sequence[Any],
-        documents: Sequence[InspectedDocument],
+        documents: Sequence[ScoredDocument],
         positions: PositionSums,
         *,
         evaluated: Mapping[str, EvaluatedDocument],
@@ -70,13 +56,15 @@ class EvaluationPanels:
     ) -> None:
         """Write all panels of an evaluation after ``step`` optimizer steps to each ``SummaryWriter``.
 
+        ``documents`` have the model's scores, and mark all scored tokens unless key tokens are precomputed.
         ``positions`` has the model's losses over all documents, ``evaluated`` the evaluator's by SHA-256 of texts.
         """
-        by_model = [self._by_model(document, evaluated.get(document.scores.text_sha256)) for document in documents]
+        pairs = [(document, evaluated.get(document.scores.text_sha256)) for document in documents]
+        by_model = [document._replace(key=self._find_key(document, found)) for document, found in pairs]
         by_evaluator = [
-            ScoredDocument(document.name, document.text, found.scores, self._key_tokens(found.scores))
-            for document in documents
-            if (found := evaluated.get(document.scores.text_sha256)) is not None
+            document._replace(scores=found.scores, key=self._key_tokens(found.scores))
+            for document, found in pairs
+            if found is not None
         ]
         for writer in writers:
             if not set(evaluated) <= self._drawn:  # draw an evaluator's scores once, because they never change
@@ -97,12 +85,11 @@ class EvaluationPanels:
     def _key_tokens(self, scores: TokenScores) -> Tensor:
         return evaluator_key_tokens(scores, **self.thresholds)
 
-    def _by_model(self, document: InspectedDocument, found: EvaluatedDocument | None) -> ScoredDocument:
-        """Return the document with the model's scores, and with the evaluator's key tokens if there is an evaluator."""
-        key = document.key
-        if key is None:
-            key = self._key_tokens(document.scores) if found is None else found.key
-        return ScoredDocument(document.name, document.text, document.scores, key & document.scored)
+    def _find_key(self, document: ScoredDocument, found: EvaluatedDocument | None) -> Tensor:
+        """Return the evaluator's key tokens, or the model's own without an evaluator."""
+        if self.precomputed:
+            return document.key
+        return document.key & (self._key_tokens(document.scores) if found is None else found.key)
 
     def _draw_scores(self, writer: Any, documents: Sequence[TokenScores], scored_by: str, step: int) -> None:
         """Draw the density of LSD and LCL over all documents of a model, and their loss by context length."""
