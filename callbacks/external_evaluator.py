@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
 from callbacks.evaluation_numbers import (
-    DocumentTable,
     Found,
     Influence,
     ScoredDocument,
@@ -20,6 +19,7 @@ from callbacks.evaluation_numbers import (
     measure_alignment,
     measure_key_tokens,
     read_thresholds,
+    write_documents,
 )
 from callbacks.same_names import check_names
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
@@ -202,7 +202,6 @@ class ExternalEvaluator(Callback):
             return
         stage = "test" if trainer.testing else "val"
         found = self._find_all(pl_module.device)
-        table = DocumentTable(stage, self.name or "evaluator")
         for set_name, set_key in validation_set_keys(trainer).items():
             place = join_key(stage, set_key, self._key)
             own = [each for each in found if each[0].set == set_name]
@@ -211,9 +210,7 @@ class ExternalEvaluator(Callback):
                 pl_module.log(
                     join_key(place, label), value, prog_bar=join_key(place, label) == "val/longppl", sync_dist=True
                 )
-            for document, influence in own:
-                table.add(document, influence, self.thresholds)
-        table.write(trainer)
+        write_documents(trainer, found, self.thresholds, stage=stage, evaluator=self.name or "evaluator")
 
     def _find_all(self, device: torch.device) -> list[tuple[ScoredDocument, Influence]]:
         """Find the key tokens of all documents, in the same order in all processes, and free the evaluator."""
