@@ -18,10 +18,10 @@ from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.context_extension.rotary_checks import check_static
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.scoring.token_scores import scores_of_row
-from lightning_modules.visualization.tensorboard.documents import ScoredDocument
 from lightning_modules.visualization.tensorboard.panels import (
     CUSTOM_SCALARS,
     EvaluationPanels,
+    ScoredDocument,
     draw_weights,
 )
 from lightning_modules.visualization.tensorboard.sums import PositionSums, WeightSample

@@ -16,7 +16,7 @@ from lightning_modules.models.short_context import long_and_short
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.scoring.key_tokens import key_spans
 from lightning_modules.scoring.token_scores import text_sha256
-from lightning_modules.visualization.tensorboard.documents import probability
+from lightning_modules.visualization.tensorboard.panels import probability
 from lightning_modules.visualization.tensorboard.sums import PositionSums
 from tests.conftest import make_text
 from tests.support.texts import write_key_spans

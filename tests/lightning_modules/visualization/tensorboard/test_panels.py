@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensorboard.plugin_util import markdown_to_safe_html
 
-from lightning_modules.visualization.tensorboard.documents import escaped, helped_markdown, probability
+from lightning_modules.visualization.tensorboard.panels import escaped, helped_markdown, probability
 
 NASTY = [
     " |",
