@@ -12,7 +12,6 @@ _MODULES = {
     "GammaSweep": "gamma_sweep",
     "HuggingFaceExport": "huggingface_export",
     "KeyTokenInspector": "key_token_inspector",
-    "LMEvaluationHarness": "long_context_tasks",
     "LongContextTasks": "long_context_tasks",
     "StepCheckpoint": "step_checkpoint",
     "TokenScoresWriter": "token_scores_writer",

@@ -1,15 +1,15 @@
 """Numbers of an evaluation by one evaluator: of all documents together, and a table with those of each."""
 
-import importlib.util
-import io
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
+import pyarrow
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
+from pyarrow import parquet
 from torch import Tensor
 
 from lightning_modules.functional import long_perplexity
@@ -18,10 +18,7 @@ from lightning_modules.scoring.key_tokens import Coverage, Tokens, add_coverage
 from lightning_modules.training.checkpoints.resume import is_remote, run_folder
 from lightning_modules.training.evaluation import new_perplexity
 from lightning_modules.utilities.collectives import gathered
-from lightning_modules.utilities.files import write_atomically
-from lightning_modules.visualization.report import Table, as_markdown_table
-
-_SHOWN = 50  # rows in TensorBoard
+from lightning_modules.utilities.files import atomic_file
 
 
 class Thresholds(NamedTuple):
@@ -109,49 +106,33 @@ def measure_alignment(trainer: Trainer, documents: Found, *, device: torch.devic
     }
 
 
-class DocumentTable:
-    """One row per document and thresholds, collected in each process and written by the first."""
-
-    def __init__(self, stage: str, evaluator: str) -> None:
-        self._stage, self._evaluator = stage, evaluator
-        self._rows: list[dict[str, Any]] = []
-
-    def add(self, document: ScoredDocument, influence: Influence, thresholds: Mapping[str, Thresholds]) -> None:
-        """Add a document's rows, one for each of the named thresholds."""
+def write_documents(
+    trainer: Trainer, documents: Found, thresholds: Mapping[str, Thresholds], *, stage: str, evaluator: str
+) -> None:
+    """Write a row per document and thresholds to ``documents/STAGE-EVALUATOR-step-N.parquet`` in the run's folder."""
+    own = []
+    for document, influence in documents:
         log_likelihood, scored = document.log_likelihood.cpu(), document.scored
-        perplexity = float(long_perplexity(log_likelihood, scored))
-        for name, values in thresholds.items():
-            key = influence.key[name]
-            row: dict[str, Any] = {"evaluator": self._evaluator, "set": document.set, "document": document.name}
-            row |= {"thresholds": name, **values._asdict(), "tokens": int(scored.sum()), "perplexity": perplexity}
-            longppl = float(long_perplexity(log_likelihood, key)) if key.any() else math.nan
-            self._rows.append({**row, "key_tokens": int(key.sum()), "longppl": longppl})
-
-    def write(self, trainer: Trainer) -> None:
-        """Write the rows of all processes to the run's folder, ``documents/STAGE-EVALUATOR-step-N.parquet``."""
-        parts = gathered(self._rows)
-        # Processes take turns with the documents.
-        rows = sorted((row for part in parts for row in part), key=lambda row: (row["set"], row["document"]))
-        dry_run = trainer.sanity_checking or getattr(trainer, "fast_dev_run", False)
-        if not trainer.is_global_zero or dry_run or not rows or not trainer.loggers:
-            return
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                name = f"{self._stage}/documents/{self._evaluator}"
-                cells = [[_format_cell(value) for value in row.values()] for row in rows[:_SHOWN]]
-                logger.experiment.add_text(name, as_markdown_table(Table([*rows[0]], cells)), trainer.global_step)
-        folder, named = run_folder(trainer), None not in (trainer.loggers[0].name, trainer.loggers[0].version)
-        if not named or is_remote(folder) or importlib.util.find_spec("pyarrow") is None:
-            return
-        import pyarrow
-        from pyarrow import parquet
-
-        buffer = io.BytesIO()
-        parquet.write_table(pyarrow.Table.from_pylist(rows), buffer)
-        (folder / "documents").mkdir(parents=True, exist_ok=True)
-        name = f"{self._stage}-{self._evaluator}-step-{trainer.global_step}.parquet"
-        write_atomically(folder / "documents" / name, buffer.getvalue())
-
-
-def _format_cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+        for label, key in influence.key.items():
+            own.append(
+                {
+                    "evaluator": evaluator,
+                    "set": document.set,
+                    "document": document.name,
+                    "thresholds": label,
+                    **thresholds[label]._asdict(),
+                    "tokens": int(scored.sum()),
+                    "perplexity": float(long_perplexity(log_likelihood, scored)),
+                    "key_tokens": int(key.sum()),
+                    "longppl": float(long_perplexity(log_likelihood, key)) if key.any() else math.nan,
+                }
+            )
+    # Processes take turns with the documents.
+    rows = sorted(chain.from_iterable(gathered(own)), key=lambda row: (row["set"], row["document"]))
+    dry_run = trainer.sanity_checking or getattr(trainer, "fast_dev_run", False)
+    if not trainer.is_global_zero or dry_run or not rows or not trainer.loggers:
+        return
+    folder, named = run_folder(trainer), None not in (trainer.loggers[0].name, trainer.loggers[0].version)
+    if named and not is_remote(folder):
+        with atomic_file(folder / "documents" / f"{stage}-{evaluator}-step-{trainer.global_step}.parquet") as stream:
+            parquet.write_table(pyarrow.Table.from_pylist(rows), stream)

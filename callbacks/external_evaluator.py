@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
 from callbacks.evaluation_numbers import (
-    DocumentTable,
     Found,
     Influence,
     ScoredDocument,
@@ -22,6 +20,7 @@ from callbacks.evaluation_numbers import (
     measure_alignment,
     measure_key_tokens,
     read_thresholds,
+    write_documents,
 )
 from callbacks.same_names import check_names
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
@@ -46,14 +45,13 @@ class ExternalEvaluator(Callback):
     """Logs LongPPL in validation and test: key tokens by an evaluator, likelihoods by the trained model.
 
     It logs ``val/longppl``, ``val/longppl_soft``, ``val/key_tokens``, ``val/key_token_share`` and
-    ``val/documents_without_key_tokens`` (``test/..`` in test), with histograms of the evaluator's long-short
-    difference and long-context log-likelihood. ``val/documents_aligned_by_characters`` counts documents whose key
-    tokens were mapped by characters; ``val/tokens_sharing_characters`` and ``val/tokens_without_characters`` are
-    fractions of the model's tokens, ``val/evaluator_tokens_..`` of the evaluator's.
+    ``val/documents_without_key_tokens`` (``test/..`` in test). ``val/documents_aligned_by_characters`` counts documents
+    whose key tokens were mapped by characters; ``val/tokens_sharing_characters`` and ``val/tokens_without_characters``
+    are fractions of the model's tokens, ``val/evaluator_tokens_..`` of the evaluator's.
 
     With several validation sets (`data.validation_sets`), evaluators (one callback each, with a `name`) or
     `thresholds`, names are ``val/<set>/<evaluator>/<thresholds>/longppl``, without the parts of which there is one. The
-    numbers of each document go to ``documents/`` in the folder of the run, and to TensorBoard.
+    numbers of each document go to ``documents/`` in the folder of the run.
 
     A training is also evaluated before its first step. The evaluator scores each document once and stores the scores,
     so other thresholds, later epochs and other models need no second pass. Evaluators are loaded one after another,
@@ -102,7 +100,6 @@ class ExternalEvaluator(Callback):
         self.evaluator = None if evaluator is None else Evaluator(self.config)
         self.evaluated: dict[str, EvaluatedDocument] = {}  # this process's documents, by SHA-256
         self._documents: list[ScoredDocument] = []
-        self._drawn: set[str] = set()
         self._warned: set[str] = set()
         self._key = ""  # part of the names in logs
         self._stored_tokenizer: PreTrainedTokenizerFast | None = None
@@ -186,20 +183,6 @@ class ExternalEvaluator(Callback):
             )
         return read_key_spans(found, merge=self.config.key_tokens == "paper")
 
-    def _draw_histograms(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Draw the evaluator's scores of this process, once for each set of documents because they do not change."""
-        if not self.evaluated or set(self.evaluated) <= self._drawn or trainer.sanity_checking:
-            return
-        self._drawn |= set(self.evaluated)
-        long = torch.cat([document.scores.long for document in self.evaluated.values()])
-        difference = long - torch.cat([document.scores.short for document in self.evaluated.values()])
-        compared = difference != 0  # tokens without a short context would be one large bar at 0
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger) and compared.any():
-                values = {"evaluator_lsd_nats": difference[compared], "evaluator_lcl_nats": long[compared]}
-                for name, numbers in values.items():
-                    logger.experiment.add_histogram(join_key(stage, self._key, name), numbers, trainer.global_step)
-
     @override
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._documents, self.evaluated = [], {}
@@ -221,7 +204,6 @@ class ExternalEvaluator(Callback):
             return
         stage = "test" if trainer.testing else "val"
         found = self._find_all(pl_module.device)
-        table = DocumentTable(stage, self.name or "evaluator")
         for set_name, set_key in validation_set_keys(trainer).items():
             place = join_key(stage, set_key, self._key)
             own = [each for each in found if each[0].set == set_name]
@@ -230,10 +212,7 @@ class ExternalEvaluator(Callback):
                 pl_module.log(
                     join_key(place, label), value, prog_bar=join_key(place, label) == "val/longppl", sync_dist=True
                 )
-            for document, influence in own:
-                table.add(document, influence, self.thresholds)
-        table.write(trainer)
-        self._draw_histograms(trainer, pl_module, stage)
+        write_documents(trainer, found, self.thresholds, stage=stage, evaluator=self.name or "evaluator")
 
     def _find_all(self, device: torch.device) -> list[tuple[ScoredDocument, Influence]]:
         """Find the key tokens of all documents, in the same order in all processes, and free the evaluator."""

@@ -21,7 +21,7 @@ from lightning_modules.scoring.token_scores import scores_of_row
 from lightning_modules.visualization.tensorboard.panels import (
     CUSTOM_SCALARS,
     EvaluationPanels,
-    InspectedDocument,
+    ScoredDocument,
     draw_weights,
 )
 from lightning_modules.visualization.tensorboard.sums import PositionSums, WeightSample
@@ -30,12 +30,11 @@ from lightning_modules.visualization.tensorboard.sums import PositionSums, Weigh
 class KeyTokenInspector(Callback):
     """Shows in TensorBoard which tokens need the long context, and how the trained model scores them.
 
-    For some validation documents: the text around key tokens in bold, with their scores as tooltips, by the evaluator
-    once and by the model at each evaluation; the likelihood of key tokens now and at the first evaluation; and the
-    tokens that the long context helps most. For all documents: loss by context length with its power law
-    (``val/power_law_..``), and the evaluator's long-short differences and log-likelihoods. For training: the token
-    weights of the objective and the model's long-short differences. The custom scalars page shows LongPPL next to
-    perplexity.
+    For some validation documents: a table of the tokens that the long context helps most, by the evaluator once and by
+    the model at each evaluation, and the model's log-likelihood of key tokens. For all documents: loss by context
+    length with its power law (``val/power_law_..``), and the evaluator's long-short differences and log-likelihoods.
+    For training: the token weights of the objective and the model's long-short differences. The custom scalars page
+    shows LongPPL next to perplexity.
 
     The evaluator's scores come from the `ExternalEvaluator` among the callbacks; without it the model's own scores are
     used. An evaluation costs the short passes of the inspected documents, and a fraction of a second for drawing each.
@@ -43,7 +42,6 @@ class KeyTokenInspector(Callback):
 
     Args:
         documents: Number of validation documents, from the first; or a list of names or ids (first words of names).
-        excerpt_tokens: Maximum number of tokens shown of each document, around its key tokens.
         short_context: Whether the trained model also scores the inspected documents in the short context.
         weights_every_n_steps: Optimizer steps between histograms of the token weights.
         alpha: Key tokens have a long-short difference above alpha, in nats; used only without an `ExternalEvaluator`.
@@ -54,7 +52,6 @@ class KeyTokenInspector(Callback):
     def __init__(
         self,
         documents: PositiveInt | list[str] = 2,
-        excerpt_tokens: PositiveInt = 600,
         short_context: bool = True,
         weights_every_n_steps: PositiveInt = 10,
         alpha: float = 2.0,
@@ -64,13 +61,12 @@ class KeyTokenInspector(Callback):
             raise ValueError(f"`documents` must be 1 or more, or a list of names, got {documents!r}.")
         key_token_mask(torch.zeros(1), torch.zeros(1), alpha=alpha, beta=beta)  # refuses thresholds that are not valid
         self.documents = documents
-        self.excerpt_tokens = excerpt_tokens
         self.short_context = short_context
         self.weights_every_n_steps = weights_every_n_steps
         self.alpha, self.beta = alpha, beta
         self._evaluator: ExternalEvaluator | None = None
         self._writers: list[Any] = []
-        self._inspected: list[InspectedDocument] = []
+        self._inspected: list[ScoredDocument] = []
         self._positions = PositionSums(1)
         self._weights, self._weights_step = WeightSample(), 0
         self._warned = False
@@ -88,7 +84,8 @@ class KeyTokenInspector(Callback):
                 " `short_context: true`, or add `callbacks.ExternalEvaluator`."
             )
         thresholds: Any = self if self._evaluator is None else next(iter(self._evaluator.thresholds.values()))
-        self._panels = EvaluationPanels(alpha=thresholds.alpha, beta=thresholds.beta, tokens=self.excerpt_tokens)
+        spans = self._evaluator is not None and self._evaluator.evaluator is None
+        self._panels = EvaluationPanels(alpha=thresholds.alpha, beta=thresholds.beta, precomputed=spans)
         if not any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
             rank_zero_warn("`KeyTokenInspector` has no effect, because the trainer has no `TensorBoardLogger`.")
 
@@ -182,12 +179,12 @@ class KeyTokenInspector(Callback):
 
     def _inspect_document(
         self, pl_module: Any, batch: PackedBatch, row: int, long: Tensor, short: Tensor
-    ) -> InspectedDocument:
+    ) -> ScoredDocument:
         tokens = batch["document_boundaries"][row][-1]
-        key = None
-        if self._evaluator is not None and self._evaluator.evaluator is None:  # precomputed spans
-            key = self._evaluator.influence(batch, row, pl_module.device)[0][:tokens]
-        return InspectedDocument(
+        key = batch["labels"][row, :tokens].ne(IGNORE_INDEX).cpu()
+        if self._evaluator is not None and self._panels.precomputed:
+            key &= self._evaluator.influence(batch, row, pl_module.device)[0][:tokens]
+        return ScoredDocument(
             name=batch["names"][row],
             text=batch["text"][row],
             scores=scores_of_row(
@@ -199,7 +196,6 @@ class KeyTokenInspector(Callback):
                 context_length=pl_module.context_length,
                 stride=pl_module.stride,
             ),
-            scored=batch["labels"][row, :tokens].ne(IGNORE_INDEX).cpu(),
             key=key,
         )
 

@@ -11,7 +11,7 @@ from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_deprecation, rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
@@ -232,19 +232,3 @@ class LongContextTasks(Callback):
             for name, result in found.items():
                 lines = [json.dumps(plain(sample)) + "\n" for sample in result["samples"]]
                 write_atomically(folder / f"{name}.jsonl", "".join(lines).encode())
-
-
-class LMEvaluationHarness(LongContextTasks):
-    """Deprecated name of `LongContextTasks`, which takes tasks of lm-evaluation-harness as well.
-
-    Args:
-        tasks: As in `LongContextTasks`.
-        options: Its other arguments.
-    """
-
-    def __init__(self, tasks: Sequence[str], **options: Any) -> None:
-        rank_zero_deprecation(
-            "`callbacks.LMEvaluationHarness` is deprecated: use `callbacks.LongContextTasks`, which takes the same"
-            " arguments. Its task `ruler` is longce's."
-        )
-        super().__init__(tasks, **options)

@@ -1,6 +1,5 @@
 """The contract between data and model: one batch of packed sequences."""
 
-import warnings
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, NotRequired, TypedDict
@@ -17,8 +16,6 @@ BoolArray = NDArray[np.bool_]
 
 MAX_SEQUENCE_LENGTH = 2**27
 """Longest sequence in tokens: a thousand times what is trained on today, and short enough to plan and pack."""
-
-_RENAMED_KEYS = {"document_borders": "document_boundaries", "origins": "document_refs"}
 
 
 class DocumentRef(NamedTuple):
@@ -130,11 +127,3 @@ def send(values: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and values.device.type == "cpu":
         values = values.pin_memory()
     return values.to(device, non_blocking=device.type == "cuda")
-
-
-def rename_old_keys(batch: PackedBatch) -> None:
-    """Rename the former keys of a batch in place, with a warning: data modules of users may still yield them."""
-    for old in _RENAMED_KEYS.keys() & batch.keys():
-        new = _RENAMED_KEYS[old]
-        warnings.warn(f"The batch key `{old}` is now `{new}`: rename it in your data module.", FutureWarning, 2)
-        batch[new] = batch.pop(old)  # type: ignore[literal-required, misc]

@@ -57,7 +57,6 @@ class LongContextLM(LightningModule):
         short_window_share: Fraction of the short windows that are computed, sampled at random for each batch. The
             weights of their tokens are scaled up so that the expected weights are right; they can be negative.
         dtype: Dtype of the parameters: float32 for training in mixed precision, ``auto`` for the stored dtype.
-        head_kernel: Deprecated, without effect.
         ladder: In prediction, also score documents in several context lengths: ``{contexts: [4096, 8192, 16384]}``.
         optimizer: Called with the trainable parameters.
         lr_scheduler: Called with the optimizer, and stepped with it; the default warms up over 20 steps.
@@ -79,7 +78,6 @@ class LongContextLM(LightningModule):
         short_dtype: ShortDType | None = None,
         short_window_share: float = 1.0,
         dtype: DType = "float32",
-        head_kernel: str | None = None,
         ladder: ContextLadder | None = None,
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable = default_lr_scheduler,
@@ -88,7 +86,7 @@ class LongContextLM(LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters(
-            ignore=["objective", "ladder", "optimizer", "lr_scheduler", "parameter_groups", "head_kernel", "server"]
+            ignore=["objective", "ladder", "optimizer", "lr_scheduler", "parameter_groups", "server"]
         )
         self.objective, self.ladder = objective, ladder
         self.context_length, self.stride = context_length, stride
@@ -96,7 +94,7 @@ class LongContextLM(LightningModule):
         self.sink_tokens, self.short_dtype = sink_tokens, short_dtype
         self.float8_layers = Float8Layers()
         self.short_window_share = short_window_share
-        preflight.check_settings(self, head_kernel)
+        preflight.check_settings(self)
         self.loading = ModelConfig(pretrained_model_name_or_path, dtype=dtype, **loading)
         # Checkpoints of adapters do not contain the frozen base weights; a fingerprint identifies those.
         lora, stored = self.loading.lora, has_weights(pretrained_model_name_or_path)

@@ -5,7 +5,6 @@ from abc import ABC, abstractmethod
 from typing import Literal
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
@@ -64,14 +63,6 @@ class Objective(ABC):
             without_short = self.token_weights(long, long, batch)
             weights = without_short + (weights - without_short) / short.window_fraction
         return weights.to(long.dtype).masked_fill(batch["labels"].eq(IGNORE_INDEX), 0)
-
-    def __init_subclass__(cls) -> None:
-        if "influence" in vars(cls):
-            rank_zero_warn(f"`{cls.__name__}.influence(long, short)` is now `token_weights(long, short, batch)`.")
-            cls.token_weights = lambda self, long, short, _: self.influence(long, short)  # type: ignore
-        if "normalised" in vars(cls):
-            rank_zero_warn(f"`{cls.__name__}.normalised` is now `normalized`.")
-            cls.normalized = vars(cls)["normalised"]
 
     def at_step(self, step: int) -> "Objective":
         """Return the objective to use in an optimizer step, counted from 0."""
@@ -230,14 +221,6 @@ class Normalized(Wrapper):
         scored = batch["labels"].ne(IGNORE_INDEX)
         total = weights.masked_fill(~scored, 0).sum(-1, keepdim=True)
         return torch.where(total > 0, weights * scored.sum(-1, keepdim=True) / total, 1.0)
-
-
-class Normalised(Normalized):
-    """Deprecated name of `Normalized`."""
-
-    def __init__(self, objective: Objective) -> None:
-        rank_zero_warn("The objective `Normalised` is now called `Normalized`: the old name will be removed.")
-        super().__init__(objective)
 
 
 class Interpolated(Wrapper):

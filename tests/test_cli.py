@@ -131,7 +131,6 @@ def test_fit_trains_evaluates_logs_and_its_saved_config_gives_equal_losses(exper
     assert "hp_metric" not in curves[0]
     assert len(curves[0]["train/loss"]) == 4
     assert len(curves[0]["val/longppl"]) == 3  # before training, and after two and four steps
-    assert set(events.Tags()["histograms"]) == {"val/evaluator_lsd_nats", "val/evaluator_lcl_nats"}
     for tag in set(curves[0]) - TIMES:
         assert curves[0][tag] == curves[1][tag], tag
     assert (log_dir / "checkpoints" / "last.ckpt").is_file()

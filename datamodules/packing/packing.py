@@ -2,6 +2,7 @@
 
 import logging
 from bisect import bisect_left, insort
+from collections import defaultdict, deque
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -218,63 +219,34 @@ def best_fit(document_boundaries: NDArray[np.int64], sequence_length: int) -> Pa
 def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     """Assign ``[n]`` items to bins numbered from 0: longest first, each to the fullest bin that has room for it.
 
-    Items of equal length are placed together, with one binary search for each group of bins, so the number of items
-    hardly matters.
+    A million items take less than a second.
 
     Example:
         >>> best_fit_decreasing(np.array([3, 5, 2, 4]), capacity=7).tolist()
         [1, 0, 0, 1]
     """
     order = np.argsort(-lengths, kind="stable")
-    sizes, counts = np.unique(lengths, return_counts=True)
-    bins = _Bins(capacity)
+    bins: defaultdict[int, deque[int]] = defaultdict(deque)  # bins that are not full, by their free space
+    spaces: list[int] = []  # the ascending free spaces of these bins
+    opened, placed = 0, []
+    for size in lengths[order].tolist():
+        # 1. Take a bin with the least free space that is enough, or open one.
+        if (index := bisect_left(spaces, size)) < len(spaces):
+            free = spaces[index]
+            number = bins[free].popleft()
+            if not bins[free]:
+                del spaces[index]
+        else:
+            free, number, opened = capacity, opened, opened + 1
+        placed.append(number)
+        # 2. Return it by its new free space, unless it is full.
+        if rest := free - size:
+            if not bins[rest]:
+                insort(spaces, rest)
+            bins[rest].append(number)
     bin_of = np.empty(len(lengths), dtype=np.int64)
-    done = 0
-    for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        items, done = order[done : done + count], done + count
-        while len(items):
-            # 1. All candidates have the same free space, the least that is enough for one item.
-            free, candidates = bins.tightest(size, len(items))
-            # 2. Fill them one by one: a bin that took an item is now the fullest with room for the next, until it is
-            #    too full.
-            each = free // size
-            used = min(-(-len(items) // each), len(candidates))
-            placed, items = items[: used * each], items[used * each :]
-            bin_of[placed] = np.repeat(candidates[:used], each)[: len(placed)]
-            # 3. Return them by their new free space: filled, the last one with perhaps fewer items, and untouched.
-            in_last = len(placed) - (used - 1) * each
-            bins.put(free - each * size, candidates[: used - 1])
-            bins.put(free - in_last * size, candidates[used - 1 : used])
-            bins.put(free, candidates[used:])
+    bin_of[order] = placed
     return bin_of
-
-
-class _Bins:
-    """Bins with free space, grouped by how much they have."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._opened = 0
-        self._free: list[int] = []  # ascending keys of the dictionary
-        self._bins: dict[int, list[NDArray[np.int64]]] = {}
-
-    def tightest(self, size: int, items: int) -> tuple[int, NDArray[np.int64]]:
-        """Remove and return the bins with the least free space of at least ``size``, or open new ones for all items."""
-        index = bisect_left(self._free, size)
-        if index < len(self._free):
-            free = self._free.pop(index)
-            return free, np.concatenate(self._bins.pop(free))
-        first, self._opened = self._opened, self._opened - (-items // (self._capacity // size))
-        return self._capacity, np.arange(first, self._opened, dtype=np.int64)
-
-    def put(self, free: int, bins: NDArray[np.int64]) -> None:
-        """Add bins with this free space, unless they are full."""
-        if free == 0 or len(bins) == 0:
-            return
-        if free not in self._bins:
-            insort(self._free, free)
-            self._bins[free] = []
-        self._bins[free].append(bins)
 
 
 def _find_whole_rows(document_boundaries: NDArray[np.int64], sequence_length: int) -> NDArray[np.int64]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from transformers import PreTrainedTokenizerFast
@@ -51,8 +51,6 @@ class RecallDataModule(PackedTextDataModule):
         seed: Seed of the documents and of the order of the training sequences.
         second_dialect: Fraction of the documents in the second dialect.
         indirect: Whether answers have to be inferred instead of repeated; see `recall_records`.
-        pairs: Deprecated: only ``typed`` remains.
-        second_order: Deprecated: only 0 remains.
         **kwargs: See :class:`PackedTextDataModule`.
     """
 
@@ -68,8 +66,6 @@ class RecallDataModule(PackedTextDataModule):
         seed: NonNegativeInt = 0,
         second_dialect: float = 0.0,
         indirect: bool = False,
-        pairs: Literal["typed"] = "typed",  # saved configs of earlier versions have this and the next
-        second_order: Literal[0] = 0,
         **kwargs: Any,
     ) -> None:
         super().__init__(

@@ -1,8 +1,5 @@
 """The paper's equations in pure torch: short windows, log-likelihoods, token weights, loss and metric."""
 
-import warnings
-from typing import Any
-
 from lightning_modules.functional.alignment import (
     character_units,
     merge_spans,
@@ -52,13 +49,3 @@ __all__ = [
     "transfer_influence",
     "unit_spans",
 ]
-
-_RENAMED = {"threshold_influence": "threshold_weights", "largest_influence": "top_fraction_weights"}
-
-
-def __getattr__(name: str) -> Any:
-    """Return a renamed function by its old name, with a warning."""
-    if name not in _RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"`{name}` is now called `{_RENAMED[name]}`: the old name will be removed.", stacklevel=2)
-    return globals()[_RENAMED[name]]

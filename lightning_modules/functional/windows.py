@@ -1,6 +1,5 @@
 """Sliding windows that give every token a short context (Appendix A.1)."""
 
-import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -30,11 +29,6 @@ class ShortContext(NamedTuple):
     def fill_missing(self, long: Tensor) -> Tensor:
         """Return ``[B, T]`` short log-likelihoods, equal to the long ones for tokens without a short context."""
         return torch.where(self.has_short_context, self.log_likelihood.to(long.dtype), long)
-
-    def filled(self, long: Tensor) -> Tensor:
-        """Deprecated name of `fill_missing`."""
-        warnings.warn("`filled` is now called `fill_missing`: the old name will be removed.", stacklevel=2)
-        return self.fill_missing(long)
 
 
 def short_context_windows(

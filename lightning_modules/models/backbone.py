@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lightning_modules.batch import PackedBatch, known_scored, max_token_id, pack_sequence, rename_old_keys
+from lightning_modules.batch import PackedBatch, known_scored, max_token_id, pack_sequence
 from lightning_modules.functional import token_log_likelihood
 from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.functional.log_likelihood import Head
@@ -253,11 +253,7 @@ class Backbone(nn.Module):
         return scale, getattr(config, "final_logit_softcapping", None)  # Gemma 2 and 3
 
     def check_batch(self, batch: PackedBatch) -> None:
-        """Raise a ``ValueError`` for ids outside of the embedding, which an accelerator would report obscurely.
-
-        Former keys of the batch are renamed, with a warning.
-        """
-        rename_old_keys(batch)
+        """Raise a ``ValueError`` for ids outside of the embedding, which an accelerator would report obscurely."""
         largest = max_token_id(batch)
         if largest >= self.vocabulary_size:
             raise ValueError(

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PreTrainedModel
 
-from lightning_modules.models.adapters import check_same_scaling, same_frozen, trained_state
+from lightning_modules.models.adapters import check_same_scaling, trained_state
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.tokenization.tokenizer import tokenizer_to_json
 from lightning_modules.training.checkpoints.io import RUN_ID
@@ -75,7 +75,7 @@ def check_contents(checkpoint: Mapping[str, Any], module: Any, fingerprint: str 
         )
     if "state_dict" in checkpoint:
         _check_same_weights({name: stored[name] for name in trained}, trained)
-    if not same_frozen(checkpoint.get(FINGERPRINT_KEY), fingerprint):
+    if checkpoint.get(FINGERPRINT_KEY) not in (None, fingerprint):
         raise ValueError(
             "The checkpoint's adapters were trained on other weights than those of"
             f" '{module.loading.pretrained_model_name_or_path}' (or on the same in another `dtype`): set model,"

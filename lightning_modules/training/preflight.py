@@ -47,8 +47,8 @@ class Trainee(Protocol):
     backbone: Backbone
 
 
-def check_settings(module: Trainee, head_kernel: str | None) -> None:
-    """Check the constructor's arguments, and warn about an option that no longer has an effect."""
+def check_settings(module: Trainee) -> None:
+    """Check the constructor's arguments."""
     check_context(module.context_length, module.stride)
     check_window_fraction(module.short_window_share)
     check_drawn_windows(module.objective, module.short_window_share)
@@ -61,8 +61,6 @@ def check_settings(module: Trainee, head_kernel: str | None) -> None:
             )
     elif module.sink_tokens:
         raise ValueError(f"`sink_tokens: {module.sink_tokens}` needs `short_context: sliding_window`.")
-    if head_kernel not in (None, "chunked"):
-        rank_zero_warn("`model.head_kernel` no longer has an effect and will be removed: delete it.")
 
 
 def check_early(module: Trainee, sequence_length: int | None, sequence_parallel_size: int = 1) -> None:

@@ -10,7 +10,6 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from pyarrow import parquet
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from callbacks import ExternalEvaluator
 from datamodules import TextDataModule
@@ -142,9 +141,6 @@ def test_each_document_has_a_row_per_evaluator_and_thresholds(model_dir, evaluat
             losses = sum(row["key_tokens"] * math.log(row["longppl"]) for row in own if row["key_tokens"])
             longppl = math.exp(losses / sum(row["key_tokens"] for row in own))
             assert longppl == pytest.approx(logged[f"val/{set_name}/{label}/longppl"], rel=1e-5)
-    events = EventAccumulator(str(folders / "run" / "1"), size_guidance={"tensors": 0}).Reload()
-    (table,) = events.Tensors("val/documents/tiny/text_summary")
-    assert table.tensor_proto.string_val[0].decode().count("\n") == 1 + len(rows)
 
 
 @pytest.mark.parametrize(

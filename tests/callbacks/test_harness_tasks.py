@@ -7,7 +7,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from callbacks import LMEvaluationHarness, LongContextTasks
+from callbacks import LongContextTasks
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
@@ -117,9 +117,3 @@ def test_bad_arguments_are_refused(model_dir, task_dir, tmp_path, rows, monkeypa
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"Unknown task 'letter'.* need the extra `eval`"):
         LongContextTasks(["letter"])
-
-
-def test_the_former_name_warns(task_dir):
-    with pytest.warns(DeprecationWarning, match="use `callbacks.LongContextTasks`"):
-        former = LMEvaluationHarness(["letter"], include_path=str(task_dir), limit=2)
-    assert former.names == ["letter"]

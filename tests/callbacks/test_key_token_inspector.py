@@ -16,7 +16,7 @@ from lightning_modules.models.short_context import long_and_short
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.scoring.key_tokens import key_spans
 from lightning_modules.scoring.token_scores import text_sha256
-from lightning_modules.visualization.tensorboard.documents import probability
+from lightning_modules.visualization.tensorboard.panels import probability
 from lightning_modules.visualization.tensorboard.sums import PositionSums
 from tests.conftest import make_text
 from tests.support.texts import write_key_spans
@@ -93,46 +93,38 @@ def test_what_does_not_change_is_drawn_once_and_the_rest_at_each_evaluation(run)
     assert set(events.Tags()["images"]) == {*once, *each}
     assert {tag: [image.step for image in events.Images(tag)] for tag in once} == {tag: [2] for tag in once}
     assert {tag: [image.step for image in events.Images(tag)] for tag in each} == {tag: [2, 4] for tag in each}
-    assert list(texts(events, "key_tokens/0_doc0_by_X/evaluator")) == [2]
-    assert list(texts(events, "key_tokens/0_doc0_by_X/model")) == [2, 4]
+    assert list(texts(events, "most_helped_tokens/evaluator")) == [2]
     assert list(texts(events, "most_helped_tokens/model")) == [2, 4]
-    assert list(texts(events, "key_tokens/1_doc1_by_X/learned")) == [2, 4]
 
 
-def test_texts_tell_the_evaluators_numbers(run):
+def test_the_table_tells_the_evaluators_numbers(run):
     _, _, evaluator, *_, events = run
-    scores = evaluator.evaluated[text_sha256(TEXTS[1])].scores
-    text = texts(events, "key_tokens/1_doc1_by_X/evaluator")[2]
-    difference = scores.long - scores.short
-    key = (difference > 0.5) & (scores.long > -6.0)
-    assert f"{int(key.sum())} key tokens of {len(key)}" in text.replace("&#45;", "-")
-    listed = [float(number) for number in re.findall(r"LSD (-?[\d.]+) nats", text)]
-    visible = torch.tensor([bool(TEXTS[1][a:b].strip()) for a, b in scores.offsets.tolist()])
-    assert listed == pytest.approx(difference[key & visible].tolist(), abs=0.006)
-    assert "<script>" not in text
-    assert "&#60;script&#62;&#124;&#42;&#96;" in re.sub(r"[▂▄▆█▿]|\*\*|\[|\]\(.*?\)", "", text)
+    helped = []
+    for number in (0, 1):  # the inspected documents
+        scores = evaluator.evaluated[text_sha256(TEXTS[number])].scores
+        helped += zip((scores.long - scores.short).tolist(), scores.long.tolist(), strict=True)
+    expected = sorted(helped, reverse=True)[:20]
+    lines = texts(events, "most_helped_tokens/evaluator")[2].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
+    assert [float(row[3]) for row in cells] == pytest.approx([lsd for lsd, _ in expected], abs=0.006)
+    assert [row[1] for row in cells] == [probability(long) for _, long in expected]
+    assert [row[4] == "yes" for row in cells] == [lsd > 0.5 and long > -6.0 for lsd, long in expected]
 
 
-def test_the_table_of_key_tokens_has_the_models_probabilities(run):
+def test_key_tokens_are_the_evaluators_and_their_likelihoods_the_models(run):
     module, _, evaluator, _, documents, events = run
-    document = documents[1]
-    scores = evaluator.evaluated[text_sha256(TEXTS[1])].scores
-    key = span_token_mask(document["offsets"][0], key_spans(scores, alpha=0.5, beta=-6.0))
+    key = [
+        span_token_mask(
+            documents[number]["offsets"][0],
+            key_spans(evaluator.evaluated[text_sha256(TEXTS[number])].scores, alpha=0.5, beta=-6.0),
+        )
+        for number in (0, 1)
+    ]
     with torch.no_grad():
-        now = module.backbone.eval()(document)[0]
-    found = re.search(
-        r"^(\d+) key tokens; .* at step 2: (\S+), now: (\S+?)\.$",
-        texts(events, "key_tokens/1_doc1_by_X/learned")[4],
-        re.M,
-    )
-    assert int(found[1]) == key.sum() > 0
-    assert found[3] == probability(float(now[key].mean()))
-    assert found[2] != found[3]
+        now = torch.cat([module.backbone.eval()(documents[number])[0][key[number]] for number in (0, 1)])
     (histogram,) = events.Histograms("key_tokens/model_log_likelihood_nats")[1:]
-    other = span_token_mask(
-        documents[0]["offsets"][0], key_spans(evaluator.evaluated[text_sha256(TEXTS[0])].scores, alpha=0.5, beta=-6.0)
-    )
-    assert histogram.histogram_value.num == key.sum() + other.sum()
+    assert histogram.histogram_value.num == len(now) > 0
+    assert histogram.histogram_value.sum == pytest.approx(float(now.sum()), rel=1e-5)
 
 
 def test_loss_by_context_and_its_power_law_are_of_all_documents(run):
@@ -197,12 +189,13 @@ def test_without_an_evaluator_the_models_own_scores_tell_key_tokens(model_dir, d
     with pytest.warns(UserWarning, match=r"found only \['doc3 by X'\] of the documents .*'nowhere'"):
         module, _ = fit(model_dir, [inspector], documents, tmp_path, max_steps=2)
     events = read(tmp_path)
-    assert "key_tokens/0_doc3_by_X/evaluator/text_summary" not in events.Tags()["tensors"]
+    assert "most_helped_tokens/evaluator/text_summary" not in events.Tags()["tensors"]
     long, short = (part[0] for part in long_and_short(module.backbone.eval(), documents[3], **LENGTHS))
-    key = int(((long - short > 0.5) & (long > -6.0)).sum())
-    assert key > 0
-    assert texts(events, "key_tokens/0_doc3_by_X/learned")[2].startswith(f"{key} key tokens")
-    assert f"{key} key tokens of {len(long)}" in texts(events, "key_tokens/0_doc3_by_X/model")[2].replace("&#45;", "-")
+    key = (long - short > 0.5) & (long > -6.0)
+    (histogram,) = events.Histograms("key_tokens/model_log_likelihood_nats")
+    assert histogram.histogram_value.num == key.sum() > 0
+    most = f"| {float((long - short).max()):.2f} |"
+    assert most in texts(events, "most_helped_tokens/model")[2].splitlines()[2]
     torch.testing.assert_close(inspector._inspected[0].scores.short, short)
 
 
@@ -211,9 +204,13 @@ def test_precomputed_spans(model_dir, documents, tmp_path):
         write_key_spans(tmp_path / "spans" / f"doc{number}.txt", torch.tensor([[0, 9]]))
     evaluator, inspector = ExternalEvaluator(key_spans=str(tmp_path / "spans")), KeyTokenInspector(short_context=False)
     fit(model_dir, [evaluator, inspector], documents, tmp_path / "logs", max_steps=2)
-    expected = span_token_mask(documents[0]["offsets"][0], torch.tensor([[0, 9]])) & documents[0]["labels"][0].ne(-100)
-    found = texts(read(tmp_path / "logs"), "key_tokens/0_doc0_by_X/learned")[2]
-    assert found.startswith(f"{int(expected.sum())} key tokens")
+    masks = [
+        span_token_mask(document["offsets"][0], torch.tensor([[0, 9]])) & document["labels"][0].ne(IGNORE_INDEX)
+        for document in documents[:2]
+    ]
+    histograms = read(tmp_path / "logs").Histograms("key_tokens/model_log_likelihood_nats")
+    expected = sum(int(mask.sum()) for mask in masks)
+    assert [event.histogram_value.num for event in histograms] == [expected, expected]
 
 
 def test_other_loggers_get_nothing_and_one_warning(model_dir, documents, tmp_path):
@@ -237,7 +234,7 @@ def test_the_sanity_check_scores_and_draws_nothing(model_dir, evaluator_dir, doc
     assert inspector.inspected == []
     events = read(tmp_path / "logs")
     for name, steps in (("model", [0, 4]), ("evaluator", [0])):  # before training and after it; drawn once
-        assert list(texts(events, f"key_tokens/0_doc0_by_X/{name}")) == steps
+        assert list(texts(events, f"most_helped_tokens/{name}")) == steps
 
 
 @pytest.mark.parametrize(

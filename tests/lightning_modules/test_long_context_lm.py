@@ -198,13 +198,6 @@ def test_validation_gives_log_likelihoods_and_logs_perplexity(folder, tmp_path):
     assert result[0]["val/perplexity"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_data_module_may_still_yield_the_former_batch_keys(folder, tmp_path):
-    former = {("document_borders" if key == "document_boundaries" else key): value for key, value in row(0).items()}
-    with pytest.warns(FutureWarning, match="`document_borders` is now `document_boundaries`"):
-        result = trainer(tmp_path).validate(lm(folder), loader(former), verbose=False)
-    assert result == trainer(tmp_path).validate(lm(folder), loader(row(0)), verbose=False)
-
-
 def test_predict_gives_the_pair_of_each_document(model_dir, tokenizer, tmp_path):
     text = make_text(30)
     document = encode_document(text, tokenizer)
@@ -383,13 +376,6 @@ def test_a_checkpoint_that_names_every_setting_of_the_model_loads(folder, tmp_pa
     torch.save({**content, "pytorch-lightning_version": lightning.__version__}, tmp_path / "earlier.ckpt")
     loaded = LongContextLM.load_from_checkpoint(tmp_path / "earlier.ckpt", weights_only=True)
     assert loaded.loading == ModelConfig(folder, dtype="float32", attn_implementation="eager")
-
-
-def test_a_head_kernel_is_ignored_with_a_warning(folder, recwarn):
-    lm(folder, head_kernel="chunked")  # of checkpoints and configs of earlier versions
-    assert not [warning for warning in recwarn if "head_kernel" in str(warning.message)]
-    with pytest.warns(UserWarning, match="`model.head_kernel` no longer has an effect"):
-        lm(folder, head_kernel="liger")
 
 
 @pytest.mark.parametrize(("dtype", "cosine"), [("bfloat16", 0.98), ("float8", 0.95)])

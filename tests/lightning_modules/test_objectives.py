@@ -14,7 +14,6 @@ from lightning_modules.objectives import (
     Interpolated,
     LongCE,
     MutualInformation,
-    Normalised,
     Normalized,
     Objective,
     Scheduled,
@@ -216,8 +215,3 @@ def test_one_function_is_enough():
             return 1 + (long - short).clamp(0, 3)
 
     assert Mine().uses_short_context
-
-
-def test_the_old_name_of_normalized_warns():
-    with pytest.warns(UserWarning, match="`Normalised` is now called `Normalized`"):
-        assert Normalised(LongCE()).normalized

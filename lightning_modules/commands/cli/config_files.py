@@ -2,7 +2,6 @@
 
 import os
 import re
-import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -11,19 +10,9 @@ from typing import Any
 import yaml
 from jsonargparse._loaders_dumpers import get_yaml_default_loader
 
-_MOVED = {
-    **dict.fromkeys(("datamodules.pg19", "datamodules.pile_arxiv", "datamodules.gov_report"), "datamodules.corpora"),
-    "lightning_modules.context_extension": "lightning_modules.models.context_extension.methods",
-    "lightning_modules.context_ladder": "lightning_modules.scoring.context_lengths",
-    "lightning_modules.sequence_parallelism": "lightning_modules.training.sequence_parallel",
-    "lightning_modules.sharding": "lightning_modules.training.fsdp",
-}
-"""New names of modules that have moved."""
-
 _CLASS_KEYS = {"class_path", "init_args", "dict_kwargs"}
 """Keys of a class in a config."""
 
-_OLD_PATH = re.compile(rf"\b(?<!\.)({'|'.join(map(re.escape, _MOVED))})(?=\.\w)")
 _OCTAL = re.compile(r"[-+]?0[0-7_]*[1-7][0-7_]*")
 
 
@@ -31,7 +20,6 @@ def use_checked_yaml() -> None:
     """Make jsonargparse refuse duplicate keys and octal numbers, and read ``2:30`` as text."""
     loader = get_yaml_default_loader()
     loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
-    loader.add_constructor("tag:yaml.org,2002:str", _construct_text)
     for kind in ("int", "float"):
         loader.add_constructor(f"tag:yaml.org,2002:{kind}", _construct_number)
 
@@ -68,13 +56,6 @@ def names_model_class(arguments: Sequence[str]) -> bool:
     return False
 
 
-def rename_old_paths(text: str) -> str:
-    """Replace class paths of modules that have moved, with a warning that names the new path."""
-    for old in sorted(set(_OLD_PATH.findall(text))):
-        warnings.warn(f"The module `{old}` is now `{_MOVED[old]}`: change the class path.", FutureWarning, stacklevel=2)
-    return _OLD_PATH.sub(lambda match: _MOVED[match[1]], text)
-
-
 def _construct_mapping(loader: Any, node: yaml.MappingNode) -> Any:
     lines: dict[str, int] = {}
     for key, value in node.value:
@@ -100,10 +81,6 @@ def _construct_number(loader: Any, node: yaml.ScalarNode) -> Any:
             " if it is text."
         )
     return loader.construct_yaml_int(node) if node.tag.endswith(":int") else loader.construct_yaml_float(node)
-
-
-def _construct_text(loader: Any, node: yaml.ScalarNode) -> str:
-    return rename_old_paths(loader.construct_yaml_str(node))
 
 
 def _check_file(name: str) -> None:

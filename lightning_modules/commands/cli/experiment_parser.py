@@ -43,9 +43,7 @@ class ExperimentParser(ConciseParser, LightningArgumentParser):
             lines = [
                 f"  {found.__name__:<25}{_shorten(found.__doc__)}"
                 for found in (getattr(module, key) for key in getattr(module, "__all__", list(vars(module))))
-                if isinstance(found, type)
-                and found.__module__.startswith(name)
-                and "Deprecated" not in _shorten(found.__doc__)
+                if isinstance(found, type) and found.__module__.startswith(name)
             ]
             sections.append("\n".join([heading, *lines]))
         more = "`--data.help datamodules.NAME` and `--model.objective.help NAME` list the settings of a class."

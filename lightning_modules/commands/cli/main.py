@@ -10,7 +10,7 @@ from importlib.metadata import version
 
 import jsonargparse
 
-from lightning_modules.commands.cli.config_files import check_config_files, rename_old_paths, use_checked_yaml
+from lightning_modules.commands.cli.config_files import check_config_files, use_checked_yaml
 from lightning_modules.commands.cli.errors import stop_with, stop_with_usage, suggest_nearest
 from lightning_modules.commands.cli.hub import configure_hub
 from lightning_modules.commands.cli.registry import COMMANDS, run_experiment
@@ -53,7 +53,7 @@ if getattr(multiprocessing.current_process(), "_inheriting", False):
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the console script. The exit status is 0 after success, 2 for a user error, and 1 for any other error."""
     end_with_launcher()
-    arguments = [rename_old_paths(word) for word in (sys.argv[1:] if arguments is None else arguments)]
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     _configure_messages()
     if arguments[:1] == ["--version"]:
         sys.stdout.write(f"longce {version('longce')}\n")

@@ -1,7 +1,6 @@
 """Commands that measure models and compare results. Each parses its arguments first, and imports torch only to work."""
 
 import sys
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,7 +34,7 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     )
     description += " has a folder in `output`."
     skip = ("tasks", "lengths", "depths")
-    parser = make_parser(arguments[0], description, EvaluationConfig, skip=skip)  # `evaluate` or `harness`
+    parser = make_parser("evaluate", description, EvaluationConfig, skip=skip)
     names = "Names of tasks, groups and sets, import paths of your own tasks, and task files of lm-evaluation-harness."
     parser.add_argument("--tasks", nargs="+", type=str, default=["ruler_synthetic"], help=names)
     lengths = "Lengths of prompt and answer together, in tokens."
@@ -74,12 +73,6 @@ def _read_flags(arguments: Sequence[str]) -> list[str]:
         if word in ("--chat_template", "--fewshot_as_multiturn", "--log_samples") and after.startswith("--"):
             words.append("true")
     return words
-
-
-def harness_command(arguments: Sequence[str]) -> None:
-    """Run ``longce evaluate`` under its former name."""
-    warnings.warn("`longce harness` is deprecated: use `longce evaluate`, which takes the same options.", stacklevel=2)
-    evaluate_command(arguments)
 
 
 def compare_command(arguments: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch, max_token_id, rename_old_keys
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch, max_token_id
 from lightning_modules.models.config import ModelConfig, ServerConfig
 from lightning_modules.models.served.dialects import AnswerError, Span
 from lightning_modules.models.served.endpoint import Endpoint, Unavailable
@@ -98,7 +98,6 @@ class RemoteScorer(nn.Module):
 
     def check_batch(self, batch: PackedBatch) -> None:
         """Raise a ``ValueError`` for ids outside of the served model's embedding."""
-        rename_old_keys(batch)
         sizes = [endpoint.vocabulary_size for endpoint in self._endpoints if endpoint.vocabulary_size]
         if sizes and max_token_id(batch) >= min(sizes):
             raise ValueError(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-from lightning_modules.models.adapters import add_adapters, frozen_fingerprint, same_frozen, trained_state
+from lightning_modules.models.adapters import add_adapters, frozen_fingerprint, trained_state
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.context_extension.methods import extend_config
@@ -125,7 +125,7 @@ def _load_base(facts: TrainingFacts, fingerprint: str) -> Backbone:
     extension = changes.pop("context_extension", None)
     settings: dict[str, Any] = {"revision": facts.revision, "dtype": facts.dtype, "lora": facts.lora}
     backbone = load_backbone(ModelConfig(facts.base_model, changes, extension, **settings))
-    if not same_frozen(fingerprint, frozen_fingerprint(nn.ModuleDict({"backbone": backbone}))):
+    if fingerprint != frozen_fingerprint(nn.ModuleDict({"backbone": backbone})):
         raise ValueError(
             f"The weights of '{facts.base_model}' have changed since the checkpoint's adapters were trained: restore"
             " them, or export with `--adapters kept`."

@@ -1,1 +1,1 @@
-"""TensorBoard panels: documents with their key tokens as text and tables, and figures over all documents."""
+"""TensorBoard panels: a table of tokens, and figures over all documents."""

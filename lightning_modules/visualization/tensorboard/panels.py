@@ -1,9 +1,9 @@
-"""TensorBoard panels: the text, figures and histograms of an evaluation, and their tags."""
+"""TensorBoard panels: the table, figures and histograms of an evaluation, and their tags."""
 
-import re
+import math
+import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,12 +11,7 @@ from torch import Tensor
 from lightning_modules.scoring.evaluator import EvaluatedDocument
 from lightning_modules.scoring.key_tokens import evaluator_key_tokens
 from lightning_modules.scoring.token_scores import TokenScores
-from lightning_modules.visualization.tensorboard.documents import (
-    ScoredDocument,
-    excerpts_markdown,
-    helped_markdown,
-    learned_markdown,
-)
+from lightning_modules.visualization.report import Table, as_markdown_table
 from lightning_modules.visualization.tensorboard.figures import benefit_figure, position_figure
 from lightning_modules.visualization.tensorboard.sums import PositionSums
 
@@ -40,37 +35,52 @@ CUSTOM_SCALARS = {
 }
 """Layout for ``SummaryWriter.add_custom_scalars``: LongPPL next to perplexity. Charts without data stay empty."""
 
+COLUMNS = (
+    "token",
+    "long context",
+    "short context",
+    "LSD (nats)",
+    "key token",
+    "previous occurrence, tokens ago",
+    "where",
+)
+VISIBLE = {"\n": "⏎", "\r": "", "\t": "⇥"}
 
-@dataclass
-class InspectedDocument:
-    """Validation document with the trained model's scores.
 
-    ``scored`` marks the ``[N]`` tokens that count, ``key`` the key tokens if they are precomputed.
-    """
+class ScoredDocument(NamedTuple):
+    """Text with a model's scores of its ``[N]`` tokens; ``key`` (bool) marks key tokens."""
 
     name: str
     text: str
     scores: TokenScores
-    scored: Tensor
-    key: Tensor | None = None
+    key: Tensor
+
+    def most_helped(self, count: int) -> list[tuple[float, int]]:
+        """Return long-short difference (nats) and index of the tokens that the long context helps most."""
+        values, order = (self.scores.long - self.scores.short).sort(descending=True, stable=True)
+        return [(lsd, index) for lsd, index in zip(values[:count].tolist(), order.tolist(), strict=False) if lsd > 0]
+
+    def distance(self, index: int) -> int | None:
+        """Return the distance in tokens to the previous occurrence of the same token, or None."""
+        earlier = (self.scores.token_ids[:index] == self.scores.token_ids[index]).nonzero()
+        return index - int(earlier[-1]) if len(earlier) else None
 
 
 class EvaluationPanels:
-    """Writer of the panels of successive evaluations, with at most ``tokens`` tokens of each document.
+    """Writer of the panels of successive evaluations.
 
-    The model's own key tokens exceed ``alpha`` (LSD) and ``beta`` (LCL), in nats.
+    The model's own key tokens exceed ``alpha`` (LSD) and ``beta`` (LCL), in nats, unless they are ``precomputed``.
     """
 
-    def __init__(self, *, alpha: float, beta: float, tokens: int) -> None:
+    def __init__(self, *, alpha: float, beta: float, precomputed: bool = False) -> None:
+        self.precomputed = precomputed
         self.thresholds: Any = {"alpha": alpha, "beta": beta}
-        self.tokens = tokens
-        self._first: dict[str, tuple[Tensor, int]] = {}
         self._drawn: set[str] = set()
 
     def draw(
         self,
         writers: Sequence[Any],
-        documents: Sequence[InspectedDocument],
+        documents: Sequence[ScoredDocument],
         positions: PositionSums,
         *,
         evaluated: Mapping[str, EvaluatedDocument],
@@ -78,19 +88,25 @@ class EvaluationPanels:
     ) -> None:
         """Write all panels of an evaluation after ``step`` optimizer steps to each ``SummaryWriter``.
 
+        ``documents`` have the model's scores, and mark all scored tokens unless key tokens are precomputed.
         ``positions`` has the model's losses over all documents, ``evaluated`` the evaluator's by SHA-256 of texts.
         """
-        by_evaluator = [self._by_evaluator(document, evaluated) for document in documents]
-        by_model = [self._by_model(document, evaluated) for document in documents]
-        for document in documents:
-            self._first.setdefault(document.scores.text_sha256, (document.scores.long, step))
+        pairs = [(document, evaluated.get(document.scores.text_sha256)) for document in documents]
+        by_model = [document._replace(key=self._find_key(document, found)) for document, found in pairs]
+        by_evaluator = [
+            document._replace(scores=found.scores, key=self._key_tokens(found.scores))
+            for document, found in pairs
+            if found is not None
+        ]
         for writer in writers:
             if not set(evaluated) <= self._drawn:  # draw an evaluator's scores once, because they never change
-                self._draw_documents(writer, [document for document in by_evaluator if document], "evaluator", step)
+                writer.add_text("most_helped_tokens/evaluator", helped_markdown(by_evaluator), step)
                 self._draw_scores(writer, [found.scores for found in evaluated.values()], "evaluator", step)
             if documents:
-                self._draw_documents(writer, by_model, "model", step)
-                self._draw_learned(writer, by_model, step)
+                writer.add_text("most_helped_tokens/model", helped_markdown(by_model), step)
+                values = torch.cat([document.scores.long[document.key] for document in by_model])
+                if len(values):
+                    writer.add_histogram("key_tokens/model_log_likelihood_nats", values, step)
             if documents and not evaluated:
                 self._draw_scores(writer, [document.scores for document in documents], "model", step)
             if positions.sums[0].any():
@@ -98,44 +114,20 @@ class EvaluationPanels:
                 writer.add_figure("loss_by_context/model_all_documents", figure, step, close=False)
         self._drawn |= set(evaluated)
 
-    def _by_evaluator(
-        self, document: InspectedDocument, evaluated: Mapping[str, EvaluatedDocument]
-    ) -> ScoredDocument | None:
-        if (found := evaluated.get(document.scores.text_sha256)) is None:
-            return None
-        key = evaluator_key_tokens(found.scores, **self.thresholds)
-        return ScoredDocument(document.name, document.text, found.scores, key)
+    def _key_tokens(self, scores: TokenScores) -> Tensor:
+        return evaluator_key_tokens(scores, **self.thresholds)
 
-    def _by_model(self, document: InspectedDocument, evaluated: Mapping[str, EvaluatedDocument]) -> ScoredDocument:
-        """Return the document with the model's scores, and with the evaluator's key tokens if there is an evaluator."""
-        key, found = document.key, evaluated.get(document.scores.text_sha256)
-        if key is None:
-            key = evaluator_key_tokens(document.scores, **self.thresholds) if found is None else found.key
-        return ScoredDocument(document.name, document.text, document.scores, key & document.scored)
-
-    def _draw_documents(self, writer: Any, documents: Sequence[ScoredDocument], scored_by: str, step: int) -> None:
-        for number, document in enumerate(documents):
-            key_tokens = f"{int(document.key.sum())} key tokens of {len(document.key):,}"
-            title = f"{document.name}: {key_tokens}; by the {scored_by}"
-            markdown = excerpts_markdown(document, tokens=self.tokens, title=title)
-            writer.add_text(f"key_tokens/{slug(document, number)}/{scored_by}", markdown, step)
-        writer.add_text(f"most_helped_tokens/{scored_by}", helped_markdown(documents), step)
-
-    def _draw_learned(self, writer: Any, documents: Sequence[ScoredDocument], step: int) -> None:
-        """Write the likelihood of key tokens now and when the model first scored the document."""
-        for number, document in enumerate(documents):
-            long, then = self._first[document.scores.text_sha256]
-            table = learned_markdown(document, long, then=then)
-            writer.add_text(f"key_tokens/{slug(document, number)}/learned", table, step)
-        values = torch.cat([document.scores.long[document.key] for document in documents])
-        if len(values):
-            writer.add_histogram("key_tokens/model_log_likelihood_nats", values, step)
+    def _find_key(self, document: ScoredDocument, found: EvaluatedDocument | None) -> Tensor:
+        """Return the evaluator's key tokens, or the model's own without an evaluator."""
+        if self.precomputed:
+            return document.key
+        return document.key & (self._key_tokens(document.scores) if found is None else found.key)
 
     def _draw_scores(self, writer: Any, documents: Sequence[TokenScores], scored_by: str, step: int) -> None:
         """Draw the density of LSD and LCL over all documents of a model, and their loss by context length."""
         long, short = (torch.cat([getattr(s, name)[1:] for s in documents]) for name in ("long", "short"))
         positions = PositionSums(3)
-        key = torch.cat([evaluator_key_tokens(s, **self.thresholds)[1:] for s in documents])
+        key = torch.cat([self._key_tokens(s)[1:] for s in documents])
         positions.add(torch.cat([torch.arange(1, len(s.long)) for s in documents]), -long, -short, key)
         title = f"{scored_by}, {len(documents):,} documents"
         if (long != short).any():
@@ -156,6 +148,48 @@ def draw_weights(writer: Any, weights: Tensor, differences: Tensor, *, cap: floa
         writer.add_histogram("train/lsd_nats", differences, step)
 
 
-def slug(document: ScoredDocument, number: int) -> str:
-    """Return the part of a tag that names a document."""
-    return f"{number}_{re.sub(r'[^-.A-Za-z0-9]+', '_', document.name)[:40]}"
+def escaped(text: str) -> str:
+    """Escape a text for Markdown and HTML as numbered entities, and make line breaks and control characters visible."""
+    return "".join(
+        VISIBLE.get(character, "\N{REPLACEMENT CHARACTER}")
+        if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+        else character
+        if character.isalnum() or character == " " or ord(character) > 127
+        else f"&#{ord(character)};"
+        for character in text
+    )
+
+
+def probability(log_likelihood: float) -> str:
+    """Format the probability of a log-likelihood as ``12.3%``, or as ``5e-05`` if it is below 0.1%."""
+    value = math.exp(log_likelihood)
+    return f"{value:.1%}" if value >= 0.001 else f"{value:.0e}"
+
+
+def helped_markdown(documents: Sequence[ScoredDocument], *, count: int = 20) -> str:
+    """Format a table of at most ``count`` tokens that the long context helps most, with their probabilities."""
+    found = [(lsd, document, index) for document in documents for lsd, index in document.most_helped(count)]
+    found.sort(key=lambda entry: -entry[0])
+    rows = [
+        [
+            _cut_snippet(document, index),
+            probability(float(document.scores.long[index])),
+            probability(float(document.scores.short[index])),
+            f"{lsd:.2f}",
+            "yes" if document.key[index] else "",
+            f"{distance:,}" if (distance := document.distance(index)) else "never",
+            escaped(f"{document.name}, token {index:,}"),
+        ]
+        for lsd, document, index in found[:count]
+    ]
+    return as_markdown_table(Table([*COLUMNS], rows))
+
+
+def _cut_snippet(document: ScoredDocument, index: int, before: int = 60, after: int = 20) -> str:
+    start, end = document.scores.offsets[index].tolist()
+    token = document.text[start:end]
+    word = token.strip() or "\N{OPEN BOX}"
+    inner = start + len(token) - len(token.lstrip())
+    left = document.text[max(inner - before, 0) : inner]
+    right = document.text[start + len(token.rstrip()) : end + after] if token.strip() else document.text[end:][:after]
+    return f"{escaped(left)}**{escaped(word)}**{escaped(right)}"

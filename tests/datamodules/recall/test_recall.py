@@ -193,7 +193,3 @@ def test_what_cannot_be_written_is_refused():
         next(recall_questions(1, length=20, depth=(0.5, 1.1)))
     with pytest.raises(ValueError, match=r"at least 8, for .* got 7"):
         next(recall_questions(1, length=7))
-
-
-def test_options_of_earlier_configs_are_accepted():
-    RecallDataModule(pairs="typed", second_order=0)

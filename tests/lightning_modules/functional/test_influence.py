@@ -3,7 +3,6 @@ import math
 import pytest
 import torch
 
-from lightning_modules import functional
 from lightning_modules.functional import (
     key_token_mask,
     long_short_difference,
@@ -141,12 +140,3 @@ def test_weights_carry_no_gradient_and_are_0_without_a_short_context(weigh):
 def test_weights_without_a_meaning_are_refused(weigh, settings, message):
     with pytest.raises(ValueError, match=message):
         weigh(torch.zeros(1), torch.zeros(1), **settings)
-
-
-@pytest.mark.parametrize(
-    ("former", "function"),
-    [("threshold_influence", threshold_weights), ("largest_influence", top_fraction_weights)],
-)
-def test_former_names_work_with_a_warning(former, function):
-    with pytest.warns(UserWarning, match=f"`{former}` is now called `{function.__name__}`"):
-        assert getattr(functional, former) is function

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.functional import ShortContext, Window, short_context_windows
+from lightning_modules.functional import Window, short_context_windows
 from lightning_modules.functional.windows import batch_windows, check_context, draw_windows, trim_windows, window_batch
 
 
@@ -113,10 +113,3 @@ def test_trimmed_windows_score_every_wanted_token_and_end_at_the_last():
     for row, window in trimmed:
         assert wanted[row, window.stop - 1]
         assert (row, window.start, window.scored) in {(r, w.start, w.scored) for r, w in WINDOWS}
-
-
-def test_the_former_name_of_fill_missing_works_with_a_warning():
-    long = torch.tensor([[-1.0, -2.0]])
-    short = ShortContext(torch.tensor([[0.0, -3.0]]), torch.tensor([[False, True]]))
-    with pytest.warns(UserWarning, match="`filled` is now called `fill_missing`"):
-        assert short.filled(long).tolist() == [[-1.0, -3.0]]

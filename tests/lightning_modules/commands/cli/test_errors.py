@@ -106,5 +106,4 @@ def test_the_first_screen_of_the_help_of_fit_lists_what_most_need(monkeypatch, c
     assert max(map(len, first.splitlines())) <= 120
     for name in ("--ckpt_path", "PG19DataModule", "RecallDataModule", "ExternalEvaluator", "LongCE ", "Normalized "):
         assert name in first
-    assert "Normalised" not in first
     assert "--trainer.accumulate_grad_batches" in printed

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lightning_modules.scoring.token_scores import TokenScores, text_sha256
-from lightning_modules.visualization.tensorboard.documents import ScoredDocument
+from lightning_modules.visualization.tensorboard.panels import ScoredDocument
 
 
 @pytest.fixture
