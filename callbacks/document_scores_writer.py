@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import pyarrow
 from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -248,7 +247,7 @@ class DocumentScoresWriter(Callback):
         self.shards.folder.write(SUCCESS, content.encode())
         try:
             write_page(self.shards, self._corpus.source)
-        except (ValueError, OSError, duckdb.Error) as error:  # the scores are complete all the same
+        except (ValueError, OSError) as error:  # the scores are complete all the same
             rank_zero_warn(f"The page of the corpus is not written ({error}): make it with `longce select --page`.")
         rank_zero_info(_describe_counts(found_counts, str(self.shards.folder)))
         return None

@@ -101,7 +101,7 @@ def is_in_sample(
     """
     selected = documents[documents["selected"]]
     weight = np.ones(len(selected)) if weights is None else weights[documents["selected"].to_numpy()]
-    hashed = pd.util.hash_pandas_object(selected[["file", "row"]], index=False, hash_key=f"{seed:016d}")
+    hashed = pd.util.hash_pandas_object(selected[["file", "row"]], index=False, hash_key=f"{seed % 10**16:016d}")
     uniform = (hashed.to_numpy() >> np.uint64(11)) * 2.0**-53  # [0, 1)
     with np.errstate(divide="ignore"):
         arrival = -np.log1p(-uniform) / weight  # of a Poisson process with this rate

@@ -97,9 +97,6 @@ def test_weights_by_an_expression():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sample": 0}, "`sample` must be 1 or more, got 0"),
-        ({"sample_tokens": -1}, "`sample_tokens` must be 1 or more"),
-        ({"seed": -1, "sample": 1}, "`seed` must be from 0"),
         ({"sample_weight": "tokens"}, "no effect without `sample`"),
         ({"mixture": "m.yaml"}, "needs the documents: set `output`"),
         ({"mixture": "m.yaml", "output": "ids.txt"}, "needs the documents: set `output`"),
