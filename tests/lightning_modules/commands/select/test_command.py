@@ -383,12 +383,10 @@ def test_sources_in_a_nested_field_and_documents_without_one_are_found_by_the_mi
     table = ScoreTable({"meta.lang": pyarrow.string()})
     records = [{"text": f"text {n}", "meta": {"lang": "de" if n % 3 else None}} for n in range(12)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
-    module = DocumentCorpus([str(tmp_path)], columns=["meta.lang"])
+    module = DocumentCorpus([str(tmp_path / "a.jsonl")], columns=["meta.lang"])
     for row, record in enumerate(records):
-        ref = DocumentRef(
-            f"a.jsonl:{row}", "a.jsonl", row, {"meta.lang": record["meta"]["lang"]}, text_hash=f"{row:064x}"
-        )
-        table.add(ref, make_scores(12))
+        values = {"meta.lang": record["meta"]["lang"]}
+        table.add(DocumentRef(f"a.jsonl:{row}", "a.jsonl", row, values, text_hash=f"{row:064x}"), make_scores(12))
     versions = find_corpus(module.files, module.column_names).versions()
     header = {"settings": {}, "source": module.source_settings(), "files": versions, "counts": {}}
     ScoreShards(str(tmp_path / "scores")).write(table.table(), header, 0)
