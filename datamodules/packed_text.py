@@ -215,8 +215,8 @@ class PackedTextDataModule(LightningDataModule, ABC):
             rows = pack_in_order(boundaries, self.long_documents.order(boundaries), *pack)
         else:
             rows = pack_documents(boundaries, *pack)
-        options = {"isolate_documents": self.isolate_documents, "loss_on_prompt": self.loss_on_prompt}
-        return PackedRowDataset(store, rows, **options)
+        isolate = self.isolate_documents
+        return PackedRowDataset(store, rows, isolate_documents=isolate, loss_on_prompt=self.loss_on_prompt)
 
     def inspect(
         self, rows: Sequence[int] | None = None, *, count: int = 3, width: int = 400, names: bool = False

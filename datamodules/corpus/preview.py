@@ -3,6 +3,7 @@
 import unicodedata
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from datamodules.corpus.files import CorpusFiles
 from datamodules.sources.documents import is_empty
 from datamodules.sources.locations import JSON_LINES, PARQUET
+from datamodules.sources.records import lines_of, opened
 from lightning_modules.batch import DocumentRef
 
 _DOCUMENTS = 64  # of the sample
@@ -74,24 +76,22 @@ def preview_corpus(
         ValueError: If there are sampled documents, but none has text.
     """
     language = next((name for name in _LANGUAGE_FIELDS if name in corpus.fields), "")
-    sample = _sample_documents(corpus, language)
+    sample, documents, fraction = _sample_documents(corpus, language)
     found = [(ref, text) for ref, text in sample if ref.error is None and not is_empty(text)]
     if sample and not found:
         reason = sample[0][0].error or "it is empty"
         remedy = f"Set `data.text_column` to the text; the fields are {[*corpus.fields]}." if corpus.fields else ""
         raise ValueError(f"None of {len(sample)} documents at the start of the files has text: {reason}. {remedy}")
-    kinds = {PARQUET: "parquet", **dict.fromkeys(JSON_LINES, "JSON lines")}
     tokens = [_count_tokens(text, tokenizer) for _, text in found]
     limit = max_tokens or max(tokens, default=0)
     lengths = [min(count, limit) for count in tokens if overlong == "cut" or count <= limit]
-    documents = sum(part.expected_rows or 1 for part in corpus.parts)
     sizes = [len(text.encode()) for _, text in found]
     languages = Counter(str(ref.columns[language]) for ref, _ in found if ref.columns.get(language))
     return CorpusPreview(
-        files=Counter(next((kinds[end] for end in kinds if name.endswith(end)), "text") for name in corpus.names),
+        files=Counter(map(_file_kind, corpus.names)),
         fields=corpus.fields,
         documents=documents,
-        size=documents * sum(sizes) / max(len(sample), 1),
+        size=sum(sizes) / fraction,
         tokens=documents * sum(lengths) / max(len(sample), 1),
         sizes=sizes,
         lengths=lengths,
@@ -100,25 +100,44 @@ def preview_corpus(
     )
 
 
-def _sample_documents(corpus: CorpusFiles, language: str) -> list[tuple[DocumentRef, str]]:
-    """Read the first documents of some parts; parts with many documents are likelier, and more of them are read."""
+def _file_kind(name: str) -> str:
+    return "parquet" if name.endswith(PARQUET) else "JSON lines" if name.endswith(JSON_LINES) else "text"
+
+
+def _sample_documents(corpus: CorpusFiles, language: str) -> tuple[list[tuple[DocumentRef, str]], float, float]:
+    """Read the first documents of some parts; return them, the number of all, and the fraction of the bytes read.
+
+    Parts with many documents are likelier, and more of them are read.
+    """
     if not corpus.parts:
-        return []
+        return [], 0, 1
     if language and language not in corpus.columns.others:
         columns = corpus.columns._replace(others=(*corpus.columns.others, language))
         corpus = replace(corpus, columns=columns, column_types={**corpus.column_types, language: pyarrow.string()})
     rows = np.array([part.expected_rows or 1 for part in corpus.parts], dtype=np.float64)
     drawn = np.random.default_rng(0).choice(len(rows), _DOCUMENTS, p=rows / rows.sum())
 
-    def read(index: int, count: int) -> list[tuple[DocumentRef, str]]:
-        try:
-            return list(islice(corpus.read(corpus.parts[index], lambda _: True), count))
-        except (ValueError, OSError):  # a damaged file is reported when all others are done
-            return []
+    def read(index: int, count: int) -> tuple[list[tuple[DocumentRef, str]], float]:
+        part = corpus.parts[index]
+        with suppress(ValueError, OSError):  # a damaged file is reported when all others are done
+            documents = list(islice(corpus.read(part, lambda _: True), count))
+            if part.rows is not None:
+                return documents, part.rows
+            with opened(corpus.files[part.file]) as stream:
+                lines = (line for line in lines_of(stream) if not line.isspace())
+                sizes = [len(line) for line in islice(lines, count)]
+            return documents, part.size / float(np.mean(sizes or [part.size]))
+        return [], rows[index]
 
     with ThreadPoolExecutor(_READER_THREADS) as pool:
-        parts, counts = np.unique(drawn, return_counts=True)
-        return [each for own in pool.map(read, parts.tolist(), counts.tolist()) for each in own]
+        sampled, counts = np.unique(drawn, return_counts=True)
+        found = list(pool.map(read, sampled.tolist(), counts.tolist()))
+    # The parts that were not drawn are corrected like those that were.
+    correction = sum(documents for _, documents in found) / rows[sampled].sum()
+    sizes = [corpus.parts[index].size for index in sampled]
+    read_bytes = sum(size * len(own) / documents for size, (own, documents) in zip(sizes, found, strict=True))
+    fraction = read_bytes / sum(part.size for part in corpus.parts) or 1
+    return [each for own, _ in found for each in own], float(rows.sum() * correction), fraction
 
 
 def _count_tokens(text: str, tokenizer: PreTrainedTokenizerFast) -> int:

@@ -111,7 +111,7 @@ def write_mixture(path: Path, chosen: pd.DataFrame, documents: Path, by: str) ->
     sources: dict[str, Any] = {}
     for source, own in chosen.groupby("source"):
         where = [by, None if source == NO_SOURCE else source]
-        init_args = {"train": str(documents.absolute()), "where": where, "name_field": "key"}
+        init_args: dict[str, Any] = {"train": str(documents.absolute()), "where": where, "name_field": "key"}
         init_args |= {"holdout": holdout} if source in evaluated else {}
         weight = int(own["tokens"].sum())
         sources[str(source)] = {"class_path": "datamodules.TextDataModule", "weight": weight, "init_args": init_args}

@@ -51,6 +51,7 @@ def test_a_large_corpus_is_estimated_from_a_few_documents(tmp_path, tokenizer, m
     tokens = sum(len(tokenizer(text, add_special_tokens=False).input_ids) for text in texts)
     assert found.documents == pytest.approx(2000, rel=0.15)
     assert found.tokens == pytest.approx(tokens, rel=0.3)
+    assert found.size == pytest.approx(sum(map(len, texts)), rel=0.2)
     assert f"documents  about {found.documents:,.0f} with" in found.describe(short_context=0, duration="")
 
 

@@ -375,6 +375,11 @@ def test_a_mixture_of_sources_too_small_to_hold_any_out(tmp_path):
     settings = yaml.safe_load((tmp_path / "m.yaml").read_text())["data"]["init_args"]
     assert set(settings) == {"sources"}
     assert settings["sources"]["b"]["init_args"]["where"] == ["kind", "b"]
+    # The hashes 0 and 1 are held out for validation and test, so that only `b` has documents in all splits.
+    hashes = {"a": (0, 1), "b": (0, 2)}
+    rows = [{"source": name, "tokens": 1, "text_hash": f"{n:016x}"} for name, own in hashes.items() for n in own]
+    write_mixture(tmp_path / "m.yaml", pd.DataFrame(rows), tmp_path / "d.parquet", "kind")
+    assert yaml.safe_load((tmp_path / "m.yaml").read_text())["data"]["init_args"]["evaluate_on"] == ["b"]
     assert "holdout" not in settings["sources"]["a"]["init_args"]
 
 
