@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.influence import check_gamma, check_thresholds
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models.served.scorer import RemoteScorer
 from lightning_modules.scoring.corpus.failures import check_failures
 from lightning_modules.scoring.corpus.shards import (
     SUCCESS,
@@ -49,8 +50,8 @@ class DocumentScoresWriter(Callback):
     scores, or null. When all documents are done, ``_SUCCESS.json`` has the counts, and ``_report.html`` is a page of
     the corpus. If more documents of a source failed than `data.allowed_failures`, the run ends with exit status 1 and a
     report, without these files. A restarted run continues with the missing documents, with any number of processes;
-    failed documents count as done. A killed process
-    loses its shard in progress. After SIGTERM nothing is lost: from then on, every batch is written immediately.
+    failed documents count as done. A killed process loses its shard in progress. After SIGTERM nothing is lost: from
+    then on, every batch is written immediately.
 
     Args:
         output_dir: Folder or fsspec URL; created if needed.
@@ -202,8 +203,11 @@ class DocumentScoresWriter(Callback):
 
     @override
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._write_shard(trainer)
         self._bar.close()
+        if isinstance(pl_module.backbone, RemoteScorer):
+            pl_module.backbone.verify()  # before the last shard is complete
+            rank_zero_info(pl_module.backbone.report())
+        self._write_shard(trainer)
         found = gathered((self._corpus.read_progress(), self._documents), self._patient)
         error = trainer.strategy.broadcast(self._write_success(found) if trainer.is_global_zero else None)
         self._table = None

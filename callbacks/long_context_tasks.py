@@ -155,11 +155,7 @@ class LongContextTasks(Callback):
             )
         config, data = self.config, getattr(trainer, "datamodule", None)
         model = str(pl_module.loading.pretrained_model_name_or_path)
-        self._prompter = Prompter(
-            self.tokenizer or loaded_tokenizer(data) or load_tokenizer(model),
-            chat_template=config.chat_template,
-            add_special_tokens=config.add_special_tokens,
-        )
+        self._prompter = Prompter(self.tokenizer or loaded_tokenizer(data) or load_tokenizer(model), **config.prompting)
         if not self.keys:
             return
         pl_module.backbone.check_length(max(key.length for key in self.keys))
@@ -195,7 +191,9 @@ class LongContextTasks(Callback):
 
     def _run_longce_tasks(self, trainer: Trainer, pl_module: LongContextLM) -> dict[str, float]:
         assert self._prompter is not None
-        results = gathered(put_questions(pl_module.backbone, self._prompter, self._questions, self.config.mode))
+        questions, generation = self._questions, self.config.generation
+        asked = put_questions(pl_module.backbone, self._prompter, questions, self.config.mode, generation=generation)
+        results = gathered(asked)
         by_key = {result.key: result for of_rank in results for result in of_rank}
         in_order = [by_key[key] for key in self.keys]  # the order of a single process
         summary = summarize(in_order)
@@ -220,7 +218,7 @@ class LongContextTasks(Callback):
         metrics = {name: result["metrics"] for name, result in found.items()} | aggregate(self._loaded.groups, found)
         if model.truncated:
             rank_zero_info(f"{model.truncated} prompts exceeded {model.max_length} tokens and were truncated.")
-        logged = {f"harness/{name}": value for name, value in set_scores(self._theirs, metrics).items()}
+        logged = {f"harness/{name}": value for name, value in set_scores(self._theirs, metrics)[0].items()}
         for name, values in metrics.items():
             logged |= {f"harness/{name}/{key.removesuffix(',none')}": value for key, value in values.items()}
         return {"harness/seconds": time.perf_counter() - started, **logged}

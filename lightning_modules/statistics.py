@@ -83,13 +83,10 @@ def compare_correlations(
     if one.interval is None or other.interval is None:
         raise ValueError(f"{one.models} models are too few, {MIN_FOR_INTERVAL} are needed")
     a, b, c, models = one.value, other.value, correlate_values(first, second, kind).value, one.models
-    (a_low, a_high), (b_low, b_high) = one.interval, other.interval
     # 1. Zou's interval. The two estimates are correlated, which is undefined next to a perfect correlation.
     rest = 1 - a * a - b * b - c * c
     shared = ((c - a * b / 2) * rest + c**3) / ((1 - a * a) * (1 - b * b)) if max(abs(a), abs(b)) < 1 else 0.0
-    below = (a - a_low) ** 2 + (b_high - b) ** 2 - 2 * shared * (a - a_low) * (b_high - b)
-    above = (a_high - a) ** 2 + (b - b_low) ** 2 - 2 * shared * (a_high - a) * (b - b_low)
-    interval = a - b - math.sqrt(max(below, 0.0)), a - b + math.sqrt(max(above, 0.0))
+    interval = difference_interval((a, one.interval), (b, other.interval), shared)
     # 2. Williams' test.
     determinant = max(rest + 2 * a * b * c, 0.0)
     variance = 2 * (models - 1) / (models - 3) * determinant + ((a + b) / 2) ** 2 * (1 - c) ** 3
@@ -122,15 +119,41 @@ def score_interval(scores: ArrayLike, groups: Sequence[Hashable] | None = None) 
     return max((middle - _Z * half) / scale, 0.0), min((middle + _Z * half) / scale, 1.0)
 
 
-def mean_interval(means: Sequence[float], intervals: Sequence[Interval | None]) -> Interval | None:
-    """Return the 95% interval of the average of independent means, from theirs (Zou, 2007); None if one is unknown."""
+def mean_interval(
+    means: Sequence[float], intervals: Sequence[Interval | None], weights: Sequence[float] | None = None
+) -> Interval | None:
+    """Return the 95% interval of the weighted average of independent means, from theirs; None if one is unknown.
+
+    The method is that of Zou (2007). By default all means have the same weight.
+    """
     known = [interval for interval in intervals if interval is not None]
     if not known or len(known) < len(intervals):
         return None
-    below = math.hypot(*(mean - low for mean, (low, _) in zip(means, known, strict=True)))
-    above = math.hypot(*(high - mean for mean, (_, high) in zip(means, known, strict=True)))
-    average = math.fsum(means) / len(means)
-    return average - below / len(means), average + above / len(means)
+    shares = np.ones(len(means)) if weights is None else np.asarray(weights, dtype=np.float64)
+    shares /= shares.sum()
+    ends, average = np.asarray(known), float(shares @ means)
+    below, above = (float(np.linalg.norm(shares * (ends[:, end] - means))) for end in (0, 1))
+    return average - below, average + above
+
+
+def score_difference(
+    first: ArrayLike, second: ArrayLike, groups: Sequence[Hashable] | None = None
+) -> tuple[float, Interval | None]:
+    """Return the difference of two models' mean scores over the same ``[N]`` questions, with its 95% interval.
+
+    The method is that of Newcombe (1998, Statistics in Medicine 17, 2635) with the intervals of `score_interval`, so 20
+    right answers of 20 by both models do not mean that they are equal.
+    """
+    scores = np.asarray([first, second], dtype=np.float64)
+    one, other = score_interval(scores[0], groups), score_interval(scores[1], groups)
+    a, b = map(float, scores.mean(axis=1))
+    if one is None or other is None:
+        return a - b, None
+    _, places = np.unique(np.arange(scores.shape[1]) if groups is None else np.asarray(groups), return_inverse=True)
+    sums = np.array([np.bincount(places, weights=values) for values in scores - scores.mean(axis=1, keepdims=True)])
+    spread = math.sqrt(float((sums[0] @ sums[0]) * (sums[1] @ sums[1])))
+    shared = float(sums[0] @ sums[1]) / spread if spread > 0 else 0.0
+    return a - b, difference_interval((a, one), (b, other), shared)
 
 
 def weighted_mean_interval(values: NDArray[np.float64], weights: NDArray[np.float64]) -> Interval | None:
@@ -178,6 +201,14 @@ def questions_needed(interval: Interval, questions: int, half_width: float) -> i
     return math.ceil(questions * ((interval[1] - interval[0]) / 2 / half_width) ** 2)
 
 
+def difference_interval(first: tuple[float, Interval], second: tuple[float, Interval], correlation: float) -> Interval:
+    """Return the interval of a difference of two correlated estimates, from their values and intervals (Zou, 2007)."""
+    (a, (a_low, a_high)), (b, (b_low, b_high)) = first, second
+    below = (a - a_low) ** 2 + (b_high - b) ** 2 - 2 * correlation * (a - a_low) * (b_high - b)
+    above = (a_high - a) ** 2 + (b - b_low) ** 2 - 2 * correlation * (a_high - a) * (b - b_low)
+    return a - b - math.sqrt(max(below, 0.0)), a - b + math.sqrt(max(above, 0.0))
+
+
 @lru_cache(maxsize=1024)
 def _spearman_interval(value: float, models: int) -> Interval:
     """Return the correlations of ranks that a test by simulation does not reject, with its mid-p-value.
@@ -211,7 +242,7 @@ def _check_values(x: ArrayLike, y: ArrayLike) -> tuple[NDArray[np.float64], NDAr
         raise ValueError(f"{len(x)} models are too few")
     for values in (x, y):
         if not np.isfinite(values).all():
-            raise ValueError(f"not all values are finite: {values.tolist()}")
+            raise ValueError(f"{int((~np.isfinite(values)).sum())} of {len(values)} values are not finite")
         if np.ptp(values) == 0:
             raise ValueError(f"all models have the value {values[0]:g}")
     return x, y

@@ -1,6 +1,7 @@
 """``longce evaluate``: evaluate any Hugging Face model on long-context tasks and tasks of lm-evaluation-harness."""
 
 import os
+import time
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.score import find_device
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.tasks.evaluation.evaluation import Evaluation
+from lightning_modules.tasks.evaluation.lm_eval_results import write_results
 from lightning_modules.tasks.harness import split_tasks
 from lightning_modules.utilities.files import writable_folder
 
@@ -22,8 +24,10 @@ def evaluate(model: str, output: str, **options: Any) -> str:
 
     Answers that are already in the folder are reused: name the same folder to resume after an interruption, or to add
     tasks, lengths or questions. Several processes (``torchrun``, or RANK and WORLD_SIZE in the environment) split the
-    questions of one folder, each with its own copy of the model. Arguments are the fields of `EvaluationConfig`.
+    questions of one folder, each with its own copy of the model. Arguments are the fields of `EvaluationConfig`. The
+    folder also gets the scores in the schema of lm-evaluation-harness.
     """
+    started = time.perf_counter()
     config = EvaluationConfig(model, output, **options)
     rank, processes = _read_rank()
     ours, theirs = split_tasks(config.tasks)
@@ -49,7 +53,10 @@ def evaluate(model: str, output: str, **options: Any) -> str:
         backbone = load_frozen(loading, device)
         for run in runs:
             run.ask(backbone, rank, processes)
-    return "\n\n".join(run.report() for run in runs)
+    texts, parts = zip(*(run.report() for run in runs), strict=True)
+    template = None if tokenizer.chat_template is None else str(tokenizer.chat_template)
+    write_results(config, parts, chat_template=template, seconds=time.perf_counter() - started)
+    return "\n\n".join(texts)
 
 
 def _read_rank() -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Greedy generation for many prompts, with a key-value cache.
+"""Generation for many prompts, with a key-value cache: greedy, or sampled.
 
 Prefill runs one prompt at a time, without padding or a mask. Then the caches of a group are padded on the left to one
 length, and the group decodes together, one token per pass. A trial run detects models that do not support this.
@@ -18,6 +18,7 @@ from lightning_modules.models.attention import boundaries_only
 from lightning_modules.models.backbone import Backbone, CacheUse
 from lightning_modules.models.lockstep import lockstep
 from lightning_modules.models.optimizations import eval_mode, last_layer_reads_from, no_autocast_cache, uncompiled
+from lightning_modules.tasks.sampling import Sampler
 from lightning_modules.tasks.teacher_forcing import padded_rows
 
 log = logging.getLogger(__name__)
@@ -34,11 +35,12 @@ def generate(
     *,
     done: Callable[[dict[int, list[int]]], None] | None = None,
     stopped: Callable[[int, list[int]], bool] | None = None,
+    samplers: Sequence[Sampler] | None = None,
 ) -> list[list[int]]:
-    """Continue each prompt greedily, as ``transformers.generate(do_sample=False)`` does.
+    """Continue each prompt greedily, as ``transformers.generate(do_sample=False)`` does, or with samplers.
 
-    The model runs in eval mode, without gradients or random numbers. If weights are sharded, all processes must call
-    this, each with any number of prompts.
+    The model runs in eval mode, without gradients or global random numbers. If weights are sharded, all processes must
+    call this, each with any number of prompts.
 
     Args:
         backbone: The model.
@@ -46,6 +48,7 @@ def generate(
         max_new_tokens: Limit of new tokens, for all prompts or for each.
         done: Called with the continuations of each finished group, by index of the prompt.
         stopped: Called after each token with the index of the prompt and its new tokens; returns whether to stop.
+        samplers: For each prompt what draws its tokens.
     """
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     if not all(prompts):
@@ -55,7 +58,7 @@ def generate(
     # Rows of a group decode until the last one is done, so group prompts with similar limits and lengths.
     order = sorted(range(len(prompts)), key=lambda index: (limits[index], len(prompts[index])), reverse=True)
     with torch.no_grad(), no_autocast_cache(), eval_mode(backbone):
-        decoder = _Decoder(backbone, stopped)
+        decoder = _Decoder(backbone, stopped, samplers)
         with lockstep(backbone) as run:
             rows = (_Row(index, prompts[index], limits[index]) for index in order)
             for group in decoder.continue_rows(run, rows):
@@ -73,10 +76,16 @@ class _Row(NamedTuple):
 
 
 class _Decoder:
-    """Greedy decoder with a model in eval mode; the arguments are those of `generate`."""
+    """Decoder with a model in eval mode; the arguments are those of `generate`."""
 
-    def __init__(self, backbone: Backbone, stopped: Callable[[int, list[int]], bool] | None) -> None:
+    def __init__(
+        self,
+        backbone: Backbone,
+        stopped: Callable[[int, list[int]], bool] | None,
+        samplers: Sequence[Sampler] | None,
+    ) -> None:
         self.backbone = backbone
+        self.samplers = samplers
         self.end_tokens = _find_end_tokens(backbone)
         self.stopped = stopped
         self.use = cache_use(backbone)
@@ -119,7 +128,7 @@ class _Decoder:
         """Return the continuations of a group after prefill; its caches are consumed."""
         # 1. Join the caches, and take the first token of each row from the logits of the prefill.
         lengths = [len(row.prompt) for row in group]
-        last = torch.cat(first).argmax(-1)
+        last = self._choose_tokens(torch.cat(first), group)
         cache, caches[:] = _stack_caches(caches), []
         continuations: list[list[int]] = [[] for _ in group]
         active = set(range(len(group)))
@@ -131,17 +140,24 @@ class _Decoder:
             if not active:
                 break
             # 3. Run the newest token of each row through the model.
-            last = next_logits(self.backbone, run, last, lengths, step, cache).argmax(-1)
+            last = self._choose_tokens(next_logits(self.backbone, run, last, lengths, step, cache), group)
         return {row.number: tokens for row, tokens in zip(group, continuations, strict=True)}
 
     def _continue_uncached(self, run: Callable[..., Any], row: _Row) -> list[int]:
         tokens = torch.tensor([row.prompt], device=self.backbone.device)
         continuation: list[int] = []
         while True:
-            token = _uncached_logits(self.backbone, run, tokens).argmax(-1)
+            token = self._choose_tokens(_uncached_logits(self.backbone, run, tokens), [row])
             if not self._append_token(row, continuation, int(token)):
                 return continuation
             tokens = torch.cat([tokens, token[None]], dim=1)
+
+    def _choose_tokens(self, logits: Tensor, rows: Sequence[_Row]) -> Tensor:
+        """Return the ``[B]`` next tokens of rows, given their ``[B, V]`` logits."""
+        if self.samplers is None:
+            return logits.argmax(-1)
+        drawn = [self.samplers[row.number](own) for row, own in zip(rows, logits, strict=True)]
+        return torch.tensor(drawn, device=logits.device)
 
     def _append_token(self, row: _Row, continuation: list[int], token: int) -> bool:
         """Append a token to a continuation, unless it is an end token; return whether to continue."""

@@ -21,16 +21,17 @@ MAX_ROWS, MAX_FIGURES = 12, 6
 """Rows of a table, and figures in a row, that a page shows without a click."""
 
 _CODE = re.compile(r"`([^`]+)`")
-_NUMBER = re.compile(r"-?[\d.,]*(e[+-]?\d+)?(%| [\[(±].*)?$|-?[—∞]$")
+_NUMBER = re.compile(r"[-+]?[\d.,]*(e[+-]?\d+)?(%| [\[(±].*)?$|-?[—∞]$")
 _ABSENT = {"nan": "—", "None": "—", "null": "—", "inf": "∞", "-inf": "-∞"}
 
 Tone = Literal["good", "bad", "open"]
 
 
 class Heading(NamedTuple):
-    """A heading of the second level, which the list of contents links to."""
+    """A heading of the second level, which the list of contents links to; a page may fold what follows it."""
 
     text: str
+    folded: bool = False
 
 
 class Link(str):
@@ -116,7 +117,7 @@ def as_markdown(title: str, blocks: Sequence[Block]) -> str:
     lines = [f"# {title}\n"]
     for block in blocks:
         match block:
-            case Heading(text):
+            case Heading(text, _):
                 lines.append(f"## {text}\n")
             case Table():
                 lines.append(f"{as_markdown_table(block)}\n")
@@ -135,10 +136,10 @@ def as_markdown_table(table: Table) -> str:
 
 def as_html(title: str, blocks: Sequence[Block], pictures: Mapping[str, str], *, script: str = "") -> str:
     """Format a report as one HTML file with embedded figures, which loads nothing and runs only ``script``."""
-    sections: list[tuple[str, list[Block]]] = [("", [])]
+    sections: list[tuple[Heading, list[Block]]] = [(Heading(""), [])]
     for block in blocks:
         if isinstance(block, Heading):
-            sections.append((block.text, []))
+            sections.append((block, []))
         else:
             sections[-1][1].append(block)
     style = read_resource("theme.css")

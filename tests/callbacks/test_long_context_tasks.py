@@ -65,8 +65,8 @@ def rounds(monkeypatch):
     """At which step how many questions were put."""
     seen, put = [], long_context_tasks.put_questions
 
-    def watched(backbone, prompter, questions, mode):
-        results = put(backbone, prompter, questions, mode)
+    def watched(backbone, prompter, questions, mode, **options):
+        results = put(backbone, prompter, questions, mode, **options)
         seen.append((len(questions), mode))
         torch.rand(3)  # a careless task
         return results

@@ -10,6 +10,7 @@ from lightning_modules.statistics import (
     correlate_values,
     mean_interval,
     questions_needed,
+    score_difference,
     score_interval,
 )
 
@@ -151,6 +152,34 @@ def test_intervals_of_grouped_scores_cover_the_true_mean():
         low, high = score_interval(rng.random(150) < chances[groups], groups.tolist())
         hits.append(low <= 2 / 3 <= high)
     assert 0.92 < np.mean(hits) < 0.985  # standard error: 0.011
+
+
+def test_a_difference_of_two_models_is_that_of_newcombe():
+    first, second = np.array([1] * 12 + [0] * 8), np.array([1] * 9 + [0] * 9 + [1] * 2)
+    (a, b), n = (first.mean(), second.mean()), 20
+    ends = [stats.binomtest(int(x.sum()), n).proportion_ci(method="wilson") for x in (first, second)]
+    phi = np.corrcoef(first, second)[0, 1]
+    value, interval = score_difference(first, second)
+    assert value == pytest.approx(a - b)
+    down, up = a - ends[0].low, ends[1].high - b
+    assert interval[0] == pytest.approx(a - b - math.sqrt(down**2 + up**2 - 2 * phi * down * up))
+    # Models that are always right are not known to be equal, and the questions of a text count once.
+    assert score_difference([1] * 20, [1] * 20)[1] == pytest.approx((-0.1611, 0.1611), abs=1e-3)
+    alone = score_difference(np.repeat(first, 5), np.repeat(second, 5))[1]
+    grouped = score_difference(np.repeat(first, 5), np.repeat(second, 5), np.repeat(np.arange(n), 5).tolist())[1]
+    assert grouped == pytest.approx(interval, abs=0.03)
+    assert grouped[1] - grouped[0] > 1.8 * (alone[1] - alone[0])
+    assert score_difference([1, 0], [0, 0], ["text", "text"]) == (0.5, None)
+
+
+def test_intervals_of_differences_cover_the_true_one():
+    rng, texts, hits = np.random.default_rng(7), np.repeat(np.arange(25), 4), []
+    for _ in range(300):
+        hard = rng.beta(2, 1, size=25)[texts]  # for both models
+        first, second = rng.random(100) < hard, rng.random(100) < hard * 0.8
+        low, high = score_difference(first, second, texts.tolist())[1]
+        hits.append(low <= 2 / 3 * 0.2 <= high)
+    assert 0.92 < np.mean(hits) < 0.995  # standard error: 0.013
 
 
 def test_the_interval_of_an_average_is_narrower_than_those_of_its_parts():

@@ -151,7 +151,7 @@ def _table(rows: Iterable[Mapping[Any, Any]]) -> Table:
     rows = list(rows)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return Table(
-        [str(name).replace("_", " ") for name in columns],
+        ["why there is no correlation" if name == "undefined" else str(name).replace("_", " ") for name in columns],
         [[_cell(row.get(name)) for name in columns] for row in rows],
     )
 

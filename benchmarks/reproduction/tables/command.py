@@ -11,10 +11,18 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
+from benchmarks.reproduction.tables.evaluating import longeval_cells, measure_longeval
 from benchmarks.reproduction.tables.measuring import Measuring, select_documents
 from benchmarks.reproduction.tables.options import MeasureOptions, add_table_options
-from benchmarks.reproduction.tables.ours import correlations, ours, scored_models
+from benchmarks.reproduction.tables.ours import (
+    correlations,
+    measured_intervals,
+    ours,
+    scored_models,
+    training_intervals,
+)
 from benchmarks.reproduction.tables.published import (
+    Cells,
     NamedModel,
     Table,
     as_json,
@@ -24,12 +32,10 @@ from benchmarks.reproduction.tables.published import (
     published,
 )
 from benchmarks.reproduction.tables.results import ITSELF, Result, read_results
-from benchmarks.reproduction.tables.scores import Scores, read_scores
+from benchmarks.reproduction.tables.scores import ScoreIntervals, Scores, read_score_intervals, read_scores
 from benchmarks.reproduction.tables.training import CONFIGS, carry_out, script, table_runs
 from lightning_modules.commands.cli.errors import ConciseParser
 from lightning_modules.utilities.files import writable_folder, write_atomically
-
-MEASURED = ("correlation", "perplexity", "time")
 
 
 def reproduce_table(
@@ -71,29 +77,50 @@ def reproduce_table(
     folders = [Path(output).expanduser(), *map(_existing, merge or [])]
     writable_folder(folders[0], remedy="Choose another one with `--output`.")
     if chosen.kind == "training":
-        runs = table_runs(chosen, folders[0].absolute(), shlex.split(fit_options))
+        failed = _train(chosen, folders[0], shlex.split(fit_options), run=run, quiet=scores is not None)
         if not run and scores is None:
-            sys.stdout.write(script(runs, chosen))
             return []
-        return [*(carry_out(runs) if run else []), *_report(chosen, {}, known, folders)]
+        intervals = read_score_intervals(scores or [])
+        return [*failed, *_report(chosen, {}, known, folders, of_scores=intervals)]
     if run or fit_options:
         raise ValueError(f"{table} has no models to train: leave out `run` and `fit_options`.")
     wanted, evaluator_models = _wanted(chosen, models, evaluators)
-    if merge is None and chosen.kind in MEASURED:
+    if chosen.kind == "longeval":
+        # Scores from elsewhere are enough unless models are named.
+        measures = merge is None and (models is not None or scores is None)
+        failed = measure_longeval(chosen, wanted, folders[0], options) if measures else []
+        return _report(chosen, {}, known, folders, failed=failed, models=wanted)
+    if merge is None:
         _measure(data, folders[0], options, wanted, evaluator_models)
     results = read_results(folders)
     if models is not None or merge is None:
-        names = {model.name for model in wanted}
-        results = {key: result for key, result in results.items() if key[0] in names}
+        results = _select_models(results, wanted)
     concerned = list(evaluator_models) or [ITSELF]
     if merge is not None and evaluators is None and chosen.kind == "perplexity" and evaluator_models:
         concerned += sorted({evaluator for _, evaluator in results} - {ITSELF, *evaluator_models})
     return _report(chosen, results, known, folders, concerned)
 
 
+def _train(table: Table, folder: Path, fit_options: list[str], *, run: bool, quiet: bool) -> list[str]:
+    """Train the models of a table, and return the failures; or print the commands that train them, unless quiet."""
+    runs = table_runs(table, folder.absolute(), fit_options)
+    if run:
+        return carry_out(runs)
+    if not quiet:
+        sys.stdout.write(script(runs, table))
+    return []
+
+
+def _select_models(
+    results: dict[tuple[str, str], Result], wanted: Sequence[NamedModel]
+) -> dict[tuple[str, str], Result]:
+    names = {model.name for model in wanted}
+    return {key: result for key, result in results.items() if key[0] in names}
+
+
 def _existing(name: str) -> Path:
     folder = Path(name).expanduser()
-    if not (folder / "results").is_dir():
+    if not any((folder / name).is_dir() for name in ("results", "longeval")):
         raise ValueError(f"No results in '{name}': `merge` takes the folders that were `output` elsewhere.")
     return folder
 
@@ -102,13 +129,12 @@ def _wanted(
     table: Table, models: Sequence[str] | None, evaluators: Sequence[str] | None
 ) -> tuple[list[NamedModel], dict[str, NamedModel]]:
     """Return models and evaluators; without evaluators each model is its own."""
-    if table.kind not in MEASURED:
-        return [], {}
     rows = find_table("table5").rows if table.kind == "correlation" else table.rows
+    rows = {row.partition(": ")[0]: () for row in rows} if table.kind == "longeval" else rows
     wanted = [find_model(word) for word in (rows if models is None else models)]
     defaults = table.evaluators or tuple(column for column in table.columns if column in published()["models"])
     if not defaults and evaluators:
-        raise ValueError(f"In {table.name} each model is its own evaluator: remove `evaluators`.")
+        raise ValueError(f"{table.name} has no evaluators besides the models themselves: remove `evaluators`.")
     evaluator_models = [find_model(word) for word in evaluators or defaults]
     for kind, named in (("models", wanted), ("evaluators", evaluator_models)):
         if len({model.name for model in named}) < len(named):
@@ -165,9 +191,19 @@ def _report(
     scores: Scores,
     folders: Sequence[Path],
     evaluators: Sequence[str] = (),
+    *,
+    failed: Sequence[str] = (),
+    models: Sequence[NamedModel] = (),
+    of_scores: ScoreIntervals | None = None,
 ) -> list[str]:
-    """Print and write the table; return the failures."""
-    intervals: dict[tuple[str, str], Any] = {}
+    """Print and write the table; return the failures.
+
+    ``failed`` and ``models`` are those of Table 9; ``of_scores`` are the intervals of scores from files.
+    """
+    measured: Cells = {}
+    intervals = measured_intervals(table, results, folders)
+    if table.kind == "longeval":
+        measured, intervals = longeval_cells(table, models, folders)
     if table.kind == "correlation":
         if evaluators[0] not in table.evaluators:  # numbers of different evaluators are not comparable
             blank = {row: (math.nan,) * len(table.columns) for row in table.rows}
@@ -176,7 +212,9 @@ def _report(
         table = replace(table, evaluators=tuple(evaluators))
         good = {key: result for key, result in results.items() if result.failure is None}
         intervals = {place: found.interval for place, found in correlations(table, good, scores).items()}
-    cells = ours(table, results, scores, folders)
+    cells = ours(table, results, scores, folders) | measured
+    if table.kind == "training":
+        intervals = training_intervals(table, cells, of_scores or {})
     text, content = markdown(table, cells, intervals), as_json(table, cells, intervals)
     if table.kind == "correlation":
         over = scored_models(table, results, scores)
@@ -184,17 +222,17 @@ def _report(
             f"\nOurs are by {evaluators[0]}, over {len(over)} models: {', '.join(over) or 'give their `--scores`'}.\n"
         )
         content |= {"evaluator": evaluators[0], "models": over}
-    failed = [
+    failures = [*failed] + [
         f"{model} by {evaluator}: {result.failure}"
         for (model, evaluator), result in results.items()
         if result.failure is not None and evaluator in evaluators
     ]
-    text += "".join(f"\nNot measured: {line}\n" for line in failed)
-    content |= {"failed": failed}
+    text += "".join(f"\nNot measured: {line}\n" for line in failures)
+    content |= {"failed": failures}
     write_atomically(folders[0] / f"{table.name}.md", text.encode())
     write_atomically(folders[0] / f"{table.name}.json", (json.dumps(content, indent=1) + "\n").encode())
     sys.stdout.write(text)
-    return failed
+    return failures
 
 
 def list_tables() -> str:

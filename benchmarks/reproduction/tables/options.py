@@ -47,7 +47,7 @@ def add_table_options(parser: Any) -> None:
         "Measure a table of the paper again, ours beside theirs. `--list` lists the tables; `longce reproduce"
         " miniature` has options of its own."
     )
-    parser.add_argument("table", type=str, help="table1 to table12, figure6 or table5-package.")
+    parser.add_argument("table", type=str, help="table1 to table12, figure6, figure8 or table5-package.")
     output = "Folder of results. Finished measurements are not repeated; failed ones are."
     parser.add_argument("--output", type=str, default="runs/reproduce", help=output)
     for name, (count, text) in LISTS.items():

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks.reproduction.tables.published import Cells, Table
-from benchmarks.reproduction.tables.results import ITSELF, Result, mean_seconds, read_times
-from benchmarks.reproduction.tables.scores import Scores, without_steps
-from lightning_modules.statistics import Correlation, correlate_values
+from benchmarks.reproduction.tables.published import Cells, Intervals, Table
+from benchmarks.reproduction.tables.results import ITSELF, Result, mean_seconds, read_times, seconds_interval
+from benchmarks.reproduction.tables.scores import ScoreIntervals, Scores, without_steps
+from lightning_modules.statistics import Correlation, Interval, correlate_values, difference_interval
 
 DEFAULT = "alpha=2 beta=-2"
 Results = Mapping[tuple[str, str], Result]
@@ -78,6 +78,22 @@ def training_cells(table: Table, scores: Scores) -> Cells:
     return cells
 
 
+def training_intervals(table: Table, cells: Cells, known: ScoreIntervals) -> Intervals:
+    """Return the intervals of scores, and of gains, whose runs count as independent although they share questions."""
+    found: dict[tuple[str, str], Interval | None] = {}
+    for row, column in cells:
+        benchmark, steps = without_steps(column)
+        run = table.runs.get(row, row)
+        found[row, column] = known.get((run if steps is None else f"{run}-{steps}", benchmark))
+    for row, (more, less) in table.gains.items():
+        for column in table.columns:
+            first, second = found.get((more, column)), found.get((less, column))
+            if first and second:
+                pairs = (cells[more, column], first), (cells[less, column], second)
+                found[row, column] = difference_interval(*pairs, correlation=0.0)
+    return found
+
+
 def _average(table: Table, cells: Cells) -> None:
     tasks = [column for column in table.columns if column != "Avg."]
     for row in table.rows if "Avg." in table.columns else ():
@@ -104,12 +120,31 @@ def _time_cells(table: Table, results: Results, folders: Sequence[Path]) -> Cell
         seconds = mean_seconds([document.seconds for document in result.documents])
         cells.setdefault((model, "PPL"), seconds)
         if evaluator != ITSELF:
-            cells[model, f"LongPPL ({evaluator})"] = cells[model, "PPL"] + read_times(folders, evaluator)
+            cells[model, f"LongPPL ({evaluator})"] = cells[model, "PPL"] + mean_seconds(read_times(folders, evaluator))
     return cells
 
 
+def measured_intervals(table: Table, results: Results, folders: Sequence[Path]) -> Intervals:
+    """Return the 95% intervals over documents of perplexities and times; too few documents have none."""
+    found: dict[tuple[str, str], Interval | None] = {}
+    for (model, evaluator), result in results.items():
+        if result.failure is not None:
+            continue
+        if table.kind == "time":
+            seconds = [document.seconds for document in result.documents]
+            found.setdefault((model, "PPL"), seconds_interval(seconds))
+            if evaluator != ITSELF:
+                both = seconds_interval(seconds, read_times(folders, evaluator))
+                found[model, f"LongPPL ({evaluator})"] = both
+        elif table.kind == "perplexity":
+            column = "LongPPL" if evaluator == ITSELF else evaluator
+            found[model, column] = result.interval(DEFAULT, table.average)
+            found.setdefault((model, "PPL"), result.interval("perplexity", table.average))
+    return found
+
+
 def _longeval_cells(table: Table, scores: Scores) -> Cells:
-    """Return accuracies by prompt length; perplexities of answers are not measured here."""
+    """Return accuracies by prompt length that were measured elsewhere."""
     cells: Cells = {}
     for row in table.rows:
         model, _, quantity = row.partition(": ")

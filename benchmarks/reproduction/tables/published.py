@@ -129,7 +129,9 @@ def markdown(table: Table, ours: Cells, intervals: Intervals = MappingProxyType(
             ends = "" if interval is None else " [{:.2f}, {:.2f}]".format(*interval)
             both = _text(theirs, line[0], name, digits), _text(ours, line[0], name, digits) + ends
             line.append(" / ".join(both).strip())
-    note = " Ours have 95% intervals over models, if there are at least 5." if table.kind == "correlation" else ""
+    over = {"correlation": "models", "longeval": "questions", "training": "questions"}.get(table.kind, "documents")
+    limit = "where the files have them" if table.kind == "training" else "if there are at least 5"
+    note = f" Ours have 95% intervals over {over}, {limit}."
     blocks: list[report.Block] = [f"Each cell is: paper / ours.{note}", report.Table(["", *columns], cells)]
     if table.remark:
         blocks.append(table.remark.strip())

@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
+from lightning_modules.statistics import Interval, weighted_mean_interval
 from lightning_modules.utilities.files import write_atomically
 
 FORMAT = "longce-reproduce-1"
@@ -72,6 +75,15 @@ class Result:
         if average == "tokens":
             return math.exp(-math.fsum(total for total, _ in sums) / weights)
         return math.fsum(weight * math.exp(-total / weight) for total, weight in sums) / weights
+
+    def interval(self, measure: str, average: Literal["documents", "tokens"]) -> Interval | None:
+        """Return the 95% interval of `value` over documents; None for fewer than 5."""
+        sums = np.array([entry.sums[measure] for entry in self.documents if measure in entry.sums]).reshape(-1, 2)
+        totals, weights = sums[sums[:, 1] > 0].T
+        if average == "documents":
+            return weighted_mean_interval(np.exp(-totals / weights), weights)
+        interval = weighted_mean_interval(-totals / weights, weights)
+        return interval and (math.exp(interval[0]), math.exp(interval[1]))
 
     def save(self, folder: Path) -> None:
         """Write the file atomically; a failure never replaces a result that another machine has measured meanwhile."""
@@ -160,15 +172,27 @@ def save_times(folder: Path, evaluator: str, settings: dict[str, Any], seconds: 
         write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
-def read_times(folders: Iterable[Path], evaluator: str) -> float:
-    """Return the mean seconds for a document of an evaluator, from the first folder that has them, else NaN."""
+def read_times(folders: Iterable[Path], evaluator: str) -> list[float | None]:
+    """Return the seconds of an evaluator for each document, from the first folder that has them, else none."""
     for path in (folder / "evaluators" / f"{file_name(evaluator)}.json" for folder in folders):
         if path.is_file():
-            return mean_seconds(json.loads(path.read_text(encoding="utf-8"))["seconds"])
-    return math.nan
+            return list(json.loads(path.read_text(encoding="utf-8"))["seconds"])
+    return []
 
 
 def mean_seconds(seconds: Sequence[float | None]) -> float:
     """Return the mean without the first time measured, which contains the loading of the model, else NaN."""
     measured = [value for value in seconds if value is not None][1:]
     return math.fsum(measured) / len(measured) if measured else math.nan
+
+
+def seconds_interval(*seconds: Sequence[float | None]) -> Interval | None:
+    """Return the 95% interval of the mean over documents of the sum of times; None for fewer than 5 documents.
+
+    Long documents take long by every model, so times are added document by document.
+    """
+    if len({len(each) for each in seconds}) > 1:
+        return None
+    known = [row for row in zip(*seconds, strict=True) if None not in row][1:]
+    sums = np.array(known, dtype=np.float64).reshape(-1, len(seconds)).sum(axis=1)
+    return weighted_mean_interval(sums, np.ones(len(sums)))

@@ -6,9 +6,13 @@ from pathlib import Path
 
 from benchmarks.reproduction.tables.published import find_model, published
 from lightning_modules.commands.correlate.result_files import is_perplexity, read_results
+from lightning_modules.statistics import Interval
 
 Scores = dict[str, dict[str, float]]
 """By model or run, and by benchmark."""
+
+ScoreIntervals = dict[tuple[str, str], Interval | None]
+"""95% intervals of scores by model or run and by benchmark, of results of ``longce evaluate``."""
 
 SCORED = ("correlation", "training")
 STEPS = (50, 100, 200)
@@ -35,6 +39,16 @@ def read_scores(paths: Sequence[str]) -> Scores:
             if not is_perplexity(benchmark) and (not entry.ours or benchmark in benchmarks()):
                 _add(scores, entry.place, _table_name(entry.model), benchmark, value)
     return scores
+
+
+def read_score_intervals(paths: Sequence[str]) -> ScoreIntervals:
+    """Read the intervals of the scores that `read_scores` reads from results of ``longce evaluate``."""
+    return {
+        (_table_name(entry.model), name): interval
+        for entry in read_results(paths)
+        for name, interval in entry.intervals.items()
+        if name in benchmarks()
+    }
 
 
 def benchmarks() -> set[str]:

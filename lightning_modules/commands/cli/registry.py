@@ -3,12 +3,11 @@
 import argparse
 import json
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from lightning_modules.commands.cli.corpus_text import read_row
 from lightning_modules.commands.cli.errors import ConciseParser
@@ -19,62 +18,32 @@ from lightning_modules.commands.cli.experiment_options import (
     add_quickstart_options,
     check_options,
 )
+from lightning_modules.commands.cli.measuring import (
+    compare_command,
+    correlate_command,
+    evaluate_command,
+    harness_command,
+    make_parser,
+    parse_options,
+    score_command,
+)
 from lightning_modules.commands.select.config import SelectConfig
-from lightning_modules.scoring.config import InspectConfig, ScoreConfig
-from lightning_modules.tasks.evaluation.config import EvaluationConfig
+from lightning_modules.commands.serve_config import ServeConfig
+from lightning_modules.scoring.config import InspectConfig
 from lightning_modules.training.export.options import ExportOptions
 from lightning_modules.utilities.files import writable_folder, write_atomically
 from lightning_modules.utilities.text_files import check_output, read_text
 
 
-def score_command(arguments: Sequence[str]) -> None:
-    """Run ``longce score`` and print its table."""
-    description = "Compute LongPPL and perplexity of a model on text files, with the key tokens of an evaluator."
-    parser = _make_parser("score", description, ScoreConfig)
-    parser.add_argument("files", nargs="+", type=str, help="UTF-8 text files, one document each.")
-    options = _parse_options(parser, arguments)
-    for file in options["files"]:
-        read_text(file, may_be_blank=len(options["files"]) > 1)
-    from lightning_modules.scoring.score import score, table
-
-    sys.stdout.write(table(score(**options)) + "\n")
-
-
-def evaluate_command(arguments: Sequence[str]) -> None:
-    """Run ``longce evaluate`` and print its table."""
-    description = "Evaluate a model on long-context tasks and tasks of lm-evaluation-harness."
-    skip = ("tasks", "lengths", "depths")
-    parser = _make_parser(arguments[0], description, EvaluationConfig, skip=skip)  # `evaluate` or `harness`
-    names = "Names of tasks, groups and sets, import paths of your own tasks, and task files of lm-evaluation-harness."
-    parser.add_argument("--tasks", nargs="+", type=str, default=["ruler_synthetic"], help=names)
-    lengths = "Lengths of prompt and answer together, in tokens."
-    parser.add_argument("--lengths", nargs="+", type=PositiveInt, default=[4096], help=lengths)
-    depths = "Number of evenly spaced answer depths, or the depths, from 0 (front) to 1 (end); random by default."
-    parser.add_argument("--depths", nargs="+", type=NonNegativeFloat, help=depths)
-    options = _parse_options(parser, arguments)
-    match options["depths"]:
-        case [count] if count > 1 and count.is_integer():
-            options["depths"] = int(count)
-    from lightning_modules.commands.evaluate import evaluate
-
-    sys.stdout.write(evaluate(**options) + "\n")
-
-
-def harness_command(arguments: Sequence[str]) -> None:
-    """Run ``longce evaluate`` under its former name."""
-    warnings.warn("`longce harness` is deprecated: use `longce evaluate`, which takes the same options.", stacklevel=2)
-    evaluate_command(arguments)
-
-
 def inspect_command(arguments: Sequence[str]) -> None:
     """Run ``longce inspect``, write its page and print the path."""
     description = "Show the key tokens of a document, and its likelihoods in long and short context, as an HTML page."
-    parser = _make_parser("inspect", description, InspectConfig)
+    parser = make_parser("inspect", description, InspectConfig)
     parser.add_argument("file", type=str, help="UTF-8 text file, or a file of a corpus with `--row`.")
     parser.add_argument("--row", type=NonNegativeInt | None, help="Row of a .parquet file, or line of a .jsonl file.")
     parser.add_argument("--text_column", type=str, default="text", help="Column or field of the text, with `--row`.")
     parser.add_argument("--output", type=str | None, help="HTML file; by default FILE.html in the working directory.")
-    options = _parse_options(parser, arguments)
+    options = parse_options(parser, arguments)
     file, row, column = (options.pop(name) for name in ("file", "row", "text_column"))
     name, text = (Path(file).name, read_text(file)) if row is None else read_row(file, row, column)
     output = options.pop("output") or f"{name}.html"
@@ -87,60 +56,39 @@ def inspect_command(arguments: Sequence[str]) -> None:
     sys.stdout.write(f"{inspection.summary()}\n{output} ({inspection.save(output).stat().st_size / 1e6:.1f} MB)\n")
 
 
+def serve_command(arguments: Sequence[str]) -> None:
+    """Run ``longce serve`` until it is stopped."""
+    parser = make_parser("serve", "Serve the log-likelihoods of a model over HTTP.", ServeConfig)
+    config = ServeConfig(**parse_options(parser, arguments))
+    config.read_key()
+    try:
+        from lightning_modules.commands.serve import serve
+    except ModuleNotFoundError as error:
+        raise ValueError(f"`longce serve` needs the package {error.name}: install the extra `serve`.") from error
+    serve(config)
+
+
 def export_command(arguments: Sequence[str]) -> None:
     """Run ``longce export`` and print the path of the model."""
     description = "Convert a checkpoint of `longce fit` into a folder that transformers loads."
-    parser = _make_parser("export", description, ExportOptions)
+    parser = make_parser("export", description, ExportOptions)
     checkpoint = "Checkpoint of `longce fit`: a file, or a folder with the shards of FSDP2."
     parser.add_argument("checkpoint", type=str, help=checkpoint)
     parser.add_argument("output_dir", type=str, help="Folder to write; an earlier export there is replaced.")
     tokenizer = "Hub id or local folder of a tokenizer; by default the tokenizer of the training run."
     parser.add_argument("--tokenizer", type=str | None, help=tokenizer)
     parser.add_argument("--tokenizer_revision", type=str | None, help="Branch, tag or commit of the tokenizer.")
-    options = _parse_options(parser, arguments)
+    options = parse_options(parser, arguments)
     from lightning_modules.training.export.checkpoint import export_checkpoint
 
     sys.stdout.write(f"{export_checkpoint(**options)}\n")
 
 
-def compare_command(arguments: Sequence[str]) -> None:
-    """Run ``longce compare`` and print its tables."""
-    parser = _make_parser("compare", "Compare runs of `longce fit`, or results of `longce score`.")
-    runs = "Folders of runs, or results of `longce score --output`; NAME=RUN names a run. The first is the baseline."
-    parser.add_argument("runs", nargs="+", type=str, help=runs)
-    parser.add_argument("--output", type=str | None, help="HTML page to write, which also has curves.")
-    options = _parse_options(parser, arguments)
-    if options["output"] is not None:
-        check_output(options["output"])
-    from lightning_modules.commands.compare.command import compare
-
-    sys.stdout.write(compare(**options))
-
-
-def correlate_command(arguments: Sequence[str]) -> None:
-    """Run ``longce correlate`` and print its table."""
-    description = "Correlate LongPPL and perplexity of many models with their benchmark scores."
-    parser = _make_parser("correlate", description)
-    files = "Result files of `longce score` and `longce evaluate`, CSV files, or NAME=FILE to name the model."
-    parser.add_argument("files", nargs="+", type=str, help=files)
-    metrics = "Names of perplexities; by default those of `longce score` and of the CSV files."
-    parser.add_argument("--metrics", nargs="+", type=str, help=metrics)
-    scores = "Names of benchmark scores; by default the averages, or all scores if no file has averages."
-    parser.add_argument("--scores", nargs="+", type=str, help=scores)
-    output = "Folder for correlation.json, report.md, report.html and the figures."
-    parser.add_argument("--output", type=str, required=True, help=output)
-    parser.add_argument("--log_axis", type=bool, default=False, help="Draw perplexities on logarithmic axes.")
-    options = _parse_options(parser, arguments)
-    from lightning_modules.commands.correlate.command import correlate
-
-    sys.stdout.write(correlate(**options))
-
-
 def select_command(arguments: Sequence[str]) -> None:
     """Run ``longce select`` and print its tables."""
-    parser = _make_parser("select", "Select documents by the scores that `longce predict` wrote.", SelectConfig)
+    parser = make_parser("select", "Select documents by the scores that `longce predict` wrote.", SelectConfig)
     parser.add_argument("scores", type=str, help="Folder or fsspec URL of the scores.")
-    options = _parse_options(parser, arguments)
+    options = parse_options(parser, arguments)
     from lightning_modules.commands.select.command import select
 
     sys.stdout.write(select(**options))
@@ -152,7 +100,7 @@ def reproduce_command(arguments: Sequence[str]) -> None:
         from benchmarks.reproduction.miniature.options import add_miniature_options
 
         description = "Repeat the paper's experiments with tiny models of a synthetic language, on one CPU thread."
-        parser = _make_parser("reproduce miniature", description)
+        parser = make_parser("reproduce miniature", description)
         add_miniature_options(parser)
         options = parser.parse_args(list(arguments[2:])).as_dict()
         from benchmarks.reproduction.miniature.command import reproduce_miniature
@@ -166,22 +114,6 @@ def reproduce_command(arguments: Sequence[str]) -> None:
     from benchmarks.reproduction.tables.command import reproduce_table_command
 
     reproduce_table_command(arguments)
-
-
-def _make_parser(command: str, description: str, settings: type | None = None, *, skip: Sequence[str] = ()) -> Any:
-    """Return the parser of a command, with an option for each field of its settings except those in ``skip``."""
-    parser = ConciseParser(prog=f"longce {command}", description=description)
-    if settings is not None:
-        parser.add_argument("-c", "--config", action="config", help="YAML file with options of this command.")
-        parser.add_class_arguments(settings, skip=set(skip), as_positional=False)
-    return parser
-
-
-def _parse_options(parser: Any, arguments: Sequence[str]) -> dict[str, Any]:
-    """Parse the arguments after the command's name; the result does not contain the config files."""
-    options: dict[str, Any] = parser.parse_args(list(arguments[1:])).as_dict()
-    options.pop("config", None)
-    return options
 
 
 def plan_command(arguments: Sequence[str]) -> None:
@@ -301,6 +233,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {
     "influence": influence_command,
     "select": select_command,
     "export": export_command,
+    "serve": serve_command,
     "harness": harness_command,
     "compare": compare_command,
     "correlate": correlate_command,

@@ -11,7 +11,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from lightning_modules.commands.compare.runs import AXES, Run, read_runs
+from lightning_modules.commands.compare.evaluations import Evaluation, tabulate_evaluations
+from lightning_modules.commands.compare.runs import AXES, Run, read_compared
 from lightning_modules.statistics import TOKENS, corpus_perplexity, perplexity_ratio
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.visualization.images import PANEL, STYLE, as_svg
@@ -30,9 +31,27 @@ _POINTS = 200  # of a curve; longer ones are averaged
 def compare(runs: Sequence[str | Path], output: str | Path | None = None) -> str:
     """Return tables of the final numbers, the costs and the settings that differ; write a page that also has curves.
 
-    Runs are read by `read_runs`, and compared with the first one; a single run with its own first evaluation.
+    Runs are read by `read_compared`, and compared with the first one; a single run with its own first evaluation.
+    Folders of ``longce evaluate`` have one table, of their scores.
     """
-    found = read_runs(runs)
+    found = read_compared(runs)
+    if evaluations := [each for each in found if isinstance(each, Evaluation)]:
+        return _compare_evaluations(evaluations, output)
+    return compare_runs([each for each in found if isinstance(each, Run)], output)
+
+
+def _compare_evaluations(found: Sequence[Evaluation], output: str | Path | None) -> str:
+    table, notes = tabulate_evaluations(found)
+    texts = [as_text_table(table, left=(0, 1)), "", *notes] if table.rows else ["No scores yet."]
+    if output is not None:
+        title = f"Scores of {', '.join(each.name for each in found)}"
+        write_atomically(Path(output), as_html(title, [table, *notes], {}).encode())
+        texts.append(f"Page: {output}")
+    return "\n".join(texts) + "\n"
+
+
+def compare_runs(found: Sequence[Run], output: str | Path | None = None) -> str:
+    """Compare runs or scored models, as `compare` does."""
     baseline, *others = found if len(found) > 1 else [_first_evaluation(found[0]), *found]
     tables = {
         "Final numbers": _rank_runs([baseline, *others], baseline),
@@ -64,7 +83,10 @@ def _make_page(runs: Sequence[Run], tables: Mapping[str, Table]) -> str:
         figures = {f"{axis}, {title}": (title, svg) for title, svg in draw_curves(runs, axis).items()}
         pictures |= {name: svg for name, (_, svg) in figures.items()}
         curves = [Picture(name, title) for name, (title, _) in figures.items()]
-        blocks += [Heading(f"Curves by {axis}"), *curves] if curves else []
+        # The first axis is enough to begin with: the others show the same values.
+        blocks += (
+            [Heading(f"Curves by {axis}", folded=bool(pictures.keys() - figures.keys())), *curves] if curves else []
+        )
     return as_html(f"{'Runs' if len(runs) > 1 else 'Run'} {', '.join(run.name for run in runs)}", blocks, pictures)
 
 

@@ -1,4 +1,4 @@
-"""Read what is compared: folders of `longce fit`, and JSON files of `longce score`."""
+"""Read what is compared: folders of `longce fit` and `longce evaluate`, and JSON files of `longce score`."""
 
 import json
 import os
@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import pandas as pd
 import yaml
 from tensorboard.compat.proto.event_pb2 import Event
+
+from lightning_modules.commands.compare.evaluations import FILES, Evaluation, read_evaluation
 
 AXES = {"optimizer steps": "step", "tokens": "train/tokens", "GPU hours": "train/gpu_hours"}
 """Measures of the progress of a training, each with its scalar."""
@@ -36,37 +38,56 @@ class Run(NamedTuple):
         return max(self.evaluations[cell].items(), key=lambda each: each[0])
 
 
-def read_runs(words: Sequence[str | Path]) -> list[Run]:
-    """Read runs, each given as ``PATH`` or ``NAME=PATH``.
+def read_compared(words: Sequence[str | Path]) -> list[Run | Evaluation]:
+    """Read what is compared, each given as ``PATH`` or ``NAME=PATH``.
 
-    A path is the folder of a run, a result of ``longce score``, or a folder of such results.
+    A path is the folder of a run, a folder of ``longce evaluate``, a result of ``longce score``, or a folder of such
+    results or folders.
 
     Raises:
-        ValueError: If a path is neither of them, if names are repeated, or if runs and results are mixed.
+        ValueError: If a path is none of them, if names are repeated, or if several kinds are mixed.
     """
     found = [(name, path) for word in words for name, path in _find_files(str(word))]
     paths = [path for _, path in found]
-    if len({path.is_dir() for path in paths}) > 1:
-        raise ValueError("Give either folders of runs or results of `longce score`: the two cannot be compared.")
+    kinds = {path: _read_score if path.is_file() else _read_run if _is_run(path) else read_evaluation for path in paths}
+    if len(set(kinds.values())) > 1:
+        raise ValueError(
+            "Give either folders of runs, or results of `longce score`, or folders of `longce evaluate`: they cannot be"
+            " compared with each other."
+        )
     common = os.path.commonpath([path.parent for path in paths])
     names = [name or str(path.relative_to(common)).removesuffix(".json") for name, path in found]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"Two runs have the name '{repeated}': give each run once, or another name (NAME=RUN).")
-    read = _read_run if paths[0].is_dir() else _read_score
-    return [read(name, path) for name, path in zip(names, paths, strict=True)]
+    return [kinds[path](name, path) for name, path in zip(names, paths, strict=True)]
+
+
+def read_runs(words: Sequence[str | Path]) -> list[Run]:
+    """Read runs and results of ``longce score``, as `read_compared` does."""
+    return [run for run in read_compared(words) if isinstance(run, Run)]
 
 
 def _find_files(word: str) -> Iterator[tuple[str, Path]]:
     """Yield the run or the results at a path, with the name that the user gave."""
     name, _, given = ("", "", word) if "=" not in word or Path(word).exists() else word.partition("=")
     path = Path(given).expanduser().resolve()
-    found = [path] if path.is_file() or (path / "config.yaml").is_file() else sorted(path.glob("*.json"))
+    found = [path] if path.is_file() or _is_run(path) or _is_evaluation(path) else sorted(path.glob("*.json"))
+    found = found or [inner for inner in sorted(path.glob("*/")) if _is_evaluation(inner)]
     if not found:
         inside = ", ".join(sorted(str(file.parent) for file in path.glob("*/config.yaml"))) or "runs/longce/version_0"
         raise ValueError(
-            f"'{word}' is not a run: give a folder with config.yaml ({inside}), or JSON of `longce score`."
+            f"'{word}' is not a run: give a folder with config.yaml ({inside}), a folder of `longce evaluate`, or"
+            " JSON of `longce score`."
         )
     yield from ((name, file) for file in found)
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "config.yaml").is_file()
+
+
+def _is_evaluation(path: Path) -> bool:
+    return any((path / file).is_file() for file in FILES)
 
 
 def _read_run(name: str, folder: Path) -> Run:
@@ -123,14 +144,18 @@ def _read_documents(folder: Path) -> Iterator[tuple[str, int, pd.DataFrame]]:
 
 def _read_score(name: str, file: Path) -> Run:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        rows = pd.DataFrame(content["documents"]).rename(columns={"file": "document"})
-        rows["tokens"] -= 1  # the first token of a document is not scored
-        settings = content["settings"]
-        cell = _name_cell(f"texts {settings['texts'][:8]}", "", "", settings)
-        return Run(name, {cell: {0: _index(rows)}}, {key: str(value) for key, value in settings.items()}, {})
+        return make_scored_run(name, json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"'{file}' is not a run or a result of `longce score --output` ({error!r}).") from error
+
+
+def make_scored_run(name: str, content: Mapping[str, Any]) -> Run:
+    """Return a result of `longce score` as a run with one evaluation."""
+    rows = pd.DataFrame(content["documents"]).rename(columns={"file": "document"})
+    rows["tokens"] -= 1  # the first token of a document is not scored
+    settings = content["settings"]
+    cell = _name_cell(f"texts {settings['texts'][:8]}", "", "", settings)
+    return Run(name, {cell: {0: _index(rows)}}, {key: str(value) for key, value in settings.items()}, {})
 
 
 def _name_cell(documents: str, name: str, thresholds: str, settings: Mapping[str, Any]) -> str:

@@ -7,8 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from lightning_modules.statistics import Interval, mean_interval
 from lightning_modules.tasks.evaluation.report import short
 from lightning_modules.tasks.questions.registry import GROUPS
 
@@ -27,6 +29,7 @@ class Measured(NamedTuple):
     main: tuple[str, ...]  # names of the values that summarize the others, such as an average over tasks
     settings: dict[str, dict[str, Any]]  # settings on which each value depends, and which must be equal to compare it
     ours: bool = False  # whether the file is a result of ``longce evaluate``
+    intervals: Mapping[str, Interval | None] = MappingProxyType({})  # 95% intervals of scores
 
 
 def read_results(words: Sequence[str]) -> list[Measured]:
@@ -126,7 +129,25 @@ def _read_evaluation(file: Path, content: Mapping[str, Any]) -> Measured:
         if content.get(name) is not None:
             values[name], settings[name] = _parse_number(name, content[name]), lengths
     main = tuple(name for name in ("RULER", "LongEval") if name in values) or ("average",)
-    return Measured(str(file), str(content.get("model") or ""), values, main, settings, ours=True)
+    intervals = _evaluation_intervals(content, means | tasks)
+    return Measured(str(file), str(content.get("model") or ""), values, main, settings, True, intervals)
+
+
+def _evaluation_intervals(
+    content: Mapping[str, Any], scores: Mapping[str, Mapping[int, float]]
+) -> dict[str, Interval | None]:
+    """Return the 95% intervals of scores by length, and of their means over lengths, by the names of the values."""
+    ends = {task: [cell.get("interval") for cell in lengths.values()] for task, lengths in content["tasks"].items()}
+    if "LongEval" in scores:
+        ends["LongEval"] = next(ends[task] for task in GROUPS["longeval"] if task in ends)
+    found = {name: mean_interval([*scores[name].values()], of_name) for name, of_name in ends.items()}
+    if set(GROUPS["ruler"]) <= set(ends):
+        means = [fmean(scores[task].values()) for task in GROUPS["ruler"]]
+        found["RULER"] = mean_interval(means, [found[task] for task in GROUPS["ruler"]])
+    for name, of_name in ends.items():
+        lengths = [short(length) if name == "LongEval" else length for length in scores[name]]
+        found |= {f"{name} {length}": interval for length, interval in zip(lengths, of_name, strict=True)}
+    return found
 
 
 def _read_harness(file: Path, content: Mapping[str, Any]) -> Measured:
@@ -144,9 +165,9 @@ def _read_harness(file: Path, content: Mapping[str, Any]) -> Measured:
     settings = dict.fromkeys([*values, *tasks], told)
     if "RULER" in values:  # which is a mean over lengths
         settings["RULER"] = told | {"lengths": sorted(given.get("lengths", []))}
-    return Measured(
-        str(file), str(content.get("model") or ""), values | tasks, tuple(values or tasks), settings, ours=True
-    )
+    intervals = {name: each for name, each in content.get("intervals", {}).items() if name in values}
+    name = str(content.get("model") or "")
+    return Measured(str(file), name, values | tasks, tuple(values or tasks), settings, True, intervals)
 
 
 # Readers of our results, and the keys by which each kind is recognized.

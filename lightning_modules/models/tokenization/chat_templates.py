@@ -15,13 +15,20 @@ RENDERING_SECONDS = 10.0
 """Time limit of a rendering: real templates take milliseconds."""
 
 
-def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+def check_chat_template(tokenizer: PreTrainedTokenizerBase, system_instruction: str | None = None) -> None:
     """Render a short chat; raise a ``ValueError`` if the chat template is missing or cannot be used."""
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"The tokenizer '{tokenizer.name_or_path}' has no chat template: set `chat_template` to false."
+            f"The tokenizer '{tokenizer.name_or_path}' has no chat template, as is usual for a base model: set"
+            " `chat_template` to false, or evaluate the model's chat version."
         )
-    render_chat(tokenizer, [{"role": "user", "content": "Hello"}], add_generation_prompt=True)
+    render_chat(tokenizer, user_turn("Hello", system_instruction), add_generation_prompt=True)
+
+
+def user_turn(text: str, system_instruction: str | None = None) -> list[dict[str, str]]:
+    """Return the messages of a chat that begins with a user's turn, after the system's instruction if there is one."""
+    system = [{"role": "system", "content": system_instruction}] if system_instruction else []
+    return [*system, {"role": "user", "content": text}]
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], **options: Any) -> str:
@@ -41,7 +48,7 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str,
         reason = f"fails ({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__})"
     raise ValueError(
         f"The chat template of '{tokenizer.name_or_path}' {reason}."
-        " Set `chat_template` to false, or correct the template."
+        " Set `chat_template` to false, correct the template, or remove `system_instruction` if it supports none."
     )
 
 

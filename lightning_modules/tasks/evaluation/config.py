@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from lightning_modules.models.config import DType
+from lightning_modules.tasks.sampling import parse_gen_kwargs
 
 Mode = Literal["generate", "teacher_forced"]
 """Whether the model generates its answer, or gets the right answer token by token in a single pass."""
@@ -20,7 +21,10 @@ Truncation = Literal["middle", "left"]
 
 
 _LONGCE_OPTIONS = ("depths", "haystack", "squad", "hotpot", "nq_open", "documents", "seed", "add_special_tokens")
-_HARNESS_OPTIONS = ("include_path", "num_fewshot", "limit", "max_length", "truncation", "batch_tokens", "log_samples")
+_HARNESS_OPTIONS = (
+    *("include_path", "num_fewshot", "fewshot_as_multiturn", "limit", "max_length", "truncation", "batch_tokens"),
+    "log_samples",
+)
 """Options that only longce's or only the harness's tasks read.
 
 `lengths`, `samples` and `mode` are not listed although only longce's tasks read them: callbacks have other defaults.
@@ -48,7 +52,12 @@ class TaskConfig:
         nq_open: Local file of *Lost in the Middle*, for ``multi_document_qa``; synthetic questions by default.
         documents: Number of passages of ``multi_document_qa``; by default as many as fit into the length.
         seed: Random seed of the questions.
-        chat_template: Whether to wrap prompts in the tokenizer's chat template.
+        chat_template: Whether to wrap prompts in the tokenizer's chat template (lm-eval's ``--apply_chat_template``).
+        system_instruction: Text of the system's turn; without a chat template it precedes the prompt.
+        fewshot_as_multiturn: Whether few-shot examples of harness tasks are turns of a chat; by default with a chat
+            template.
+        gen_kwargs: Arguments of generation, such as ``temperature=0.8,top_p=0.95,top_k=50,seed=1,max_gen_toks=64``;
+            they replace those of each task. Greedy by default.
         add_special_tokens: Whether the tokenizer adds special tokens to prompts without a chat template.
         include_path: Folder of additional harness tasks, which take precedence over those of the harness.
         num_fewshot: Number of few-shot examples of harness tasks; by default as each task specifies.
@@ -60,7 +69,7 @@ class TaskConfig:
         log_samples: Keep the questions and answers of harness tasks.
 
     Raises:
-        ValueError: If `tasks` or `lengths` is empty, or the mode is unknown.
+        ValueError: If `tasks` or `lengths` is empty, the mode is unknown, or options contradict each other.
     """
 
     tasks: Sequence[str] = ("ruler_synthetic",)
@@ -75,6 +84,9 @@ class TaskConfig:
     documents: PositiveInt | None = None
     seed: int = 0
     chat_template: bool = False
+    system_instruction: str | None = None
+    fewshot_as_multiturn: bool | None = None
+    gen_kwargs: str | dict[str, Any] | None = None
     add_special_tokens: bool = True
     include_path: str | None = None
     num_fewshot: NonNegativeInt | None = None
@@ -90,10 +102,32 @@ class TaskConfig:
                 raise ValueError(f"`{name}` must be a non-empty list, got {value!r}.")
         if self.mode not in get_args(Mode):
             raise ValueError(f"`mode` must be one of {', '.join(get_args(Mode))}, got '{self.mode}'.")
+        if self.fewshot_as_multiturn and not self.chat_template:
+            raise ValueError("`fewshot_as_multiturn` needs turns: add `chat_template`, or remove it.")
+        parse_gen_kwargs(self.gen_kwargs)
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """Arguments of generation by name."""
+        return parse_gen_kwargs(self.gen_kwargs)
+
+    @property
+    def as_multiturn(self) -> bool:
+        """Whether few-shot examples are turns of a chat."""
+        return self.chat_template if self.fewshot_as_multiturn is None else self.fewshot_as_multiturn
+
+    @property
+    def prompting(self) -> dict[str, Any]:
+        """Arguments of `Prompter`."""
+        names = ("chat_template", "add_special_tokens", "system_instruction")
+        return {name: getattr(self, name) for name in names}
 
     def check_used(self, ours: Sequence[str], theirs: Sequence[str]) -> None:
         """Refuse options that none of the tasks reads: `ours` are longce's, `theirs` those of lm-evaluation-harness."""
         defaults = {field.name: field.default for field in fields(self)}
+        if ours and self.generation and (self.mode == "teacher_forced" or "until" in self.generation):
+            reason = "`mode` is 'teacher_forced'" if self.mode == "teacher_forced" else "longce's tasks take no `until`"
+            raise ValueError(f"`gen_kwargs` is {self.gen_kwargs!r}, but {reason}: remove it.")
         for tasks, kind, names in (
             (ours, "longce's tasks", _LONGCE_OPTIONS),
             (theirs, "tasks of lm-evaluation-harness", _HARNESS_OPTIONS),

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import tokenizer_hash
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
+from lightning_modules.tasks.evaluation.lm_eval_results import Parts, convert_summary
 from lightning_modules.tasks.evaluation.questions import (
     Key,
     TaskResult,
@@ -52,8 +53,7 @@ class Evaluation:
         sources = {name: getattr(config, name) for name in _SOURCES}
         self.tasks = find_tasks(tasks, **sources, documents=config.documents)
         self.keys = question_keys(self.tasks, config.lengths, config.samples, config.depths)
-        prompting = {"chat_template": config.chat_template, "add_special_tokens": config.add_special_tokens}
-        self.prompter = Prompter(tokenizer, **prompting)
+        self.prompter = Prompter(tokenizer, **config.prompting)
         check_questions(self.keys, self.tasks, self.prompter, config.seed)
         settings = {
             "model": config.model,
@@ -61,7 +61,8 @@ class Evaluation:
             "tokenizer": tokenizer_hash(tokenizer),
             "mode": config.mode,
             "seed": config.seed,
-            **prompting,
+            **config.prompting,
+            "gen_kwargs": config.generation or None,
             "dtype": config.dtype,
             "documents": config.documents,
             **{name: None if path is None else _hash_texts(Path(path)) for name, path in sources.items()},
@@ -88,16 +89,18 @@ class Evaluation:
                 for chunk in _split_by_cell(keys):
                     bar.set_postfix_str(f"{chunk[0].task}, {chunk[0].length} tokens")
                     questions = make_questions(chunk, self.tasks, self.prompter, self.config.seed)
-                    put_questions(backbone, self.prompter, questions, self.config.mode, done=store)
+                    options: Any = {"generation": self.config.generation, "done": store}
+                    put_questions(backbone, self.prompter, questions, self.config.mode, **options)
 
-    def report(self) -> str:
-        """Write the report of all results so far, and return it as text."""
+    def report(self) -> tuple[str, Parts]:
+        """Write the report of all results so far; return it as text, and the scores in the harness's schema."""
         known = {result.key: result for result in self.store.read()}
         results = [known[key] for key in self.keys if key in known]
         missing = len(self.keys) - len(results)
         write_task_report(self.store.folder, results, self.store.settings, missing)
-        text = as_text(summarize(results), missing, self.store.settings)
-        return f"{text}\nReport: {self.store.folder / 'report.html'}"
+        summary = summarize(results)
+        text = as_text(summary, missing, self.store.settings)
+        return f"{text}\nReport: {self.store.folder / 'report.html'}", convert_summary(summary, self.store.settings)
 
 
 def _split_by_cell(keys: Sequence[Key]) -> Iterator[list[Key]]:

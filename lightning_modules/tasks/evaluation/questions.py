@@ -5,7 +5,8 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.tasks.evaluation.config import Depths, Mode
@@ -13,6 +14,7 @@ from lightning_modules.tasks.generation import generate
 from lightning_modules.tasks.questions.example import Example
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.task import Task
+from lightning_modules.tasks.sampling import make_samplers, read_max_tokens, read_sampling
 from lightning_modules.tasks.teacher_forcing import AnswerScores, teacher_forced
 
 MAX_UNKNOWN = 0.1  # fraction of the tokens
@@ -138,12 +140,14 @@ def put_questions(
     questions: Sequence[Question],
     mode: Mode,
     *,
+    generation: Mapping[str, Any] = MappingProxyType({}),
     done: Callable[[list[TaskResult]], None] = lambda _: None,
 ) -> list[TaskResult]:
     """Ask a model questions in groups; questions of similar length are the fastest.
 
-    ``done`` is called with the results of each group. If weights are sharded, all processes must call this, each with
-    any number of questions.
+    ``generation`` has arguments of `lightning_modules.tasks.sampling`; answers are greedy by default. ``done`` is
+    called with the results of each group. If weights are sharded, all processes must call this, each with any number of
+    questions.
     """
     results: dict[int, TaskResult] = {}
     last = time.perf_counter()
@@ -156,14 +160,23 @@ def put_questions(
         results.update(timed)
         done(list(timed.values()))
 
-    (_generate_answers if mode == "generate" else _force_answers)(backbone, prompter, questions, take)
+    if mode == "generate":
+        _generate_answers(backbone, prompter, questions, generation, take)
+    else:
+        _force_answers(backbone, prompter, questions, take)
     return [results[number] for number in range(len(questions))]
 
 
 Take = Callable[[dict[int, TaskResult]], None]
 
 
-def _generate_answers(backbone: Backbone, prompter: Prompter, questions: Sequence[Question], take: Take) -> None:
+def _generate_answers(
+    backbone: Backbone,
+    prompter: Prompter,
+    questions: Sequence[Question],
+    generation: Mapping[str, Any],
+    take: Take,
+) -> None:
     prompts = [prompter.encode(example.prompt, example.answer_prefix) for _, example in questions]
     end = prompter.tokenizer.eos_token_id  # it ends the turn of a chat, whatever the model's config specifies
 
@@ -175,8 +188,9 @@ def _generate_answers(backbone: Backbone, prompter: Prompter, questions: Sequenc
             found[number] = _make_result(questions[number], score, text, len(prompts[number]))
         take(found)
 
-    limits = [example.max_new_tokens for _, example in questions]
-    generate(backbone, prompts, limits, done=finish, stopped=lambda _, tokens: tokens[-1] == end)
+    limits = [read_max_tokens(generation, example.max_new_tokens) for _, example in questions]
+    samplers = make_samplers([read_sampling(generation)] * len(prompts), prompts)
+    generate(backbone, prompts, limits, done=finish, stopped=lambda _, tokens: tokens[-1] == end, samplers=samplers)
 
 
 def _force_answers(backbone: Backbone, prompter: Prompter, questions: Sequence[Question], take: Take) -> None:

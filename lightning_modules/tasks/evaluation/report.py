@@ -1,7 +1,7 @@
 """Report of an evaluation: numbers, tables and figures."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -92,15 +92,25 @@ def as_text(summary: Summary, missing: int, settings: Mapping[str, Any]) -> str:
     return "\n".join([as_text_table(score_table(summary)), "", *_describe_summary(summary, missing, settings)])
 
 
-def _describe_summary(summary: Summary, missing: int, settings: Mapping[str, Any]) -> list[str]:
+def describe_synthetic_text(tasks: Set[str], settings: Mapping[str, Any]) -> list[str]:
+    """Return which scores are not those of the original tasks, because longce has made up their text."""
     sentences = []
-    if settings.get("haystack") is None and (
-        made_up := sorted(IN_ESSAYS.intersection(task for task, _ in summary.scores))
-    ):
+    if settings.get("haystack") is None and (essays := sorted(IN_ESSAYS & tasks)):
         sentences.append(
-            f"The text around the needles of {', '.join(made_up)} is made up: these are no scores of RULER or"
+            f"The text around the needles of {', '.join(essays)} is made up: these are no scores of RULER or"
             " Needle-in-a-Haystack, which use essays. Give a folder of essays with `--haystack`."
         )
+    passages = sorted(task for task in tasks if task.startswith("multi_document_qa"))
+    if settings.get("nq_open") is None and passages:
+        sentences.append(
+            f"The passages of {', '.join(passages)} are made up: these are no scores of Lost in the Middle. Give its"
+            " file with `--nq_open`."
+        )
+    return sentences
+
+
+def _describe_summary(summary: Summary, missing: int, settings: Mapping[str, Any]) -> list[str]:
+    sentences = describe_synthetic_text({task for task, _ in summary.scores}, settings)
     if missing:
         sentences.append(f"{missing} questions have no result yet: run the same command to ask them.")
     if (effective := summary.effective_length) is not None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
@@ -18,14 +19,20 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.chat_templates import check_chat_template
+from lightning_modules.statistics import Interval, mean_interval
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
+from lightning_modules.tasks.evaluation.lm_eval_results import Parts, write_samples
+from lightning_modules.tasks.harness.intervals import group_intervals, task_intervals
 from lightning_modules.tasks.harness.model import HarnessModel
 from lightning_modules.tasks.harness.tasks import SETS, load_tasks, seed
-from lightning_modules.utilities.files import write_atomically
-from lightning_modules.utilities.plain_json import plain, write_json
+from lightning_modules.utilities.plain_json import write_json
 from lightning_modules.visualization.report import Table, as_text_table
 
 log = logging.getLogger(__name__)
+
+_OF_TASKS = ("results", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
+_PARTS = (*_OF_TASKS, "group_subtasks", "groups")
+"""Tables of the harness's results that have an entry for each task."""
 
 
 class HarnessEvaluation:
@@ -46,11 +53,12 @@ class HarnessEvaluation:
         max_length: int | None,
     ) -> None:
         if config.chat_template:
-            check_chat_template(tokenizer)
+            check_chat_template(tokenizer, config.system_instruction)
         self.config, self.words, self.tokenizer = config, tasks, tokenizer
-        settings = {"model": identity, "max_length": max_length, "lm_eval": version("lm_eval")}
-        for option in ("num_fewshot", "limit", "truncation", "chat_template", "dtype"):
+        settings: dict[str, Any] = {"model": identity, "max_length": max_length, "lm_eval": version("lm_eval")}
+        for option in ("num_fewshot", "limit", "truncation", "chat_template", "dtype", "system_instruction"):
             settings[option] = getattr(config, option)
+        settings |= {"fewshot_as_multiturn": config.fewshot_as_multiturn, "gen_kwargs": config.generation or None}
         self.results = Results(config.output_folder, settings)
         options: Any = {"include_path": config.include_path, "num_fewshot": config.num_fewshot}
         self.loaded = load_tasks(tasks, **options, done=self.results.read)
@@ -68,49 +76,72 @@ class HarnessEvaluation:
             result = evaluate_task(model, name, self.loaded.tasks[name], bootstrap_iters=1000)
             self.results.write(name, result, self.loaded.files[name])
 
-    def report(self) -> str:
-        """Write ``harness.json`` with all results so far, and return their table."""
+    def report(self) -> tuple[str, Parts]:
+        """Write ``harness.json`` with all results so far; return their table, and the results in the harness's schema.
+
+        In the file, ``intervals`` are 95% intervals of tasks, groups and sets.
+        """
         found = {name: self.results.read(name, file) for name, file in self.loaded.files.items()}
         tasks = {name: result for name, result in found.items() if result is not None}
+        parts: dict[str, dict[str, Any]] = {name: {} for name in _PARTS}
+        for result in tasks.values():
+            for name, by_task in result.pop("lm_eval", {}).items():
+                parts[name] |= by_task
         groups = aggregate(self.loaded.groups, tasks)
         metrics = {**{name: entry["metrics"] for name, entry in tasks.items()}, **groups}
+        intervals = {name: entry.get("intervals", {}) for name, entry in tasks.items()}
+        intervals |= {name: group_intervals(self.loaded.groups[name], tasks) for name in groups}
+        scores, of_sets = set_scores(self.words, metrics, intervals)
         result = {
             "model": self.config.model,
-            "scores": set_scores(self.words, metrics),
+            "scores": scores,
             "tasks": tasks,
             "groups": groups,
+            "intervals": intervals | of_sets,
             "settings": self.results.settings,
         }
         write_json(self.results.folder / "harness.json", result)
-        return table(result)
+        for name, group in self.loaded.groups.items():
+            parts["group_subtasks"][name] = group.child_names
+            if name in groups:
+                entry = {"name": name, "alias": group.alias or name, **groups[name]}
+                parts["results"][name] = parts["groups"][name] = entry
+                parts["versions"][name] = group.version
+        return table(result), {name: part for name, part in parts.items() if part or name != "groups"}
 
 
 def evaluate_task(model: HarnessModel, name: str, task: Task, *, bootstrap_iters: int = 0) -> dict[str, Any]:
     """Evaluate a model on a task; random states and the model's mode are restored.
 
     ``bootstrap_iters`` is the number of resamples for standard errors of metrics that are not means. The result has the
-    task's ``metrics`` as the harness returns them, by name and filter, and ``samples`` if they are logged.
+    task's ``metrics`` as the harness returns them, by name and filter, their ``intervals``, ``lm_eval`` with all
+    results in the harness's schema, and ``samples`` if they are logged.
     """
     config, before, started = model.task_config, model.truncated, time.perf_counter()
     with isolate_rng(), torch.no_grad():
         seed()
         task.set_fewshot_seed(1234)  # as the harness does
+        if config.generation and task.OUTPUT_TYPE == "generate_until":
+            task.set_config(key="generation_kwargs", value=config.generation, update=True)
         found: Any = evaluate(
             model,
             {"tasks": {name: task}},
             limit=config.limit,
             bootstrap_iters=bootstrap_iters,
-            log_samples=config.log_samples,
+            log_samples=True,  # intervals need the scores of the questions
+            system_instruction=config.system_instruction,
             apply_chat_template=config.chat_template,
-            fewshot_as_multiturn=config.chat_template,
+            fewshot_as_multiturn=config.as_multiturn,
         )
     result = {
         "metrics": _keep_numbers(found["results"][name]),
+        "intervals": task_intervals(task, found["samples"][name]),
         "questions": found["n-samples"][name]["effective"],
         "truncated": model.truncated - before,
         "num_fewshot": found["n-shot"][name],
         "version": found["versions"][name],
         "seconds": time.perf_counter() - started,
+        "lm_eval": {part: {name: found[part][name]} for part in _OF_TASKS},
     }
     return {**result, "samples": found["samples"][name]} if config.log_samples else result
 
@@ -126,16 +157,26 @@ def aggregate(groups: Mapping[str, Group], results: Mapping[str, Mapping[str, An
     return {name: values for name, values in found.items() if values}
 
 
-def set_scores(words: Iterable[str], metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the scores in percent of all sets among the words whose metrics are all known."""
+def set_scores(
+    words: Iterable[str],
+    metrics: Mapping[str, Mapping[str, Any]],
+    intervals: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> tuple[dict[str, float], dict[str, Interval]]:
+    """Return the scores in percent of all sets among the words whose metrics are all known, and their intervals."""
     known: dict[str, float] = {}
+    ends: dict[str, Interval] = {}
     for word in words:
         for name, parts in SETS[word].scores.items() if word in SETS else ():
             values = [known.get(p) if isinstance(p, str) else metrics.get(p[0], {}).get(p[1]) for p in parts]
             numbers = [value for value in values if isinstance(value, int | float)]
-            if len(numbers) == len(values):
-                known[name] = sum(numbers) / len(numbers)
-    return {name: 100 * value for name, value in known.items()}
+            if len(numbers) < len(values):
+                continue
+            known[name] = sum(numbers) / len(numbers)
+            own = [ends.get(p) if isinstance(p, str) else intervals.get(p[0], {}).get(p[1]) for p in parts]
+            if (interval := mean_interval(numbers, own)) is not None:
+                ends[name] = interval
+    percent = {name: (100 * low, 100 * high) for name, (low, high) in ends.items()}
+    return {name: 100 * value for name, value in known.items()}, percent
 
 
 def _keep_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -145,7 +186,7 @@ def _keep_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Results:
-    """Folder of results: ``tasks/NAME.json``, and ``samples/NAME.jsonl`` with questions and answers.
+    """Folder of results: ``tasks/NAME.json``, and ``samples_NAME_TIME.jsonl`` with questions and answers.
 
     Reading a result of other settings, or of another version of the user's task file, raises a ``ValueError``.
     """
@@ -158,8 +199,7 @@ class Results:
         """Write the result of a task, and its questions and answers, if any, to a separate file."""
         result = dict(result)
         if (samples := result.pop("samples", None)) is not None:
-            lines = "".join(json.dumps(plain(sample)) + "\n" for sample in samples)
-            write_atomically(self.folder / "samples" / f"{quote(name, safe='')}.jsonl", lines.encode())
+            write_samples(self.folder, name, samples)
         write_json(self._result_path(name), {**result, "settings": self._settings_of(task_file)})
 
     def read(self, name: str, task_file: str | None = None) -> dict[str, Any] | None:
@@ -185,7 +225,7 @@ class Results:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Format results as text: a row per metric, then the scores of sets in percent."""
+    """Format results as text: a row per metric with its 95% interval, then the scores of sets in percent."""
     rows = []
     for kind in ("tasks", "groups"):
         for name, entry in result[kind].items():
@@ -195,13 +235,18 @@ def table(result: Mapping[str, Any]) -> str:
                 metric, _, kept = key.partition(",")
                 if metric.endswith("_stderr") or value is None:
                     continue
-                error = metrics.get(f"{metric}_stderr,{kept}")
+                interval = result["intervals"].get(name, {}).get(key)
                 label = metric if kept == "none" else f"{metric} ({kept})"
-                rows.append((name, *about, label, f"{value:.4f}", "" if error is None else f"{error:.4f}"))
-    rows += [(name, "", "", "score, %", f"{value:.1f}", "") for name, value in result["scores"].items()]
-    head = ("task", "questions", "examples", "metric", "value", "± error")
+                rows.append((name, *about, label, f"{value:.4f}", _format_interval(interval, 4)))
+    for name, value in result["scores"].items():
+        rows.append((name, "", "", "score, %", f"{value:.1f}", _format_interval(result["intervals"].get(name), 1)))
+    head = ("task", "questions", "examples", "metric", "value", "95% interval")
     text = as_text_table(Table(head, rows), left=(0, 3))
     cut = sum(entry["truncated"] for entry in result["tasks"].values())
     if cut:
         text += f"\n{cut:,} prompts exceeded `max_length` = {result['settings']['max_length']} and were truncated."
     return text
+
+
+def _format_interval(interval: Sequence[float] | None, digits: int) -> str:
+    return "" if interval is None else f"[{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"

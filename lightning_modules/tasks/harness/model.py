@@ -22,6 +22,7 @@ from lightning_modules.models.optimizations import eval_mode, last_layer_reads_f
 from lightning_modules.models.tokenization.chat_templates import render_chat
 from lightning_modules.tasks.evaluation.config import TaskConfig
 from lightning_modules.tasks.generation import generate
+from lightning_modules.tasks.sampling import make_samplers, read_sampling
 from lightning_modules.tasks.teacher_forcing import group_rows, padded_rows
 from lightning_modules.utilities.collectives import gathered, rank_and_size
 
@@ -132,24 +133,27 @@ class HarnessModel(TemplateLM):
 
     @override
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return greedy continuations up to the first stop sequence, without special tokens."""
+        """Return continuations up to the first stop sequence, without special tokens; greedy unless a task samples."""
         _check_same(requests)
-        arguments = [_parse_generation(request.args[1]) for request in requests]
+        arguments = [normalize_gen_kwargs(request.args[1], 256) for request in requests]
+        limits = [int(each["max_gen_toks"]) for each in arguments]
         prompts = [
             self._truncate_prompt(self.tok_encode(request.args[0]), self.max_length - limit)
-            for request, (limit, _) in zip(requests, arguments, strict=True)
+            for request, limit in zip(requests, limits, strict=True)
         ]
+        samplers = make_samplers([read_sampling(request.args[1]) for request in requests], prompts)
         order = sorted(range(len(requests)), key=lambda index: len(prompts[index]))[own_slice()]
-        stops = [arguments[index][1] for index in order]
+        stops = [[stop for stop in each["until"] if stop] for each in arguments]
         tokens = generate(
             self.backbone,
             [prompts[index] for index in order],
-            [arguments[index][0] for index in order],
-            stopped=lambda number, continuation: self._has_stopped(continuation, stops[number]),
+            [limits[index] for index in order],
+            stopped=lambda number, continuation: self._has_stopped(continuation, stops[order[number]]),
+            samplers=None if samplers is None else [samplers[index] for index in order],
         )
         decoded = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         found = {
-            index: postprocess_generated_text(text, arguments[index][1], None)
+            index: postprocess_generated_text(text, stops[index], None)
             for index, text in zip(order, decoded, strict=True)
         }
         texts = merge_answers(found)
@@ -189,17 +193,6 @@ def _check_same(requests: Sequence[Instance]) -> None:
             "Processes have loaded different questions of the same task: its data differs between machines, or its code"
             " draws questions without a seed. Use the same data on all machines."
         )
-
-
-def _parse_generation(arguments: dict[str, Any]) -> tuple[int, list[str]]:
-    """Return the number of tokens to generate, and stop sequences; raise a ``ValueError`` for random sampling."""
-    known = normalize_gen_kwargs(arguments, 256)
-    if known.get("do_sample"):
-        raise ValueError(
-            f"A task needs random sampling ({arguments}), but longce generates greedily: set `do_sample: false` in its"
-            " `generation_kwargs`, in a YAML file that includes the task's file."
-        )
-    return int(known["max_gen_toks"]), [stop for stop in known["until"] if stop]
 
 
 def score_continuations(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerFast
 
-from lightning_modules.models.tokenization.chat_templates import check_chat_template, render_chat
+from lightning_modules.models.tokenization.chat_templates import check_chat_template, render_chat, user_turn
 
 
 class ForcedAnswer(NamedTuple):
@@ -21,23 +21,32 @@ class Prompter:
     """Turns questions into tokens, and counts them.
 
     With ``chat_template``, the prompt is the user's turn of the tokenizer's chat template. The template already has
-    special tokens, so ``add_special_tokens`` has no effect.
+    special tokens, so ``add_special_tokens`` has no effect. ``system_instruction`` is the system's turn, and without a
+    chat template a paragraph before the prompt.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, *, chat_template: bool = False, add_special_tokens: bool = True
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        chat_template: bool = False,
+        add_special_tokens: bool = True,
+        system_instruction: str | None = None,
     ) -> None:
         if chat_template:
-            check_chat_template(tokenizer)
+            check_chat_template(tokenizer, system_instruction)
         self.tokenizer = tokenizer
+        self.system_instruction = system_instruction
         self.chat_template = chat_template
         self.add_special_tokens = add_special_tokens and not chat_template
 
     def text(self, prompt: str, answer_prefix: str) -> str:
         """Return the complete input of the model as text."""
         if self.chat_template:
-            messages = [{"role": "user", "content": prompt}]
+            messages = user_turn(prompt, self.system_instruction)
             prompt = render_chat(self.tokenizer, messages, add_generation_prompt=True)
+        elif self.system_instruction:
+            prompt = f"{self.system_instruction}\n\n{prompt}"
         return prompt + answer_prefix
 
     def encode(self, prompt: str, answer_prefix: str) -> list[int]:

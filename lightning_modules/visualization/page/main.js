@@ -34,7 +34,12 @@ class Page {
     const arrange = () => folds.forEach((fold) => { fold.open = !narrow.matches; });
     narrow.addEventListener("change", arrange);
     arrange();
-    find("panel").addEventListener("toggle", () => this.soon("scatter", () => this.scatter.draw()));
+    for (const id of ["panel", "tune"]) {
+      find(id).addEventListener("toggle", () => this.soon("folds", () => {
+        this.scatter.draw();
+        if (narrow.matches && this.view.current) this.view.reveal(this.view.current, 4);  // it may be covered now
+      }));
+    }
   }
 
   thresholds() {

@@ -1,5 +1,6 @@
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from longppl.longppl import compute_longppl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_modules.commands.cli.main import main
+from lightning_modules.commands.compare.command import compare
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.scoring import score as score_module
 from lightning_modules.scoring.score import score
@@ -97,8 +99,8 @@ def fails(arguments, capsys):
 
 
 def test_bad_input_is_named_before_any_model_is_loaded(files, model_dir, evaluator_dir, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("lightning_modules.scoring.score.load_frozen", None)
-    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_frozen", None)
+    monkeypatch.setattr("lightning_modules.scoring.score.load_scorer", None)
+    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_scorer", None)
     models = ["--model", str(model_dir), "--evaluator", str(evaluator_dir)]
     (tmp_path / "latin.txt").write_bytes(b"first line\nna\xefve")
     (tmp_path / "empty.txt").write_text(" \n")
@@ -170,3 +172,39 @@ def test_key_tokens_only_gives_the_same_numbers_and_scores_fewer_tokens(files, m
         known.append(sum(int(scores.short.isfinite().sum()) for scores in stored))
     assert json.dumps(results[0]) == json.dumps(results[1])
     assert known[1] < known[0]
+
+
+@pytest.mark.limit(6)
+def test_several_models_are_compared_over_the_documents(model_dir, evaluator_dir, tmp_path, capsys):
+    files = []
+    for number in range(5):
+        files.append(tmp_path / f"{number}.txt")
+        files[-1].write_text(make_text(120, seed=number))
+    other = shutil.copytree(model_dir, tmp_path / "other")
+    network = AutoModelForCausalLM.from_pretrained(other)
+    network.lm_head.weight.data *= 1.1
+    network.save_pretrained(other)
+    words = [
+        "score",
+        "--model",
+        str(model_dir),
+        "--model",
+        str(other),
+        *map(str, files),
+        "--evaluator",
+        str(evaluator_dir),
+    ]
+    main([*words, *OPTIONS, "--output", str(tmp_path / "out")])
+    text = capsys.readouterr().out
+    results = [json.loads((tmp_path / "out" / f"{path.name}.json").read_text()) for path in (model_dir, other)]
+    ratio = results[1]["perplexity"] / results[0]["perplexity"]
+    rows = [line.split() for line in text.partition("Final numbers")[2].splitlines()]
+    (row,) = (row for row in rows if "other" in row)
+    assert f"{ratio:.3f}" in row
+    # The same table as from the files; its interval is over documents.
+    assert compare([tmp_path / "out"]) in text
+    assert f"{ratio:.3f} [" in text
+    (other / "model.safetensors").unlink()
+    with pytest.raises(SystemExit):  # before the first model scores anything
+        main([*words, *OPTIONS, "--output", str(tmp_path / "new")])
+    assert not (tmp_path / "new").exists()

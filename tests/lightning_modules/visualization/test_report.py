@@ -116,6 +116,13 @@ def test_long_tables_are_folded_and_say_what_they_hold():
     assert len(details(1, folded=True)) == 1
 
 
+def test_a_section_may_be_folded_except_its_heading():
+    root = parse_page(as_html("T", [Heading("One"), "a", Heading("Two", folded=True), "b"], {}))
+    (section,) = (each for each in root.iter("section") if list(each.iter("details")))
+    assert texts(section, "h2") == ["Two"]
+    assert texts(next(section.iter("details")), "p") == ["b"]
+
+
 def test_many_figures_are_folded(svg):
     for count, folded in ((6, []), (8, ["Show 2 more figures"])):
         root = parse_page(as_html("T", [Picture("a", str(number)) for number in range(count)], {"a": svg}))

@@ -1,6 +1,7 @@
 """`longce reproduce TABLE` as a user runs it: tiny models under the real code path."""
 
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -239,6 +240,45 @@ def test_accuracies_by_prompt_length_come_from_scores(reproduce, tmp_path, capsy
     assert "| CLEX-7B-64k: LongEval accuracy | 82.00 / 80.00 | 34.00 / |" in capsys.readouterr().out
 
 
+def test_scores_of_evaluate_have_intervals(reproduce, tmp_path, capsys):
+    for name, mean in (("A-CE-200", 40.0), ("A-LongCE-200", 60.0)):
+        folder = tmp_path / name
+        folder.mkdir()
+        cell = {"mean": mean, "interval": [mean - 9, mean + 12], "questions": 50}
+        result = {"model": name, "tasks": {"longeval_lines": {"4096": cell}}, "average": {"4096": mean}, "settings": {}}
+        (folder / "results.json").write_text(json.dumps(result))
+    scores = [str(tmp_path / name) for name in ("A-CE-200", "A-LongCE-200")]
+    assert reproduce("table3", "--scores", *scores) == 0
+    assert "| 24.0 / 40.0 [31.00, 52.00] |" in capsys.readouterr().out
+    cells = table(tmp_path / "one", "table3")
+    assert cells["A (PG-19, EABF): LongCE"]["LongEval 200"]["interval"] == [51.0, 72.0]
+    gain = cells["A (PG-19, EABF): Gain"]["LongEval 200"]
+    assert gain["ours"] == 20.0
+    assert gain["interval"] == pytest.approx([20 - math.hypot(9, 12), 20 + math.hypot(12, 9)])
+
+
+@pytest.mark.limit(8)
+def test_table_9_is_measured_by_teacher_forcing(reproduce, model_dir, evaluator_dir, tmp_path, capsys):
+    models = ["--models", f"M={model_dir}", f"broken={tmp_path / 'nothing'}"]
+    assert reproduce("table9", *models, max_tokens=2100, documents=5) == 1
+    text = capsys.readouterr().out
+    assert "Not measured: broken: " in text
+    cells = table(tmp_path / "one", "table9")
+    questions = (tmp_path / "one" / "longeval" / "M" / "results-00000-of-00001.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in questions]
+    assert len(found) == 5
+    nll, tokens = (sum(one[f"answer_{name}"] for one in found) for name in ("nll", "tokens"))
+    cell = cells["M: PPL (answer tokens)"]["2k"]
+    assert cell["ours"] == pytest.approx(math.exp(nll / tokens))
+    assert cell["interval"][0] < cell["ours"] < cell["interval"][1]
+    accuracy = cells["M: LongEval accuracy"]["2k"]
+    assert accuracy["ours"] == 100 * sum(one["score"] for one in found) / 5
+    assert accuracy["interval"][1] - accuracy["interval"][0] > 30
+    assert cells["Yi-6B-200k: LongEval accuracy"]["2k"] == {"paper": 100.0, "ours": None}
+    assert reproduce("table9", *models[:2], max_tokens=150) == 2
+    assert "`max_tokens` = 150 is below the shortest length, 2048" in capsys.readouterr().err
+
+
 def test_bad_input_is_refused_before_any_model_is_loaded(
     reproduce, tmp_path, model_dir, evaluator_dir, monkeypatch, capsys
 ):
@@ -251,7 +291,7 @@ def test_bad_input_is_refused_before_any_model_is_loaded(
         ("and `miniature` with tiny models", ("tabel5",), {}),
         ("'Mistrol' is not a model of the paper", ("table5", "--models", "Mistrol"), {}),
         ("must be different names", ("table5", "--models", "Yi", "Yi-6B-200k"), {}),
-        ("each model is its own evaluator", ("table6", "--evaluators", "Llama-3.1-8B"), {}),
+        ("table6 has no evaluators besides the models", ("table6", "--evaluators", "Llama-3.1-8B"), {}),
         ("was measured with `stride` = 16", ("table5", *one), {"stride": 32}),
         ("the model of 'M' by 'E' is", ("table5", "--models", f"M={evaluator_dir}", *one[2:]), {}),
         ("the evaluator of 'M' by 'E' is", ("table5", *one[:2], "--evaluators", f"E={model_dir}"), {}),
@@ -269,4 +309,4 @@ def test_bad_input_is_refused_before_any_model_is_loaded(
 
 def test_list(capsys):
     main(["reproduce", "--list"])
-    assert len(capsys.readouterr().out.splitlines()) == 14
+    assert len(capsys.readouterr().out.splitlines()) == 15

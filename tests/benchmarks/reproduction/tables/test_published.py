@@ -9,7 +9,16 @@ from benchmarks.reproduction.tables.published import as_json, find_model, find_t
 
 NAMES = list(published()["tables"])
 COUNTS = {"table1": 9, "table2": 12, "table3": 81, "table4": 54, "table5": 36, "table5-package": 36, "table6": 9}
-COUNTS |= {"figure6": 3, "table7": 50, "table8": 126, "table9": 90, "table10": 21, "table11": 9, "table12": 6}
+COUNTS |= {
+    "figure6": 3,
+    "figure8": 3,
+    "table7": 50,
+    "table8": 126,
+    "table9": 90,
+    "table10": 21,
+    "table11": 9,
+    "table12": 6,
+}
 ROUNDING = 0.05 + 1e-9  # of a number printed with one digit
 
 
@@ -21,7 +30,7 @@ def cells(name):
 def test_every_row_is_full_and_refers_to_what_exists(name):
     table = find_table(name)
     assert len(table.cells()) == COUNTS[name]
-    assert all(math.isfinite(value) for value in table.cells().values())
+    assert name == "figure8" or all(map(math.isfinite, table.cells().values()))  # it has no printed numbers
     for row in (*table.measures, *table.runs, *table.gains, *table.overhead):
         assert row in table.rows
     for run in table.runs.values():

@@ -1,6 +1,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
 from benchmarks.reproduction.tables.results import (
@@ -13,7 +14,9 @@ from benchmarks.reproduction.tables.results import (
     read_times,
     result_path,
     save_times,
+    seconds_interval,
 )
+from lightning_modules.statistics import weighted_mean_interval
 
 SETTINGS = {"stride": 16, "documents": 2}
 
@@ -89,6 +92,27 @@ def test_the_first_time_measured_counts_for_nothing(tmp_path):
     save_times(tmp_path / "empty", "E/x", SETTINGS, [9.0])
     save_times(tmp_path / "full", "E/x", SETTINGS, [9.0, 1.5])
     assert not (tmp_path / "empty").exists()
-    assert read_times([tmp_path / "empty", tmp_path / "full"], "E/x") == 1.5
-    assert math.isnan(read_times([tmp_path], "E/x"))
+    assert mean_seconds(read_times([tmp_path / "empty", tmp_path / "full"], "E/x")) == 1.5
+    assert read_times([tmp_path], "E/x") == []
     json.loads(next((tmp_path / "full" / "evaluators").iterdir()).read_text())
+
+
+def test_intervals_are_over_documents():
+    sums = [(-20.0, 10.0), (-33.0, 11.0), (-24.0, 12.0), (-39.0, 13.0), (-28.0, 14.0), (0.0, 0.0)]
+    documents = [DocumentResult(str(number), 20, 1.0, {"all": pair}) for number, pair in enumerate(sums)]
+    result = Result("M", "E", {}, documents=documents)
+    means, weights = np.array([2.0, 3.0, 2.0, 3.0, 2.0]), np.arange(10.0, 15.0)
+    expected = weighted_mean_interval(means, weights)
+    assert result.interval("all", "tokens") == pytest.approx(tuple(np.exp(expected)))
+    assert result.interval("all", "documents") == weighted_mean_interval(np.exp(means), weights)
+    low, high = result.interval("all", "tokens")
+    assert low < result.value("all", "tokens") < high
+    assert Result("M", "E", {}, documents=documents[:4]).interval("all", "tokens") is None
+    assert Result("M", "E", {}).interval("all", "tokens") is None
+
+
+def test_times_are_added_by_document():
+    first, second = [9.0, 1.0, 2.0, 3.0, 4.0, 5.0], [9.0, 10.0, 20.0, 30.0, 40.0, 50.0]
+    assert seconds_interval(first, second) == weighted_mean_interval(np.array([11.0, 22, 33, 44, 55]), np.ones(5))
+    assert seconds_interval(first, second[1:]) is None
+    assert seconds_interval(first[:5]) is None

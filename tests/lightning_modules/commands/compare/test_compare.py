@@ -251,7 +251,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
     score = write_score(tmp_path / "a.json", 1.0)
     with pytest.raises(ValueError, match=r"runs' is not a run: give a folder with config.yaml \(.*version_0\)"):
         compare([tmp_path / "runs"])
-    with pytest.raises(ValueError, match="Give either folders of runs or results of `longce score`"):
+    with pytest.raises(ValueError, match="Give either folders of runs, or results of `longce score`"):
         compare([run, score])
     with pytest.raises(ValueError, match="Two runs have the name 'version_0'"):
         compare([run, str(run)])

@@ -178,3 +178,15 @@ def test_a_table_in_another_encoding_is_named(tmp_path):
     (tmp_path / "a.csv").write_bytes("model,x\nModèle,1\n".encode("latin-1"))
     with pytest.raises(ValueError, match=r"a\.csv' is not JSON or CSV of results: 'utf-8'"):
         read_results([str(tmp_path / "a.csv")])
+
+
+def test_scores_of_evaluate_keep_their_intervals(tmp_path):
+    cells = {"4096": {"mean": 50.0, "interval": [40.0, 62.0]}, "8192": {"mean": 30.0, "interval": [25.0, 38.0]}}
+    content = {"model": "M", "tasks": dict.fromkeys([*GROUPS["ruler"], "longeval_lines"], cells), "average": {}}
+    (tmp_path / "results.json").write_text(json.dumps(content | {"settings": {}}))
+    (entry,) = read_results([str(tmp_path)])
+    assert entry.intervals["vt 8192"] == [25.0, 38.0]
+    assert entry.intervals["LongEval 8k"] == [25.0, 38.0]
+    assert entry.intervals["LongEval"] == pytest.approx((40 - math.hypot(10, 5) / 2, 40 + math.hypot(12, 8) / 2))
+    below, above = 40 - entry.intervals["RULER"][0], entry.intervals["RULER"][1] - 40
+    assert (below, above) == pytest.approx([math.hypot(*ends) / 2 / math.sqrt(13) for ends in ((10, 5), (12, 8))])

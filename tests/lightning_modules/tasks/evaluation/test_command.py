@@ -7,6 +7,7 @@ import pytest
 from lightning_modules.commands import evaluate as command
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.evaluate import evaluate
+from lightning_modules.commands.models import evaluate_models
 from lightning_modules.tasks.evaluation import evaluation
 from lightning_modules.tasks.evaluation.evaluation import ResultStore
 from tests.support.toy_tasks import GUESS, SEVERAL
@@ -154,3 +155,19 @@ def test_a_number_of_depths_that_is_none(guessing_dir, tmp_path, capsys):
         main(["evaluate", *words])
     assert stopped.value.code == 2
     assert "must be distinct, from 0 (front) to 1 (end), got [2.5]" in capsys.readouterr().err
+
+
+@pytest.mark.limit(5)
+def test_several_models_have_folders_and_one_table(guessing_dir, model_dir, tmp_path, monkeypatch, capsys):
+    words = ["--output", str(tmp_path / "out"), "--tasks", GUESS, "--lengths", "48", "--samples", "3"]
+    words += ["--mode", "teacher_forced"]
+    main(["evaluate", "--model", str(guessing_dir), f"--model={model_dir}", *words])
+    one, other = guessing_dir.name, model_dir.name
+    text = capsys.readouterr().out
+    assert f"{other} - {one}" in text.splitlines()[0]
+    assert (tmp_path / "out" / one / "report.html").is_file()
+    with pytest.raises(ValueError, match="names a model twice"):
+        evaluate_models([str(model_dir)] * 2, output=str(tmp_path))
+    monkeypatch.setattr(command, "load_frozen", None)
+    with pytest.raises(SystemExit):  # the second model is missing: the first is not even loaded
+        main(["evaluate", "--model", str(model_dir), "--model", str(tmp_path / "missing"), *words])

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_modules.tasks.evaluation.evaluation import ResultStore
 from lightning_modules.tasks.evaluation.questions import TaskResult
-from lightning_modules.tasks.evaluation.report import as_text, figures, write_task_report
+from lightning_modules.tasks.evaluation.report import as_text, describe_synthetic_text, figures, write_task_report
 from lightning_modules.tasks.evaluation.summary import summarize
 from tests.support.browser import check_page, launch_chromium
 
@@ -183,6 +183,9 @@ def test_made_up_text_is_named():
     assert "the needles of niah_single_2 is made up: these are no scores of RULER" in as_text(summarize(results), 0, {})
     assert "made up" not in as_text(summarize(results), 0, {"haystack": "sha256:1"})
     assert "made up" not in as_text(summarize(results[1:]), 0, {})  # noise, as in RULER
+    (passages,) = describe_synthetic_text({"multi_document_qa", "vt"}, {})
+    assert "no scores of Lost in the Middle" in passages
+    assert describe_synthetic_text({"multi_document_qa"}, {"nq_open": "sha256:1"}) == []
 
 
 def test_figures_of_little_or_nothing():

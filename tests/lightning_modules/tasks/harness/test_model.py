@@ -99,10 +99,19 @@ def test_generation_stops_at_a_sequence_across_tokens(model_dir, tokenizer):
     assert len(passes) < 30
 
 
-def test_random_samples_are_refused(model_dir, tokenizer):
+def test_samples_differ_between_repeats_and_come_back_for_a_seed(model_dir, tokenizer):
     model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), tokenizer, TaskConfig())
-    with pytest.raises(ValueError, match="needs random sampling"):
-        model.generate_until([Instance("generate_until", {}, ("ba", {"do_sample": True, "temperature": 1.0}), 0)])
+
+    def sample(**arguments):
+        given = {"do_sample": True, "max_gen_toks": 8, **arguments}
+        return model.generate_until([Instance("generate_until", {}, ("ba", given), 0)] * 3)
+
+    texts = sample()
+    assert len(set(texts)) == 3
+    assert sample() == texts
+    assert set(sample(seed=1)).isdisjoint(texts)
+    assert len(set(sample(top_k=1))) == 1
+    assert sample(top_k=1) == sample(do_sample=False)
 
 
 def test_random_states_and_modes_come_back(model_dir, tokenizer, task_dir):

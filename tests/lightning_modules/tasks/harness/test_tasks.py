@@ -1,3 +1,4 @@
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -19,11 +20,16 @@ def test_scores_are_means_of_categories_in_percent():
     one = SETS["longbench"]
     metrics = {name: {"score,none": 0.5} for name in one.tasks}
     metrics["longbench_passage_count"] = {"score,none": 0.0}
-    found = set_scores(["longbench"], metrics)
+    ends = {name: {"score,none": (value["score,none"] - 0.04, 1.0)} for name, value in metrics.items()}
+    found, intervals = set_scores(["longbench"], metrics, ends)
     assert found["Synthetic Tasks"] == 25.0
     assert found["LongBench"] == pytest.approx((5 * 50 + 25) / 6)
+    # The average of two independent means, each 4 points above the lower end of its interval.
+    assert intervals["Synthetic Tasks"][0] == pytest.approx(25 - 4 / math.sqrt(2))
+    below = [4 / math.sqrt(len(names)) for names in tasks._LONGBENCH.values()]
+    assert intervals["LongBench"][0] == pytest.approx(found["LongBench"] - math.hypot(*below) / 6)
     del metrics["longbench_lcc"]
-    found = set_scores(["longbench"], metrics)
+    found, _ = set_scores(["longbench"], metrics)
     assert "Code Completion" not in found
     assert "LongBench" not in found
 

@@ -25,6 +25,18 @@ def test_first_token_comes_once(tokenizer, chat):
     assert chat.tokenizer.decode(chat.encode("ba ce", " di")) == "<s>[ba ce]: di"
 
 
+def test_a_system_instruction_is_a_turn_or_a_paragraph(tokenizer, chat):
+    own = Prompter(chat.tokenizer, chat_template=True, system_instruction="fo")
+    assert own.text("ba", " di") == "<s>[fo][ba]: di"
+    assert Prompter(tokenizer, system_instruction="fo").text("ba", " di") == "fo\n\nba di"
+    strict = copy.deepcopy(chat.tokenizer)
+    strict.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    with pytest.raises(ValueError, match=r"fails \(no system role\).* remove `system_instruction`"):
+        Prompter(strict, chat_template=True, system_instruction="fo")
+    with pytest.raises(ValueError, match=r"has no chat template.*set `chat_template` to false, or evaluate"):
+        Prompter(tokenizer, chat_template=True)
+
+
 def test_no_answer_comes_behind_the_end_of_a_text(tokenizer):
     ending = copy.deepcopy(tokenizer)
     ending.backend_tokenizer.post_processor = processors.TemplateProcessing(

@@ -19,7 +19,7 @@ from lightning_modules.visualization.corpus.summary import (
     thresholds,
     totals,
 )
-from tests.support.browser import launch_chromium
+from tests.support.browser import check_page, launch_chromium
 
 HEADER = {
     "source": {"files": ["raw texts"], "text_column": "body"},
@@ -94,6 +94,8 @@ def test_a_threshold_keeps_what_the_shown_condition_selects(scores):
     assert len(found) > 50
     assert found[0][1] > 300
     assert found[-1][1] <= 2, "up to the largest finite value"
+    above = {value: documents for value, documents, _ in thresholds(scores.assign(tokens=7), "tokens")}
+    assert above == {7: 0}, "a document at the threshold is not above it"
     for value, documents, tokens in found:
         kept = scores[scores["key_token_ratio"] > float(f"{value:.4g}")]
         assert (documents, tokens) == (len(kept), kept["tokens"].sum())
@@ -162,6 +164,7 @@ def test_the_slider_works_by_keyboard_without_a_network(scores, tmp_path):
     path.write_text(corpus_page(scores, HEADER, "scores", folder=tmp_path))
     steps = thresholds(scores, "lsd_mass")
     with launch_chromium() as browser:
+        check_page(browser, path)
         page = browser.new_page(viewport={"width": 360, "height": 800})
         messages, requests = [], []
         page.on("console", lambda message: messages.append(message.text))

@@ -105,7 +105,8 @@ def test_most_of_a_phone_shows_text_and_the_rest_unfolds(browser, tokenizer, tmp
     page.goto(path.as_uri())
     wait_until(page, COMPLETE)
     assert share_of_text(page) >= 0.6
-    page.keyboard.press("n")
+    for _ in range(12):
+        page.keyboard.press("n")
     assert "LSD" in page.inner_text("#brief")
     assert not page.is_visible("#card")
     assert not page.is_visible("#alpha")
@@ -113,6 +114,9 @@ def test_most_of_a_phone_shows_text_and_the_rest_unfolds(browser, tokenizer, tmp
     page.click("#tune summary")
     assert page.is_visible("#card .bars")
     assert page.is_visible("#beta")
+    place = "(selector) => document.querySelector(selector).getBoundingClientRect()"
+    wait_until(page, f"({place})('.current').bottom <= ({place})('aside').top")  # the sheet does not cover it
+    assert page.evaluate(f"({place})('.current').top >= ({place})('#bar').bottom")
     assert page.evaluate("document.getElementById('scatter').clientWidth") > 200
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     page.set_viewport_size({"width": 1200, "height": 900})

@@ -1,0 +1,133 @@
+"""Commands that measure models and compare results. Each parses its arguments first, and imports torch only to work."""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from jsonargparse.typing import NonNegativeFloat, PositiveInt
+
+from lightning_modules.commands.cli.errors import ConciseParser
+from lightning_modules.scoring.config import ScoreConfig
+from lightning_modules.tasks.evaluation.config import EvaluationConfig
+from lightning_modules.utilities.text_files import check_output, read_text
+
+
+def score_command(arguments: Sequence[str]) -> None:
+    """Run ``longce score`` and print its table."""
+    description = "Compute LongPPL and perplexity of a model on text files, with the key tokens of an evaluator."
+    description += " With several `--model`s, they are compared with the first one, and `output` is a folder."
+    parser = make_parser("score", description, ScoreConfig)
+    parser.add_argument("files", nargs="+", type=str, help="UTF-8 text files, one document each.")
+    arguments, others = split_models(arguments)
+    options = parse_options(parser, arguments)
+    for file in options["files"]:
+        read_text(file, may_be_blank=len(options["files"]) > 1)
+    from lightning_modules.commands.models import score_models
+
+    sys.stdout.write(score_models([options.pop("model"), *others], **options) + "\n")
+
+
+def evaluate_command(arguments: Sequence[str]) -> None:
+    """Run ``longce evaluate`` and print its table."""
+    description = (
+        "Evaluate a model on long-context tasks and tasks of lm-evaluation-harness. With several `--model`s, each"
+    )
+    description += " has a folder in `output`."
+    skip = ("tasks", "lengths", "depths")
+    parser = make_parser(arguments[0], description, EvaluationConfig, skip=skip)  # `evaluate` or `harness`
+    names = "Names of tasks, groups and sets, import paths of your own tasks, and task files of lm-evaluation-harness."
+    parser.add_argument("--tasks", nargs="+", type=str, default=["ruler_synthetic"], help=names)
+    lengths = "Lengths of prompt and answer together, in tokens."
+    parser.add_argument("--lengths", nargs="+", type=PositiveInt, default=[4096], help=lengths)
+    depths = "Number of evenly spaced answer depths, or the depths, from 0 (front) to 1 (end); random by default."
+    parser.add_argument("--depths", nargs="+", type=NonNegativeFloat, help=depths)
+    arguments, others = split_models(_read_flags(arguments))
+    options = parse_options(parser, arguments)
+    match options["depths"]:
+        case [count] if count > 1 and count.is_integer():
+            options["depths"] = int(count)
+    from lightning_modules.commands.models import evaluate_models
+
+    sys.stdout.write(evaluate_models([options.pop("model"), *others], **options) + "\n")
+
+
+def split_models(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split arguments into those with the first ``--model`` only, and the models of the others."""
+    words, models = list(arguments), list[str]()
+    for place in reversed([place for place, word in enumerate(words) if word.partition("=")[0] == "--model"][1:]):
+        pair = words[place : place + (1 if "=" in words[place] else 2)]
+        models.insert(0, pair[-1].removeprefix("--model="))
+        del words[place : place + len(pair)]
+    return words, models
+
+
+def _read_flags(arguments: Sequence[str]) -> list[str]:
+    """Return arguments in our spelling, given that of lm-evaluation-harness: flags without a value, several values."""
+    words: list[str] = []
+    for word, after in zip(arguments, [*arguments[1:], "--"], strict=True):
+        word = word.replace("--apply_chat_template", "--chat_template", 1)
+        if words and words[-2:-1] == ["--gen_kwargs"] and not word.startswith("--"):
+            words[-1] += f",{word}"
+            continue
+        words.append(word)
+        if word in ("--chat_template", "--fewshot_as_multiturn", "--log_samples") and after.startswith("--"):
+            words.append("true")
+    return words
+
+
+def harness_command(arguments: Sequence[str]) -> None:
+    """Run ``longce evaluate`` under its former name."""
+    warnings.warn("`longce harness` is deprecated: use `longce evaluate`, which takes the same options.", stacklevel=2)
+    evaluate_command(arguments)
+
+
+def compare_command(arguments: Sequence[str]) -> None:
+    """Run ``longce compare`` and print its tables."""
+    description = "Compare runs of `longce fit`, or results of `longce score` or of `longce evaluate`."
+    parser = make_parser("compare", description)
+    runs = "Folders of runs or of `longce evaluate`, or JSON files of `longce score`; NAME=RUN names a run."
+    runs += " The first is the baseline."
+    parser.add_argument("runs", nargs="+", type=str, help=runs)
+    parser.add_argument("--output", type=str | None, help="HTML page to write, which also has curves.")
+    options = parse_options(parser, arguments)
+    if options["output"] is not None:
+        check_output(options["output"])
+    from lightning_modules.commands.compare.command import compare
+
+    sys.stdout.write(compare(**options))
+
+
+def correlate_command(arguments: Sequence[str]) -> None:
+    """Run ``longce correlate`` and print its table."""
+    description = "Correlate LongPPL and perplexity of many models with their benchmark scores."
+    parser = make_parser("correlate", description)
+    files = "Result files of `longce score` and `longce evaluate`, CSV files, or NAME=FILE to name the model."
+    parser.add_argument("files", nargs="+", type=str, help=files)
+    metrics = "Names of perplexities; by default those of `longce score` and of the CSV files."
+    parser.add_argument("--metrics", nargs="+", type=str, help=metrics)
+    scores = "Names of benchmark scores; by default the averages, or all scores if no file has averages."
+    parser.add_argument("--scores", nargs="+", type=str, help=scores)
+    output = "Folder for correlation.json, report.md, report.html and the figures."
+    parser.add_argument("--output", type=str, required=True, help=output)
+    parser.add_argument("--log_axis", type=bool, default=False, help="Draw perplexities on logarithmic axes.")
+    options = parse_options(parser, arguments)
+    from lightning_modules.commands.correlate.command import correlate
+
+    sys.stdout.write(correlate(**options))
+
+
+def make_parser(command: str, description: str, settings: type | None = None, *, skip: Sequence[str] = ()) -> Any:
+    """Return the parser of a command, with an option for each field of its settings except those in ``skip``."""
+    parser = ConciseParser(prog=f"longce {command}", description=description)
+    if settings is not None:
+        parser.add_argument("-c", "--config", action="config", help="YAML file with options of this command.")
+        parser.add_class_arguments(settings, skip=set(skip), as_positional=False)
+    return parser
+
+
+def parse_options(parser: Any, arguments: Sequence[str]) -> dict[str, Any]:
+    """Parse the arguments after the command's name; the result does not contain the config files."""
+    options: dict[str, Any] = parser.parse_args(list(arguments[1:])).as_dict()
+    options.pop("config", None)
+    return options

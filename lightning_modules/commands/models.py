@@ -1,0 +1,59 @@
+"""``longce score`` and ``longce evaluate`` of several models, which are compared with the first one."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_modules.commands.compare.command import compare, compare_runs
+from lightning_modules.commands.compare.runs import make_scored_run
+from lightning_modules.commands.evaluate import evaluate
+from lightning_modules.models.checks import check_weight_files
+from lightning_modules.models.config import ModelConfig
+from lightning_modules.models.loading import load_config
+from lightning_modules.scoring.score import score, table
+from lightning_modules.tasks.evaluation.lm_eval_results import sanitize_name
+from lightning_modules.utilities.files import writable_folder
+
+
+def score_models(models: Sequence[str], *, output: str | None = None, **options: Any) -> str:
+    """Score texts with one or more models, and return their tables; ``options`` are those of `score`.
+
+    The results of several models are written to files in the folder ``output``, and their perplexities are compared by
+    ratios over the documents.
+    """
+    if len(models) == 1:
+        return table(score(model=models[0], output=output, **options))
+    names = _name_models(models, **options)
+    if output is not None:
+        writable_folder(Path(output).expanduser(), remedy="Choose another folder with `--output`.")
+    files = [None if output is None else str(Path(output).expanduser() / f"{name}.json") for name in names]
+    results = [score(model=model, output=file, **options) for model, file in zip(models, files, strict=True)]
+    tables = [f"{name}\n{table(result)}\n" for name, result in zip(names, results, strict=True)]
+    return "\n".join([*tables, compare_runs([*map(make_scored_run, names, results)])])
+
+
+def evaluate_models(models: Sequence[str], *, output: str, **options: Any) -> str:
+    """Evaluate one or more models on tasks, and return a table; ``options`` are those of `evaluate`.
+
+    Each of several models has a folder in ``output`` with its name.
+    """
+    if len(models) == 1:
+        return evaluate(models[0], output, **options)
+    folders = [Path(output).expanduser() / name for name in _name_models(models, **options)]
+    for model, folder in zip(models, folders, strict=True):
+        evaluate(model, str(folder), **options)
+    reports = "".join(f"Report: {path}\n" for folder in folders if (path := folder / "report.html").is_file())
+    return f"{compare(folders)}\n{reports}".rstrip()
+
+
+def _name_models(models: Sequence[str], *, trust_remote_code: bool = False, **_: Any) -> list[str]:
+    """Return different names for models, whose configs and weights are found before the first is loaded."""
+    names = [Path(model).name for model in models]
+    if len(set(names)) < len(names):
+        names = [sanitize_name(model) for model in models]
+    if len(set(names)) < len(names):
+        raise ValueError(f"`model` names a model twice: {', '.join(models)}. Give each one once.")
+    for model in models:
+        load_config(ModelConfig(model, trust_remote_code=trust_remote_code))
+        check_weight_files(model)
+    return names

@@ -1,0 +1,119 @@
+"""Results in the files and the schema of lm-evaluation-harness, so that its tools and leaderboards read them."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from lightning_modules.tasks.evaluation.config import EvaluationConfig
+from lightning_modules.tasks.evaluation.summary import Summary
+from lightning_modules.utilities.files import write_atomically
+from lightning_modules.utilities.plain_json import plain, write_json
+
+SOURCE = "longce"
+
+Parts = Mapping[str, Mapping[str, Any]]
+"""Tables of the schema, such as ``results`` and ``configs``, each by task."""
+
+
+def write_results(
+    config: EvaluationConfig, runs: Sequence[Parts], *, chat_template: str | None, seconds: float
+) -> Path:
+    """Write ``results_TIME.json``, in place of the file of an earlier call, and return its path."""
+    merged: dict[str, Any] = {}
+    for run in runs:
+        for name, by_task in run.items():
+            merged.setdefault(name, {}).update(by_task)
+    versions = {}
+    with suppress(PackageNotFoundError):  # the harness is an optional extra
+        versions["lm_eval_version"] = version("lm_eval")
+    arguments = {"pretrained": config.model, "dtype": config.dtype}
+    about = {
+        "config": {"model": SOURCE, "model_args": arguments, "limit": config.limit, "gen_kwargs": config.generation},
+        "date": datetime.now().timestamp(),
+        "transformers_version": version("transformers"),
+        **versions,
+        "max_length": config.max_length,
+        "model_source": SOURCE,
+        "model_name": config.model,
+        "model_name_sanitized": sanitize_name(config.model),
+        "system_instruction": config.system_instruction,
+        "system_instruction_sha": _hash_text(config.system_instruction),
+        "fewshot_as_multiturn": config.as_multiturn,
+        "chat_template": chat_template if config.chat_template else None,
+        "chat_template_sha": _hash_text(chat_template if config.chat_template else None),
+        "total_evaluation_time_seconds": str(seconds),
+    }
+    path = _find_earlier(config.output_folder) or config.output_folder / f"results_{_time()}.json"
+    write_json(path, {**merged, **about})
+    return path
+
+
+def convert_summary(summary: Summary, settings: Mapping[str, Any]) -> Parts:
+    """Return longce's scores in the schema: a metric from 0 to 1 for each length, as in the harness's RULER."""
+    parts: dict[str, dict[str, Any]] = {name: {} for name in ("results", "configs", "versions", "n-shot", "n-samples")}
+    parts |= {"higher_is_better": {}, "group_subtasks": {}}
+    for (task, length), score in summary.scores.items():
+        entry = parts["results"].setdefault(task, {"name": task, "alias": task, "sample_len": 0})
+        entry[f"{length},none"] = score.mean / 100
+        entry["sample_len"] += score.questions
+        parts["higher_is_better"].setdefault(task, {})[str(length)] = True
+    for task, entry in parts["results"].items():
+        parts["configs"][task] = {"task": task, "metadata": dict(settings)}
+        parts["versions"][task] = version("longce")
+        parts["n-shot"][task] = 0
+        parts["n-samples"][task] = dict.fromkeys(("original", "effective"), entry["sample_len"])
+    return parts
+
+
+def write_samples(folder: Path, task: str, samples: Iterable[Mapping[str, Any]]) -> None:
+    """Write ``samples_TASK_TIME.jsonl`` with the questions and answers of a task, as the harness returns them."""
+    lines = "".join(json.dumps(plain(_sanitize_sample(sample)), ensure_ascii=False) + "\n" for sample in samples)
+    name = f"samples_{quote(task, safe='')}"
+    earlier = [path for path in folder.glob("samples_*_*.jsonl") if path.name.rpartition("_")[0] == name]
+    write_atomically(folder / f"{name}_{_time()}.jsonl", lines.encode())
+    for path in earlier:
+        path.unlink()
+
+
+def sanitize_name(name: str) -> str:
+    """Return a model's name as the harness names folders."""
+    return re.sub(r"[\"<>:/|\\?*\[\]]+", "__", name)
+
+
+def _sanitize_sample(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a sample whose columns have one type each, which `datasets` needs to load the file."""
+    arguments = {
+        f"gen_args_{number}": {f"arg_{place}": value for place, value in enumerate(given)}
+        for number, given in enumerate(sample["arguments"])
+    }
+    words = {name: _as_text(sample[name]) for name in ("resps", "filtered_resps")}
+    return {**sample, **words, "arguments": arguments, "target": str(sample["target"])}
+
+
+def _as_text(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_as_text(each) for each in value]
+    return str(value)
+
+
+def _find_earlier(folder: Path) -> Path | None:
+    for path in sorted(folder.glob("results_*.json"), reverse=True):
+        with suppress(ValueError, AttributeError):
+            if json.loads(path.read_bytes()).get("model_source") == SOURCE:
+                return path
+    return None
+
+
+def _time() -> str:
+    return datetime.now().isoformat().replace(":", "-")
+
+
+def _hash_text(text: str | None) -> str | None:
+    return None if text is None else hashlib.sha256(text.encode()).hexdigest()

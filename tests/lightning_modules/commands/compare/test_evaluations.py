@@ -1,0 +1,76 @@
+"""Scores of several models in one table, with differences over the same questions."""
+
+import json
+
+import pytest
+
+from lightning_modules.commands.cli.main import main
+from lightning_modules.commands.compare.command import compare
+from lightning_modules.statistics import score_difference
+
+FIRST = [1, 1, 0, 1, 1, 0, 1, 1, 0, 1]
+SECOND = [1, 0, 0, 1, 0, 0, 1, 1, 0, 0]
+
+
+def write_evaluation(folder, scores, *, task="needle", **settings):
+    """A folder of `longce evaluate` with one task at one length."""
+    folder.mkdir(parents=True)
+    rows = [
+        {"task": task, "length": 64, "asked_depth": None, "index": index, "score": score}
+        for index, score in enumerate(scores)
+    ]
+    (folder / "results-00000-of-00001.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mean = 100 * sum(scores) / len(scores)
+    result = {
+        "model": folder.name,
+        "tasks": {task: {"64": {"mean": mean, "interval": [40.0, 89.0], "questions": len(scores)}}},
+        "average": {"64": mean},
+        "average_intervals": {"64": [40.0, 89.0]},
+        "settings": {"model": folder.name, "seed": 0, **settings},
+    }
+    (folder / "results.json").write_text(json.dumps(result))
+    return folder
+
+
+def test_the_difference_is_over_the_same_questions(tmp_path):
+    one, other = write_evaluation(tmp_path / "a", FIRST), write_evaluation(tmp_path / "b", SECOND[:8])
+    text = compare([one, other], tmp_path / "page.html")
+    value, (low, high) = score_difference(SECOND[:8], FIRST[:8])
+    assert text.splitlines()[0].split() == ["task", "length", "or", "metric", "a", "b", "b", "-", "a"]
+    assert "The text around the needles of needle is made up" in text
+    row = text.splitlines()[2]
+    assert row.split()[:3] == ["needle", "64", "70.0"]
+    assert row.endswith(f"{100 * value:+.1f} [{100 * low:+.0f}, {100 * high:+.0f}]")
+    assert "b - a" in (tmp_path / "page.html").read_text()
+
+
+def test_other_questions_have_no_difference(tmp_path, capsys):
+    write_evaluation(tmp_path / "runs" / "a", FIRST)
+    write_evaluation(tmp_path / "runs" / "b", SECOND, seed=1)
+    main(["compare", str(tmp_path / "runs")])
+    text = capsys.readouterr().out
+    assert "b was asked other questions than a (seed = 0 and 1): no differences." in text
+    assert "b - a" not in text
+
+
+def test_metrics_of_the_harness_are_next_to_ours(tmp_path):
+    folder = write_evaluation(tmp_path / "a", FIRST)
+    harness = {
+        "tasks": {"race": {"metrics": {"acc,none": 0.5, "acc_stderr,none": 0.1}}},
+        "groups": {},
+        "scores": {"RACE": 50.0},
+        "intervals": {"race": {"acc,none": [0.3, 0.7]}, "RACE": [30.0, 70.0]},
+        "settings": {},
+    }
+    (folder / "harness.json").write_text(json.dumps(harness))
+    text = compare([folder, f"plain={write_evaluation(tmp_path / 'b', SECOND)}"])
+    cells = [line.split() for line in text.splitlines()]
+    assert ["race", "acc", "0.500", "[0.30,", "0.70]"] in cells
+    assert ["RACE", "score,", "%", "50.0", "[30,", "70]"] in cells
+
+
+def test_damaged_files_are_named(tmp_path):
+    folder = write_evaluation(tmp_path / "a", FIRST)
+    (folder / "results.json").write_text("{")
+    with pytest.raises(ValueError, match="/a' is not a folder of `longce evaluate`, or is damaged"):
+        compare([folder])

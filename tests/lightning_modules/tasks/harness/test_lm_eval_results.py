@@ -1,0 +1,146 @@
+"""Our results are read by lm-evaluation-harness's own functions, and have the fields of its own files."""
+
+import json
+from pathlib import Path
+
+import pytest
+from datasets import load_dataset
+from lm_eval import simple_evaluate
+from lm_eval.loggers import EvaluationTracker
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import (
+    get_file_task_name,
+    get_latest_filename,
+    get_results_filenames,
+    get_sample_results_filenames,
+    make_table,
+)
+from transformers import AutoModelForCausalLM
+
+from lightning_modules.commands.cli.main import main
+from lightning_modules.commands.evaluate import evaluate
+from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from lightning_modules.tasks.evaluation.lm_eval_results import write_samples
+from tests.support.toy_tasks import GUESS
+
+NAMES = ["both", "answer", "rolling"]
+
+
+def read_latest(folder):
+    names = get_results_filenames([str(path) for path in folder.iterdir()])
+    with open(get_latest_filename(names)) as file:
+        return json.load(file)
+
+
+@pytest.mark.limit(20)
+def test_our_files_have_the_fields_of_theirs(model_dir, task_dir, tmp_path):
+    options = {"include_path": str(task_dir), "limit": 5, "log_samples": True, "dtype": "float32"}
+    evaluate(str(model_dir), str(tmp_path / "ours"), tasks=NAMES, **options)
+    tokenizer = load_tokenizer(str(model_dir))
+    tokenizer.add_special_tokens({"pad_token": "</s>"})
+    lm = HFLM(pretrained=AutoModelForCausalLM.from_pretrained(model_dir), tokenizer=tokenizer, max_length=4096)
+    manager = TaskManager(include_path=str(task_dir), include_defaults=False)
+    tracker = EvaluationTracker(output_path=str(tmp_path / "theirs"))
+    tracker.general_config_tracker.log_experiment_args("hf", f"pretrained={model_dir}", None, None, False)
+    result = simple_evaluate(lm, tasks=NAMES, task_manager=manager, limit=5)
+    samples = result.pop("samples")
+    tracker.save_results_aggregated(result, samples)
+    for name, of_task in samples.items():
+        tracker.save_results_samples(name, of_task)
+    (folder,) = (tmp_path / "theirs").iterdir()
+    ours, theirs = read_latest(tmp_path / "ours"), read_latest(folder)
+    for name in ("results", "groups", "configs", "versions", "n-shot", "higher_is_better", "n-samples"):
+        assert ours[name].keys() <= theirs[name].keys(), name
+    assert theirs["results"].keys() == ours["results"].keys()
+    assert theirs["n-samples"] == ours["n-samples"]
+    assert theirs["group_subtasks"] == ours["group_subtasks"]
+    assert theirs["results"]["choice"].keys() == ours["results"]["choice"].keys()
+    lacking = theirs.keys() - ours.keys()
+    assert all(name.startswith(("tokenizer_", "eot_", "upper_", "git_", "pretty_", "task_hashes")) for name in lacking)
+    # Their table of our results is their table of theirs: the same rows, and the same numbers of multiple choice.
+    tables = [make_table(one, "results").splitlines() for one in (ours, theirs)]
+    assert len(tables[0]) == len(tables[1])
+    letter = [next(line for line in table if "letter" in line) for table in tables]
+    assert letter[0] == letter[1]
+    assert "both" in make_table(ours, "groups")
+    files = get_sample_results_filenames([str(path) for path in (tmp_path / "ours").iterdir()])
+    assert {get_file_task_name(file.rpartition("/")[2]) for file in files} == {"choice", "letter", "answer", "rolling"}
+    for file in files:
+        name = get_file_task_name(file.rpartition("/")[2])
+        (other,) = folder.glob(f"samples_{name}_*.jsonl")
+        rows = load_dataset("json", data_files=file, split="train", cache_dir=str(tmp_path / "cache"))
+        mine, their = (json.loads(path.read_text().splitlines()[0]) for path in (Path(file), other))
+        assert mine.keys() == their.keys()
+        assert mine["arguments"] == their["arguments"]
+        assert [type(value) for value in mine["resps"][0]] == [type(value) for value in their["resps"][0]]
+        assert len(rows) == 5
+
+
+def test_our_own_tasks_are_in_the_file_and_a_second_call_replaces_it(model_dir, task_dir, tmp_path):
+    options = {"lengths": [48, 64], "samples": 2, "mode": "teacher_forced"}
+    evaluate(str(model_dir), str(tmp_path), tasks=[GUESS], **options)
+    evaluate(str(model_dir), str(tmp_path), tasks=[GUESS, "letter"], include_path=str(task_dir), limit=2, **options)
+    assert len(list(tmp_path.glob("results_*.json"))) == 1
+    found, own = read_latest(tmp_path), json.loads((tmp_path / "results.json").read_text())
+    assert found["results"]["guess"]["64,none"] == pytest.approx(own["tasks"]["guess"]["64"]["mean"] / 100)
+    assert found["n-samples"]["guess"] == {"original": 4, "effective": 4}
+    table = make_table(found)
+    assert "guess" in table
+    assert "letter" in table
+    assert found["model_name"] == str(model_dir)
+
+
+@pytest.mark.limit(5)
+def test_options_have_the_names_of_the_harness(model_dir, task_dir, tmp_path, capsys):
+    tokenizer = load_tokenizer(str(model_dir))
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role[0] }} {{ m.content }}]{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    AutoModelForCausalLM.from_pretrained(model_dir).save_pretrained(tmp_path / "model")
+    words = ["--model", tmp_path / "model", "--include_path", task_dir, "--limit", 2, "--log_samples"]
+    words += ["--apply_chat_template", "--system_instruction", "Be brief.", "--num_fewshot", 2]
+    words += [
+        "--gen_kwargs",
+        "temperature=0.9",
+        "top_k=20",
+        "seed=3",
+        "max_gen_toks=5",
+        "--tasks",
+        "answer",
+        "--output",
+    ]
+    texts = {}
+    for name, extra in {"turns": [], "single": ["--fewshot_as_multiturn", "false"]}.items():
+        main(["evaluate", *map(str, [*words, tmp_path / name, *extra])])
+        (file,) = (tmp_path / name).glob("samples_answer_*.jsonl")
+        texts[name] = json.loads(file.read_text().splitlines()[0])["arguments"]["gen_args_0"]
+    capsys.readouterr()
+    assert texts["turns"]["arg_0"].startswith("[s Be brief.")
+    assert texts["turns"]["arg_0"].count("[u ") == 3
+    assert texts["single"]["arg_0"].count("[u ") == 1
+    assert texts["turns"]["arg_1"]["temperature"] == 0.9
+    found = read_latest(tmp_path / "turns")
+    assert found["system_instruction"] == "Be brief."
+    assert found["fewshot_as_multiturn"]
+    assert found["config"]["gen_kwargs"] == {"temperature": 0.9, "top_k": 20, "seed": 3, "max_gen_toks": 5}
+    with pytest.raises(SystemExit):
+        main(
+            ["evaluate", *map(str, [*words, tmp_path / "single"]), "--fewshot_as_multiturn", "--chat_template", "false"]
+        )
+    assert "`fewshot_as_multiturn` needs turns: add `chat_template`" in capsys.readouterr().err
+
+
+def test_samples_of_a_task_replace_only_those_of_the_same_task(tmp_path):
+    sample = {"arguments": [("ba",)], "resps": [[("-1", True)]], "filtered_resps": ["ce"], "target": 3}
+    for task, count in (("a", 1), ("a_1", 2), ("a", 3)):
+        write_samples(tmp_path, task, [sample] * count)
+    found = {get_file_task_name(path.name): len(path.read_text().splitlines()) for path in tmp_path.iterdir()}
+    assert found == {"a": 3, "a_1": 2}
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_arguments_that_have_no_effect_are_refused():
+    with pytest.raises(ValueError, match="`mode` is 'teacher_forced': remove it"):
+        evaluate("model", "out", tasks=["passkey"], mode="teacher_forced", gen_kwargs="temperature=1")
+    with pytest.raises(ValueError, match="longce's tasks take no `until`"):
+        evaluate("model", "out", tasks=["passkey"], gen_kwargs={"until": ["x"]})
