@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import pyarrow
 from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -51,8 +50,8 @@ class DocumentScoresWriter(Callback):
     scores, or null. When all documents are done, ``_SUCCESS.json`` has the counts, and ``_report.html`` is a page of
     the corpus. If more documents of a source failed than `data.allowed_failures`, the run ends with exit status 1 and a
     report, without these files. A restarted run continues with the missing documents, with any number of processes;
-    failed documents count as done. A killed process
-    loses its shard in progress. After SIGTERM nothing is lost: from then on, every batch is written immediately.
+    failed documents count as done. A killed process loses its shard in progress. After SIGTERM nothing is lost: from
+    then on, every batch is written immediately.
 
     Args:
         output_dir: Folder or fsspec URL; created if needed.
@@ -252,7 +251,7 @@ class DocumentScoresWriter(Callback):
         self.shards.folder.write(SUCCESS, content.encode())
         try:
             write_page(self.shards, self._corpus.source)
-        except (ValueError, OSError, duckdb.Error) as error:  # the scores are complete all the same
+        except (ValueError, OSError) as error:  # the scores are complete all the same
             rank_zero_warn(f"The page of the corpus is not written ({error}): make it with `longce select --page`.")
         rank_zero_info(_describe_counts(found_counts, str(self.shards.folder)))
         return None

@@ -178,8 +178,8 @@ class PackedTextDataModule(LightningDataModule, ABC):
     @override
     def train_dataloader(self) -> DataLoader[Row]:
         if self.rows is None:
-            problem = "has no training sequences: it is for evaluation, or `setup('fit')` was not called."
-            raise ValueError(f"{type(self).__name__} {problem}")
+            name = type(self).__name__
+            raise ValueError(f"{name} has no training sequences: it is for evaluation, or call `setup('fit')` first.")
         rank, world_size = self._reader_rank()
         sampler = RowSampler(len(self.rows), seed=self.seed, rank=rank, world_size=world_size)
         return self._training_loader([self.rows], sampler)
@@ -210,15 +210,13 @@ class PackedTextDataModule(LightningDataModule, ABC):
             return None
         if not self.loss_on_prompt and store.prompt_lengths is None:
             raise ValueError("`loss_on_prompt: false` needs prompts, but no training document has one: remove it.")
-        boundaries = store.document_boundaries
+        boundaries, pack = store.document_boundaries, (self.sequence_length, self.packing)
         if self.long_documents:
-            order = self.long_documents.order(boundaries)
-            rows = pack_in_order(boundaries, order, self.sequence_length, self.packing)
+            rows = pack_in_order(boundaries, self.long_documents.order(boundaries), *pack)
         else:
-            rows = pack_documents(boundaries, self.sequence_length, self.packing)
-        return PackedRowDataset(
-            store, rows, isolate_documents=self.isolate_documents, loss_on_prompt=self.loss_on_prompt
-        )
+            rows = pack_documents(boundaries, *pack)
+        isolate = self.isolate_documents
+        return PackedRowDataset(store, rows, isolate_documents=isolate, loss_on_prompt=self.loss_on_prompt)
 
     def inspect(
         self, rows: Sequence[int] | None = None, *, count: int = 3, width: int = 400, names: bool = False
@@ -227,14 +225,9 @@ class PackedTextDataModule(LightningDataModule, ABC):
         dataset = self.training_rows()
         if dataset is None:
             raise ValueError(f"{type(self).__name__} has no training sequences to inspect.")
-        return preview(
-            dataset,
-            self.tokenizer,
-            packing=self.packing,
-            numbers=range(min(count, len(dataset))) if rows is None else rows,
-            width=width,
-            documents=self.source("train") if names else None,
-        )
+        numbers = range(min(count, len(dataset))) if rows is None else rows
+        documents = self.source("train") if names else None
+        return preview(dataset, self.tokenizer, packing=self.packing, numbers=numbers, width=width, documents=documents)
 
     def influence_rows(self, made_from: dict[str, Any], folder: str | None = None) -> InfluenceRows:
         """Return the data module of ``longce influence``, which stores token weights in `folder` or `influence`.
@@ -274,9 +267,9 @@ class PackedTextDataModule(LightningDataModule, ABC):
 
     def _check_evaluation_source(self, stage: str) -> None:
         """Read one evaluation document, so that a hub dataset is downloaded and a wrong path fails early."""
-        testing = stage in ("test", "predict")
-        sets = [] if testing else [each.source() for each in self.validation_sets.values()]
-        for source in sets or [self._evaluation_source("test" if testing else "validation")]:
+        split: Split = "test" if stage in ("test", "predict") else "validation"
+        sets = [each.source() for each in self.validation_sets.values()] if split == "validation" else []
+        for source in sets or [self._evaluation_source(split)]:
             next(iter(source), None)
 
     def _evaluation_source(self, split: Split) -> Source:
@@ -291,10 +284,9 @@ class PackedTextDataModule(LightningDataModule, ABC):
 
     def _read_sets(self) -> NamedDocuments | None:
         """Read the named validation sets, if there are any."""
-        parts = {
-            name: self._tokenize(each.source(), each.documents, each.length or self.validation_length)
-            for name, each in self.validation_sets.items()
-        }
+        parts = {}
+        for name, each in self.validation_sets.items():
+            parts[name] = self._tokenize(each.source(), each.documents, each.length or self.validation_length)
         return NamedDocuments(parts) if parts else None
 
     def _tokenize(self, source: Source, count: int | None, length: int | Literal["whole"] | None) -> DocumentDataset:
@@ -311,8 +303,8 @@ class PackedTextDataModule(LightningDataModule, ABC):
 
     def loader_options(self) -> dict[str, Any]:
         """Return the options that all loaders share."""
-        persistent = self.num_workers > 0
-        return {"collate_fn": collate_rows, "persistent_workers": persistent, **worker_options(self.num_workers)}
+        workers = self.num_workers
+        return {"collate_fn": collate_rows, "persistent_workers": workers > 0, **worker_options(workers)}
 
     def _reader_rank(self) -> tuple[int, int]:
         """Return rank and number of readers of sequences; processes that split the same sequences have one rank."""

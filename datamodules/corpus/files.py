@@ -75,6 +75,7 @@ class CorpusFiles:
     parts: tuple[Part, ...]
     columns: CorpusColumns
     column_types: dict[str, pyarrow.DataType]  # of `CorpusColumns.others`; values of JSON lines become strings
+    fields: tuple[str, ...] = ()  # columns of the parquet files, and fields in the first lines of the JSON-lines files
 
     def versions(self, names: Iterable[str] | None = None) -> dict[str, str]:
         """Return the content identities of files, by default of all; local files are hashed (`file_identities`)."""
@@ -154,7 +155,7 @@ def find_corpus(paths: Sequence[str], columns: CorpusColumns, *, lenient: bool =
     with ThreadPoolExecutor(_READER_THREADS) as pool:
         found = list(pool.map(partial(_split_file, columns=columns), range(len(files)), files))
     types: dict[str, pyarrow.DataType] = {}
-    for file, (_, own) in zip(files, found, strict=True):
+    for file, (_, own, _) in zip(files, found, strict=True):
         for column, kind in own.items():
             if types.setdefault(column, kind) != kind:
                 raise ValueError(
@@ -162,16 +163,18 @@ def find_corpus(paths: Sequence[str], columns: CorpusColumns, *, lenient: bool =
                     " `data.columns`, or use one type in all files."
                 )
     # 3. Estimate the number of lines of JSON-lines files from their first lines.
-    lines = [file for file in files if file.name.endswith(JSON_LINES)]
-    line_size = _bytes_per_line(lines, [columns.text, *([columns.key] if columns.key else [])], lenient=lenient)
-    parts = (part for parts, _ in found for part in parts)
-    if line_size is not None:
-        parts = (
-            part._replace(expected_rows=part.size / line_size) if part.expected_rows is None else part for part in parts
-        )
+    samples = _sample_files(files, [columns.text, *([columns.key] if columns.key else [])], lenient=lenient)
+    lines, size = sum(sample.lines for sample in samples), sum(sample.size for sample in samples)
+
+    def with_rows(part: Part) -> Part:
+        own = samples[part.file] if samples[part.file].lines else _Sample(lines, size)  # as all others, if unreadable
+        return part._replace(expected_rows=part.size * own.lines / own.size) if part.rows is None and lines else part
+
+    parts = tuple(with_rows(part) for own_parts, *_ in found for part in own_parts)
     typed = all(file.name.endswith(PARQUET) for file in files)
     column_types = {column: types[column] if typed else pyarrow.string() for column in columns.others}
-    return CorpusFiles(files, names, tuple(parts), columns, column_types)
+    fields = {name for _, _, own in found for name in own}.union(*(sample.fields for sample in samples))
+    return CorpusFiles(files, names, parts, columns, column_types, tuple(sorted(fields)))
 
 
 def _name_files(path: str) -> Iterator[tuple[str, File]]:
@@ -185,11 +188,14 @@ def _name_files(path: str) -> Iterator[tuple[str, File]]:
         yield checked_text(str(name), f"The name of {str(name)!r}"), file
 
 
-def _split_file(index: int, file: File, columns: CorpusColumns) -> tuple[list[Part], dict[str, pyarrow.DataType]]:
-    """Split a file into parts; also return the types of `CorpusColumns.others`, which only parquet files have."""
+def _split_file(
+    index: int, file: File, columns: CorpusColumns
+) -> tuple[list[Part], dict[str, pyarrow.DataType], list[str]]:
+    """Split a file into parts; of a parquet file, also return types of `CorpusColumns.others` and all its columns."""
     if not file.name.endswith(PARQUET):
         size = (file_size(file) or MAX_DOCUMENT) * (_COMPRESSION_RATIO if is_packed(file) else 1)
-        return [Part(index, None, 0, 1, size, 1) if is_text(file.name) else Part(index, None, 0, None, size, None)], {}
+        rows = 1 if is_text(file.name) else None
+        return [Part(index, None, 0, rows, size, rows)], {}, []
     with opened(file) as stream:
         try:
             table = opened_table(stream, file)
@@ -206,7 +212,7 @@ def _split_file(index: int, file: File, columns: CorpusColumns) -> tuple[list[Pa
                 first += group.num_rows
         except pyarrow.ArrowException as error:
             raise ValueError(f"{file}: the parquet file is damaged ({error}). Fetch it again.") from error
-    return parts, {name: types[name] for name in columns.others}
+    return parts, {name: types[name] for name in columns.others}, table.schema_arrow.names
 
 
 def _column_type(schema: pyarrow.Schema, path: str, file: File) -> pyarrow.DataType:
@@ -228,33 +234,22 @@ def _check_text_type(kind: pyarrow.DataType, column: str, file: File) -> None:
         )
 
 
-def field_names(file: File) -> Iterable[str]:
-    """Return the columns of a parquet file, or the fields of the first lines of a JSON-lines file."""
-    if is_text(file.name):
-        return ()
-    if not file.name.endswith(PARQUET):
-        return _sample_lines(file, ()).fields
-    with opened(file) as stream:
-        names: list[str] = opened_table(stream, file).schema_arrow.names
-    return names
-
-
 def is_text(name: str) -> bool:
     """Return whether a file is a text file, which is one document."""
     return not name.endswith((*PARQUET, *JSON_LINES))
 
 
 class _Sample(NamedTuple):
-    """Statistics of the first lines of a JSON-lines file."""
+    """Statistics of the first lines of a JSON-lines file; those of other files are empty."""
 
     lines: int
     size: int  # in bytes
-    fields: set[str]  # of any line
-    present: set[str]  # required fields that have a value in some line
+    fields: frozenset[str] = frozenset()  # of any line
+    present: frozenset[str] = frozenset()  # required fields that have a value in some line
 
 
-def _bytes_per_line(files: Sequence[File], required: Sequence[str], *, lenient: bool = False) -> float | None:
-    """Estimate the mean uncompressed bytes per line of JSON-lines files; None if no line can be read.
+def _sample_files(files: Sequence[File], required: Sequence[str], *, lenient: bool = False) -> list[_Sample]:
+    """Read the first lines of JSON-lines files.
 
     A file that lacks a required field is refused, because all its documents would fail.
     """
@@ -270,8 +265,7 @@ def _bytes_per_line(files: Sequence[File], required: Sequence[str], *, lenient: 
             f" {min(set(required) - sample.present)!r}; found {sorted(sample.fields)[:_NAMED_FIELDS]}. Set"
             " `data.text_column` and `data.key_column` to existing fields, or remove such files."
         )
-    lines = sum(sample.lines for sample in samples)
-    return sum(sample.size for sample in samples) / lines if lines else None
+    return samples
 
 
 def _sample_lines(file: File, required: Sequence[str]) -> _Sample:
@@ -279,6 +273,8 @@ def _sample_lines(file: File, required: Sequence[str]) -> _Sample:
     lines = size = 0
     fields: set[str] = set()
     present: set[str] = set()
+    if not file.name.endswith(JSON_LINES):
+        return _Sample(0, 0)
     # A file that cannot be read is reported later, after the documents of all other files are done.
     with suppress(ValueError, OSError), opened(file) as stream:
         for line in lines_of(stream):
@@ -293,4 +289,4 @@ def _sample_lines(file: File, required: Sequence[str]) -> _Sample:
             seen_enough = present.issuperset(required) or lines >= _MIN_SAMPLE_LINES
             if lines == _SAMPLE_LINES or (size > _SAMPLE_BYTES and seen_enough):
                 break
-    return _Sample(lines, size, fields, present)
+    return _Sample(lines, size, frozenset(fields), frozenset(present))

@@ -212,7 +212,7 @@ class DocumentCorpus(LightningDataModule):
         """Return the files, their content identities, and their rows that have been scored already; log a summary."""
         corpus = find_corpus(self.files, self.column_names, lenient=self.allowed_failures == 1)
         if self.estimate_time is not None:  # set by `longce predict`
-            preview = preview_corpus(corpus, self.tokenizer, max_tokens=self.max_tokens)
+            preview = preview_corpus(corpus, self.tokenizer, max_tokens=self.max_tokens, overlong=self.overlong)
             module: Any = self.trainer.lightning_module if self.trainer else None
             short_context = getattr(module, "context_length", 0) + getattr(module, "stride", 0)
             duration = self.estimate_time(preview.lengths, preview.tokens)

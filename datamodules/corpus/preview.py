@@ -2,20 +2,21 @@
 
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import NamedTuple
+from typing import Literal
 
 import numpy as np
 import pyarrow
 from transformers import PreTrainedTokenizerFast
 
-from datamodules.corpus.files import CorpusFiles, field_names, is_text
+from datamodules.corpus.files import CorpusFiles
 from datamodules.sources.documents import is_empty
-from datamodules.sources.locations import JSON_LINES, PARQUET, File
+from datamodules.sources.locations import JSON_LINES, PARQUET
 from datamodules.sources.records import lines_of, opened
+from lightning_modules.batch import DocumentRef
 
 _DOCUMENTS = 64  # of the sample
 _CHARACTERS = 1 << 15  # at most, of each that are tokenized; about 2 MB in all
@@ -24,32 +25,22 @@ _LANGUAGE_FIELDS = ("language", "lang")
 _MAX_FIELDS, _MAX_LANGUAGES = 12, 4  # in the summary
 
 
-class _Sampled(NamedTuple):
-    """A document of the sample; ``stored`` is the mean size of the sampled documents of its part, in bytes."""
-
-    text: str
-    error: str | None
-    language: str | None
-    stored: float
-    part: int
-
-
 @dataclass(frozen=True)
 class CorpusPreview:
     """Estimates of a corpus: the number of documents, their bytes of text, and the tokens to score.
 
-    ``sizes`` (bytes) and ``lengths`` (tokens, at most the maximum of a document) are those of the sampled documents, of
-    which a fraction ``cut`` is longer than the maximum. ``contents`` counts their languages or scripts.
+    ``sizes`` (bytes) are those of the sampled documents, and ``lengths`` (tokens) of those among them that are scored.
+    A fraction ``overlong`` of the sample is longer than the maximum. ``contents`` counts languages or scripts.
     """
 
-    files: dict[str, int]  # by kind
-    fields: list[str]
+    files: Counter[str]  # by kind
+    fields: tuple[str, ...]
     documents: float
     size: float
     tokens: float
     sizes: list[int]
     lengths: list[int]
-    cut: float
+    overlong: float
     contents: Counter[str]
 
     def describe(self, *, short_context: int, duration: str) -> str:
@@ -61,11 +52,11 @@ class CorpusPreview:
         lines = {
             "files": ", ".join(f"{count:,} {kind}" for kind, count in self.files.items()),
             "fields": ", ".join([*self.fields[:_MAX_FIELDS], *(["..."] if len(self.fields) > _MAX_FIELDS else [])]),
-            "documents": f"{about}{self.documents:,.0f} with {_format_size(self.size)} of text; smallest {smallest},"
-            f" median {median}, largest {largest}",
+            "documents": f"{about}{self.documents:,.0f} with about {_format_size(self.size)} of text; smallest"
+            f" {smallest}, median {median}, largest {largest}",
             "content": ", ".join(f"{name} {count / self.contents.total():.0%}" for name, count in contents),
-            "tokens": f"about {self.tokens:,.0f}; {self.cut:.0%} of the documents are cut at `max_tokens`, {short:.0%}"
-            f" are too short to compare (at most {short_context:,} tokens)",
+            "tokens": f"about {self.tokens:,.0f} to score; {self.overlong:.0%} of the documents are longer than"
+            f" `max_tokens`, {short:.0%} are too short to compare (at most {short_context:,} tokens)",
             "time": duration,
         }
         table = "\n".join(f"  {name:<10} {value}" for name, value in lines.items() if value)
@@ -73,82 +64,80 @@ class CorpusPreview:
 
 
 def preview_corpus(
-    corpus: CorpusFiles, tokenizer: PreTrainedTokenizerFast, *, max_tokens: int | None = None
+    corpus: CorpusFiles,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    max_tokens: int | None = None,
+    overlong: Literal["cut", "skip"] = "cut",
 ) -> CorpusPreview:
     """Read and tokenize about `_DOCUMENTS` documents from parts drawn by their numbers of documents.
 
     Raises:
         ValueError: If there are sampled documents, but none has text.
     """
-    files = {"parquet": PARQUET, "JSON lines": JSON_LINES}
-    kinds = {kind: [file for file in corpus.files if file.name.endswith(ending)] for kind, ending in files.items()}
-    kinds["text"] = [file for file in corpus.files if is_text(file.name)]
-    fields = sorted({field for own in kinds.values() for file in own[:1] for field in field_names(file)})
-    sample = _sample_documents(corpus, next((name for name in _LANGUAGE_FIELDS if name in fields), None))
-    found = [each for each in sample if each.error is None and not is_empty(each.text)]
+    language = next((name for name in _LANGUAGE_FIELDS if name in corpus.fields), "")
+    sample, documents, fraction = _sample_documents(corpus, language)
+    found = [(ref, text) for ref, text in sample if ref.error is None and not is_empty(text)]
     if sample and not found:
-        remedy = f"Set `data.text_column` to the text; the fields are {fields}." if fields else "Use other files."
-        reason = sample[0].error or "it is empty"
+        reason = sample[0][0].error or "it is empty"
+        remedy = f"Set `data.text_column` to the text; the fields are {[*corpus.fields]}." if corpus.fields else ""
         raise ValueError(f"None of {len(sample)} documents at the start of the files has text: {reason}. {remedy}")
-    tokens = [_count_tokens(each.text, tokenizer) for each in found]
-    lengths = [min(count, max_tokens or count) for count in tokens]
-    stored, size = sum(each.stored for each in sample) or 1, sum(part.size for part in corpus.parts)
-    sizes = [len(each.text.encode()) for each in found]
-    languages = Counter(each.language for each in found if each.language)
+    tokens = [_count_tokens(text, tokenizer) for _, text in found]
+    limit = max_tokens or max(tokens, default=0)
+    lengths = [min(count, limit) for count in tokens if overlong == "cut" or count <= limit]
+    sizes = [len(text.encode()) for _, text in found]
+    languages = Counter(str(ref.columns[language]) for ref, _ in found if ref.columns.get(language))
     return CorpusPreview(
-        files={kind: len(own) for kind, own in kinds.items() if own},
-        fields=fields,
-        documents=(documents := _count_documents(corpus, sample)),
-        size=size * sum(sizes) / stored,
+        files=Counter(map(_file_kind, corpus.names)),
+        fields=corpus.fields,
+        documents=documents,
+        size=sum(sizes) / fraction,
         tokens=documents * sum(lengths) / max(len(sample), 1),
         sizes=sizes,
         lengths=lengths,
-        cut=float(np.mean([count > length for count, length in zip(tokens, lengths, strict=True)] or [False])),
-        contents=languages or count_scripts("".join(each.text[: _CHARACTERS // 16] for each in found)),
+        overlong=float(np.mean([count > limit for count in tokens] or [False])),
+        contents=languages or count_scripts("".join(text[: _CHARACTERS // 16] for _, text in found)),
     )
 
 
-def _sample_documents(corpus: CorpusFiles, language: str | None) -> list[_Sampled]:
-    """Read the first documents of some parts; parts with many documents are likelier, and more of them are read."""
+def _file_kind(name: str) -> str:
+    return "parquet" if name.endswith(PARQUET) else "JSON lines" if name.endswith(JSON_LINES) else "text"
+
+
+def _sample_documents(corpus: CorpusFiles, language: str) -> tuple[list[tuple[DocumentRef, str]], float, float]:
+    """Read the first documents of some parts; return them, the number of all, and the fraction of the bytes read.
+
+    Parts with many documents are likelier, and more of them are read.
+    """
     if not corpus.parts:
-        return []
-    rows = np.array([part.expected_rows or 1 for part in corpus.parts], dtype=np.float64)
-    drawn = np.random.default_rng(0).choice(len(rows), _DOCUMENTS, p=rows / rows.sum())
-    if language is not None and language not in corpus.columns.others:
+        return [], 0, 1
+    if language and language not in corpus.columns.others:
         columns = corpus.columns._replace(others=(*corpus.columns.others, language))
         corpus = replace(corpus, columns=columns, column_types={**corpus.column_types, language: pyarrow.string()})
+    rows = np.array([part.expected_rows or 1 for part in corpus.parts], dtype=np.float64)
+    drawn = np.random.default_rng(0).choice(len(rows), _DOCUMENTS, p=rows / rows.sum())
 
-    def read(index: int, count: int) -> list[_Sampled]:
+    def read(index: int, count: int) -> tuple[list[tuple[DocumentRef, str]], float]:
         part = corpus.parts[index]
-        stored = part.size / (part.expected_rows or 1)
-        try:
+        with suppress(ValueError, OSError):  # a damaged file is reported when all others are done
             documents = list(islice(corpus.read(part, lambda _: True), count))
-            if part.rows is None:
-                stored = float(np.mean(_line_sizes(corpus.files[part.file], count) or [1]))
-        except (ValueError, OSError):  # a damaged file is reported when all others are done
-            return []
-        return [_Sampled(text, ref.error, ref.columns.get(language or ""), stored, index) for ref, text in documents]
+            if part.rows is not None:
+                return documents, part.rows
+            with opened(corpus.files[part.file]) as stream:
+                lines = (line for line in lines_of(stream) if not line.isspace())
+                sizes = [len(line) for line in islice(lines, count)]
+            return documents, part.size / float(np.mean(sizes or [part.size]))
+        return [], rows[index]
 
     with ThreadPoolExecutor(_READER_THREADS) as pool:
-        parts, counts = np.unique(drawn, return_counts=True)
-        return [each for own in pool.map(read, parts.tolist(), counts.tolist()) for each in own]
-
-
-def _count_documents(corpus: CorpusFiles, sample: Sequence[_Sampled]) -> float:
-    """Count the documents of the parts that record their number, and estimate those of the others by their bytes."""
-    known = sum(part.rows or 0 for part in corpus.parts)
-    means = {each.part: each.stored for each in sample if corpus.parts[each.part].rows is None}
-    size = sum(part.size for part in corpus.parts if part.rows is None)
-    if not means:
-        return known + sum(part.expected_rows or 1 for part in corpus.parts if part.rows is None)
-    sampled = sum(corpus.parts[index].size for index in means)
-    return known + size / sampled * sum(corpus.parts[index].size / mean for index, mean in means.items())
-
-
-def _line_sizes(file: File, count: int) -> list[int]:
-    """Return the bytes of the first lines of a file that are not blank."""
-    with opened(file) as stream:
-        return [len(line) for line in islice((line for line in lines_of(stream) if not line.isspace()), count)]
+        sampled, counts = np.unique(drawn, return_counts=True)
+        found = list(pool.map(read, sampled.tolist(), counts.tolist()))
+    # The parts that were not drawn are corrected like those that were.
+    correction = sum(documents for _, documents in found) / rows[sampled].sum()
+    sizes = [corpus.parts[index].size for index in sampled]
+    read_bytes = sum(size * len(own) / documents for size, (own, documents) in zip(sizes, found, strict=True))
+    fraction = read_bytes / sum(part.size for part in corpus.parts) or 1
+    return [each for own, _ in found for each in own], float(rows.sum() * correction), fraction
 
 
 def _count_tokens(text: str, tokenizer: PreTrainedTokenizerFast) -> int:
@@ -164,9 +153,8 @@ def count_scripts(text: str) -> Counter[str]:
         >>> count_scripts("Abc, где 7")
         Counter({'Latin': 3, 'Cyrillic': 3})
     """
-    letters = Counter(letter for letter in text if letter.isalpha())
     scripts: Counter[str] = Counter()
-    for letter, count in letters.items():
+    for letter, count in Counter(filter(str.isalpha, text)).items():
         name = unicodedata.name(letter, "unknown").split()[0].split("-")[0]
         scripts[name if name == "CJK" else name.capitalize()] += count
     return scripts

@@ -76,7 +76,7 @@ class RecordFiles:
 
     def __iter__(self) -> Iterator[Document]:
         columns = [*self.text_fields, *self.name_fields, *([self.prompt_field] if self.prompt_field else [])]
-        columns += [self.where[0].partition(".")[0]] if self.where else []
+        columns += [self.where[0], self.where[0].partition(".")[0]] if self.where else []
         found = False
         for file in self.files:
             first = 0 if file.name.endswith(PARQUET) else 1  # lines count from 1, as in editors

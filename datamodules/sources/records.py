@@ -81,7 +81,9 @@ def _parse_row(batch: pyarrow.RecordBatch, index: int, place: str) -> dict[str, 
 
 
 def nested(record: Any, path: str) -> Any:
-    """Return the value at a dotted path such as ``"meta.pile_set_name"``, or ``None``."""
+    """Return the value at a dotted path such as ``"meta.pile_set_name"``, or of a field of this name, or ``None``."""
+    if isinstance(record, Mapping) and path in record:
+        return record[path]
     for key in path.split("."):
         record = record.get(key) if isinstance(record, Mapping) else None
     return record

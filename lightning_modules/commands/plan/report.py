@@ -49,20 +49,20 @@ def _format_training(plan: dict[str, Any]) -> Iterator[str]:
         "short pass TFLOP": lambda row: f"{row['short_pass_tflop']:,.4g}",
         "LongCE over CE": lambda row: _format_overhead(row["overhead"]),
         "paper, measured": lambda row: _format_overhead(row["paper_overhead"]),
-        "LongCE step": lambda row: _format_duration(row["longce_step_seconds"]),
+        "LongCE step": lambda row: format_duration(row["longce_step_seconds"]),
     }
     if plan["training"]:
         yield _format_table(columns, plan["training"])
         yield "  * as configured"
     for name, cost in plan["cost"].items():
-        text = f"{_format_duration(cost['step_seconds'])} per step, {_format(cost['tokens_per_second'])} tokens/s"
+        text = f"{format_duration(cost['step_seconds'])} per step, {format_number(cost['tokens_per_second'])} tokens/s"
         if cost["hours"] is not None:
-            text += f", {plan['run']['max_steps']:,} steps: {_format(cost['hours'])} h"
-            text += f", {_format(cost['gpu_hours'])} GPU-hours"
-            text += f", price {_format(cost['price'])}" if cost["price"] else ""
+            text += f", {plan['run']['max_steps']:,} steps: {format_number(cost['hours'])} h"
+            text += f", {format_number(cost['gpu_hours'])} GPU-hours"
+            text += f", price {format_number(cost['price'])}" if cost["price"] else ""
         yield _wrap_line(f"{name}: {text}")
     if cost["transfer_seconds"]:
-        listed = ", ".join(f"{name} {_format(value)} s" for name, value in cost["transfer_seconds"].items())
+        listed = ", ".join(f"{name} {format_number(value)} s" for name, value in cost["transfer_seconds"].items())
         yield _wrap_line(f"of which transfers: {listed}")
 
 
@@ -89,7 +89,7 @@ def _format_scoring(scoring: dict[str, Any]) -> Iterator[str]:
     columns = {
         "": lambda row: row["pass"],
         "TFLOP": lambda row: f"{row['tflop']:,.4g}",
-        "time": lambda row: _format_duration(row["seconds"]),
+        "time": lambda row: format_duration(row["seconds"]),
         "over one pass": lambda row: _format_overhead(row["overhead"]),
     }
     yield _format_table(columns, scoring["passes"])
@@ -145,11 +145,12 @@ def _format_size(parameters: int) -> str:
     return f"{parameters / 1e9:.2f}B parameters" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M parameters"
 
 
-def _format_duration(seconds: Range) -> str:
-    return f"{_format(seconds.times(1 / 3600))} h" if seconds.high >= 3600 else f"{_format(seconds)} s"
+def format_duration(seconds: Range) -> str:
+    """Format a time in seconds or in hours."""
+    return f"{format_number(seconds.times(1 / 3600))} h" if seconds.high >= 3600 else f"{format_number(seconds)} s"
 
 
-def _format(value: Range | float) -> str:
+def format_number(value: Range | float) -> str:
     """Format a number or a range with three digits."""
     numbers = value if isinstance(value, Range) else (value,)
     return " to ".join(f"{each:,.0f}" if each >= 100 else f"{each:.3g}" for each in numbers)

@@ -6,22 +6,11 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_modules.commands.plan.flops import Flops, scoring_flops
-from lightning_modules.commands.plan.hardware import GPU, Range, Rates, find_rates, recognize_gpu
+from lightning_modules.commands.plan.hardware import find_rates, recognize_gpu
+from lightning_modules.commands.plan.report import format_duration, format_number
 from lightning_modules.commands.plan.shapes import ModelShape
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.loading import load_config
-
-_MIN_HOURS = 0.1  # less is printed in seconds
-
-
-def scoring_seconds(
-    shape: ModelShape, lengths: Sequence[int], context_length: int, stride: int, rates: Rates, gpu: GPU
-) -> Range:
-    """Return the time to score documents of these lengths (tokens) on one GPU, each alone."""
-    flops = sum(
-        (scoring_flops(shape, shape, length, context_length, stride, shared_pass=True) for length in lengths), Flops()
-    )
-    return rates.seconds(flops, gpu)
 
 
 def describe_scoring_time(model: LongContextLM, trainer: Trainer, lengths: Sequence[int], tokens: float) -> str:
@@ -41,17 +30,14 @@ def describe_scoring_time(model: LongContextLM, trainer: Trainer, lengths: Seque
         shape = ModelShape.of(load_config(model.loading))
     except ValueError as error:
         return f"unknown ({error}); {later}"
+    # Each document is scored alone.
+    pair = (model.context_length, model.stride)
+    each = (scoring_flops(shape, shape, length, *pair, shared_pass=True) for length in lengths)
     rates = find_rates(gpu, autocast=False)
-    sampled = scoring_seconds(shape, lengths, model.context_length, model.stride, rates, gpu)
-    hours = sampled.times(tokens / sum(lengths) / 3600)
+    seconds = rates.seconds(sum(each, Flops()), gpu).times(tokens / sum(lengths))
     ladder = ", without the context ladder" if model.ladder is not None else ""
     known = f"measured rates ({rates.source})" if rates.measured else "assumed rates"
     return (
-        f"{_format_range(hours.times(1 / count))} on {count} x {gpu.name}, {hours.low:.3g} to {hours.high:.3g} GPU"
-        f" hours to multiply by your price; {known}{ladder}"
+        f"{format_duration(seconds.times(1 / count))} on {count} x {gpu.name}, {format_number(seconds.times(1 / 3600))}"
+        f" GPU-hours to multiply by your price; {known}{ladder}"
     )
-
-
-def _format_range(hours: Range) -> str:
-    unit, factor = ("hours", 1) if hours.high >= _MIN_HOURS else ("seconds", 3600)
-    return f"{hours.low * factor:.2g} to {hours.high * factor:.2g} {unit}"

@@ -73,10 +73,7 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
     check_influence(objective, f"in '{data['influence']}'" if data.get("influence") else None)
     if objective.uses_short_context:
         check_context(model.context_length, model.stride, tokens)
-    precision = str(trainer.get("precision") or "32-true")
-    if precision not in _PRECISIONS:
-        raise ValueError(f"`longce plan` does not support `trainer.precision` '{precision}', only {[*_PRECISIONS]}.")
-    cast, autocast = _PRECISIONS[precision]
+    precision, cast, autocast = _read_precision(trainer.get("precision"))
     quantization, checkpointing = loading.quantization, loading.gradient_checkpointing
     if quantization is not None:
         quantization_config(quantization, compute_dtype=torch.bfloat16)
@@ -119,6 +116,14 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         evaluator=_read_evaluator(parsed.get("evaluator"), trainer.get("callbacks"), model),
         notes=tuple(notes),
     )
+
+
+def _read_precision(name: Any) -> tuple[str, torch.dtype | None, torch.dtype | None]:
+    """Return ``trainer.precision`` with its types in `_PRECISIONS`."""
+    precision = str(name or "32-true")
+    if precision not in _PRECISIONS:
+        raise ValueError(f"`longce plan` does not support `trainer.precision` '{precision}', only {[*_PRECISIONS]}.")
+    return precision, *_PRECISIONS[precision]
 
 
 def stored_dtype(config: PreTrainedConfig, asked: DType = "auto") -> torch.dtype:

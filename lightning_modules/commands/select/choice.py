@@ -12,19 +12,13 @@ TEXT_HASH = "text_hash"
 _ROW = "row of the table"  # a name that no column has
 
 
-def evaluate_sql(documents: pyarrow.Table, expression: str, option: str, kind: str, example: str) -> pyarrow.Array:
-    """Return the value of an SQL expression, as DuckDB reads it, for each document; it cannot read files.
+_RESULTS = {"where": ("BOOLEAN", "true or false"), "sample_weight": ("DOUBLE", "a number")}  # by option
+_EXAMPLES = {"where": "tokens > 99 and key != 'a'", "sample_weight": "greatest(benefit_mean, 0) * tokens"}
 
-    Args:
-        documents: Table whose columns the expression names.
-        expression: The expression.
-        option: Name of the option in errors.
-        kind: Type in DuckDB of the result: ``BOOLEAN``, or ``DOUBLE`` for a number of any type.
-        example: Valid expression for errors.
 
-    Raises:
-        ValueError: If the expression is not valid.
-    """
+def _evaluate_sql(documents: pyarrow.Table, expression: str, option: str) -> pyarrow.Array:
+    """Return the value of an SQL expression, as DuckDB reads it, for each document; it cannot read files."""
+    kind, wanted = _RESULTS[option]
     numbered = documents.append_column(_ROW, pyarrow.array(np.arange(len(documents))))
     try:
         with duckdb.connect(config={"enable_external_access": False}) as database:
@@ -33,15 +27,14 @@ def evaluate_sql(documents: pyarrow.Table, expression: str, option: str, kind: s
             found = database.sql(f'SELECT ({expression}) AS value, "{_ROW}" FROM documents')
             type_name = str(found.types[0])
             if (kind == "BOOLEAN") != (type_name == "BOOLEAN") or type_name in ("VARCHAR", "NULL"):
-                wanted = "true or false" if kind == "BOOLEAN" else "a number"
                 raise ValueError(f"its value is {type_name}, not {wanted}")
             cast = found.project(f'CAST(value AS {kind}) AS value, "{_ROW}"')
             return cast.order(f'"{_ROW}"').to_arrow_table()["value"].combine_chunks()
     except (duckdb.Error, ValueError) as error:
         names = ", ".join(f'"{name}"' if "." in name else name for name in documents.column_names)
         raise ValueError(
-            f"`{option}` = '{expression}' is not valid ({error}). Write SQL such as `{example}` of these columns:"
-            f" {names}."
+            f"`{option}` = '{expression}' is not valid ({error}). Write SQL such as `{_EXAMPLES[option]}` of these"
+            f" columns: {names}."
         ) from error
 
 
@@ -52,7 +45,7 @@ def meets_conditions(documents: pyarrow.Table, where: str) -> NDArray[np.bool_]:
         >>> meets_conditions(pyarrow.table({"tokens": [9, 99]}), "tokens > 50 and tokens = max(tokens) over ()")
         array([False,  True])
     """
-    met = evaluate_sql(documents, where, "where", "BOOLEAN", "tokens > 99 and key != 'a'")
+    met = _evaluate_sql(documents, where, "where")
     return met.fill_null(False).to_numpy(zero_copy_only=False)
 
 
@@ -62,7 +55,7 @@ def sampling_weights(documents: pyarrow.Table, expression: str) -> NDArray[np.fl
     Raises:
         ValueError: If a weight is negative or not finite.
     """
-    weights = evaluate_sql(documents, expression, "sample_weight", "DOUBLE", "greatest(benefit_mean, 0) * tokens")
+    weights = _evaluate_sql(documents, expression, "sample_weight")
     values = weights.fill_null(0.0).to_numpy(zero_copy_only=False)
     if (wrong := ~np.isfinite(values) | (values < 0)).any():
         raise ValueError(
@@ -101,7 +94,7 @@ def is_in_sample(
     """
     selected = documents[documents["selected"]]
     weight = np.ones(len(selected)) if weights is None else weights[documents["selected"].to_numpy()]
-    hashed = pd.util.hash_pandas_object(selected[["file", "row"]], index=False, hash_key=f"{seed:016d}")
+    hashed = pd.util.hash_pandas_object(selected[["file", "row"]], index=False, hash_key=f"{seed % 10**16:016d}")
     uniform = (hashed.to_numpy() >> np.uint64(11)) * 2.0**-53  # [0, 1)
     with np.errstate(divide="ignore"):
         arrival = -np.log1p(-uniform) / weight  # of a Poisson process with this rate

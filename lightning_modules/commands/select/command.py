@@ -19,8 +19,7 @@ from lightning_modules.commands.select.config import SelectConfig
 from lightning_modules.commands.select.output import write_documents, write_keys, write_mixture, write_weights
 from lightning_modules.scoring.corpus.shards import PER_TOKEN, SUCCESS, ScoreShards
 from lightning_modules.utilities.files import writable_folder, write_atomically
-from lightning_modules.visualization.corpus import summary
-from lightning_modules.visualization.corpus.page import corpus_page
+from lightning_modules.visualization.corpus.page import corpus_page, is_ladder_mean, source_names
 
 FOLDER = "folder"  # a source that is not a column: the folder of a document's file
 MEANS = ("key_token_ratio", "benefit_mean", "benefit_positive", "longppl", "perplexity")
@@ -57,9 +56,8 @@ def select(scores: str, **options: object) -> str:
     if config.mixture is not None:
         write_mixture(Path(config.mixture), documents[documents["selected"]], Path(str(config.output)), config.by)
     if config.page is not None:
-        sources = pyarrow.array(documents.loc[documents["selected"], "source"], pyarrow.string())
-        folder = Path(config.page).parent
-        page = corpus_page(chosen, sources, header, scores, folder=folder, conditions=config.where)
+        selected, folder = documents[documents["selected"]], Path(config.page).parent
+        page = corpus_page(selected, header, scores, folder=folder, conditions=config.where)
         write_atomically(Path(config.page), page.encode())
     return _completeness_note(shards) + report(documents)
 
@@ -106,8 +104,8 @@ def _read_scores(shards: ScoreShards, config: SelectConfig) -> pyarrow.Table:
     """Read the needed columns: all but per-token values if documents are written, or else those that are used."""
     columns = _list_columns(shards)
     if config.output is None or config.output.endswith(".txt"):
-        needed = {*("key", "file", "row", "error", "tokens"), *MEANS, config.rank_by, config.by}
-        needed |= {*([TEXT_HASH] if config.unique else []), *(summary.COLUMNS if config.page else [])}
+        needed = {"key", "file", "row", "error", "tokens", "compared_tokens", *MEANS, config.rank_by, config.by}
+        needed |= {TEXT_HASH} if config.unique else set()
         sql = f"{config.where} {config.sample_weight}".lower()  # SQL ignores case
         columns = [name for name in columns if name in needed or name.lower() in sql or name.startswith("ladder_")]
     return shards.table(columns)
@@ -120,7 +118,7 @@ def _list_columns(shards: ScoreShards) -> list[str]:
 def _source_of_each(table: pyarrow.Table, by: str) -> pd.Series:
     if by == FOLDER:
         return pc.replace_substring_regex(table["file"], "/?[^/]*$", "").to_pandas().replace("", ".")
-    return table[by].cast(pyarrow.string()).fill_null("-").to_pandas()
+    return source_names(table[by])
 
 
 def _completeness_note(shards: ScoreShards) -> str:
@@ -139,7 +137,7 @@ def means_by_source(documents: pd.DataFrame, columns: Sequence[str]) -> pd.DataF
 def report(documents: pd.DataFrame) -> str:
     """Format the tables of `longce select`."""
     # Mean benefits of a longer context over a shorter one.
-    ladder = [name for name in documents if name.startswith("ladder_") and name.endswith("_mean")]
+    ladder = [name for name in documents if is_ladder_mean(name)]
     passing_tokens = documents["tokens"].where(documents["selected"])
     sources = documents.assign(passing_tokens=passing_tokens).groupby("source", observed=True)
     counts = sources[["selected", "tokens", "passing_tokens"]].sum().astype(int)

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from jsonargparse.typing import NonNegativeInt, PositiveInt
+
 OUTPUTS = (".txt", ".parquet", ".jsonl")
-MAX_SEED = 10**16
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,10 @@ class SelectConfig:
     unique: bool = False
     top: float | None = None
     rank_by: str = "benefit_mean"
-    sample: int | None = None
-    sample_tokens: int | None = None
+    sample: PositiveInt | None = None
+    sample_tokens: PositiveInt | None = None
     sample_weight: str | None = None
-    seed: int = 0
+    seed: NonNegativeInt = 0
     by: str = "file"
     output: str | None = None
     files: str | list[str] | None = None
@@ -52,15 +53,8 @@ class SelectConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that are never valid."""
-        limits = {
-            "top": self.top is not None and (self.top <= 0 or (self.top > 1 and self.top != int(self.top))),
-            "sample": self.sample is not None and self.sample < 1,
-            "sample_tokens": self.sample_tokens is not None and self.sample_tokens < 1,
-            "seed": not 0 <= self.seed < MAX_SEED,
-        }
-        for name in (name for name, wrong in limits.items() if wrong):
-            wanted = {"top": "a fraction up to 1 or a whole number of documents", "seed": f"from 0 to {MAX_SEED - 1}"}
-            raise ValueError(f"`{name}` must be {wanted.get(name, '1 or more')}, got {getattr(self, name)}.")
+        if self.top is not None and (self.top <= 0 or (self.top > 1 and self.top != int(self.top))):
+            raise ValueError(f"`top` must be a fraction up to 1 or a whole number of documents, got {self.top}.")
         if self.sample_weight is not None and self.sample is None and self.sample_tokens is None:
             raise ValueError("`sample_weight` has no effect without `sample` or `sample_tokens`: set one of them.")
         if self.output is not None and Path(self.output).suffix not in OUTPUTS:

@@ -18,6 +18,7 @@ import yaml
 from lightning_modules.scoring.corpus.shards import ScoreShards
 from lightning_modules.utilities.files import atomic_file, write_atomically
 from lightning_modules.utilities.plain_json import plain
+from lightning_modules.visualization.corpus.page import NO_SOURCE
 
 _WRITTEN_TOGETHER = 64  # documents
 _MAX_NAMED, _MAX_EXCERPT = 3, 40  # documents named in a warning, and characters of the key of each
@@ -102,19 +103,18 @@ def write_mixture(path: Path, chosen: pd.DataFrame, documents: Path, by: str) ->
     """
     hashes = chosen["text_hash"].map(lambda digest: int(digest[:16], 16))  # as `datamodules.sources.splits.HashSplit`
     for holdout in _HOLDOUTS:
-        is_held_out, is_trained = (hashes % holdout == 0), (hashes % holdout > 1)
-        found = pd.DataFrame({"held_out": is_held_out, "trained": is_trained}).groupby(chosen["source"]).any()
-        evaluated = sorted(found.index[found.all(axis=1)])
-        if evaluated:
+        found = pd.DataFrame({"held_out": hashes % holdout == 0, "trained": hashes % holdout > 1})
+        found = found.groupby(chosen["source"]).any().all(axis=1)
+        if found.any():
             break
+    evaluated = found.index[found].tolist()
     sources: dict[str, Any] = {}
-    for source, tokens in chosen.groupby("source")["tokens"].sum().sort_index().items():
-        own = {"holdout": holdout} if source in evaluated else {}
-        sources[str(source)] = {
-            "class_path": "datamodules.TextDataModule",
-            "weight": int(tokens),
-            "init_args": {"train": str(documents.absolute()), "where": [by, source], "name_field": "key", **own},
-        }
+    for source, own in chosen.groupby("source"):
+        where = [by, None if source == NO_SOURCE else source]
+        init_args: dict[str, Any] = {"train": str(documents.absolute()), "where": where, "name_field": "key"}
+        init_args |= {"holdout": holdout} if source in evaluated else {}
+        weight = int(own["tokens"].sum())
+        sources[str(source)] = {"class_path": "datamodules.TextDataModule", "weight": weight, "init_args": init_args}
     settings = {"sources": sources, **({"evaluate_on": evaluated} if evaluated else {})}
     data = {"class_path": "datamodules.MixtureDataModule", "init_args": settings}
     content = yaml.safe_dump({"data": data}, sort_keys=False, allow_unicode=True)

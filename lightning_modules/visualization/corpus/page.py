@@ -16,7 +16,14 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from lightning_modules.scoring.corpus.shards import ScoreShards
-from lightning_modules.visualization.corpus.summary import COLUMNS, CorpusSummary, Thresholds
+from lightning_modules.visualization.corpus.summary import (
+    Thresholds,
+    examples,
+    histogram,
+    join_small_sources,
+    thresholds,
+    totals,
+)
 from lightning_modules.visualization.images import PANEL, STYLE, as_svg
 from lightning_modules.visualization.report import (
     Block,
@@ -35,6 +42,9 @@ PAGE = "_report.html"
 INSPECTED = "_inspect-"
 """Prefix of the pages of documents, beside the page of their corpus."""
 
+NO_SOURCE = "-"
+"""Source of documents without one."""
+
 _METRICS = {
     "key_token_ratio": "key-token ratio",
     "benefit_mean": "mean LSD, nats",
@@ -43,6 +53,8 @@ _METRICS = {
 }
 _SQL = {name: name for name in _METRICS} | {"lsd_mass": "benefit_mean * compared_tokens"}  # of columns of the scores
 _MEANS = ("key_token_ratio", "benefit_mean", "lsd_mass", "longppl", "perplexity")
+_SCORES = [name for name in _MEANS if name != "lsd_mass"]
+_COLUMNS = ("key", "file", "row", "error", "tokens", "compared_tokens", *_SCORES)
 _EXAMPLES, _EXCERPT = 8, 60  # documents of each kind, and characters of their keys
 _LEGEND = 24  # characters of a source
 _SHOWN_THRESHOLDS = 9  # of each column, in a table
@@ -64,67 +76,74 @@ def write_page(shards: ScoreShards, source_of_file: Callable[[str], str]) -> Non
     """
     names = shards.schema().names
     own = ["source"] if "source" in names else []
-    ladder = [name for name in names if name.startswith("ladder_") and name.endswith("_mean")]
-    table = shards.table([*COLUMNS, "error", *ladder, *own])
+    table = shards.table([*_COLUMNS, *own, *(name for name in names if is_ladder_mean(name))])
     table = table.filter(table["error"].is_null())
     if not len(table):
         return
+    documents = table.to_pandas()
     if own:
-        sources = table["source"].cast(pyarrow.string()).fill_null("-").combine_chunks()
+        documents["source"] = source_names(table["source"])
     else:
-        files = table["file"].combine_chunks().dictionary_encode()
-        sources = pyarrow.array([source_of_file(file) for file in files.dictionary.to_pylist()]).take(files.indices)
+        files = documents["file"]
+        documents["source"] = files.map({file: source_of_file(file) for file in files.unique()})
     folder = shards.folder.local or Path()
-    page = corpus_page(table, sources, shards.header(), str(shards.folder), folder=folder)
-    shards.folder.write(PAGE, page.encode())
+    shards.folder.write(PAGE, corpus_page(documents, shards.header(), str(shards.folder), folder=folder).encode())
+
+
+def source_names(column: pyarrow.ChunkedArray) -> pd.Series:
+    """Return the values of a column as text; those that are missing are `NO_SOURCE`."""
+    return column.cast(pyarrow.string()).fill_null(NO_SOURCE).to_pandas()
+
+
+def is_ladder_mean(column: str) -> bool:
+    """Return whether a column has the mean benefits of a longer context over a shorter one."""
+    return column.startswith("ladder_") and column.endswith("_mean")
 
 
 def corpus_page(
-    documents: pyarrow.Table,
-    sources: pyarrow.Array,
-    header: Mapping[str, Any],
-    scores: str,
-    *,
-    folder: Path,
-    conditions: str | None = None,
+    documents: pd.DataFrame, header: Mapping[str, Any], scores: str, *, folder: Path, conditions: str | None = None
 ) -> str:
     """Return the page; its size does not depend on the number of documents.
 
     Args:
-        documents: Rows of scores that are not failures, with `summary.COLUMNS` and the columns of a context ladder.
-        sources: Name of each document's source.
+        documents: Scores that are not failures, with the ``source`` of each document.
         header: Header of the shards (`ScoreShards.header`).
         scores: Folder of the scores, for the title.
         folder: Folder of the page. Example documents link to their page there (`INSPECTED`), if it exists, and
             otherwise show the command that makes it.
         conditions: SQL by which the documents were selected.
     """
-    summary = CorpusSummary(documents, sources)
-    totals = summary.totals(_MEANS)
-    total = [int(totals[name].sum()) for name in ("documents", "sum_tokens")]
-    thresholds = {column: summary.thresholds(column) for column in _METRICS}
+    mass = documents["benefit_mean"] * documents["compared_tokens"]
+    documents = documents.assign(source=join_small_sources(documents["source"]), lsd_mass=mass)
+    by_source = totals(documents, _MEANS)
+    total = by_source[["documents", "tokens"]].sum().astype(int).tolist()
+    steps = {column: thresholds(documents, column) for column in _METRICS}
     selected = f" that meet `{conditions}`" if conditions else ""
     blocks: list[Block] = [f"{total[0]:,} documents{selected} with {total[1]:,} tokens.", _INTRODUCTION]
     pictures: dict[str, str] = {}
 
     blocks.append(Heading("Distributions"))
     for column, label in _METRICS.items():
-        edges, counts = summary.histogram(column, log=column == "tokens")
+        edges, counts = histogram(documents, column, log=column == "tokens")
+        counts = {source: counts[source] for source in by_source.index if source in counts}  # the largest first
         pictures[column] = draw_histogram(edges, counts, label, log=column == "tokens")
         blocks.append(Picture(column, f"Documents by {label}"))
-    blocks.append(_tabulate(totals.rename(columns={"sum_tokens": "tokens"})))
-    if summary.ladder:
-        shortest, means = _compare_with_shortest(summary)
+    blocks.append(_tabulate(by_source))
+    if ladder := [name for name in documents if is_ladder_mean(name)]:
+        # The mean benefit of each longer context over the shortest one.
+        shortest = ladder[0].split("_")[1]
+        names = {name: name.split("_")[2] for name in ladder if name.split("_")[1] == shortest}
+        means = totals(documents, list(names))[list(names)].rename(columns=names)
         pictures["ladder"] = draw_ladder(means)
         caption = f"Mean LSD of longer contexts over one of {shortest} tokens, nats"
         blocks += [Heading("Context ladder"), Picture("ladder", caption), _tabulate(means)]
 
     options = "".join(f'<option value="{column}">{label}</option>' for column, label in _METRICS.items())
-    blocks += [Heading("Thresholds"), Widget(_SLIDER.format(options)), _tabulate_thresholds(thresholds, total)]
+    blocks += [Heading("Thresholds"), Widget(_SLIDER.format(options)), _tabulate_thresholds(steps, total)]
     blocks.append(Heading("Examples"))
-    for kind, rows in summary.examples("benefit_mean", _EXAMPLES).items():
+    for kind, rows in examples(documents, "benefit_mean", _EXAMPLES).items():
         blocks += [kind, *_tabulate_documents(rows, header, folder)]
-    data = {"TOTAL": total, "THRESHOLDS": thresholds, "SQL": _SQL}
+    data = {"TOTAL": total, "THRESHOLDS": steps, "SQL": _SQL}
     constants = "".join(f"const {name} = {json.dumps(value)};\n" for name, value in data.items())
     script = f"(() => {{\n'use strict';\n{constants}{read_resource('corpus/thresholds.js')}}})();"
     return as_html(f"Corpus {scores}", blocks, pictures, script=script)
@@ -165,24 +184,16 @@ def _legend_text(source: str) -> str:
     return f"{' ' if text.startswith('_') else ''}{text}".replace("$", r"\$")
 
 
-def _compare_with_shortest(summary: CorpusSummary) -> tuple[str, pd.DataFrame]:
-    """Return the shortest context length, and by source the mean benefit of each longer one over it."""
-    shortest = summary.ladder[0].split("_")[1]
-    names = {name: name.split("_")[2] for name in summary.ladder if name.split("_")[1] == shortest}
-    return shortest, summary.totals(list(names))[list(names)].rename(columns=names)
-
-
 def _tabulate(means: pd.DataFrame) -> Table:
     """Make a table of numbers by source."""
     rows = [[str(source), *map(_format_number, row)] for source, *row in means.itertuples(name=None)]
     return Table(["source", *map(str, means.columns)], rows)
 
 
-def _tabulate_thresholds(thresholds: Mapping[str, Thresholds], total: Sequence[int]) -> Table:
+def _tabulate_thresholds(steps: Mapping[str, Thresholds], total: Sequence[int]) -> Table:
     rows = []
-    for column, found in thresholds.items():
-        for place in np.linspace(0, len(found) - 1, min(_SHOWN_THRESHOLDS, len(found))).astype(int).tolist():
-            value, *kept = found[place]
+    for column, found in steps.items():
+        for value, *kept in found[:: max(1, len(found) // _SHOWN_THRESHOLDS)]:
             fractions = [f"{count:,} ({count / max(whole, 1):.1%})" for count, whole in zip(kept, total, strict=True)]
             rows.append([f"`{_SQL[column]} > {value:g}`", *fractions])
     return Table(["condition", "documents", "tokens"], rows)

@@ -21,14 +21,14 @@ def test_text_files_are_counted_and_measured(tmp_path, tokenizer):
         (tmp_path / f"{number}.txt").write_text(text)
     found = preview(tmp_path, tokenizer, max_tokens=30)
     tokens = [len(tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
-    assert (found.documents, found.files, found.fields) == (3, {"text": 3}, [])
+    assert (found.documents, found.files, found.fields) == (3, {"text": 3}, ())
     assert sorted(found.sizes) == [len(text) for text in texts]
     assert sorted(found.lengths) == sorted(min(count, 30) for count in tokens)
     assert found.size == pytest.approx(sum(map(len, texts)))
     assert found.tokens == pytest.approx(sum(found.lengths))
-    assert found.cut == pytest.approx(np.mean([count > 30 for count in tokens]))
+    assert found.overlong == pytest.approx(np.mean([count > 30 for count in tokens]))
     told = found.describe(short_context=25, duration="an hour")
-    for part in ("3 text", "documents  3 with", "Latin 100%", "are cut at `max_tokens`", "time       an hour"):
+    for part in ("3 text", "documents  3 with", "Latin 100%", "are longer than `max_tokens`", "time       an hour"):
         assert part in told
 
 
@@ -46,14 +46,40 @@ def test_a_large_corpus_is_estimated_from_a_few_documents(tmp_path, tokenizer, m
     found = preview(tmp_path, tokenizer)
     assert 40 <= len(counted) <= 64
     assert found.files == {"parquet": 1, "JSON lines": 1}
-    assert found.fields == ["lang", "text", "title"]
+    assert found.fields == ("lang", "text", "title")
     assert set(found.contents) == {"de", "fr"}
     tokens = sum(len(tokenizer(text, add_special_tokens=False).input_ids) for text in texts)
     assert found.documents == pytest.approx(2000, rel=0.15)
     assert found.tokens == pytest.approx(tokens, rel=0.3)
-    assert "about 2,0" in found.describe(short_context=0, duration="") or "about 1,9" in found.describe(
-        short_context=0, duration=""
-    )
+    assert found.size == pytest.approx(sum(map(len, texts)), rel=0.2)
+    assert f"documents  about {found.documents:,.0f} with" in found.describe(short_context=0, duration="")
+
+
+def test_documents_that_are_skipped_have_no_tokens_to_score(tmp_path, tokenizer):
+    texts = [make_text(length, length) for length in (5, 20, 80)]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text)
+    tokens = [len(tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
+    found = preview(tmp_path, tokenizer, max_tokens=max(tokens) - 1, overlong="skip")
+    assert found.tokens == pytest.approx(sum(sorted(tokens)[:2]))
+    assert sorted(found.lengths) == sorted(tokens)[:2]
+    assert found.overlong == pytest.approx(1 / 3)
+
+
+def test_lines_are_counted_by_the_length_of_those_of_their_own_file(tmp_path, tokenizer):
+    write_lines(tmp_path / "long.jsonl", *({"text": "word " * 1000} for _ in range(20)))
+    write_lines(tmp_path / "short.jsonl", *({"text": "word"} for _ in range(300)))
+    found = preview(tmp_path, tokenizer)
+    assert found.documents == pytest.approx(320)
+    assert sum(size > 100 for size in found.sizes) < 20, "files are sampled by their numbers of documents"
+
+
+def test_a_language_that_only_some_files_have(tmp_path, tokenizer):
+    write_parquet(tmp_path / "a.parquet", ["fine"] * 3, lang=["de"] * 3)
+    write_parquet(tmp_path / "b.parquet", ["good"] * 3)
+    found = preview(tmp_path, tokenizer)
+    assert len(found.sizes) == 6
+    assert dict(found.contents) == {"de": 3}
 
 
 def test_scripts_of_texts_without_a_language(tmp_path, tokenizer):

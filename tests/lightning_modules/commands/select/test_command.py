@@ -182,8 +182,8 @@ def test_documents_that_are_elsewhere_or_others(scored):
 
 def test_weights_for_a_mixture(scored, word_tokenizer_folder):
     weights = scored / "weights.yaml"
-    select(str(scored / "scores"), by="source", rank_by="benefit_p90", weights=str(weights))
-    rows = [row for row in everything(scored) if row["error"] is None and row["benefit_p90"] is not None]
+    select(str(scored / "scores"), by="source", where="row > 2", rank_by="benefit_p90", weights=str(weights))
+    rows = [row for row in everything(scored) if row["row"] > 2 and row["benefit_p90"] is not None]
     means = {source: np.mean([row["benefit_p90"] for row in rows if row["source"] == source]) for source in "ab"}
     found = yaml.safe_load(weights.read_text())["data"]["init_args"]["weights"]
     assert found == pytest.approx({source: mean / sum(means.values()) for source, mean in means.items()}, abs=1e-5)
@@ -333,6 +333,13 @@ def test_repeated_texts_and_samples_are_chosen_in_this_order(scored):
     rows = pyarrow.parquet.read_table(scored / "scores").to_pylist()
     assert len({row["text_hash"] for row in rows if row["error"] is None}) == 23
     assert keys(scored, unique=True) == keys(scored)
+    for path in (scored / "scores").glob("*.parquet"):
+        table = pyarrow.parquet.read_table(path)
+        place = table.schema.get_field_index("text_hash")
+        same = table.set_column(place, table.schema.field(place), pyarrow.array(["ab"] * len(table)))
+        pyarrow.parquet.write_table(same, path)
+    assert keys(scored, unique=True, where="row > 2") == {"d3"}
+    assert keys(scored, top=8, unique=True) == {"d0"}, "repeated texts are dropped before the largest are chosen"
     drawn = keys(scored, where="tokens > 20", sample=4, sample_weight="tokens * (source = 'b')::INT", seed=7)
     assert len(drawn) == 4
     assert drawn <= {row["key"] for row in rows if row["source"] == "b" and (row["tokens"] or 0) > 20}
@@ -375,7 +382,34 @@ def test_a_mixture_of_sources_too_small_to_hold_any_out(tmp_path):
     settings = yaml.safe_load((tmp_path / "m.yaml").read_text())["data"]["init_args"]
     assert set(settings) == {"sources"}
     assert settings["sources"]["b"]["init_args"]["where"] == ["kind", "b"]
+    # The hashes 0 and 1 are held out for validation and test, so that only `b` has documents in all splits.
+    hashes = {"a": (0, 1), "b": (0, 2)}
+    rows = [{"source": name, "tokens": 1, "text_hash": f"{n:016x}"} for name, own in hashes.items() for n in own]
+    write_mixture(tmp_path / "m.yaml", pd.DataFrame(rows), tmp_path / "d.parquet", "kind")
+    assert yaml.safe_load((tmp_path / "m.yaml").read_text())["data"]["init_args"]["evaluate_on"] == ["b"]
     assert "holdout" not in settings["sources"]["a"]["init_args"]
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_sources_in_a_nested_field_and_documents_without_one_are_found_by_the_mixture(tmp_path, ending):
+    table = ScoreTable({"meta.lang": pyarrow.string()})
+    records = [{"text": f"text {n}", "meta": {"lang": "de" if n % 3 else None}} for n in range(12)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    module = DocumentCorpus([str(tmp_path / "a.jsonl")], columns=["meta.lang"])
+    for row, record in enumerate(records):
+        values = {"meta.lang": record["meta"]["lang"]}
+        table.add(DocumentRef(f"a.jsonl:{row}", "a.jsonl", row, values, text_hash=f"{row:064x}"), make_scores(12))
+    versions = find_corpus(module.files, module.column_names).versions()
+    header = {"settings": {}, "source": module.source_settings(), "files": versions, "counts": {}}
+    ScoreShards(str(tmp_path / "scores")).write(table.table(), header, 0)
+    path, mixture = tmp_path / f"d{ending}", tmp_path / "m.yaml"
+    select(str(tmp_path / "scores"), by="meta.lang", output=str(path), mixture=str(mixture))
+    sources = yaml.safe_load(mixture.read_text())["data"]["init_args"]["sources"]
+    counts = {}
+    for name, source in sources.items():
+        settings = {key: value for key, value in source["init_args"].items() if key != "holdout"}
+        counts[name] = len(list(TextDataModule("unused", **settings).source("train")))
+    assert counts == {"-": 4, "de": 8}
 
 
 @pytest.mark.limit(2)  # draws five figures

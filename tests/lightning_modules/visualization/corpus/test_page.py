@@ -2,14 +2,23 @@
 
 import re
 import time
+from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pandas as pd
-import pyarrow
 import pytest
 
 from lightning_modules.visualization.corpus.page import corpus_page, find_file, inspect_command
-from lightning_modules.visualization.corpus.summary import BINS, OTHERS, CorpusSummary
+from lightning_modules.visualization.corpus.summary import (
+    BINS,
+    OTHERS,
+    examples,
+    histogram,
+    join_small_sources,
+    thresholds,
+    totals,
+)
 from tests.support.browser import check_page, launch_chromium
 
 HEADER = {
@@ -40,11 +49,7 @@ def make_scores(count, sources=3, seed=0):
         }
     )
     names = np.array([f"source {n}" for n in range(sources)])[generator.geometric(0.4, count).clip(max=sources) - 1]
-    return table, names
-
-
-def as_arrow(table):
-    return pyarrow.Table.from_pandas(table, preserve_index=False)
+    return table.assign(source=names, lsd_mass=table["benefit_mean"] * table["compared_tokens"])
 
 
 @pytest.fixture
@@ -53,48 +58,52 @@ def scores():
 
 
 def test_sums_by_source_are_those_of_a_loop(scores):
-    table, names = scores
-    summary = CorpusSummary(as_arrow(table), pyarrow.array(names), max_sources=4)
-    found = summary.totals(["key_token_ratio", "lsd_mass"])
-    largest = pd.Series(names).value_counts().index[:4]
-    groups = pd.Series(names).where(pd.Series(names).isin(largest), OTHERS)
+    joined = scores.assign(source=join_small_sources(scores["source"], max_sources=4))
+    found = totals(joined, ["key_token_ratio", "lsd_mass"])
+    largest = [name for name, _ in Counter(scores["source"]).most_common(4)]
+    groups = [name if name in largest else OTHERS for name in scores["source"]]
     assert set(found.index) == {*largest, OTHERS}
-    for source, own in table.groupby(groups):
+    assert found["documents"].is_monotonic_decreasing
+    for source, own in scores.groupby(np.array(groups)):
         mass = [
             row.benefit_mean * row.compared_tokens for row in own.itertuples() if row.benefit_mean == row.benefit_mean
         ]
         assert found.loc[source, "documents"] == len(own)
-        assert found.loc[source, "sum_tokens"] == own["tokens"].sum()
+        assert found.loc[source, "tokens"] == own["tokens"].sum()
         assert found.loc[source, "lsd_mass"] == pytest.approx(np.mean(mass))
         assert found.loc[source, "key_token_ratio"] == pytest.approx(own["key_token_ratio"].mean())
 
 
 @pytest.mark.parametrize(("column", "log"), [("tokens", True), ("lsd_mass", False), ("key_token_ratio", False)])
 def test_histograms_count_every_document_with_a_value(scores, column, log):
-    table, names = scores
-    table = table.assign(lsd_mass=table["benefit_mean"] * table["compared_tokens"])
-    edges, counts = CorpusSummary(as_arrow(table), pyarrow.array(names)).histogram(column, log=log)
-    values = table[column].dropna().clip(edges[0], edges[-1])
-    expected = np.histogram(values, edges)[0]
-    assert sum(counts.values()).sum() == len(values)
-    assert np.abs(sum(counts.values()) - expected).max() <= 1, "a value on an edge may be rounded into either bin"
+    edges, counts = histogram(scores, column, log=log)
+    values = scores[column].dropna()
+    bounds = [-np.inf, *edges[1:-1], np.inf]
+    expected = [((low <= values) & (values < high)).sum() for low, high in pairwise(bounds)]
+    assert sum(counts.values()).tolist() == expected
+    assert sum(expected) == len(values)
+    largest = scores["source"].mode()[0]
+    assert counts[largest].sum() == scores.loc[scores["source"] == largest, column].notna().sum()
     assert len(edges) == BINS + 1
     assert (np.diff(edges) > 0).all()
 
 
 def test_a_threshold_keeps_what_the_shown_condition_selects(scores):
-    table, names = scores
-    found = CorpusSummary(as_arrow(table), pyarrow.array(names)).thresholds("key_token_ratio")
+    scores.loc[3, "key_token_ratio"] = np.inf
+    found = thresholds(scores, "key_token_ratio")
     assert len(found) > 50
+    assert found[0][1] > 300
+    assert found[-1][1] <= 2, "up to the largest finite value"
+    above = {value: documents for value, documents, _ in thresholds(scores.assign(tokens=7), "tokens")}
+    assert above == {7: 0}, "a document at the threshold is not above it"
     for value, documents, tokens in found:
-        kept = table[table["key_token_ratio"] > float(f"{value:.4g}")]
+        kept = scores[scores["key_token_ratio"] > float(f"{value:.4g}")]
         assert (documents, tokens) == (len(kept), kept["tokens"].sum())
 
 
 def test_examples_are_the_extremes(scores):
-    table, names = scores
-    found = CorpusSummary(as_arrow(table), pyarrow.array(names)).examples("benefit_mean", 5)
-    ranked = table.dropna().sort_values("benefit_mean")["benefit_mean"].tolist()
+    found = examples(scores, "benefit_mean", 5)
+    ranked = scores.dropna().sort_values("benefit_mean")["benefit_mean"].tolist()
     assert [row["benefit_mean"] for row in found["Largest"]] == ranked[:-6:-1]
     assert [row["benefit_mean"] for row in found["Smallest"]] == ranked[:5]
     assert len({(row["file"], row["row"]) for row in found["Random"]}) == 5
@@ -102,23 +111,22 @@ def test_examples_are_the_extremes(scores):
 
 @pytest.mark.limit(3)  # draws five figures three times
 def test_every_corpus_has_a_page(tmp_path):
-    table, names = make_scores(1, sources=1)  # too short: nothing is compared
-    page = corpus_page(as_arrow(table), pyarrow.array(names), HEADER, "scores", folder=tmp_path)
+    table = make_scores(1, sources=1)  # too short: nothing is compared
+    page = corpus_page(table, HEADER, "scores", folder=tmp_path)
     assert "1 documents with" in page
-    table, names = make_scores(30)
+    table = make_scores(30)
     names = np.array(["_a", r"$\frac$ $", "</script><b>" * 9])[np.arange(30) % 3]
-    equal = table.assign(tokens=7, key_token_ratio=0.0, benefit_mean=0.0)
-    page = corpus_page(as_arrow(equal), pyarrow.array(names), HEADER, "scores", folder=tmp_path)
+    equal = table.assign(tokens=7, key_token_ratio=0.0, benefit_mean=0.0, source=names)
+    page = corpus_page(equal, HEADER, "scores", folder=tmp_path)
     assert "30 documents" in page
     assert "<b>" not in page
 
 
 @pytest.mark.limit(2)  # draws five figures
 def test_documents_link_to_their_page_or_show_its_command(scores, tmp_path):
-    table, names = scores
-    best = table.loc[table["benefit_mean"].idxmax()]
+    best = scores.loc[scores["benefit_mean"].idxmax()]
     (tmp_path / f"_inspect-{best.file}-{best.row}.html").write_text("")
-    page = corpus_page(as_arrow(table), pyarrow.array(names), HEADER, "scores", folder=tmp_path)
+    page = corpus_page(scores, HEADER, "scores", folder=tmp_path)
     assert f'<a href="_inspect-{best.file}-{best.row}.html">' in page
     assert "<b>key" not in page
     assert page.count("longce inspect &#39;raw texts/part") >= 20
@@ -143,20 +151,18 @@ def test_files_are_found_from_folders_and_patterns(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_million_documents_take_seconds_and_a_small_page(tmp_path):
-    table, names = make_scores(1_000_000, sources=1000)
-    scores, sources = as_arrow(table), pyarrow.array(names)
+    scores = make_scores(1_000_000, sources=1000)
     started = time.process_time()
-    page = corpus_page(scores, sources, HEADER, "scores", folder=tmp_path)
+    page = corpus_page(scores, HEADER, "scores", folder=tmp_path)
     assert time.process_time() - started < 30
     assert len(page) < 1_000_000
 
 
 @pytest.mark.slow
 def test_the_slider_works_by_keyboard_without_a_network(scores, tmp_path):
-    table, names = scores
     path = tmp_path / "page.html"
-    path.write_text(corpus_page(as_arrow(table), pyarrow.array(names), HEADER, "scores", folder=tmp_path))
-    thresholds = CorpusSummary(as_arrow(table), pyarrow.array(names)).thresholds("lsd_mass")
+    path.write_text(corpus_page(scores, HEADER, "scores", folder=tmp_path))
+    steps = thresholds(scores, "lsd_mass")
     with launch_chromium() as browser:
         check_page(browser, path)
         page = browser.new_page(viewport={"width": 360, "height": 800})
@@ -169,7 +175,7 @@ def test_the_slider_works_by_keyboard_without_a_network(scores, tmp_path):
         page.get_by_label("is above").focus()
         for _ in range(7):
             page.keyboard.press("ArrowRight")
-        value, documents, tokens = thresholds[7]
+        value, documents, tokens = steps[7]
         shown = page.locator("#kept").inner_text()
         assert shown.startswith(f"{documents} documents (")
         assert f"{tokens:,} tokens" in shown
