@@ -12,7 +12,8 @@ import pandas as pd
 import yaml
 from tensorboard.compat.proto.event_pb2 import Event
 
-from lightning_modules.commands.compare.evaluations import FILES, Evaluation, read_evaluation
+from lightning_modules.commands.compare.evaluations import Evaluation, read_evaluation
+from lightning_modules.commands.correlate.result_files import FILES
 
 AXES = {"optimizer steps": "step", "tokens": "train/tokens", "GPU hours": "train/gpu_hours"}
 """Measures of the progress of a training, each with its scalar."""
