@@ -45,10 +45,11 @@ class Measured(NamedTuple):
 def read_results(words: Sequence[str]) -> list[Measured]:
     """Read result files, with one entry per file and model.
 
-    Each word is a file, a folder of ``longce evaluate`` or of other ``.csv`` and ``.json`` files, or ``NAME=FILE`` for
-    results of a single model, which gets this name. The files are JSON of ``longce score --output``, ``results.json``
-    and ``harness.json`` of ``longce evaluate``, a dictionary ``{"Qwen2-7B": {"LongBench": 42.0}}``, or CSV with a line
-    for each model: its name in the column ``model``, and values in the others, where a cell may be blank.
+    Each word is a file, a folder of ``longce evaluate``, of such folders or of other ``.csv`` and ``.json`` files, or
+    ``NAME=FILE`` for results of a single model, which gets this name. The files are JSON of ``longce score --output``,
+    ``results.json`` and ``harness.json`` of ``longce evaluate``, a dictionary ``{"Qwen2-7B": {"LongBench": 42.0}}``, or
+    CSV with a line for each model: its name in the column ``model``, and values in the others, where a cell may be
+    blank.
     """
     return [entry for word in words for entry in _read_word(word)]
 
@@ -77,8 +78,8 @@ def _read_word(word: str) -> list[Measured]:
 
 def _find_files(path: Path) -> list[Path]:
     if path.is_dir():
-        evaluations = [path / name for name in FILES if (path / name).is_file()]
-        return evaluations or sorted([*path.glob("*.csv"), *path.glob("*.json")])
+        found, inner = ([file for name in FILES for file in sorted(path.glob(place + name))] for place in ("", "*/"))
+        return found or sorted([*path.glob("*.csv"), *path.glob("*.json")]) or inner
     return [path] if path.is_file() and path.suffix in (".csv", ".json") else []
 
 

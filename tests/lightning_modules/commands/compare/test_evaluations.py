@@ -87,6 +87,10 @@ def test_damaged_files_are_named(tmp_path):
 
 
 def test_unfinished_evaluations_are_named(tmp_path):
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "settings.json").write_text("{}")
+    with pytest.raises(ValueError, match="killed' was interrupted: run the same `longce evaluate` again"):
+        compare([tmp_path / "killed"])
     one, other = write_evaluation(tmp_path / "a", FIRST), write_evaluation(tmp_path / "b", SECOND[:8])
     result = json.loads((other / "results.json").read_text())
     (other / "results.json").write_text(json.dumps(result | {"missing": 2}))
