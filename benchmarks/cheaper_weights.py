@@ -26,9 +26,8 @@ from lightning_modules.functional import ShortContext, key_token_mask, long_cros
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.float8 import Float8Layers
 from lightning_modules.models.loading import load_backbone
-from lightning_modules.models.optimizations import short_precision
+from lightning_modules.models.optimizations import Float8Layers, short_precision
 from lightning_modules.models.short_context import short_log_likelihood, sliding_window_log_likelihood
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.objectives import LongCE, Objective, StoredInfluence

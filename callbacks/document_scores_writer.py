@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.influence import check_gamma, check_thresholds
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models.served.scorer import RemoteScorer
 from lightning_modules.scoring.corpus.failures import check_failures
 from lightning_modules.scoring.corpus.shards import (
     SUCCESS,
@@ -203,8 +204,11 @@ class DocumentScoresWriter(Callback):
 
     @override
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._write_shard(trainer)
         self._bar.close()
+        if isinstance(pl_module.backbone, RemoteScorer):
+            pl_module.backbone.verify()  # before the last shard is complete
+            rank_zero_info(pl_module.backbone.report())
+        self._write_shard(trainer)
         found = gathered((self._corpus.read_progress(), self._documents), self._patient)
         error = trainer.strategy.broadcast(self._write_success(found) if trainer.is_global_zero else None)
         self._table = None

@@ -1,6 +1,7 @@
 """Log LongPPL during training: key tokens by frozen evaluators, likelihoods by the trained model."""
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from lightning_modules.scoring.key_tokens import (
 )
 from lightning_modules.scoring.token_scores import read_key_spans, text_sha256
 from lightning_modules.training.evaluation import join_key, validation_set_keys
+from lightning_modules.utilities.collectives import fail_together
 
 
 class ExternalEvaluator(Callback):
@@ -59,8 +61,8 @@ class ExternalEvaluator(Callback):
     optimized nor checkpointed nor cast.
 
     Args:
-        evaluator: Hub id or local folder of the long-context model that finds key tokens. Its tokenizer may differ
-            from that of the trained model.
+        evaluator: Hub id or local folder of the long-context model that finds key tokens, or the addresses of servers,
+            which need `tokenizer`. Its tokenizer may differ from that of the trained model.
         key_spans: Instead of an evaluator, a folder of precomputed character spans of the validation texts, in the
             format of the paper's authors: ``[start, end];[start, end];..``. A document's file ends in ``.txt`` and is
             named by its name, by its id (the first word of the name) or by the SHA-256 of its text.
@@ -236,14 +238,15 @@ class ExternalEvaluator(Callback):
     def _find_all(self, device: torch.device) -> list[tuple[ScoredDocument, Influence]]:
         """Find the key tokens of all documents, in the same order in all processes, and free the evaluator."""
         found = []
-        for document in self._documents:
-            if document.text:
-                found.append((document, self._find_influence(document, device)))
-            elif self.evaluator is not None:
-                self.evaluator.join(device=device)
-        self._documents = []
-        if self.evaluator is not None:
-            self.evaluator.release()
+        with fail_together() if self.evaluator is not None and self.evaluator.is_served else nullcontext():
+            for document in self._documents:
+                if document.text:
+                    found.append((document, self._find_influence(document, device)))
+                elif self.evaluator is not None:
+                    self.evaluator.join(device=device)
+            self._documents = []
+            if self.evaluator is not None:
+                self.evaluator.release()
         return found
 
     def _measure(self, trainer: Trainer, documents: Found, device: torch.device, place: str) -> dict[str, Any]:

@@ -15,11 +15,10 @@ from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import ShortContext, long_cross_entropy
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.models.adapters import changes_base, frozen_fingerprint
-from lightning_modules.models.checks import check_attention_window, check_scoring
+from lightning_modules.models.checks import check_attention_window
 from lightning_modules.models.config import DType, ModelConfig
-from lightning_modules.models.float8 import Float8Layers
 from lightning_modules.models.loading import has_weights
-from lightning_modules.models.optimizations import ShortDType
+from lightning_modules.models.optimizations import Float8Layers, ShortDType
 from lightning_modules.models.short_context import ShortPass
 from lightning_modules.objectives import LongCE, Objective
 from lightning_modules.scoring.context_lengths import ContextLadder
@@ -89,7 +88,7 @@ class LongContextLM(LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters(
-            ignore=["objective", "ladder", "optimizer", "lr_scheduler", "parameter_groups", "head_kernel"]
+            ignore=["objective", "ladder", "optimizer", "lr_scheduler", "parameter_groups", "head_kernel", "server"]
         )
         self.objective, self.ladder = objective, ladder
         self.context_length, self.stride = context_length, stride
@@ -246,11 +245,7 @@ class LongContextLM(LightningModule):
 
     @override
     def on_validation_start(self) -> None:
-        self.backbone.check_rotary_dtype()
-        with self.trainer.precision_plugin.forward_context():  # flash attention does not support float32
-            check_scoring(self.backbone)
-            if self._sequence_group is not None:
-                self._sequence_group.check_backbone(self.backbone)
+        preflight.check_loaded(self.backbone, self.trainer, self._sequence_group)
 
     @override
     def on_validation_epoch_start(self) -> None:

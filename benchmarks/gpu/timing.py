@@ -17,7 +17,7 @@ from lightning_modules.batch import PackedBatch, batch_to, pack_sequence
 from lightning_modules.commands.plan.flops import ATTENTION_BACKWARD
 from lightning_modules.commands.plan.memory import GIB
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.models.float8 import Float8Layers
+from lightning_modules.models.optimizations import Float8Layers
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.objectives import CrossEntropy, LongCE
 

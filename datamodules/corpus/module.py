@@ -21,6 +21,7 @@ from datamodules.corpus.stream import CorpusLoader, CorpusRows, CorpusStream
 from datamodules.packing.loader import worker_options
 from lightning_modules.batch import DocumentRef
 from lightning_modules.functional.checks import MAX_PROCESSES, check_count
+from lightning_modules.models.config import is_served
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
 from lightning_modules.scoring.corpus.shards import ReadProgress
 from lightning_modules.utilities.collectives import gathered, patient_group
@@ -105,8 +106,8 @@ class DocumentCorpus(LightningDataModule):
         if name is None:
             model = self.trainer.lightning_module.hparams if self.trainer else {}
             name, revision = model.get("pretrained_model_name_or_path"), model.get("revision")
-        if name is None or name.endswith(".json"):
-            raise ValueError("The model has no tokenizer: set `data.tokenizer`.")
+        if name is None or name.endswith(".json") or is_served(name):
+            raise ValueError("The model has no tokenizer here: set `data.tokenizer`.")
         return load_tokenizer(name, revision=revision)
 
     @override

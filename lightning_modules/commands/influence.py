@@ -15,15 +15,16 @@ from typing_extensions import override
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.checks import check_scoring
-from lightning_modules.models.config import ModelConfig
+from lightning_modules.models.config import ModelConfig, is_served
 from lightning_modules.models.identity import check_same_model, model_identity
-from lightning_modules.models.loading import load_backbone, load_config
+from lightning_modules.models.loading import check_model, load_backbone
+from lightning_modules.models.lockstep import Scorer
+from lightning_modules.models.served.scorer import connect
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
 from lightning_modules.objectives import LongCE, StoredInfluence, unwrap
-from lightning_modules.scoring.config import InfluenceConfig
+from lightning_modules.scoring.config import InfluenceConfig, tokenizer_name
 from lightning_modules.scoring.influence_transfer import InfluenceTransfer, compute_influence, make_transfer
+from lightning_modules.training.preflight import check_loaded
 from lightning_modules.utilities.collectives import gathered, patient_group
 
 
@@ -49,17 +50,19 @@ class InfluenceScorer(LightningModule):
         # If no sequence is left, no process loads the model. Otherwise all do, because DDP compares their weights.
         if "backbone" in self._modules or self._row_data.remaining == 0:
             return
+        self.backbone: Scorer
+        if is_served(self._loading.pretrained_model_name_or_path):
+            self.backbone = connect(self._loading)
+            return
         autocast = str(self.trainer.precision).endswith("-mixed")
         device = self.trainer.strategy.root_device
         backbone = load_backbone(self._loading, device=device, autocast=autocast)
         check_same_model(self._identity, self._loading)
-        self.backbone: Backbone = backbone.eval().requires_grad_(False)
+        self.backbone = backbone.eval().requires_grad_(False)
 
     @override
     def on_predict_start(self) -> None:
-        self.backbone.check_rotary_dtype()
-        with self.trainer.precision_plugin.forward_context():
-            check_scoring(self.backbone)
+        check_loaded(self.backbone, self.trainer)
 
     @override
     def predict_step(self, batch: tuple[list[int], PackedBatch], batch_idx: int) -> Tensor:
@@ -70,8 +73,7 @@ class InfluenceScorer(LightningModule):
         if not torch.isfinite(influence).all():
             raise FloatingPointError(
                 f"The evaluator's token weights of sequence(s) {numbers} are not finite:"
-                f" {self.backbone.base_model.dtype} overflows, or the model file is damaged. Choose another"
-                " `--evaluator_dtype` or evaluator."
+                " its dtype overflows, or the model file is damaged. Choose another `--evaluator_dtype` or evaluator."
             )
         return influence
 
@@ -99,9 +101,10 @@ class InfluenceTrainer(Trainer):
         """
         config = InfluenceConfig(evaluator, **options)
         settings = self._check_settings(model, datamodule)
-        load_config(loading := config.loading())
+        name = tokenizer_name(evaluator, config.evaluator_tokenizer, "`evaluator_tokenizer`")
+        check_model(loading := config.loading())
         source: dict[str, Any] = {"revision": loading.revision, "trust_remote_code": loading.trust_remote_code}
-        tokenizer = load_tokenizer(config.evaluator_tokenizer or evaluator, **source)
+        tokenizer = load_tokenizer(name, **source)
         rows_tokenizer: PreTrainedTokenizerFast = datamodule.tokenizer  # type: ignore[attr-defined]
         transfer = make_transfer(rows_tokenizer, tokenizer, add_special_tokens=config.evaluator_add_special_tokens)
         made_from = {

@@ -1,7 +1,8 @@
 """Settings to load a causal LM; importable without torch."""
 
+import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 """Dtype of the weights; ``auto`` keeps the stored one."""
@@ -10,13 +11,59 @@ Checkpointing = bool | Literal["selective"]
 """``true`` keeps only the input of each layer; ``selective`` also keeps the outputs of its attention."""
 
 
+Dialect = Literal["auto", "longce", "vllm", "sglang"]
+"""Protocol of a server of log-likelihoods; ``auto`` asks the server what it is."""
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """How a served model, named by its address ``http(s)://HOST:PORT`` or by several with commas, is asked.
+
+    Args:
+        dialect: Protocol of the server; ``auto`` asks it.
+        model: Name of the model, for a server with several.
+        claim: What the server runs, such as ``meta-llama/Llama-3.1-8B@main``, as a part of the identity of its scores.
+            Change it when you change the model behind an address. `longce serve` reports a hash of the weights instead.
+        key_variable: Name of the environment variable that has the server's key.
+        concurrency: Maximum number of simultaneous requests to each server.
+        timeout: Seconds that a request may take, with its time in the server's queue.
+        patience: Seconds to wait for servers that are overloaded or restart.
+        allow_http: Send texts and the key unencrypted to other machines, in a network that you trust.
+    """
+
+    dialect: Dialect = "auto"
+    model: str | None = None
+    claim: str | None = None
+    key_variable: str = "LONGCE_API_KEY"
+    concurrency: int = 16
+    timeout: float = 600.0
+    patience: float = 600.0
+    allow_http: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dialect not in get_args(Dialect):
+            raise ValueError(f"`server.dialect` must be one of {', '.join(get_args(Dialect))}, got {self.dialect!r}.")
+        if not (1 <= self.concurrency <= 1024 and self.timeout > 0 and self.patience >= 0):
+            raise ValueError(
+                "`server.concurrency` must be from 1 to 1024, `server.timeout` above 0 and `server.patience` 0 or more,"
+                f" got {self.concurrency}, {self.timeout} and {self.patience}."
+            )
+        if not re.fullmatch(r"[A-Za-z_]\w*", self.key_variable):  # without the value, which may be the key itself
+            raise ValueError("`server.key_variable` must be the name of an environment variable, not the key.")
+
+
+def is_served(pretrained_model_name_or_path: str | None) -> bool:
+    """Return whether a model is named by the address of its server."""
+    return re.match(r"https?://", pretrained_model_name_or_path or "") is not None
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Settings to load a causal LM.
 
     Args:
         pretrained_model_name_or_path: A hub id or a local folder with weights. For random weights, a ``config.json``
-            file, or null and a `model_config` with a ``model_type``.
+            file, or null and a `model_config` with a ``model_type``. For scoring, also the address of a server.
         model_config: Values that override the model's config; dictionaries (``rope_parameters``) are merged by key.
         context_extension: Method to extend the model's context: arguments of
             `lightning_modules.models.context_extension.methods.ContextExtension`.
@@ -34,6 +81,7 @@ class ModelConfig:
             also trains those in full, as in LongLoRA.
         quantization: Arguments of ``transformers.BitsAndBytesConfig``: frozen weights in 4 or 8 bits, as in QLoRA.
         trust_remote_code: Run code from the model's repository. Enable it only for repositories that you trust.
+        server: How a served model is asked.
     """
 
     pretrained_model_name_or_path: str | None = None
@@ -49,6 +97,7 @@ class ModelConfig:
     lora: dict[str, Any] | None = None
     quantization: dict[str, Any] | None = None
     trust_remote_code: bool = False
+    server: ServerConfig | None = None
 
     def __post_init__(self) -> None:
         if self.offload_activations and not self.gradient_checkpointing:

@@ -9,7 +9,8 @@ from typing import Any
 from huggingface_hub import is_offline_mode, resolve_revision, snapshot_download
 from huggingface_hub.errors import RevisionResolutionError
 
-from lightning_modules.models.config import ModelConfig
+from lightning_modules.models.config import ModelConfig, is_served
+from lightning_modules.models.served.scorer import connect
 from lightning_modules.models.tokenization.tokenizer import local_or_hub
 from lightning_modules.utilities.identity import content_hash
 
@@ -28,8 +29,10 @@ def model_identity(config: ModelConfig) -> str:
 
     All bytes are hashed, once for each file (`lightning_modules.utilities.identity`). A model on the hub is downloaded
     first, and has the same identity as a local copy. The repository's code is included if it runs, but not code that a
-    config loads from another repository.
+    config loads from another repository. A served model is asked for it, and probed.
     """
+    if is_served(config.pretrained_model_name_or_path):
+        return connect(config).verify()
     name, with_code = str(config.pretrained_model_name_or_path), config.trust_remote_code
     folder = Path(local_or_hub(name, "model"))
     if not folder.is_dir():

@@ -18,11 +18,13 @@ from lightning_modules.models.adapters import add_adapters, quantization_config
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.checks import check_config, check_scoring, check_sizes, check_weight_files
-from lightning_modules.models.config import ModelConfig
+from lightning_modules.models.config import ModelConfig, is_served
 from lightning_modules.models.context_extension.methods import extend_config
 from lightning_modules.models.context_extension.rope_types import own_type
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
+from lightning_modules.models.lockstep import Scorer
 from lightning_modules.models.optimizations import compile_layers, enable_checkpointing, use_bfloat16_residual
+from lightning_modules.models.served.scorer import connect
 from lightning_modules.models.tokenization.tokenizer import local_or_hub, not_loaded
 from lightning_modules.utilities.errors import did_you_mean
 from lightning_modules.utilities.pickles import refused_pickle
@@ -80,6 +82,22 @@ def load_frozen(config: ModelConfig, device: torch.device | str) -> Backbone:
     return backbone
 
 
+def load_scorer(config: ModelConfig, device: torch.device | str) -> Scorer:
+    """Load a model like `load_frozen`, or connect to its server."""
+    return connect(config) if is_served(config.pretrained_model_name_or_path) else load_frozen(config, device)
+
+
+def check_model(config: ModelConfig) -> PreTrainedConfig | None:
+    """Check a model without loading its weights, and return its config; None for a served one, which is probed."""
+    if is_served(config.pretrained_model_name_or_path):
+        connect(config)
+        return None
+    stored = load_config(config)
+    if has_weights(config.pretrained_model_name_or_path):
+        check_weight_files(config.pretrained_model_name_or_path)
+    return stored
+
+
 def has_weights(pretrained_model_name_or_path: str | None) -> TypeGuard[str]:
     """Return whether a model has stored weights; a model with only a config gets random weights."""
     return pretrained_model_name_or_path is not None and not pretrained_model_name_or_path.endswith(".json")
@@ -95,6 +113,11 @@ def check_quantization(pretrained_model_name_or_path: str | None, config: PreTra
 
 def load_config(config: ModelConfig) -> PreTrainedConfig:
     """Load the model's config, with the overrides of `model_config` and the context extension, and validate it."""
+    if is_served(config.pretrained_model_name_or_path):
+        raise ValueError(
+            f"'{config.pretrained_model_name_or_path}' is a server, which gives log-likelihoods only, but this needs"
+            " the model itself: name a hub id or a local folder."
+        )
     overrides = dict(config.model_config or {})
     check_sizes(overrides)  # first, because some configs make a list of such a length
     if config.pretrained_model_name_or_path is not None:

@@ -10,10 +10,14 @@ import torch.distributed as dist
 from lightning_modules.batch import unscored_token
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations import eval_mode
+from lightning_modules.models.served.scorer import RemoteScorer
+
+Scorer = Backbone | RemoteScorer
+"""Computes the log-likelihoods of token ids, in this process or on servers."""
 
 
 @contextmanager
-def lockstep(backbone: Backbone) -> Iterator[Callable[..., Any]]:
+def lockstep(backbone: Scorer) -> Iterator[Callable[..., Any]]:
     """Run the same number of forward passes in all ranks, even if they have different amounts of work.
 
     A forward pass with sharded weights gathers them from all ranks, so a rank that makes an additional pass would wait
@@ -25,7 +29,7 @@ def lockstep(backbone: Backbone) -> Iterator[Callable[..., Any]]:
         ``run(function, *args, **kwargs)``, which calls a function that makes one forward pass: the backbone, or its
         method `Backbone.unsharded`.
     """
-    if not backbone.is_sharded:
+    if isinstance(backbone, RemoteScorer) or not backbone.is_sharded:
         yield lambda function, *args, **kwargs: function(*args, **kwargs)
         return
 

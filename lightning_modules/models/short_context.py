@@ -8,13 +8,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, known_scored
-from lightning_modules.functional import ShortContext, token_log_likelihood
+from lightning_modules.functional import ShortContext
 from lightning_modules.functional.windows import Window, batch_windows, draw_windows, trim_windows, window_batch
 from lightning_modules.models.attention import AttentionWindow
 from lightning_modules.models.backbone import Backbone, HeadFunction
 from lightning_modules.models.context_extension.rotary_checks import check_static
-from lightning_modules.models.lockstep import lockstep
+from lightning_modules.models.lockstep import Scorer, lockstep
 from lightning_modules.models.optimizations import eval_mode
+from lightning_modules.models.served.scorer import RemoteScorer
 
 ShortPass = Literal["windows", "sliding_window"]
 """How short contexts are computed: exactly, or approximately by `sliding_window_log_likelihood`."""
@@ -22,10 +23,13 @@ ShortPass = Literal["windows", "sliding_window"]
 WINDOW_TOKENS_PER_PASS = 32_768
 """Tokens of the windows in one forward pass on an accelerator; on CPU each pass has one window."""
 
+SERVED_WINDOWS = 1024
+"""Windows that are sent to servers together; they wait for each other before the next ones are sent."""
+
 
 @torch.no_grad()
 def short_log_likelihood(
-    backbone: Backbone,
+    backbone: Scorer,
     batch: PackedBatch,
     *,
     context_length: int,
@@ -47,9 +51,8 @@ def short_log_likelihood(
         seed: Seed for drawing the windows.
         shared_by: Processes that have the same batch and divide its windows among themselves.
     """
-    check_static(backbone.base_model.config, compares=True)
     # 1. Place the windows of all sequences, and leave out those that are not needed.
-    short = torch.zeros_like(batch["labels"], dtype=torch.promote_types(backbone.base_model.dtype, torch.float32))
+    short = torch.zeros_like(batch["labels"], dtype=_find_dtype(backbone))
     has_short_context = torch.zeros_like(batch["labels"], dtype=torch.bool)
     windows = batch_windows(batch["document_boundaries"], context_length=context_length, stride=stride)
     windows, drawn = draw_windows(windows, window_fraction, seed=seed)
@@ -74,6 +77,14 @@ def short_log_likelihood(
     if shared_by is not None:
         dist.all_reduce(short, group=shared_by)
     return ShortContext(short, has_short_context & batch["labels"].ne(IGNORE_INDEX), drawn)
+
+
+def _find_dtype(backbone: Scorer) -> torch.dtype:
+    """Return the dtype of log-likelihoods; raise a ``ValueError`` if those of two contexts cannot be compared."""
+    if isinstance(backbone, RemoteScorer):
+        return torch.float32
+    check_static(backbone.base_model.config, compares=True)
+    return torch.promote_types(backbone.base_model.dtype, torch.float32)
 
 
 @torch.no_grad()
@@ -106,11 +117,11 @@ def sliding_window_log_likelihood(
 
 @torch.no_grad()
 def score_windows(
-    backbone: Backbone,
+    backbone: Scorer,
     batch: PackedBatch,
     windows: Sequence[tuple[int, Window]],
     *,
-    head_fn: HeadFunction[Any] = token_log_likelihood,
+    head_fn: HeadFunction[Any] | None = None,
 ) -> Iterator[tuple[Sequence[tuple[int, Window]], Any]]:
     """Score windows of similar length, each with the row index of its sequence. All ranks must exhaust the iterator.
 
@@ -118,12 +129,16 @@ def score_windows(
         The windows of a forward pass, and the ``[W, longest window]`` log-likelihoods of their tokens in nats, 0 for
         tokens that are not scored; or the result of ``head_fn``.
     """
-    size = windows_per_pass(backbone.device, max((window.stop - window.start for _, window in windows), default=1))
+    if isinstance(backbone, RemoteScorer):
+        size = SERVED_WINDOWS
+    else:
+        size = windows_per_pass(backbone.device, max((window.stop - window.start for _, window in windows), default=1))
+    options = {} if head_fn is None else {"head_fn": head_fn}
     with eval_mode(backbone), lockstep(backbone) as run:
         for first in range(0, len(windows), size):
             group = windows[first : first + size]
             first_scored = min(window.scored - window.start for _, window in group)
-            yield group, run(backbone, window_batch(batch, group), first_scored=first_scored, head_fn=head_fn)
+            yield group, run(backbone, window_batch(batch, group), first_scored=first_scored, **options)
 
 
 def windows_per_pass(device: torch.device, window_length: int) -> int:
@@ -133,7 +148,7 @@ def windows_per_pass(device: torch.device, window_length: int) -> int:
 
 @torch.no_grad()
 def long_and_short(
-    backbone: Backbone, batch: PackedBatch, *, context_length: int, stride: int, beta: float | None = None
+    backbone: Scorer, batch: PackedBatch, *, context_length: int, stride: int, beta: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Score each token in its long and short context; key tokens, weights and metrics are functions of this pair.
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from lightning_modules.models.config import DType, ModelConfig
+from lightning_modules.models.config import DType, ModelConfig, ServerConfig, is_served
 
 Rule = Literal["paper", "authors"]
 """How key tokens are transferred from the evaluator's tokens to the model's."""
@@ -12,13 +12,20 @@ MAX_ALTERNATIVES = 20
 """Limit of alternatives per token: at 128k tokens, each adds more than a megabyte to the page."""
 
 
+def tokenizer_name(model: str, tokenizer: str | None, option: str) -> str:
+    """Return the name of a model's tokenizer; raise a ``ValueError`` for a served model without ``option``."""
+    if tokenizer is None and is_served(model):
+        raise ValueError(f"'{model}' is a server, which gets token ids: set {option} to its model's tokenizer.")
+    return tokenizer or model
+
+
 @dataclass(frozen=True)
 class ScoringConfig:
     """Definition of key tokens, and how the evaluator is loaded.
 
     Args:
-        evaluator: Hub id or local folder of the long-context model that finds key tokens. Its tokenizer may differ
-            from that of the evaluated model.
+        evaluator: Hub id, local folder or server of the long-context model that finds key tokens. Its tokenizer may
+            differ from that of the evaluated model.
         context_length: Length K of the shortest short context, in the evaluator's tokens.
         stride: Number d of tokens that share one short window.
         alpha: Key tokens have a long-short difference (LSD) above alpha, in nats.
@@ -27,6 +34,7 @@ class ScoringConfig:
         attn_implementation: As in transformers; ``auto`` is flash attention if it is installed.
         cache_dir: Folder for the evaluator's scores; by default ``$LONGCE_CACHE`` or ``~/.cache/longce``.
         trust_remote_code: Run code from the model's repository; only for repositories that you trust.
+        server: How a served model is asked.
     """
 
     evaluator: str
@@ -38,6 +46,7 @@ class ScoringConfig:
     attn_implementation: str = "auto"
     cache_dir: str | None = None
     trust_remote_code: bool = False
+    server: ServerConfig | None = None
 
     def __post_init__(self) -> None:
         from lightning_modules.functional.influence import check_thresholds
@@ -54,6 +63,7 @@ class ScoringConfig:
             dtype=self.dtype,
             attn_implementation=self.attn_implementation,
             trust_remote_code=self.trust_remote_code,
+            server=self.server,
         )
 
 
@@ -79,6 +89,8 @@ class EvaluatorConfig(ScoringConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.sharded and is_served(self.evaluator):
+            raise ValueError("`sharded` is for an evaluator in the training processes: remove it for a served one.")
         if self.key_tokens not in get_args(Rule):
             raise ValueError(f"`key_tokens` must be one of {', '.join(get_args(Rule))}, got {self.key_tokens!r}.")
 
@@ -92,12 +104,16 @@ class CommandConfig(ScoringConfig):
         add_special_tokens: Whether the model's tokenizer adds special tokens; by default not, as in the authors' code.
         evaluator_add_special_tokens: Whether the evaluator's tokenizer adds special tokens, as in the authors' code.
         device: Device such as ``cuda:0`` or ``cpu``; ``auto`` is the first GPU, or the CPU.
+        evaluator_tokenizer: Hub id or local folder of the evaluator's tokenizer; by default the evaluator's own.
+        model_tokenizer: Hub id or local folder of the evaluated model's tokenizer; by default the model's own.
     """
 
     max_tokens: int | None = None
     add_special_tokens: bool = False
     evaluator_add_special_tokens: bool = True
     device: str = "auto"
+    evaluator_tokenizer: str | None = None
+    model_tokenizer: str | None = None
 
     def __post_init__(self) -> None:
         from lightning_modules.functional.checks import check_count
@@ -109,8 +125,8 @@ class CommandConfig(ScoringConfig):
     def evaluator_config(self, key_tokens: Rule = "paper") -> EvaluatorConfig:
         """Return the settings of the evaluator."""
         shared = {each.name: getattr(self, each.name) for each in fields(ScoringConfig)}
-        special = self.evaluator_add_special_tokens
-        return EvaluatorConfig(**shared, key_tokens=key_tokens, add_special_tokens=special)
+        special, tokenizer = self.evaluator_add_special_tokens, self.evaluator_tokenizer
+        return EvaluatorConfig(**shared, key_tokens=key_tokens, add_special_tokens=special, tokenizer=tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +134,7 @@ class ScoreConfig(CommandConfig):
     """Settings of `longce score`.
 
     Args:
-        model: Hub id or local folder of the model to evaluate.
+        model: Hub id, local folder or server of the model to evaluate.
         key_tokens: How key tokens are mapped to the model's tokens: ``paper`` (unchanged for the same tokens, else by
             Equation 9), or ``authors``, exactly as the authors' package does, to compare with published numbers.
         key_tokens_only: Skip the evaluator's short pass for tokens that cannot be key, because their long-context
@@ -150,6 +166,8 @@ class InspectConfig(CommandConfig):
 
         super().__post_init__()
         check_count("`alternatives`", self.alternatives, minimum=0, maximum=MAX_ALTERNATIVES)
+        if self.alternatives and is_served(self.evaluator):
+            raise ValueError("A served evaluator does not rank other tokens: set `alternatives` to 0.")
 
 
 @dataclass(frozen=True)
@@ -157,7 +175,8 @@ class InfluenceConfig:
     """Settings of `longce influence`.
 
     Args:
-        evaluator: Hub id or local folder of the model that computes the token weights. Each process loads a full copy.
+        evaluator: Hub id, local folder or server of the model that computes the token weights. Each process loads a
+            full copy, or sends its sequences to the server.
         evaluator_tokenizer: Hub id or local folder of the evaluator's tokenizer; by default its own. If it differs from
             the tokenizer of the training data, the evaluator scores the text and weights are mapped by characters.
         evaluator_revision: Branch, tag or commit on the hub.
@@ -166,6 +185,7 @@ class InfluenceConfig:
         evaluator_attn_implementation: The evaluator's attention, as in transformers.
         evaluator_model_config: Values that replace those of the evaluator's config, such as ``rope_parameters``.
         evaluator_trust_remote_code: Run code from the evaluator's repository; only for repositories that you trust.
+        evaluator_server: How a served evaluator is asked.
         output: Folder for the weights; by default `data.influence`, or a folder in the data module's cache.
     """
 
@@ -177,6 +197,7 @@ class InfluenceConfig:
     evaluator_attn_implementation: str = "auto"
     evaluator_model_config: dict[str, Any] | None = None
     evaluator_trust_remote_code: bool = False
+    evaluator_server: ServerConfig | None = None
     output: str | None = None
 
     def loading(self) -> ModelConfig:
@@ -188,4 +209,5 @@ class InfluenceConfig:
             dtype=self.evaluator_dtype,
             attn_implementation=self.evaluator_attn_implementation,
             trust_remote_code=self.evaluator_trust_remote_code,
+            server=self.evaluator_server,
         )

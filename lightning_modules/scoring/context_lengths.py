@@ -10,6 +10,7 @@ from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import Window
 from lightning_modules.functional.checks import check_count
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.lockstep import Scorer
 from lightning_modules.models.short_context import score_windows
 
 MAX_AUTO_CONTEXT = 2**20
@@ -55,10 +56,14 @@ class ContextLadder:
         contexts = tuple(context for context in powers if context <= max_length)
         return ContextLengths(contexts or (context_length,), window)
 
-    def resolve_for_model(self, backbone: Backbone, context_length: int, stride: int) -> "ContextLengths":
+    def resolve_for_model(self, backbone: Scorer, context_length: int, stride: int) -> "ContextLengths":
         """Return the lengths for a loaded model with this K and d."""
-        config = backbone.base_model.config.get_text_config(decoder=True)
-        max_length = getattr(config, "max_position_embeddings", None)
+        max_length = None
+        if isinstance(backbone, Backbone):
+            config = backbone.base_model.config.get_text_config(decoder=True)
+            max_length = getattr(config, "max_position_embeddings", None)
+        elif self.contexts == "auto":
+            raise ValueError("A served model does not tell its trained length: set `ladder.contexts` to lengths.")
         return self.resolve(context_length=context_length, stride=stride, max_length=max_length)
 
 
@@ -69,7 +74,7 @@ class ContextLengths:
     contexts: tuple[int, ...]
     window: int
 
-    def log_likelihood(self, backbone: Backbone, batch: PackedBatch, long: Tensor) -> list[dict[int, Tensor]]:
+    def log_likelihood(self, backbone: Scorer, batch: PackedBatch, long: Tensor) -> list[dict[int, Tensor]]:
         """Score the last tokens of each document in each context length that fits into it.
 
         Takes a ``[B, T]`` batch with one document per sequence and its ``[B, T]`` long log-likelihoods. Returns ``[w]``

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from lightning_modules.batch import PackedBatch
-from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.identity import model_identity
 from lightning_modules.models.loading import has_weights
-from lightning_modules.models.lockstep import lockstep
+from lightning_modules.models.lockstep import Scorer, lockstep
+from lightning_modules.models.served.dialects import AnswerError
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.scoring.context_lengths import ContextLadder, ContextLengths
 from lightning_modules.scoring.token_scores import TokenScores, scores_of_row
@@ -35,7 +35,7 @@ class DocumentScorer:
     ``name`` identifies the model in the scores. ``context_length`` and ``stride`` are K and d, in tokens.
     """
 
-    backbone: Backbone
+    backbone: Scorer
     name: str
     context_length: int
     stride: int
@@ -59,7 +59,8 @@ class DocumentScorer:
     def try_to_score(self, batch: PackedBatch) -> list[TokenScores | Failed]:
         """Score documents like `score`, but return `Failed` for those that are too long or not finite.
 
-        A document is too long if it exceeds the model's positions or the memory. Other errors are raised.
+        A document is too long if it exceeds the model's positions or the memory. A document that a server refuses has
+        failed as well. Other errors are raised.
 
         Raises:
             RuntimeError: If memory runs out while weights are sharded: the other processes wait for this one's shard.
@@ -80,10 +81,13 @@ class DocumentScorer:
         return results
 
     def _score_or_split(self, batch: PackedBatch) -> list[TokenScores | Failed]:
-        """Score all documents at once, or one by one if memory runs out."""
+        """Score all documents at once, or in halves if memory runs out or a server refuses one of them."""
         rows = len(batch["document_boundaries"])
+        reason = f"out of memory ({_format_lengths(batch)})"
         try:
             return [*self.score(batch)]
+        except AnswerError as error:
+            reason = str(error)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -97,8 +101,9 @@ class DocumentScorer:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if rows == 1:
-            return [Failed(f"out of memory ({_format_lengths(batch)})")]
-        return [self._score_or_split(select_rows(batch, [row]))[0] for row in range(rows)]
+            return [Failed(reason)]
+        halves = (range(rows // 2), range(rows // 2, rows))
+        return [result for half in halves for result in self._score_or_split(select_rows(batch, half))]
 
 
 def select_rows(batch: PackedBatch, rows: Sequence[int]) -> PackedBatch:

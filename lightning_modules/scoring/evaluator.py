@@ -17,14 +17,15 @@ from lightning_modules.batch import PackedBatch, batch_to
 from lightning_modules.functional import LikeliestTokens, likeliest_tokens
 from lightning_modules.functional.windows import batch_windows
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.checks import check_scoring, check_weight_files
+from lightning_modules.models.checks import check_scoring
+from lightning_modules.models.config import is_served
 from lightning_modules.models.identity import check_same_model, model_identity
-from lightning_modules.models.loading import load_config, load_frozen
-from lightning_modules.models.lockstep import any_rank, lockstep
+from lightning_modules.models.loading import check_model, load_scorer
+from lightning_modules.models.lockstep import Scorer, any_rank, lockstep
 from lightning_modules.models.optimizations import eval_mode
 from lightning_modules.models.short_context import score_windows
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer, tokenizer_hash
-from lightning_modules.scoring.config import EvaluatorConfig
+from lightning_modules.scoring.config import EvaluatorConfig, tokenizer_name
 from lightning_modules.scoring.document_scorer import DocumentScorer
 from lightning_modules.scoring.key_tokens import Alignment, Coverage, Tokens, find_key_tokens, measure_coverage
 from lightning_modules.scoring.token_scores import FORMAT, TokenScores, text_sha256
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 
 def score_text(
     text: str,
-    backbone: Backbone,
+    backbone: Scorer,
     tokenizer: PreTrainedTokenizerFast,
     *,
     context_length: int = 4096,
@@ -53,6 +54,7 @@ def score_text(
     """
     batch = encode_document(text, tokenizer, name=name, add_special_tokens=add_special_tokens)
     backbone.check_batch(batch)
+    backbone.check_length(batch["input_ids"].shape[1])
     scorer = DocumentScorer(backbone, evaluator, context_length, stride)
     return scorer.score(batch_to(batch, backbone.device), beta=beta)[0]
 
@@ -108,20 +110,21 @@ class Evaluator:
 
     def __init__(self, config: EvaluatorConfig) -> None:
         self.config, self.name = config, config.evaluator
+        self.is_served = is_served(self.name)
         cache = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir() / "token_scores"
         self.cache_dir = writable_folder(cache)
         self._loading = config.loading(self.name, config.revision)
-        load_config(self._loading)
-        check_weight_files(self.name)
+        tokenizer = tokenizer_name(self.name, config.tokenizer, "`--evaluator_tokenizer`, or `tokenizer` in YAML,")
+        check_model(self._loading)
         self.tokenizer = load_tokenizer(
-            config.tokenizer or config.evaluator,
+            tokenizer,
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
             trimmed_offsets=config.key_tokens == "authors",
         )
         self.identity = model_identity(self._loading)
         self._scores: dict[str, TokenScores] = {}
-        self._backbone: Backbone | None = None
+        self._backbone: Scorer | None = None
 
     def evaluate(
         self,
@@ -169,6 +172,8 @@ class Evaluator:
         """Find the ``count`` likeliest candidates for each token of a text in both contexts; they are not stored."""
         batch = self.encode(text, name=name)
         backbone = self._get_backbone(device)
+        if not isinstance(backbone, Backbone):
+            raise ValueError(f"'{self.name}' is a server, which does not rank other tokens.")
         backbone.check_batch(batch)
         sizes = {"context_length": self.config.context_length, "stride": self.config.stride}
         both = long_and_short_alternatives(backbone, batch_to(batch, backbone.device), count=count, **sizes)
@@ -196,8 +201,10 @@ class Evaluator:
             yield
 
     def release(self) -> None:
-        """Free the model's memory, and keep the scores."""
+        """Free the model's memory, and keep the scores; a served model must be the same as at the start."""
         if self._backbone is not None:
+            if self.is_served:
+                check_same_model(self.identity, self._loading)
             self._backbone = None
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -259,7 +266,7 @@ class Evaluator:
                 error.strerror or error,
             )
 
-    def _get_backbone(self, device: torch.device | str) -> Backbone:
+    def _get_backbone(self, device: torch.device | str) -> Scorer:
         if self._backbone is None:
             log.info("Loading the evaluator '%s'.", self.name)
             with torch.inference_mode(mode=torch.is_inference_mode_enabled() and not self.config.sharded):
@@ -268,7 +275,7 @@ class Evaluator:
             self._backbone = backbone
         return self._backbone
 
-    def _load_backbone(self, device: torch.device | str) -> Backbone:
+    def _load_backbone(self, device: torch.device | str) -> Scorer:
         if self.config.sharded:
             from lightning_modules.training.fsdp import load_sharded_backbone, world_mesh  # imports Lightning
 
@@ -276,4 +283,4 @@ class Evaluator:
                 backbone = load_sharded_backbone(self._loading, mesh, device=device).eval().requires_grad_(False)
                 check_scoring(backbone)
                 return backbone
-        return load_frozen(self._loading, device)
+        return load_scorer(self._loading, device)

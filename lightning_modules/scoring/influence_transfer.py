@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import soft_influence, transfer_influence
 from lightning_modules.functional.windows import batch_windows
-from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.lockstep import Scorer
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.models.tokenization.detokenization import TokenCharacters
 from lightning_modules.scoring.evaluator import score_text
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def compute_influence(
-    batch: PackedBatch, backbone: Backbone, *, context_length: int, stride: int, gamma: float
+    batch: PackedBatch, backbone: Scorer, *, context_length: int, stride: int, gamma: float
 ) -> Tensor:
     """Compute LongCE weights of packed sequences with an evaluator that has the same tokenizer.
 
@@ -47,7 +47,7 @@ class InfluenceTransfer:
     add_special_tokens: bool
 
     def compute_influence(
-        self, batch: PackedBatch, backbone: Backbone, *, context_length: int, stride: int, gamma: float
+        self, batch: PackedBatch, backbone: Scorer, *, context_length: int, stride: int, gamma: float
     ) -> Tensor:
         """Compute weights like the function `compute_influence`, with lengths in the evaluator's tokens.
 

@@ -12,13 +12,12 @@ from transformers import PreTrainedConfig
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to
 from lightning_modules.functional.long_perplexity import _long_perplexity_compute, _long_perplexity_update
-from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.checks import check_weight_files
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.identity import model_identity
-from lightning_modules.models.loading import load_config, load_frozen
+from lightning_modules.models.loading import check_model, load_scorer
+from lightning_modules.models.lockstep import Scorer
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
-from lightning_modules.scoring.config import ScoreConfig
+from lightning_modules.scoring.config import ScoreConfig, tokenizer_name
 from lightning_modules.scoring.evaluator import EvaluatedDocument, Evaluator
 from lightning_modules.scoring.key_tokens import add_coverage, document_tokens
 from lightning_modules.scoring.token_scores import text_sha256
@@ -58,7 +57,7 @@ def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any
     texts, skipped = _read_texts(files)
     if config.output is not None:
         check_output(config.output)
-    evaluated_model = EvaluatedModel(config.loading(model), find_device(config.device))
+    evaluated_model = EvaluatedModel(config.loading(model), find_device(config.device), config.model_tokenizer)
     evaluator_model = Evaluator(config.evaluator_config(config.key_tokens))
     documents = evaluated_model.read(
         texts,
@@ -116,33 +115,33 @@ def table(result: dict[str, Any]) -> str:
 
 
 class EvaluatedModel:
-    """The evaluated model, which is loaded when it has to score a document."""
+    """The evaluated model, which is loaded when it has to score a document; ``tokenizer`` is by default its own."""
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        self.config, self.device = config, device
+    def __init__(self, config: ModelConfig, device: torch.device, tokenizer: str | None = None) -> None:
+        self.config, self.device, self._tokenizer = config, device, tokenizer
         self.name = str(config.pretrained_model_name_or_path)
-        self._backbone: Backbone | None = None
+        self._backbone: Scorer | None = None
 
     def read(self, texts: Mapping[str, str], *, trimmed_offsets: bool = False, **options: Any) -> list[PackedBatch]:
         """Tokenize documents, given by name, without loading the model's weights.
 
         Options are those of `encode_document`.
         """
-        config = load_config(self.config)
-        check_weight_files(self.name)
-        trust = self.config.trust_remote_code
-        tokenizer = load_tokenizer(self.name, trust_remote_code=trust, trimmed_offsets=trimmed_offsets)
+        name, trust = tokenizer_name(self.name, self._tokenizer, "`model_tokenizer`"), self.config.trust_remote_code
+        config = check_model(self.config)
+        tokenizer = load_tokenizer(name, trust_remote_code=trust, trimmed_offsets=trimmed_offsets)
         documents = [encode_document(text, tokenizer, name=name, **options) for name, text in texts.items()]
-        _check_vocabulary(documents, config, self.name)
+        if config is not None:
+            _check_vocabulary(documents, config, self.name)
         return documents
 
     def log_likelihood(self, document: PackedBatch) -> torch.Tensor:
         """Compute the ``[1, T]`` log-likelihoods of a document in nats, in main memory."""
         if self._backbone is None:
-            self._backbone = load_frozen(self.config, self.device)
+            self._backbone = load_scorer(self.config, self.device)
         self._backbone.check_batch(document)
         with torch.no_grad():
-            return self._backbone(batch_to(document, self.device)).cpu()
+            return self._backbone(batch_to(document, self._backbone.device)).cpu()
 
 
 def _evaluate(

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from typing_extensions import override
 
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.config import ModelConfig
+from lightning_modules.models.config import ModelConfig, is_served
 from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.served.scorer import connect
 from lightning_modules.training.checkpoints.io import check_integrity
 from lightning_modules.training.checkpoints.sharded import no_code, write_sharded
 
@@ -116,7 +117,9 @@ def world_mesh(device: torch.device | str) -> DeviceMesh | None:
 
 
 def load_trainer_backbone(trainer: Trainer | None, config: ModelConfig) -> Backbone:
-    """Load a model, sharded if the trainer's strategy shards weights."""
+    """Load a model, sharded if the trainer's strategy shards weights, or connect to the server of one to evaluate."""
+    if is_served(config.pretrained_model_name_or_path) and (trainer is None or trainer.state.fn != "fit"):
+        return cast(Backbone, connect(config))  # evaluation only needs what both have
     if trainer is None:
         return load_backbone(config)
     if trainer.strategy.root_device.type == "mps":

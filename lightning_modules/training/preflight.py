@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -18,12 +18,14 @@ from lightning_modules.functional.windows import check_context, check_window_fra
 from lightning_modules.models.adapters import quantization_config
 from lightning_modules.models.attention import DOCUMENT_SDPA
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.checks import check_weight_files
+from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.context_extension.patterns import PATTERNS
 from lightning_modules.models.context_extension.rotary_checks import check_static
-from lightning_modules.models.loading import check_quantization, has_weights, load_backbone, load_config
+from lightning_modules.models.loading import check_model, check_quantization, has_weights, load_backbone, load_config
+from lightning_modules.models.lockstep import Scorer
 from lightning_modules.models.optimizations import ShortDType
+from lightning_modules.models.served.scorer import RemoteScorer
 from lightning_modules.models.short_context import ShortPass
 from lightning_modules.models.tokenization.tokenizer import warn_of_other_tokenizer
 from lightning_modules.objectives import Objective, unwrap
@@ -73,15 +75,27 @@ def check_early(module: Trainee, sequence_length: int | None, sequence_parallel_
         )
     if sequence_length is not None and objective.uses_short_context:
         check_context(module.context_length, module.stride, sequence_length)
-    config = load_config(loading)
+    if (config := check_model(loading)) is None:
+        if sequence_length is not None:
+            raise ValueError(f"'{loading.pretrained_model_name_or_path}' is a server, whose model cannot be trained.")
+        return
     check_sequence_parallelism(config, sequence_parallel_size, loading.attn_implementation)
-    if has_weights(path := loading.pretrained_model_name_or_path):
-        check_weight_files(path)
     if loading.lora is not None:  # peft checks names and values only when it builds the adapters
         load_backbone(replace(loading, quantization=None), with_weights=False)
     _check_quantization(loading, config, fits=sequence_length is not None)
     if sequence_length is not None:
         check_static(config, compares=objective.uses_short_context)
+
+
+def check_loaded(backbone: Scorer, trainer: Trainer, group: SequenceGroup | None = None) -> None:
+    """Check the scores of a loaded model on its device; a served one was probed when it was connected."""
+    if isinstance(backbone, RemoteScorer):
+        return
+    backbone.check_rotary_dtype()
+    with trainer.precision_plugin.forward_context():  # flash attention does not support float32
+        check_scoring(backbone)
+        if group is not None:
+            group.check_backbone(backbone)
 
 
 def check_short_dtype(module: Trainee, strategy: Strategy) -> None:

@@ -1,9 +1,13 @@
 """Communication between processes that may wait for each other for hours or days."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
+from lightning_modules.utilities.errors import IncompleteError
 
 
 def patient_group() -> dist.ProcessGroup | None:
@@ -28,3 +32,22 @@ def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+@contextmanager
+def fail_together() -> Iterator[None]:
+    """Raise an error in all processes if one of them fails in the block, so that none waits for it afterwards.
+
+    The processes must not communicate in the block.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    failures = gathered(None if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    if any(failures):
+        rank = next(rank for rank, text in enumerate(failures) if text)
+        raise IncompleteError(f"Process {rank} failed: {failures[rank]}")

@@ -97,6 +97,7 @@ TRAINED = Reading(
 )
 MINIATURE = Reading(elsewhere="tests/benchmarks/reproduction/miniature/test_command.py")
 
+SERVE = Reading(elsewhere="tests/lightning_modules/commands/test_serve.py")
 SHORT = "--context_length 32 --stride 16"
 QUESTIONS = "--tasks passkey --lengths 512 --samples 1 --device cpu"
 SCORE_CORPUS = Reading(
@@ -130,6 +131,8 @@ COMMANDS = {
     "longce compare runs/longce/version_0 runs/longce/version_1 --output page.html": Reading(
         elsewhere="tests/lightning_modules/commands/compare/test_compare.py"
     ),
+    "longce serve --model E": SERVE,
+    "longce serve --model meta-llama/Llama-3.1-8B --port 8000": SERVE,
     "longce reproduce miniature": MINIATURE,
     "longce --help": Reading(prints="usage: longce COMMAND"),
     **{f"longce {name} --help": Reading(prints=f"usage: longce .*{name}") for name in PROGRAMS},

@@ -7,8 +7,7 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.float8 import Float8Layers, Float8Linear
-from lightning_modules.models.optimizations import short_precision
+from lightning_modules.models.optimizations import Float8Layers, Float8Linear, short_precision
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.training.fsdp import load_sharded_backbone
 from tests.gpu.conftest import DEVICE, make_batch, similarity, train

@@ -33,7 +33,9 @@ def inspect_document(text: str, evaluator: str, *, name: str = "document", **opt
     device = find_device(config.device)
     scorer = Evaluator(config.evaluator_config())
     text = scorer.encode(text, name=name, max_tokens=config.max_tokens)["text"][0]
-    model = None if config.model is None else EvaluatedModel(config.loading(config.model), device)
+    model = (
+        None if config.model is None else EvaluatedModel(config.loading(config.model), device, config.model_tokenizer)
+    )
     # Find errors of the model and its tokens before the evaluator is loaded.
     document = None if model is None else model.read({name: text}, add_special_tokens=config.add_special_tokens)[0]
     scores = scorer.scores(text, device=device, name=name)

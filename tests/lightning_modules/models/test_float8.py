@@ -6,8 +6,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.float8 import Float8Layers, Float8Linear
-from lightning_modules.models.optimizations import compile_layers, short_precision
+from lightning_modules.models.optimizations import Float8Layers, Float8Linear, compile_layers, short_precision
 from lightning_modules.models.short_context import short_log_likelihood
 from tests.conftest import tiny_model
 from tests.lightning_modules.models.test_backbone import documents, packed

@@ -99,8 +99,8 @@ def fails(arguments, capsys):
 
 
 def test_bad_input_is_named_before_any_model_is_loaded(files, model_dir, evaluator_dir, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("lightning_modules.scoring.score.load_frozen", None)
-    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_frozen", None)
+    monkeypatch.setattr("lightning_modules.scoring.score.load_scorer", None)
+    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_scorer", None)
     models = ["--model", str(model_dir), "--evaluator", str(evaluator_dir)]
     (tmp_path / "latin.txt").write_bytes(b"first line\nna\xefve")
     (tmp_path / "empty.txt").write_text(" \n")

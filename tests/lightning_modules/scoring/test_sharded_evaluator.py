@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_modules.models import lockstep as lockstep_module
-from lightning_modules.models.loading import load_backbone, load_frozen
+from lightning_modules.models.loading import load_backbone, load_scorer
 from lightning_modules.scoring import evaluator as evaluator_module
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator
@@ -73,8 +73,8 @@ def test_a_process_without_a_text_makes_the_passes_of_one_that_has_one(group, mo
 def test_an_evaluator_that_each_process_has_for_itself_asks_nobody(group, model_dir, monkeypatch):
     monkeypatch.setattr(evaluator_module, "any_rank", lambda *_: pytest.fail("nobody is asked"))
     loaded = []
-    load = lambda config, device: loaded.append(device) or load_frozen(config, device)  # noqa: E731
-    monkeypatch.setattr(evaluator_module, "load_frozen", load)
+    load = lambda config, device: loaded.append(device) or load_scorer(config, device)  # noqa: E731
+    monkeypatch.setattr(evaluator_module, "load_scorer", load)
     judge = Evaluator(EvaluatorConfig(str(model_dir), **SETTINGS))
     judge.join()
     assert not loaded

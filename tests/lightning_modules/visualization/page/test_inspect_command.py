@@ -77,7 +77,7 @@ def test_stored_scores_need_no_model_and_alternatives_one_pass_more(file, evalua
     second = inspect_document(text, str(evaluator_dir), alternatives=2, **SETTINGS)
     assert 0 < len(passes) <= once
     assert torch.equal(first.scores.long, second.scores.long)
-    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_frozen", None)
+    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_scorer", None)
     third = inspect_document(text, str(evaluator_dir), alternatives=0, **{**SETTINGS, "alpha": 1.0})
     assert torch.equal(first.scores.short, third.scores.short)
 
@@ -100,8 +100,8 @@ def fails(arguments, capsys):
 
 
 def test_bad_input_is_named_before_any_model_is_loaded(file, model_dir, evaluator_dir, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("lightning_modules.scoring.score.load_frozen", None)
-    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_frozen", None)
+    monkeypatch.setattr("lightning_modules.scoring.score.load_scorer", None)
+    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_scorer", None)
     judge = ["--evaluator", str(evaluator_dir)]
     (tmp_path / "latin.txt").write_bytes(b"first line\nna\xefve")
     (tmp_path / "empty.txt").write_text(" \n")
@@ -128,7 +128,7 @@ def test_bad_input_is_named_before_any_model_is_loaded(file, model_dir, evaluato
 
 
 def test_tokenizer_that_is_not_the_models(file, evaluator_dir, tmp_path, tokenizer, capsys, monkeypatch):
-    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_frozen", None)
+    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_scorer", None)
     tiny_model("llama", 100).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     command = ["inspect", file, "--model", str(tmp_path / "model"), "--evaluator", str(evaluator_dir)]

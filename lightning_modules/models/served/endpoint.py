@@ -1,0 +1,270 @@
+"""One server of log-likelihoods: requests, what their failures mean, and whether it still serves the same model."""
+
+import asyncio
+import ipaddress
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_modules.models.config import ServerConfig
+from lightning_modules.models.served.dialects import (
+    DIALECTS,
+    IDENTITY_HEADER,
+    AnswerError,
+    Dialect,
+    Request,
+    Span,
+    check_values,
+    quote,
+)
+from lightning_modules.utilities.identity import combined_hash
+
+TOLERANCE = 0.1
+"""Mean difference of two probes, in nats, up to which they are of one model. Servers in bfloat16 round differently in
+each batch, by 0.01 to 0.05; unrelated models differ by more than 1."""
+
+_CAUSAL_TOLERANCE = 0.25  # largest difference of a value that a later token must not change, in nats
+_PROBE = tuple(3 + (7 * index * index + 31 * index) % 250 for index in range(48))
+"""Token ids that every vocabulary has. Values of such a text are far apart for different models."""
+
+_BUSY = {408, 425, 429, 502, 503, 504}  # statuses of a server that cannot answer at the moment
+_OF_THE_REQUEST = {400, 413, 422}  # .. that refuse one request, such as a document that is too long
+_OVERHEAD = 1 << 20  # bytes of an answer besides the tokens'
+
+
+class Unavailable(Exception):  # noqa: N818, not an error: it is handled by asking again
+    """Raised if a server does not answer.
+
+    Attributes:
+        delay: Seconds after which the server wants to be asked again, if it said so.
+        answered: Whether the server answered that it is overloaded, and needs no probe.
+        blamed: Whether the request may be the reason.
+    """
+
+    def __init__(
+        self, reason: str, *, delay: float | None = None, answered: bool = False, blamed: bool = False
+    ) -> None:
+        super().__init__(reason)
+        self.delay, self.answered, self.blamed = delay, answered, blamed
+
+
+class Endpoint:
+    """A server, which is asked for its model when it is first used.
+
+    Attributes:
+        identity: What identifies the served model, without its address.
+        max_length: Limit of a document in tokens, if the server reports one.
+        vocabulary_size: Number of token ids, if the server reports it.
+        probe: ``[47]`` log-likelihoods of a fixed text.
+        failed: Whether it did not answer, and has to be probed before it is used again.
+        requests, tokens, repeated: Numbers of answered requests, of tokens read for them, and of unanswered requests.
+    """
+
+    dialect: Dialect
+    identity: str
+    probe: NDArray[np.float32]
+
+    def __init__(self, address: str, config: ServerConfig) -> None:
+        self.address, self._config = _check_address(address, config), config
+        self._key = _read_key(config)
+        headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {self._key}"} if self._key else {})}
+        # Proxies and certificates of the environment are for other machines.
+        self._client = httpx.AsyncClient(
+            base_url=self.address,
+            headers=headers,
+            timeout=httpx.Timeout(None, connect=10.0),
+            limits=httpx.Limits(max_connections=config.concurrency + 1),
+            trust_env=not _is_loopback(self.address),
+        )
+        self.max_length: int | None = None
+        self.vocabulary_size: int | None = None
+        self.failed = self._is_unverified = False
+        self.requests = self.tokens = self.repeated = 0
+        self._model = ""
+        self.recovery, self._verification = asyncio.Lock(), asyncio.Lock()
+
+    async def connect(self) -> None:
+        """Ask the server for its model, and check that its values are log-likelihoods of the tokens they should be."""
+        await self._describe()
+        self.probe = await self._score(Span(_PROBE, 1))
+        await self._check_causality()
+        self._is_unverified = False
+
+    async def score(self, span: Span) -> NDArray[np.float32]:
+        """Return the float32 log-likelihoods of a span's scored tokens.
+
+        A value that comes through a new connection is returned after a probe, unless answers identify the model:
+        behind the same address, there may be another model after a restart.
+        """
+        values = await self._score(span)
+        if self._is_unverified and not self.dialect.reports_identity:
+            async with self._verification:
+                if self._is_unverified:
+                    await self.verify()
+        self.requests, self.tokens = self.requests + 1, self.tokens + len(span.ids)
+        return values
+
+    async def verify(self) -> None:
+        """Raise a ``ValueError`` if the server has another model than before."""
+        before, self._is_unverified = self.identity, False
+        try:
+            await self._describe()
+            if self.identity == before:
+                self.check_same(await self._score(Span(_PROBE, 1)), "earlier")
+        except BaseException:
+            self._is_unverified = True
+            raise
+        if self.identity != before:
+            raise self._refuse(f"has another model than before ({self.identity} instead of {before})")
+
+    def check_same(self, probe: Sequence[float] | NDArray[np.float32], when: str) -> None:
+        """Raise a ``ValueError`` if another probe, such as one of an earlier run, is not of the same model."""
+        difference = float(np.abs(np.asarray(probe) - self.probe).mean())
+        if not difference <= TOLERANCE:
+            raise self._refuse(
+                f"scores a fixed text {difference:.2g} nats differently than {when}, more than the rounding of one"
+                f" model ({TOLERANCE:g}), although both are called '{self._model}': the model behind the address has"
+                " changed. Restore it, or set `server.claim` to what it is now"
+            )
+
+    async def _describe(self) -> None:
+        """Read what the server runs, from its list of models."""
+        request = Request("/v1/models", b"")
+        body, _ = await self._send("GET", request, _OVERHEAD)
+        try:
+            models = {str(model["id"]): model for model in json.loads(body)["data"]}
+            chosen = models[self._config.model or next(iter(models))]
+        except (ValueError, TypeError, LookupError, StopIteration, RecursionError):
+            wanted = f" with '{self._config.model}'" if self._config.model else ""
+            raise self._refuse(
+                f"was asked GET /v1/models for a list of models{wanted}, and answered {quote(body)}"
+            ) from None
+        if len(models) > 1 and self._config.model is None:
+            raise self._refuse(f"has the models {', '.join(sorted(models))}: set `server.model` to one of them")
+        owner, self._model = chosen.get("owned_by"), str(chosen["id"])
+        name = self._config.dialect if self._config.dialect != "auto" else owner
+        if name not in DIALECTS:
+            raise self._refuse(
+                f"was asked GET /v1/models, and says that its models are owned by {owner!r}, but log-likelihoods of a"
+                f" prompt's tokens can be read only from {', '.join(DIALECTS)}. Use one of them, or set"
+                " `server.dialect` if it is one"
+            )
+        self.dialect = DIALECTS[name]
+        length, self.vocabulary_size = chosen.get("max_model_len"), chosen.get("vocabulary_size")
+        # One token has to be generated, except by our own server.
+        self.max_length = length - (not self.dialect.reports_identity) if isinstance(length, int) else None
+        claim = [name, self._model, chosen.get("root"), self._config.claim]
+        self.identity = f"served:{chosen.get('identity') if self.dialect.reports_identity else combined_hash(claim)}"
+
+    async def _check_causality(self) -> None:
+        """Raise a ``ValueError`` unless each value depends on its token and the preceding ones, and on no others."""
+        half = len(_PROBE) // 2
+        changed = [await self._score(Span((*_PROBE[:-1], other), 1)) for other in (_PROBE[3], _PROBE[8], _PROBE[15])]
+        tail = await self._score(Span(_PROBE, half))
+        before = max(float(np.abs(values[:-1] - self.probe[:-1]).max()) for values in changed)
+        own = max(float(abs(values[-1] - self.probe[-1])) for values in changed)
+        if before > _CAUSAL_TOLERANCE or own < 1e-4 or np.abs(tail - self.probe[half - 1 :]).mean() > TOLERANCE:
+            raise self._refuse(
+                f"gives values of other tokens: when the last of {len(_PROBE)} tokens changes, its value changes by"
+                f" {own:.2g} nats and those before it by up to {before:.2g}. Use another server"
+            )
+
+    async def _score(self, span: Span) -> NDArray[np.float32]:
+        request, count = self.dialect.request(span, self._model), len(span.ids) - span.scored_from
+        body, headers = await self._send("POST", request, self.dialect.bytes_per_token * len(span.ids) + _OVERHEAD)
+        if self.dialect.reports_identity and f"served:{headers.get(IDENTITY_HEADER)}" != self.identity:
+            raise self._refuse(f"has another model than before ({headers.get(IDENTITY_HEADER)})")
+        try:
+            return check_values(self.dialect.read(span, body, headers), count)
+        except AnswerError as error:
+            message = f"was asked POST {request.path} for {count} of {len(span.ids)} tokens, and sent {error}"
+            raise AnswerError(str(self._refuse(message))) from None
+
+    async def _send(self, method: str, request: Request, limit: int) -> tuple[bytes, httpx.Headers]:
+        """Return body and headers of an answer with status 200; raise what other answers mean."""
+        body = bytearray()
+        kind = {"Content-Type": request.content_type} if request.body else {}
+        options: Any = {"content": request.body, "headers": kind, "extensions": {"trace": self._note_connection}}
+        try:
+            async with asyncio.timeout(self._config.timeout):
+                async with self._client.stream(method, request.path, **options) as response:
+                    async for chunk in response.aiter_raw():
+                        body += chunk
+                        if len(body) > limit:
+                            raise AnswerError(str(self._refuse(f"sent more than {limit:,} bytes for {request.path}")))
+        except TimeoutError:
+            raise Unavailable(f"no answer within {self._config.timeout:g} s", blamed=True) from None
+        except httpx.TransportError as error:
+            reason = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise Unavailable(reason, blamed=not isinstance(error, httpx.ConnectError)) from None
+        if response.status_code != 200:
+            raise self._explain_status(method, request, response, bytes(body))
+        return bytes(body), response.headers
+
+    def _explain_status(self, method: str, request: Request, response: httpx.Response, body: bytes) -> Exception:
+        status = response.status_code
+        asked = f"answered {method} {request.path} with status {status}"
+        if status in _BUSY:
+            wait = response.headers.get("Retry-After", "")
+            return Unavailable(asked, delay=float(wait) if wait.isdecimal() else None, answered=True)
+        if status >= 500:
+            return Unavailable(f"{asked}: {quote(body)}", blamed=True)
+        if status in _OF_THE_REQUEST:
+            return AnswerError(str(self._refuse(f"{asked}: {quote(body)}")))
+        if status in (401, 403):
+            variable = self._config.key_variable
+            state = "has a key that it does not accept" if self._key else "is not set"
+            return self._refuse(f"{asked}: the environment variable {variable} {state}. Set it to a valid key")
+        if 300 <= status < 400:
+            return self._refuse(f"{asked}, and redirects are not followed: name the server itself")
+        return self._refuse(f"{asked}: {quote(body)}. Check the address and `server.dialect`")
+
+    def _refuse(self, message: str) -> ValueError:
+        """Return an error about this server, in which the key, should the server repeat it, is hidden."""
+        text = f"The server {self.address} {message}."
+        return ValueError(text.replace(self._key, "***") if self._key else text)
+
+    async def _note_connection(self, event: str, _: object) -> None:
+        if event == "connection.connect_tcp.started":
+            self._is_unverified = True
+
+
+def _check_address(address: str, config: ServerConfig) -> str:
+    """Return the address of a server; raise a ``ValueError`` for one that is not safe to use."""
+    try:
+        url = httpx.URL(address)
+    except httpx.InvalidURL:
+        url = httpx.URL("")
+    if url.userinfo or url.query or url.fragment:
+        raise ValueError(
+            "The address of a server must be http(s)://HOST:PORT, without user, password, query or fragment: put its"
+            f" key into the environment variable {config.key_variable}."
+        )
+    if url.scheme not in ("http", "https") or not url.host or not 0 < (url.port or 80) < 2**16:
+        raise ValueError(f"The address of a server must be http(s)://HOST:PORT, got '{address}'.")
+    if url.scheme == "http" and not _is_loopback(address) and not config.allow_http:
+        raise ValueError(
+            f"The server '{address}' is on another machine, and http:// sends texts and keys unencrypted: use https://,"
+            " or set `server.allow_http` to true in a network that you trust."
+        )
+    return address.rstrip("/")
+
+
+def _is_loopback(address: str) -> bool:
+    host = httpx.URL(address).host
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _read_key(config: ServerConfig) -> str:
+    key = os.environ.get(config.key_variable, "")
+    if not key.isascii() or not key.isprintable() or " " in key:  # httpx would quote it in its error
+        raise ValueError(f"The key in the environment variable {config.key_variable} has characters that no key has.")
+    return key

@@ -1,0 +1,265 @@
+"""Scorer of token ids on servers, in place of a model in this process."""
+
+import asyncio
+import functools
+import json
+import logging
+import random
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch, max_token_id, rename_old_keys
+from lightning_modules.models.config import ModelConfig, ServerConfig
+from lightning_modules.models.served.dialects import AnswerError, Span
+from lightning_modules.models.served.endpoint import Endpoint, Unavailable
+from lightning_modules.utilities.errors import IncompleteError
+from lightning_modules.utilities.files import default_cache_dir, write_atomically
+
+Result = TypeVar("Result")
+
+_MAX_ATTEMPTS = 4  # for a request that may be the reason why servers fail
+_MAX_DELAY = 30.0  # seconds between attempts to reach a server
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Job:
+    """A span to score, with its place in the result and the number of attempts that failed because of it."""
+
+    index: int
+    span: Span
+    attempts: int = 0
+
+
+class RemoteScorer(nn.Module):
+    """Computes log-likelihoods like a `Backbone`, with a model on one or several servers.
+
+    Only token ids are sent. Servers take the next span when they have finished one, so that faster ones score more. A
+    span that a server does not answer is scored by another one, or by the same when it is back and has the same model.
+
+    Args:
+        addresses: ``http(s)://HOST:PORT`` of one or several servers of the same model.
+        config: How they are asked.
+
+    Attributes:
+        identity: What identifies the model, beginning with ``served:``.
+    """
+
+    is_sharded = in_lockstep = False
+    device = torch.device("cpu")
+
+    def __init__(self, addresses: Sequence[str], config: ServerConfig) -> None:
+        super().__init__()
+        if len(set(addresses)) < len(addresses):
+            raise ValueError(f"A server is named twice in '{','.join(addresses)}': name each once.")
+        self._config = config
+        self._endpoints = [Endpoint(address, config) for address in addresses]
+        # Its own thread, because a notebook's thread already has a running loop.
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="served model", daemon=True).start()
+        self._answered = time.monotonic()  # when a server last did
+        self._run(self._connect())
+        self.identity = self._endpoints[0].identity
+
+    def forward(self, batch: PackedBatch, *, first_scored: int = 1) -> Tensor:
+        """Compute ``[B, T]`` float32 log-likelihoods in nats like `Backbone.forward`, without gradient.
+
+        Raises:
+            AnswerError: If a server refuses a document, or has no usable values for it.
+            IncompleteError: If no server answers for `ServerConfig.patience` seconds.
+            ValueError: If a server has another model than before, or does not accept the key.
+        """
+        del first_scored  # each span begins at its own first scored token
+        scored = batch["labels"].ne(IGNORE_INDEX)
+        places: list[tuple[int, int, int]] = []
+        spans: list[Span] = []
+        for row, boundaries in enumerate(batch["document_boundaries"]):
+            for start, stop in pairwise(boundaries):
+                if len(wanted := scored[row, start:stop].nonzero()):
+                    first, last = int(wanted[0]), int(wanted[-1]) + 1
+                    self.check_length(last)
+                    places.append((row, start + first, start + last))
+                    spans.append(Span(tuple(batch["input_ids"][row, start : start + last].tolist()), first))
+        values = torch.zeros(scored.shape)
+        for (row, first, last), answer in zip(places, self._run(self._score(spans)), strict=True):
+            values[row, first:last] = torch.from_numpy(answer)
+        return values.masked_fill(~scored, 0.0)
+
+    def check_batch(self, batch: PackedBatch) -> None:
+        """Raise a ``ValueError`` for ids outside of the served model's embedding."""
+        rename_old_keys(batch)
+        sizes = [endpoint.vocabulary_size for endpoint in self._endpoints if endpoint.vocabulary_size]
+        if sizes and max_token_id(batch) >= min(sizes):
+            raise ValueError(
+                f"Token id {max_token_id(batch)} is beyond the embedding of {min(sizes)} tokens of the model on"
+                f" {self._endpoints[0].address}: name the tokenizer of that model."
+            )
+
+    def check_length(self, longest: int) -> None:
+        """Raise a ``ValueError`` for a document that is longer than a server accepts."""
+        limits = [endpoint.max_length for endpoint in self._endpoints if endpoint.max_length is not None]
+        if limits and longest > min(limits):
+            raise ValueError(
+                f"A document of {longest} tokens is longer than the {min(limits)} that the server accepts: shorten"
+                " documents with `max_tokens`, or start the server with a larger maximum length."
+            )
+
+    def verify(self) -> str:
+        """Return the identity; raise a ``ValueError`` if a server has another model than before."""
+        self._run(self._verify())
+        return self.identity
+
+    def report(self) -> str:
+        """Return how much each server has scored, as text."""
+        lines = [
+            f"{each.address}: {each.requests:,} requests, {each.tokens:,} tokens, {each.repeated:,} requests repeated"
+            for each in self._endpoints
+        ]
+        return "\n".join(lines)
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run work in the loop's thread; a failure or Ctrl-C cancels what has not finished."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseExceptionGroup as group:  # of requests that failed together
+            raise group.exceptions[0] from None
+        finally:
+            future.cancel()
+
+    async def _connect(self) -> None:
+        try:
+            await asyncio.gather(*(endpoint.connect() for endpoint in self._endpoints))
+        except Unavailable as error:
+            names = ", ".join(endpoint.address for endpoint in self._endpoints)
+            raise ValueError(
+                f"A server of {names} does not answer ({error}): start it, wait until it has loaded its model, and"
+                " check its address."
+            ) from None
+        first, *others = self._endpoints
+        for other in others:
+            if other.identity != first.identity:
+                raise ValueError(
+                    f"The servers {first.address} and {other.address} have different models ({first.identity} and"
+                    f" {other.identity}): name servers of one model."
+                )
+            other.check_same(first.probe, f"{first.address} does")
+        _check_earlier_probe(first)
+
+    async def _verify(self) -> None:
+        for endpoint in self._endpoints:
+            try:
+                await endpoint.verify()
+            except Unavailable:
+                endpoint.failed = True  # probed when it is back, and not needed if others are there
+        if all(endpoint.failed for endpoint in self._endpoints):
+            self._answered = time.monotonic()
+            await self._recover(self._endpoints[0], 0)
+
+    async def _score(self, spans: Sequence[Span]) -> list[NDArray[np.float32]]:
+        """Return the log-likelihoods of spans in their order; the longest are scored first, so that none is last."""
+        answers: dict[int, NDArray[np.float32]] = {}
+        queue: asyncio.Queue[_Job] = asyncio.Queue()
+        for index, span in sorted(enumerate(spans), key=lambda pair: -len(pair[1].ids)):
+            queue.put_nowait(_Job(index, span))
+        self._answered = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self._work(endpoint, queue, answers))
+                for endpoint in self._endpoints
+                for _ in range(min(self._config.concurrency, len(spans)))
+            ]
+            await queue.join()
+            for task in tasks:
+                task.cancel()
+        return [answers[index] for index in range(len(spans))]
+
+    async def _work(
+        self, endpoint: Endpoint, queue: asyncio.Queue[_Job], answers: dict[int, NDArray[np.float32]]
+    ) -> None:
+        """Score spans of the queue on a server, one after another."""
+        failures = 0
+        while True:
+            if endpoint.failed:
+                await self._recover(endpoint, failures)
+            job = await queue.get()
+            try:
+                answers[job.index] = await endpoint.score(job.span)
+                self._answered, failures = time.monotonic(), 0
+                continue
+            except Unavailable as error:
+                reason, failures = error, failures + 1
+                endpoint.repeated += 1
+                job.attempts += reason.blamed
+                if job.attempts >= _MAX_ATTEMPTS:
+                    raise AnswerError(
+                        f"The server {endpoint.address} failed {job.attempts} times with {len(job.span.ids)} tokens:"
+                        f" {reason}."
+                    ) from None
+                queue.put_nowait(job)  # for any server
+            finally:
+                queue.task_done()
+            if reason.answered:
+                self._check_patience(endpoint, reason)
+                await asyncio.sleep(_delay(failures) if reason.delay is None else min(reason.delay, _MAX_DELAY))
+            else:
+                endpoint.failed = True
+
+    async def _recover(self, endpoint: Endpoint, failures: int) -> None:
+        """Wait until a server is back with the same model; the other tasks of this server wait as well."""
+        async with endpoint.recovery:
+            while endpoint.failed:
+                try:
+                    await endpoint.verify()
+                    endpoint.failed = False
+                except Unavailable as reason:
+                    self._check_patience(endpoint, reason)
+                    failures += 1
+                    await asyncio.sleep(_delay(failures))
+
+    def _check_patience(self, endpoint: Endpoint, reason: Unavailable) -> None:
+        """Raise an error if no server has answered for too long."""
+        if (waited := time.monotonic() - self._answered) > self._config.patience:
+            raise IncompleteError(
+                f"No server has answered for {waited:.0f} s (`server.patience`). The last was {endpoint.address}:"
+                f" {reason}. What is scored is kept: run the same command again when servers are back."
+            )
+
+
+def _delay(failures: int) -> float:
+    """Return the seconds to wait after failures in a row; random, so that clients do not ask all at once."""
+    return min(_MAX_DELAY, 0.1 * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0)
+
+
+def _check_earlier_probe(endpoint: Endpoint) -> None:
+    """Compare a server's probe with that of the first run that used this model, and keep that of the first run."""
+    folder: Path = default_cache_dir() / "served"
+    path = folder / f"{endpoint.identity.rpartition(':')[2]}.json"
+    try:
+        endpoint.check_same(json.loads(path.read_bytes()), "in an earlier run")
+    except (OSError, json.JSONDecodeError):
+        try:
+            write_atomically(path, json.dumps(endpoint.probe.tolist()).encode())
+        except OSError as error:
+            _log.warning("The probe of %s cannot be stored in %s (%s).", endpoint.address, folder, error.strerror)
+
+
+@functools.cache
+def _connect(addresses: str, config: ServerConfig) -> RemoteScorer:
+    return RemoteScorer([address.strip() for address in addresses.split(",")], config)
+
+
+def connect(config: ModelConfig) -> RemoteScorer:
+    """Return the scorer of a served model; there is one for each model in a process."""
+    return _connect(str(config.pretrained_model_name_or_path), config.server or ServerConfig())

@@ -1,0 +1,268 @@
+"""Faults of servers and what becomes of them: every value is right or refused, and none is lost."""
+
+import logging
+import re
+import threading
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_modules.batch import IGNORE_INDEX, pack_sequence
+from lightning_modules.models.config import ServerConfig
+from lightning_modules.models.served.dialects import AnswerError
+from lightning_modules.models.served.scorer import RemoteScorer
+from lightning_modules.utilities.errors import IncompleteError
+from tests.support.servers import StubServer, stub_server, stub_values
+
+DIALECTS = ("longce", "vllm", "sglang")
+QUICK = {"timeout": 1.0, "patience": 5.0, "concurrency": 4}
+
+
+def random_batch(lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return pack_sequence([torch.randint(300, (length,), generator=generator) for length in lengths])
+
+
+def expected_values(batch, model="a"):
+    values = torch.zeros(batch["labels"].shape)
+    for row, boundaries in enumerate(batch["document_boundaries"]):
+        for start, stop in pairwise(boundaries):
+            values[row, start:stop] = torch.from_numpy(stub_values(batch["input_ids"][row, start:stop].tolist(), model))
+    return values.masked_fill(batch["labels"].eq(IGNORE_INDEX), 0.0)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_scores_each_document_of_a_packed_sequence(dialect):
+    batch = random_batch([40, 1, 17, 2])
+    batch["labels"][0, 5:20] = IGNORE_INDEX
+    batch["labels"][0, 35:40] = IGNORE_INDEX  # these tokens need not be sent
+    with stub_server(dialect) as server:
+        scorer = RemoteScorer([server.address], ServerConfig(**QUICK))
+        values = scorer(batch)
+    assert torch.equal(values, expected_values(batch))
+    assert scorer.identity.startswith("served:")
+    assert "3 requests, 54 tokens, 0 requests repeated" in scorer.report()
+
+
+RETRIED = ("429", "503", "500", "reset", "truncated", "slow")
+REFUSED = ("400", "413", "ignored", "short", "nan", "positive", "clamped", "text", "damaged", "other_ids", "huge")
+ENDED = ("301", "403", "404")
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("fault", [*RETRIED, *REFUSED, *ENDED])
+@pytest.mark.limit(2)
+def test_a_faulty_answer_is_repeated_or_refused_and_never_used(dialect, fault):
+    batch = random_batch([30, 20, 10])
+    with stub_server(dialect) as server:
+        scorer = RemoteScorer([server.address], ServerConfig(**QUICK))
+        server.faults.append(fault)
+        if fault in RETRIED:
+            assert torch.equal(scorer(batch), expected_values(batch))
+            assert "1 requests repeated" in scorer.report()
+            return
+        with pytest.raises(ValueError, match=re.escape(server.address)) as caught:
+            scorer(batch)
+        assert isinstance(caught.value, AnswerError) == (fault in REFUSED)
+        assert torch.equal(scorer(batch), expected_values(batch)), "the next document is scored"
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("shift", [1, -1])
+def test_shifted_values_are_noticed_at_the_start(dialect, shift, monkeypatch):
+    with stub_server(dialect) as server:
+        if shift == 1:  # entry t is about token t + 1
+            server.shift = 1
+        else:
+            monkeypatch.setattr("tests.support.servers.stub_values", lambda ids, model: shifted_back(ids, model))
+        with pytest.raises(ValueError, match="values of other tokens"):
+            RemoteScorer([server.address], ServerConfig(**QUICK))
+
+
+def shifted_back(ids, model):
+    values = stub_values(ids, model)
+    return np.concatenate([values[:1], values[:-1]])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"owner": "llamacpp"}, r"GET /v1/models.*owned by 'llamacpp'.*longce, vllm, sglang"),
+        ({"owner": "transformers", "dialect": "vllm", "fault": "ignored"}, "'transformers'"),
+        ({"fault": "ignored"}, r"asked POST .* 47 of 48 tokens, and sent"),
+        ({"fault": "hello"}, r"GET /v1/models for a list of models, and answered .*hello"),
+        ({"fault": "down"}, "does not answer"),
+    ],
+)
+def test_an_unsuitable_server_is_refused_with_what_it_answered(change, message):
+    with stub_server("vllm") as server:
+        vars(server).update(change)
+        with pytest.raises(ValueError, match=message):
+            RemoteScorer([server.address], ServerConfig(**QUICK))
+
+
+def test_an_explicit_dialect_overrides_the_owner_but_not_the_probe():
+    batch = random_batch([9])
+    with stub_server("vllm") as server:
+        server.owner = "my company"
+        scorer = RemoteScorer([server.address], ServerConfig(dialect="vllm", **QUICK))
+        assert torch.equal(scorer(batch), expected_values(batch))
+        with pytest.raises(ValueError, match="404"):
+            RemoteScorer([server.address], ServerConfig(dialect="sglang", **QUICK))
+
+
+def test_one_of_several_models_must_be_chosen(monkeypatch):
+    with stub_server("vllm") as server:
+        models = [*server.models(), {**server.models()[0], "id": "adapter"}]
+        monkeypatch.setattr(server, "models", lambda: models)
+        with pytest.raises(ValueError, match=r"adapter, tiny: set `server.model`"):
+            RemoteScorer([server.address], ServerConfig(**QUICK))
+        with pytest.raises(ValueError, match="with 'other'"):
+            RemoteScorer([server.address], ServerConfig(model="other", **QUICK))
+        assert RemoteScorer([server.address], ServerConfig(model="adapter", **QUICK)).identity
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("rename", [True, False])
+def test_another_model_behind_the_address_after_a_restart(dialect, rename):
+    batch = random_batch([30])
+    with stub_server(dialect) as server:
+        scorer = RemoteScorer([server.address], ServerConfig(**QUICK))
+        scorer(batch)
+        port = server.server_port
+    with stub_server(dialect, port) as server:
+        server.model, server.name = "b", "other" if rename else "tiny"
+        with pytest.raises(ValueError, match=r"another model|nats differently"):
+            scorer(batch)
+        with pytest.raises(ValueError, match=r"another model|nats differently"):
+            scorer.verify()
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_another_model_in_a_later_run_needs_another_claim(dialect):
+    with stub_server(dialect) as server:
+        first = RemoteScorer([server.address], ServerConfig(**QUICK)).identity
+        assert RemoteScorer([server.address], ServerConfig(**QUICK)).identity == first
+        server.model = "b"
+        with pytest.raises(ValueError, match=r"in an earlier run.*`server.claim`"):
+            RemoteScorer([server.address], ServerConfig(**QUICK))
+        assert RemoteScorer([server.address], ServerConfig(claim="b@main", **QUICK)).identity != first
+
+
+def test_two_servers_share_the_work_and_one_may_end():
+    batch = random_batch([30 + index for index in range(60)])
+    with stub_server("vllm") as kept, stub_server("vllm") as ended:
+        kept.delay = ended.delay = 0.01
+        scorer = RemoteScorer([kept.address, ended.address], ServerConfig(**QUICK))
+        before = [len(kept.seen), len(ended.seen)]
+        timer = threading.Timer(0.08, vars(ended).update, [{"fault": "down"}])
+        timer.start()
+        assert torch.equal(scorer(batch), expected_values(batch))
+        assert all(len(server.seen) > count for server, count in zip((kept, ended), before, strict=True))
+        assert "requests repeated" in scorer.report()
+        assert torch.equal(scorer(batch), expected_values(batch)), "without the other server"
+        ended.fault = None
+        for _ in range(100):
+            scorer(batch)
+            if "0 requests" not in (line := scorer.report().splitlines()[1]) and not scorer._endpoints[1].failed:
+                break
+            time.sleep(0.02)
+        else:
+            pytest.fail(f"the server is back, but not used: {line}")
+
+
+def test_two_servers_must_have_the_same_model():
+    with stub_server("longce") as one, stub_server("longce") as other:
+        other.model = "b"
+        with pytest.raises(ValueError, match="have different models"):
+            RemoteScorer([one.address, other.address], ServerConfig(**QUICK))
+        with pytest.raises(ValueError, match="named twice"):
+            RemoteScorer([one.address, one.address], ServerConfig(**QUICK))
+
+
+@pytest.mark.parametrize("fault", ["503", "500", "down"])
+def test_an_outage_ends_the_run_after_the_patience(fault):
+    with stub_server("longce") as server:
+        scorer = RemoteScorer([server.address], ServerConfig(timeout=1, patience=0.3))
+        server.fault = fault
+        with pytest.raises(IncompleteError, match=r"`server.patience`.*same command again"):
+            scorer(random_batch([30]))
+
+
+def test_a_request_that_always_fails_is_given_up_and_not_the_others():
+    with stub_server("longce") as server:
+        scorer = RemoteScorer([server.address], ServerConfig(**QUICK))
+        server.poison = 4 * 30  # bytes
+        with pytest.raises(AnswerError, match="failed 4 times with 30 tokens"):
+            scorer(random_batch([30, 20]))
+        batch = random_batch([20])
+        assert torch.equal(scorer(batch), expected_values(batch))
+
+
+def test_a_document_beyond_the_servers_limits_is_refused_before_it_is_sent():
+    with stub_server("vllm") as server:
+        server.limit = 100
+        scorer = RemoteScorer([server.address], ServerConfig(**QUICK))
+        sent = len(server.seen)
+        scorer.check_length(99)  # vLLM has to generate one more
+        with pytest.raises(ValueError, match=r"100 tokens.*99"):
+            scorer(random_batch([100]))
+        assert len(server.seen) == sent
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("http://10.0.0.1:8000", "`server.allow_http`"),
+        ("http://me:hunter2@127.0.0.1:80", "without user, password"),
+        ("http://127.0.0.1:80?key=hunter2", "without user, password"),
+        ("http://", "got 'http://'"),
+        ("ftp://127.0.0.1", "http"),
+        ("http://127.0.0.1:99999", "http"),
+    ],
+)
+def test_addresses_that_are_not_safe(address, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        RemoteScorer([address], ServerConfig(**QUICK))
+    assert "hunter2" not in str(caught.value)
+
+
+def test_the_key_is_sent_and_appears_nowhere(monkeypatch, caplog):
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("MY_KEY", "hunter2")
+    with stub_server("vllm") as server:
+        server.key = "hunter2"
+        config = ServerConfig(key_variable="MY_KEY", **QUICK)
+        scorer = RemoteScorer([server.address], config)
+        assert server.seen[-1][1] == "Bearer hunter2"
+        server.key = "renewed"  # and the server repeats the old one in its answer
+        with pytest.raises(ValueError, match=r"MY_KEY.*valid key") as caught:
+            scorer(random_batch([30]))
+    chain = f"{caught.value!r} {caught.value.__cause__!r} {caught.value.__context__!r}"
+    assert "hunter2" not in chain + caplog.text + repr(config) + scorer.identity
+    monkeypatch.setenv("MY_KEY", "hunter2\n")
+    with pytest.raises(ValueError, match="MY_KEY") as caught:
+        RemoteScorer([server.address], config)
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(ValueError, match="not the key"):
+        ServerConfig(key_variable="sk-hunter2")
+
+
+def test_settings_out_of_range():
+    for settings in ({"dialect": "tgi"}, {"concurrency": 0}, {"timeout": 0.0}, {"patience": -1.0}):
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            ServerConfig(**settings)
+
+
+def test_ctrl_c_cancels_the_requests(monkeypatch):
+    server = StubServer("longce")
+    scorer = RemoteScorer([server.address], ServerConfig(**QUICK))
+    monkeypatch.setattr("concurrent.futures.Future.result", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        scorer(random_batch([30] * 100))
+    time.sleep(0.05)
+    server.end()
+    assert len(server.seen) < 100

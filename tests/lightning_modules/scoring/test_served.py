@@ -1,0 +1,356 @@
+"""The commands and the callback with models on servers: the same numbers as with the models in this process."""
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import subprocess
+import threading
+import time
+
+import httpx
+import pyarrow.parquet
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from callbacks import DocumentScoresWriter, ExternalEvaluator
+from datamodules import DocumentCorpus, PG19DataModule
+from lightning_modules.commands.influence import InfluenceTrainer
+from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models.config import ModelConfig, ServerConfig
+from lightning_modules.models.loading import load_frozen
+from lightning_modules.scoring.config import EvaluatorConfig, InspectConfig
+from lightning_modules.scoring.corpus.shards import SUCCESS
+from lightning_modules.scoring.evaluator import Evaluator
+from lightning_modules.scoring.key_tokens import Tokens
+from lightning_modules.scoring.score import score
+from lightning_modules.utilities.errors import IncompleteError
+from tests.conftest import make_text, tiny_model
+from tests.support.distributed import run_distributed
+from tests.support.servers import longce_server, stub_server
+
+SETTINGS = {"context_length": 32, "stride": 16}
+QUICK = ServerConfig(timeout=20.0, patience=20.0, concurrency=4)
+
+
+@pytest.fixture(scope="module")
+def backbone(model_dir):
+    return load_frozen(ModelConfig(str(model_dir)), "cpu")
+
+
+@pytest.fixture
+def served(backbone):
+    with longce_server(backbone) as (address, scorer):
+        yield address, scorer
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text(make_text(150, seed=3))
+    return str(path)
+
+
+def served_config(address, model_dir, **settings):
+    return EvaluatorConfig(address, tokenizer=str(model_dir), server=QUICK, **{**SETTINGS, **settings})
+
+
+@pytest.mark.limit(2)
+def test_an_evaluator_on_a_server_gives_the_scores_of_the_same_model_here(served, model_dir, text_file):
+    address, scorer = served
+    text = make_text(150, seed=3)
+    local = Evaluator(EvaluatorConfig(str(model_dir), **SETTINGS)).scores(text)
+    evaluator = Evaluator(served_config(address, model_dir))
+    remote = evaluator.scores(text)
+    assert torch.equal(remote.token_ids, local.token_ids)
+    torch.testing.assert_close(remote.long, local.long, atol=1e-6, rtol=0)
+    torch.testing.assert_close(remote.short, local.short, atol=1e-6, rtol=0)
+    evaluator.release()  # probes once more
+    # Scores are stored, for the same server only.
+    asked = scorer.counts["requests"]
+    again = Evaluator(served_config(address, model_dir))
+    assert torch.equal(again.scores(text).long, remote.long)
+    assert scorer.counts["requests"] - asked < 8, "only probes"
+    assert again.path(local.text_sha256) != Evaluator(EvaluatorConfig(str(model_dir), **SETTINGS)).path(
+        local.text_sha256
+    )
+    assert remote.evaluator.startswith("served:")
+
+
+@pytest.mark.limit(3)
+def test_score_with_an_evaluator_and_a_model_on_servers(served, backbone, model_dir, text_file):
+    address, _ = served
+    limits = {"alpha": 0.5, "beta": -6.0, **SETTINGS}
+    local = score([text_file], str(model_dir), str(model_dir), **limits)
+    assert local["key_tokens"] > 3
+    tokenizers = {"evaluator_tokenizer": str(model_dir), "model_tokenizer": str(model_dir)}
+    for model, evaluator in ((address, address), (str(model_dir), address), (address, str(model_dir))):
+        remote = score([text_file], model, evaluator, **tokenizers, **limits, server=QUICK)
+        assert remote["key_tokens"] == local["key_tokens"]
+        assert remote["longppl"] == pytest.approx(local["longppl"], rel=1e-6)
+        assert remote["perplexity"] == pytest.approx(local["perplexity"], rel=1e-6)
+
+
+def test_a_served_model_needs_its_tokenizer_and_has_no_logits(served, model_dir):
+    address, _ = served
+    with pytest.raises(ValueError, match="`--evaluator_tokenizer`"):
+        Evaluator(EvaluatorConfig(address, **SETTINGS))
+    with pytest.raises(ValueError, match="`sharded`"):
+        served_config(address, model_dir, sharded=True)
+    with pytest.raises(ValueError, match="`alternatives` to 0"):
+        InspectConfig(evaluator=address, **SETTINGS)
+    with pytest.raises(ValueError, match="does not rank"):
+        Evaluator(served_config(address, model_dir)).alternatives(make_text(60))
+
+
+def test_key_tokens_only_asks_for_fewer_windows(served, model_dir):
+    address, scorer = served
+    evaluator = Evaluator(served_config(address, model_dir))
+    before = scorer.counts["tokens"]
+    evaluator.scores(make_text(150, seed=8), beta=-0.5)
+    some = scorer.counts["tokens"] - before
+    evaluator.scores(make_text(150, seed=8))
+    assert some < scorer.counts["tokens"] - before - some
+
+
+@pytest.mark.slow
+def test_a_book_of_16k_tokens_with_the_papers_lengths(tmp_path, tokenizer):
+    text = make_text(7000, seed=9)
+    tokenizer.save_pretrained(tmp_path / "model")
+    model = tiny_model("llama", len(tokenizer), max_position_embeddings=32_768)
+    model.save_pretrained(tmp_path / "model")
+    path = tmp_path / "book.txt"
+    path.write_text(text)
+    name = str(tmp_path / "model")
+    local = Evaluator(EvaluatorConfig(name))
+    backbone = load_frozen(ModelConfig(name), "cpu")
+    with longce_server(backbone) as (address, _):
+        remote = Evaluator(EvaluatorConfig(address, tokenizer=name, server=QUICK))
+        scores = [each.scores(text) for each in (local, remote)]
+        assert len(scores[0].long) > 16_000
+        torch.testing.assert_close(scores[1].long, scores[0].long, atol=1e-6, rtol=0)
+        torch.testing.assert_close(scores[1].short, scores[0].short, atol=1e-6, rtol=0)
+        options = {"model": name, "evaluator_tokenizer": name, "server": QUICK, "alpha": 0.2, "beta": -8.0}
+        results = [score([str(path)], evaluator=each, **options) for each in (name, address)]
+    assert results[0]["key_tokens"] == results[1]["key_tokens"] > 10
+    assert results[1]["longppl"] == pytest.approx(results[0]["longppl"], rel=1e-6)
+
+
+@pytest.fixture
+def vllm(tmp_path, tokenizer):
+    """The folder and address of a model on vLLM, whose executable `LONGCE_TEST_VLLM` names."""
+    if (executable := os.environ.get("LONGCE_TEST_VLLM")) is None:
+        pytest.skip("vLLM has its own environment: set LONGCE_TEST_VLLM to the path of its executable `vllm`.")
+    folder = tmp_path / "model"
+    tokenizer.save_pretrained(folder)
+    tiny_model("llama", len(tokenizer), num_attention_heads=2, num_key_value_heads=1, head_dim=64).save_pretrained(
+        folder
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    limits = "--dtype float32 --enforce-eager --max-model-len 4096 --max-num-batched-tokens 512 --host 127.0.0.1"
+    on_cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    command = [executable, "serve", str(folder), "--port", str(port), *limits.split()]
+    process = subprocess.Popen(
+        command, env={**os.environ, **on_cpu}, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
+    )
+    try:
+        while process.poll() is None:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+                    break
+            time.sleep(1)
+        yield folder, f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_vllm_gives_the_same_key_tokens(vllm):
+    folder, address = vllm
+    text, settings = make_text(600, seed=2), {"alpha": 0.5, "beta": -6.0, "context_length": 128, "stride": 64}
+    local = Evaluator(EvaluatorConfig(str(folder), **settings))
+    remote = Evaluator(EvaluatorConfig(address, tokenizer=str(folder), server=QUICK, **settings))
+    scores = [each.scores(text) for each in (local, remote)]
+    torch.testing.assert_close(scores[1].long, scores[0].long, atol=2e-4, rtol=0)
+    torch.testing.assert_close(scores[1].short, scores[0].short, atol=2e-4, rtol=0)
+    tokens = Tokens(scores[0].token_ids, scores[0].offsets)
+    keys = [each.evaluate(text, tokens).key for each in (local, remote)]
+    assert torch.equal(*keys)
+    assert keys[0].sum() > 5
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory):
+    root = tmp_path_factory.mktemp("books")
+    for split in ("train", "validation"):
+        (root / split).mkdir()
+        for number in range(3):
+            (root / split / f"{number}.txt").write_text(make_text(120, seed=number))
+    return root
+
+
+def make_trainer(root, *callbacks, **settings):
+    return Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        use_distributed_sampler=False,
+        callbacks=list(callbacks),
+        default_root_dir=root,
+        **settings,
+    )
+
+
+def evaluator_callback(evaluator, model_dir, **settings):
+    options = {"tokenizer": str(model_dir), "server": QUICK, "alpha": 0.5, "beta": -6.0, **SETTINGS}
+    return ExternalEvaluator(evaluator, **{**options, **settings})
+
+
+@pytest.mark.slow
+def test_fit_and_validate_with_models_on_servers(served, model_dir, books, tmp_path):
+    address, scorer = served
+    data = PG19DataModule(str(model_dir), path=str(books), sequence_length=64, cache_dir=str(tmp_path / "cache"))
+    values = []
+    for evaluator in (address, str(model_dir)):
+        torch.manual_seed(0)
+        trainer = make_trainer(tmp_path, evaluator_callback(evaluator, model_dir), max_steps=2)
+        trainer.fit(LongContextLM(str(model_dir), **SETTINGS), data)
+        values.append({name: float(trainer.callback_metrics[name]) for name in ("val/longppl", "val/key_tokens")})
+    assert values[0] == pytest.approx(values[1], rel=1e-6)
+    asked = scorer.counts["tokens"]
+    trainer = make_trainer(tmp_path, evaluator_callback(address, model_dir), max_steps=2)
+    trainer.fit(LongContextLM(str(model_dir), **SETTINGS), data)  # a run that was killed and starts again
+    assert scorer.counts["tokens"] - asked < 1000, "the scores are stored, and only probes are asked for"
+    # The judged model on a server as well
+    results = []
+    for model in (address, str(model_dir)):
+        trainer = make_trainer(tmp_path, evaluator_callback(address, model_dir))
+        results.append(trainer.validate(LongContextLM(model, server=QUICK, **SETTINGS), data, verbose=False)[0])
+    assert results[0] == pytest.approx(results[1], rel=1e-6)
+    with pytest.raises(ValueError, match=r"server.*needs the model itself"):
+        make_trainer(tmp_path, max_steps=2).fit(LongContextLM(address, server=QUICK, **SETTINGS), data)
+
+
+def validate_in_one_of_two(rank, world_size, model_dir, books, address, root):
+    """A server that only the first process can reach: the second has the wrong key."""
+    os.environ["LONGCE_API_KEY"] = "right" if rank == 0 else "expires"
+    data = PG19DataModule(model_dir, path=books, sequence_length=64, cache_dir=f"{root}/cache", batch_size=1)
+    callback = evaluator_callback(address, model_dir, cache_dir=f"{root}/{rank}")
+    trainer = make_trainer(root, callback, devices=2, strategy="ddp", max_steps=1)
+    if rank == 1:
+        callback.evaluator._get_backbone = lambda device: (_ for _ in ()).throw(ValueError("the key has expired"))
+    with pytest.raises((ValueError, IncompleteError), match="the key has expired") as caught:
+        trainer.validate(LongContextLM(model_dir, **SETTINGS), data, verbose=False)
+    assert isinstance(caught.value, IncompleteError) == (rank == 0)
+
+
+@pytest.mark.slow
+def test_two_processes_fail_together(served, model_dir, books, tmp_path):
+    address, _ = served
+    run_distributed(validate_in_one_of_two, str(model_dir), str(books), address, str(tmp_path))
+
+
+def predict(root, output, model, model_dir, *, ladder=None, **data):
+    corpus = DocumentCorpus(str(root / "corpus"), tokenizer=str(model_dir), key_column="id", num_workers=0, **data)
+    module = LongContextLM(model, dtype="float32", server=QUICK, ladder=ladder, **SETTINGS)
+    trainer = make_trainer(root, DocumentScoresWriter(str(output), per_token="float32", shard_rows=50))
+    trainer.predict(module, corpus, return_predictions=False)
+    return rows(output)
+
+
+def rows(output):
+    tables = [pyarrow.parquet.read_table(path) for path in sorted(output.glob("*.parquet"))]
+    return sorted((row for table in tables for row in table.to_pylist()), key=lambda row: row["row"])
+
+
+def write_corpus(root, documents):
+    (root / "corpus").mkdir()
+    lines = [json.dumps({"id": f"d{n}", "text": make_text(5 + 3 * (n % 11), n)}) for n in range(documents)]
+    (root / "corpus" / "a.jsonl").write_text("\n".join(lines))
+
+
+@pytest.mark.slow
+def test_a_corpus_on_two_servers_of_which_one_is_killed(backbone, model_dir, tmp_path):
+    write_corpus(tmp_path, 1000)
+    another = load_frozen(ModelConfig(str(model_dir)), "cpu")
+    expected = predict(tmp_path, tmp_path / "local", str(model_dir), model_dir)
+    with longce_server(backbone) as (kept, _), longce_server(another) as (ended, scorer):
+        submit, halfway = scorer.submit, threading.Event()
+
+        def end_halfway(span):
+            if scorer.counts["scored_tokens"] > 8_000:
+                halfway.set()
+                raise ConnectionResetError  # the connection ends without an answer
+            return submit(span)
+
+        scorer.submit = end_halfway
+        found = predict(tmp_path, tmp_path / "served", f"{kept},{ended}", model_dir, batch_tokens=8000)
+    assert halfway.is_set()
+    assert len(found) == 1000
+    assert (tmp_path / "served" / SUCCESS).exists()
+    for one, other in zip(found, expected, strict=True):
+        assert one["key"] == other["key"]
+        assert one["lcl"][1:] == pytest.approx(other["lcl"][1:], abs=1e-6)
+        same = {name: value for name, value in one.items() if isinstance(value, float)}
+        assert same == pytest.approx({name: other[name] for name in same}, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_corpus_resumes_after_an_outage_and_refuses_another_model(model_dir, tmp_path, caplog):
+    write_corpus(tmp_path, 60)
+    output = tmp_path / "scores"
+    with stub_server("vllm") as server:
+        quick = ServerConfig(timeout=1.0, patience=0.5)
+        corpus = DocumentCorpus(str(tmp_path / "corpus"), tokenizer=str(model_dir), num_workers=0, batch_tokens=500)
+        module = LongContextLM(server.address, dtype="float32", server=quick, **SETTINGS)
+        trainer = make_trainer(tmp_path, DocumentScoresWriter(str(output)))
+        server.faults.extend([None] * 30 + ["503"] * 1000)  # in the middle of the corpus
+        with pytest.raises(IncompleteError, match="same command again"):
+            trainer.predict(module, corpus, return_predictions=False)
+        done = len(rows(output))
+        assert done < 60
+        server.faults.clear()
+        caplog.set_level(logging.INFO)
+        corpus = DocumentCorpus(str(tmp_path / "corpus"), tokenizer=str(model_dir), num_workers=0, batch_tokens=500)
+        trainer = make_trainer(tmp_path, DocumentScoresWriter(str(output)))
+        trainer.predict(LongContextLM(server.address, server=quick, dtype="float32", **SETTINGS), corpus)
+        assert sorted(row["row"] for row in rows(output)) == list(range(60))
+        assert "requests repeated" in caplog.text
+
+
+def test_a_document_that_the_server_refuses_fails_alone(model_dir, tmp_path):
+    write_corpus(tmp_path, 12)
+    with stub_server("vllm") as server:
+        server.limit = 60
+        found = predict(
+            tmp_path, tmp_path / "scores", server.address, model_dir, batch_tokens=2000, allowed_failures=1.0
+        )
+    failed = [row for row in found if row["error"]]
+    assert failed
+    assert all("longer than the 59" in row["error"] for row in failed)
+    assert len(found) == 12 > len(failed)
+
+
+@pytest.mark.slow
+def test_token_weights_of_a_served_evaluator(served, model_dir, books, tmp_path):
+    address, _ = served
+    stored = []
+    for number, evaluator in enumerate((address, str(model_dir))):
+        cache = str(tmp_path / f"cache{number}")
+        data = PG19DataModule(str(model_dir), path=str(books), sequence_length=64, cache_dir=cache)
+        trainer = InfluenceTrainer(
+            accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path
+        )
+        options = {"evaluator_tokenizer": str(model_dir), "output": str(tmp_path / f"weights{number}")}
+        module = LongContextLM(str(model_dir), **SETTINGS)
+        trainer.influence(module, data, evaluator, evaluator_server=QUICK, evaluator_dtype="float32", **options)
+        files = sorted((tmp_path / f"weights{number}").rglob("*.bin"))
+        stored.append([path.read_bytes() for path in files])
+    assert len(stored[0]) > 0
+    assert stored[0] == stored[1]

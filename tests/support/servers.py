@@ -1,0 +1,199 @@
+"""Servers of log-likelihoods: a stub of each dialect that can fail in many ways, and `longce serve` in a thread."""
+
+import json
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+import numpy as np
+import uvicorn
+
+from lightning_modules.commands.serve import BatchingScorer, Service
+from lightning_modules.models.served.dialects import CHECKSUM_HEADER, IDENTITY_HEADER, LONGCE_PATH, checksum
+
+PATHS = {"longce": LONGCE_PATH, "vllm": "/v1/completions", "sglang": "/generate"}
+
+
+def stub_values(ids, model="a"):
+    """Log-likelihoods of a causal model of three tokens of context; the first is 0."""
+    seeds = [hash((model, *ids[max(0, index - 3) : index + 1])) for index in range(len(ids))]
+    return np.asarray([0.0, *(-(seed % 99_991) / 9999.1 for seed in seeds[1:])], dtype=np.float32)
+
+
+class StubServer(ThreadingHTTPServer):
+    """Answers like a server of the dialect; each of ``faults`` spoils one answer, and ``fault`` all of them."""
+
+    daemon_threads = True
+
+    def __init__(self, dialect, port=0):
+        self.dialect, self.model, self.name, self.key = dialect, "a", "tiny", None
+        self.owner, self.shift, self.limit = dialect, 0, 4096
+        self.faults, self.fault, self.seen, self.delay = deque(), None, [], 0.0
+        self._connections, self.poison = [], None
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.address = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def process_request(self, request, client_address):
+        self._connections.append(request)
+        super().process_request(request, client_address)
+
+    def end(self):
+        """Close all connections as well, like a process that ends."""
+        self.shutdown()
+        self.server_close()
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request, client_address):
+        """Connections that break are what is tested."""
+
+    def models(self):
+        return [{"id": self.name, "owned_by": self.owner, "max_model_len": self.limit, "identity": f"id-{self.model}"}]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        if self.server.fault == "down":
+            return self.reset()
+        if self.server.fault == "hello":
+            return self.answer(b"<html>hello</html>")
+        return self.answer(json.dumps({"data": self.server.models()}).encode())
+
+    def do_POST(self):
+        server = self.server
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        server.seen.append((self.path, self.headers.get("Authorization")))
+        fault = server.fault or (server.faults.popleft() if server.faults else None)
+        fault = "500" if len(body) == server.poison else fault
+        time.sleep(server.delay)
+        if server.key and self.headers.get("Authorization") != f"Bearer {server.key}":
+            return self.answer(f"wrong key {self.headers.get('Authorization')}".encode(), 401)
+        if fault in ("down", "reset"):
+            return self.reset()
+        url = urlsplit(self.path)
+        status = "404" if url.path != PATHS[server.dialect] else str(fault)
+        if status.isdecimal():
+            return self.answer(b'{"error": "no"}', int(status), {"Retry-After": "0", "Location": "http://127.0.0.1:1/"})
+        return self.answer_prompt(body, url, fault)
+
+    def answer_prompt(self, body, url, fault):
+        headers = {}
+        content = getattr(self, f"answer_{self.server.dialect}")(body, parse_qs(url.query), fault, headers)
+        if fault == "truncated":
+            headers["Content-Length"] = str(len(content))
+            content = content[: len(content) // 2]
+            self.close_connection = True
+        if fault == "huge":
+            content = bytes(4_000_000)
+        if fault == "slow":
+            time.sleep(1.5)
+        return self.answer(content, 200, headers)
+
+    def values(self, ids, fault):
+        values = stub_values(ids, self.server.model).astype(float)
+        values = [*values[self.server.shift :], *([-1.0] * self.server.shift)]
+        spoiled = {"nan": float("nan"), "positive": 0.5, "clamped": -9999.0, "text": "much"}
+        if fault in spoiled:
+            values[-2] = spoiled[fault]
+        if fault == "short":
+            values = values[:-1]
+        return values
+
+    def answer_longce(self, body, query, fault, headers):
+        ids = np.frombuffer(body, dtype="<i4").tolist()
+        first = int(query["scored_from"][0])
+        values = [float("nan") if value == "much" else value for value in self.values(ids, fault)]
+        content = np.asarray(values[first:], dtype="<f4").tobytes()
+        headers[CHECKSUM_HEADER] = checksum(body, first + (fault == "other_ids"), content)
+        headers[IDENTITY_HEADER] = f"id-{self.server.model}"
+        if fault == "ignored":
+            return b""
+        return content[:-1] + b"\0" if fault == "damaged" else content
+
+    def answer_vllm(self, body, query, fault, headers):
+        """The shape of vLLM 0.32, with the text of each token and all fields of a completion."""
+        request = json.loads(body)
+        ids = request["prompt"]
+        ids = [*ids[:-1], ids[-1] + 1] if fault == "other_ids" else ids
+        entries = [
+            {str(token): {"logprob": value, "rank": 7, "decoded_token": f"<{token}>"}}
+            for token, value in zip(ids, self.values(ids, fault), strict=False)
+        ]
+        choice = {
+            "index": 0,
+            "text": " a",
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+            "token_ids": None,
+            "prompt_logprobs": None if fault == "ignored" else [None, *entries[1:]],
+            "prompt_token_ids": None,
+        }
+        usage = {"prompt_tokens": len(ids), "total_tokens": len(ids) + 1, "completion_tokens": 1}
+        whole = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": request["model"]}
+        content = json.dumps({**whole, "choices": [choice], "usage": usage, "kv_transfer_params": None}).encode()
+        return content.replace(b'"logprob": -', b'"logprob": x', 1) if fault == "damaged" else content
+
+    def answer_sglang(self, body, query, fault, headers):
+        request = json.loads(body)
+        ids, start = request["input_ids"], request["logprob_start_len"]
+        sent = [*ids[:-1], ids[-1] + 1] if fault == "other_ids" else ids
+        entries = [[value, token, None] for value, token in zip(self.values(ids, fault), sent, strict=False)][start:]
+        entries[0][0] = None
+        meta = {"id": "1", "prompt_tokens": len(ids), "completion_tokens": 1, "input_token_logprobs": entries}
+        content = json.dumps({"text": "a", "meta_info": {} if fault == "ignored" else meta}).encode()
+        return content[:-1] if fault == "damaged" else content
+
+    def answer(self, content, status=200, headers=None):
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def reset(self):
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close_connection = True
+        self.connection.close()
+
+
+@contextmanager
+def stub_server(dialect, port=0):
+    """A `StubServer` for a block."""
+    server = StubServer(dialect, port)
+    try:
+        yield server
+    finally:
+        server.end()
+
+
+@contextmanager
+def longce_server(backbone, *, identity="sha256:0:0", key="", max_length=1 << 20, max_batch_tokens=32_768):
+    """The address of `longce serve` for a loaded model, and its `BatchingScorer`."""
+    scorer, stop = BatchingScorer(backbone, max_batch_tokens), threading.Event()
+    app = Service(scorer, "tiny", identity, key=key, max_length=max_length).app
+    server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="critical"))
+    threads = [threading.Thread(target=run) for run in (server.run, lambda: scorer.run(stop))]
+    for thread in threads:
+        thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", scorer
+    finally:
+        stop.set()
+        server.should_exit = True
+        for thread in threads:
+            thread.join()
