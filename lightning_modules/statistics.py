@@ -141,8 +141,8 @@ def score_difference(
 ) -> tuple[float, Interval | None]:
     """Return the difference of two models' mean scores over the same ``[N]`` questions, with its 95% interval.
 
-    The method is that of Newcombe (1998, Statistics in Medicine 17, 2635) with the intervals of `score_interval`, so 20
-    right answers of 20 by both models do not mean that they are equal.
+    The method is the tenth of Newcombe (1998, Statistics in Medicine 17, 2635) with the intervals of `score_interval`.
+    Its correlation has a continuity correction, so equal answers of both models do not mean that they are equal.
     """
     scores = np.asarray([first, second], dtype=np.float64)
     one, other = score_interval(scores[0], groups), score_interval(scores[1], groups)
@@ -152,7 +152,8 @@ def score_difference(
     _, places = np.unique(np.arange(scores.shape[1]) if groups is None else np.asarray(groups), return_inverse=True)
     sums = np.array([np.bincount(places, weights=values) for values in scores - scores.mean(axis=1, keepdims=True)])
     spread = math.sqrt(float((sums[0] @ sums[0]) * (sums[1] @ sums[1])))
-    shared = float(sums[0] @ sums[1]) / spread if spread > 0 else 0.0
+    shared, correction = float(sums[0] @ sums[1]), (scores.shape[1] / sums.shape[1]) ** 2 / 2
+    shared = max(shared - correction, min(shared, 0.0)) / spread if spread > 0 else 0.0
     return a - b, difference_interval((a, one), (b, other), shared)
 
 

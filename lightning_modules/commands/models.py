@@ -1,5 +1,6 @@
 """``longce score`` and ``longce evaluate`` of several models, which are compared with the first one."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def evaluate_models(models: Sequence[str], *, output: str, **options: Any) -> st
 
 def _name_models(models: Sequence[str], *, trust_remote_code: bool = False, **_: Any) -> list[str]:
     """Return different names for models, whose configs and weights are found before the first is loaded."""
-    names = [Path(model).name for model in models]
+    names = [os.path.basename(os.path.abspath(model)) for model in models]  # also of `.` and `models/a/`
     if len(set(names)) < len(names):
         names = [sanitize_name(model) for model in models]
     if len(set(names)) < len(names):

@@ -30,7 +30,11 @@ class Sampling(NamedTuple):
 
 
 def parse_gen_kwargs(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Parse ``temperature=0.8,top_p=0.95`` or a mapping; raise a ``ValueError`` for an unknown or impossible value."""
+    """Parse ``temperature=0.8,top_p=0.95`` or a mapping; raise a ``ValueError`` for an unknown or impossible value.
+
+    The result replaces arguments of tasks, so it has the limit of tokens as ``max_gen_toks``, which takes precedence,
+    and ``do_sample`` if a temperature is given: most tasks have ``do_sample: false``, under which it has no effect.
+    """
     if isinstance(given, str) and given.lstrip().startswith("{"):
         given = dict(yaml.safe_load(given))
     if isinstance(given, str):
@@ -40,8 +44,10 @@ def parse_gen_kwargs(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
         given = {name: yaml.safe_load(value) for name, _, value in pairs}
     if unknown := [name for name in given or {} if name not in _KNOWN]:
         raise ValueError(f"`gen_kwargs` has unknown names: {', '.join(unknown)}. There are {', '.join(_KNOWN)}.")
-    read_sampling(given or {})
-    return dict(given or {})
+    sampling, found = read_sampling(given or {}), dict(given or {})
+    if limits := [limit for limit in (found.pop(name, None) for name in MAX_TOKENS) if limit is not None]:
+        found["max_gen_toks"] = limits[0]
+    return found | ({"do_sample": True, "temperature": sampling.temperature} if sampling.temperature else {})
 
 
 def read_sampling(arguments: Mapping[str, Any]) -> Sampling:
@@ -64,11 +70,6 @@ def read_sampling(arguments: Mapping[str, Any]) -> Sampling:
                 f"`{name}` of a generation must be {'a whole number, ' * (name in whole)}{limit}, got {value!r}."
             )
     return found
-
-
-def read_max_tokens(arguments: Mapping[str, Any], default: int) -> int:
-    """Return the limit of new tokens."""
-    return next((int(arguments[name]) for name in MAX_TOKENS if arguments.get(name) is not None), default)
 
 
 class Sampler:

@@ -5,6 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lightning_modules.utilities.files import write_atomically
 
 
@@ -12,6 +14,8 @@ def plain(value: Any) -> Any:
     """Convert a value for JSON: null for NaN and infinity, objects of named tuples, text for other objects."""
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         value = value._asdict()
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, dict):
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -158,7 +158,7 @@ def test_a_difference_of_two_models_is_that_of_newcombe():
     first, second = np.array([1] * 12 + [0] * 8), np.array([1] * 9 + [0] * 9 + [1] * 2)
     (a, b), n = (first.mean(), second.mean()), 20
     ends = [stats.binomtest(int(x.sum()), n).proportion_ci(method="wilson") for x in (first, second)]
-    phi = np.corrcoef(first, second)[0, 1]
+    phi = np.corrcoef(first, second)[0, 1] - 0.5 / (n * np.std(first) * np.std(second))  # with the correction
     value, interval = score_difference(first, second)
     assert value == pytest.approx(a - b)
     down, up = a - ends[0].low, ends[1].high - b
@@ -187,6 +187,16 @@ def test_the_interval_of_an_average_is_narrower_than_those_of_its_parts():
     assert low == pytest.approx(0.7 - math.hypot(0.2, 0.1) / 2)
     assert high == pytest.approx(0.7 + math.hypot(0.2, 0.05) / 2)
     assert mean_interval([0.5, 0.9], [(0.3, 0.7), None]) is None
+
+
+def test_equal_answers_do_not_mean_equal_models():
+    answers = [0, 1] * 10
+    difference, (low, high) = score_difference(answers, answers)
+    one = score_interval(answers)
+    assert difference == 0
+    # Newcombe's correlation of 10 and 10 equal answers: (10 * 10 - 20 / 2) / sqrt(10 * 10 * 10 * 10) = 0.9.
+    assert high == -low == pytest.approx((one[1] - 0.5) * math.sqrt(2 * (1 - 0.9)))
+    assert score_difference(answers * 3, answers * 3, [*range(20)] * 3)[1][1] > 0.05
 
 
 def test_four_times_the_questions_halve_an_interval():

@@ -15,6 +15,8 @@ from benchmarks.reproduction.tables.published import Cells, Intervals, NamedMode
 from benchmarks.reproduction.tables.results import file_name, reason
 from lightning_modules.commands.evaluate import evaluate
 from lightning_modules.statistics import Interval, weighted_mean_interval
+from lightning_modules.tasks.evaluation.evaluation import read_results
+from lightning_modules.tasks.evaluation.summary import tabulate
 
 TASK = "longeval_lines"
 _PERPLEXITIES = {"PPL (answer tokens)": "answer", "PPL (non-answer tokens)": "other"}
@@ -56,16 +58,17 @@ def longeval_cells(table: Table, models: Iterable[NamedModel], folders: Sequence
         if path is None or not (path / "results.json").is_file():
             continue
         scores: Mapping[str, Any] = json.loads((path / "results.json").read_bytes())["tasks"].get(TASK, {})
-        lines = [line for file in sorted(path.glob("results-*.jsonl")) for line in file.read_text().splitlines()]
-        questions = pd.DataFrame(map(json.loads, lines)).drop_duplicates(["length", "index"])
+        questions = tabulate(read_results(path))
         for length, score in scores.items():
             if (column := columns.get(int(length))) is None:
                 continue
             place = f"{model.name}: LongEval accuracy", column
             cells[place], intervals[place] = score["mean"], score["interval"]
+            # The folder may have more questions than the last call asked.
+            asked = (questions["length"] == int(length)) & (questions["index"] < score["questions"])
+            of_length = questions[asked & (questions["task"] == TASK)]
             for name, kind in _PERPLEXITIES.items():
                 place = f"{model.name}: {name}", column
-                of_length = questions[questions["length"] == int(length)]
                 cells[place], intervals[place] = _perplexity(of_length[f"{kind}_nll"], of_length[f"{kind}_tokens"])
     return cells, intervals
 

@@ -1,5 +1,6 @@
 """Commands that measure models and compare results. Each parses its arguments first, and imports torch only to work."""
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -65,12 +66,12 @@ def _read_flags(arguments: Sequence[str]) -> list[str]:
     """Return arguments in our spelling, given that of lm-evaluation-harness: flags without a value, several values."""
     words: list[str] = []
     for word, after in zip(arguments, [*arguments[1:], "--"], strict=True):
-        word = word.replace("--apply_chat_template", "--chat_template", 1)
+        word = re.sub("^--apply_chat_template(?==|$)", "--chat_template", word)
         if words and words[-2:-1] == ["--gen_kwargs"] and not word.startswith("--"):
             words[-1] += f",{word}"
             continue
         words.append(word)
-        if word in ("--chat_template", "--fewshot_as_multiturn", "--log_samples") and after.startswith("--"):
+        if word in ("--chat_template", "--fewshot_as_multiturn", "--log_samples") and after.startswith("-"):
             words.append("true")
     return words
 

@@ -1,72 +1,50 @@
 """Compare the scores of several models on the same tasks: folders of ``longce evaluate``."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 
-from lightning_modules.statistics import score_difference
+from lightning_modules.commands.correlate.result_files import FILES, OF_SETS, Cells, read_cells
+from lightning_modules.statistics import Interval, score_difference
+from lightning_modules.tasks.evaluation.evaluation import read_results
 from lightning_modules.tasks.evaluation.report import describe_synthetic_text
+from lightning_modules.tasks.evaluation.summary import tabulate
 from lightning_modules.visualization.report import Table
 
-FILES = ("results.json", "harness.json")
 _QUESTIONS = ("mode", "seed", "documents", "haystack", "squad", "hotpot", "nq_open")  # settings that make questions
 
 _UNITS = "Scores in percent (metrics of lm-evaluation-harness as they are), with 95% intervals."
 _KEY = ["task", "length", "asked_depth", "index"]
 
-Cells = dict[tuple[str, str], str]
-"""Scores with 95% intervals, as text, by task and by length or metric."""
-
 
 class Evaluation(NamedTuple):
-    """Scores of a model, and the questions of longce's tasks, each with a score from 0 to 1."""
+    """Scores of a model, the answered questions of longce's tasks, and the number of those without an answer."""
 
     name: str
     cells: Cells
     questions: pd.DataFrame
     settings: dict[str, Any]
+    missing: int
 
 
 def read_evaluation(name: str, folder: Path) -> Evaluation:
     """Read a folder; a ``ValueError`` if its files are damaged."""
     try:
         found = [json.loads((folder / file).read_bytes()) for file in FILES if (folder / file).is_file()]
-        cells: Cells = {}
-        for content in found:
-            cells |= _harness_cells(content) if "groups" in content else _own_cells(content)
-        lines = [line for file in sorted(folder.glob("results-*.jsonl")) for line in file.read_text().splitlines()]
-        questions = pd.DataFrame([json.loads(line) for line in lines], columns=[*_KEY, "score"]).astype({"length": str})
-        return Evaluation(name, cells, questions.drop_duplicates(_KEY), found[0]["settings"])
+        cells = {
+            place: cell
+            for content in found
+            for place, cell in read_cells(content).items()
+            if place[0] != "average" or len(content["tasks"]) > 1
+        }
+        questions = tabulate(read_results(folder)).astype({"length": str})
+        return Evaluation(name, cells, questions, found[0]["settings"], found[0].get("missing", 0))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"'{folder}' is not a folder of `longce evaluate`, or is damaged ({error!r}).") from error
-
-
-def _own_cells(content: dict[str, Any]) -> Cells:
-    cells = {
-        (task, length): _format_score(cell["mean"], cell["interval"])
-        for task, lengths in content["tasks"].items()
-        for length, cell in lengths.items()
-    }
-    averages = content["average"].items() if len(content["tasks"]) > 1 else ()
-    intervals = content["average_intervals"]
-    return cells | {("average", length): _format_score(mean, intervals[length]) for length, mean in averages}
-
-
-def _harness_cells(content: dict[str, Any]) -> Cells:
-    """Return percents of sets, and metrics of tasks and groups in the harness's units."""
-    metrics = {name: entry["metrics"] for name, entry in content["tasks"].items()} | content["groups"]
-    intervals = content.get("intervals", {})
-    cells = {
-        (task, key.removesuffix(",none")): _format_score(value, intervals.get(task, {}).get(key), digits=3)
-        for task, entry in metrics.items()
-        for key, value in entry.items()
-        if "_stderr," not in key and value is not None
-    }
-    sets = {(name, "score, %"): _format_score(value, intervals.get(name)) for name, value in content["scores"].items()}
-    return cells | sets
 
 
 def tabulate_evaluations(evaluations: Sequence[Evaluation]) -> tuple[Table, list[str]]:
@@ -86,14 +64,16 @@ def tabulate_evaluations(evaluations: Sequence[Evaluation]) -> tuple[Table, list
             paired.append(other)
     head = ["task", "length or metric", *(each.name for each in evaluations)]
     head += [f"{other.name} - {baseline.name}" for other in paired]
+    notes += [f"{each.missing} questions of {each.name} have no result yet." for each in evaluations if each.missing]
     synthetic = {
         note for each in evaluations for note in describe_synthetic_text(set(each.questions["task"]), each.settings)
     }
     notes = [_UNITS + " Differences are over the same questions." * bool(paired), *notes, *sorted(synthetic)]
     rows = []
     for place in dict.fromkeys(place for each in evaluations for place in each.cells):
-        differences = [_subtract_scores(other, baseline, place) for other in paired]
-        rows.append([*place, *(each.cells.get(place, "") for each in evaluations), *differences])
+        digits = 1 if place[1] == OF_SETS or place[1].isdigit() else 3
+        scores = [_format_score(*each.cells.get(place, (math.nan, None)), digits) for each in evaluations]
+        rows.append([*place, *scores, *(_subtract_scores(other, baseline, place) for other in paired)])
     return Table(head, rows), notes
 
 
@@ -112,6 +92,8 @@ def _subtract_scores(one: Evaluation, other: Evaluation, place: tuple[str, str])
     return _format_score(100 * value, interval and (100 * interval[0], 100 * interval[1]), sign="+")
 
 
-def _format_score(value: float, interval: Sequence[float] | None, *, digits: int = 1, sign: str = "") -> str:
+def _format_score(value: float, interval: Interval | None, digits: int = 1, *, sign: str = "") -> str:
+    if math.isnan(value):
+        return ""
     ends = "" if interval is None else " [{}, {}]".format(*(f"{end:{sign}.{digits - 1}f}" for end in interval))
     return f"{value:{sign}.{digits}f}{ends}"

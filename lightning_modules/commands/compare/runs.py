@@ -12,7 +12,9 @@ import pandas as pd
 import yaml
 from tensorboard.compat.proto.event_pb2 import Event
 
-from lightning_modules.commands.compare.evaluations import FILES, Evaluation, read_evaluation
+from lightning_modules.commands.compare.evaluations import Evaluation, read_evaluation
+from lightning_modules.commands.correlate.result_files import FILES
+from lightning_modules.tasks.evaluation.evaluation import SETTINGS
 
 AXES = {"optimizer steps": "step", "tokens": "train/tokens", "GPU hours": "train/gpu_hours"}
 """Measures of the progress of a training, each with its scalar."""
@@ -73,6 +75,8 @@ def _find_files(word: str) -> Iterator[tuple[str, Path]]:
     path = Path(given).expanduser().resolve()
     found = [path] if path.is_file() or _is_run(path) or _is_evaluation(path) else sorted(path.glob("*.json"))
     found = found or [inner for inner in sorted(path.glob("*/")) if _is_evaluation(inner)]
+    if (path / SETTINGS).is_file() and not _is_evaluation(path):
+        raise ValueError(f"The evaluation in '{word}' was interrupted: run the same `longce evaluate` again.")
     if not found:
         inside = ", ".join(sorted(str(file.parent) for file in path.glob("*/config.yaml"))) or "runs/longce/version_0"
         raise ValueError(

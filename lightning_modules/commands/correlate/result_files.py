@@ -19,6 +19,16 @@ _TEXTS = ("texts", "max_tokens", "add_special_tokens")
 _QUESTIONS = ("mode", "documents")
 _PROMPTS = ("num_fewshot", "limit", "truncation")
 
+OF_SETS = "score, %"
+"""What the score of a set of the harness's tasks is called among the metrics."""
+
+Cells = dict[tuple[str, str], tuple[float, Interval | None]]
+"""Scores with their 95% intervals, by task or set and by length or metric; NaN if a score is not a number."""
+
+
+FILES = ("results.json", "harness.json")
+"""Files in a folder of ``longce evaluate``."""
+
 
 class Measured(NamedTuple):
     """Values of a model from one file."""
@@ -35,10 +45,11 @@ class Measured(NamedTuple):
 def read_results(words: Sequence[str]) -> list[Measured]:
     """Read result files, with one entry per file and model.
 
-    Each word is a file, a folder of ``longce evaluate`` or of other ``.csv`` and ``.json`` files, or ``NAME=FILE`` for
-    results of a single model, which gets this name. The files are JSON of ``longce score --output``, ``results.json``
-    and ``harness.json`` of ``longce evaluate``, a dictionary ``{"Qwen2-7B": {"LongBench": 42.0}}``, or CSV with a line
-    for each model: its name in the column ``model``, and values in the others, where a cell may be blank.
+    Each word is a file, a folder of ``longce evaluate``, of such folders or of other ``.csv`` and ``.json`` files, or
+    ``NAME=FILE`` for results of a single model, which gets this name. The files are JSON of ``longce score --output``,
+    ``results.json`` and ``harness.json`` of ``longce evaluate``, a dictionary ``{"Qwen2-7B": {"LongBench": 42.0}}``, or
+    CSV with a line for each model: its name in the column ``model``, and values in the others, where a cell may be
+    blank.
     """
     return [entry for word in words for entry in _read_word(word)]
 
@@ -67,8 +78,8 @@ def _read_word(word: str) -> list[Measured]:
 
 def _find_files(path: Path) -> list[Path]:
     if path.is_dir():
-        evaluations = [path / name for name in ("results.json", "harness.json") if (path / name).is_file()]
-        return evaluations or sorted([*path.glob("*.csv"), *path.glob("*.json")])
+        found, inner = ([file for name in FILES for file in sorted(path.glob(place + name))] for place in ("", "*/"))
+        return found or sorted([*path.glob("*.csv"), *path.glob("*.json")]) or inner
     return [path] if path.is_file() and path.suffix in (".csv", ".json") else []
 
 
@@ -98,76 +109,81 @@ def _read_score(file: Path, content: Mapping[str, Any]) -> Measured:
     return Measured(str(file), str(content.get("model") or ""), values, tuple(values), depends_on)
 
 
+def read_cells(content: Mapping[str, Any]) -> Cells:
+    """Return the scores in ``results.json`` or ``harness.json``: percents, but metrics of the harness as they are."""
+    cells: dict[tuple[str, str], tuple[Any, Interval | None]]
+    if "groups" not in content:
+        intervals = content.get("average_intervals", {})
+        cells = {
+            (task, length): (cell["mean"], cell.get("interval"))
+            for task, lengths in content["tasks"].items()
+            for length, cell in lengths.items()
+        }
+        cells |= {("average", length): (mean, intervals.get(length)) for length, mean in content["average"].items()}
+    else:
+        intervals = content.get("intervals", {})
+        metrics = {name: entry["metrics"] for name, entry in content["tasks"].items()} | content["groups"]
+        cells = {
+            (task, key.removesuffix(",none")): (value, intervals.get(task, {}).get(key))
+            for task, entry in metrics.items()
+            for key, value in entry.items()
+            if "_stderr," not in key
+        }
+        cells |= {(name, OF_SETS): (value, intervals.get(name)) for name, value in content["scores"].items()}
+    return {place: (_parse_number(place[0], value), interval) for place, (value, interval) in cells.items()}
+
+
 def _read_evaluation(file: Path, content: Mapping[str, Any]) -> Measured:
     """Read ``longce evaluate``: each task by length, and means over the lengths of tasks, of RULER and of LongEval."""
     if content.get("missing"):
         raise ValueError(
             f"{content['missing']} questions have no result: run the same `longce evaluate` again to complete them"
         )
-    tasks = {
-        task: {int(length): _parse_number(task, cell["mean"]) for length, cell in lengths.items()}
-        for task, lengths in content["tasks"].items()
-    }
-    means = {"average": {int(length): _parse_number("average", value) for length, value in content["average"].items()}}
-    if longeval := next((tasks[task] for task in GROUPS["longeval"] if task in tasks), None):
-        means = {"LongEval": longeval} | means
+    by_task = _group_by_task(read_cells(content))
     told = {"by": "evaluate"} | {name: value for name, value in content["settings"].items() if name in _QUESTIONS}
     # Means over different lengths are not comparable.
-    lengths = told | {"lengths": sorted({length for scores in tasks.values() for length in scores})}
+    lengths = told | {"lengths": sorted({length for cells in by_task.values() for length in cells})}
     values: dict[str, float] = {}
+    intervals: dict[str, Interval | None] = {}
     settings: dict[str, dict[str, Any]] = {}
-    if set(GROUPS["ruler"]) <= set(tasks):
-        values["RULER"] = fmean(fmean(tasks[task].values()) for task in GROUPS["ruler"])
-        settings["RULER"] = lengths
-    for name, scores in (means | tasks).items():
-        values[name] = fmean(scores.values()) if scores else math.nan
-        settings[name] = told | {"lengths": sorted(scores)}
-        for length, score in scores.items():
+    for name, cells in by_task.items():
+        means, ends = [mean for mean, _ in cells.values()], [interval for _, interval in cells.values()]
+        values[name], intervals[name] = fmean(means) if means else math.nan, mean_interval(means, ends)
+        settings[name] = told | {"lengths": sorted(cells)}
+        for length, cell in cells.items():
             at_length = f"{name} {short(length) if name == 'LongEval' else length}"
-            values[at_length], settings[at_length] = score, told
+            (values[at_length], intervals[at_length]), settings[at_length] = cell, told
+    if set(GROUPS["ruler"]) <= set(by_task):
+        means, ends = [values[task] for task in GROUPS["ruler"]], [intervals[task] for task in GROUPS["ruler"]]
+        values["RULER"], intervals["RULER"], settings["RULER"] = fmean(means), mean_interval(means, ends), lengths
     for name in ("weighted_inc", "weighted_dec", "answer_perplexity", "other_perplexity"):
         if content.get(name) is not None:
             values[name], settings[name] = _parse_number(name, content[name]), lengths
     main = tuple(name for name in ("RULER", "LongEval") if name in values) or ("average",)
-    intervals = _evaluation_intervals(content, means | tasks)
     return Measured(str(file), str(content.get("model") or ""), values, main, settings, True, intervals)
 
 
-def _evaluation_intervals(
-    content: Mapping[str, Any], scores: Mapping[str, Mapping[int, float]]
-) -> dict[str, Interval | None]:
-    """Return the 95% intervals of scores by length, and of their means over lengths, by the names of the values."""
-    ends = {task: [cell.get("interval") for cell in lengths.values()] for task, lengths in content["tasks"].items()}
-    if "LongEval" in scores:
-        ends["LongEval"] = next(ends[task] for task in GROUPS["longeval"] if task in ends)
-    found = {name: mean_interval([*scores[name].values()], of_name) for name, of_name in ends.items()}
-    if set(GROUPS["ruler"]) <= set(ends):
-        means = [fmean(scores[task].values()) for task in GROUPS["ruler"]]
-        found["RULER"] = mean_interval(means, [found[task] for task in GROUPS["ruler"]])
-    for name, of_name in ends.items():
-        lengths = [short(length) if name == "LongEval" else length for length in scores[name]]
-        found |= {f"{name} {length}": interval for length, interval in zip(lengths, of_name, strict=True)}
+def _group_by_task(cells: Cells) -> dict[str, dict[int, tuple[float, Interval | None]]]:
+    """Return the scores by task and length, of the average over tasks and of LongEval as well."""
+    found: dict[str, dict[int, tuple[float, Interval | None]]] = {"average": {}}
+    for (task, length), cell in cells.items():
+        for name in (task, "LongEval") if task in GROUPS["longeval"] else (task,):
+            found.setdefault(name, {})[int(length)] = cell
     return found
 
 
 def _read_harness(file: Path, content: Mapping[str, Any]) -> Measured:
-    """Read tasks of lm-evaluation-harness: scores of sets in percent, metrics of tasks and groups as they are."""
-    values = {name: _parse_number(name, value) for name, value in content["scores"].items()}
-    metrics = {name: entry["metrics"] for name, entry in content["tasks"].items()} | content["groups"]
-    tasks = {
-        f"{task}/{key.removesuffix(',none')}": _parse_number(task, value)
-        for task, entry in metrics.items()
-        for key, value in entry.items()
-        if "_stderr," not in key
-    }
+    """Read tasks of lm-evaluation-harness."""
+    cells = {task if key == OF_SETS else f"{task}/{key}": cell for (task, key), cell in read_cells(content).items()}
+    values = {name: value for name, (value, _) in cells.items()}
+    intervals = {name: interval for name, (_, interval) in cells.items()}
     given = content["settings"]
     told = {"by": "harness"} | {name: value for name, value in given.items() if name in _PROMPTS}
-    settings = dict.fromkeys([*values, *tasks], told)
+    settings = dict.fromkeys(values, told)
     if "RULER" in values:  # which is a mean over lengths
         settings["RULER"] = told | {"lengths": sorted(given.get("lengths", []))}
-    intervals = {name: each for name, each in content.get("intervals", {}).items() if name in values}
-    name = str(content.get("model") or "")
-    return Measured(str(file), name, values | tasks, tuple(values or tasks), settings, True, intervals)
+    main = tuple(content["scores"] or values)
+    return Measured(str(file), str(content.get("model") or ""), values, main, settings, True, intervals)
 
 
 # Readers of our results, and the keys by which each kind is recognized.

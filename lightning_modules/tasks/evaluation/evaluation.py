@@ -71,7 +71,7 @@ class Evaluation:
 
     def missing(self, rank: int = 0, processes: int = 1) -> list[Key]:
         """Return the questions of this process that have no result yet."""
-        known = {result.key for result in self.store.read()}
+        known = {result.key for result in read_results(self.store.folder)}
         return [key for key in self.keys[rank::processes] if key not in known]
 
     def ask(self, backbone: Backbone, rank: int = 0, processes: int = 1) -> None:
@@ -94,7 +94,7 @@ class Evaluation:
 
     def report(self) -> tuple[str, Parts]:
         """Write the report of all results so far; return it as text, and the scores in the harness's schema."""
-        known = {result.key: result for result in self.store.read()}
+        known = {result.key: result for result in read_results(self.store.folder)}
         results = [known[key] for key in self.keys if key in known]
         missing = len(self.keys) - len(results)
         write_task_report(self.store.folder, results, self.store.settings, missing)
@@ -131,15 +131,6 @@ class ResultStore:
             write_json(folder / SETTINGS, settings)
         _check_same(folder / SETTINGS, settings)
 
-    def read(self) -> list[TaskResult]:
-        """Return all results, each once; unfinished lines are left out."""
-        found: dict[Key, TaskResult] = {}
-        for path in sorted(self.folder.glob("results-*.jsonl")):
-            for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-                result = _parse_result(line, path, number)
-                found.setdefault(result.key, result)
-        return list(found.values())
-
     def path(self, rank: int, processes: int) -> Path:
         """Return the file of one of several processes."""
         return self.folder / f"results-{rank:05d}-of-{processes:05d}.jsonl"
@@ -158,6 +149,16 @@ class ResultStore:
             stream.write(lines.encode())
             stream.flush()
             os.fsync(stream.fileno())
+
+
+def read_results(folder: Path) -> list[TaskResult]:
+    """Return all results in a folder, each once; unfinished lines of killed processes are left out."""
+    found: dict[Key, TaskResult] = {}
+    for path in sorted(folder.glob("results-*.jsonl")):
+        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+            result = _parse_result(line, path, number)
+            found.setdefault(result.key, result)
+    return list(found.values())
 
 
 def _parse_result(line: bytes, path: Path, number: int) -> TaskResult:

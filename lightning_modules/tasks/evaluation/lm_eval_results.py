@@ -3,18 +3,16 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.tasks.evaluation.summary import Summary
-from lightning_modules.utilities.files import write_atomically
-from lightning_modules.utilities.plain_json import plain, write_json
+from lightning_modules.utilities.plain_json import write_json
 
 SOURCE = "longce"
 
@@ -50,7 +48,7 @@ def write_results(
         "chat_template_sha": _hash_text(chat_template if config.chat_template else None),
         "total_evaluation_time_seconds": str(seconds),
     }
-    path = _find_earlier(config.output_folder) or config.output_folder / f"results_{_time()}.json"
+    path = _find_earlier(config.output_folder) or config.output_folder / f"results_{date_id()}.json"
     write_json(path, {**merged, **about})
     return path
 
@@ -72,35 +70,9 @@ def convert_summary(summary: Summary, settings: Mapping[str, Any]) -> Parts:
     return parts
 
 
-def write_samples(folder: Path, task: str, samples: Iterable[Mapping[str, Any]]) -> None:
-    """Write ``samples_TASK_TIME.jsonl`` with the questions and answers of a task, as the harness returns them."""
-    lines = "".join(json.dumps(plain(_sanitize_sample(sample)), ensure_ascii=False) + "\n" for sample in samples)
-    name = f"samples_{quote(task, safe='')}"
-    earlier = [path for path in folder.glob("samples_*_*.jsonl") if path.name.rpartition("_")[0] == name]
-    write_atomically(folder / f"{name}_{_time()}.jsonl", lines.encode())
-    for path in earlier:
-        path.unlink()
-
-
 def sanitize_name(name: str) -> str:
     """Return a model's name as the harness names folders."""
     return re.sub(r"[\"<>:/|\\?*\[\]]+", "__", name)
-
-
-def _sanitize_sample(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sample whose columns have one type each, which `datasets` needs to load the file."""
-    arguments = {
-        f"gen_args_{number}": {f"arg_{place}": value for place, value in enumerate(given)}
-        for number, given in enumerate(sample["arguments"])
-    }
-    words = {name: _as_text(sample[name]) for name in ("resps", "filtered_resps")}
-    return {**sample, **words, "arguments": arguments, "target": str(sample["target"])}
-
-
-def _as_text(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_as_text(each) for each in value]
-    return str(value)
 
 
 def _find_earlier(folder: Path) -> Path | None:
@@ -111,7 +83,8 @@ def _find_earlier(folder: Path) -> Path | None:
     return None
 
 
-def _time() -> str:
+def date_id() -> str:
+    """Return the time as the harness writes it in names of files."""
     return datetime.now().isoformat().replace(":", "-")
 
 

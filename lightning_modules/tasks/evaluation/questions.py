@@ -14,7 +14,7 @@ from lightning_modules.tasks.generation import generate
 from lightning_modules.tasks.questions.example import Example
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.task import Task
-from lightning_modules.tasks.sampling import make_samplers, read_max_tokens, read_sampling
+from lightning_modules.tasks.sampling import make_samplers, read_sampling
 from lightning_modules.tasks.teacher_forcing import AnswerScores, teacher_forced
 
 MAX_UNKNOWN = 0.1  # fraction of the tokens
@@ -188,7 +188,7 @@ def _generate_answers(
             found[number] = _make_result(questions[number], score, text, len(prompts[number]))
         take(found)
 
-    limits = [read_max_tokens(generation, example.max_new_tokens) for _, example in questions]
+    limits = [generation.get("max_gen_toks", example.max_new_tokens) for _, example in questions]
     samplers = make_samplers([read_sampling(generation)] * len(prompts), prompts)
     generate(backbone, prompts, limits, done=finish, stopped=lambda _, tokens: tokens[-1] == end, samplers=samplers)
 

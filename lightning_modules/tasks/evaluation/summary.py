@@ -114,9 +114,14 @@ class Summary:
         }
 
 
+def tabulate(results: Sequence[TaskResult]) -> pd.DataFrame:
+    """Return a table with a row for each result and a column for each of its fields."""
+    return pd.DataFrame([vars(result) for result in results], columns=list(TaskResult.__dataclass_fields__))
+
+
 def summarize(results: Sequence[TaskResult]) -> Summary:
     """Summarize results, complete or not."""
-    table = pd.DataFrame([vars(result) for result in results], columns=list(TaskResult.__dataclass_fields__))
+    table = tabulate(results)
     # Depths that were asked for are the same at all lengths; true depths are those that whole sentences allow.
     table["depth"] = table["asked_depth"].astype(float).fillna(table["depth"].astype(float))
     asked = sorted(table["asked_depth"].dropna().unique())

@@ -15,17 +15,19 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
+from lm_eval.utils import sanitize_list
 from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.chat_templates import check_chat_template
 from lightning_modules.statistics import Interval, mean_interval
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
-from lightning_modules.tasks.evaluation.lm_eval_results import Parts, write_samples
+from lightning_modules.tasks.evaluation.lm_eval_results import Parts, date_id
 from lightning_modules.tasks.harness.intervals import group_intervals, task_intervals
 from lightning_modules.tasks.harness.model import HarnessModel
 from lightning_modules.tasks.harness.tasks import SETS, load_tasks, seed
-from lightning_modules.utilities.plain_json import write_json
+from lightning_modules.utilities.files import write_atomically
+from lightning_modules.utilities.plain_json import plain, write_json
 from lightning_modules.visualization.report import Table, as_text_table
 
 log = logging.getLogger(__name__)
@@ -222,6 +224,24 @@ class Results:
 
     def _settings_of(self, task_file: str | None) -> dict[str, Any]:
         return self.settings | ({"task_file": task_file} if task_file else {})
+
+
+def write_samples(folder: Path, task: str, samples: Iterable[Mapping[str, Any]]) -> None:
+    """Write ``samples_TASK_TIME.jsonl`` with the questions and answers of a task, whose columns have one type each."""
+    lines = []
+    for sample in samples:
+        arguments = {
+            f"gen_args_{number}": {f"arg_{place}": value for place, value in enumerate(given)}
+            for number, given in enumerate(sample["arguments"])
+        }
+        words = {name: sanitize_list(sample[name]) for name in ("resps", "filtered_resps")}
+        row = plain({**sample, **words, "arguments": arguments, "target": str(sample["target"])})
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    name = f"samples_{quote(task, safe='')}"
+    earlier = [path for path in folder.glob("samples_*_*.jsonl") if path.name.rpartition("_")[0] == name]
+    write_atomically(folder / f"{name}_{date_id()}.jsonl", "".join(lines).encode())
+    for path in earlier:
+        path.unlink()
 
 
 def table(result: Mapping[str, Any]) -> str:

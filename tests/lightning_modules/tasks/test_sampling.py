@@ -8,7 +8,7 @@ import torch
 
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.tasks.generation import generate
-from lightning_modules.tasks.sampling import Sampler, Sampling, make_samplers, parse_gen_kwargs, read_max_tokens
+from lightning_modules.tasks.sampling import Sampler, Sampling, make_samplers, parse_gen_kwargs
 from lightning_modules.tasks.sampling import read_sampling as read
 from tests.conftest import tiny_model
 
@@ -55,14 +55,21 @@ def test_a_continuation_does_not_depend_on_its_group():
 
 def test_arguments_are_those_of_the_harness():
     assert parse_gen_kwargs(None) == {}
-    assert parse_gen_kwargs('{"temperature": 0.8}') == parse_gen_kwargs({"temperature": 0.8}) == {"temperature": 0.8}
+    assert parse_gen_kwargs('{"temperature": 0.8}') == parse_gen_kwargs({"temperature": 0.8})
+    assert parse_gen_kwargs({"temperature": 0.8}) == {"temperature": 0.8, "do_sample": True}
+    assert parse_gen_kwargs("do_sample=true,max_new_tokens=3") == {
+        "do_sample": True,
+        "temperature": 1.0,
+        "max_gen_toks": 3,
+    }
+    assert parse_gen_kwargs("temperature=0,max_tokens=3") == {"temperature": 0, "max_gen_toks": 3}
     given = parse_gen_kwargs("temperature=0.8,top_p=0.95 top_k=-1,until=['.', \",\"],max_gen_toks=64")
-    assert given == {"temperature": 0.8, "top_p": 0.95, "top_k": -1, "until": [".", ","], "max_gen_toks": 64}
+    expected = {"temperature": 0.8, "top_p": 0.95, "top_k": -1, "until": [".", ","], "max_gen_toks": 64}
+    assert given == expected | {"do_sample": True}
     assert read(given) == Sampling(0.8, top_p=0.95)
     assert read({"do_sample": True}).temperature == 1.0
     assert read({"do_sample": False, "temperature": 0.7}).temperature == 0.0
     assert read({"until": ["x"]}).temperature == 0.0
-    assert (read_max_tokens(given, 5), read_max_tokens({}, 5)) == (64, 5)
 
 
 @pytest.mark.parametrize(

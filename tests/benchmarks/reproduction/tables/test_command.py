@@ -275,6 +275,12 @@ def test_table_9_is_measured_by_teacher_forcing(reproduce, model_dir, evaluator_
     assert accuracy["ours"] == 100 * sum(one["score"] for one in found) / 5
     assert accuracy["interval"][1] - accuracy["interval"][0] > 30
     assert cells["Yi-6B-200k: LongEval accuracy"]["2k"] == {"paper": 100.0, "ours": None}
+    assert reproduce("table9", *models[:2], max_tokens=2100, documents=4) == 0  # of the 5 that have an answer
+    cells = table(tmp_path / "one", "table9")
+    first = [one for one in found if one["index"] < 4]
+    nll, tokens = (sum(one[f"answer_{name}"] for one in first) for name in ("nll", "tokens"))
+    assert cells["M: PPL (answer tokens)"]["2k"]["ours"] == pytest.approx(math.exp(nll / tokens))
+    capsys.readouterr()
     assert reproduce("table9", *models[:2], max_tokens=150) == 2
     assert "`max_tokens` = 150 is below the shortest length, 2048" in capsys.readouterr().err
 

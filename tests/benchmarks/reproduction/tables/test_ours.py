@@ -1,10 +1,13 @@
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from benchmarks.reproduction.tables.ours import ours
+from benchmarks.reproduction.tables.ours import DEFAULT, measured_intervals, ours
 from benchmarks.reproduction.tables.published import find_table
 from benchmarks.reproduction.tables.results import ITSELF, DocumentResult, Result, save_times
+from lightning_modules.statistics import weighted_mean_interval
 
 JUDGE = "Qwen2-72B-Instruct"
 NLL = {"M": 1.0, "N": 2.0, "O": 0.5, "P": 3.0}
@@ -45,6 +48,15 @@ def test_perplexities_by_evaluator_and_by_the_model_itself():
     assert {column for _, column in cells} == {JUDGE, "PPL"}
     cells = ours(find_table("table6"), results() | results(ITSELF), {}, [])
     assert cells == {(name, "LongPPL"): pytest.approx(math.exp(NLL[name] / 2)) for name in "MNO"}
+
+
+def test_intervals_of_perplexities():
+    result = results()["M", JUDGE]
+    documents = [replace(result.documents[0], sums={"perplexity": (-n, 10.0), DEFAULT: (-n, 2.0)}) for n in range(1, 7)]
+    result = replace(result, documents=documents)
+    found = measured_intervals(find_table("table5"), {("M", JUDGE): result}, [])
+    assert found["M", "PPL"] == weighted_mean_interval(np.exp(np.arange(1, 7) / 10), np.full(6, 10.0))
+    assert found["M", JUDGE] == weighted_mean_interval(np.exp(np.arange(1, 7) / 2), np.full(6, 2.0))
 
 
 def test_times_add_up(tmp_path):

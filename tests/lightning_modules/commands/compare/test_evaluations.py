@@ -1,22 +1,24 @@
 """Scores of several models in one table, with differences over the same questions."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.compare.command import compare
 from lightning_modules.statistics import score_difference
+from lightning_modules.tasks.evaluation.questions import TaskResult
 
 FIRST = [1, 1, 0, 1, 1, 0, 1, 1, 0, 1]
 SECOND = [1, 0, 0, 1, 0, 0, 1, 1, 0, 0]
 
 
-def write_evaluation(folder, scores, *, task="needle", **settings):
+def write_evaluation(folder, scores, *, task="needle", texts=20, **settings):
     """A folder of `longce evaluate` with one task at one length."""
     folder.mkdir(parents=True)
     rows = [
-        {"task": task, "length": 64, "asked_depth": None, "index": index, "score": score}
+        asdict(TaskResult(task, 64, index // texts / 2, index % texts, None, score, ("a",), "b", prompt_tokens=9))
         for index, score in enumerate(scores)
     ]
     (folder / "results-00000-of-00001.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -34,6 +36,8 @@ def write_evaluation(folder, scores, *, task="needle", **settings):
 
 def test_the_difference_is_over_the_same_questions(tmp_path):
     one, other = write_evaluation(tmp_path / "a", FIRST), write_evaluation(tmp_path / "b", SECOND[:8])
+    with (other / "results-00001-of-00002.jsonl").open("w") as stream:  # of a process that was killed while it wrote
+        stream.write((other / "results-00000-of-00001.jsonl").read_text() + '{"task": "need')
     text = compare([one, other], tmp_path / "page.html")
     value, (low, high) = score_difference(SECOND[:8], FIRST[:8])
     assert text.splitlines()[0].split() == ["task", "length", "or", "metric", "a", "b", "b", "-", "a"]
@@ -42,6 +46,12 @@ def test_the_difference_is_over_the_same_questions(tmp_path):
     assert row.split()[:3] == ["needle", "64", "70.0"]
     assert row.endswith(f"{100 * value:+.1f} [{100 * low:+.0f}, {100 * high:+.0f}]")
     assert "b - a" in (tmp_path / "page.html").read_text()
+
+
+def test_questions_about_one_text_count_as_dependent(tmp_path):
+    one, other = (write_evaluation(tmp_path / name, scores, texts=5) for name, scores in (("a", FIRST), ("b", SECOND)))
+    value, (low, high) = score_difference(SECOND, FIRST, [*range(5)] * 2)
+    assert compare([one, other]).splitlines()[2].endswith(f"{100 * value:+.1f} [{100 * low:+.0f}, {100 * high:+.0f}]")
 
 
 def test_other_questions_have_no_difference(tmp_path, capsys):
@@ -74,3 +84,14 @@ def test_damaged_files_are_named(tmp_path):
     (folder / "results.json").write_text("{")
     with pytest.raises(ValueError, match="/a' is not a folder of `longce evaluate`, or is damaged"):
         compare([folder])
+
+
+def test_unfinished_evaluations_are_named(tmp_path):
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "settings.json").write_text("{}")
+    with pytest.raises(ValueError, match="killed' was interrupted: run the same `longce evaluate` again"):
+        compare([tmp_path / "killed"])
+    one, other = write_evaluation(tmp_path / "a", FIRST), write_evaluation(tmp_path / "b", SECOND[:8])
+    result = json.loads((other / "results.json").read_text())
+    (other / "results.json").write_text(json.dumps(result | {"missing": 2}))
+    assert "2 questions of b have no result yet." in compare([one, other])

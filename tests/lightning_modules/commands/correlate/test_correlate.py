@@ -6,8 +6,7 @@ from scipy import stats
 
 from benchmarks.reproduction.tables.published import published
 from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.correlate.command import correlate
-from lightning_modules.commands.correlate.models import join
+from lightning_modules.commands.correlate.command import correlate, join
 from lightning_modules.commands.correlate.result_files import Measured
 from lightning_modules.statistics import compare_correlations
 from tests.support.browser import check_page, launch_chromium

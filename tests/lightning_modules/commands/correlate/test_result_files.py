@@ -84,6 +84,14 @@ def test_lengths_that_are_no_multiples_of_1024_keep_their_names(evaluation, tmp_
     assert found == {"LongEval 1k": 1.0, "LongEval 1500": 2.0, "LongEval 16000": 3.0}
 
 
+def test_folders_of_several_models_are_read(evaluation, tmp_path):
+    content = json.loads((tmp_path / "evaluation.json").read_text())
+    for name in ("a", "b"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        write(tmp_path / "runs" / name, "results.json", content | {"model": name})
+    assert [entry.model for entry in read_results([str(tmp_path / "runs")])] == ["a", "b"]
+
+
 def test_half_an_evaluation_is_refused(evaluation, tmp_path):
     content = json.loads((tmp_path / "evaluation.json").read_text())
     with pytest.raises(

@@ -9,7 +9,7 @@ from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.evaluate import evaluate
 from lightning_modules.commands.models import evaluate_models
 from lightning_modules.tasks.evaluation import evaluation
-from lightning_modules.tasks.evaluation.evaluation import ResultStore
+from lightning_modules.tasks.evaluation.evaluation import ResultStore, read_results
 from tests.support.toy_tasks import GUESS, SEVERAL
 
 TASKS = {"tasks": [GUESS, SEVERAL], "lengths": [48, 64], "samples": 3, "depths": 3}
@@ -30,8 +30,7 @@ def asked(monkeypatch):
 
 
 def results(folder):
-    path = folder / "settings.json"
-    found = ResultStore(folder, json.loads(path.read_text())).read()
+    found = read_results(folder)
     return sorted(str({**vars(one), "seconds": 0}) for one in found)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_modules.tasks.evaluation.evaluation import ResultStore
+from lightning_modules.tasks.evaluation.evaluation import ResultStore, read_results
 from lightning_modules.tasks.evaluation.questions import TaskResult
 from lightning_modules.tasks.evaluation.report import as_text, describe_synthetic_text, figures, write_task_report
 from lightning_modules.tasks.evaluation.summary import summarize
@@ -40,7 +40,7 @@ def test_results_survive_and_come_back_each_once(store):
     store.append(store.path(0, 2), GRID[:5])
     store.append(store.path(0, 2), GRID[5:8])
     store.append(store.path(1, 2), [GRID[7], *GRID[8:]])
-    found = ResultStore(store.folder, SETTINGS).read()
+    found = read_results(store.folder)
     assert sorted(map(str, found)) == sorted(map(str, GRID))
 
 
@@ -50,9 +50,9 @@ def test_a_torn_last_line_is_no_result_and_is_written_over(store):
     whole = path.read_bytes()
     for kept in (len(whole) - 1, len(whole) - 20, whole.index(b"\n") + 1, 10, 0):
         path.write_bytes(whole[:kept])
-        assert store.read() == sorted(GRID[: whole[:kept].count(b"\n")], key=lambda one: one.depth)
+        assert read_results(store.folder) == sorted(GRID[: whole[:kept].count(b"\n")], key=lambda one: one.depth)
         store.append(path, [GRID[5]])
-        assert len(store.read()) == whole[:kept].count(b"\n") + 1
+        assert len(read_results(store.folder)) == whole[:kept].count(b"\n") + 1
         assert path.read_bytes().endswith(b"\n")
 
 
@@ -60,7 +60,7 @@ def test_a_damaged_line_is_named(store):
     store.append(store.path(0, 1), GRID[:2])
     store.path(0, 1).write_bytes(store.path(0, 1).read_bytes() + b'{"task": 1}\n')
     with pytest.raises(ValueError, match=r"results-00000-of-00001.jsonl', line 3, is not a result"):
-        store.read()
+        read_results(store.folder)
 
 
 def test_other_settings_are_refused_by_name(store):
@@ -77,7 +77,7 @@ def test_settings_without_results_bind_nobody(tmp_path):
     with pytest.raises(ValueError, match="have seed = 1, but this evaluation has 0"):
         first.append(first.path(0, 2), GRID[:1])  # they have begun at the same time
     other.append(other.path(1, 2), GRID[:1])
-    assert len(other.read()) == 1
+    assert len(read_results(other.folder)) == 1
 
 
 def test_the_summary_of_a_grid():

@@ -1,8 +1,10 @@
 """Our results are read by lm-evaluation-harness's own functions, and have the fields of its own files."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from datasets import load_dataset
 from lm_eval import simple_evaluate
@@ -21,7 +23,10 @@ from transformers import AutoModelForCausalLM
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.evaluate import evaluate
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
-from lightning_modules.tasks.evaluation.lm_eval_results import write_samples
+from lightning_modules.tasks.evaluation.config import EvaluationConfig
+from lightning_modules.tasks.evaluation.lm_eval_results import write_results
+from lightning_modules.tasks.harness.evaluation import write_samples
+from lightning_modules.tasks.teacher_forcing import AnswerScores
 from tests.support.toy_tasks import GUESS
 
 NAMES = ["both", "answer", "rolling"]
@@ -77,13 +82,14 @@ def test_our_files_have_the_fields_of_theirs(model_dir, task_dir, tmp_path):
         assert len(rows) == 5
 
 
-def test_our_own_tasks_are_in_the_file_and_a_second_call_replaces_it(model_dir, task_dir, tmp_path):
+def test_our_own_tasks_are_in_the_file_and_a_second_call_replaces_it(model_dir, task_dir, tmp_path, monkeypatch):
     options = {"lengths": [48, 64], "samples": 2, "mode": "teacher_forced"}
+    monkeypatch.setattr(AnswerScores, "score", property(lambda _: 0.5))
     evaluate(str(model_dir), str(tmp_path), tasks=[GUESS], **options)
     evaluate(str(model_dir), str(tmp_path), tasks=[GUESS, "letter"], include_path=str(task_dir), limit=2, **options)
     assert len(list(tmp_path.glob("results_*.json"))) == 1
-    found, own = read_latest(tmp_path), json.loads((tmp_path / "results.json").read_text())
-    assert found["results"]["guess"]["64,none"] == pytest.approx(own["tasks"]["guess"]["64"]["mean"] / 100)
+    found = read_latest(tmp_path)
+    assert found["results"]["guess"]["64,none"] == 0.5
     assert found["n-samples"]["guess"] == {"original": 4, "effective": 4}
     table = make_table(found)
     assert "guess" in table
@@ -104,7 +110,7 @@ def test_options_have_the_names_of_the_harness(model_dir, task_dir, tmp_path, ca
         "temperature=0.9",
         "top_k=20",
         "seed=3",
-        "max_gen_toks=5",
+        "max_new_tokens=5",
         "--tasks",
         "answer",
         "--output",
@@ -118,11 +124,13 @@ def test_options_have_the_names_of_the_harness(model_dir, task_dir, tmp_path, ca
     assert texts["turns"]["arg_0"].startswith("[s Be brief.")
     assert texts["turns"]["arg_0"].count("[u ") == 3
     assert texts["single"]["arg_0"].count("[u ") == 1
-    assert texts["turns"]["arg_1"]["temperature"] == 0.9
     found = read_latest(tmp_path / "turns")
     assert found["system_instruction"] == "Be brief."
     assert found["fewshot_as_multiturn"]
-    assert found["config"]["gen_kwargs"] == {"temperature": 0.9, "top_k": 20, "seed": 3, "max_gen_toks": 5}
+    given = {"temperature": 0.9, "top_k": 20, "seed": 3, "max_gen_toks": 5, "do_sample": True}
+    assert found["config"]["gen_kwargs"] == given
+    assert texts["turns"]["arg_1"] == {"until": ["a", "."], **given}  # in place of the task's `do_sample: false`
+    assert found["chat_template"] == tokenizer.chat_template
     with pytest.raises(SystemExit):
         main(
             ["evaluate", *map(str, [*words, tmp_path / "single"]), "--fewshot_as_multiturn", "--chat_template", "false"]
@@ -130,12 +138,33 @@ def test_options_have_the_names_of_the_harness(model_dir, task_dir, tmp_path, ca
     assert "`fewshot_as_multiturn` needs turns: add `chat_template`" in capsys.readouterr().err
 
 
+def test_the_chat_template_is_named_only_if_it_was_used(tmp_path):
+    config = EvaluationConfig("model", str(tmp_path))
+    for used in (False, True):
+        path = write_results(replace(config, chat_template=used), [], chat_template="{{ a }}", seconds=1.0)
+        assert (json.loads(path.read_text())["chat_template"] == "{{ a }}") == used
+
+
 def test_samples_of_a_task_replace_only_those_of_the_same_task(tmp_path):
-    sample = {"arguments": [("ba",)], "resps": [[("-1", True)]], "filtered_resps": ["ce"], "target": 3}
+    sample = {
+        "arguments": [("ba",)],
+        "resps": [[("-1", True)]],
+        "filtered_resps": ["ce"],
+        "target": 3,
+        "acc": np.int64(1),
+    }
     for task, count in (("a", 1), ("a_1", 2), ("a", 3)):
         write_samples(tmp_path, task, [sample] * count)
     found = {get_file_task_name(path.name): len(path.read_text().splitlines()) for path in tmp_path.iterdir()}
     assert found == {"a": 3, "a_1": 2}
+    row = json.loads(next(tmp_path.glob("samples_a_1_*")).read_text().splitlines()[0])
+    assert row == {
+        "arguments": {"gen_args_0": {"arg_0": "ba"}},
+        "resps": [[["-1", "True"]]],
+        "filtered_resps": ["ce"],
+        "target": "3",
+        "acc": 1,
+    }
     assert len(list(tmp_path.iterdir())) == 2
 
 

@@ -6,8 +6,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from lightning_modules.commands.cli.corpus_text import read_row
 from lightning_modules.commands.cli.main import main
+from lightning_modules.commands.cli.registry import read_row
 from tests.conftest import make_text
 
 
