@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 
-import httpx
+import httpx2
 import pyarrow.parquet
 import pytest
 import torch
@@ -158,8 +158,8 @@ def vllm(tmp_path, tokenizer):
     )
     try:
         while process.poll() is None:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+            with contextlib.suppress(httpx2.TransportError):
+                if httpx2.get(f"http://127.0.0.1:{port}/health").status_code == 200:
                     break
             time.sleep(1)
         yield folder, f"http://127.0.0.1:{port}"
