@@ -185,7 +185,7 @@ def longce_server(backbone, *, identity="sha256:0:0", key="", max_length=1 << 20
     scorer, stop = BatchingScorer(backbone, max_batch_tokens), threading.Event()
     app = Service(scorer, "tiny", identity, key=key, max_length=max_length).app
     server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="critical"))
-    threads = [threading.Thread(target=run) for run in (server.run, lambda: scorer.run(stop))]
+    threads = [threading.Thread(target=run) for run in (server.run, lambda: scorer.run(stop.is_set))]
     for thread in threads:
         thread.start()
     while not server.started:
