@@ -34,7 +34,7 @@ class StubServer(ThreadingHTTPServer):
         self.dialect, self.model, self.name, self.key = dialect, "a", "tiny", None
         self.owner, self.shift, self.limit = dialect, 0, 4096
         self.faults, self.fault, self.seen, self.delay = deque(), None, [], 0.0
-        self._connections, self.poison = [], None
+        self._connections, self.poison, self.closes = [], None, None
         super().__init__(("127.0.0.1", port), _Handler)
         self.address = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
@@ -162,6 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)
+        self.close_connection = self.close_connection or bool(self.server.closes)
 
     def reset(self):
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -224,7 +224,8 @@ class RemoteScorer(nn.Module):
                     await endpoint.verify()
                     endpoint.failed = False
                 except Unavailable as reason:
-                    self._check_patience(endpoint, reason)
+                    if all(each.failed for each in self._endpoints):  # others may be busy with long documents
+                        self._check_patience(endpoint, reason)
                     failures += 1
                     await asyncio.sleep(_delay(failures))
 

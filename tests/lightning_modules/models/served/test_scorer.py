@@ -141,6 +141,19 @@ def test_another_model_behind_the_address_after_a_restart(dialect, rename):
             scorer.verify()
 
 
+def test_what_comes_through_a_new_connection_is_probed():
+    """There may be another server behind the address, without any failure."""
+    with stub_server("vllm") as server:
+        scorer = RemoteScorer([server.address], ServerConfig(**QUICK))
+        counts = []
+        for fault in (None, "closes", None):
+            before = len(server.seen)
+            server.closes = fault
+            scorer(random_batch([30]))
+            counts.append(len(server.seen) - before)
+    assert counts == [1, 1, 2]
+
+
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 def test_another_model_in_a_later_run_needs_another_claim(dialect):
     with stub_server(dialect) as server:
@@ -181,6 +194,14 @@ def test_two_servers_must_have_the_same_model():
             RemoteScorer([one.address, other.address], ServerConfig(**QUICK))
         with pytest.raises(ValueError, match="named twice"):
             RemoteScorer([one.address, one.address], ServerConfig(**QUICK))
+
+
+def test_a_server_that_is_gone_does_not_end_what_another_computes():
+    with stub_server("longce") as slow, stub_server("longce") as gone:
+        scorer = RemoteScorer([slow.address, gone.address], ServerConfig(timeout=5, patience=0.1, concurrency=1))
+        gone.fault, slow.delay = "down", 0.6
+        batch = random_batch([30, 20])
+        assert torch.equal(scorer(batch), expected_values(batch))
 
 
 @pytest.mark.parametrize("fault", ["503", "500", "down"])
