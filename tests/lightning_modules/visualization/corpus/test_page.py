@@ -10,7 +10,7 @@ import pytest
 
 from lightning_modules.visualization.corpus.page import corpus_page, find_file, inspect_command
 from lightning_modules.visualization.corpus.summary import BINS, OTHERS, CorpusSummary
-from tests.support.browser import launch_chromium
+from tests.support.browser import check_page, launch_chromium
 
 HEADER = {
     "source": {"files": ["raw texts"], "text_column": "body"},
@@ -158,6 +158,7 @@ def test_the_slider_works_by_keyboard_without_a_network(scores, tmp_path):
     path.write_text(corpus_page(as_arrow(table), pyarrow.array(names), HEADER, "scores", folder=tmp_path))
     thresholds = CorpusSummary(as_arrow(table), pyarrow.array(names)).thresholds("lsd_mass")
     with launch_chromium() as browser:
+        check_page(browser, path)
         page = browser.new_page(viewport={"width": 360, "height": 800})
         messages, requests = [], []
         page.on("console", lambda message: messages.append(message.text))
