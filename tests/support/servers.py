@@ -85,7 +85,11 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         status = "404" if url.path != PATHS[server.dialect] else str(fault)
         if status.isdecimal():
-            return self.answer(b'{"error": "no"}', int(status), {"Retry-After": "0", "Location": "http://127.0.0.1:1/"})
+            return self.answer(
+                f"no {self.headers.get('Authorization')}".encode(),
+                int(status),
+                {"Retry-After": "0", "Location": "http://127.0.0.1:1/"},
+            )
         return self.answer_prompt(body, url, fault)
 
     def answer_prompt(self, body, url, fault):

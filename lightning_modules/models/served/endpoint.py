@@ -25,8 +25,8 @@ from lightning_modules.models.served.dialects import (
 from lightning_modules.utilities.identity import combined_hash
 
 TOLERANCE = 0.1
-"""Mean difference of two probes, in nats, up to which they are of one model. Servers in bfloat16 round differently in
-each batch, by 0.01 to 0.05; unrelated models differ by more than 1."""
+"""Mean difference of two probes, in nats, up to which they are of one model: servers in bfloat16 round differently in
+each batch. Probes of unrelated models differ by more than 1."""
 
 _CAUSAL_TOLERANCE = 0.25  # largest difference of a value that a later token must not change, in nats
 _PROBE = tuple(3 + (7 * index * index + 31 * index) % 250 for index in range(48))
@@ -213,7 +213,7 @@ class Endpoint:
             wait = response.headers.get("Retry-After", "")
             return Unavailable(asked, delay=float(wait) if wait.isdecimal() else None, answered=True)
         if status >= 500:
-            return Unavailable(f"{asked}: {quote(body)}", blamed=True)
+            return Unavailable(self._hide_key(f"{asked}: {quote(body)}"), blamed=True)
         if status in _OF_THE_REQUEST:
             return AnswerError(str(self._refuse(f"{asked}: {quote(body)}")))
         if status in (401, 403):
@@ -225,9 +225,11 @@ class Endpoint:
         return self._refuse(f"{asked}: {quote(body)}. Check the address and `server.dialect`")
 
     def _refuse(self, message: str) -> ValueError:
-        """Return an error about this server, in which the key, should the server repeat it, is hidden."""
-        text = f"The server {self.address} {message}."
-        return ValueError(text.replace(self._key, "***") if self._key else text)
+        return ValueError(self._hide_key(f"The server {self.address} {message}."))
+
+    def _hide_key(self, text: str) -> str:
+        """Return a text without the key, which a server may repeat in its answer."""
+        return text.replace(self._key, "***") if self._key else text
 
     async def _note_connection(self, event: str, _: object) -> None:
         if event == "connection.connect_tcp.started":

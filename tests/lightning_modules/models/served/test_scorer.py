@@ -256,10 +256,14 @@ def test_the_key_is_sent_and_appears_nowhere(monkeypatch, caplog):
     monkeypatch.setenv("MY_KEY", "hunter2")
     with stub_server("vllm") as server:
         server.key = "hunter2"
-        config = ServerConfig(key_variable="MY_KEY", **QUICK)
+        config = ServerConfig(key_variable="MY_KEY", timeout=1.0, patience=0.1)
         scorer = RemoteScorer([server.address], config)
         assert server.seen[-1][1] == "Bearer hunter2"
-        server.key = "renewed"  # and the server repeats the old one in its answer
+        server.fault = "500"
+        with pytest.raises(IncompleteError, match=r"Bearer \*\*\*") as caught:
+            scorer(random_batch([30]))
+        assert "hunter2" not in str(caught.value)
+        server.fault, server.key = None, "renewed"  # and the server repeats the old one in its answer
         with pytest.raises(ValueError, match=r"MY_KEY.*valid key") as caught:
             scorer(random_batch([30]))
     chain = f"{caught.value!r} {caught.value.__cause__!r} {caught.value.__context__!r}"
