@@ -117,7 +117,11 @@ class RemoteScorer(nn.Module):
 
     def verify(self) -> str:
         """Return the identity; raise a ``ValueError`` if a server has another model than before."""
-        self._run(self._verify())
+        try:
+            self._run(self._verify())
+        except ValueError:
+            _connect.cache_clear()  # the next use of the address starts again, for example in a notebook
+            raise
         return self.identity
 
     def report(self) -> str:

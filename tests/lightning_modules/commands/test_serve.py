@@ -51,6 +51,17 @@ def test_values_match_a_slow_float64_reference(backbone):
     torch.testing.assert_close(values.double(), expected.detach(), atol=2e-5, rtol=1e-5)
 
 
+def test_a_model_with_an_extended_context(model_dir):
+    extension = {"method": "eabf", "original_length": 64, "target_length": 256}
+    extended = load_frozen(ModelConfig(str(model_dir), context_extension=extension), "cpu")
+    batch = random_batch([200])
+    with longce_server(extended) as (address, _):
+        values = RemoteScorer([address], ServerConfig())(batch)
+    with torch.no_grad():
+        assert torch.equal(values, extended(batch))
+        assert not torch.allclose(values, load_frozen(ModelConfig(str(model_dir)), "cpu")(batch))
+
+
 @pytest.mark.parametrize(
     ("ids", "scored_from", "message"),
     [

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from lightning_modules.batch import IGNORE_INDEX, pack_sequence
-from lightning_modules.models.config import ServerConfig
+from lightning_modules.models.config import ModelConfig, ServerConfig
+from lightning_modules.models.identity import model_identity
 from lightning_modules.models.served.dialects import AnswerError
-from lightning_modules.models.served.scorer import RemoteScorer
+from lightning_modules.models.served.scorer import RemoteScorer, connect
 from lightning_modules.utilities.errors import IncompleteError
 from tests.support.servers import StubServer, stub_server, stub_values
 
@@ -112,6 +113,16 @@ def test_an_explicit_dialect_overrides_the_owner_but_not_the_probe():
         assert torch.equal(scorer(batch), expected_values(batch))
         with pytest.raises(ValueError, match="404"):
             RemoteScorer([server.address], ServerConfig(dialect="sglang", **QUICK))
+
+
+def test_a_process_can_use_an_address_again_after_its_model_has_changed():
+    with stub_server("longce") as server:
+        config = ModelConfig(server.address, server=ServerConfig(**QUICK))
+        assert connect(config) is connect(config)
+        first, server.model = model_identity(config), "b"
+        with pytest.raises(ValueError, match="another model"):
+            model_identity(config)
+        assert model_identity(config) != first
 
 
 def test_one_of_several_models_must_be_chosen(monkeypatch):
