@@ -8,9 +8,8 @@ from typing import Any
 from lightning_modules.commands.compare.command import compare, compare_runs
 from lightning_modules.commands.compare.runs import make_scored_run
 from lightning_modules.commands.evaluate import evaluate
-from lightning_modules.models.checks import check_weight_files
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import load_config
+from lightning_modules.models.config import ModelConfig, ServerConfig
+from lightning_modules.models.loading import check_model
 from lightning_modules.scoring.score import score, table
 from lightning_modules.tasks.evaluation.lm_eval_results import sanitize_name
 from lightning_modules.utilities.files import writable_folder
@@ -47,7 +46,9 @@ def evaluate_models(models: Sequence[str], *, output: str, **options: Any) -> st
     return f"{compare(folders)}\n{reports}".rstrip()
 
 
-def _name_models(models: Sequence[str], *, trust_remote_code: bool = False, **_: Any) -> list[str]:
+def _name_models(
+    models: Sequence[str], *, trust_remote_code: bool = False, server: ServerConfig | None = None, **_: Any
+) -> list[str]:
     """Return different names for models, whose configs and weights are found before the first is loaded."""
     names = [os.path.basename(os.path.abspath(model)) for model in models]  # also of `.` and `models/a/`
     if len(set(names)) < len(names):
@@ -55,6 +56,5 @@ def _name_models(models: Sequence[str], *, trust_remote_code: bool = False, **_:
     if len(set(names)) < len(names):
         raise ValueError(f"`model` names a model twice: {', '.join(models)}. Give each one once.")
     for model in models:
-        load_config(ModelConfig(model, trust_remote_code=trust_remote_code))
-        check_weight_files(model)
+        check_model(ModelConfig(model, trust_remote_code=trust_remote_code, server=server))
     return names

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -88,11 +89,11 @@ class BatchingScorer:
             self._changed.notify()
             return self._pending[-1].answer
 
-    def run(self, stop: threading.Event) -> None:
-        """Score spans until ``stop`` is set and none waits. Ranks that share weights make all passes together."""
+    def run(self, is_over: Callable[[], bool]) -> None:
+        """Score spans until ``is_over`` and none waits. Ranks that share weights make all passes together."""
         while True:
             group = self._take()
-            finished = stop.is_set() and not group and not self._pending
+            finished = is_over() and not group and not self._pending
             if not self.backbone.is_sharded:
                 if finished:
                     return
@@ -290,17 +291,20 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _serve_until_signal(server: uvicorn.Server, listener: socket.socket, scorer: BatchingScorer) -> None:
     """Answer requests in another thread, and score in this one, until a signal."""
-    stop = threading.Event()
+
+    def stop(*_: object) -> None:
+        server.should_exit = True  # no further requests are accepted, and those that wait are answered
+
     signals = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(number, lambda *_: stop.set()) for number in signals]
+    before = [signal.signal(number, stop) for number in signals]
     thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
     thread.start()
     scheme = "https" if server.config.ssl_certfile else "http"
     _log.info("Serving at %s://%s:%d (Ctrl-C stops it).", scheme, *listener.getsockname()[:2])
     try:
-        scorer.run(stop)
+        scorer.run(lambda: not thread.is_alive())
     finally:
-        server.should_exit = True
+        stop()
         thread.join(timeout=60)
         for number, handler in zip(signals, before, strict=True):
             signal.signal(number, handler)

@@ -34,7 +34,7 @@ class StubServer(ThreadingHTTPServer):
         self.dialect, self.model, self.name, self.key = dialect, "a", "tiny", None
         self.owner, self.shift, self.limit = dialect, 0, 4096
         self.faults, self.fault, self.seen, self.delay = deque(), None, [], 0.0
-        self._connections, self.poison = [], None
+        self._connections, self.poison, self.closes = [], None, None
         super().__init__(("127.0.0.1", port), _Handler)
         self.address = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
@@ -85,7 +85,11 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         status = "404" if url.path != PATHS[server.dialect] else str(fault)
         if status.isdecimal():
-            return self.answer(b'{"error": "no"}', int(status), {"Retry-After": "0", "Location": "http://127.0.0.1:1/"})
+            return self.answer(
+                f"no {self.headers.get('Authorization')}".encode(),
+                int(status),
+                {"Retry-After": "0", "Location": "http://127.0.0.1:1/"},
+            )
         return self.answer_prompt(body, url, fault)
 
     def answer_prompt(self, body, url, fault):
@@ -162,6 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)
+        self.close_connection = self.close_connection or bool(self.server.closes)
 
     def reset(self):
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -185,7 +190,7 @@ def longce_server(backbone, *, identity="sha256:0:0", key="", max_length=1 << 20
     scorer, stop = BatchingScorer(backbone, max_batch_tokens), threading.Event()
     app = Service(scorer, "tiny", identity, key=key, max_length=max_length).app
     server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="critical"))
-    threads = [threading.Thread(target=run) for run in (server.run, lambda: scorer.run(stop))]
+    threads = [threading.Thread(target=run) for run in (server.run, lambda: scorer.run(stop.is_set))]
     for thread in threads:
         thread.start()
     while not server.started:

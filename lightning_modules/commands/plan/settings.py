@@ -12,7 +12,7 @@ from lightning_modules.functional.checks import check_count
 from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.adapters import quantization_config
-from lightning_modules.models.config import DType, ModelConfig
+from lightning_modules.models.config import DType, ModelConfig, is_served
 from lightning_modules.models.context_extension.patterns import PATTERNS
 from lightning_modules.models.loading import load_config
 from lightning_modules.objectives import Scheduled
@@ -193,7 +193,7 @@ def _read_evaluator(name: str | None, callbacks: Any, model: LongContextLM) -> E
     settings = next((arguments for kind, arguments in components if kind == "ExternalEvaluator"), {})
     if name is not None:
         settings = {key: value for key, value in settings.items() if key not in ("revision", "dtype")}
-    elif (name := settings.get("evaluator")) is None:
+    elif (name := settings.get("evaluator")) is None or is_served(name):  # a served one needs nothing here
         return None
     remote = bool(settings.get("trust_remote_code"))
     config = load_config(ModelConfig(name, revision=settings.get("revision"), trust_remote_code=remote))

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,8 +25,8 @@ from lightning_modules.models.served.dialects import (
 from lightning_modules.utilities.identity import combined_hash
 
 TOLERANCE = 0.1
-"""Mean difference of two probes, in nats, up to which they are of one model. Servers in bfloat16 round differently in
-each batch, by 0.01 to 0.05; unrelated models differ by more than 1."""
+"""Mean difference of two probes, in nats, up to which they are of one model: servers in bfloat16 round differently in
+each batch. Probes of unrelated models differ by more than 1."""
 
 _CAUSAL_TOLERANCE = 0.25  # largest difference of a value that a later token must not change, in nats
 _PROBE = tuple(3 + (7 * index * index + 31 * index) % 250 for index in range(48))
@@ -74,11 +74,11 @@ class Endpoint:
         self._key = _read_key(config)
         headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {self._key}"} if self._key else {})}
         # Proxies and certificates of the environment are for other machines.
-        self._client = httpx.AsyncClient(
+        self._client = httpx2.AsyncClient(
             base_url=self.address,
             headers=headers,
-            timeout=httpx.Timeout(None, connect=10.0),
-            limits=httpx.Limits(max_connections=config.concurrency + 1),
+            timeout=httpx2.Timeout(None, connect=10.0),
+            limits=httpx2.Limits(max_connections=config.concurrency + 1),
             trust_env=not _is_loopback(self.address),
         )
         self.max_length: int | None = None
@@ -185,7 +185,7 @@ class Endpoint:
             message = f"was asked POST {request.path} for {count} of {len(span.ids)} tokens, and sent {error}"
             raise AnswerError(str(self._refuse(message))) from None
 
-    async def _send(self, method: str, request: Request, limit: int) -> tuple[bytes, httpx.Headers]:
+    async def _send(self, method: str, request: Request, limit: int) -> tuple[bytes, httpx2.Headers]:
         """Return body and headers of an answer with status 200; raise what other answers mean."""
         body = bytearray()
         kind = {"Content-Type": request.content_type} if request.body else {}
@@ -199,21 +199,21 @@ class Endpoint:
                             raise AnswerError(str(self._refuse(f"sent more than {limit:,} bytes for {request.path}")))
         except TimeoutError:
             raise Unavailable(f"no answer within {self._config.timeout:g} s", blamed=True) from None
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             reason = f"{type(error).__name__}: {error}".rstrip(": ")
-            raise Unavailable(reason, blamed=not isinstance(error, httpx.ConnectError)) from None
+            raise Unavailable(reason, blamed=not isinstance(error, httpx2.ConnectError)) from None
         if response.status_code != 200:
             raise self._explain_status(method, request, response, bytes(body))
         return bytes(body), response.headers
 
-    def _explain_status(self, method: str, request: Request, response: httpx.Response, body: bytes) -> Exception:
+    def _explain_status(self, method: str, request: Request, response: httpx2.Response, body: bytes) -> Exception:
         status = response.status_code
         asked = f"answered {method} {request.path} with status {status}"
         if status in _BUSY:
             wait = response.headers.get("Retry-After", "")
             return Unavailable(asked, delay=float(wait) if wait.isdecimal() else None, answered=True)
         if status >= 500:
-            return Unavailable(f"{asked}: {quote(body)}", blamed=True)
+            return Unavailable(self._hide_key(f"{asked}: {quote(body)}"), blamed=True)
         if status in _OF_THE_REQUEST:
             return AnswerError(str(self._refuse(f"{asked}: {quote(body)}")))
         if status in (401, 403):
@@ -225,9 +225,11 @@ class Endpoint:
         return self._refuse(f"{asked}: {quote(body)}. Check the address and `server.dialect`")
 
     def _refuse(self, message: str) -> ValueError:
-        """Return an error about this server, in which the key, should the server repeat it, is hidden."""
-        text = f"The server {self.address} {message}."
-        return ValueError(text.replace(self._key, "***") if self._key else text)
+        return ValueError(self._hide_key(f"The server {self.address} {message}."))
+
+    def _hide_key(self, text: str) -> str:
+        """Return a text without the key, which a server may repeat in its answer."""
+        return text.replace(self._key, "***") if self._key else text
 
     async def _note_connection(self, event: str, _: object) -> None:
         if event == "connection.connect_tcp.started":
@@ -237,9 +239,9 @@ class Endpoint:
 def _check_address(address: str, config: ServerConfig) -> str:
     """Return the address of a server; raise a ``ValueError`` for one that is not safe to use."""
     try:
-        url = httpx.URL(address)
-    except httpx.InvalidURL:
-        url = httpx.URL("")
+        url = httpx2.URL(address)
+    except httpx2.InvalidURL:
+        url = httpx2.URL("")
     if url.userinfo or url.query or url.fragment:
         raise ValueError(
             "The address of a server must be http(s)://HOST:PORT, without user, password, query or fragment: put its"
@@ -256,7 +258,7 @@ def _check_address(address: str, config: ServerConfig) -> str:
 
 
 def _is_loopback(address: str) -> bool:
-    host = httpx.URL(address).host
+    host = httpx2.URL(address).host
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -265,6 +267,6 @@ def _is_loopback(address: str) -> bool:
 
 def _read_key(config: ServerConfig) -> str:
     key = os.environ.get(config.key_variable, "")
-    if not key.isascii() or not key.isprintable() or " " in key:  # httpx would quote it in its error
+    if not key.isascii() or not key.isprintable() or " " in key:  # httpx2 would quote it in its error
         raise ValueError(f"The key in the environment variable {config.key_variable} has characters that no key has.")
     return key

@@ -116,7 +116,11 @@ class RemoteScorer(nn.Module):
 
     def verify(self) -> str:
         """Return the identity; raise a ``ValueError`` if a server has another model than before."""
-        self._run(self._verify())
+        try:
+            self._run(self._verify())
+        except ValueError:
+            _connect.cache_clear()  # the next use of the address starts again, for example in a notebook
+            raise
         return self.identity
 
     def report(self) -> str:
@@ -223,7 +227,8 @@ class RemoteScorer(nn.Module):
                     await endpoint.verify()
                     endpoint.failed = False
                 except Unavailable as reason:
-                    self._check_patience(endpoint, reason)
+                    if all(each.failed for each in self._endpoints):  # others may be busy with long documents
+                        self._check_patience(endpoint, reason)
                     failures += 1
                     await asyncio.sleep(_delay(failures))
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 import torch
@@ -35,7 +35,7 @@ def backbone():
 
 def post(address, ids, scored_from, **options):
     body = np.asarray(ids, dtype="<i4").tobytes()
-    return httpx.post(f"{address}{LONGCE_PATH}?scored_from={scored_from}", content=body, **options)
+    return httpx2.post(f"{address}{LONGCE_PATH}?scored_from={scored_from}", content=body, **options)
 
 
 def test_values_match_a_slow_float64_reference(backbone):
@@ -49,6 +49,17 @@ def test_values_match_a_slow_float64_reference(backbone):
         for token in range(start + 1, stop):
             expected[0, token] = logits[0, token - start - 1, batch["input_ids"][0, token]]
     torch.testing.assert_close(values.double(), expected.detach(), atol=2e-5, rtol=1e-5)
+
+
+def test_a_model_with_an_extended_context(model_dir):
+    extension = {"method": "eabf", "original_length": 64, "target_length": 256}
+    extended = load_frozen(ModelConfig(str(model_dir), context_extension=extension), "cpu")
+    batch = random_batch([200])
+    with longce_server(extended) as (address, _):
+        values = RemoteScorer([address], ServerConfig())(batch)
+    with torch.no_grad():
+        assert torch.equal(values, extended(batch))
+        assert not torch.allclose(values, load_frozen(ModelConfig(str(model_dir)), "cpu")(batch))
 
 
 @pytest.mark.parametrize(
@@ -75,20 +86,20 @@ def test_a_request_that_makes_no_sense(backbone, ids, scored_from, message):
 def test_bodies_that_are_too_long_or_not_whole(backbone):
     with longce_server(backbone, max_length=10) as (address, _):
         assert post(address, range(11), 1).status_code == 413
-        assert httpx.post(f"{address}{LONGCE_PATH}?scored_from=1", content=b"12345").status_code == 400
+        assert httpx2.post(f"{address}{LONGCE_PATH}?scored_from=1", content=b"12345").status_code == 400
         assert len(post(address, range(10), 4).content) == 4 * 6
 
 
 def test_everything_but_the_health_needs_the_key(backbone):
     with longce_server(backbone, key="hunter2", identity="sha256:1:2") as (address, _):
-        assert httpx.get(f"{address}/health").json() == {"status": "ok"}
+        assert httpx2.get(f"{address}/health").json() == {"status": "ok"}
         for path in ("/v1/models", "/metrics"):
-            assert httpx.get(f"{address}{path}").status_code == 401
-            assert httpx.get(f"{address}{path}", headers={"Authorization": "Bearer hunter3"}).status_code == 401
+            assert httpx2.get(f"{address}{path}").status_code == 401
+            assert httpx2.get(f"{address}{path}", headers={"Authorization": "Bearer hunter3"}).status_code == 401
         assert post(address, [1, 2, 3], 1).status_code == 401
         headers = {"Authorization": "Bearer hunter2"}
         assert post(address, [1, 2, 3], 1, headers=headers).headers[IDENTITY_HEADER] == "sha256:1:2"
-        assert "longce_passes_total 1" in httpx.get(f"{address}/metrics", headers=headers).text
+        assert "longce_passes_total 1" in httpx2.get(f"{address}/metrics", headers=headers).text
 
 
 def queue_spans(scorer, lengths):
@@ -98,9 +109,7 @@ def queue_spans(scorer, lengths):
 
 
 def run_until_empty(scorer):
-    stop = threading.Event()
-    stop.set()
-    scorer.run(stop)
+    scorer.run(lambda: True)
 
 
 def test_spans_of_similar_length_share_a_pass(backbone, monkeypatch):
@@ -242,8 +251,8 @@ def test_the_command_serves_until_a_signal(model_dir):
     process, (address,) = start(["serve", "--model", str(model_dir), "--port", "0"], {"LONGCE_API_KEY": "hunter2"})
     headers = {"Authorization": "Bearer hunter2"}
     try:
-        assert httpx.get(f"{address}/v1/models").status_code == 401
-        (model,) = httpx.get(f"{address}/v1/models", headers=headers).json()["data"]
+        assert httpx2.get(f"{address}/v1/models").status_code == 401
+        (model,) = httpx2.get(f"{address}/v1/models", headers=headers).json()["data"]
         assert model["identity"].startswith("sha256:")
         assert model["max_model_len"] == 4096
         os.environ["LONGCE_API_KEY"] = "hunter2"

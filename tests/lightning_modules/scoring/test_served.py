@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 
-import httpx
+import httpx2
 import pyarrow.parquet
 import pytest
 import torch
@@ -19,6 +19,7 @@ from callbacks import DocumentScoresWriter, ExternalEvaluator
 from datamodules import DocumentCorpus, PG19DataModule
 from lightning_modules.commands.influence import InfluenceTrainer
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models import loading
 from lightning_modules.models.config import ModelConfig, ServerConfig
 from lightning_modules.models.loading import load_frozen
 from lightning_modules.scoring.config import EvaluatorConfig, InspectConfig
@@ -158,8 +159,8 @@ def vllm(tmp_path, tokenizer):
     )
     try:
         while process.poll() is None:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+            with contextlib.suppress(httpx2.TransportError):
+                if httpx2.get(f"http://127.0.0.1:{port}/health").status_code == 200:
                     break
             time.sleep(1)
         yield folder, f"http://127.0.0.1:{port}"
@@ -213,8 +214,10 @@ def evaluator_callback(evaluator, model_dir, **settings):
 
 
 @pytest.mark.slow
-def test_fit_and_validate_with_models_on_servers(served, model_dir, books, tmp_path):
+def test_fit_and_validate_with_models_on_servers(served, model_dir, books, tmp_path, monkeypatch):
     address, scorer = served
+    loaded, load = [], loading.load_frozen
+    monkeypatch.setattr(loading, "load_frozen", lambda *arguments: loaded.append(1) or load(*arguments))
     data = PG19DataModule(str(model_dir), path=str(books), sequence_length=64, cache_dir=str(tmp_path / "cache"))
     values = []
     for evaluator in (address, str(model_dir)):
@@ -222,6 +225,7 @@ def test_fit_and_validate_with_models_on_servers(served, model_dir, books, tmp_p
         trainer = make_trainer(tmp_path, evaluator_callback(evaluator, model_dir), max_steps=2)
         trainer.fit(LongContextLM(str(model_dir), **SETTINGS), data)
         values.append({name: float(trainer.callback_metrics[name]) for name in ("val/longppl", "val/key_tokens")})
+        assert bool(loaded) == (evaluator != address), "a served evaluator takes no memory here"
     assert values[0] == pytest.approx(values[1], rel=1e-6)
     asked = scorer.counts["tokens"]
     trainer = make_trainer(tmp_path, evaluator_callback(address, model_dir), max_steps=2)

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from lightning_modules.batch import IGNORE_INDEX, pack_sequence
-from lightning_modules.models.config import ServerConfig
+from lightning_modules.models.config import ModelConfig, ServerConfig
+from lightning_modules.models.identity import model_identity
 from lightning_modules.models.served.dialects import AnswerError
-from lightning_modules.models.served.scorer import RemoteScorer
+from lightning_modules.models.served.scorer import RemoteScorer, connect
 from lightning_modules.utilities.errors import IncompleteError
 from tests.support.servers import StubServer, stub_server, stub_values
 
@@ -114,6 +115,16 @@ def test_an_explicit_dialect_overrides_the_owner_but_not_the_probe():
             RemoteScorer([server.address], ServerConfig(dialect="sglang", **QUICK))
 
 
+def test_a_process_can_use_an_address_again_after_its_model_has_changed():
+    with stub_server("longce") as server:
+        config = ModelConfig(server.address, server=ServerConfig(**QUICK))
+        assert connect(config) is connect(config)
+        first, server.model = model_identity(config), "b"
+        with pytest.raises(ValueError, match="another model"):
+            model_identity(config)
+        assert model_identity(config) != first
+
+
 def test_one_of_several_models_must_be_chosen(monkeypatch):
     with stub_server("vllm") as server:
         models = [*server.models(), {**server.models()[0], "id": "adapter"}]
@@ -139,6 +150,19 @@ def test_another_model_behind_the_address_after_a_restart(dialect, rename):
             scorer(batch)
         with pytest.raises(ValueError, match=r"another model|nats differently"):
             scorer.verify()
+
+
+def test_what_comes_through_a_new_connection_is_probed():
+    """There may be another server behind the address, without any failure."""
+    with stub_server("vllm") as server:
+        scorer = RemoteScorer([server.address], ServerConfig(**QUICK))
+        counts = []
+        for fault in (None, "closes", None):
+            before = len(server.seen)
+            server.closes = fault
+            scorer(random_batch([30]))
+            counts.append(len(server.seen) - before)
+    assert counts == [1, 1, 2]
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
@@ -181,6 +205,14 @@ def test_two_servers_must_have_the_same_model():
             RemoteScorer([one.address, other.address], ServerConfig(**QUICK))
         with pytest.raises(ValueError, match="named twice"):
             RemoteScorer([one.address, one.address], ServerConfig(**QUICK))
+
+
+def test_a_server_that_is_gone_does_not_end_what_another_computes():
+    with stub_server("longce") as slow, stub_server("longce") as gone:
+        scorer = RemoteScorer([slow.address, gone.address], ServerConfig(timeout=5, patience=0.1, concurrency=1))
+        gone.fault, slow.delay = "down", 0.6
+        batch = random_batch([30, 20])
+        assert torch.equal(scorer(batch), expected_values(batch))
 
 
 @pytest.mark.parametrize("fault", ["503", "500", "down"])
@@ -235,10 +267,14 @@ def test_the_key_is_sent_and_appears_nowhere(monkeypatch, caplog):
     monkeypatch.setenv("MY_KEY", "hunter2")
     with stub_server("vllm") as server:
         server.key = "hunter2"
-        config = ServerConfig(key_variable="MY_KEY", **QUICK)
+        config = ServerConfig(key_variable="MY_KEY", timeout=1.0, patience=0.1)
         scorer = RemoteScorer([server.address], config)
         assert server.seen[-1][1] == "Bearer hunter2"
-        server.key = "renewed"  # and the server repeats the old one in its answer
+        server.fault = "500"
+        with pytest.raises(IncompleteError, match=r"Bearer \*\*\*") as caught:
+            scorer(random_batch([30]))
+        assert "hunter2" not in str(caught.value)
+        server.fault, server.key = None, "renewed"  # and the server repeats the old one in its answer
         with pytest.raises(ValueError, match=r"MY_KEY.*valid key") as caught:
             scorer(random_batch([30]))
     chain = f"{caught.value!r} {caught.value.__cause__!r} {caught.value.__context__!r}"
