@@ -247,6 +247,7 @@ def test_a_source_of_which_too_many_documents_fail_ends_in_a_report(run, documen
 def test_documents_that_are_left_out_on_purpose_do_not_count_as_failed(run, tmp_path):
     run(data={"max_tokens": 40, "overlong": "skip", "allowed_failures": 0.0})
     left_out = [row for row in rows(tmp_path / "out") if row["error"]]
+    assert f"{6 - len(left_out)} documents with" in (tmp_path / "out" / PAGE).read_text()
     assert len(left_out) > 1
     counts = success(tmp_path / "out")
     assert (counts["documents"], counts["failed"], counts["left_out"]) == (6, 0, len(left_out))

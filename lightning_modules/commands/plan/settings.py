@@ -101,7 +101,6 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         step_copy=moments > 0 and not settings.get("fused") and settings.get("foreach") is not False,
         **distribution,
     )
-    steps = trainer.get("max_steps") or -1
     return Experiment(
         name=loading.pretrained_model_name_or_path or f"new {config.model_type}",
         config=config,
@@ -110,7 +109,7 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         training=training,
         window_share=model.short_window_share,
         accumulated=trainer.get("accumulate_grad_batches") or 1,
-        max_steps=steps if steps > 0 else None,
+        max_steps=max(trainer.get("max_steps") or 0, 0) or None,
         optimizer=optimizer,
         precision=precision,
         evaluator=_read_evaluator(parsed.get("evaluator"), trainer.get("callbacks"), model),

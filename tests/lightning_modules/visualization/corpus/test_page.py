@@ -101,6 +101,18 @@ def test_a_threshold_keeps_what_the_shown_condition_selects(scores):
         assert (documents, tokens) == (len(kept), kept["tokens"].sum())
 
 
+def test_the_ladder_has_the_means_of_longer_contexts_over_the_shortest_one(scores, tmp_path):
+    other = scores.assign(ladder_128_whole_mean=7.0)
+    page = corpus_page(other, HEADER, "scores", folder=tmp_path)
+    assert "longer contexts over one of 64 tokens" in page
+    ladder = page[page.index("Context ladder</h") : page.index("Thresholds</h")]
+    columns = re.findall(r"<th[^>]*>([^<]*)</th>", ladder)
+    assert columns == ["source", "128", "whole"]
+    first = next(iter(totals(other, ["ladder_64_128_mean"]).index))
+    mean = other.loc[other["source"] == first, "ladder_64_128_mean"].mean()
+    assert f"{mean:.4g}" in ladder
+
+
 def test_examples_are_the_extremes(scores):
     found = examples(scores, "benefit_mean", 5)
     ranked = scores.dropna().sort_values("benefit_mean")["benefit_mean"].tolist()
