@@ -1,15 +1,14 @@
 """Numbers of an evaluation by one evaluator: of all documents together, and a table with those of each."""
 
+import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-import pyarrow
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
-from pyarrow import parquet
 from torch import Tensor
 
 from lightning_modules.functional import long_perplexity
@@ -133,6 +132,8 @@ def write_documents(
     if not trainer.is_global_zero or dry_run or not rows or not trainer.loggers:
         return
     folder, named = run_folder(trainer), None not in (trainer.loggers[0].name, trainer.loggers[0].version)
-    if named and not is_remote(folder):
+    if named and not is_remote(folder) and importlib.util.find_spec("pyarrow") is not None:
+        import pyarrow.parquet  # part of the data modules, which a run may not need
+
         with atomic_file(folder / "documents" / f"{stage}-{evaluator}-step-{trainer.global_step}.parquet") as stream:
-            parquet.write_table(pyarrow.Table.from_pylist(rows), stream)
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), stream)

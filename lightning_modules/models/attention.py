@@ -51,9 +51,15 @@ DOCUMENT_SDPA = "document_sdpa"
 
 
 class _MaskFree:
-    """Whether boundaries replace masks. Not a context variable, because torch.compile cannot trace those."""
+    """How many blocks let boundaries replace masks. Not a context variable, because torch.compile cannot trace those.
 
-    enabled = False
+    Threads may enter and leave such blocks in any order.
+    """
+
+    blocks = 0
+
+
+_find_documents = masking_utils.find_packed_sequence_indices
 
 
 def document_attention(
@@ -182,16 +188,16 @@ def _attend_at_once(
 @contextlib.contextmanager
 def boundaries_only(implementation: str = "") -> Iterator[None]:
     """Let `document_attention` separate documents by their boundaries only, without a mask."""
-    before, _MaskFree.enabled = _MaskFree.enabled, True
-    find_documents = masking_utils.find_packed_sequence_indices
+    _MaskFree.blocks += 1
     if implementation == DOCUMENT_SDPA or "flash" in implementation:
         # Theirs reads whether there are several documents, for which the CPU waits in each forward pass.
         masking_utils.find_packed_sequence_indices = lambda ids: (ids.diff(prepend=ids[:, :1] - 1) != 1).cumsum(-1)
     try:
         yield
     finally:
-        _MaskFree.enabled = before
-        masking_utils.find_packed_sequence_indices = find_documents
+        _MaskFree.blocks -= 1
+        if not _MaskFree.blocks:
+            masking_utils.find_packed_sequence_indices = _find_documents
 
 
 def document_mask(**kwargs: Any) -> Tensor | None:
@@ -200,7 +206,7 @@ def document_mask(**kwargs: Any) -> Tensor | None:
     Otherwise transformers decides: documents that it recognizes by restarting positions, or the empty end of a static
     cache, need a mask.
     """
-    return sdpa_mask(**(kwargs | {"allow_is_causal_skip": True} if _MaskFree.enabled else kwargs))
+    return sdpa_mask(**(kwargs | {"allow_is_causal_skip": True} if _MaskFree.blocks else kwargs))
 
 
 def register_document_attention() -> str:

@@ -6,8 +6,7 @@ from lightning_modules.commands import models
 
 
 def test_models_have_different_names(monkeypatch, tmp_path):
-    monkeypatch.setattr(models, "load_config", lambda _: None)
-    monkeypatch.setattr(models, "check_weight_files", lambda _: None)
+    monkeypatch.setattr(models, "check_model", lambda *_: None)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert models._name_models([".", "org/M/"]) == ["here", "M"]

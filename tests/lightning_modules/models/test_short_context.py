@@ -3,10 +3,15 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, masking_utils
 
 from lightning_modules.batch import IGNORE_INDEX, pack_sequence
-from lightning_modules.models.attention import AttentionWindow, register_document_attention
+from lightning_modules.models.attention import (
+    AttentionWindow,
+    boundaries_only,
+    document_mask,
+    register_document_attention,
+)
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.checks import check_attention_window
 from lightning_modules.models.context_extension.rope_types import register_rope_types
@@ -22,6 +27,9 @@ SIZES = {
     "initializer_range": 0.3,
     "attn_implementation": "sdpa",
 }
+
+
+MASK = {"batch_size": 1, "q_length": 4, "kv_length": 4, "allow_is_causal_skip": False}
 
 
 def backbone(config=LlamaConfig, model=LlamaForCausalLM, layers=3, **settings):
@@ -143,3 +151,15 @@ def test_a_window_as_long_as_the_text_changes_nothing():
     model, batch = backbone(), pack_sequence(documents(60, 5))
     with torch.no_grad():
         torch.testing.assert_close(model(batch, window=AttentionWindow(60)), model(batch), rtol=0, atol=2e-6)
+
+
+def test_blocks_of_two_threads_may_end_in_any_order():
+    find = masking_utils.find_packed_sequence_indices
+    first, second = boundaries_only("document_sdpa"), boundaries_only("document_sdpa")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert document_mask(**MASK) is None
+    second.__exit__(None, None, None)
+    assert masking_utils.find_packed_sequence_indices is find
+    assert document_mask(**MASK) is not None

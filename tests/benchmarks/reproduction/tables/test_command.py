@@ -183,7 +183,7 @@ def test_after_a_kill_it_goes_on_with_the_next_model(
     monkeypatch.setattr(
         EvaluatedModel, "log_likelihood", lambda self, row: (scored.append(self.name), original(self, row))[1]
     )
-    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_frozen", None)  # what it said is on disk
+    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_scorer", None)  # what it said is on disk
     assert reproduce("table5", *options) == 0
     assert scored == [str(third_dir)] * 2
     assert set(read_results([tmp_path / "one"])) == {("M", "E"), ("N", "E")}
@@ -290,8 +290,8 @@ def test_bad_input_is_refused_before_any_model_is_loaded(
 ):
     one = ["--models", f"M={model_dir}", "--evaluators", f"E={evaluator_dir}"]
     assert reproduce("table5", *one) == 0
-    monkeypatch.setattr("lightning_modules.scoring.score.load_frozen", None)
-    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_frozen", None)
+    monkeypatch.setattr("lightning_modules.scoring.score.load_scorer", None)
+    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_scorer", None)
     refusals = [
         ("No table 'table13'", ("table13",), {}),
         ("and `miniature` with tiny models", ("tabel5",), {}),

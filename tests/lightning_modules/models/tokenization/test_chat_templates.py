@@ -38,7 +38,7 @@ def with_template(tokenizer):
         ("{{ 1 / 0 }}", "fails (division by zero)"),
         ("{{ 1 + 'a' }}", "fails (unsupported operand"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails (maximum recursion depth exceeded"),
-        (None, "has no chat template: set `chat_template` to false"),
+        (None, "has no chat template, as is usual for a base model: set `chat_template` to false"),
     ],
 )
 def test_what_a_template_may_not_do_is_one_line_that_names_the_model(with_template, template, words):

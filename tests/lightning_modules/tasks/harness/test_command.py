@@ -66,8 +66,8 @@ def test_other_settings_and_missing_data_are_refused_before_the_model_is_loaded(
         evaluate(str(model_dir), str(tmp_path / "out"), tasks=["letter"], **{**options, "limit": 3})
     with pytest.raises(ValueError, match="has other settings: limit=2"):
         evaluate(str(model_dir), str(tmp_path / "out"), tasks=["both"], **{**options, "limit": 3})
-    with pytest.raises(SystemExit) as stopped, pytest.warns(UserWarning, match="use `longce evaluate`"):
-        main(["harness", "--model", str(model_dir), "--tasks", "short", "--output", str(tmp_path / "other")])
+    with pytest.raises(SystemExit) as stopped:
+        main(["evaluate", "--model", str(model_dir), "--tasks", "short", "--output", str(tmp_path / "other")])
     assert stopped.value.code == 2
     assert "'cais/mmlu'" in (said := capsys.readouterr().err)
     assert "HF_HUB_OFFLINE" in said
