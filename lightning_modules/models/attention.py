@@ -129,8 +129,8 @@ def _attend_in_window(
             torch.cat([states[:, :, :sinks], states[:, :, first:stop]], dim=2) if sinks else states[:, :, first:stop]
             for states in (key, value)
         )
-        index = torch.cat([torch.arange(sinks), torch.arange(first, stop)])
-        mask = send(_visible(torch.arange(start, stop), index, window), query.device)
+        arange = partial(torch.arange, device=query.device)
+        mask = _visible(arange(start, stop), torch.cat([arange(sinks), arange(first, stop)]), window)
         outputs.append(
             sdpa_attention_forward(module, query[:, :, start:stop], keys, values, mask[None, None], **kwargs)[0]
         )
