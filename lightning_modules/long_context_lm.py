@@ -295,6 +295,6 @@ class LongContextLM(LightningModule):
         """Return facts about the run so far, for checkpoints and the card of an exported model."""
         return TrainingFacts(
             **loading_facts(self.loading, self.backbone.base_model.config),
-            **objective_facts(self.objective, self.context_length, self.stride),
+            **objective_facts(self.objective, self.context_length, self.stride, self.short_context_method),
             **run_facts(self.trainer, self._evaluated_at),
         )

@@ -496,6 +496,8 @@ def test_training_with_a_sliding_window_weighs_tokens_by_it(folder, tmp_path):
     losses = [each.training_step(batch, 0).item() for each in (module, exact)]
     assert losses[0] != losses[1]
     trainer(tmp_path).fit(module, loader(batch, row(1)))
+    facts = module.training_facts()
+    assert (facts.objective["short_context"], facts.context_length, facts.stride) == ("sliding_window", 8, None)
 
 
 def test_the_probe_refuses_a_sliding_window_that_the_attention_ignores(folder, tmp_path):

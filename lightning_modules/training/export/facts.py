@@ -100,10 +100,16 @@ def _make_absolute(path_or_id: str) -> str:
     return str(path.resolve()) if path.exists() else path_or_id
 
 
-def objective_facts(objective: Objective, context_length: int, stride: int) -> dict[str, Any]:
-    """Return the facts about the objective."""
-    lengths = {"context_length": context_length, "stride": stride} if objective.uses_short_context else {}
-    return {"objective": _describe_objective(objective), **lengths}
+def objective_facts(
+    objective: Objective, context_length: int, stride: int, short_context: str = "windows"
+) -> dict[str, Any]:
+    """Return the facts about the objective; a short context other than the paper's windows is one of its settings."""
+    described = _describe_objective(objective)
+    if not objective.uses_short_context:
+        return {"objective": described}
+    if short_context != "windows":
+        return {"objective": described | {"short_context": short_context}, "context_length": context_length}
+    return {"objective": described, "context_length": context_length, "stride": stride}
 
 
 def _describe_objective(objective: Objective) -> dict[str, Any]:
