@@ -12,7 +12,7 @@ from lightning_modules.scoring.config import InfluenceConfig
 
 _COMMON = (
     *("config", "help", "print_config", "seed_everything", "trainer", "model", "data", "ckpt_path", "weights_only"),
-    *("verbose", "return_predictions"),
+    *("verbose", "return_predictions", "price_per_gpu_hour"),
 )
 """Options of ``longce fit``, ``validate``, ``test`` and ``predict``, up to the first dot."""
 
@@ -30,11 +30,17 @@ def add_plan_options(parser: Any) -> None:
         ("gpu_network", PositiveFloat, "Bandwidth of the network between nodes, in GB/s per GPU and direction."),
         ("measured", str, "JSON file of benchmarks/on_gpu.py; by default the newest of this GPU."),
         ("evaluator", str, "Hub id, local folder or config.json; by default the evaluator of ExternalEvaluator."),
-        ("price_per_gpu_hour", NonNegativeFloat, "Price of a GPU hour in any currency."),
         ("output", str, "JSON file for the estimates."),
     ):
         parser.add_argument(f"--{name}", type=kind | None, help=text)
+    add_price_option(parser)
     accept_saved_config(parser)
+
+
+def add_price_option(parser: Any) -> None:
+    """Add the price of a GPU, for ``longce plan`` and ``longce predict``."""
+    text = "Price of a GPU hour in any currency."
+    parser.add_argument("--price_per_gpu_hour", type=NonNegativeFloat | None, help=text)
 
 
 def add_data_options(parser: Any) -> None:

@@ -18,7 +18,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from typing_extensions import override
 
 from lightning_modules.commands.cli.config_files import names_model_class
-from lightning_modules.commands.cli.experiment_options import accept_saved_config
+from lightning_modules.commands.cli.experiment_options import accept_saved_config, add_price_option
 from lightning_modules.commands.cli.experiment_parser import ExperimentParser
 from lightning_modules.commands.influence import InfluenceTrainer
 from lightning_modules.commands.plan.plan import plan_run
@@ -110,6 +110,8 @@ class LongceCLI(LightningCLI):
         kwargs["description"] = _DESCRIPTIONS.get(subcommand, kwargs.get("description"))
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         parser.usage = f"longce {subcommand} -c CONFIG [-c CONFIG ..] [--KEY VALUE ..]"
+        if subcommand == "predict":
+            add_price_option(parser)
         for action in parser._actions:
             if action.dest == "ckpt_path" and action.help is not argparse.SUPPRESS:
                 action.help = _CKPT_PATH_HELP
@@ -214,10 +216,11 @@ class LongceCLI(LightningCLI):
             place_evaluation(self.trainer, str(self.subcommand), checkpoint, text, numbered=is_numbered(logger))
 
     def before_predict(self) -> None:
-        """Let a corpus report in its summary how long its documents take to score."""
+        """Let a corpus report in its summary how long its documents take to score, and what that costs."""
         model, trainer = self.model, self.trainer
         if isinstance(model, LongContextLM) and hasattr(self.datamodule, "estimate_time"):
-            self.datamodule.estimate_time = partial(describe_scoring_time, model, trainer)
+            price = self.config["predict"].price_per_gpu_hour
+            self.datamodule.estimate_time = partial(describe_scoring_time, model, trainer, price=price)
 
     def fit(self, **arguments: Any) -> None:
         """Train; after SIGTERM or Ctrl-C, print how to resume."""

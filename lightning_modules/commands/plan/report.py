@@ -58,8 +58,7 @@ def _format_training(plan: dict[str, Any]) -> Iterator[str]:
         text = f"{format_duration(cost['step_seconds'])} per step, {format_number(cost['tokens_per_second'])} tokens/s"
         if cost["hours"] is not None:
             text += f", {plan['run']['max_steps']:,} steps: {format_number(cost['hours'])} h"
-            text += f", {format_number(cost['gpu_hours'])} GPU-hours"
-            text += f", price {format_number(cost['price'])}" if cost["price"] else ""
+            text += f", {format_cost(cost['gpu_hours'], cost['price'])}"
         yield _wrap_line(f"{name}: {text}")
     if cost["transfer_seconds"]:
         listed = ", ".join(f"{name} {format_number(value)} s" for name, value in cost["transfer_seconds"].items())
@@ -148,6 +147,11 @@ def _format_size(parameters: int) -> str:
 def format_duration(seconds: Range) -> str:
     """Format a time in seconds or in hours."""
     return f"{format_number(seconds.times(1 / 3600))} h" if seconds.high >= 3600 else f"{format_number(seconds)} s"
+
+
+def format_cost(gpu_hours: Range, price: Range | float | None) -> str:
+    """Format GPU-hours, and their price if it is known."""
+    return f"{format_number(gpu_hours)} GPU-hours" + (f", price {format_number(price)}" if price else "")
 
 
 def format_number(value: Range | float) -> str:

@@ -24,7 +24,9 @@ def test_time_is_the_sum_over_documents(model_dir, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     factor = 7200 / sum(each)  # as many tokens as take two hours of one card
     told = describe_scoring_time(model, trainer("cuda"), lengths, sum(lengths) * factor)
-    assert told.startswith("1 to 1.6 h on 2 x H200, 2 to 3.2 GPU-hours")
+    assert told.startswith("1 to 1.6 h on 2 x H200, 2 to 3.2 GPU-hours; ")
+    told = describe_scoring_time(model, trainer("cuda"), lengths, sum(lengths) * factor, price=2.5)
+    assert "2 to 3.2 GPU-hours, price 5 to 8; " in told
 
 
 def test_an_unknown_rate_is_named(model_dir, monkeypatch):
