@@ -13,7 +13,7 @@ import psutil
 import pytest
 import yaml
 
-from lightning_modules.commands.cli.main import COMMANDS
+from lightning_modules.commands.cli.registry import COMMANDS
 from tests.support import decoy_runs
 from tests.support.harness_tasks import write_tasks
 

@@ -1,4 +1,7 @@
-"""Entry point of the `longce` command, which imports torch only after the arguments are checked."""
+"""Entry point of the `longce` command, which imports torch only after the arguments are checked.
+
+The functions import what they need, so that Ctrl-C during an import is also reported in one line.
+"""
 
 import logging
 import multiprocessing
@@ -6,16 +9,6 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib.metadata import version
-
-import jsonargparse
-
-from lightning_modules.commands.cli.config_files import check_config_files, use_checked_yaml
-from lightning_modules.commands.cli.errors import stop_with, stop_with_usage, suggest_nearest
-from lightning_modules.commands.cli.hub import configure_hub
-from lightning_modules.commands.cli.registry import COMMANDS, run_experiment
-from lightning_modules.utilities.orphans import end_with_launcher
-from lightning_modules.utilities.user_modules import find_user_modules, user_modules
 
 USAGE = """\
 usage: longce COMMAND [OPTIONS]
@@ -47,15 +40,38 @@ LONGCE_TRACEBACK=1 shows where an error was raised."""
 
 # A spawned worker, or one forked from a server, imports this module and unpickles its work without calling `main`.
 if getattr(multiprocessing.current_process(), "_inheriting", False):
+    from lightning_modules.utilities.user_modules import find_user_modules
+
     find_user_modules()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the console script. The exit status is 0 after success, 2 for a user error, and 1 for any other error."""
+    """Run the console script.
+
+    The exit status is 0 after success, 130 after Ctrl-C, 2 for a user error, and 1 for any other error.
+    """
+    try:
+        _run_command(sys.argv[1:] if arguments is None else list(arguments))
+    except KeyboardInterrupt:
+        sys.stderr.write("\nlongce: interrupted\n")
+        sys.exit(130)
+
+
+def _run_command(arguments: list[str]) -> None:
+    import jsonargparse
+
+    from lightning_modules.commands.cli.config_files import check_config_files, use_checked_yaml
+    from lightning_modules.commands.cli.errors import stop_with, stop_with_usage, suggest_nearest
+    from lightning_modules.commands.cli.hub import configure_hub
+    from lightning_modules.commands.cli.registry import COMMANDS, run_experiment
+    from lightning_modules.utilities.orphans import end_with_launcher
+    from lightning_modules.utilities.user_modules import user_modules
+
     end_with_launcher()
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
     _configure_messages()
     if arguments[:1] == ["--version"]:
+        from importlib.metadata import version
+
         sys.stdout.write(f"longce {version('longce')}\n")
         sys.exit(0)
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -71,9 +87,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         configure_hub()
         with user_modules():
             COMMANDS.get(arguments[0], run_experiment)(arguments)
-    except KeyboardInterrupt:
-        sys.stderr.write("\nlongce: interrupted\n")
-        sys.exit(130)
     except Exception as error:
         stop_with(error)
 

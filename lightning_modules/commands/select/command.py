@@ -1,6 +1,7 @@
 """``longce select``: select documents of a corpus by their scores, and compute weights of their sources."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pandas as pd
@@ -19,6 +20,7 @@ from lightning_modules.commands.select.config import SelectConfig
 from lightning_modules.commands.select.output import write_documents, write_keys, write_mixture, write_weights
 from lightning_modules.scoring.corpus.shards import PER_TOKEN, SUCCESS, ScoreShards
 from lightning_modules.utilities.files import writable_folder, write_atomically
+from lightning_modules.utilities.locks import exclusive
 from lightning_modules.visualization.corpus.page import corpus_page, is_ladder_mean, source_names
 
 FOLDER = "folder"  # a source that is not a column: the folder of a document's file
@@ -35,30 +37,28 @@ def select(scores: str, **options: object) -> str:
     shards = ScoreShards(scores)
     header = shards.header()  # raises an error for other parquet files
     _check_options(shards, config)
-    for file in filter(None, (config.output, config.weights, config.mixture, config.page)):
-        writable_folder(Path(file).absolute().parent, remedy="Choose another file.")
+    files = {Path(file).absolute() for file in (config.output, config.weights, config.mixture, config.page) if file}
+    for file in files:
+        writable_folder(file.parent, remedy="Choose another file.")
     table = _read_scores(shards, config)
     documents = _choose_documents(table, config)
-    if not documents["selected"].any():
-        raise ValueError(
-            f"No document in '{scores}' meets the conditions. Relax `where`: the page of the corpus (`page`) shows how"
-            " many documents each threshold keeps."
-        )
-    chosen = table.filter(documents["selected"].to_numpy())
+    selected, chosen = documents[documents["selected"]], table.filter(documents["selected"].to_numpy())
 
-    if config.output is not None:
-        if config.output.endswith(".txt"):
-            write_keys(Path(config.output), documents[documents["selected"]])
-        else:
+    with ExitStack() as locks:
+        for file in sorted(files):  # the locks also remove what killed runs have left
+            locks.enter_context(exclusive(file))
+        if config.output is not None and config.output.endswith(".txt"):
+            write_keys(Path(config.output), selected)
+        elif config.output is not None:
             write_documents(Path(config.output), chosen, shards, config.files)
-    if config.weights is not None:
-        write_weights(Path(config.weights), means_by_source(documents, [config.rank_by])[config.rank_by])
-    if config.mixture is not None:
-        write_mixture(Path(config.mixture), documents[documents["selected"]], Path(str(config.output)), config.by)
-    if config.page is not None:
-        selected, folder = documents[documents["selected"]], Path(config.page).parent
-        page = corpus_page(selected, header, scores, folder=folder, conditions=config.where)
-        write_atomically(Path(config.page), page.encode())
+        if config.weights is not None:
+            write_weights(Path(config.weights), means_by_source(documents, [config.rank_by])[config.rank_by])
+        if config.mixture is not None:
+            write_mixture(Path(config.mixture), selected, Path(str(config.output)), config.by)
+        if config.page is not None:
+            folder = Path(config.page).parent
+            page = corpus_page(selected, header, scores, folder=folder, conditions=config.where)
+            write_atomically(Path(config.page), page.encode())
     return _completeness_note(shards) + report(documents)
 
 
@@ -97,6 +97,11 @@ def _choose_documents(table: pyarrow.Table, config: SelectConfig) -> pd.DataFram
         weights = None if config.sample_weight is None else sampling_weights(table, config.sample_weight)
         amount = {"count": config.sample, "tokens": config.sample_tokens}
         documents["selected"] &= is_in_sample(documents, weights, **amount, seed=config.seed)
+    if not documents["selected"].any():
+        raise ValueError(
+            "No document meets the conditions. Relax `where`: the page of the corpus (`page`) shows how many documents"
+            " each threshold keeps."
+        )
     return documents
 
 

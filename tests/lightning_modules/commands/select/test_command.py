@@ -1,6 +1,10 @@
 """Documents chosen by conditions, counted by source, and written as ids, as text and as weights of a mixture."""
 
 import json
+import multiprocessing
+import os
+import signal
+import time
 from pathlib import Path
 
 import datasets
@@ -102,7 +106,7 @@ def test_the_largest(scored):
     ranked = [row["key"] for row in sorted(some, key=lambda row: -row["perplexity"])]
     assert keys(scored, top=0.5, rank_by="perplexity", where="tokens > 20") == set(ranked[: round(len(some) / 2)])
     assert len(keys(scored, top=7, rank_by="key_tokens")) == 7, "of equal ones as many as asked for"
-    with pytest.raises(ValueError, match="No document in"):  # whose ladder has one length
+    with pytest.raises(ValueError, match="No document meets"):  # whose ladder has one length
         select(str(scored / "scores"), top=7, rank_by="ladder_4_8_mean", where="source == 'a'")
 
 
@@ -261,11 +265,42 @@ def test_a_comparison_with_a_missing_value_is_not_met():
     assert meets_conditions(documents, "tokens != 9").tolist() == [True, False, True]
 
 
+def _write_slowly(options):
+    """Run the command, which stays in the middle of a write until it gets a signal."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.fsync = lambda _: time.sleep(60)
+    main(["select", *options])
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_command_leaves_the_old_files_and_can_be_repeated(scored, kind, capfd):
+    folder = scored / "chosen"
+    folder.mkdir()
+    options = [str(scored / "scores"), "--rank_by", "perplexity"]
+    for option, name in {"output": "ids.txt", "weights": "weights.yaml", "page": "page.html"}.items():
+        (folder / name).write_text("old")
+        options += [f"--{option}", str(folder / name)]
+    process = multiprocessing.get_context("fork").Process(target=_write_slowly, args=(options,))
+    process.start()
+    while not list(folder.glob(".building-ids.txt*")):
+        time.sleep(0.01)
+    os.kill(process.pid, kind)
+    process.join()
+    assert {path.read_text() for path in folder.glob("[!.]*")} == {"old"}
+    if kind == signal.SIGINT:
+        assert process.exitcode == 130
+        assert capfd.readouterr().err == "\nlongce: interrupted\n"
+        assert len(list(folder.iterdir())) == 3
+    main(["select", *options])
+    assert sorted(path.name for path in folder.iterdir()) == ["ids.txt", "page.html", "weights.yaml"]
+    assert "old" not in {path.read_text() for path in folder.iterdir()}
+
+
 def test_bad_options(scored, tmp_path):
     (tmp_path / "file").write_text("")
     scores = str(scored / "scores")
     for options, message in (
-        ({"where": "tokens > 1000"}, "No document in"),
+        ({"where": "tokens > 1000"}, "No document meets"),
         ({"output": "ids.csv"}, "must end in one of .txt, .parquet, .jsonl"),
         ({"output": str(tmp_path / "file" / "ids.txt")}, "Cannot write to the folder .*Choose another file"),
         ({"rank_by": "nope"}, "no column 'nope'"),
