@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 from jsonargparse.typing import PositiveInt
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
@@ -97,6 +98,20 @@ class NamedDocuments(Dataset[Row]):
             return empty_row()
         name, part, place = self._items[index]
         return {**part[place], "set": name}
+
+    def check_limit(self, limit: float, batch_size: int) -> None:
+        """Warn if a limit of batches, a number or a fraction as Lightning reads it, leaves out all documents of a set.
+
+        ``batch_size`` is that of all processes together.
+        """
+        batches = limit if isinstance(limit, int) else int(limit * -(-len(self) // batch_size))
+        seen = {name for name, _, _ in self._items[: int(batches * batch_size)]}
+        left_out = dict.fromkeys(name for name, _, _ in self._items if name not in seen)
+        if batches and left_out:
+            rank_zero_warn(
+                f"`trainer.limit_val_batches` = {limit} leaves out the validation set(s) {', '.join(left_out)}, so"
+                " their metrics are NaN: limit the `documents` of each set in `data.validation_sets` instead."
+            )
 
 
 def document_row(text: str, tokenizer: PreTrainedTokenizerFast, *, name: str, **options: Any) -> Row:

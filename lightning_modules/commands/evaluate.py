@@ -17,6 +17,7 @@ from lightning_modules.tasks.evaluation.evaluation import Evaluation
 from lightning_modules.tasks.evaluation.lm_eval_results import write_results
 from lightning_modules.tasks.harness import split_tasks
 from lightning_modules.utilities.files import writable_folder
+from lightning_modules.utilities.locks import exclusive
 
 
 def evaluate(model: str, output: str, **options: Any) -> str:
@@ -53,9 +54,10 @@ def evaluate(model: str, output: str, **options: Any) -> str:
         backbone = load_frozen(loading, device)
         for run in runs:
             run.ask(backbone, rank, processes)
-    texts, parts = zip(*(run.report() for run in runs), strict=True)
     template = None if tokenizer.chat_template is None else str(tokenizer.chat_template)
-    write_results(config, parts, chat_template=template, seconds=time.perf_counter() - started)
+    with exclusive(config.output_folder / "report"):  # one by one: the last process reads the results of all
+        texts, parts = zip(*(run.report() for run in runs), strict=True)
+        write_results(config, parts, chat_template=template, seconds=time.perf_counter() - started)
     return "\n\n".join(texts)
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import math
+import warnings
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,19 @@ def test_parts_of_which_there_is_one_are_left_out(model_dir, evaluator_dir, fold
     trainer = make_trainer(folders, [make_evaluator(evaluator_dir, folders, thresholds=None, alpha=0.5, beta=-6.0)])
     (logged,) = trainer.validate(LongContextLM(str(model_dir), **LENGTHS), data, verbose=False)
     assert {"val/longppl", "val/longppl_soft", "val/perplexity", "val/key_tokens"} <= set(logged)
+
+
+def test_a_limit_of_batches_that_leaves_out_a_set_is_warned_of(model_dir, folders):
+    module = LongContextLM(str(model_dir), **LENGTHS)
+    for limit, batch_size, left_out in ((1, 1, True), (0.5, 1, True), (3, 1, False), (1, 3, False), (1.0, 1, False)):
+        data = make_data(model_dir, folders, validation_batch_size=batch_size)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            (logged,) = make_trainer(folders, [], limit_val_batches=limit).validate(module, data, verbose=False)
+        said = "\n".join(str(each.message) for each in caught)
+        assert (f"= {limit} leaves out the validation set(s) reports, so" in said) == left_out, limit
+        assert math.isnan(logged["val/reports/perplexity"]) == left_out
+        assert logged["val/books/perplexity"] > 1
 
 
 def test_the_first_evaluation_is_before_the_first_step_and_a_resumed_run_does_not_repeat_it(

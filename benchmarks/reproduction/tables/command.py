@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
-from benchmarks.reproduction.tables.evaluating import longeval_cells, measure_longeval
+from benchmarks.reproduction.tables.evaluating import longeval_cells, measure_longeval, other_models
 from benchmarks.reproduction.tables.measuring import Measuring, select_documents
 from benchmarks.reproduction.tables.options import MeasureOptions, add_table_options
 from benchmarks.reproduction.tables.ours import (
@@ -51,23 +51,10 @@ def reproduce_table(
     fit_options: str = "",
     options: MeasureOptions,
 ) -> list[str]:
-    """Measure what a table of the paper reports, and print ours beside it.
+    """Measure what a table of the paper reports, print ours beside it, and return one line per failure.
 
-    Args:
-        table: Name of the table: ``table1`` to ``table12``, or ``table5-package``.
-        data: Data module whose test documents are measured; its tokenizer counts the tokens.
-        output: Folder of results. Finished measurements are not repeated; failed ones are.
-        models: Names, hub ids, folders or NAME=PATH; by default the models of the table.
-        evaluators: Likewise; by default those of the table. Tables 1, 2 and 11 use the first one.
-        merge: Measure nothing; also read the results in these folders.
-        scores: Files with the benchmark scores of models or runs, as `longce correlate` reads them. Perplexities in
-            them are left out.
-        run: Train the models of the table, and export them, instead of printing the commands.
-        fit_options: Further options of ``longce fit`` for each training, such as "-c configs/strategies/fsdp.yaml".
-        options: Measurement settings.
-
-    Returns:
-        One line per failure.
+    The test documents of the data module ``data`` are measured, and its tokenizer counts the tokens. The other
+    arguments are the options of ``longce reproduce TABLE``.
 
     Raises:
         ValueError: If the table, a model, a score or a number cannot be used, or results have different settings.
@@ -89,6 +76,7 @@ def reproduce_table(
         # Scores from elsewhere are enough unless models are named.
         measures = merge is None and (models is not None or scores is None)
         failed = measure_longeval(chosen, wanted, folders[0], options) if measures else []
+        wanted += other_models(wanted, folders) if merge is not None and models is None else []
         return _report(chosen, {}, known, folders, failed=failed, models=wanted)
     if merge is None:
         _measure(data, folders[0], options, wanted, evaluator_models)

@@ -48,6 +48,13 @@ def measure_longeval(table: Table, models: Sequence[NamedModel], folder: Path, o
     return failures
 
 
+def other_models(models: Iterable[NamedModel], folders: Sequence[Path]) -> list[NamedModel]:
+    """Return the models with results in the folders that are not among ``models``, each once."""
+    paths = {path.name: str(path) for folder in folders for path in sorted(folder.glob("longeval/*"))}
+    known = {file_name(model.name) for model in models}
+    return [NamedModel(name, path) for name, path in paths.items() if name not in known]
+
+
 def longeval_cells(table: Table, models: Iterable[NamedModel], folders: Sequence[Path]) -> tuple[Cells, Intervals]:
     """Return accuracies in % and perplexities of models by length, and their 95% intervals over questions."""
     cells: Cells = {}

@@ -60,7 +60,9 @@ class HarnessEvaluation:
         settings: dict[str, Any] = {"model": identity, "max_length": max_length, "lm_eval": version("lm_eval")}
         for option in ("num_fewshot", "limit", "truncation", "chat_template", "dtype", "system_instruction"):
             settings[option] = getattr(config, option)
-        settings |= {"fewshot_as_multiturn": config.fewshot_as_multiturn, "gen_kwargs": config.generation or None}
+        # The default, also if it is given explicitly, is null.
+        multiturn = None if config.as_multiturn == config.chat_template else config.as_multiturn
+        settings |= {"fewshot_as_multiturn": multiturn, "gen_kwargs": config.generation or None}
         self.results = Results(config.output_folder, settings)
         options: Any = {"include_path": config.include_path, "num_fewshot": config.num_fewshot}
         self.loaded = load_tasks(tasks, **options, done=self.results.read)

@@ -280,6 +280,8 @@ def test_table_9_is_measured_by_teacher_forcing(reproduce, model_dir, evaluator_
     first = [one for one in found if one["index"] < 4]
     nll, tokens = (sum(one[f"answer_{name}"] for one in first) for name in ("nll", "tokens"))
     assert cells["M: PPL (answer tokens)"]["2k"]["ours"] == pytest.approx(math.exp(nll / tokens))
+    assert reproduce("table9", "--merge", str(tmp_path / "one"), output="two") == 0
+    assert table(tmp_path / "two", "table9") == cells, "the models that another machine has measured"
     capsys.readouterr()
     assert reproduce("table9", *models[:2], max_tokens=150) == 2
     assert "`max_tokens` = 150 is below the shortest length, 2048" in capsys.readouterr().err

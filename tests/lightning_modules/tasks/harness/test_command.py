@@ -4,6 +4,7 @@ import pytest
 
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.evaluate import evaluate
+from lightning_modules.tasks.evaluation.lm_eval_results import write_results
 from lightning_modules.tasks.harness import evaluation
 from lightning_modules.tasks.harness.evaluation import Results
 from tests.support.toy_tasks import GUESS
@@ -123,10 +124,17 @@ def test_options_that_no_named_task_reads_are_refused(task_dir):
 def test_processes_share_the_tasks(model_dir, task_dir, tmp_path, asked, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     options = {"tasks": ["letter", "answer"], "include_path": str(task_dir), "limit": 1}
+
+    def write(*arguments, **options):
+        assert (tmp_path / ".report.lock").exists(), "another process could start a second file"
+        return write_results(*arguments, **options)
+
+    monkeypatch.setattr("lightning_modules.commands.evaluate.write_results", write)
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
         evaluate(str(model_dir), str(tmp_path), **options)
         assert asked == ["letter", "answer"][: int(rank) + 1]
+    assert len(list(tmp_path.glob("results_*.json"))) == 1
     assert set(json.loads((tmp_path / "harness.json").read_text())["tasks"]) == {"letter", "answer"}
 
 

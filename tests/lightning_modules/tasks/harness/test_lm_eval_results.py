@@ -120,6 +120,9 @@ def test_options_have_the_names_of_the_harness(model_dir, task_dir, tmp_path, ca
         main(["evaluate", *map(str, [*words, tmp_path / name, *extra])])
         (file,) = (tmp_path / name).glob("samples_answer_*.jsonl")
         texts[name] = json.loads(file.read_text().splitlines()[0])["arguments"]["gen_args_0"]
+    (before,) = (tmp_path / "turns").glob("samples_answer_*.jsonl")
+    main(["evaluate", *map(str, [*words, tmp_path / "turns"]), "--fewshot_as_multiturn", "true"])  # the default
+    assert list((tmp_path / "turns").glob("samples_answer_*.jsonl")) == [before], "asked again"
     capsys.readouterr()
     assert texts["turns"]["arg_0"].startswith("[s Be brief.")
     assert texts["turns"]["arg_0"].count("[u ") == 3
