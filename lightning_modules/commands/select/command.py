@@ -42,7 +42,7 @@ def select(scores: str, **options: object) -> str:
         writable_folder(file.parent, remedy="Choose another file.")
     table = _read_scores(shards, config)
     documents = _choose_documents(table, config)
-    selected, chosen = documents[documents["selected"]], table.filter(documents["selected"].to_numpy())
+    selected = documents[documents["selected"]]
 
     with ExitStack() as locks:
         for file in sorted(files):  # the locks also remove what killed runs have left
@@ -50,6 +50,7 @@ def select(scores: str, **options: object) -> str:
         if config.output is not None and config.output.endswith(".txt"):
             write_keys(Path(config.output), selected)
         elif config.output is not None:
+            chosen = table.filter(documents["selected"].to_numpy())
             write_documents(Path(config.output), chosen, shards, config.files)
         if config.weights is not None:
             write_weights(Path(config.weights), means_by_source(documents, [config.rank_by])[config.rank_by])
