@@ -24,7 +24,6 @@ from lightning_modules.tasks.evaluation.questions import (
     question_keys,
 )
 from lightning_modules.tasks.evaluation.report import as_text, write_task_report
-from lightning_modules.tasks.evaluation.summary import summarize
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.registry import find_tasks
 from lightning_modules.utilities.files import writable_folder
@@ -97,8 +96,7 @@ class Evaluation:
         known = {result.key: result for result in read_results(self.store.folder)}
         results = [known[key] for key in self.keys if key in known]
         missing = len(self.keys) - len(results)
-        write_task_report(self.store.folder, results, self.store.settings, missing)
-        summary = summarize(results)
+        summary = write_task_report(self.store.folder, results, self.store.settings, missing)
         text = as_text(summary, missing, self.store.settings)
         return f"{text}\nReport: {self.store.folder / 'report.html'}", convert_summary(summary, self.store.settings)
 

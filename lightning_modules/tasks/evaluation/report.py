@@ -35,8 +35,10 @@ _CAPTIONS = {
 _COLUMNS = 2
 
 
-def write_task_report(folder: Path, results: Sequence[TaskResult], settings: Mapping[str, Any], missing: int) -> None:
-    """Write ``results.json``, ``report.md``, ``report.html`` and ``figures/*.svg``.
+def write_task_report(
+    folder: Path, results: Sequence[TaskResult], settings: Mapping[str, Any], missing: int
+) -> Summary:
+    """Write ``results.json``, ``report.md``, ``report.html`` and ``figures/*.svg``, and return the summary.
 
     ``missing`` is the number of questions without a result.
     """
@@ -50,13 +52,14 @@ def write_task_report(folder: Path, results: Sequence[TaskResult], settings: Map
         *([Heading("Curves and maps")] if pictures else ()),
         *(Picture(name, _CAPTIONS[name]) for name in pictures),
     ]
-    if summary.perplexities is not None:
+    if summary.perplexities:
         blocks += [Heading("Perplexity of answer tokens / of all other tokens"), perplexity_table(summary)]
     if summary.questions:
         blocks += [Heading("Some answers"), answer_table(results)]
     values = [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in settings.items()]
     blocks += [Heading("Settings"), Table(("setting", "value"), values)]
     write_report(folder, f"Long-context tasks: {settings['model']}", blocks, pictures, numbers, name="results")
+    return summary
 
 
 def score_table(summary: Summary) -> Table:
@@ -73,11 +76,9 @@ def _format_score(mean: float, interval: Interval | None) -> str:
 
 def perplexity_table(summary: Summary) -> Table:
     """Return a table of the perplexities of answer tokens and of all other tokens, by task and length."""
-    by_task, together = (
-        {key: f"{answer:.4g} / {other:.4g}" for key, (answer, other) in perplexities.items()}
-        for perplexities in (summary.perplexities_by_task, summary.perplexities_by_length)
-    )
-    return _make_grid(by_task, "all", together)
+    cells = {place: f"{answer:.4g} / {other:.4g}" for place, (answer, other) in summary.perplexities.items()}
+    together = {length: cell for (task, length), cell in cells.items() if task is None}
+    return _make_grid({place: cell for place, cell in cells.items() if place[0]}, "all", together)
 
 
 def _make_grid(cells: Mapping[Any, str], last: str, together: Mapping[Any, str]) -> Table:
@@ -127,8 +128,8 @@ def _describe_summary(summary: Summary, missing: int, settings: Mapping[str, Any
         )
     if needed := suggest_questions(summary.scores):
         sentences.append(f"For intervals of at most 5 points to each side: about {needed:,} questions in each cell.")
-    if summary.perplexities is not None:
-        answer, other = summary.perplexities
+    if summary.perplexities:
+        answer, other = summary.perplexities[None, None]
         sentences.append(f"Perplexity of answer tokens: {answer:.4g}; of all other tokens: {other:.4g}.")
     return [*sentences, f"{summary.questions:,} questions in {summary.seconds:,.0f} s, summed over all processes."]
 

@@ -63,9 +63,10 @@ class Summary:
     """Scores in percent by task and length, and perplexities under teacher forcing.
 
     A length has an average only if all tasks were measured at it, and there is an effective length only for all of
-    RULER's tasks, whose threshold it is. Perplexities by length are those of Figure 2 and
-    Table 9 of Fang et al. (2025). Heat maps are by task, after the one of ``all`` tasks; if depths were requested,
-    ``all`` omits tasks without depths, because they could favor one depth. ``seconds`` are summed over all processes.
+    RULER's tasks, whose threshold it is. Perplexities are by task and length: those of all tasks (None) are those of
+    Figure 2 and Table 9 of Fang et al. (2025), and (None, None) has those of all questions. Heat maps are by task,
+    after the one of ``all`` tasks; if depths were requested, ``all`` omits tasks without depths, because they could
+    favor one depth. ``seconds`` are summed over all processes.
     """
 
     scores: dict[tuple[str, int], Score]
@@ -74,9 +75,7 @@ class Summary:
     effective_length: EffectiveLength | None
     weighted_inc: float
     weighted_dec: float
-    perplexities: Perplexities | None
-    perplexities_by_length: dict[int, Perplexities]
-    perplexities_by_task: dict[tuple[str, int], Perplexities]
+    perplexities: dict[tuple[str | None, int | None], Perplexities]
     heat_maps: dict[str, Matrix]
     seconds: float
     questions: int
@@ -89,24 +88,24 @@ class Summary:
             values |= {"weighted_inc": self.weighted_inc, "weighted_dec": self.weighted_dec}
         if self.effective_length is not None:
             values["effective_length"] = float(self.effective_length.length or 0)
-        values |= _named_values(self.perplexities)
-        for length, found in self.perplexities_by_length.items():
-            values |= {f"{name}/{length}": value for name, value in _named_values(found).items()}
+        for (task, length), found in self.perplexities.items():
+            ending = "" if length is None else f"/{length}"
+            values |= {f"{name}{ending}": value for name, value in found._asdict().items() if task is None}
         return values
 
     def as_json(self) -> dict[str, Any]:
         """Return the values for the result file."""
         tasks: dict[str, dict[str, Any]] = {}
+        found = {place: perplexities._asdict() for place, perplexities in self.perplexities.items()}
         for (task, length), score in self.scores.items():
-            perplexities = _named_values(self.perplexities_by_task.get((task, length)))
-            tasks.setdefault(task, {})[str(length)] = score._asdict() | perplexities
+            tasks.setdefault(task, {})[str(length)] = score._asdict() | found.get((task, length), {})
         names = ("effective_length", "weighted_inc", "weighted_dec", "questions", "seconds")
         return {
             "tasks": tasks,
             "average": {str(length): average for length, average in self.averages.items()},
             "average_intervals": {str(length): interval for length, interval in self.average_intervals.items()},
             **{name: getattr(self, name) for name in names},
-            **(_named_values(self.perplexities) or {"answer_perplexity": None, "other_perplexity": None}),
+            **found.get((None, None), dict.fromkeys(Perplexities._fields)),
             "depths": {
                 name: pd.DataFrame(matrix.scores.T, map(str, matrix.depths), map(str, matrix.lengths)).to_dict()
                 for name, matrix in self.heat_maps.items()
@@ -134,6 +133,9 @@ def summarize(results: Sequence[TaskResult]) -> Summary:
     scores, averages = mean_scores(table), length_averages(table)
     intervals = {length: _average_interval(scores, length) for length in averages}
     forced = table[table["answer_nll"].notna() | (table["answer_tokens"] > 0)]
+    rows_by_place: dict[Any, pd.DataFrame] = {(None, None): forced} if len(forced) else {}
+    rows_by_place |= {(None, length): rows for length, rows in forced.groupby("length", sort=False)}
+    rows_by_place |= dict(iter(forced.groupby(["task", "length"], sort=False)))
     return Summary(
         scores=scores,
         averages=averages,
@@ -141,13 +143,7 @@ def summarize(results: Sequence[TaskResult]) -> Summary:
         effective_length=_ruler_length(averages, intervals) if set(table["task"]) == set(GROUPS["ruler"]) else None,
         weighted_inc=weighted_average(averages, increasing=True),
         weighted_dec=weighted_average(averages, increasing=False),
-        perplexities=_compute_perplexities(forced) if len(forced) else None,
-        perplexities_by_length={
-            length: _compute_perplexities(rows) for length, rows in forced.groupby("length", sort=False)
-        },
-        perplexities_by_task={
-            key: _compute_perplexities(rows) for key, rows in forced.groupby(["task", "length"], sort=False)
-        },
+        perplexities={place: _compute_perplexities(rows) for place, rows in rows_by_place.items()},
         heat_maps=heat_maps,
         seconds=math.fsum(table["seconds"]),
         questions=len(table),
@@ -237,7 +233,3 @@ def _compute_perplexities(table: pd.DataFrame) -> Perplexities:
             return float(np.exp(nll / tokens)) if tokens else math.nan
 
     return Perplexities(perplexity("answer"), perplexity("other"))
-
-
-def _named_values(perplexities: Perplexities | None) -> dict[str, float]:
-    return {} if perplexities is None else perplexities._asdict()

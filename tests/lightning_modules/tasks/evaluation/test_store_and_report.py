@@ -89,7 +89,7 @@ def test_the_summary_of_a_grid():
     assert summary.weighted_dec == pytest.approx(80.0)
     assert list(summary.heat_maps) == ["all", "niah", "lines"]
     np.testing.assert_array_equal(summary.heat_maps["niah"].scores, [[100] * 5, [100, 0, 0, 0, 100]])
-    assert summary.perplexities == pytest.approx((math.exp(0.5), math.exp(3.0)))
+    assert summary.perplexities[None, None] == pytest.approx((math.exp(0.5), math.exp(3.0)))
     logged = summary.logged()
     assert logged["niah/2048"] == 40.0
     assert logged["other_perplexity"] == pytest.approx(math.exp(3.0))
@@ -103,7 +103,7 @@ def test_what_was_not_measured_is_missing_and_not_0():
     assert np.isnan(summary.heat_maps["niah"].scores).any()
     assert summarize([]).logged() == {}
     generated = [replace(one, answer_nll=None, other_nll=None, answer_tokens=0, other_tokens=0) for one in GRID]
-    assert summarize(generated).perplexities is None
+    assert summarize(generated).perplexities == {}
     assert "answer_perplexity" not in summarize(generated).as_json()["tasks"]["niah"]["1024"]
 
 
