@@ -15,8 +15,8 @@ from lightning_modules.functional import (
     threshold_weights,
     top_fraction_weights,
 )
-from lightning_modules.functional.checks import check_count
-from lightning_modules.functional.influence import Part, check_fraction, check_gamma, check_part, check_threshold
+from lightning_modules.functional.checks import check_count, check_fraction
+from lightning_modules.functional.influence import Part, check_gamma, check_part, check_threshold
 
 
 class Objective(ABC):
@@ -151,7 +151,7 @@ class Sparse(Objective):
 
     def __init__(self, threshold: float = 0.5, fraction: float | None = None) -> None:
         check_threshold(threshold)
-        check_fraction(1.0 if fraction is None else fraction)
+        check_fraction("`fraction`", 1.0 if fraction is None else fraction)
         self.threshold, self.fraction, self.pointwise = threshold, fraction, fraction is None
 
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:

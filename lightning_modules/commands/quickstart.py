@@ -50,7 +50,7 @@ def quickstart(options: Sequence[str] = ()) -> None:
         words = ["fit", *configs, *options, *named]
         with _logged(words, log, f"[{number}/4] {purpose}") as line:
             sys.argv[1:] = words
-            data: Any = _ReportingCLI(line).datamodule
+            data: Any = LongceCLI(callbacks=[line]).datamodule
     document.write_text(_find_text(data))
     models = ["--model", f"{runs}/models/longce", "--evaluator", f"{runs}/models/evaluator"]
     words = ["inspect", str(document), *models, "--context_length", "64", "--stride", "64", "--output", str(page)]
@@ -100,20 +100,6 @@ class ProgressLine(Callback):
         clear = f"\r\033[K{self._purpose} .. " if self._terminal.isatty() else ""
         seconds = time.monotonic() - self._started
         self._terminal.write(f"{clear}{f'{failure} after ' if failure else self._result}{seconds:.0f} s\n")
-
-
-class _ReportingCLI(LongceCLI):
-    """LightningCLI whose trainer also reports to a line of progress."""
-
-    def __init__(self, line: ProgressLine) -> None:
-        self._line = line
-        super().__init__()
-
-    @override
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        trainer = super().instantiate_trainer(**kwargs)
-        trainer.callbacks.append(self._line)  # type: ignore[attr-defined]
-        return trainer
 
 
 @contextmanager

@@ -18,6 +18,12 @@ def check_count(name: str, value: Any, *, minimum: int = 1, maximum: int | None 
         raise ValueError(f"{name} must be an integer {limits}, got {value!r}.")
 
 
+def check_fraction(name: str, value: float) -> None:
+    """Raise a ``ValueError`` that cites ``name`` unless ``value`` is in (0, 1]."""
+    if not 0 < value <= 1:
+        raise ValueError(f"{name} must be above 0 and at most 1, got {value}.")
+
+
 def check_pair(long: Tensor, short: Tensor) -> None:
     """Raise a ``ValueError`` for log-likelihoods that are integers, or whose shapes differ and would be broadcast."""
     if long.shape != short.shape or not (long.is_floating_point() and short.is_floating_point()):

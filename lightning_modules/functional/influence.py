@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_modules.functional.checks import check_pair
+from lightning_modules.functional.checks import check_fraction, check_pair
 
 Part = Literal["positive", "negative", "absolute"]
 """Which tokens get a weight: those that the long context makes likelier, those it makes less likely, or both."""
@@ -217,14 +217,8 @@ def top_fraction_weights(long: Tensor, short: Tensor, scored: Tensor, *, fractio
         >>> top_fraction_weights(long, short, torch.tensor([[False, True, True, True]]), fraction=0.67)
         tensor([[0., 0., 1., 1.]])
     """
-    check_fraction(fraction)
+    check_fraction("`fraction`", fraction)
     change = long_short_difference(long.detach(), short.detach()).abs().masked_fill(~scored, 0)
     count = (fraction * scored.sum(-1, keepdim=True)).round().long().clamp(1, change.shape[-1])
     threshold = change.sort(dim=-1, descending=True).values.gather(-1, count - 1)
     return ((change >= threshold) & (change > 0)).to(long.dtype)
-
-
-def check_fraction(fraction: float) -> None:
-    """Raise a ``ValueError`` for a fraction of tokens that is not in (0, 1]."""
-    if not 0 < fraction <= 1:
-        raise ValueError(f"`fraction` must be above 0 and at most 1, got {fraction}.")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, known_scored, send
-from lightning_modules.functional.checks import check_count
+from lightning_modules.functional.checks import check_count, check_fraction
 
 
 class Window(NamedTuple):
@@ -99,18 +99,12 @@ def draw_windows(
     Returns:
         The drawn windows in their original order, and the fraction that was drawn: the probability of each window.
     """
-    check_window_fraction(fraction)
+    check_fraction("`short_window_share`", fraction)
     count = max(1, round(fraction * len(windows)))
     if count >= len(windows):
         return list(windows), 1.0
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))
     return [windows[index] for index in order[:count].sort().values.tolist()], count / len(windows)
-
-
-def check_window_fraction(fraction: float) -> None:
-    """Raise a ``ValueError`` for a fraction of windows that is not in (0, 1]."""
-    if not 0 < fraction <= 1:
-        raise ValueError(f"`short_window_share` must be above 0 and at most 1 (all windows), got {fraction}.")
 
 
 def trim_windows(windows: Sequence[tuple[int, Window]], wanted: Tensor) -> list[tuple[int, Window]]:

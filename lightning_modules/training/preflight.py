@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from lightning_modules.batch import PackedBatch
-from lightning_modules.functional.checks import check_count
-from lightning_modules.functional.windows import check_context, check_window_fraction
+from lightning_modules.functional.checks import check_count, check_fraction
+from lightning_modules.functional.windows import check_context
 from lightning_modules.models.adapters import quantization_config
 from lightning_modules.models.attention import DOCUMENT_SDPA
 from lightning_modules.models.backbone import Backbone
@@ -50,7 +50,7 @@ class Trainee(Protocol):
 def check_settings(module: Trainee) -> None:
     """Check the constructor's arguments."""
     check_context(module.context_length, module.stride)
-    check_window_fraction(module.short_window_share)
+    check_fraction("`short_window_share`", module.short_window_share)
     check_drawn_windows(module.objective, module.short_window_share)
     check_count("`sink_tokens`", module.sink_tokens, minimum=0)
     if module.short_context_method == "sliding_window":

@@ -3,13 +3,13 @@
 import argparse
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jsonargparse
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -67,12 +67,15 @@ class LongceCLI(LightningCLI):
     ``model`` holds the settings of a `LongContextLM`, or class and settings of any LightningModule.
     """
 
-    def __init__(self, args: ArgsType = None, run: bool = True, **settings: Any) -> None:
+    def __init__(
+        self, args: ArgsType = None, run: bool = True, *, callbacks: Sequence[Callback] = (), **settings: Any
+    ) -> None:
         logging.getLogger("lightning").handlers.clear()  # the root logger prints its messages already
         self.preemption = Preemption()
         self.training_run = Run()
         self.identity = RunIdentity()
         self._requested_checkpoint: str | None = None  # --ckpt_path, as it was given
+        own = [RunMember(self.training_run), RandomStates(), self.preemption, self.identity]
         words: Any = sys.argv[1:] if args is None else args
         self._names_class = isinstance(words, list) and names_model_class(words)
         try:
@@ -84,7 +87,7 @@ class LongceCLI(LightningCLI):
                 auto_configure_optimizers=False,
                 save_config_callback=None,  # `Run` saves it
                 trainer_defaults={
-                    "callbacks": [RunMember(self.training_run), RandomStates(), self.preemption, self.identity],
+                    "callbacks": [*own, *callbacks],
                     "enable_model_summary": False,  # a single row; `RunIdentity` logs the number of parameters
                 },
                 parser_class=ExperimentParser,

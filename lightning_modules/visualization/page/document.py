@@ -15,19 +15,9 @@ from lightning_modules.visualization.page.page import Inspection, ModelScores
 def inspect_document(text: str, evaluator: str, *, name: str = "document", **options: Any) -> Inspection:
     """Show the key tokens of a document, and its likelihoods in long and short context, on a page.
 
-    The evaluator's scores are stored and shared with `score`; the alternatives need another pass over the text.
-
-    Args:
-        text: The document.
-        evaluator: Hub id or local folder of the model that finds the key tokens.
-        name: Name of the document on the page.
-        options: The other fields of `lightning_modules.scoring.config.InspectConfig`.
-
-    Returns:
-        The page, which a notebook displays and `Inspection.save` writes to a file.
-
-    Raises:
-        ValueError: If the text, a model or an option is not valid.
+    A notebook displays the page, and `Inspection.save` writes it to a file. Options are the other fields of
+    `lightning_modules.scoring.config.InspectConfig`. The evaluator's scores are stored and shared with `score`; the
+    alternatives need another pass over the text.
     """
     config = InspectConfig(evaluator=evaluator, **options)
     device = find_device(config.device)
