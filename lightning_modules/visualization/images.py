@@ -2,6 +2,8 @@
 
 import io
 import re
+from collections.abc import Iterable
+from itertools import cycle
 from typing import Any
 
 import matplotlib
@@ -46,6 +48,21 @@ STYLE: Any = {
     "svg.hashsalt": "longce",
 }
 """Settings for ``matplotlib.rc_context``, both for drawing and for saving figures."""
+
+
+def curves_as_svg(curves: Iterable[tuple[str, Any, Any]], *, x: str, y: str) -> str:
+    """Draw curves as SVG text: the legend, the x values and the y values of each."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=PANEL, layout="constrained")
+        plot = figure.subplots()
+        plot.set(xlabel=x, ylabel=y)
+        for (name, xs, ys), line in zip(curves, cycle(("-", "--", "-.", ":")), strict=False):
+            plot.plot(xs, ys, line, marker="o" if len(xs) < 30 else "", markersize=3, label=name)
+        if not plot.xaxis.have_units():  # numbers, not names
+            plot.locator_params("x", nbins=5)
+        figure.legend(loc="outside upper left", ncols=2)
+        return as_svg(figure)
+
 
 _FONTS = re.compile(r"'DejaVu Sans'[^;\"]*")
 

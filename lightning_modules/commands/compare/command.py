@@ -2,20 +2,17 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from lightning_modules.commands.compare.evaluations import Evaluation, tabulate_evaluations
 from lightning_modules.commands.compare.runs import AXES, Run, read_compared
 from lightning_modules.statistics import TOKENS, corpus_perplexity, perplexity_ratio
 from lightning_modules.utilities.files import write_atomically
-from lightning_modules.visualization.images import PANEL, STYLE, as_svg
+from lightning_modules.visualization.images import curves_as_svg
 from lightning_modules.visualization.report import Block, Heading, Picture, Table, Tone, as_html, as_text_table
 
 _EXPLANATION = (
@@ -99,7 +96,8 @@ def draw_curves(runs: Sequence[Run], axis: str) -> dict[str, str]:
             run.name: place_points(curves[run.name].get(title, {}), run.scalars.get(AXES[axis], {})) for run in runs
         }
         if any(map(len, placed.values())):
-            figures[title] = _draw_panel(placed, axis, title.partition(":")[0])
+            points = ((name, *own.T) for name, own in placed.items())
+            figures[title] = curves_as_svg(points, x=axis, y=title.partition(":")[0])
     return figures
 
 
@@ -121,18 +119,6 @@ def place_points(curve: Mapping[int, float], axis: Mapping[int, float]) -> NDArr
     points[:, 0] = np.interp(points[:, 0], steps, values)
     points = points[np.isfinite(points[:, 1])]
     return np.array([part.mean(axis=0) for part in np.array_split(points, _POINTS) if len(part)]).reshape(-1, 2)
-
-
-def _draw_panel(curves: Mapping[str, NDArray[np.float64]], axis: str, quantity: str) -> str:
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=PANEL, layout="constrained")
-        plot = figure.subplots()
-        plot.set(xlabel=axis, ylabel=quantity)
-        plot.locator_params("x", nbins=5)
-        for (name, points), line in zip(curves.items(), cycle(("-", "--", "-.", ":")), strict=False):
-            plot.plot(*points.T, line, marker="o" if len(points) < 30 else "", markersize=3, label=name)
-        figure.legend(loc="outside upper left", ncols=2)
-        return as_svg(figure)
 
 
 def _rank_runs(runs: Sequence[Run], baseline: Run) -> Table:

@@ -24,7 +24,7 @@ from lightning_modules.visualization.corpus.summary import (
     thresholds,
     totals,
 )
-from lightning_modules.visualization.images import PANEL, STYLE, as_svg
+from lightning_modules.visualization.images import PANEL, STYLE, as_svg, curves_as_svg
 from lightning_modules.visualization.report import (
     Block,
     Heading,
@@ -134,7 +134,8 @@ def corpus_page(
         shortest = ladder[0].split("_")[1]
         names = {name: name.split("_")[2] for name in ladder if name.split("_")[1] == shortest}
         means = totals(documents, list(names))[list(names)].rename(columns=names)
-        pictures["ladder"] = draw_ladder(means)
+        curves = ((_legend_text(str(source)), means.columns, values) for source, values in means.iterrows())
+        pictures["ladder"] = curves_as_svg(curves, x="longer context, tokens", y="mean LSD, nats")
         caption = f"Mean LSD of longer contexts over one of {shortest} tokens, nats"
         blocks += [Heading("Context ladder"), Picture("ladder", caption), _tabulate(means)]
 
@@ -163,18 +164,6 @@ def draw_histogram(
             below = below + count
         if len(counts) > 1:
             figure.legend(loc="outside upper left", ncols=2)
-        return as_svg(figure)
-
-
-def draw_ladder(means: pd.DataFrame) -> str:
-    """Return curves as SVG: a value of each source (index) by context length (columns)."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=PANEL, layout="constrained")
-        plot = figure.subplots()
-        plot.set(xlabel="longer context, tokens", ylabel="mean LSD, nats")
-        for source, values in means.iterrows():
-            plot.plot(means.columns, values.to_numpy(), marker="o", markersize=3, label=_legend_text(str(source)))
-        figure.legend(loc="outside upper left", ncols=2)
         return as_svg(figure)
 
 
