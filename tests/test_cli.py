@@ -275,6 +275,25 @@ def test_a_corpus_is_described_before_the_model_is_loaded(books, model_dir, tmp_
         assert ("2.5 for an hour of a GPU" in told) == (files == str(books))
 
 
+@pytest.mark.limit(2)
+def test_ctrl_c_while_a_corpus_is_scored_is_reported_in_one_line(books, model_dir, tmp_path, monkeypatch, capsys):
+    def load(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_modules.long_context_lm.load_trainer_backbone", load)
+    words = ("--model.pretrained_model_name_or_path", str(model_dir), "--data.files", str(books))
+    words += ("--trainer.accelerator", "cpu", "--trainer.devices", "1")
+    scoring = ("predict", "-c", BASE, "-c", str(CONFIGS / "score_corpus.yaml"), *words)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            longce(*scoring, monkeypatch=monkeypatch, folder=tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)  # Lightning ignores further signals
+    assert stopped.value.code == 130
+    assert "longce: interrupted" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_corpus_is_scored_chosen_from_and_weighed(books, model_dir, tmp_path, monkeypatch, capsys):
     options = {

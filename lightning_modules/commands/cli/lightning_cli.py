@@ -163,7 +163,12 @@ class LongceCLI(LightningCLI):
     @override
     def _run_subcommand(self, subcommand: str) -> None:
         with loopback(self.trainer), children_end_with_us():
-            super()._run_subcommand(subcommand)
+            try:
+                super()._run_subcommand(subcommand)
+            except SystemExit as stopped:  # Lightning exits with status 1 after Ctrl-C
+                if subcommand == "fit" or not isinstance(stopped.__context__, KeyboardInterrupt):
+                    raise
+                raise KeyboardInterrupt from stopped
 
     @override
     def after_instantiate_classes(self) -> None:
