@@ -186,9 +186,8 @@ class PackedTextDataModule(LightningDataModule, ABC):
 
     @override
     def val_dataloader(self) -> DataLoader[Row]:
-        trainer = self.trainer
-        if isinstance(self.validation, NamedDocuments) and trainer and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self.validation.check_limit(trainer.limit_val_batches, self.validation_batch_size * trainer.world_size)
+        if isinstance(self.validation, NamedDocuments) and self.trainer:
+            self.validation.check_limit(self.trainer, self.validation_batch_size)
         return self._evaluation_loader(self.validation, "validate")
 
     @override

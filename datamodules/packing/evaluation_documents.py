@@ -99,15 +99,13 @@ class NamedDocuments(Dataset[Row]):
         name, part, place = self._items[index]
         return {**part[place], "set": name}
 
-    def check_limit(self, limit: float, batch_size: int) -> None:
-        """Warn if a limit of batches, a number or a fraction as Lightning reads it, leaves out all documents of a set.
-
-        ``batch_size`` is that of all processes together.
-        """
-        batches = limit if isinstance(limit, int) else int(limit * -(-len(self) // batch_size))
-        seen = {name for name, _, _ in self._items[: int(batches * batch_size)]}
+    def check_limit(self, trainer: Any, batch_size: int) -> None:
+        """Warn if a limit of batches leaves out all documents of a set."""
+        limit, together = trainer.limit_val_batches, batch_size * trainer.world_size
+        batches = limit if isinstance(limit, int) else int(limit * -(-len(self) // together))
+        seen = {name for name, _, _ in self._items[: batches * together]}
         left_out = dict.fromkeys(name for name, _, _ in self._items if name not in seen)
-        if batches and left_out:
+        if batches and left_out and not trainer.fast_dev_run:
             rank_zero_warn(
                 f"`trainer.limit_val_batches` = {limit} leaves out the validation set(s) {', '.join(left_out)}, so"
                 " their metrics are NaN: limit the `documents` of each set in `data.validation_sets` instead."

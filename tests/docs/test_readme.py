@@ -22,8 +22,8 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_modules.commands.cli.main import COMMANDS as PROGRAMS
 from lightning_modules.commands.cli.main import main
+from lightning_modules.commands.cli.registry import COMMANDS as PROGRAMS
 from tests.conftest import make_text
 from tests.docs.test_docs import NAMES, PAGES, ROOT, blocks
 
