@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from lightning_modules.models.checks import check_weight_files
-from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.identity import model_identity
 from lightning_modules.models.loading import load_config, load_frozen
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
@@ -35,12 +34,10 @@ def evaluate(model: str, output: str, **options: Any) -> str:
     config.check_used(ours, theirs)
     writable_folder(config.output_folder, remedy="Choose another folder with `--output`.")
     device = find_device(_choose_device(config.device))
-    source: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-    numerics: dict[str, Any] = {"dtype": config.dtype, "attn_implementation": config.attn_implementation}
-    loading = ModelConfig(model, **source, **numerics)
+    loading = config.loading(model)
     model_config = load_config(loading)
     check_weight_files(model)
-    tokenizer = load_tokenizer(model, **source)
+    tokenizer = load_tokenizer(model, trust_remote_code=config.trust_remote_code)
     identity = model_identity(loading)
     runs: list[Any] = []
     if ours or not theirs:

@@ -243,7 +243,7 @@ def serve(config: ServeConfig) -> None:
     device = find_device(config.device)
     if device.type == "cuda" and config.device == "auto":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    loading = config.loading()
+    loading = config.model_loading()
     load_config(loading)
     listener = _listen(config.host, config.port + rank if config.port else 0)
     identity = model_identity(loading)
@@ -265,7 +265,7 @@ def serve(config: ServeConfig) -> None:
 
 def _load(config: ServeConfig, device: torch.device) -> Backbone:
     if not config.sharded:
-        return load_frozen(config.loading(), device)
+        return load_frozen(config.model_loading(), device)
     from lightning_modules.training.fsdp import load_sharded_backbone, world_mesh  # imports Lightning
 
     if device.type == "cuda":
@@ -273,7 +273,7 @@ def _load(config: ServeConfig, device: torch.device) -> Backbone:
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     mesh = world_mesh(device)
     assert mesh is not None, "several processes"
-    backbone = load_sharded_backbone(config.loading(), mesh, device=device).eval().requires_grad_(False)
+    backbone = load_sharded_backbone(config.model_loading(), mesh, device=device).eval().requires_grad_(False)
     check_scoring(backbone)
     return backbone
 

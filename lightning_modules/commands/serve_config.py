@@ -4,13 +4,13 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_modules.models.config import DType, ModelConfig
+from lightning_modules.models.config import LoadingOptions, ModelConfig
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
-class ServeConfig:
+class ServeConfig(LoadingOptions):
     """Settings of `longce serve`.
 
     Args:
@@ -24,12 +24,9 @@ class ServeConfig:
         max_length: Maximum number of tokens of a document; by default the model's positions.
         sharded: Shard the model across all processes (FSDP2) instead of loading a copy in each.
         revision: Branch, tag or commit on the hub.
-        dtype: Type of the weights; ``auto`` keeps the stored type.
-        attn_implementation: As in transformers; ``auto`` is flash attention if it is installed.
         model_config: Values that override the model's config, such as ``rope_parameters``.
         context_extension: Method to extend the model's context, as for `longce fit`.
         quantization: Arguments of ``transformers.BitsAndBytesConfig``: weights in 4 or 8 bits.
-        trust_remote_code: Run code from the model's repository; only for repositories that you trust.
         device: Device such as ``cuda:0`` or ``cpu``; ``auto`` is a GPU for each process, or the CPU.
     """
 
@@ -43,12 +40,9 @@ class ServeConfig:
     max_length: int | None = None
     sharded: bool = False
     revision: str | None = None
-    dtype: DType = "auto"
-    attn_implementation: str = "auto"
     model_config: dict[str, Any] | None = None
     context_extension: dict[str, Any] | None = None
     quantization: dict[str, Any] | None = None
-    trust_remote_code: bool = False
     device: str = "auto"
 
     def __post_init__(self) -> None:
@@ -60,11 +54,10 @@ class ServeConfig:
         if (self.certificate is None) != (self.certificate_key is None):
             raise ValueError("`certificate` and `certificate_key` belong together: set both, or none for http.")
 
-    def loading(self) -> ModelConfig:
+    def model_loading(self) -> ModelConfig:
         """Return the settings to load the model."""
-        names = ("model_config", "context_extension", "revision", "dtype", "attn_implementation", "quantization")
-        settings = {name: getattr(self, name) for name in (*names, "trust_remote_code")}
-        return ModelConfig(self.model, **settings)
+        names = ("model_config", "context_extension", "revision", "quantization")
+        return self.loading(self.model, **{name: getattr(self, name) for name in names})
 
     def read_key(self) -> str:
         """Return the key; raise a ``ValueError`` if other machines could use the server without one."""

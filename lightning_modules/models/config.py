@@ -1,7 +1,7 @@
 """Settings to load a causal LM; importable without torch."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
@@ -55,6 +55,26 @@ class ServerConfig:
 def is_served(pretrained_model_name_or_path: str | None) -> bool:
     """Return whether a model is named by the address of its server."""
     return re.match(r"https?://", pretrained_model_name_or_path or "") is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadingOptions:
+    """Options of the commands that load a model.
+
+    Args:
+        dtype: Type of the weights; ``auto`` keeps the stored type.
+        attn_implementation: As in transformers; ``auto`` is flash attention if it is installed.
+        trust_remote_code: Run code from the model's repository; only for repositories that you trust.
+    """
+
+    dtype: DType = "auto"
+    attn_implementation: str = "auto"
+    trust_remote_code: bool = False
+
+    def loading(self, name: str, **settings: Any) -> "ModelConfig":
+        """Return the settings to load a model with this name."""
+        settings |= {field.name: getattr(self, field.name) for field in fields(LoadingOptions)}
+        return ModelConfig(name, **settings)
 
 
 @dataclass(frozen=True)

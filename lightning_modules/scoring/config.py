@@ -3,7 +3,9 @@
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from lightning_modules.models.config import DType, ModelConfig, ServerConfig, is_served
+from typing_extensions import override
+
+from lightning_modules.models.config import DType, LoadingOptions, ModelConfig, ServerConfig, is_served
 
 Rule = Literal["paper", "authors"]
 """How key tokens are transferred from the evaluator's tokens to the model's."""
@@ -20,7 +22,7 @@ def tokenizer_name(model: str, tokenizer: str | None, option: str) -> str:
 
 
 @dataclass(frozen=True)
-class ScoringConfig:
+class ScoringConfig(LoadingOptions):
     """Definition of key tokens, and how the evaluator is loaded.
 
     Args:
@@ -30,10 +32,7 @@ class ScoringConfig:
         stride: Number d of tokens that share one short window.
         alpha: Key tokens have a long-short difference (LSD) above alpha, in nats.
         beta: Key tokens have a long-context log-likelihood (LCL) above beta, in nats.
-        dtype: Type of the weights; ``auto`` keeps the stored type.
-        attn_implementation: As in transformers; ``auto`` is flash attention if it is installed.
         cache_dir: Folder for the evaluator's scores; by default ``$LONGCE_CACHE`` or ``~/.cache/longce``.
-        trust_remote_code: Run code from the model's repository; only for repositories that you trust.
         server: How a served model is asked.
     """
 
@@ -42,10 +41,7 @@ class ScoringConfig:
     stride: int = 1024
     alpha: float = 2.0
     beta: float = -2.0
-    dtype: DType = "auto"
-    attn_implementation: str = "auto"
     cache_dir: str | None = None
-    trust_remote_code: bool = False
     server: ServerConfig | None = None
 
     def __post_init__(self) -> None:
@@ -55,16 +51,9 @@ class ScoringConfig:
         check_context(self.context_length, self.stride)
         check_thresholds(self.alpha, self.beta)
 
-    def loading(self, name: str, revision: str | None = None) -> ModelConfig:
-        """Return the settings to load a model with this name."""
-        return ModelConfig(
-            name,
-            revision=revision,
-            dtype=self.dtype,
-            attn_implementation=self.attn_implementation,
-            trust_remote_code=self.trust_remote_code,
-            server=self.server,
-        )
+    @override
+    def loading(self, name: str, **settings: Any) -> ModelConfig:
+        return super().loading(name, server=self.server, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,7 +113,7 @@ class Evaluator:
         self.is_served = is_served(self.name)
         cache = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir() / "token_scores"
         self.cache_dir = writable_folder(cache)
-        self._loading = config.loading(self.name, config.revision)
+        self._loading = config.loading(self.name, revision=config.revision)
         tokenizer = tokenizer_name(self.name, config.tokenizer, "`--evaluator_tokenizer`, or `tokenizer` in YAML,")
         check_model(self._loading)
         self.tokenizer = load_tokenizer(

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
-from lightning_modules.models.config import DType
+from lightning_modules.models.config import LoadingOptions
 from lightning_modules.tasks.sampling import parse_gen_kwargs
 
 Mode = Literal["generate", "teacher_forced"]
@@ -140,24 +140,18 @@ class TaskConfig:
 
 
 @dataclass(frozen=True)
-class EvaluationConfig(TaskConfig):
+class EvaluationConfig(TaskConfig, LoadingOptions):
     """Settings of `longce evaluate`.
 
     Args:
         model: Hub id or local folder.
         output: Folder for the results and the report; results already there are reused.
-        dtype: Type of the weights; ``auto`` keeps the stored type.
-        attn_implementation: As in transformers; ``auto`` is flash attention if it is installed.
         device: Device such as ``cuda:0`` or ``cpu``; ``auto`` is the GPU of this process, or the CPU.
-        trust_remote_code: Run code from the model's repository; only for repositories that you trust.
     """
 
     model: str
     output: str
-    dtype: DType = "auto"
-    attn_implementation: str = "auto"
     device: str = "auto"
-    trust_remote_code: bool = False
 
     @property
     def output_folder(self) -> Path:
