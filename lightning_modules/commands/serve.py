@@ -6,19 +6,20 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import uvicorn
-from numpy.typing import NDArray
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -27,12 +28,19 @@ from starlette.routing import Route
 
 from lightning_modules.batch import IGNORE_INDEX, unscored_token
 from lightning_modules.commands.serve_config import ServeConfig
+from lightning_modules.functional.top_tokens import with_greedy
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.identity import check_same_model, model_identity
 from lightning_modules.models.loading import load_config, load_frozen
 from lightning_modules.models.lockstep import any_rank
-from lightning_modules.models.served.dialects import CHECKSUM_HEADER, IDENTITY_HEADER, LONGCE_PATH, Span, checksum
+from lightning_modules.models.served.dialects import (
+    CHECKSUM_HEADER,
+    IDENTITY_HEADER,
+    LONGCE_PATH,
+    Scores,
+    Span,
+    checksum,
+)
 from lightning_modules.scoring.document_scorer import is_out_of_memory
 from lightning_modules.scoring.score import find_device
 from lightning_modules.tasks.teacher_forcing import group_rows, padded_rows
@@ -46,17 +54,17 @@ _MAX_LENGTH = 1 << 20
 
 _NUMERICS = ("model_config", "context_extension", "quantization")
 
+_PATIENCE = 1.0  # seconds between checks whether a client still waits
 _IDLE_SECONDS = 0.05  # between checks for requests and signals, in which sharded processes agree on the next pass
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Pending:
+class _Pending(NamedTuple):
     """A span that waits for its scores."""
 
     span: Span
-    answer: "Future[NDArray[np.float32]]"
+    answer: "Future[Scores]"
 
 
 class BatchingScorer:
@@ -80,7 +88,7 @@ class BatchingScorer:
         """Number of tokens that wait."""
         return sum(len(each.span.ids) for each in self._pending)
 
-    def submit(self, span: Span) -> "Future[NDArray[np.float32]] | None":
+    def submit(self, span: Span) -> "Future[Scores] | None":
         """Return the future scores of a span, or None if too many tokens wait already."""
         with self._changed:
             if self._pending and self.queued_tokens + len(span.ids) > self.max_queued_tokens:
@@ -131,27 +139,30 @@ class BatchingScorer:
             if fatal:
                 raise
             scores = []
-        for each, values in zip(group, scores, strict=False):
-            each.answer.set_result(values)
+        for each, result in zip(group, scores, strict=False):
+            each.answer.set_result(result)
         self.counts["passes"] += 1
         self.counts["tokens"] += sum(len(each.span.ids) for each in group)
-        self.counts["scored_tokens"] += sum(map(len, scores))
+        self.counts["scored_tokens"] += sum(len(each.log_likelihood) for each in scores)
         self.counts["busy_milliseconds"] += round(1000 * (time.monotonic() - started))
         # After the `except` block, the error no longer keeps the tensors of the failed pass alive.
         for each in group if len(group) > 1 and not scores else []:
             self._score([each])
 
     @torch.no_grad()
-    def _pass(self, spans: list[Span]) -> list[NDArray[np.float32]]:
-        """Make a forward pass, of one token without spans, and return the log-likelihoods of the scored tokens."""
+    def _pass(self, spans: list[Span]) -> list[Scores]:
+        """Make a forward pass, of one token without spans, and return the scores of each span."""
         if not spans:
             self.backbone(unscored_token(self.backbone.device))
             return []
         batch = padded_rows([span.ids for span in spans], self.backbone.device)
         for row, span in enumerate(spans):
             batch["labels"][row, : span.scored_from] = IGNORE_INDEX
-        scores = self.backbone(batch, first_scored=min(span.scored_from for span in spans)).float().cpu().numpy()
-        return [row[span.scored_from : len(span.ids)] for row, span in zip(scores, spans, strict=True)]
+        places = [slice(len(span.ids) - span.greedy, len(span.ids)) for span in spans]
+        first_scored, head_fn = min(span.scored_from for span in spans), partial(with_greedy, places=places)
+        scores, greedy = self.backbone(batch, first_scored=first_scored, head_fn=head_fn)
+        rows = zip(scores.float().cpu().numpy(), greedy.int().cpu().numpy(), spans, places, strict=True)
+        return [Scores(row[span.scored_from : place.stop], likeliest[place]) for row, likeliest, span, place in rows]
 
 
 class Service:
@@ -193,24 +204,32 @@ class Service:
         return JSONResponse({"object": "list", "data": [model | sizes]})
 
     async def _log_likelihoods(self, request: Request) -> Response:
-        """Answer little-endian int32 token ids with the float32 log-likelihoods from ``?scored_from=`` on."""
+        """Answer little-endian int32 token ids with the float32 log-likelihoods from ``?scored_from=`` on.
+
+        The int32 tokens that are the likeliest in the places of the last ``greedy=`` tokens follow.
+        """
         self._check_key(request)
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
             if len(body) > 4 * self._max_length:
                 raise HTTPException(413, f"A document may have at most {self._max_length} tokens.")
-        span = self._read_span(bytes(body), request.query_params.get("scored_from", ""))
+        span = self._read_span(bytes(body), request)
         self._scorer.counts["requests"] += 1
         if (future := self._scorer.submit(span)) is None:
             raise HTTPException(429, "Too many tokens are waiting.", {"Retry-After": "1"})
+        waiting = asyncio.wrap_future(future)
+        while not (await asyncio.wait([waiting], timeout=_PATIENCE))[0]:
+            if await request.is_disconnected():  # the client may ask again, and the queue would fill with repetitions
+                waiting.cancel()
+                return Response(status_code=408)
         try:
-            answer = (await asyncio.wrap_future(future)).astype("<f4").tobytes()
+            scores = waiting.result()
         except (RuntimeError, MemoryError) as error:
             status = 413 if is_out_of_memory(error) else 500
             raise HTTPException(status, f"{len(span.ids)} tokens: {type(error).__name__}") from error
-        check = checksum(bytes(body), span.scored_from, answer)
-        headers = {IDENTITY_HEADER: self._identity, CHECKSUM_HEADER: check}
+        answer = scores.log_likelihood.astype("<f4").tobytes() + scores.greedy.astype("<i4").tobytes()
+        headers = {IDENTITY_HEADER: self._identity, CHECKSUM_HEADER: checksum(span, answer)}
         return Response(answer, media_type="application/octet-stream", headers=headers)
 
     def _check_key(self, request: Request) -> None:
@@ -218,16 +237,21 @@ class Service:
         if self._key is not None and not hmac.compare_digest(given, self._key):
             raise HTTPException(401, "The key is missing or wrong.")
 
-    def _read_span(self, body: bytes, scored_from: str) -> Span:
-        if len(body) % 4 or not scored_from.isdecimal():
-            raise HTTPException(400, "Send token ids as int32, and `scored_from`, the index of the first one to score.")
-        ids = np.frombuffer(body, dtype="<i4")
-        if not 1 <= int(scored_from) < len(ids):
-            raise HTTPException(400, f"`scored_from` is {scored_from}, but must be from 1 to {len(ids) - 1}.")
+    def _read_span(self, body: bytes, request: Request) -> Span:
+        try:
+            ids = np.frombuffer(body, dtype="<i4")
+            scored_from, greedy = (int(request.query_params.get(name, "0")) for name in ("scored_from", "greedy"))
+        except ValueError:
+            raise HTTPException(400, "Send token ids as int32, and `scored_from` and `greedy` as numbers.") from None
+        if not (1 <= scored_from < len(ids) and 0 <= greedy <= len(ids) - scored_from):
+            raise HTTPException(
+                400,
+                f"`scored_from` must be from 1 to {len(ids) - 1}, and `greedy` from 0 to the number of scored tokens.",
+            )
         if not 0 <= ids.min() <= ids.max() < self._vocabulary_size:
             limits = f"0 to {self._vocabulary_size - 1}"
             raise HTTPException(400, f"Token ids are from {ids.min()} to {ids.max()}, but must be from {limits}.")
-        return Span(tuple(ids.tolist()), int(scored_from))
+        return Span(ids, scored_from, greedy)
 
 
 def serve(config: ServeConfig) -> None:
@@ -245,6 +269,7 @@ def serve(config: ServeConfig) -> None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     loading = config.loading()
     load_config(loading)
+    _check_certificate(config)
     listener = _listen(config.host, config.port + rank if config.port else 0)
     identity = model_identity(loading)
     backbone = _load(config, device)
@@ -266,16 +291,24 @@ def serve(config: ServeConfig) -> None:
 def _load(config: ServeConfig, device: torch.device) -> Backbone:
     if not config.sharded:
         return load_frozen(config.loading(), device)
-    from lightning_modules.training.fsdp import load_sharded_backbone, world_mesh  # imports Lightning
+    from lightning_modules.training.fsdp import load_sharded_frozen  # imports Lightning
 
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    mesh = world_mesh(device)
-    assert mesh is not None, "several processes"
-    backbone = load_sharded_backbone(config.loading(), mesh, device=device).eval().requires_grad_(False)
-    check_scoring(backbone)
-    return backbone
+    return load_sharded_frozen(config.loading(), device)
+
+
+def _check_certificate(config: ServeConfig) -> None:
+    """Raise a ``ValueError`` for a certificate that cannot be used, before the model is loaded."""
+    if config.certificate is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.certificate, config.certificate_key)
+        except OSError as error:
+            raise ValueError(
+                f"`certificate` '{config.certificate}' and `certificate_key` '{config.certificate_key}' cannot be used"
+                f" ({error.strerror or error}): they must be PEM files that belong together."
+            ) from error
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -299,8 +332,8 @@ def _serve_until_signal(server: uvicorn.Server, listener: socket.socket, scorer:
     before = [signal.signal(number, stop) for number in signals]
     thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
     thread.start()
-    scheme = "https" if server.config.ssl_certfile else "http"
-    _log.info("Serving at %s://%s:%d (Ctrl-C stops it).", scheme, *listener.getsockname()[:2])
+    scheme, (host, port) = "https" if server.config.ssl_certfile else "http", listener.getsockname()[:2]
+    _log.info("Serving at %s://%s:%d (Ctrl-C stops it).", scheme, f"[{host}]" if ":" in host else host, port)
     try:
         scorer.run(lambda: not thread.is_alive())
     finally:

@@ -1,10 +1,9 @@
 """Settings of `longce serve`; importable without torch."""
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_modules.models.config import DType, ModelConfig
+from lightning_modules.models.config import DType, ModelConfig, read_key
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -68,7 +67,7 @@ class ServeConfig:
 
     def read_key(self) -> str:
         """Return the key; raise a ``ValueError`` if other machines could use the server without one."""
-        key = os.environ.get(self.key_variable, "")
+        key = read_key(self.key_variable)
         if not key and self.host not in _LOOPBACK:
             raise ValueError(
                 f"`host` '{self.host}' can be reached by other machines: set the environment variable"

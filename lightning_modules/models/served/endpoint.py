@@ -3,7 +3,6 @@
 import asyncio
 import ipaddress
 import json
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,15 +10,16 @@ import httpx2
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_modules.models.config import ServerConfig
+from lightning_modules.models.config import ServerConfig, is_served, read_key
 from lightning_modules.models.served.dialects import (
     DIALECTS,
     IDENTITY_HEADER,
     AnswerError,
     Dialect,
     Request,
+    Scores,
     Span,
-    check_values,
+    check_scores,
     quote,
 )
 from lightning_modules.utilities.identity import combined_hash
@@ -29,7 +29,7 @@ TOLERANCE = 0.1
 each batch. Probes of unrelated models differ by more than 1."""
 
 _CAUSAL_TOLERANCE = 0.25  # largest difference of a value that a later token must not change, in nats
-_PROBE = tuple(3 + (7 * index * index + 31 * index) % 250 for index in range(48))
+_PROBE = np.asarray([3 + (7 * index * index + 31 * index) % 250 for index in range(48)], dtype=np.int32)
 """Token ids that every vocabulary has. Values of such a text are far apart for different models."""
 
 _BUSY = {408, 425, 429, 502, 503, 504}  # statuses of a server that cannot answer at the moment
@@ -71,7 +71,7 @@ class Endpoint:
 
     def __init__(self, address: str, config: ServerConfig) -> None:
         self.address, self._config = _check_address(address, config), config
-        self._key = _read_key(config)
+        self._key = read_key(config.key_variable)
         headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {self._key}"} if self._key else {})}
         # Proxies and certificates of the environment are for other machines.
         self._client = httpx2.AsyncClient(
@@ -83,6 +83,7 @@ class Endpoint:
         )
         self.max_length: int | None = None
         self.vocabulary_size: int | None = None
+        self.close = self._client.aclose
         self.failed = self._is_unverified = False
         self.requests = self.tokens = self.repeated = 0
         self._model = ""
@@ -91,12 +92,16 @@ class Endpoint:
     async def connect(self) -> None:
         """Ask the server for its model, and check that its values are log-likelihoods of the tokens they should be."""
         await self._describe()
-        self.probe = await self._score(Span(_PROBE, 1))
+        self.probe = await self._probe()
         await self._check_causality()
         self._is_unverified = False
 
-    async def score(self, span: Span) -> NDArray[np.float32]:
-        """Return the float32 log-likelihoods of a span's scored tokens.
+    def expect(self, other: "Endpoint") -> None:
+        """Take the model of another server as that of this one, which did not answer; it is verified before use."""
+        self.identity, self.probe, self.failed = other.identity, other.probe, True
+
+    async def score(self, span: Span) -> Scores:
+        """Return the scores of a span.
 
         A value that comes through a new connection is returned after a probe, unless answers identify the model:
         behind the same address, there may be another model after a restart.
@@ -115,7 +120,7 @@ class Endpoint:
         try:
             await self._describe()
             if self.identity == before:
-                self.check_same(await self._score(Span(_PROBE, 1)), "earlier")
+                self.check_same(await self._probe(), "earlier")
         except BaseException:
             self._is_unverified = True
             raise
@@ -164,8 +169,8 @@ class Endpoint:
     async def _check_causality(self) -> None:
         """Raise a ``ValueError`` unless each value depends on its token and the preceding ones, and on no others."""
         half = len(_PROBE) // 2
-        changed = [await self._score(Span((*_PROBE[:-1], other), 1)) for other in (_PROBE[3], _PROBE[8], _PROBE[15])]
-        tail = await self._score(Span(_PROBE, half))
+        changed = [await self._probe(last) for last in _PROBE[[3, 8, 15]]]
+        tail = (await self._score(Span(_PROBE, half))).log_likelihood
         before = max(float(np.abs(values[:-1] - self.probe[:-1]).max()) for values in changed)
         own = max(float(abs(values[-1] - self.probe[-1])) for values in changed)
         if before > _CAUSAL_TOLERANCE or own < 1e-4 or np.abs(tail - self.probe[half - 1 :]).mean() > TOLERANCE:
@@ -174,13 +179,17 @@ class Endpoint:
                 f" {own:.2g} nats and those before it by up to {before:.2g}. Use another server"
             )
 
-    async def _score(self, span: Span) -> NDArray[np.float32]:
+    async def _probe(self, last: np.int32 = _PROBE[-1]) -> NDArray[np.float32]:
+        """Return ``[47]`` log-likelihoods of the fixed text, with another last token."""
+        return (await self._score(Span(np.append(_PROBE[:-1], last), 1))).log_likelihood
+
+    async def _score(self, span: Span) -> Scores:
         request, count = self.dialect.request(span, self._model), len(span.ids) - span.scored_from
         body, headers = await self._send("POST", request, self.dialect.bytes_per_token * len(span.ids) + _OVERHEAD)
         if self.dialect.reports_identity and f"served:{headers.get(IDENTITY_HEADER)}" != self.identity:
             raise self._refuse(f"has another model than before ({headers.get(IDENTITY_HEADER)})")
         try:
-            return check_values(self.dialect.read(span, body, headers), count)
+            return check_scores(span, self.dialect.read(span, body, headers))
         except AnswerError as error:
             message = f"was asked POST {request.path} for {count} of {len(span.ids)} tokens, and sent {error}"
             raise AnswerError(str(self._refuse(message))) from None
@@ -239,22 +248,17 @@ class Endpoint:
 def _check_address(address: str, config: ServerConfig) -> str:
     """Return the address of a server; raise a ``ValueError`` for one that is not safe to use."""
     try:
-        url = httpx2.URL(address)
+        url = httpx2.URL(address if is_served(address) else "")
     except httpx2.InvalidURL:
         url = httpx2.URL("")
-    if url.userinfo or url.query or url.fragment:
-        raise ValueError(
-            "The address of a server must be http(s)://HOST:PORT, without user, password, query or fragment: put its"
-            f" key into the environment variable {config.key_variable}."
-        )
-    if url.scheme not in ("http", "https") or not url.host or not 0 < (url.port or 80) < 2**16:
+    if not url.host or not 0 < (url.port or 80) < 2**16:
         raise ValueError(f"The address of a server must be http(s)://HOST:PORT, got '{address}'.")
     if url.scheme == "http" and not _is_loopback(address) and not config.allow_http:
         raise ValueError(
             f"The server '{address}' is on another machine, and http:// sends texts and keys unencrypted: use https://,"
             " or set `server.allow_http` to true in a network that you trust."
         )
-    return address.rstrip("/")
+    return address
 
 
 def _is_loopback(address: str) -> bool:
@@ -263,10 +267,3 @@ def _is_loopback(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _read_key(config: ServerConfig) -> str:
-    key = os.environ.get(config.key_variable, "")
-    if not key.isascii() or not key.isprintable() or " " in key:  # httpx2 would quote it in its error
-        raise ValueError(f"The key in the environment variable {config.key_variable} has characters that no key has.")
-    return key

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import json
 import logging
+import os
 import random
 import threading
 import time
@@ -15,12 +16,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, max_token_id
 from lightning_modules.models.config import ModelConfig, ServerConfig
-from lightning_modules.models.served.dialects import AnswerError, Span
+from lightning_modules.models.served.dialects import AnswerError, Scores, Span
 from lightning_modules.models.served.endpoint import Endpoint, Unavailable
 from lightning_modules.utilities.errors import IncompleteError
 from lightning_modules.utilities.files import default_cache_dir, write_atomically
@@ -61,40 +61,50 @@ class RemoteScorer(nn.Module):
 
     def __init__(self, addresses: Sequence[str], config: ServerConfig) -> None:
         super().__init__()
+        addresses = [address.strip().rstrip("/") for address in addresses]
         if len(set(addresses)) < len(addresses):
             raise ValueError(f"A server is named twice in '{','.join(addresses)}': name each once.")
-        self._config = config
+        self._config, self._process = config, os.getpid()
         self._endpoints = [Endpoint(address, config) for address in addresses]
-        # Its own thread, because a notebook's thread already has a running loop.
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="served model", daemon=True).start()
         self._answered = time.monotonic()  # when a server last did
-        self._run(self._connect())
+        try:
+            self._run(self._connect())
+        except BaseException:
+            self._run(self._close())
+            raise
         self.identity = self._endpoints[0].identity
 
     def forward(self, batch: PackedBatch, *, first_scored: int = 1) -> Tensor:
-        """Compute ``[B, T]`` float32 log-likelihoods in nats like `Backbone.forward`, without gradient.
+        """Compute ``[B, T]`` float32 log-likelihoods in nats like `Backbone.forward`, without gradient."""
+        del first_scored  # each span begins at its own first scored token
+        return self.with_greedy(batch, [slice(0, 0)] * len(batch["labels"]))[0]
+
+    def with_greedy(self, batch: PackedBatch, places: Sequence[slice]) -> tuple[Tensor, Tensor]:
+        """Compute `lightning_modules.functional.top_tokens.with_greedy`; places end with a scored document.
 
         Raises:
             AnswerError: If a server refuses a document, or has no usable values for it.
             IncompleteError: If no server answers for `ServerConfig.patience` seconds.
             ValueError: If a server has another model than before, or does not accept the key.
         """
-        del first_scored  # each span begins at its own first scored token
-        scored = batch["labels"].ne(IGNORE_INDEX)
-        places: list[tuple[int, int, int]] = []
+        ids, scored = batch["input_ids"].cpu(), batch["labels"].ne(IGNORE_INDEX).cpu()
+        found: list[tuple[int, int, int]] = []
         spans: list[Span] = []
         for row, boundaries in enumerate(batch["document_boundaries"]):
             for start, stop in pairwise(boundaries):
                 if len(wanted := scored[row, start:stop].nonzero()):
-                    first, last = int(wanted[0]), int(wanted[-1]) + 1
-                    self.check_length(last)
-                    places.append((row, start + first, start + last))
-                    spans.append(Span(tuple(batch["input_ids"][row, start : start + last].tolist()), first))
-        values = torch.zeros(scored.shape)
-        for (row, first, last), answer in zip(places, self._run(self._score(spans)), strict=True):
-            values[row, first:last] = torch.from_numpy(answer)
-        return values.masked_fill(~scored, 0.0)
+                    first, last = start + int(wanted[0]), start + int(wanted[-1]) + 1
+                    self.check_length(last - start)
+                    found.append((row, first, last))
+                    tokens = ids[row, start:last].numpy().astype(np.int32)
+                    is_wanted = first <= places[row].start < places[row].stop == last
+                    spans.append(Span(tokens, first - start, is_wanted * (last - places[row].start)))
+        values, greedy = torch.zeros(scored.shape), torch.zeros_like(ids)
+        for (row, first, last), answer in zip(found, self._run(self._score(spans)), strict=True):
+            values[row, first:last] = torch.tensor(answer.log_likelihood)
+            greedy[row, last - len(answer.greedy) : last] = torch.tensor(answer.greedy)
+        device = batch["labels"].device
+        return values.masked_fill(~scored, 0.0).to(device), greedy.to(device)
 
     def check_batch(self, batch: PackedBatch) -> None:
         """Raise a ``ValueError`` for ids outside of the served model's embedding."""
@@ -133,7 +143,9 @@ class RemoteScorer(nn.Module):
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run work in the loop's thread; a failure or Ctrl-C cancels what has not finished."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        if self._process != os.getpid():
+            raise RuntimeError("A forked process cannot share the connections of its parent: connect in the fork.")
+        future = asyncio.run_coroutine_threadsafe(work, _event_loop(os.getpid()))
         try:
             return future.result()
         except BaseExceptionGroup as group:  # of requests that failed together
@@ -142,23 +154,32 @@ class RemoteScorer(nn.Module):
             future.cancel()
 
     async def _connect(self) -> None:
-        try:
-            await asyncio.gather(*(endpoint.connect() for endpoint in self._endpoints))
-        except Unavailable as error:
-            names = ", ".join(endpoint.address for endpoint in self._endpoints)
+        found = await asyncio.gather(*(endpoint.connect() for endpoint in self._endpoints), return_exceptions=True)
+        missing = {each: error for each, error in zip(self._endpoints, found, strict=True) if error is not None}
+        for error in missing.values():
+            if not isinstance(error, Unavailable):
+                raise error
+        ready = [endpoint for endpoint in self._endpoints if endpoint not in missing]
+        reasons = "; ".join(f"{endpoint.address}: {error}" for endpoint, error in missing.items())
+        if not ready:
             raise ValueError(
-                f"A server of {names} does not answer ({error}): start it, wait until it has loaded its model, and"
-                " check its address."
-            ) from None
-        first, *others = self._endpoints
-        for other in others:
-            if other.identity != first.identity:
+                f"No server answers ({reasons}): start it, wait until it has loaded its model, and check its address."
+            )
+        if missing:
+            _log.warning("Some servers do not answer, and are used when they do (%s).", reasons)
+        for other in self._endpoints:
+            if other in missing:
+                other.expect(ready[0])
+            elif other.identity != ready[0].identity:
                 raise ValueError(
-                    f"The servers {first.address} and {other.address} have different models ({first.identity} and"
+                    f"The servers {ready[0].address} and {other.address} have different models ({ready[0].identity} and"
                     f" {other.identity}): name servers of one model."
                 )
-            other.check_same(first.probe, f"{first.address} does")
-        _check_earlier_probe(first)
+            other.check_same(ready[0].probe, f"{ready[0].address} does")
+        _check_earlier_probe(ready[0])
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(endpoint.close() for endpoint in self._endpoints))
 
     async def _verify(self) -> None:
         for endpoint in self._endpoints:
@@ -170,9 +191,9 @@ class RemoteScorer(nn.Module):
             self._answered = time.monotonic()
             await self._recover(self._endpoints[0], 0)
 
-    async def _score(self, spans: Sequence[Span]) -> list[NDArray[np.float32]]:
+    async def _score(self, spans: Sequence[Span]) -> list[Scores]:
         """Return the log-likelihoods of spans in their order; the longest are scored first, so that none is last."""
-        answers: dict[int, NDArray[np.float32]] = {}
+        answers: dict[int, Scores] = {}
         queue: asyncio.Queue[_Job] = asyncio.Queue()
         for index, span in sorted(enumerate(spans), key=lambda pair: -len(pair[1].ids)):
             queue.put_nowait(_Job(index, span))
@@ -188,9 +209,7 @@ class RemoteScorer(nn.Module):
                 task.cancel()
         return [answers[index] for index in range(len(spans))]
 
-    async def _work(
-        self, endpoint: Endpoint, queue: asyncio.Queue[_Job], answers: dict[int, NDArray[np.float32]]
-    ) -> None:
+    async def _work(self, endpoint: Endpoint, queue: asyncio.Queue[_Job], answers: dict[int, Scores]) -> None:
         """Score spans of the queue on a server, one after another."""
         failures = 0
         while True:
@@ -260,10 +279,18 @@ def _check_earlier_probe(endpoint: Endpoint) -> None:
 
 
 @functools.cache
-def _connect(addresses: str, config: ServerConfig) -> RemoteScorer:
-    return RemoteScorer([address.strip() for address in addresses.split(",")], config)
+def _event_loop(process: int) -> asyncio.AbstractEventLoop:
+    """Return the loop of a process, which runs in its own thread: a notebook's thread already runs one."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name=f"served models of {process}", daemon=True).start()
+    return loop
+
+
+@functools.cache
+def _connect(addresses: str, config: ServerConfig, process: int) -> RemoteScorer:
+    return RemoteScorer(addresses.split(","), config)
 
 
 def connect(config: ModelConfig) -> RemoteScorer:
-    """Return the scorer of a served model; there is one for each model in a process."""
-    return _connect(str(config.pretrained_model_name_or_path), config.server or ServerConfig())
+    """Return the scorer of a served model; there is one for each model in a process, and none survives a fork."""
+    return _connect(str(config.pretrained_model_name_or_path), config.server or ServerConfig(), os.getpid())

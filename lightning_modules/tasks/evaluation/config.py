@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
-from lightning_modules.models.config import DType
+from lightning_modules.models.config import DType, ServerConfig
 from lightning_modules.tasks.sampling import parse_gen_kwargs
 
 Mode = Literal["generate", "teacher_forced"]
@@ -144,8 +144,10 @@ class EvaluationConfig(TaskConfig):
     """Settings of `longce evaluate`.
 
     Args:
-        model: Hub id or local folder.
+        model: Hub id or local folder; for teacher-forced questions also the addresses of servers.
         output: Folder for the results and the report; results already there are reused.
+        tokenizer: Hub id or local folder of the tokenizer; by default the model's. A served model needs it.
+        server: How a served model is asked.
         dtype: Type of the weights; ``auto`` keeps the stored type.
         attn_implementation: As in transformers; ``auto`` is flash attention if it is installed.
         device: Device such as ``cuda:0`` or ``cpu``; ``auto`` is the GPU of this process, or the CPU.
@@ -154,6 +156,8 @@ class EvaluationConfig(TaskConfig):
 
     model: str
     output: str
+    tokenizer: str | None = None
+    server: ServerConfig | None = None
     dtype: DType = "auto"
     attn_implementation: str = "auto"
     device: str = "auto"

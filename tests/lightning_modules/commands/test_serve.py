@@ -65,6 +65,7 @@ def test_a_model_with_an_extended_context(model_dir):
 @pytest.mark.parametrize(
     ("ids", "scored_from", "message"),
     [
+        ([1, 2, 3], "1&greedy=3", "`greedy` from 0"),
         ([1, 2, 3], 0, "from 1 to 2"),
         ([1, 2, 3], 3, "from 1 to 2"),
         ([1], 1, "from 1 to 0"),
@@ -72,7 +73,8 @@ def test_a_model_with_an_extended_context(model_dir):
         ([1, 400], 1, "from 0 to 399"),
         ([1, -1], 1, "from 0 to 399"),
         ([1, 2, 3], "x", "int32"),
-        ([1, 2, 3], "-1", "int32"),
+        ([1, 2, 3], "-1", "from 1 to 2"),
+        ([1, 2, 3], "9" * 5000, "int32"),
     ],
 )
 def test_a_request_that_makes_no_sense(backbone, ids, scored_from, message):
@@ -104,7 +106,7 @@ def test_everything_but_the_health_needs_the_key(backbone):
 
 def queue_spans(scorer, lengths):
     generator = torch.Generator().manual_seed(0)
-    spans = [Span(tuple(torch.randint(400, (n,), generator=generator).tolist()), max(1, n // 2)) for n in lengths]
+    spans = [Span(torch.randint(400, (n,), generator=generator).int().numpy(), max(1, n // 2)) for n in lengths]
     return spans, [scorer.submit(span) for span in spans]
 
 
@@ -123,8 +125,9 @@ def test_spans_of_similar_length_share_a_pass(backbone, monkeypatch):
     assert sizes == [1, 3, 1, 1] or sorted(sizes) == [1, 1, 1, 3] or sorted(sizes) == [1, 2, 3]
     alone = BatchingScorer(backbone, 100)
     for span, future in zip(spans, futures, strict=True):
-        np.testing.assert_allclose(future.result(), alone._pass([span])[0], atol=1e-5)
-        assert len(future.result()) == len(span.ids) - span.scored_from
+        found, expected = future.result().log_likelihood, alone._pass([span])[0].log_likelihood
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+        assert len(found) == len(span.ids) - span.scored_from
 
 
 def test_a_full_queue_asks_to_come_back(backbone):
@@ -140,7 +143,7 @@ def test_a_request_that_was_cancelled_does_not_end_the_server(backbone):
     _, futures = queue_spans(scorer, [50, 20])
     futures[0].cancel()
     run_until_empty(scorer)
-    assert len(futures[1].result()) == 10
+    assert len(futures[1].result().log_likelihood) == 10
     assert scorer.counts["passes"] == 1
 
 
@@ -159,7 +162,7 @@ def test_memory_that_runs_out_splits_a_pass_and_refuses_one_document(backbone, m
     run_until_empty(scorer)
     with pytest.raises(torch.OutOfMemoryError):
         futures[1].result()
-    assert [len(futures[index].result()) for index in (0, 2)] == [25, 20]
+    assert [len(futures[index].result().log_likelihood) for index in (0, 2)] == [25, 20]
 
 
 def test_the_client_fails_a_document_for_which_the_server_has_not_enough_memory(backbone, monkeypatch):

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 import time
+from dataclasses import replace
 
 import httpx2
 import pyarrow.parquet
@@ -17,20 +18,29 @@ from lightning.pytorch import Trainer
 
 from callbacks import DocumentScoresWriter, ExternalEvaluator
 from datamodules import DocumentCorpus, PG19DataModule
+from lightning_modules.commands.evaluate import evaluate
 from lightning_modules.commands.influence import InfluenceTrainer
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import loading
 from lightning_modules.models.config import ModelConfig, ServerConfig
 from lightning_modules.models.loading import load_frozen
+from lightning_modules.models.served.scorer import RemoteScorer
+from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.config import EvaluatorConfig, InspectConfig
 from lightning_modules.scoring.corpus.shards import SUCCESS
 from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.key_tokens import Tokens
 from lightning_modules.scoring.score import score
+from lightning_modules.tasks.evaluation.config import TaskConfig
+from lightning_modules.tasks.evaluation.evaluation import read_results
+from lightning_modules.tasks.evaluation.questions import put_questions
+from lightning_modules.tasks.harness.model import HarnessModel
+from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.utilities.errors import IncompleteError
 from tests.conftest import make_text, tiny_model
 from tests.support.distributed import run_distributed
 from tests.support.servers import longce_server, stub_server
+from tests.support.toy_tasks import GUESS, SEVERAL
 
 SETTINGS = {"context_length": 32, "stride": 16}
 QUICK = ServerConfig(timeout=20.0, patience=20.0, concurrency=4)
@@ -358,3 +368,31 @@ def test_token_weights_of_a_served_evaluator(served, model_dir, books, tmp_path)
         stored.append([path.read_bytes() for path in files])
     assert len(stored[0]) > 0
     assert stored[0] == stored[1]
+
+
+@pytest.mark.limit(3)
+@pytest.mark.parametrize("dialect", ["longce", "vllm"])
+def test_teacher_forced_tasks_on_a_server(dialect, backbone, model_dir, tmp_path):
+    settings = {"tasks": [GUESS, SEVERAL], "lengths": [48], "samples": 4, "dtype": "float32"}
+    with longce_server(backbone) as (longce, _), stub_server("vllm") as vllm:
+        vllm.backbone = backbone
+        address = longce if dialect == "longce" else vllm.address
+        served = {"tokenizer": str(model_dir), "server": QUICK}
+        for name, model, options in (("local", str(model_dir), {}), ("served", address, served)):
+            evaluate(model, str(tmp_path / name), mode="teacher_forced", **settings, **options)
+        with pytest.raises(ValueError, match="set `mode` to 'teacher_forced'"):
+            evaluate(address, str(tmp_path / "generate"), **settings, **served)
+        with pytest.raises(ValueError, match="`--tokenizer`"):
+            evaluate(address, str(tmp_path / "generate"), mode="teacher_forced", **settings)
+        remote = RemoteScorer([address], QUICK)
+        with pytest.raises(ValueError, match="cannot generate"):
+            put_questions(remote, Prompter(load_tokenizer(str(model_dir))), [], "generate")
+        with pytest.raises(ValueError, match="not a served one"):
+            HarnessModel(remote, load_tokenizer(str(model_dir)), TaskConfig())
+    local, remote = ({one.key: one for one in read_results(tmp_path / name)} for name in ("local", "served"))
+    assert len(local) == len(remote) == 8
+    for key, one in local.items():
+        other = replace(remote[key], seconds=one.seconds, answer_nll=one.answer_nll, other_nll=one.other_nll)
+        assert other == one, "the same likeliest tokens"
+        assert remote[key].answer_nll == pytest.approx(one.answer_nll, abs=1e-4)
+        assert remote[key].other_nll == pytest.approx(one.other_nll, abs=1e-3)

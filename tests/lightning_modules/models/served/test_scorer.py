@@ -15,8 +15,9 @@ from lightning_modules.models.config import ModelConfig, ServerConfig
 from lightning_modules.models.identity import model_identity
 from lightning_modules.models.served.dialects import AnswerError
 from lightning_modules.models.served.scorer import RemoteScorer, connect
+from lightning_modules.tasks.teacher_forcing import padded_rows
 from lightning_modules.utilities.errors import IncompleteError
-from tests.support.servers import StubServer, stub_server, stub_values
+from tests.support.servers import StubServer, stub_greedy, stub_server, stub_values
 
 DIALECTS = ("longce", "vllm", "sglang")
 QUICK = {"timeout": 1.0, "patience": 5.0, "concurrency": 4}
@@ -46,6 +47,25 @@ def test_scores_each_document_of_a_packed_sequence(dialect):
     assert torch.equal(values, expected_values(batch))
     assert scorer.identity.startswith("served:")
     assert "3 requests, 54 tokens, 0 requests repeated" in scorer.report()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_the_likeliest_tokens_are_those_of_argmax(dialect):
+    ids = torch.randint(1, 300, (2, 20), generator=torch.Generator().manual_seed(0))
+    batch = padded_rows(ids.tolist(), torch.device("cpu"))
+    places = [slice(12, 20), slice(20, 20)]
+    with stub_server(dialect) as server:
+        scorer = RemoteScorer([server.address], ServerConfig(**QUICK))
+        values, greedy = scorer.with_greedy(batch, places)
+        assert torch.equal(values, expected_values(batch))
+        ids = ids[0].tolist()
+        expected = torch.zeros_like(greedy)
+        expected[0, 12:] = torch.tensor(stub_greedy(ids, stub_values(ids))[12:])
+        assert torch.equal(greedy, expected)
+        assert 0 < int((expected[0] == batch["input_ids"][0])[12:].sum()) < 8
+        server.fault = "greedy"  # ignores that they are wanted
+        with pytest.raises(AnswerError, match=re.escape(server.address)):
+            scorer.with_greedy(batch, places)
 
 
 RETRIED = ("429", "503", "500", "reset", "truncated", "slow")
@@ -95,7 +115,7 @@ def shifted_back(ids, model):
         ({"owner": "transformers", "dialect": "vllm", "fault": "ignored"}, "'transformers'"),
         ({"fault": "ignored"}, r"asked POST .* 47 of 48 tokens, and sent"),
         ({"fault": "hello"}, r"GET /v1/models for a list of models, and answered .*hello"),
-        ({"fault": "down"}, "does not answer"),
+        ({"fault": "down"}, "No server answers"),
     ],
 )
 def test_an_unsuitable_server_is_refused_with_what_it_answered(change, message):
@@ -251,7 +271,7 @@ def test_a_document_beyond_the_servers_limits_is_refused_before_it_is_sent():
         ("http://10.0.0.1:8000", "`server.allow_http`"),
         ("http://me:hunter2@127.0.0.1:80", "without user, password"),
         ("http://127.0.0.1:80?key=hunter2", "without user, password"),
-        ("http://", "got 'http://'"),
+        ("http://", "got 'http:'"),
         ("ftp://127.0.0.1", "http"),
         ("http://127.0.0.1:99999", "http"),
     ],
