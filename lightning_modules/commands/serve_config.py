@@ -13,7 +13,7 @@ class ServeConfig:
     """Settings of `longce serve`.
 
     Args:
-        model: Hub id or local folder of the model; adapters must be merged (`longce export`).
+        model: Hub id or local folder of the model, or local folder of adapters (`longce export`).
         host: Address to listen on. Other machines can reach ``0.0.0.0``, which needs a key.
         port: Port to listen on; 0 is any free one. With several processes, each adds its rank.
         key_variable: Name of the environment variable that has the key, which clients must send.

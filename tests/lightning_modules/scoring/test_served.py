@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import httpx2
 import pyarrow.parquet
@@ -20,12 +21,14 @@ from callbacks import DocumentScoresWriter, ExternalEvaluator
 from datamodules import DocumentCorpus, PG19DataModule
 from lightning_modules.commands.evaluate import evaluate
 from lightning_modules.commands.influence import InfluenceTrainer
+from lightning_modules.functional.top_tokens import with_greedy
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import loading
 from lightning_modules.models.config import ModelConfig, ServerConfig
+from lightning_modules.models.identity import model_identity
 from lightning_modules.models.loading import load_frozen
 from lightning_modules.models.served.scorer import RemoteScorer
-from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.config import EvaluatorConfig, InspectConfig
 from lightning_modules.scoring.corpus.shards import SUCCESS
 from lightning_modules.scoring.evaluator import Evaluator
@@ -36,8 +39,10 @@ from lightning_modules.tasks.evaluation.evaluation import read_results
 from lightning_modules.tasks.evaluation.questions import put_questions
 from lightning_modules.tasks.harness.model import HarnessModel
 from lightning_modules.tasks.questions.prompter import Prompter
+from lightning_modules.training.preflight import check_early
 from lightning_modules.utilities.errors import IncompleteError
 from tests.conftest import make_text, tiny_model
+from tests.support.adapters import export_adapters
 from tests.support.distributed import run_distributed
 from tests.support.servers import longce_server, stub_server
 from tests.support.toy_tasks import GUESS, SEVERAL
@@ -102,6 +107,26 @@ def test_score_with_an_evaluator_and_a_model_on_servers(served, backbone, model_
         assert remote["key_tokens"] == local["key_tokens"]
         assert remote["longppl"] == pytest.approx(local["longppl"], rel=1e-6)
         assert remote["perplexity"] == pytest.approx(local["perplexity"], rel=1e-6)
+
+
+@pytest.mark.limit(4)
+def test_adapters_are_scored_and_served_unmerged(tmp_path, tokenizer, text_file):
+    export_adapters(tmp_path, tokenizer)
+    kept, merged = (str(tmp_path / name) for name in ("kept", "merged"))
+    with longce_server(load_frozen(ModelConfig(kept), "cpu"), identity=model_identity(ModelConfig(kept))) as (
+        address,
+        _,
+    ):
+        tokenizers = {"evaluator_tokenizer": kept, "model_tokenizer": kept, "server": QUICK}
+        settings = {"alpha": 0.5, "beta": -6.0, **SETTINGS}
+        served = score([text_file], address, address, **tokenizers, **settings)
+    local, of_merged = (score([text_file], name, name, **settings) for name in (kept, merged))
+    for name in ("longppl", "perplexity"):
+        assert served[name] == pytest.approx(local[name], rel=1e-6)
+        assert local[name] == pytest.approx(of_merged[name], rel=1e-4)
+    assert served["key_tokens"] == local["key_tokens"] > 3
+    with pytest.raises(ValueError, match="cannot be trained further"):
+        check_early(LongContextLM(kept, **SETTINGS), 64)
 
 
 def test_a_served_model_needs_its_tokenizer_and_has_no_logits(served, model_dir):
@@ -192,6 +217,10 @@ def test_vllm_gives_the_same_key_tokens(vllm):
     keys = [each.evaluate(text, tokens).key for each in (local, remote)]
     assert torch.equal(*keys)
     assert keys[0].sum() > 5
+    batch = encode_document(text, load_tokenizer(str(folder)))
+    places = [slice(100, batch["input_ids"].shape[1])]
+    greedy = load_frozen(ModelConfig(str(folder)), "cpu")(batch, head_fn=partial(with_greedy, places=places))[1]
+    assert torch.equal(RemoteScorer([address], QUICK).with_greedy(batch, places)[1], greedy)
 
 
 @pytest.fixture(scope="module")
