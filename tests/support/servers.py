@@ -14,7 +14,8 @@ import numpy as np
 import torch
 import uvicorn
 
-from lightning_modules.commands.serve import BatchingScorer, Service
+from lightning_modules.commands.serve.batching import BatchingScorer
+from lightning_modules.commands.serve.service import Service
 from lightning_modules.models.served.dialects import CHECKSUM_HEADER, IDENTITY_HEADER, LONGCE_PATH, Span, checksum
 
 PATHS = {"longce": LONGCE_PATH, "vllm": "/v1/completions", "sglang": "/generate"}

@@ -4,6 +4,7 @@ import asyncio
 import ipaddress
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import httpx2
@@ -37,20 +38,14 @@ _OF_THE_REQUEST = {400, 413, 422}  # .. that refuse one request, such as a docum
 _OVERHEAD = 1 << 20  # bytes of an answer besides the tokens'
 
 
+@dataclass(eq=False)
 class Unavailable(Exception):  # noqa: N818, not an error: it is handled by asking again
-    """Raised if a server does not answer.
+    """Raised if a server does not answer."""
 
-    Attributes:
-        delay: Seconds after which the server wants to be asked again, if it said so.
-        answered: Whether the server answered that it is overloaded, and needs no probe.
-        blamed: Whether the request may be the reason.
-    """
-
-    def __init__(
-        self, reason: str, *, delay: float | None = None, answered: bool = False, blamed: bool = False
-    ) -> None:
-        super().__init__(reason)
-        self.delay, self.answered, self.blamed = delay, answered, blamed
+    reason: str
+    delay: float | None = None  # seconds after which the server wants to be asked again, if it said so
+    answered: bool = False  # whether the server answered that it is overloaded, and needs no probe
+    blamed: bool = False  # whether the request may be the reason
 
 
 class Endpoint:
@@ -91,7 +86,7 @@ class Endpoint:
 
     async def connect(self) -> None:
         """Ask the server for its model, and check that its values are log-likelihoods of the tokens they should be."""
-        await self._describe()
+        self.identity = await self._describe()
         self.probe = await self._probe()
         await self._check_causality()
         self._is_unverified = False
@@ -116,16 +111,14 @@ class Endpoint:
 
     async def verify(self) -> None:
         """Raise a ``ValueError`` if the server has another model than before."""
-        before, self._is_unverified = self.identity, False
+        self._is_unverified = False
         try:
-            await self._describe()
-            if self.identity == before:
-                self.check_same(await self._probe(), "earlier")
+            if (identity := await self._describe()) != self.identity:
+                raise self._refuse(f"has another model than before ({identity} instead of {self.identity})")
+            self.check_same(await self._probe(), "earlier")
         except BaseException:
             self._is_unverified = True
             raise
-        if self.identity != before:
-            raise self._refuse(f"has another model than before ({self.identity} instead of {before})")
 
     def check_same(self, probe: Sequence[float] | NDArray[np.float32], when: str) -> None:
         """Raise a ``ValueError`` if another probe, such as one of an earlier run, is not of the same model."""
@@ -137,10 +130,9 @@ class Endpoint:
                 " changed. Restore it, or set `server.claim` to what it is now"
             )
 
-    async def _describe(self) -> None:
-        """Read what the server runs, from its list of models."""
-        request = Request("/v1/models", b"")
-        body, _ = await self._send("GET", request, _OVERHEAD)
+    async def _describe(self) -> str:
+        """Read what the server runs from its list of models, and return its identity."""
+        body, _ = await self._send("GET", Request("/v1/models", b""), _OVERHEAD)
         try:
             models = {str(model["id"]): model for model in json.loads(body)["data"]}
             chosen = models[self._config.model or next(iter(models))]
@@ -160,11 +152,13 @@ class Endpoint:
                 " `server.dialect` if it is one"
             )
         self.dialect = DIALECTS[name]
-        length, self.vocabulary_size = chosen.get("max_model_len"), chosen.get("vocabulary_size")
+        sizes = (chosen.get("max_model_len"), chosen.get("vocabulary_size"))
+        length, self.vocabulary_size = (size if isinstance(size, int) else None for size in sizes)
         # One token has to be generated, except by our own server.
-        self.max_length = length - (not self.dialect.reports_identity) if isinstance(length, int) else None
-        claim = [name, self._model, chosen.get("root"), self._config.claim]
-        self.identity = f"served:{chosen.get('identity') if self.dialect.reports_identity else combined_hash(claim)}"
+        self.max_length = None if length is None else length - (not self.dialect.reports_identity)
+        if self.dialect.reports_identity:
+            return f"served:{chosen.get('identity')}"
+        return f"served:{combined_hash([name, self._model, chosen.get('root'), self._config.claim])}"
 
     async def _check_causality(self) -> None:
         """Raise a ``ValueError`` unless each value depends on its token and the preceding ones, and on no others."""

@@ -182,14 +182,20 @@ class RemoteScorer(nn.Module):
         await asyncio.gather(*(endpoint.close() for endpoint in self._endpoints))
 
     async def _verify(self) -> None:
-        for endpoint in self._endpoints:
-            try:
-                await endpoint.verify()
-            except Unavailable:
-                endpoint.failed = True  # probed when it is back, and not needed if others are there
-        if all(endpoint.failed for endpoint in self._endpoints):
-            self._answered = time.monotonic()
-            await self._recover(self._endpoints[0], 0)
+        """Verify all servers; one that does not answer is verified when it is back, and one must answer."""
+        self._answered, failures = time.monotonic(), 0
+        while True:
+            for endpoint in self._endpoints:
+                try:
+                    await endpoint.verify()
+                    endpoint.failed = False
+                except Unavailable as error:
+                    endpoint.failed, reason = True, error
+            if not all(endpoint.failed for endpoint in self._endpoints):
+                return
+            self._check_patience(endpoint, reason)
+            failures += 1
+            await asyncio.sleep(_delay(failures))
 
     async def _score(self, spans: Sequence[Span]) -> list[Scores]:
         """Return the log-likelihoods of spans in their order; the longest are scored first, so that none is last."""

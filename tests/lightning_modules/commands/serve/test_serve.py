@@ -16,8 +16,9 @@ import torch
 
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.serve import BatchingScorer
-from lightning_modules.commands.serve_config import ServeConfig
+from lightning_modules.commands.serve import service
+from lightning_modules.commands.serve.batching import BatchingScorer
+from lightning_modules.commands.serve.config import ServeConfig
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.config import ModelConfig, ServerConfig
 from lightning_modules.models.loading import load_frozen
@@ -165,6 +166,22 @@ def test_memory_that_runs_out_splits_a_pass_and_refuses_one_document(backbone, m
     assert [len(futures[index].result().log_likelihood) for index in (0, 2)] == [25, 20]
 
 
+def test_requests_whose_client_is_gone_leave_the_queue(backbone, monkeypatch):
+    """A client that has waited too long asks again: the queue must not fill with requests that nobody waits for."""
+    monkeypatch.setattr(service, "_PATIENCE", 0.02)
+    with longce_server(backbone) as (address, scorer):
+        release, original = threading.Event(), scorer._pass
+        monkeypatch.setattr(scorer, "_pass", lambda spans: release.wait(10) and original(spans))
+        for _ in range(2):
+            with pytest.raises(httpx2.ReadTimeout):
+                post(address, range(30), 1, timeout=0.1)
+        time.sleep(0.2)
+        release.set()
+        assert post(address, range(20), 1).status_code == 200
+    assert scorer.counts["requests"] == 3
+    assert scorer.counts["tokens"] == 30 + 20, "the pass that had begun, and the last"
+
+
 def test_the_client_fails_a_document_for_which_the_server_has_not_enough_memory(backbone, monkeypatch):
     with longce_server(backbone) as (address, scorer):
         client = RemoteScorer([address], ServerConfig())
@@ -182,6 +199,9 @@ def test_settings_that_are_not_safe_or_not_valid(monkeypatch):
     assert ServeConfig("m", host="0.0.0.0").read_key() == "hunter2"
     with pytest.raises(ValueError, match="belong together"):
         ServeConfig("m", certificate="a.pem")
+    monkeypatch.setenv("LONGCE_API_KEY", "hunter2\n")
+    with pytest.raises(ValueError, match="characters that no key has"):
+        ServeConfig("m").read_key()
     for settings in ({"port": 70_000}, {"max_batch_tokens": 0}, {"max_length": 1}):
         with pytest.raises(ValueError, match=next(iter(settings))):
             ServeConfig("m", **settings)
@@ -214,6 +234,7 @@ def test_the_command_in_this_process(model_dir, caplog):
         (["--model", "nowhere/"], "No model at 'nowhere/'"),
         (["--model", "MODEL", "--host", "0.0.0.0"], "LONGCE_API_KEY"),
         (["--model", "http://127.0.0.1:1"], "needs the model itself"),
+        (["--model", "MODEL", "--certificate", "a.pem", "--certificate_key", "b.pem"], "'a.pem'"),
         (["--model", "MODEL", "--sharded", "true", "--device", "cpu"], "several processes"),
         ([], "model"),
     ],
