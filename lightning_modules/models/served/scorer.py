@@ -205,10 +205,10 @@ class RemoteScorer(nn.Module):
             queue.put_nowait(_Job(index, span))
         self._answered = time.monotonic()
         async with asyncio.TaskGroup() as group:
-            tasks = [
+            tasks = [  # the first ones take the longest spans: not always those of the same server
                 group.create_task(self._work(endpoint, queue, answers))
-                for endpoint in self._endpoints
                 for _ in range(min(self._config.concurrency, len(spans)))
+                for endpoint in random.sample(self._endpoints, len(self._endpoints))
             ]
             await queue.join()
             for task in tasks:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -10,14 +11,17 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from signal import SIGKILL
 
 import httpx2
 import pyarrow.parquet
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 
-from callbacks import DocumentScoresWriter, ExternalEvaluator
+from callbacks import DocumentScoresWriter, ExternalEvaluator, StepCheckpoint
 from datamodules import DocumentCorpus, PG19DataModule
 from lightning_modules.commands.evaluate import evaluate
 from lightning_modules.commands.influence import InfluenceTrainer
@@ -239,7 +243,7 @@ def make_trainer(root, *callbacks, **settings):
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        enable_checkpointing=False,
+        enable_checkpointing=any(isinstance(each, StepCheckpoint) for each in callbacks),
         use_distributed_sampler=False,
         callbacks=list(callbacks),
         default_root_dir=root,
@@ -278,6 +282,69 @@ def test_fit_and_validate_with_models_on_servers(served, model_dir, books, tmp_p
     assert results[0] == pytest.approx(results[1], rel=1e-6)
     with pytest.raises(ValueError, match=r"server.*needs the model itself"):
         make_trainer(tmp_path, max_steps=2).fit(LongContextLM(address, server=QUICK, **SETTINGS), data)
+
+
+def fit(root, model_dir, books, evaluator, *, checkpoint=None, killed_at=None, **settings):
+    """Metrics of a training with three evaluations; it may be killed after a step."""
+    callback = evaluator_callback(evaluator, model_dir, cache_dir=f"{root}/scores", server=replace(QUICK, patience=5.0))
+    checkpoints = StepCheckpoint(f"{root}/checkpoints", save_last=True, every_n_train_steps=1)
+    found = []
+    note = LambdaCallback(
+        on_validation_end=lambda trainer, _: (
+            trainer.sanity_checking or found.append(float(trainer.callback_metrics["val/longppl"]))
+        ),
+        on_train_batch_start=lambda trainer, *_: trainer.global_step == killed_at and os.kill(os.getpid(), SIGKILL),
+    )
+    trainer = make_trainer(root, callback, checkpoints, note, max_steps=4, val_check_interval=2, **settings)
+    data = PG19DataModule(model_dir, path=books, sequence_length=64, cache_dir=f"{root}/cache", batch_size=1)
+    torch.manual_seed(0)
+    trainer.fit(LongContextLM(model_dir, **SETTINGS), data, ckpt_path=checkpoint)
+    return found
+
+
+def fit_in_two(rank, world_size, *arguments):
+    os.environ["LOCAL_RANK"] = str(rank)
+    found = fit(*arguments, devices=2, strategy="ddp")
+    Path(arguments[0], f"metrics{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.slow
+def test_a_training_of_two_processes_uses_two_servers_of_which_one_ends(backbone, model_dir, books, tmp_path):
+    found, another = {}, load_frozen(ModelConfig(str(model_dir)), "cpu")
+    with longce_server(backbone) as (kept, _), longce_server(another) as (ended, scorer):
+        submit, is_text = scorer.submit, []
+
+        def end_halfway(span):
+            is_text.append(span.scored_from == 32)  # a window, and not a probe
+            if any(is_text):
+                raise ConnectionResetError  # the connection ends without an answer
+            return submit(span)
+
+        scorer.submit = end_halfway
+        for name, evaluator in (("served", f"{kept},{ended}"), ("local", str(model_dir))):
+            (tmp_path / name).mkdir()
+            run_distributed(fit_in_two, str(tmp_path / name), str(model_dir), str(books), evaluator)
+            found[name] = [json.loads((tmp_path / name / f"metrics{rank}.json").read_text()) for rank in (0, 1)]
+        assert any(is_text)
+    assert len(found["local"][0]) == 3
+    for served, local in zip(found["served"], found["local"], strict=True):
+        assert served == pytest.approx(local, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_training_that_is_killed_resumes_with_the_same_metrics(served, model_dir, books, tmp_path):
+    address, scorer = served
+    expected = fit(tmp_path / "whole", str(model_dir), str(books), address)
+    arguments = (str(tmp_path / "killed"), str(model_dir), str(books), address)
+    process = multiprocessing.get_context("spawn").Process(target=fit, args=arguments, kwargs={"killed_at": 3})
+    process.start()
+    process.join()
+    assert process.exitcode == -SIGKILL
+    asked = scorer.counts["requests"]
+    resumed = fit(*arguments, checkpoint=f"{tmp_path}/killed/checkpoints/last.ckpt")
+    assert resumed == expected[-1:]
+    assert scorer.counts["requests"] - asked < 10, "only probes"
 
 
 def validate_in_one_of_two(rank, world_size, model_dir, books, address, root):
