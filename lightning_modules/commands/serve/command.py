@@ -49,6 +49,7 @@ def serve(config: ServeConfig) -> None:
     listener = _listen(config.host, config.port + rank if config.port else 0)
     identity = model_identity(loading)
     backbone = _load(config, device)
+    backbone.check_length(config.max_length or 0)  # learned positions would end the server later
     check_same_model(identity, loading)
     numerics = {name: value for name, value in asdict(loading).items() if name in _NUMERICS}
     dtype = str(backbone.base_model.dtype)

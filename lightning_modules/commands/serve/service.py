@@ -71,15 +71,16 @@ class Service:
         if (future := self._scorer.submit(span)) is None:
             raise HTTPException(429, "Too many tokens are waiting.", {"Retry-After": "1"})
         waiting = asyncio.wrap_future(future)
-        while not (await asyncio.wait([waiting], timeout=_PATIENCE))[0]:
-            if await request.is_disconnected():  # the client may ask again, and the queue would fill with repetitions
-                waiting.cancel()
-                return Response(status_code=408)
         try:
+            while not (await asyncio.wait([waiting], timeout=_PATIENCE))[0]:
+                if await request.is_disconnected():
+                    return Response(status_code=408)
             scores = waiting.result()
         except (RuntimeError, MemoryError) as error:
             status = 413 if is_out_of_memory(error) else 500
             raise HTTPException(status, f"{len(span.ids)} tokens: {type(error).__name__}") from error
+        finally:
+            waiting.cancel()  # the client may ask again, and the queue would fill with what nobody waits for
         answer = scores.log_likelihood.astype("<f4").tobytes() + scores.greedy.astype("<i4").tobytes()
         headers = {IDENTITY_HEADER: self._identity, CHECKSUM_HEADER: checksum(span, answer)}
         return Response(answer, media_type="application/octet-stream", headers=headers)

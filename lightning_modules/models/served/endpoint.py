@@ -3,6 +3,7 @@
 import asyncio
 import ipaddress
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,10 @@ from lightning_modules.models.served.dialects import (
     check_scores,
     quote,
 )
+from lightning_modules.utilities.files import default_cache_dir, write_atomically
 from lightning_modules.utilities.identity import combined_hash
+
+_log = logging.getLogger(__name__)
 
 TOLERANCE = 0.1
 """Mean difference of two probes, in nats, up to which they are of one model: servers in bfloat16 round differently in
@@ -129,6 +133,17 @@ class Endpoint:
                 f" model ({TOLERANCE:g}), although both are called '{self._model}': the model behind the address has"
                 " changed. Restore it, or set `server.claim` to what it is now"
             )
+
+    def check_earlier_run(self) -> None:
+        """Compare the probe with that of the first run that used this model, and keep that of the first run."""
+        path = default_cache_dir() / "served" / f"{combined_hash(self.identity)}.json"
+        try:
+            self.check_same(json.loads(path.read_bytes()), "in an earlier run")
+        except (OSError, json.JSONDecodeError):
+            try:
+                write_atomically(path, json.dumps(self.probe.tolist()).encode())
+            except OSError as error:
+                _log.warning("The probe of %s cannot be stored in %s (%s).", self.address, path.parent, error.strerror)
 
     async def _describe(self) -> str:
         """Read what the server runs from its list of models, and return its identity."""

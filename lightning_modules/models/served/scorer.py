@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import json
 import logging
 import os
 import random
@@ -11,7 +10,6 @@ import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,7 +21,6 @@ from lightning_modules.models.config import ModelConfig, ServerConfig
 from lightning_modules.models.served.dialects import AnswerError, Scores, Span
 from lightning_modules.models.served.endpoint import Endpoint, Unavailable
 from lightning_modules.utilities.errors import IncompleteError
-from lightning_modules.utilities.files import default_cache_dir, write_atomically
 
 Result = TypeVar("Result")
 
@@ -97,8 +94,8 @@ class RemoteScorer(nn.Module):
                     self.check_length(last - start)
                     found.append((row, first, last))
                     tokens = ids[row, start:last].numpy().astype(np.int32)
-                    is_wanted = first <= places[row].start < places[row].stop == last
-                    spans.append(Span(tokens, first - start, is_wanted * (last - places[row].start)))
+                    is_wanted = places[row].stop == last
+                    spans.append(Span(tokens, first - start, is_wanted * (last - max(first, places[row].start))))
         values, greedy = torch.zeros(scored.shape), torch.zeros_like(ids)
         for (row, first, last), answer in zip(found, self._run(self._score(spans)), strict=True):
             values[row, first:last] = torch.tensor(answer.log_likelihood)
@@ -176,7 +173,7 @@ class RemoteScorer(nn.Module):
                     f" {other.identity}): name servers of one model."
                 )
             other.check_same(ready[0].probe, f"{ready[0].address} does")
-        _check_earlier_probe(ready[0])
+        ready[0].check_earlier_run()
 
     async def _close(self) -> None:
         await asyncio.gather(*(endpoint.close() for endpoint in self._endpoints))
@@ -269,19 +266,6 @@ class RemoteScorer(nn.Module):
 def _delay(failures: int) -> float:
     """Return the seconds to wait after failures in a row; random, so that clients do not ask all at once."""
     return min(_MAX_DELAY, 0.1 * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0)
-
-
-def _check_earlier_probe(endpoint: Endpoint) -> None:
-    """Compare a server's probe with that of the first run that used this model, and keep that of the first run."""
-    folder: Path = default_cache_dir() / "served"
-    path = folder / f"{endpoint.identity.rpartition(':')[2]}.json"
-    try:
-        endpoint.check_same(json.loads(path.read_bytes()), "in an earlier run")
-    except (OSError, json.JSONDecodeError):
-        try:
-            write_atomically(path, json.dumps(endpoint.probe.tolist()).encode())
-        except OSError as error:
-            _log.warning("The probe of %s cannot be stored in %s (%s).", endpoint.address, folder, error.strerror)
 
 
 @functools.cache

@@ -309,19 +309,19 @@ def fit_in_two(rank, world_size, *arguments):
 
 
 @pytest.mark.slow
-def test_a_training_of_two_processes_uses_two_servers_of_which_one_ends(backbone, model_dir, books, tmp_path):
+def test_a_training_of_two_processes_uses_two_servers_of_which_one_fails(backbone, model_dir, books, tmp_path):
     found, another = {}, load_frozen(ModelConfig(str(model_dir)), "cpu")
-    with longce_server(backbone) as (kept, _), longce_server(another) as (ended, scorer):
+    with longce_server(backbone) as (kept, _), longce_server(another) as (failing, scorer):
         submit, is_text = scorer.submit, []
 
-        def end_halfway(span):
+        def fail_halfway(span):
             is_text.append(span.scored_from == 32)  # a window, and not a probe
             if any(is_text):
-                raise ConnectionResetError  # the connection ends without an answer
+                raise RuntimeError  # status 500
             return submit(span)
 
-        scorer.submit = end_halfway
-        for name, evaluator in (("served", f"{kept},{ended}"), ("local", str(model_dir))):
+        scorer.submit = fail_halfway
+        for name, evaluator in (("served", f"{kept},{failing}"), ("local", str(model_dir))):
             (tmp_path / name).mkdir()
             run_distributed(fit_in_two, str(tmp_path / name), str(model_dir), str(books), evaluator)
             found[name] = [json.loads((tmp_path / name / f"metrics{rank}.json").read_text()) for rank in (0, 1)]
@@ -386,21 +386,21 @@ def write_corpus(root, documents):
 
 
 @pytest.mark.slow
-def test_a_corpus_on_two_servers_of_which_one_is_killed(backbone, model_dir, tmp_path):
+def test_a_corpus_on_two_servers_of_which_one_fails_from_the_middle_on(backbone, model_dir, tmp_path):
     write_corpus(tmp_path, 1000)
     another = load_frozen(ModelConfig(str(model_dir)), "cpu")
     expected = predict(tmp_path, tmp_path / "local", str(model_dir), model_dir)
-    with longce_server(backbone) as (kept, _), longce_server(another) as (ended, scorer):
+    with longce_server(backbone) as (kept, _), longce_server(another) as (failing, scorer):
         submit, halfway = scorer.submit, threading.Event()
 
-        def end_halfway(span):
+        def fail_halfway(span):
             if scorer.counts["scored_tokens"] > 8_000:
                 halfway.set()
-                raise ConnectionResetError  # the connection ends without an answer
+                raise RuntimeError  # status 500
             return submit(span)
 
-        scorer.submit = end_halfway
-        found = predict(tmp_path, tmp_path / "served", f"{kept},{ended}", model_dir, batch_tokens=8000)
+        scorer.submit = fail_halfway
+        found = predict(tmp_path, tmp_path / "served", f"{kept},{failing}", model_dir, batch_tokens=8000)
     assert halfway.is_set()
     assert len(found) == 1000
     assert (tmp_path / "served" / SUCCESS).exists()

@@ -234,15 +234,18 @@ def test_the_command_in_this_process(model_dir, caplog):
         (["--model", "nowhere/"], "No model at 'nowhere/'"),
         (["--model", "MODEL", "--host", "0.0.0.0"], "LONGCE_API_KEY"),
         (["--model", "http://127.0.0.1:1"], "needs the model itself"),
+        (["--model", "LEARNED", "--max_length", "5000", "--device", "cpu"], "5000 tokens"),
         (["--model", "MODEL", "--certificate", "a.pem", "--certificate_key", "b.pem"], "'a.pem'"),
         (["--model", "MODEL", "--sharded", "true", "--device", "cpu"], "several processes"),
         ([], "model"),
     ],
 )
-def test_errors_of_the_command_are_one_line(words, message, model_dir, capsys, monkeypatch):
+def test_errors_of_the_command_are_one_line(words, message, model_dir, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("LONGCE_API_KEY", raising=False)
+    tiny_model("gpt2").save_pretrained(tmp_path)
+    places = {"MODEL": str(model_dir), "LEARNED": str(tmp_path)}
     with pytest.raises(SystemExit) as stopped:
-        main(["serve", *(word.replace("MODEL", str(model_dir)) for word in words), "--port", "0"])
+        main(["serve", *(places.get(word, word) for word in words), "--port", "0"])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
 

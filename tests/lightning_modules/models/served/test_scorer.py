@@ -203,6 +203,15 @@ def test_another_model_in_a_later_run_needs_another_claim(dialect):
         assert RemoteScorer([server.address], ServerConfig(claim="b@main", **QUICK)).identity != first
 
 
+def test_the_file_of_a_probe_belongs_to_one_model_and_stays_in_the_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("LONGCE_CACHE", str(tmp_path / "a" / "b"))
+    with stub_server("longce") as server:
+        for name in ("a:0", "b:0", "../../../c"):  # of other weights with the same numerics, and of an attacker
+            server.model = name
+            assert RemoteScorer([server.address], ServerConfig(**QUICK)).identity == f"served:id-{name}"
+    assert len(list((tmp_path / "a" / "b" / "served").glob("*.json"))) == len(list(tmp_path.rglob("*.json"))) == 3
+
+
 def test_two_servers_share_the_work_and_one_may_end():
     batch = random_batch([30 + index for index in range(60)])
     with stub_server("vllm") as kept, stub_server("vllm") as ended:
