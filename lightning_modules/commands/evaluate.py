@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from lightning_modules.models.checks import check_weight_files
-from lightning_modules.models.identity import model_identity
-from lightning_modules.models.loading import load_config, load_frozen
+from lightning_modules.models.config import is_served
+from lightning_modules.models.identity import check_same_model, model_identity
+from lightning_modules.models.loading import check_model, load_scorer
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from lightning_modules.scoring.config import tokenizer_name
 from lightning_modules.scoring.score import find_device
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.tasks.evaluation.evaluation import Evaluation
@@ -32,12 +33,17 @@ def evaluate(model: str, output: str, **options: Any) -> str:
     rank, processes = _read_rank()
     ours, theirs = split_tasks(config.tasks)
     config.check_used(ours, theirs)
+    if is_served(model) and (theirs or config.mode != "teacher_forced"):
+        raise ValueError(
+            f"'{model}' is a server, which scores given answers but does not generate its own: set `mode` to"
+            " 'teacher_forced' and choose longce's tasks, or name a hub id or a local folder."
+        )
     writable_folder(config.output_folder, remedy="Choose another folder with `--output`.")
     device = find_device(_choose_device(config.device))
-    loading = config.loading(model)
-    model_config = load_config(loading)
-    check_weight_files(model)
-    tokenizer = load_tokenizer(model, trust_remote_code=config.trust_remote_code)
+    loading = config.loading(model, server=config.server)
+    tokenizer_path = tokenizer_name(model, config.tokenizer, "`--tokenizer`")
+    model_config = check_model(loading)
+    tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=config.trust_remote_code)
     identity = model_identity(loading)
     runs: list[Any] = []
     if ours or not theirs:
@@ -45,12 +51,14 @@ def evaluate(model: str, output: str, **options: Any) -> str:
     if theirs:
         from lightning_modules.tasks.harness.evaluation import HarnessEvaluation
 
+        assert model_config is not None, "not a served model"
         positions = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
         runs.append(HarnessEvaluation(config, theirs, tokenizer, identity, max_length=config.max_length or positions))
     if any(run.missing(rank, processes) for run in runs):
-        backbone = load_frozen(loading, device)
+        backbone = load_scorer(loading, device)
         for run in runs:
             run.ask(backbone, rank, processes)
+        check_same_model(identity, loading)
     template = None if tokenizer.chat_template is None else str(tokenizer.chat_template)
     with exclusive(config.output_folder / "report"):  # one by one: the last process reads the results of all
         texts, parts = zip(*(run.report() for run in runs), strict=True)

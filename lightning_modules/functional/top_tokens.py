@@ -1,5 +1,6 @@
 """Likeliest tokens and greedy predictions, without ever holding the logits of a whole sequence."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from lightning_modules.functional.log_likelihood import (
     check_targets,
     default_chunk_size,
     select_scored,
+    token_log_likelihood,
 )
 
 
@@ -119,3 +121,29 @@ def greedy_targets(
         likeliest.append(logits.argmax(-1) == tokens)
         log_likelihood.append(-F.cross_entropy(logits, tokens, reduction="none"))
     return torch.cat(log_likelihood), torch.cat(likeliest)
+
+
+@torch.no_grad()
+def with_greedy(
+    hidden_states: Tensor, head: Head, labels: Tensor, *, places: Sequence[slice], scored: BoolArray | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the log-likelihood of each scored token, and the likeliest tokens in some places.
+
+    Args:
+        hidden_states: ``[B, T, D]`` last hidden states; entry ``t`` has seen tokens ``0 .. t``.
+        head: Maps ``[N, D]`` hidden states to ``[N, V]`` logits.
+        labels: ``[B, T]`` int64 token ids; ``IGNORE_INDEX`` where a token is not scored, column 0 always.
+        places: For each sequence the tokens, from index 1 on, in whose places the likeliest are wanted.
+        scored: As for `token_log_likelihood`.
+
+    Returns:
+        ``[B, T]`` as of `token_log_likelihood`, and ``[B, T]`` int64, 0 outside of ``places``. If several tokens are
+        equally likely, the one with the smallest id counts as the likeliest. The results carry no gradient.
+    """
+    log_likelihood = token_log_likelihood(hidden_states, head, labels, scored=scored)
+    greedy, size = torch.zeros_like(labels), default_chunk_size(hidden_states)
+    for row, place in enumerate(places):
+        for first in range(place.start, place.stop, size):
+            stop = min(first + size, place.stop)
+            greedy[row, first:stop] = wide_logits(hidden_states[row, first - 1 : stop - 1], head).argmax(-1)
+    return log_likelihood, greedy

@@ -3,11 +3,13 @@
 import copy
 import hashlib
 import importlib.util
+import json
 import math
 import re
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeGuard
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -26,8 +28,61 @@ EMBEDDINGS_AND_NORMS = "embeddings-and-norms"
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initializations of LoRA (``init_lora_weights``) that change the base model's weights."""
 
+CONFIG_IN_BASE = " with the config in base/, see README.md"
+"""End of the base model's name in an export whose base has another config; other readers must not load it by name."""
+
 _CHECKSUM_WORDS = 1 << 22  # words of 8 bytes that share a checksum
 _MULTIPLIER = 0x1E3779B97F4A7C15  # any large odd number, which spreads positions over all 64 bits
+
+
+class AdapterFolder(NamedTuple):
+    """A local folder of adapters, and where the weights and the config of their base model are."""
+
+    folder: str
+    base: str
+    revision: str | None
+    config: str
+
+
+def find_adapters(path: str | None) -> AdapterFolder | None:
+    """Return what a folder of adapters is based on; None for anything else, such as a folder with a whole model."""
+    folder = Path(path or "").expanduser()
+    if path is None or not _has_only_adapters(folder):
+        return None
+    try:
+        content = json.loads((folder / "adapter_config.json").read_bytes())
+        base, revision = content["base_model_name_or_path"].removesuffix(CONFIG_IN_BASE), content.get("revision")
+        if _has_only_adapters(Path(base)):
+            raise ValueError(f"'{base}' has adapters itself")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"'{path}' has adapters, but its adapter_config.json does not name their base model ({error!r}): set"
+            " `base_model_name_or_path` in it to a hub id or a folder."
+        ) from error
+    config = folder / "base" / "config.json"
+    return AdapterFolder(str(folder), base, revision, str(config) if config.is_file() else base)
+
+
+def _has_only_adapters(folder: Path) -> bool:
+    return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+
+
+def load_adapters(model: PreTrainedModel, adapters: AdapterFolder, *, with_weights: bool) -> "PeftModel":
+    """Add the frozen adapters of a folder to their base model, unmerged; without weights, on the meta device."""
+    from peft import PeftConfig, PeftModel, get_peft_model
+
+    folder = adapters.folder
+    try:
+        config = PeftConfig.from_pretrained(folder)
+        config.inference_mode, config.base_model_name_or_path = True, model.name_or_path
+        return (
+            PeftModel.from_pretrained(model, folder, config=config) if with_weights else get_peft_model(model, config)
+        )
+    except (ValueError, TypeError, RuntimeError, AttributeError, KeyError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"The adapters in '{folder}' do not fit their base model, according to peft: {reason}"
+        ) from error
 
 
 def add_adapters(model: PreTrainedModel, arguments: dict[str, Any], *, autocast: bool = False) -> "PeftModel":

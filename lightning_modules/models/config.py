@@ -1,5 +1,6 @@
 """Settings to load a causal LM; importable without torch."""
 
+import os
 import re
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -53,8 +54,23 @@ class ServerConfig:
 
 
 def is_served(pretrained_model_name_or_path: str | None) -> bool:
-    """Return whether a model is named by the address of its server."""
-    return re.match(r"https?://", pretrained_model_name_or_path or "") is not None
+    """Return whether a model is named by the address of its server; raise a ``ValueError`` if that has a secret."""
+    if re.match(r"https?://", pretrained_model_name_or_path or "") is None:
+        return False
+    if set("@?#") & set(pretrained_model_name_or_path or ""):  # before configs, logs or messages repeat it
+        raise ValueError(
+            "The address of a server must be http(s)://HOST:PORT, without user, password, query or fragment: put its"
+            " key into the environment variable that `server.key_variable` names."
+        )
+    return True
+
+
+def read_key(variable: str) -> str:
+    """Return a server's key from an environment variable, or an empty text."""
+    key = os.environ.get(variable, "")
+    if not key.isascii() or not key.isprintable() or " " in key:  # httpx2 would quote it in its error
+        raise ValueError(f"The key in the environment variable {variable} has characters that no key has.")
+    return key
 
 
 @dataclass(frozen=True, kw_only=True)

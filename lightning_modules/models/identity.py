@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 from huggingface_hub import is_offline_mode, resolve_revision, snapshot_download
 from huggingface_hub.errors import RevisionResolutionError
 
+from lightning_modules.models.adapters import find_adapters
 from lightning_modules.models.config import ModelConfig, is_served
 from lightning_modules.models.served.scorer import connect
 from lightning_modules.models.tokenization.tokenizer import local_or_hub
-from lightning_modules.utilities.identity import content_hash
+from lightning_modules.utilities.identity import combined_hash, content_hash
 
 _LOADED_SUFFIXES = {".safetensors", ".bin", ".json", ".jinja", ".model", ".tiktoken", ".txt", ".vocab"}
 _UNUSED_FILES = {
@@ -37,7 +39,11 @@ def model_identity(config: ModelConfig) -> str:
     folder = Path(local_or_hub(name, "model"))
     if not folder.is_dir():
         folder = _download_snapshot(name, config.revision, with_code)
-    return f"sha256:{content_hash(folder, _find_loaded_files(folder, with_code))}"
+    own = content_hash(folder, _find_loaded_files(folder, with_code))
+    if (adapters := find_adapters(name)) is None:
+        return f"sha256:{own}"
+    base = replace(config, pretrained_model_name_or_path=adapters.base, revision=adapters.revision)
+    return f"sha256:{combined_hash([own, model_identity(base)])}"
 
 
 def check_same_model(identity: str, config: ModelConfig) -> None:
@@ -84,7 +90,7 @@ def _download_snapshot(name: str, revision: str | None, with_code: bool) -> Path
 
 def _find_loaded_files(folder: Path, with_code: bool) -> list[Path]:
     """Return the files in a model's folder that can affect its results."""
-    candidates = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
+    candidates = [*folder.iterdir(), *folder.glob("additional_chat_templates/*"), *folder.glob("base/config.json")]
     files = {file for file in candidates if file.suffix in _LOADED_SUFFIXES and file.name not in _UNUSED_FILES}
     if any((folder / name).exists() for name in _SAFETENSORS):  # transformers then ignores these
         files -= set(folder.glob("pytorch_model*"))

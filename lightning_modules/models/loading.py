@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 from transformers.utils.import_utils import KERNELS_MAX_VERSION, KERNELS_MIN_VERSION, is_kernels_available
 
-from lightning_modules.models.adapters import add_adapters, quantization_config
+from lightning_modules.models.adapters import add_adapters, find_adapters, load_adapters, quantization_config
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.checks import check_config, check_scoring, check_sizes, check_weight_files
@@ -69,6 +69,8 @@ def load_backbone(
             use_bfloat16_residual(model)
         if config.lora is not None:
             model = add_adapters(model, config.lora, autocast=autocast)
+    if (adapters := find_adapters(path)) is not None:
+        model = load_adapters(model, adapters, with_weights=with_weights)
     backbone = Backbone(model)
     if config.compile:
         compile_layers(backbone.decoder)
@@ -139,14 +141,17 @@ def load_config(config: ModelConfig) -> PreTrainedConfig:
 
 
 def _load_stored_config(config: ModelConfig) -> PreTrainedConfig:
-    path = local_or_hub(str(config.pretrained_model_name_or_path), "model")
+    path, revision = str(config.pretrained_model_name_or_path), config.revision
+    if (adapters := find_adapters(path)) is not None:
+        path, revision = adapters.config, adapters.revision
+    path = local_or_hub(path, "model")
     try:
-        values, _ = PreTrainedConfig.get_config_dict(path, revision=config.revision)
+        values, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
     except Exception:  # reported by the next attempt
         values = {}
     check_sizes(values)
     try:
-        return AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=config.trust_remote_code)
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # transformers raises all kinds of errors for wrong values
         raise ValueError(not_loaded("model", path, error)) from error
 
@@ -242,6 +247,9 @@ def _check_keys(overrides: dict[str, Any], config: PreTrainedConfig) -> None:
 def _load_weights(
     path: str, config: PreTrainedConfig, revision: str | None, settings: dict[str, Any]
 ) -> PreTrainedModel:
+    check_weight_files(path)
+    if (adapters := find_adapters(path)) is not None:
+        path, revision = adapters.base, adapters.revision
     path = local_or_hub(path, "model")
     check_weight_files(path)
     try:

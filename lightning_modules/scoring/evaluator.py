@@ -17,7 +17,6 @@ from lightning_modules.batch import PackedBatch, batch_to
 from lightning_modules.functional import LikeliestTokens, likeliest_tokens
 from lightning_modules.functional.windows import batch_windows
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.config import is_served
 from lightning_modules.models.identity import check_same_model, model_identity
 from lightning_modules.models.loading import check_model, load_scorer
@@ -277,10 +276,7 @@ class Evaluator:
 
     def _load_backbone(self, device: torch.device | str) -> Scorer:
         if self.config.sharded:
-            from lightning_modules.training.fsdp import load_sharded_backbone, world_mesh  # imports Lightning
+            from lightning_modules.training.fsdp import load_sharded_frozen  # imports Lightning
 
-            if (mesh := world_mesh(device)) is not None:
-                backbone = load_sharded_backbone(self._loading, mesh, device=device).eval().requires_grad_(False)
-                check_scoring(backbone)
-                return backbone
+            return load_sharded_frozen(self._loading, device)
         return load_scorer(self._loading, device)

@@ -2,22 +2,27 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.functional import token_log_likelihood
-from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.lockstep import lockstep
-from lightning_modules.models.optimizations import eval_mode, no_autocast_cache
+from lightning_modules.functional.top_tokens import with_greedy
+from lightning_modules.models.lockstep import Scorer, lockstep
+from lightning_modules.models.optimizations import eval_mode
+from lightning_modules.models.served.scorer import RemoteScorer
 from lightning_modules.tasks.questions.prompter import ForcedAnswer
 
 TOKENS_PER_PASS = 32_768
 """Maximum tokens per pass on an accelerator, including padding; a longer question has its own pass."""
 
 TOKENS_PER_PASS_CPU = 4096
+
+TOKENS_SERVED = 2**19
+"""Maximum tokens of the questions that are sent to servers together; all are answered before the next ones are sent."""
 
 
 class AnswerScores(NamedTuple):
@@ -42,7 +47,7 @@ class AnswerScores(NamedTuple):
 
 
 def teacher_forced(
-    backbone: Backbone,
+    backbone: Scorer,
     questions: Sequence[ForcedAnswer],
     *,
     done: Callable[[dict[int, AnswerScores]], None] | None = None,
@@ -54,13 +59,16 @@ def teacher_forced(
     ``done`` is called with the scores of the questions of each pass, by index.
     """
     results: dict[int, AnswerScores] = {}
-    max_tokens = TOKENS_PER_PASS_CPU if backbone.device.type == "cpu" else TOKENS_PER_PASS
-    with torch.no_grad(), no_autocast_cache(), eval_mode(backbone), lockstep(backbone) as run:
+    if isinstance(backbone, RemoteScorer):
+        max_tokens = TOKENS_SERVED
+    else:
+        max_tokens = TOKENS_PER_PASS_CPU if backbone.device.type == "cpu" else TOKENS_PER_PASS
+    with torch.no_grad(), eval_mode(backbone), lockstep(backbone) as run:
         for group in group_rows([len(question.input_ids) for question in questions], max_tokens):
             rows = [questions[index] for index in group]
             batch = padded_rows([question.input_ids for question in rows], backbone.device)
             backbone.check_batch(batch)
-            scores = dict(zip(group, run(backbone.unsharded, partial(_score_pass, backbone, batch, rows)), strict=True))
+            scores = dict(zip(group, _score_pass(backbone, batch, rows, run), strict=True))
             results |= scores
             if done is not None:
                 done(scores)
@@ -78,9 +86,9 @@ def group_rows(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return groups
 
 
-def padded_rows(rows: Sequence[Sequence[int]], device: torch.device) -> PackedBatch:
+def padded_rows(rows: Sequence[Sequence[int] | NDArray[np.int32]], device: torch.device) -> PackedBatch:
     """Pad rows on the right, which needs no mask because attention is causal."""
-    ids = [torch.tensor(row) for row in rows]
+    ids = [torch.tensor(row, dtype=torch.int64) for row in rows]
     tokens = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)
     labels = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=IGNORE_INDEX).to(device)
     labels[:, 0] = IGNORE_INDEX
@@ -89,17 +97,17 @@ def padded_rows(rows: Sequence[Sequence[int]], device: torch.device) -> PackedBa
     return PackedBatch(input_ids=tokens, labels=labels, position_ids=positions, document_boundaries=boundaries)
 
 
-def _score_pass(backbone: Backbone, batch: PackedBatch, questions: Sequence[ForcedAnswer]) -> list[AnswerScores]:
-    hidden_states = backbone.hidden_states(batch)
-    log_likelihood = token_log_likelihood(hidden_states, backbone.head, batch["labels"]).double()
-    # The preceding position predicts a token. Compute logits for one question at a time, to save memory.
-    greedy = [
-        backbone.logits(hidden_states[row, question.answer_start - 1 : len(question.input_ids) - 1]).argmax(-1)
-        for row, question in enumerate(questions)
-    ]
+def _score_pass(
+    backbone: Scorer, batch: PackedBatch, questions: Sequence[ForcedAnswer], run: Callable[..., Any]
+) -> list[AnswerScores]:
+    places = [slice(question.answer_start, len(question.input_ids)) for question in questions]
+    if isinstance(backbone, RemoteScorer):
+        log_likelihood, greedy = backbone.with_greedy(batch, places)
+    else:
+        log_likelihood, greedy = run(backbone, batch, head_fn=partial(with_greedy, places=places))
     return [
-        _answer_scores(question, row[: len(question.input_ids)].cpu(), tokens.tolist())
-        for question, row, tokens in zip(questions, log_likelihood, greedy, strict=True)
+        _answer_scores(question, row[: place.stop].double().cpu(), tokens[place].tolist())
+        for question, row, tokens, place in zip(questions, log_likelihood, greedy, places, strict=True)
     ]
 
 

@@ -15,8 +15,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from typing_extensions import override
 
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.config import ModelConfig, is_served
-from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.loading import load_backbone, load_frozen
 from lightning_modules.models.served.scorer import connect
 from lightning_modules.training.checkpoints.io import check_integrity
 from lightning_modules.training.checkpoints.sharded import no_code, write_sharded
@@ -167,6 +168,15 @@ def load_sharded_backbone(
         fully_shard(module, mesh=mesh, **policies, reshard_after_forward=True)
     register_fsdp_forward_method(backbone, "unsharded")
     backbone.is_sharded = True
+    return backbone
+
+
+def load_sharded_frozen(config: ModelConfig, device: torch.device | str) -> Backbone:
+    """Load a model like `load_frozen`, sharded across all processes, of which there may be one."""
+    if (mesh := world_mesh(device)) is None:
+        return load_frozen(config, device)
+    backbone = load_sharded_backbone(config, mesh, device=device).eval().requires_grad_(False)
+    check_scoring(backbone)
     return backbone
 
 

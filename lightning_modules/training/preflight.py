@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.checks import check_count, check_fraction
 from lightning_modules.functional.windows import check_context
-from lightning_modules.models.adapters import quantization_config
+from lightning_modules.models.adapters import find_adapters, quantization_config
 from lightning_modules.models.attention import DOCUMENT_SDPA
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.checks import check_scoring
@@ -78,6 +78,11 @@ def check_early(module: Trainee, sequence_length: int | None, sequence_parallel_
             raise ValueError(f"'{loading.pretrained_model_name_or_path}' is a server, whose model cannot be trained.")
         return
     check_sequence_parallelism(config, sequence_parallel_size, loading.attn_implementation)
+    if sequence_length is not None and find_adapters(loading.pretrained_model_name_or_path) is not None:
+        raise ValueError(
+            f"'{loading.pretrained_model_name_or_path}' has adapters, which cannot be trained further without their"
+            " checkpoint: resume from it (`--ckpt_path`), or export it merged."
+        )
     if loading.lora is not None:  # peft checks names and values only when it builds the adapters
         load_backbone(replace(loading, quantization=None), with_weights=False)
     _check_quantization(loading, config, fits=sequence_length is not None)

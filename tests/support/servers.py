@@ -11,10 +11,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
+import torch
 import uvicorn
 
-from lightning_modules.commands.serve import BatchingScorer, Service
-from lightning_modules.models.served.dialects import CHECKSUM_HEADER, IDENTITY_HEADER, LONGCE_PATH, checksum
+from lightning_modules.commands.serve.batching import BatchingScorer
+from lightning_modules.commands.serve.service import Service
+from lightning_modules.models.served.dialects import CHECKSUM_HEADER, IDENTITY_HEADER, LONGCE_PATH, Span, checksum
 
 PATHS = {"longce": LONGCE_PATH, "vllm": "/v1/completions", "sglang": "/generate"}
 
@@ -23,6 +25,21 @@ def stub_values(ids, model="a"):
     """Log-likelihoods of a causal model of three tokens of context; the first is 0."""
     seeds = [hash((model, *ids[max(0, index - 3) : index + 1])) for index in range(len(ids))]
     return np.asarray([0.0, *(-(seed % 99_991) / 9999.1 for seed in seeds[1:])], dtype=np.float32)
+
+
+def stub_tops(ids, values):
+    """Id and log-likelihood of the likeliest token in each place: the token, an equally likely, or a likelier one."""
+    steps = [(0, 1), (-1, 1), (1, 1), (1, 0.5)]
+    return [
+        (max(0, token + steps[index % 4][0]), value * steps[index % 4][1])
+        for index, (token, value) in enumerate(zip(ids, values, strict=True))
+    ]
+
+
+def stub_greedy(ids, values):
+    """The likeliest tokens, of equally likely ones the first."""
+    tops = stub_tops(ids, values)
+    return [min((-value, token), (-top[1], top[0]))[1] for token, value, top in zip(ids, values, tops, strict=True)]
 
 
 class StubServer(ThreadingHTTPServer):
@@ -35,6 +52,7 @@ class StubServer(ThreadingHTTPServer):
         self.owner, self.shift, self.limit = dialect, 0, 4096
         self.faults, self.fault, self.seen, self.delay = deque(), None, [], 0.0
         self._connections, self.poison, self.closes = [], None, None
+        self.backbone = None  # a model that is used instead of the stub's values
         super().__init__(("127.0.0.1", port), _Handler)
         self.address = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
@@ -105,7 +123,18 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(1.5)
         return self.answer(content, 200, headers)
 
+    @torch.no_grad()
+    def logits(self, ids):
+        return self.server.backbone.base_model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+
+    def tops(self, ids):
+        if self.server.backbone is not None:
+            return [(0, 0.0), *((int(row.argmax()), float(row.max())) for row in self.logits(ids))]
+        return stub_tops(ids, stub_values(ids, self.server.model).astype(float))
+
     def values(self, ids, fault):
+        if self.server.backbone is not None:
+            return [0.0, *self.logits(ids).gather(1, torch.tensor(ids[1:])[:, None]).flatten().tolist()]
         values = stub_values(ids, self.server.model).astype(float)
         values = [*values[self.server.shift :], *([-1.0] * self.server.shift)]
         spoiled = {"nan": float("nan"), "positive": 0.5, "clamped": -9999.0, "text": "much"}
@@ -117,10 +146,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def answer_longce(self, body, query, fault, headers):
         ids = np.frombuffer(body, dtype="<i4").tolist()
-        first = int(query["scored_from"][0])
+        first, greedy = (int(query[name][0]) for name in ("scored_from", "greedy"))
+        count = 0 if fault == "greedy" else greedy
+        likeliest = np.asarray(stub_greedy(ids, stub_values(ids, self.server.model))[len(ids) - count :], dtype="<i4")
         values = [float("nan") if value == "much" else value for value in self.values(ids, fault)]
-        content = np.asarray(values[first:], dtype="<f4").tobytes()
-        headers[CHECKSUM_HEADER] = checksum(body, first + (fault == "other_ids"), content)
+        content = np.asarray(values[first:], dtype="<f4").tobytes() + likeliest.tobytes()
+        span = Span(np.frombuffer(body, dtype="<i4"), first + (fault == "other_ids"), greedy)
+        headers[CHECKSUM_HEADER] = checksum(span, content)
         headers[IDENTITY_HEADER] = f"id-{self.server.model}"
         if fault == "ignored":
             return b""
@@ -135,6 +167,9 @@ class _Handler(BaseHTTPRequestHandler):
             {str(token): {"logprob": value, "rank": 7, "decoded_token": f"<{token}>"}}
             for token, value in zip(ids, self.values(ids, fault), strict=False)
         ]
+        if request["prompt_logprobs"] and fault != "greedy":  # as there: the token may be the likeliest one
+            for entry, (token, value) in zip(entries, self.tops(ids), strict=False):
+                entry[str(token)] = {"logprob": value, "rank": 1, "decoded_token": f"<{token}>"}
         choice = {
             "index": 0,
             "text": " a",
@@ -157,6 +192,11 @@ class _Handler(BaseHTTPRequestHandler):
         entries = [[value, token, None] for value, token in zip(self.values(ids, fault), sent, strict=False)][start:]
         entries[0][0] = None
         meta = {"id": "1", "prompt_tokens": len(ids), "completion_tokens": 1, "input_token_logprobs": entries}
+        if request["top_logprobs_num"] and fault != "greedy":
+            meta["input_top_logprobs"] = [
+                None,
+                *([[value, token, None]] for token, value in self.tops(ids)[start + 1 :]),
+            ]
         content = json.dumps({"text": "a", "meta_info": {} if fault == "ignored" else meta}).encode()
         return content[:-1] if fault == "damaged" else content
 

@@ -27,7 +27,7 @@ from lightning_modules.commands.cli.measuring import (
     score_command,
 )
 from lightning_modules.commands.select.config import SelectConfig
-from lightning_modules.commands.serve_config import ServeConfig
+from lightning_modules.commands.serve.config import ServeConfig
 from lightning_modules.scoring.config import InspectConfig
 from lightning_modules.training.export.options import ExportOptions
 from lightning_modules.utilities.files import writable_folder, write_atomically
@@ -61,7 +61,7 @@ def serve_command(arguments: Sequence[str]) -> None:
     config = ServeConfig(**parse_options(parser, arguments))
     config.read_key()
     try:
-        from lightning_modules.commands.serve import serve
+        from lightning_modules.commands.serve.command import serve
     except ModuleNotFoundError as error:
         raise ValueError(f"`longce serve` needs the package {error.name}: install the extra `serve`.") from error
     serve(config)

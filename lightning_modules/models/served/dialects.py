@@ -3,7 +3,7 @@
 import json
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,10 +26,18 @@ class AnswerError(ValueError):
 
 
 class Span(NamedTuple):
-    """Tokens that a server reads, and the index of the first one whose log-likelihood is wanted (1 or more)."""
+    """Tokens that a server reads, and what it should return for them."""
 
-    ids: tuple[int, ...]
-    scored_from: int
+    ids: NDArray[np.int32]
+    scored_from: int  # index of the first token whose log-likelihood is wanted, 1 or more
+    greedy: int = 0  # number of last tokens in whose places the likeliest tokens are wanted as well
+
+
+class Scores(NamedTuple):
+    """Log-likelihoods of a span's scored tokens in nats, and the likeliest tokens in the places of the last ones."""
+
+    log_likelihood: NDArray[np.float32]
+    greedy: NDArray[np.int32]
 
 
 class Request(NamedTuple):
@@ -55,65 +63,87 @@ class Dialect(ABC):
 
     @abstractmethod
     def request(self, span: Span, model: str) -> Request:
-        """Return the request for the log-likelihoods of a span."""
+        """Return the request for the scores of a span."""
 
     @abstractmethod
-    def read(self, span: Span, body: bytes, headers: Mapping[str, str]) -> NDArray[np.float32]:
-        """Return the float32 log-likelihoods of the scored tokens; raise an `AnswerError` if they are not there."""
+    def read(self, span: Span, body: bytes, headers: Mapping[str, str]) -> Scores:
+        """Return the scores of a span; raise an `AnswerError` if they are not there."""
 
 
 class Longce(Dialect):
-    """``longce serve``: int32 token ids in, and only the scored tokens out, as float32."""
+    """``longce serve``: int32 token ids in; float32 log-likelihoods and int32 likeliest tokens out."""
 
-    name, reports_identity, bytes_per_token = "longce", True, 4
+    name, reports_identity, bytes_per_token = "longce", True, 8
 
     @override
     def request(self, span: Span, model: str) -> Request:
-        ids = np.asarray(span.ids, dtype="<i4").tobytes()
-        return Request(f"{LONGCE_PATH}?scored_from={span.scored_from}", ids, "application/octet-stream")
+        path = f"{LONGCE_PATH}?scored_from={span.scored_from}&greedy={span.greedy}"
+        return Request(path, span.ids.astype("<i4").tobytes(), "application/octet-stream")
 
     @override
-    def read(self, span: Span, body: bytes, headers: Mapping[str, str]) -> NDArray[np.float32]:
-        asked = np.asarray(span.ids, dtype="<i4").tobytes()
-        if headers.get(CHECKSUM_HEADER) != checksum(asked, span.scored_from, body):
+    def read(self, span: Span, body: bytes, headers: Mapping[str, str]) -> Scores:
+        if headers.get(CHECKSUM_HEADER) != checksum(span, body) or len(body) % 4:
             raise AnswerError(f"an answer of {len(body)} bytes that was damaged, or belongs to another request")
-        return np.frombuffer(body, dtype="<f4").astype(np.float32)
+        size = 4 * (len(span.ids) - span.scored_from)
+        return Scores(np.frombuffer(body[:size], "<f4"), np.frombuffer(body[size:], "<i4"))
 
 
-def checksum(ids: bytes, scored_from: int, answer: bytes) -> str:
+def checksum(span: Span, answer: bytes) -> str:
     """Return the checksum of a `Longce` request and its answer."""
-    return f"{zlib.crc32(answer, zlib.crc32(ids, scored_from)):08x}"
+    wanted = zlib.crc32(f"{span.scored_from} {span.greedy}".encode())
+    return f"{zlib.crc32(answer, zlib.crc32(span.ids.astype('<i4').tobytes(), wanted)):08x}"
 
 
-class Vllm(Dialect):
+class _JsonDialect(Dialect):
+    field: str  # of the answer that has the values
+
+    @abstractmethod
+    def _find(self, span: Span, answer: Any) -> tuple[Iterable[Any], Iterable[int]]:
+        """Return the log-likelihoods and likeliest tokens; other answers may raise any error of their parsing."""
+
+    @override
+    def read(self, span: Span, body: bytes, headers: Mapping[str, str]) -> Scores:
+        try:
+            values, greedy = self._find(span, json.loads(body))
+            return Scores(np.asarray([float(value) for value in values], np.float32), np.asarray([*greedy], np.int32))
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
+            raise AnswerError(
+                f"an answer without `{self.field}` of the prompt's tokens ({type(error).__name__}: {error}), which was"
+                f" {quote(body)}"
+            ) from None
+
+
+class Vllm(_JsonDialect):
     """vLLM's ``/v1/completions`` with ``prompt_logprobs``, which are the float32 log-softmax of each prompt token."""
 
-    name = "vllm"
+    name, field = "vllm", "prompt_logprobs"
 
     @override
     def request(self, span: Span, model: str) -> Request:
-        settings = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-        return Request("/v1/completions", json.dumps({"model": model, "prompt": span.ids, **settings}).encode())
+        settings = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": int(span.greedy > 0)}
+        return Request(
+            "/v1/completions", json.dumps({"model": model, "prompt": span.ids.tolist(), **settings}).encode()
+        )
 
     @override
-    def read(self, span: Span, body: bytes, headers: Mapping[str, str]) -> NDArray[np.float32]:
-        def entries(answer: Any) -> list[Any]:
-            (choice,) = answer["choices"]
-            first, *others = choice["prompt_logprobs"]
-            # A token that is missing from its entry raises a KeyError: the values would belong to other tokens.
-            found = [entry[str(token)]["logprob"] for token, entry in zip(span.ids[1:], others, strict=True)]
-            return [first, *found]
+    def _find(self, span: Span, answer: Any) -> tuple[Iterable[Any], Iterable[int]]:
+        (choice,) = answer["choices"]
+        first, *entries = choice["prompt_logprobs"]
+        if first is not None:
+            raise ValueError("the first token has no context, so the values are shifted")
+        # A token that is missing from its entry raises a KeyError: the values would belong to other tokens.
+        values = [entry[str(token)]["logprob"] for token, entry in zip(span.ids[1:], entries, strict=True)]
+        last = entries[len(entries) - span.greedy :]
+        if any(all(each["rank"] != 1 for each in entry.values()) for entry in last):
+            raise ValueError("no token has rank 1")
+        greedy = (find_greedy((each["logprob"], int(token)) for token, each in entry.items()) for entry in last)
+        return values[span.scored_from - 1 :], greedy
 
-        values = _read_json(body, entries, "`prompt_logprobs`")
-        if values[0] is not None:
-            raise AnswerError("a log-likelihood of the first token, which has no context: the values are shifted")
-        return _as_floats(values[span.scored_from :])
 
-
-class Sglang(Dialect):
+class Sglang(_JsonDialect):
     """SGLang's ``/generate`` with ``return_logprob``, whose values begin one token after ``logprob_start_len``."""
 
-    name = "sglang"
+    name, field = "sglang", "meta_info.input_token_logprobs"
 
     @override
     def request(self, span: Span, model: str) -> Request:
@@ -121,54 +151,43 @@ class Sglang(Dialect):
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},
             "return_logprob": True,
             "logprob_start_len": span.scored_from - 1,
+            "top_logprobs_num": int(span.greedy > 0),
         }
-        return Request("/generate", json.dumps({"input_ids": span.ids, **settings}).encode())
+        return Request("/generate", json.dumps({"input_ids": span.ids.tolist(), **settings}).encode())
 
     @override
-    def read(self, span: Span, body: bytes, headers: Mapping[str, str]) -> NDArray[np.float32]:
-        def entries(answer: Any) -> list[Any]:
-            found = answer["meta_info"]["input_token_logprobs"]
-            return [(value, token) for value, token, *_ in found]
+    def _find(self, span: Span, answer: Any) -> tuple[Iterable[Any], Iterable[int]]:
+        pairs = [(value, token) for value, token, *_ in answer["meta_info"]["input_token_logprobs"]]
+        if [token for _, token in pairs] != span.ids[span.scored_from - 1 :].tolist() or pairs[0][0] is not None:
+            raise ValueError("they belong to other tokens than those that were sent")
+        tops = answer["meta_info"]["input_top_logprobs"][-span.greedy :] if span.greedy else []
+        last = zip(pairs[len(pairs) - span.greedy :], tops, strict=True)
+        return (value for value, _ in pairs[1:]), (find_greedy([own, (top[0][0], top[0][1])]) for own, top in last)
 
-        pairs = _read_json(body, entries, "`meta_info.input_token_logprobs`")
-        if [token for _, token in pairs] != list(span.ids[span.scored_from - 1 :]) or pairs[0][0] is not None:
-            raise AnswerError("log-likelihoods of other tokens than those that were sent")
-        return _as_floats([value for value, _ in pairs[1:]])
+
+def find_greedy(candidates: Iterable[tuple[float, int]]) -> int:
+    """Return the likeliest token of pairs of log-likelihood and id; of equally likely ones the first, like argmax."""
+    return min((-value, token) for value, token in candidates)[1]
 
 
 DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (Longce(), Vllm(), Sglang())}
 
 
-def check_values(values: NDArray[np.float32], count: int) -> NDArray[np.float32]:
-    """Return ``count`` log-likelihoods; raise an `AnswerError` if some are missing or impossible."""
-    if len(values) != count:
-        raise AnswerError(f"{len(values)} log-likelihoods for {count} tokens")
+def check_scores(span: Span, scores: Scores) -> Scores:
+    """Return the scores of a span; raise an `AnswerError` if some are missing or impossible."""
+    values, count = scores.log_likelihood, len(span.ids) - span.scored_from
+    if (len(values), len(scores.greedy)) != (count, span.greedy) or (scores.greedy < 0).any():
+        raise AnswerError(
+            f"{len(values)} log-likelihoods for {count} tokens, and {len(scores.greedy)} likeliest tokens for"
+            f" {span.greedy}"
+        )
     wrong = ~((values <= HIGHEST) & (values >= LOWEST))  # NaN compares as false
     if wrong.any():
-        index = int(wrong.argmax())
-        raise AnswerError(
-            f"{int(wrong.sum())} of {count} values that are not log-likelihoods, the first one {values[index]}"
-        )
-    return values
+        first = values[int(wrong.argmax())]
+        raise AnswerError(f"{int(wrong.sum())} of {count} values that are not log-likelihoods, the first one {first}")
+    return scores
 
 
 def quote(body: bytes) -> str:
     """Return the beginning of an answer for a message."""
     return repr(body[:_QUOTED].decode("utf-8", errors="replace"))
-
-
-def _read_json(body: bytes, entries: Callable[[Any], list[Any]], what: str) -> list[Any]:
-    """Return the values that ``entries`` finds in an answer; never an empty list."""
-    try:
-        if found := entries(json.loads(body)):
-            return found
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-        pass  # the message below has the answer
-    raise AnswerError(f"an answer without {what} of the prompt's tokens: {quote(body)}")
-
-
-def _as_floats(values: Sequence[Any]) -> NDArray[np.float32]:
-    try:
-        return np.asarray([float(value) for value in values], dtype=np.float32)
-    except (TypeError, ValueError) as error:
-        raise AnswerError(f"a value that is not a number: {error}") from error

@@ -3,33 +3,38 @@
 import asyncio
 import ipaddress
 import json
-import os
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import httpx2
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_modules.models.config import ServerConfig
+from lightning_modules.models.config import ServerConfig, is_served, read_key
 from lightning_modules.models.served.dialects import (
     DIALECTS,
     IDENTITY_HEADER,
     AnswerError,
     Dialect,
     Request,
+    Scores,
     Span,
-    check_values,
+    check_scores,
     quote,
 )
+from lightning_modules.utilities.files import default_cache_dir, write_atomically
 from lightning_modules.utilities.identity import combined_hash
+
+_log = logging.getLogger(__name__)
 
 TOLERANCE = 0.1
 """Mean difference of two probes, in nats, up to which they are of one model: servers in bfloat16 round differently in
 each batch. Probes of unrelated models differ by more than 1."""
 
 _CAUSAL_TOLERANCE = 0.25  # largest difference of a value that a later token must not change, in nats
-_PROBE = tuple(3 + (7 * index * index + 31 * index) % 250 for index in range(48))
+_PROBE = np.asarray([3 + (7 * index * index + 31 * index) % 250 for index in range(48)], dtype=np.int32)
 """Token ids that every vocabulary has. Values of such a text are far apart for different models."""
 
 _BUSY = {408, 425, 429, 502, 503, 504}  # statuses of a server that cannot answer at the moment
@@ -37,20 +42,14 @@ _OF_THE_REQUEST = {400, 413, 422}  # .. that refuse one request, such as a docum
 _OVERHEAD = 1 << 20  # bytes of an answer besides the tokens'
 
 
+@dataclass(eq=False)
 class Unavailable(Exception):  # noqa: N818, not an error: it is handled by asking again
-    """Raised if a server does not answer.
+    """Raised if a server does not answer."""
 
-    Attributes:
-        delay: Seconds after which the server wants to be asked again, if it said so.
-        answered: Whether the server answered that it is overloaded, and needs no probe.
-        blamed: Whether the request may be the reason.
-    """
-
-    def __init__(
-        self, reason: str, *, delay: float | None = None, answered: bool = False, blamed: bool = False
-    ) -> None:
-        super().__init__(reason)
-        self.delay, self.answered, self.blamed = delay, answered, blamed
+    reason: str
+    delay: float | None = None  # seconds after which the server wants to be asked again, if it said so
+    answered: bool = False  # whether the server answered that it is overloaded, and needs no probe
+    blamed: bool = False  # whether the request may be the reason
 
 
 class Endpoint:
@@ -71,7 +70,7 @@ class Endpoint:
 
     def __init__(self, address: str, config: ServerConfig) -> None:
         self.address, self._config = _check_address(address, config), config
-        self._key = _read_key(config)
+        self._key = read_key(config.key_variable)
         headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {self._key}"} if self._key else {})}
         # Proxies and certificates of the environment are for other machines.
         self._client = httpx2.AsyncClient(
@@ -83,6 +82,7 @@ class Endpoint:
         )
         self.max_length: int | None = None
         self.vocabulary_size: int | None = None
+        self.close = self._client.aclose
         self.failed = self._is_unverified = False
         self.requests = self.tokens = self.repeated = 0
         self._model = ""
@@ -90,13 +90,17 @@ class Endpoint:
 
     async def connect(self) -> None:
         """Ask the server for its model, and check that its values are log-likelihoods of the tokens they should be."""
-        await self._describe()
-        self.probe = await self._score(Span(_PROBE, 1))
+        self.identity = await self._describe()
+        self.probe = await self._probe()
         await self._check_causality()
         self._is_unverified = False
 
-    async def score(self, span: Span) -> NDArray[np.float32]:
-        """Return the float32 log-likelihoods of a span's scored tokens.
+    def expect(self, other: "Endpoint") -> None:
+        """Take the model of another server as that of this one, which did not answer; it is verified before use."""
+        self.identity, self.probe, self.failed = other.identity, other.probe, True
+
+    async def score(self, span: Span) -> Scores:
+        """Return the scores of a span.
 
         A value that comes through a new connection is returned after a probe, unless answers identify the model:
         behind the same address, there may be another model after a restart.
@@ -111,16 +115,14 @@ class Endpoint:
 
     async def verify(self) -> None:
         """Raise a ``ValueError`` if the server has another model than before."""
-        before, self._is_unverified = self.identity, False
+        self._is_unverified = False
         try:
-            await self._describe()
-            if self.identity == before:
-                self.check_same(await self._score(Span(_PROBE, 1)), "earlier")
+            if (identity := await self._describe()) != self.identity:
+                raise self._refuse(f"has another model than before ({identity} instead of {self.identity})")
+            self.check_same(await self._probe(), "earlier")
         except BaseException:
             self._is_unverified = True
             raise
-        if self.identity != before:
-            raise self._refuse(f"has another model than before ({self.identity} instead of {before})")
 
     def check_same(self, probe: Sequence[float] | NDArray[np.float32], when: str) -> None:
         """Raise a ``ValueError`` if another probe, such as one of an earlier run, is not of the same model."""
@@ -132,10 +134,20 @@ class Endpoint:
                 " changed. Restore it, or set `server.claim` to what it is now"
             )
 
-    async def _describe(self) -> None:
-        """Read what the server runs, from its list of models."""
-        request = Request("/v1/models", b"")
-        body, _ = await self._send("GET", request, _OVERHEAD)
+    def check_earlier_run(self) -> None:
+        """Compare the probe with that of the first run that used this model, and keep that of the first run."""
+        path = default_cache_dir() / "served" / f"{combined_hash(self.identity)}.json"
+        try:
+            self.check_same(json.loads(path.read_bytes()), "in an earlier run")
+        except (OSError, json.JSONDecodeError):
+            try:
+                write_atomically(path, json.dumps(self.probe.tolist()).encode())
+            except OSError as error:
+                _log.warning("The probe of %s cannot be stored in %s (%s).", self.address, path.parent, error.strerror)
+
+    async def _describe(self) -> str:
+        """Read what the server runs from its list of models, and return its identity."""
+        body, _ = await self._send("GET", Request("/v1/models", b""), _OVERHEAD)
         try:
             models = {str(model["id"]): model for model in json.loads(body)["data"]}
             chosen = models[self._config.model or next(iter(models))]
@@ -155,17 +167,19 @@ class Endpoint:
                 " `server.dialect` if it is one"
             )
         self.dialect = DIALECTS[name]
-        length, self.vocabulary_size = chosen.get("max_model_len"), chosen.get("vocabulary_size")
+        sizes = (chosen.get("max_model_len"), chosen.get("vocabulary_size"))
+        length, self.vocabulary_size = (size if isinstance(size, int) else None for size in sizes)
         # One token has to be generated, except by our own server.
-        self.max_length = length - (not self.dialect.reports_identity) if isinstance(length, int) else None
-        claim = [name, self._model, chosen.get("root"), self._config.claim]
-        self.identity = f"served:{chosen.get('identity') if self.dialect.reports_identity else combined_hash(claim)}"
+        self.max_length = None if length is None else length - (not self.dialect.reports_identity)
+        if self.dialect.reports_identity:
+            return f"served:{chosen.get('identity')}"
+        return f"served:{combined_hash([name, self._model, chosen.get('root'), self._config.claim])}"
 
     async def _check_causality(self) -> None:
         """Raise a ``ValueError`` unless each value depends on its token and the preceding ones, and on no others."""
         half = len(_PROBE) // 2
-        changed = [await self._score(Span((*_PROBE[:-1], other), 1)) for other in (_PROBE[3], _PROBE[8], _PROBE[15])]
-        tail = await self._score(Span(_PROBE, half))
+        changed = [await self._probe(last) for last in _PROBE[[3, 8, 15]]]
+        tail = (await self._score(Span(_PROBE, half))).log_likelihood
         before = max(float(np.abs(values[:-1] - self.probe[:-1]).max()) for values in changed)
         own = max(float(abs(values[-1] - self.probe[-1])) for values in changed)
         if before > _CAUSAL_TOLERANCE or own < 1e-4 or np.abs(tail - self.probe[half - 1 :]).mean() > TOLERANCE:
@@ -174,13 +188,17 @@ class Endpoint:
                 f" {own:.2g} nats and those before it by up to {before:.2g}. Use another server"
             )
 
-    async def _score(self, span: Span) -> NDArray[np.float32]:
+    async def _probe(self, last: np.int32 = _PROBE[-1]) -> NDArray[np.float32]:
+        """Return ``[47]`` log-likelihoods of the fixed text, with another last token."""
+        return (await self._score(Span(np.append(_PROBE[:-1], last), 1))).log_likelihood
+
+    async def _score(self, span: Span) -> Scores:
         request, count = self.dialect.request(span, self._model), len(span.ids) - span.scored_from
         body, headers = await self._send("POST", request, self.dialect.bytes_per_token * len(span.ids) + _OVERHEAD)
         if self.dialect.reports_identity and f"served:{headers.get(IDENTITY_HEADER)}" != self.identity:
             raise self._refuse(f"has another model than before ({headers.get(IDENTITY_HEADER)})")
         try:
-            return check_values(self.dialect.read(span, body, headers), count)
+            return check_scores(span, self.dialect.read(span, body, headers))
         except AnswerError as error:
             message = f"was asked POST {request.path} for {count} of {len(span.ids)} tokens, and sent {error}"
             raise AnswerError(str(self._refuse(message))) from None
@@ -239,22 +257,17 @@ class Endpoint:
 def _check_address(address: str, config: ServerConfig) -> str:
     """Return the address of a server; raise a ``ValueError`` for one that is not safe to use."""
     try:
-        url = httpx2.URL(address)
+        url = httpx2.URL(address if is_served(address) else "")
     except httpx2.InvalidURL:
         url = httpx2.URL("")
-    if url.userinfo or url.query or url.fragment:
-        raise ValueError(
-            "The address of a server must be http(s)://HOST:PORT, without user, password, query or fragment: put its"
-            f" key into the environment variable {config.key_variable}."
-        )
-    if url.scheme not in ("http", "https") or not url.host or not 0 < (url.port or 80) < 2**16:
+    if not url.host or not 0 < (url.port or 80) < 2**16:
         raise ValueError(f"The address of a server must be http(s)://HOST:PORT, got '{address}'.")
     if url.scheme == "http" and not _is_loopback(address) and not config.allow_http:
         raise ValueError(
             f"The server '{address}' is on another machine, and http:// sends texts and keys unencrypted: use https://,"
             " or set `server.allow_http` to true in a network that you trust."
         )
-    return address.rstrip("/")
+    return address
 
 
 def _is_loopback(address: str) -> bool:
@@ -263,10 +276,3 @@ def _is_loopback(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _read_key(config: ServerConfig) -> str:
-    key = os.environ.get(config.key_variable, "")
-    if not key.isascii() or not key.isprintable() or " " in key:  # httpx2 would quote it in its error
-        raise ValueError(f"The key in the environment variable {config.key_variable} has characters that no key has.")
-    return key

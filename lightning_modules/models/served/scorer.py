@@ -2,28 +2,25 @@
 
 import asyncio
 import functools
-import json
 import logging
+import os
 import random
 import threading
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, max_token_id
 from lightning_modules.models.config import ModelConfig, ServerConfig
-from lightning_modules.models.served.dialects import AnswerError, Span
+from lightning_modules.models.served.dialects import AnswerError, Scores, Span
 from lightning_modules.models.served.endpoint import Endpoint, Unavailable
 from lightning_modules.utilities.errors import IncompleteError
-from lightning_modules.utilities.files import default_cache_dir, write_atomically
 
 Result = TypeVar("Result")
 
@@ -61,40 +58,50 @@ class RemoteScorer(nn.Module):
 
     def __init__(self, addresses: Sequence[str], config: ServerConfig) -> None:
         super().__init__()
+        addresses = [address.strip().rstrip("/") for address in addresses]
         if len(set(addresses)) < len(addresses):
             raise ValueError(f"A server is named twice in '{','.join(addresses)}': name each once.")
-        self._config = config
+        self._config, self._process = config, os.getpid()
         self._endpoints = [Endpoint(address, config) for address in addresses]
-        # Its own thread, because a notebook's thread already has a running loop.
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="served model", daemon=True).start()
         self._answered = time.monotonic()  # when a server last did
-        self._run(self._connect())
+        try:
+            self._run(self._connect())
+        except BaseException:
+            self._run(self._close())
+            raise
         self.identity = self._endpoints[0].identity
 
     def forward(self, batch: PackedBatch, *, first_scored: int = 1) -> Tensor:
-        """Compute ``[B, T]`` float32 log-likelihoods in nats like `Backbone.forward`, without gradient.
+        """Compute ``[B, T]`` float32 log-likelihoods in nats like `Backbone.forward`, without gradient."""
+        del first_scored  # each span begins at its own first scored token
+        return self.with_greedy(batch, [slice(0, 0)] * len(batch["labels"]))[0]
+
+    def with_greedy(self, batch: PackedBatch, places: Sequence[slice]) -> tuple[Tensor, Tensor]:
+        """Compute `lightning_modules.functional.top_tokens.with_greedy`; places end with a scored document.
 
         Raises:
             AnswerError: If a server refuses a document, or has no usable values for it.
             IncompleteError: If no server answers for `ServerConfig.patience` seconds.
             ValueError: If a server has another model than before, or does not accept the key.
         """
-        del first_scored  # each span begins at its own first scored token
-        scored = batch["labels"].ne(IGNORE_INDEX)
-        places: list[tuple[int, int, int]] = []
+        ids, scored = batch["input_ids"].cpu(), batch["labels"].ne(IGNORE_INDEX).cpu()
+        found: list[tuple[int, int, int]] = []
         spans: list[Span] = []
         for row, boundaries in enumerate(batch["document_boundaries"]):
             for start, stop in pairwise(boundaries):
                 if len(wanted := scored[row, start:stop].nonzero()):
-                    first, last = int(wanted[0]), int(wanted[-1]) + 1
-                    self.check_length(last)
-                    places.append((row, start + first, start + last))
-                    spans.append(Span(tuple(batch["input_ids"][row, start : start + last].tolist()), first))
-        values = torch.zeros(scored.shape)
-        for (row, first, last), answer in zip(places, self._run(self._score(spans)), strict=True):
-            values[row, first:last] = torch.from_numpy(answer)
-        return values.masked_fill(~scored, 0.0)
+                    first, last = start + int(wanted[0]), start + int(wanted[-1]) + 1
+                    self.check_length(last - start)
+                    found.append((row, first, last))
+                    tokens = ids[row, start:last].numpy().astype(np.int32)
+                    is_wanted = places[row].stop == last
+                    spans.append(Span(tokens, first - start, is_wanted * (last - max(first, places[row].start))))
+        values, greedy = torch.zeros(scored.shape), torch.zeros_like(ids)
+        for (row, first, last), answer in zip(found, self._run(self._score(spans)), strict=True):
+            values[row, first:last] = torch.tensor(answer.log_likelihood)
+            greedy[row, last - len(answer.greedy) : last] = torch.tensor(answer.greedy)
+        device = batch["labels"].device
+        return values.masked_fill(~scored, 0.0).to(device), greedy.to(device)
 
     def check_batch(self, batch: PackedBatch) -> None:
         """Raise a ``ValueError`` for ids outside of the served model's embedding."""
@@ -133,7 +140,9 @@ class RemoteScorer(nn.Module):
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run work in the loop's thread; a failure or Ctrl-C cancels what has not finished."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        if self._process != os.getpid():
+            raise RuntimeError("A forked process cannot share the connections of its parent: connect in the fork.")
+        future = asyncio.run_coroutine_threadsafe(work, _event_loop(os.getpid()))
         try:
             return future.result()
         except BaseExceptionGroup as group:  # of requests that failed together
@@ -142,55 +151,68 @@ class RemoteScorer(nn.Module):
             future.cancel()
 
     async def _connect(self) -> None:
-        try:
-            await asyncio.gather(*(endpoint.connect() for endpoint in self._endpoints))
-        except Unavailable as error:
-            names = ", ".join(endpoint.address for endpoint in self._endpoints)
+        found = await asyncio.gather(*(endpoint.connect() for endpoint in self._endpoints), return_exceptions=True)
+        missing = {each: error for each, error in zip(self._endpoints, found, strict=True) if error is not None}
+        for error in missing.values():
+            if not isinstance(error, Unavailable):
+                raise error
+        ready = [endpoint for endpoint in self._endpoints if endpoint not in missing]
+        reasons = "; ".join(f"{endpoint.address}: {error}" for endpoint, error in missing.items())
+        if not ready:
             raise ValueError(
-                f"A server of {names} does not answer ({error}): start it, wait until it has loaded its model, and"
-                " check its address."
-            ) from None
-        first, *others = self._endpoints
-        for other in others:
-            if other.identity != first.identity:
+                f"No server answers ({reasons}): start it, wait until it has loaded its model, and check its address."
+            )
+        if missing:
+            _log.warning("Some servers do not answer, and are used when they do (%s).", reasons)
+        for other in self._endpoints:
+            if other in missing:
+                other.expect(ready[0])
+            elif other.identity != ready[0].identity:
                 raise ValueError(
-                    f"The servers {first.address} and {other.address} have different models ({first.identity} and"
+                    f"The servers {ready[0].address} and {other.address} have different models ({ready[0].identity} and"
                     f" {other.identity}): name servers of one model."
                 )
-            other.check_same(first.probe, f"{first.address} does")
-        _check_earlier_probe(first)
+            other.check_same(ready[0].probe, f"{ready[0].address} does")
+        ready[0].check_earlier_run()
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(endpoint.close() for endpoint in self._endpoints))
 
     async def _verify(self) -> None:
-        for endpoint in self._endpoints:
-            try:
-                await endpoint.verify()
-            except Unavailable:
-                endpoint.failed = True  # probed when it is back, and not needed if others are there
-        if all(endpoint.failed for endpoint in self._endpoints):
-            self._answered = time.monotonic()
-            await self._recover(self._endpoints[0], 0)
+        """Verify all servers; one that does not answer is verified when it is back, and one must answer."""
+        self._answered, failures = time.monotonic(), 0
+        while True:
+            for endpoint in self._endpoints:
+                try:
+                    await endpoint.verify()
+                    endpoint.failed = False
+                except Unavailable as error:
+                    endpoint.failed, reason = True, error
+            if not all(endpoint.failed for endpoint in self._endpoints):
+                return
+            self._check_patience(endpoint, reason)
+            failures += 1
+            await asyncio.sleep(_delay(failures))
 
-    async def _score(self, spans: Sequence[Span]) -> list[NDArray[np.float32]]:
+    async def _score(self, spans: Sequence[Span]) -> list[Scores]:
         """Return the log-likelihoods of spans in their order; the longest are scored first, so that none is last."""
-        answers: dict[int, NDArray[np.float32]] = {}
+        answers: dict[int, Scores] = {}
         queue: asyncio.Queue[_Job] = asyncio.Queue()
         for index, span in sorted(enumerate(spans), key=lambda pair: -len(pair[1].ids)):
             queue.put_nowait(_Job(index, span))
         self._answered = time.monotonic()
         async with asyncio.TaskGroup() as group:
-            tasks = [
+            tasks = [  # the first ones take the longest spans: not always those of the same server
                 group.create_task(self._work(endpoint, queue, answers))
-                for endpoint in self._endpoints
                 for _ in range(min(self._config.concurrency, len(spans)))
+                for endpoint in random.sample(self._endpoints, len(self._endpoints))
             ]
             await queue.join()
             for task in tasks:
                 task.cancel()
         return [answers[index] for index in range(len(spans))]
 
-    async def _work(
-        self, endpoint: Endpoint, queue: asyncio.Queue[_Job], answers: dict[int, NDArray[np.float32]]
-    ) -> None:
+    async def _work(self, endpoint: Endpoint, queue: asyncio.Queue[_Job], answers: dict[int, Scores]) -> None:
         """Score spans of the queue on a server, one after another."""
         failures = 0
         while True:
@@ -246,24 +268,19 @@ def _delay(failures: int) -> float:
     return min(_MAX_DELAY, 0.1 * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0)
 
 
-def _check_earlier_probe(endpoint: Endpoint) -> None:
-    """Compare a server's probe with that of the first run that used this model, and keep that of the first run."""
-    folder: Path = default_cache_dir() / "served"
-    path = folder / f"{endpoint.identity.rpartition(':')[2]}.json"
-    try:
-        endpoint.check_same(json.loads(path.read_bytes()), "in an earlier run")
-    except (OSError, json.JSONDecodeError):
-        try:
-            write_atomically(path, json.dumps(endpoint.probe.tolist()).encode())
-        except OSError as error:
-            _log.warning("The probe of %s cannot be stored in %s (%s).", endpoint.address, folder, error.strerror)
+@functools.cache
+def _event_loop(process: int) -> asyncio.AbstractEventLoop:
+    """Return the loop of a process, which runs in its own thread: a notebook's thread already runs one."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name=f"served models of {process}", daemon=True).start()
+    return loop
 
 
 @functools.cache
-def _connect(addresses: str, config: ServerConfig) -> RemoteScorer:
-    return RemoteScorer([address.strip() for address in addresses.split(",")], config)
+def _connect(addresses: str, config: ServerConfig, process: int) -> RemoteScorer:
+    return RemoteScorer(addresses.split(","), config)
 
 
 def connect(config: ModelConfig) -> RemoteScorer:
-    """Return the scorer of a served model; there is one for each model in a process."""
-    return _connect(str(config.pretrained_model_name_or_path), config.server or ServerConfig())
+    """Return the scorer of a served model; there is one for each model in a process, and none survives a fork."""
+    return _connect(str(config.pretrained_model_name_or_path), config.server or ServerConfig(), os.getpid())

@@ -236,11 +236,7 @@ def not_loaded(kind: str, path: str, error: Exception) -> str:
     """Return the message for a model or tokenizer that transformers could not load."""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     remedy = f"Download it where there is a network (`hf download {path}`), or give a local folder or another hub id."
-    if kind == "model" and (Path(path) / "adapter_config.json").exists():
-        remedy = "It holds adapters without their model: export them merged (`longce export`)."
-    elif (
-        kind == "tokenizer" and Path(path).is_dir() and not any(any(Path(path).glob(name)) for name in _TOKENIZER_FILES)
-    ):
+    if kind == "tokenizer" and Path(path).is_dir() and not any(any(Path(path).glob(name)) for name in _TOKENIZER_FILES):
         reason = "its folder has no tokenizer files, such as tokenizer.json"
         remedy = "Copy them from the model that it was made of, or name a folder that has them."
     return f"The {kind} '{path}' could not be loaded: {reason.rstrip('.')}. {remedy}"

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
-from lightning_modules.models.config import LoadingOptions
+from lightning_modules.models.config import LoadingOptions, ServerConfig
 from lightning_modules.tasks.sampling import parse_gen_kwargs
 
 Mode = Literal["generate", "teacher_forced"]
@@ -144,13 +144,17 @@ class EvaluationConfig(TaskConfig, LoadingOptions):
     """Settings of `longce evaluate`.
 
     Args:
-        model: Hub id or local folder.
+        model: Hub id or local folder; for teacher-forced questions also the addresses of servers.
         output: Folder for the results and the report; results already there are reused.
+        tokenizer: Hub id or local folder of the tokenizer; by default the model's. A served model needs it.
+        server: How a served model is asked.
         device: Device such as ``cuda:0`` or ``cpu``; ``auto`` is the GPU of this process, or the CPU.
     """
 
     model: str
     output: str
+    tokenizer: str | None = None
+    server: ServerConfig | None = None
     device: str = "auto"
 
     @property

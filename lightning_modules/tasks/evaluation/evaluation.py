@@ -11,7 +11,8 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.config import is_served
+from lightning_modules.models.lockstep import Scorer
 from lightning_modules.models.tokenization.tokenizer import tokenizer_hash
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.tasks.evaluation.lm_eval_results import Parts, convert_summary
@@ -55,7 +56,7 @@ class Evaluation:
         self.prompter = Prompter(tokenizer, **config.prompting)
         check_questions(self.keys, self.tasks, self.prompter, config.seed)
         settings = {
-            "model": config.model,
+            "model": identity if is_served(config.model) else config.model,  # it may move to another address
             "identity": identity,
             "tokenizer": tokenizer_hash(tokenizer),
             "mode": config.mode,
@@ -73,7 +74,7 @@ class Evaluation:
         known = {result.key for result in read_results(self.store.folder)}
         return [key for key in self.keys[rank::processes] if key not in known]
 
-    def ask(self, backbone: Backbone, rank: int = 0, processes: int = 1) -> None:
+    def ask(self, backbone: Scorer, rank: int = 0, processes: int = 1) -> None:
         """Ask the missing questions, and store each result immediately."""
         with exclusive(own := self.store.path(rank, processes)):
             if not (keys := self.missing(rank, processes)):

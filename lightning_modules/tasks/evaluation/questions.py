@@ -8,7 +8,8 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.lockstep import Scorer
+from lightning_modules.models.served.scorer import RemoteScorer
 from lightning_modules.tasks.evaluation.config import Depths, Mode
 from lightning_modules.tasks.generation import generate
 from lightning_modules.tasks.questions.example import Example
@@ -135,7 +136,7 @@ class TaskResult:
 
 
 def put_questions(
-    backbone: Backbone,
+    backbone: Scorer,
     prompter: Prompter,
     questions: Sequence[Question],
     mode: Mode,
@@ -171,12 +172,14 @@ Take = Callable[[dict[int, TaskResult]], None]
 
 
 def _generate_answers(
-    backbone: Backbone,
+    backbone: Scorer,
     prompter: Prompter,
     questions: Sequence[Question],
     generation: Mapping[str, Any],
     take: Take,
 ) -> None:
+    if isinstance(backbone, RemoteScorer):
+        raise ValueError("A served model cannot generate answers: set `mode` to 'teacher_forced', or load the model.")
     prompts = [prompter.encode(example.prompt, example.answer_prefix) for _, example in questions]
     end = prompter.tokenizer.eos_token_id  # it ends the turn of a chat, whatever the model's config specifies
 
@@ -193,7 +196,7 @@ def _generate_answers(
     generate(backbone, prompts, limits, done=finish, stopped=lambda _, tokens: tokens[-1] == end, samplers=samplers)
 
 
-def _force_answers(backbone: Backbone, prompter: Prompter, questions: Sequence[Question], take: Take) -> None:
+def _force_answers(backbone: Scorer, prompter: Prompter, questions: Sequence[Question], take: Take) -> None:
     forced = []
     for key, example in questions:
         forced.append(prompter.force(example.prompt, example.answer_prefix, example.target, example.answers))

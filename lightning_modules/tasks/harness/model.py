@@ -56,6 +56,8 @@ class HarnessModel(TemplateLM):
 
     def __init__(self, backbone: Backbone, tokenizer: PreTrainedTokenizerFast, config: TaskConfig) -> None:
         super().__init__()
+        if not isinstance(backbone, Backbone):
+            raise ValueError("Tasks of lm-evaluation-harness need a loaded model, not a served one: remove the tasks.")
         if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
             raise ValueError(
                 f"The tokenizer '{tokenizer.name_or_path}' has neither a `bos_token` nor an `eos_token`, but texts"

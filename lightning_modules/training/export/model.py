@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_modules.models.adapters import changes_base, is_peft_model
+from lightning_modules.models.adapters import CONFIG_IN_BASE, changes_base, is_peft_model
 from lightning_modules.training.export.card import model_card
 from lightning_modules.training.export.facts import TrainingFacts
 from lightning_modules.training.export.options import ExportOptions
@@ -139,7 +139,7 @@ def _write_adapters(model: Any, config: PreTrainedConfig, folder: Path, facts: T
     content = json.loads(file.read_text())
     path = facts.base_model
     # Not a loadable name: readers would silently use the base model's original config.
-    content["base_model_name_or_path"] = f"{path} with the config in base/, see README.md" if facts.changes else path
+    content["base_model_name_or_path"] = f"{path}{CONFIG_IN_BASE}" if facts.changes else path
     content["revision"] = facts.revision
     file.write_text(json.dumps(content, indent=2) + "\n")
     if facts.quantization is not None:

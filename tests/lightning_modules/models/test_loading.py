@@ -5,10 +5,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lightning_modules.batch import pack_sequence
+from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import load_backbone, load_config
+from lightning_modules.models.identity import model_identity
+from lightning_modules.models.loading import load_backbone, load_config, load_frozen
 from tests.conftest import tiny_config, tiny_model
+from tests.support.adapters import export_adapters
 
 BARE = {
     "model_type": "llama",
@@ -107,10 +111,40 @@ def test_a_folder_without_model_is_named(tmp_path):
         load_backbone(ModelConfig(str(tmp_path)))
 
 
-def test_adapters_without_their_model_are_named(tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="holds adapters without their model: export them merged"):
+@pytest.mark.parametrize("content", ["{}", "[]", "{", '{"base_model_name_or_path": "FOLDER"}'])
+def test_adapters_must_name_their_base_model(tmp_path, content):
+    (tmp_path / "adapter_config.json").write_text(content.replace("FOLDER", str(tmp_path)))
+    with pytest.raises(ValueError, match="does not name their base model"):
         load_backbone(ModelConfig(str(tmp_path)))
+
+
+@torch.no_grad()
+def test_a_folder_of_adapters_is_loaded_unmerged_with_the_config_of_its_training(tmp_path, tokenizer):
+    trained, folder = export_adapters(tmp_path, tokenizer), tmp_path
+    batch = pack_sequence([torch.arange(3, 90)])
+    kept, merged, base = (load_frozen(ModelConfig(str(folder / name)), "cpu") for name in ("kept", "merged", "base"))
+    assert torch.equal(kept(batch), Backbone(trained.eval())(batch)), "as in training"
+    torch.testing.assert_close(kept(batch), merged(batch), atol=1e-4, rtol=1e-4)
+    assert (kept(batch) - base(batch)).abs().max() > 0.1
+    shell = load_backbone(ModelConfig(str(folder / "kept")), with_weights=False)  # a process that gets its shards
+    names = [[(name, each.shape) for name, each in backbone.named_parameters()] for backbone in (kept, shell)]
+    assert names[0] == names[1]
+
+
+def test_adapters_that_do_not_fit_and_other_versions_of_a_base(tmp_path, tokenizer):
+    export_adapters(folder := tmp_path, tokenizer)
+    config = ModelConfig(str(folder / "kept"))
+    identity = model_identity(config)
+    tiny_model("llama", seed=1).save_pretrained(folder / "base")
+    assert model_identity(config) != identity
+    weights = folder / "kept" / "adapter_model.safetensors"
+    save_file({name: each[:1].clone() for name, each in load_file(weights).items()}, weights)
+    with pytest.raises(ValueError, match="do not fit their base model"):
+        load_backbone(config)
+    weights.unlink()
+    torch.save({}, folder / "kept" / "adapter_model.bin")
+    with pytest.raises(ValueError, match="has no weights"):
+        load_backbone(config)
 
 
 @pytest.mark.parametrize(

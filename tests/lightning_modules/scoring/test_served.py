@@ -3,34 +3,53 @@
 import contextlib
 import json
 import logging
+import multiprocessing
 import os
 import socket
 import subprocess
 import threading
 import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from signal import SIGKILL
 
 import httpx2
 import pyarrow.parquet
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 
-from callbacks import DocumentScoresWriter, ExternalEvaluator
+from callbacks import DocumentScoresWriter, ExternalEvaluator, StepCheckpoint
 from datamodules import DocumentCorpus, PG19DataModule
+from lightning_modules.commands.evaluate import evaluate
 from lightning_modules.commands.influence import InfluenceTrainer
+from lightning_modules.functional.top_tokens import with_greedy
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import loading
 from lightning_modules.models.config import ModelConfig, ServerConfig
+from lightning_modules.models.identity import model_identity
 from lightning_modules.models.loading import load_frozen
+from lightning_modules.models.served.scorer import RemoteScorer
+from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.config import EvaluatorConfig, InspectConfig
 from lightning_modules.scoring.corpus.shards import SUCCESS
 from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.key_tokens import Tokens
 from lightning_modules.scoring.score import score
+from lightning_modules.tasks.evaluation.config import TaskConfig
+from lightning_modules.tasks.evaluation.evaluation import read_results
+from lightning_modules.tasks.evaluation.questions import put_questions
+from lightning_modules.tasks.harness.model import HarnessModel
+from lightning_modules.tasks.questions.prompter import Prompter
+from lightning_modules.training.preflight import check_early
 from lightning_modules.utilities.errors import IncompleteError
 from tests.conftest import make_text, tiny_model
+from tests.support.adapters import export_adapters
 from tests.support.distributed import run_distributed
 from tests.support.servers import longce_server, stub_server
+from tests.support.toy_tasks import GUESS, SEVERAL
 
 SETTINGS = {"context_length": 32, "stride": 16}
 QUICK = ServerConfig(timeout=20.0, patience=20.0, concurrency=4)
@@ -92,6 +111,26 @@ def test_score_with_an_evaluator_and_a_model_on_servers(served, backbone, model_
         assert remote["key_tokens"] == local["key_tokens"]
         assert remote["longppl"] == pytest.approx(local["longppl"], rel=1e-6)
         assert remote["perplexity"] == pytest.approx(local["perplexity"], rel=1e-6)
+
+
+@pytest.mark.limit(4)
+def test_adapters_are_scored_and_served_unmerged(tmp_path, tokenizer, text_file):
+    export_adapters(tmp_path, tokenizer)
+    kept, merged = (str(tmp_path / name) for name in ("kept", "merged"))
+    with longce_server(load_frozen(ModelConfig(kept), "cpu"), identity=model_identity(ModelConfig(kept))) as (
+        address,
+        _,
+    ):
+        tokenizers = {"evaluator_tokenizer": kept, "model_tokenizer": kept, "server": QUICK}
+        settings = {"alpha": 0.5, "beta": -6.0, **SETTINGS}
+        served = score([text_file], address, address, **tokenizers, **settings)
+    local, of_merged = (score([text_file], name, name, **settings) for name in (kept, merged))
+    for name in ("longppl", "perplexity"):
+        assert served[name] == pytest.approx(local[name], rel=1e-6)
+        assert local[name] == pytest.approx(of_merged[name], rel=1e-4)
+    assert served["key_tokens"] == local["key_tokens"] > 3
+    with pytest.raises(ValueError, match="cannot be trained further"):
+        check_early(LongContextLM(kept, **SETTINGS), 64)
 
 
 def test_a_served_model_needs_its_tokenizer_and_has_no_logits(served, model_dir):
@@ -182,6 +221,10 @@ def test_vllm_gives_the_same_key_tokens(vllm):
     keys = [each.evaluate(text, tokens).key for each in (local, remote)]
     assert torch.equal(*keys)
     assert keys[0].sum() > 5
+    batch = encode_document(text, load_tokenizer(str(folder)))
+    places = [slice(100, batch["input_ids"].shape[1])]
+    greedy = load_frozen(ModelConfig(str(folder)), "cpu")(batch, head_fn=partial(with_greedy, places=places))[1]
+    assert torch.equal(RemoteScorer([address], QUICK).with_greedy(batch, places)[1], greedy)
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +243,7 @@ def make_trainer(root, *callbacks, **settings):
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        enable_checkpointing=False,
+        enable_checkpointing=any(isinstance(each, StepCheckpoint) for each in callbacks),
         use_distributed_sampler=False,
         callbacks=list(callbacks),
         default_root_dir=root,
@@ -239,6 +282,69 @@ def test_fit_and_validate_with_models_on_servers(served, model_dir, books, tmp_p
     assert results[0] == pytest.approx(results[1], rel=1e-6)
     with pytest.raises(ValueError, match=r"server.*needs the model itself"):
         make_trainer(tmp_path, max_steps=2).fit(LongContextLM(address, server=QUICK, **SETTINGS), data)
+
+
+def fit(root, model_dir, books, evaluator, *, checkpoint=None, killed_at=None, **settings):
+    """Metrics of a training with three evaluations; it may be killed after a step."""
+    callback = evaluator_callback(evaluator, model_dir, cache_dir=f"{root}/scores", server=replace(QUICK, patience=5.0))
+    checkpoints = StepCheckpoint(f"{root}/checkpoints", save_last=True, every_n_train_steps=1)
+    found = []
+    note = LambdaCallback(
+        on_validation_end=lambda trainer, _: (
+            trainer.sanity_checking or found.append(float(trainer.callback_metrics["val/longppl"]))
+        ),
+        on_train_batch_start=lambda trainer, *_: trainer.global_step == killed_at and os.kill(os.getpid(), SIGKILL),
+    )
+    trainer = make_trainer(root, callback, checkpoints, note, max_steps=4, val_check_interval=2, **settings)
+    data = PG19DataModule(model_dir, path=books, sequence_length=64, cache_dir=f"{root}/cache", batch_size=1)
+    torch.manual_seed(0)
+    trainer.fit(LongContextLM(model_dir, **SETTINGS), data, ckpt_path=checkpoint)
+    return found
+
+
+def fit_in_two(rank, world_size, *arguments):
+    os.environ["LOCAL_RANK"] = str(rank)
+    found = fit(*arguments, devices=2, strategy="ddp")
+    Path(arguments[0], f"metrics{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.slow
+def test_a_training_of_two_processes_uses_two_servers_of_which_one_fails(backbone, model_dir, books, tmp_path):
+    found, another = {}, load_frozen(ModelConfig(str(model_dir)), "cpu")
+    with longce_server(backbone) as (kept, _), longce_server(another) as (failing, scorer):
+        submit, is_text = scorer.submit, []
+
+        def fail_halfway(span):
+            is_text.append(span.scored_from == 32)  # a window, and not a probe
+            if any(is_text):
+                raise RuntimeError  # status 500
+            return submit(span)
+
+        scorer.submit = fail_halfway
+        for name, evaluator in (("served", f"{kept},{failing}"), ("local", str(model_dir))):
+            (tmp_path / name).mkdir()
+            run_distributed(fit_in_two, str(tmp_path / name), str(model_dir), str(books), evaluator)
+            found[name] = [json.loads((tmp_path / name / f"metrics{rank}.json").read_text()) for rank in (0, 1)]
+        assert any(is_text)
+    assert len(found["local"][0]) == 3
+    for served, local in zip(found["served"], found["local"], strict=True):
+        assert served == pytest.approx(local, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_training_that_is_killed_resumes_with_the_same_metrics(served, model_dir, books, tmp_path):
+    address, scorer = served
+    expected = fit(tmp_path / "whole", str(model_dir), str(books), address)
+    arguments = (str(tmp_path / "killed"), str(model_dir), str(books), address)
+    process = multiprocessing.get_context("spawn").Process(target=fit, args=arguments, kwargs={"killed_at": 3})
+    process.start()
+    process.join()
+    assert process.exitcode == -SIGKILL
+    asked = scorer.counts["requests"]
+    resumed = fit(*arguments, checkpoint=f"{tmp_path}/killed/checkpoints/last.ckpt")
+    assert resumed == expected[-1:]
+    assert scorer.counts["requests"] - asked < 10, "only probes"
 
 
 def validate_in_one_of_two(rank, world_size, model_dir, books, address, root):
@@ -280,21 +386,21 @@ def write_corpus(root, documents):
 
 
 @pytest.mark.slow
-def test_a_corpus_on_two_servers_of_which_one_is_killed(backbone, model_dir, tmp_path):
+def test_a_corpus_on_two_servers_of_which_one_fails_from_the_middle_on(backbone, model_dir, tmp_path):
     write_corpus(tmp_path, 1000)
     another = load_frozen(ModelConfig(str(model_dir)), "cpu")
     expected = predict(tmp_path, tmp_path / "local", str(model_dir), model_dir)
-    with longce_server(backbone) as (kept, _), longce_server(another) as (ended, scorer):
+    with longce_server(backbone) as (kept, _), longce_server(another) as (failing, scorer):
         submit, halfway = scorer.submit, threading.Event()
 
-        def end_halfway(span):
+        def fail_halfway(span):
             if scorer.counts["scored_tokens"] > 8_000:
                 halfway.set()
-                raise ConnectionResetError  # the connection ends without an answer
+                raise RuntimeError  # status 500
             return submit(span)
 
-        scorer.submit = end_halfway
-        found = predict(tmp_path, tmp_path / "served", f"{kept},{ended}", model_dir, batch_tokens=8000)
+        scorer.submit = fail_halfway
+        found = predict(tmp_path, tmp_path / "served", f"{kept},{failing}", model_dir, batch_tokens=8000)
     assert halfway.is_set()
     assert len(found) == 1000
     assert (tmp_path / "served" / SUCCESS).exists()
@@ -358,3 +464,31 @@ def test_token_weights_of_a_served_evaluator(served, model_dir, books, tmp_path)
         stored.append([path.read_bytes() for path in files])
     assert len(stored[0]) > 0
     assert stored[0] == stored[1]
+
+
+@pytest.mark.limit(3)
+@pytest.mark.parametrize("dialect", ["longce", "vllm"])
+def test_teacher_forced_tasks_on_a_server(dialect, backbone, model_dir, tmp_path):
+    settings = {"tasks": [GUESS, SEVERAL], "lengths": [48], "samples": 4, "dtype": "float32"}
+    with longce_server(backbone) as (longce, _), stub_server("vllm") as vllm:
+        vllm.backbone = backbone
+        address = longce if dialect == "longce" else vllm.address
+        served = {"tokenizer": str(model_dir), "server": QUICK}
+        for name, model, options in (("local", str(model_dir), {}), ("served", address, served)):
+            evaluate(model, str(tmp_path / name), mode="teacher_forced", **settings, **options)
+        with pytest.raises(ValueError, match="set `mode` to 'teacher_forced'"):
+            evaluate(address, str(tmp_path / "generate"), **settings, **served)
+        with pytest.raises(ValueError, match="`--tokenizer`"):
+            evaluate(address, str(tmp_path / "generate"), mode="teacher_forced", **settings)
+        remote = RemoteScorer([address], QUICK)
+        with pytest.raises(ValueError, match="cannot generate"):
+            put_questions(remote, Prompter(load_tokenizer(str(model_dir))), [], "generate")
+        with pytest.raises(ValueError, match="not a served one"):
+            HarnessModel(remote, load_tokenizer(str(model_dir)), TaskConfig())
+    local, remote = ({one.key: one for one in read_results(tmp_path / name)} for name in ("local", "served"))
+    assert len(local) == len(remote) == 8
+    for key, one in local.items():
+        other = replace(remote[key], seconds=one.seconds, answer_nll=one.answer_nll, other_nll=one.other_nll)
+        assert other == one, "the same likeliest tokens"
+        assert remote[key].answer_nll == pytest.approx(one.answer_nll, abs=1e-4)
+        assert remote[key].other_nll == pytest.approx(one.other_nll, abs=1e-3)

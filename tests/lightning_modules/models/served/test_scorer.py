@@ -1,9 +1,12 @@
 """Faults of servers and what becomes of them: every value is right or refused, and none is lost."""
 
 import logging
+import os
 import re
 import threading
 import time
+import warnings
+from contextlib import suppress
 from itertools import pairwise
 
 import numpy as np
@@ -13,11 +16,16 @@ import torch
 from lightning_modules.batch import IGNORE_INDEX, pack_sequence
 from lightning_modules.models.config import ModelConfig, ServerConfig
 from lightning_modules.models.identity import model_identity
+from lightning_modules.models.loading import load_config
 from lightning_modules.models.served.dialects import AnswerError
 from lightning_modules.models.served.scorer import RemoteScorer, connect
+from lightning_modules.scoring.config import EvaluatorConfig
+from lightning_modules.scoring.evaluator import Evaluator
+from lightning_modules.tasks.teacher_forcing import padded_rows
 from lightning_modules.utilities.errors import IncompleteError
-from tests.support.servers import StubServer, stub_server, stub_values
+from tests.support.servers import StubServer, stub_greedy, stub_server, stub_values
 
+BATCH = pack_sequence([torch.arange(20)])
 DIALECTS = ("longce", "vllm", "sglang")
 QUICK = {"timeout": 1.0, "patience": 5.0, "concurrency": 4}
 
@@ -46,6 +54,25 @@ def test_scores_each_document_of_a_packed_sequence(dialect):
     assert torch.equal(values, expected_values(batch))
     assert scorer.identity.startswith("served:")
     assert "3 requests, 54 tokens, 0 requests repeated" in scorer.report()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_the_likeliest_tokens_are_those_of_argmax(dialect):
+    ids = torch.randint(1, 300, (2, 20), generator=torch.Generator().manual_seed(0))
+    batch = padded_rows(ids.tolist(), torch.device("cpu"))
+    places = [slice(12, 20), slice(20, 20)]
+    with stub_server(dialect) as server:
+        scorer = RemoteScorer([server.address], ServerConfig(**QUICK))
+        values, greedy = scorer.with_greedy(batch, places)
+        assert torch.equal(values, expected_values(batch))
+        ids = ids[0].tolist()
+        expected = torch.zeros_like(greedy)
+        expected[0, 12:] = torch.tensor(stub_greedy(ids, stub_values(ids))[12:])
+        assert torch.equal(greedy, expected)
+        assert 0 < int((expected[0] == batch["input_ids"][0])[12:].sum()) < 8
+        server.fault = "greedy"  # ignores that they are wanted
+        with pytest.raises(AnswerError, match=re.escape(server.address)):
+            scorer.with_greedy(batch, places)
 
 
 RETRIED = ("429", "503", "500", "reset", "truncated", "slow")
@@ -95,7 +122,7 @@ def shifted_back(ids, model):
         ({"owner": "transformers", "dialect": "vllm", "fault": "ignored"}, "'transformers'"),
         ({"fault": "ignored"}, r"asked POST .* 47 of 48 tokens, and sent"),
         ({"fault": "hello"}, r"GET /v1/models for a list of models, and answered .*hello"),
-        ({"fault": "down"}, "does not answer"),
+        ({"fault": "down"}, "No server answers"),
     ],
 )
 def test_an_unsuitable_server_is_refused_with_what_it_answered(change, message):
@@ -176,6 +203,15 @@ def test_another_model_in_a_later_run_needs_another_claim(dialect):
         assert RemoteScorer([server.address], ServerConfig(claim="b@main", **QUICK)).identity != first
 
 
+def test_the_file_of_a_probe_belongs_to_one_model_and_stays_in_the_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("LONGCE_CACHE", str(tmp_path / "a" / "b"))
+    with stub_server("longce") as server:
+        for name in ("a:0", "b:0", "../../../c"):  # of other weights with the same numerics, and of an attacker
+            server.model = name
+            assert RemoteScorer([server.address], ServerConfig(**QUICK)).identity == f"served:id-{name}"
+    assert len(list((tmp_path / "a" / "b" / "served").glob("*.json"))) == len(list(tmp_path.rglob("*.json"))) == 3
+
+
 def test_two_servers_share_the_work_and_one_may_end():
     batch = random_batch([30 + index for index in range(60)])
     with stub_server("vllm") as kept, stub_server("vllm") as ended:
@@ -198,13 +234,51 @@ def test_two_servers_share_the_work_and_one_may_end():
             pytest.fail(f"the server is back, but not used: {line}")
 
 
+def test_a_server_may_come_up_late_and_with_the_same_model_only(caplog):
+    batch = random_batch([30 + index for index in range(20)])
+    with stub_server("vllm") as early, stub_server("vllm") as late:
+        late.fault, early.delay = "down", 0.02
+        scorer = RemoteScorer([late.address, early.address], ServerConfig(**QUICK))
+        assert late.address in caplog.text
+        assert torch.equal(scorer(batch), expected_values(batch))
+        late.fault = None
+        assert scorer.verify() == scorer.identity
+        assert torch.equal(scorer(batch), expected_values(batch))
+        assert not re.search(f"{late.address}: 0 requests", scorer.report())
+        early.fault, late.fault = "down", "down"
+        timer = threading.Timer(0.3, vars(early).update, [{"fault": None}])
+        timer.start()
+        assert scorer.verify() == scorer.identity, "the first one is still away"
+        late.fault, late.model = None, "b"
+        with pytest.raises(ValueError, match=r"another model|nats differently"):
+            scorer.verify()
+        with pytest.raises(ValueError, match=r"another model|nats differently"):
+            scorer.verify()  # the other model is not taken for the one before
+
+
+def test_a_fork_does_not_share_connections():
+    with stub_server("longce") as server:
+        config = ModelConfig(server.address, server=ServerConfig(**QUICK))
+        scorer = connect(config)
+        with warnings.catch_warnings(action="ignore"):  # Python warns of forks with threads
+            child = os.fork()
+        if child == 0:  # no exception may leave the fork
+            with suppress(BaseException), pytest.raises(RuntimeError, match="forked"):
+                scorer(random_batch([20]))
+            with suppress(BaseException):
+                is_same = connect(config) is scorer or not torch.equal(connect(config)(BATCH), expected_values(BATCH))
+                os._exit(int(is_same))
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+
+
 def test_two_servers_must_have_the_same_model():
     with stub_server("longce") as one, stub_server("longce") as other:
         other.model = "b"
         with pytest.raises(ValueError, match="have different models"):
             RemoteScorer([one.address, other.address], ServerConfig(**QUICK))
         with pytest.raises(ValueError, match="named twice"):
-            RemoteScorer([one.address, one.address], ServerConfig(**QUICK))
+            RemoteScorer([one.address, f" {one.address}/"], ServerConfig(**QUICK))
 
 
 def test_a_server_that_is_gone_does_not_end_what_another_computes():
@@ -251,7 +325,7 @@ def test_a_document_beyond_the_servers_limits_is_refused_before_it_is_sent():
         ("http://10.0.0.1:8000", "`server.allow_http`"),
         ("http://me:hunter2@127.0.0.1:80", "without user, password"),
         ("http://127.0.0.1:80?key=hunter2", "without user, password"),
-        ("http://", "got 'http://'"),
+        ("http://", "got 'http:'"),
         ("ftp://127.0.0.1", "http"),
         ("http://127.0.0.1:99999", "http"),
     ],
@@ -260,6 +334,23 @@ def test_addresses_that_are_not_safe(address, message):
     with pytest.raises(ValueError, match=message) as caught:
         RemoteScorer([address], ServerConfig(**QUICK))
     assert "hunter2" not in str(caught.value)
+
+
+def test_an_address_with_a_password_is_refused_wherever_a_model_is_named():
+    address = "http://127.0.0.1:1,http://me:hunter2@127.0.0.1:80"
+    for use in (lambda: Evaluator(EvaluatorConfig(address)), lambda: load_config(ModelConfig(address))):
+        with pytest.raises(ValueError, match="without user, password") as caught:
+            use()
+        assert "hunter2" not in str(caught.value)
+
+
+def test_ipv6_and_trailing_slashes_of_an_address():
+    with stub_server("longce") as server:
+        assert RemoteScorer([f"{server.address}/"], ServerConfig(**QUICK)).identity == "served:id-a"
+    with pytest.raises(ValueError, match="No server answers"):
+        RemoteScorer(["http://[::1]:9"], ServerConfig(**QUICK))
+    with pytest.raises(ValueError, match=r"`server\.allow_http`"):
+        RemoteScorer(["http://[2001:db8::1]:9"], ServerConfig(**QUICK))
 
 
 def test_the_key_is_sent_and_appears_nowhere(monkeypatch, caplog):

@@ -94,7 +94,7 @@ def test_processes_share_the_questions_of_a_folder(guessing_dir, tmp_path, asked
 @pytest.mark.slow
 def test_a_folder_of_other_settings_is_refused_before_the_model_is_loaded(guessing_dir, tmp_path, monkeypatch):
     evaluate(str(guessing_dir), str(tmp_path), mode="teacher_forced", **TASKS)
-    monkeypatch.setattr(command, "load_frozen", None)
+    monkeypatch.setattr(command, "load_scorer", None)
     with pytest.raises(ValueError, match="mode = 'teacher_forced', but this evaluation has 'generate'"):
         evaluate(str(guessing_dir), str(tmp_path), mode="generate", **TASKS)
     evaluate(str(guessing_dir), str(tmp_path), mode="teacher_forced", **{**TASKS, "samples": 2})  # nothing is missing
@@ -113,7 +113,7 @@ def test_a_folder_of_other_settings_is_refused_before_the_model_is_loaded(guessi
     ],
 )
 def test_bad_input_is_refused_before_the_model_is_loaded(guessing_dir, tmp_path, monkeypatch, settings, message):
-    monkeypatch.setattr(command, "load_frozen", None)
+    monkeypatch.setattr(command, "load_scorer", None)
     with pytest.raises(ValueError, match=message):
         evaluate(**{"model": str(guessing_dir), "output": str(tmp_path / "out"), **TASKS, **settings})
 
@@ -167,6 +167,6 @@ def test_several_models_have_folders_and_one_table(guessing_dir, model_dir, tmp_
     assert (tmp_path / "out" / one / "report.html").is_file()
     with pytest.raises(ValueError, match="names a model twice"):
         evaluate_models([str(model_dir)] * 2, output=str(tmp_path))
-    monkeypatch.setattr(command, "load_frozen", None)
+    monkeypatch.setattr(command, "load_scorer", None)
     with pytest.raises(SystemExit):  # the second model is missing: the first is not even loaded
         main(["evaluate", "--model", str(model_dir), "--model", str(tmp_path / "missing"), *words])

@@ -46,7 +46,7 @@ def test_a_task_that_is_done_is_not_asked_again(model_dir, task_dir, tmp_path, a
     main(arguments)
     assert asked == ["choice", "letter", "answer", "letter"]
     assert capsys.readouterr().out.splitlines()[-1] == first.splitlines()[-1]
-    monkeypatch.setattr("lightning_modules.commands.evaluate.load_frozen", None)
+    monkeypatch.setattr("lightning_modules.commands.evaluate.load_scorer", None)
     main(arguments)  # all is there: the model is not even loaded
 
 
@@ -62,7 +62,7 @@ def test_other_settings_and_missing_data_are_refused_before_the_model_is_loaded(
 ):
     options = {"include_path": str(task_dir), "limit": 2}
     evaluate(str(model_dir), str(tmp_path / "out"), tasks=["letter"], **options)
-    monkeypatch.setattr("lightning_modules.commands.evaluate.load_frozen", None)
+    monkeypatch.setattr("lightning_modules.commands.evaluate.load_scorer", None)
     with pytest.raises(ValueError, match=r"letter\.json' has other settings: limit=2 \(now 3\)"):
         evaluate(str(model_dir), str(tmp_path / "out"), tasks=["letter"], **{**options, "limit": 3})
     with pytest.raises(ValueError, match="has other settings: limit=2"):

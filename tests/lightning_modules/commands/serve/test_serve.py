@@ -16,8 +16,9 @@ import torch
 
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.serve import BatchingScorer
-from lightning_modules.commands.serve_config import ServeConfig
+from lightning_modules.commands.serve import service
+from lightning_modules.commands.serve.batching import BatchingScorer
+from lightning_modules.commands.serve.config import ServeConfig
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.config import ModelConfig, ServerConfig
 from lightning_modules.models.loading import load_frozen
@@ -65,6 +66,7 @@ def test_a_model_with_an_extended_context(model_dir):
 @pytest.mark.parametrize(
     ("ids", "scored_from", "message"),
     [
+        ([1, 2, 3], "1&greedy=3", "`greedy` from 0"),
         ([1, 2, 3], 0, "from 1 to 2"),
         ([1, 2, 3], 3, "from 1 to 2"),
         ([1], 1, "from 1 to 0"),
@@ -72,7 +74,8 @@ def test_a_model_with_an_extended_context(model_dir):
         ([1, 400], 1, "from 0 to 399"),
         ([1, -1], 1, "from 0 to 399"),
         ([1, 2, 3], "x", "int32"),
-        ([1, 2, 3], "-1", "int32"),
+        ([1, 2, 3], "-1", "from 1 to 2"),
+        ([1, 2, 3], "9" * 5000, "int32"),
     ],
 )
 def test_a_request_that_makes_no_sense(backbone, ids, scored_from, message):
@@ -104,7 +107,7 @@ def test_everything_but_the_health_needs_the_key(backbone):
 
 def queue_spans(scorer, lengths):
     generator = torch.Generator().manual_seed(0)
-    spans = [Span(tuple(torch.randint(400, (n,), generator=generator).tolist()), max(1, n // 2)) for n in lengths]
+    spans = [Span(torch.randint(400, (n,), generator=generator).int().numpy(), max(1, n // 2)) for n in lengths]
     return spans, [scorer.submit(span) for span in spans]
 
 
@@ -123,8 +126,9 @@ def test_spans_of_similar_length_share_a_pass(backbone, monkeypatch):
     assert sizes == [1, 3, 1, 1] or sorted(sizes) == [1, 1, 1, 3] or sorted(sizes) == [1, 2, 3]
     alone = BatchingScorer(backbone, 100)
     for span, future in zip(spans, futures, strict=True):
-        np.testing.assert_allclose(future.result(), alone._pass([span])[0], atol=1e-5)
-        assert len(future.result()) == len(span.ids) - span.scored_from
+        found, expected = future.result().log_likelihood, alone._pass([span])[0].log_likelihood
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+        assert len(found) == len(span.ids) - span.scored_from
 
 
 def test_a_full_queue_asks_to_come_back(backbone):
@@ -140,7 +144,7 @@ def test_a_request_that_was_cancelled_does_not_end_the_server(backbone):
     _, futures = queue_spans(scorer, [50, 20])
     futures[0].cancel()
     run_until_empty(scorer)
-    assert len(futures[1].result()) == 10
+    assert len(futures[1].result().log_likelihood) == 10
     assert scorer.counts["passes"] == 1
 
 
@@ -159,7 +163,23 @@ def test_memory_that_runs_out_splits_a_pass_and_refuses_one_document(backbone, m
     run_until_empty(scorer)
     with pytest.raises(torch.OutOfMemoryError):
         futures[1].result()
-    assert [len(futures[index].result()) for index in (0, 2)] == [25, 20]
+    assert [len(futures[index].result().log_likelihood) for index in (0, 2)] == [25, 20]
+
+
+def test_requests_whose_client_is_gone_leave_the_queue(backbone, monkeypatch):
+    """A client that has waited too long asks again: the queue must not fill with requests that nobody waits for."""
+    monkeypatch.setattr(service, "_PATIENCE", 0.02)
+    with longce_server(backbone) as (address, scorer):
+        release, original = threading.Event(), scorer._pass
+        monkeypatch.setattr(scorer, "_pass", lambda spans: release.wait(10) and original(spans))
+        for _ in range(2):
+            with pytest.raises(httpx2.ReadTimeout):
+                post(address, range(30), 1, timeout=0.1)
+        time.sleep(0.2)
+        release.set()
+        assert post(address, range(20), 1).status_code == 200
+    assert scorer.counts["requests"] == 3
+    assert scorer.counts["tokens"] == 30 + 20, "the pass that had begun, and the last"
 
 
 def test_the_client_fails_a_document_for_which_the_server_has_not_enough_memory(backbone, monkeypatch):
@@ -179,6 +199,9 @@ def test_settings_that_are_not_safe_or_not_valid(monkeypatch):
     assert ServeConfig("m", host="0.0.0.0").read_key() == "hunter2"
     with pytest.raises(ValueError, match="belong together"):
         ServeConfig("m", certificate="a.pem")
+    monkeypatch.setenv("LONGCE_API_KEY", "hunter2\n")
+    with pytest.raises(ValueError, match="characters that no key has"):
+        ServeConfig("m").read_key()
     for settings in ({"port": 70_000}, {"max_batch_tokens": 0}, {"max_length": 1}):
         with pytest.raises(ValueError, match=next(iter(settings))):
             ServeConfig("m", **settings)
@@ -211,14 +234,18 @@ def test_the_command_in_this_process(model_dir, caplog):
         (["--model", "nowhere/"], "No model at 'nowhere/'"),
         (["--model", "MODEL", "--host", "0.0.0.0"], "LONGCE_API_KEY"),
         (["--model", "http://127.0.0.1:1"], "needs the model itself"),
+        (["--model", "LEARNED", "--max_length", "5000", "--device", "cpu"], "5000 tokens"),
+        (["--model", "MODEL", "--certificate", "a.pem", "--certificate_key", "b.pem"], "'a.pem'"),
         (["--model", "MODEL", "--sharded", "true", "--device", "cpu"], "several processes"),
         ([], "model"),
     ],
 )
-def test_errors_of_the_command_are_one_line(words, message, model_dir, capsys, monkeypatch):
+def test_errors_of_the_command_are_one_line(words, message, model_dir, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("LONGCE_API_KEY", raising=False)
+    tiny_model("gpt2").save_pretrained(tmp_path)
+    places = {"MODEL": str(model_dir), "LEARNED": str(tmp_path)}
     with pytest.raises(SystemExit) as stopped:
-        main(["serve", *(word.replace("MODEL", str(model_dir)) for word in words), "--port", "0"])
+        main(["serve", *(places.get(word, word) for word in words), "--port", "0"])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
 

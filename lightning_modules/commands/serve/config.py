@@ -1,10 +1,9 @@
 """Settings of `longce serve`; importable without torch."""
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_modules.models.config import LoadingOptions, ModelConfig
+from lightning_modules.models.config import LoadingOptions, ModelConfig, read_key
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -14,7 +13,7 @@ class ServeConfig(LoadingOptions):
     """Settings of `longce serve`.
 
     Args:
-        model: Hub id or local folder of the model; adapters must be merged (`longce export`).
+        model: Hub id or local folder of the model, or local folder of adapters (`longce export`).
         host: Address to listen on. Other machines can reach ``0.0.0.0``, which needs a key.
         port: Port to listen on; 0 is any free one. With several processes, each adds its rank.
         key_variable: Name of the environment variable that has the key, which clients must send.
@@ -61,7 +60,7 @@ class ServeConfig(LoadingOptions):
 
     def read_key(self) -> str:
         """Return the key; raise a ``ValueError`` if other machines could use the server without one."""
-        key = os.environ.get(self.key_variable, "")
+        key = read_key(self.key_variable)
         if not key and self.host not in _LOOPBACK:
             raise ValueError(
                 f"`host` '{self.host}' can be reached by other machines: set the environment variable"

@@ -1,0 +1,1 @@
+"""``longce serve``: a model's log-likelihoods over HTTP."""
