@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from datamodules.recall.documents import RecallRecord, recall_questions, recall_records
 from datamodules.recall.language import recall_tokenizer
 from datamodules.recall.module import RecallDataModule
+from lightning_modules.models.tokenization.tokenizer import tokenizer_hash
 
 EVALUATION_SEED = 1_000_003  # training documents have smaller ones
 NATURAL_SLOT = 16
@@ -75,6 +76,9 @@ class RecallCorpus:
         ]
 
     def fingerprint(self) -> str:
-        """Return a text that changes when documents or questions do."""
+        """Return a text that changes when documents, questions or the tokenizer do.
+
+        The size of the vocabulary decides which random weights a seed draws.
+        """
         samples = chain(self.documents(1, 64), self.questions(1, 64, depths=1, distance=0)[0])
-        return " ".join(record.text for record in samples)
+        return " ".join([*(record.text for record in samples), tokenizer_hash(self.tokenizer())])

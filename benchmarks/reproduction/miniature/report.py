@@ -68,7 +68,7 @@ def _verdict_table(found: Sequence[Verdict]) -> Table:
             each.claim,
             each.numbers,
             each.rule,
-            "" if each.rule_is_older else "stricter since",
+            "" if each.rule_is_older else "made stricter after the first results",
             each.experiment,
         ]
         for each in found

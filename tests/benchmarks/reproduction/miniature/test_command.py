@@ -62,6 +62,7 @@ def _check_report(output, printed):
     assert [entry["step"] for entry in pair["curves"]["LongCE"]] == [0, 1, 2]
     text = (output / "report.md").read_text()
     assert "| age of the rule |" in text
+    assert text.count("| made stricter after the first results |") == 4
     for picture in re.findall(r"\]\((.*?)\)", text):
         assert (output / picture).read_text().count("<svg")
     tables = re.findall(r"(?:^\|.*\|\n)+", text, flags=re.MULTILINE)
