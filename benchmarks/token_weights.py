@@ -11,21 +11,24 @@ A base model (3 layers, hidden size 64) learns the language in sequences of 128 
 steps of 4 rows of 512 tokens, half of which are cut from long documents and half packed from several, with a larger
 RoPE base. Lightning is left out, because its fixed costs would be a large part of a step of this size.
 
-    OMP_NUM_THREADS=1 python benchmarks/token_weights.py --bases 0 1 --output runs/token_weights
+    OMP_NUM_THREADS=1 python benchmarks/token_weights.py --output runs/token_weights
 
-The result of each run is a file in the output folder; the same command resumes, and prints the tables. Base models can
-also be run by several processes at the same time, if their costs are measured first (``--costs``).
+Each base model is trained further by a process of its own. The result of each run is a file in the output folder; the
+same command resumes, and prints the table.
 """
 
 import argparse
+import itertools
 import json
 import math
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,6 +54,7 @@ from lightning_modules.models.short_context import (
 from lightning_modules.objectives import CrossEntropy, Interpolated, LongCE, Normalized, Objective, Sparse
 from lightning_modules.statistics import weighted_mean_interval
 
+SMALL = {"size": 32, "layers": 2}
 LENGTH, ROWS, K, FAR = 512, 4, 64, 128  # tokens of a row, rows of a step, K = d, and from where on an answer is far
 RATES = (2e-3, 4e-3, 8e-3, 16e-3)
 TUNING_SEED, TEST_SEEDS = 100, tuple(range(6))
@@ -99,18 +103,14 @@ def late_weights(batch: PackedBatch, _: Tensor) -> Tensor:
 def lexical_weights(batch: PackedBatch, _: Tensor) -> Tensor:
     """Weight 5 where a word follows its predecessor as it did in the document, but not within K words."""
     weights = torch.ones(batch["labels"].shape)
-    for row, (ids, positions) in enumerate(
-        zip(batch["input_ids"].tolist(), batch["position_ids"].tolist(), strict=True)
-    ):
-        seen: dict[tuple[int, int], int] = {}
-        for place in range(1, len(ids)):
-            if positions[place] == 0:
-                seen = {}
-                continue
-            pair = (ids[place - 1], ids[place])
-            if place - seen.get(pair, place) > K:
-                weights[row, place] = 5.0
-            seen[pair] = place
+    for row, ids in enumerate(batch["input_ids"].tolist()):
+        for start, stop in itertools.pairwise(batch["document_boundaries"][row]):
+            seen: dict[tuple[int, int], int] = {}
+            for place in range(start + 1, stop):
+                pair = (ids[place - 1], ids[place])
+                if place - seen.get(pair, place) > K:
+                    weights[row, place] = 5.0
+                seen[pair] = place
     return weights
 
 
@@ -185,12 +185,8 @@ def training_batches(count: int, seed: int) -> list[PackedBatch]:
     for number in range(count):
         rows = [{"input_ids": row, "position_ids": torch.arange(LENGTH)} for row in whole[2 * number : 2 * number + 2]]
         for _ in range(ROWS - len(rows)):
-            ends = [
-                0,
-                *sorted(rng.choice(np.arange(64, LENGTH - 63, 32), size=rng.integers(1, 4), replace=False)),
-                LENGTH,
-            ]
-            sizes = np.diff(ends).tolist()
+            cuts = rng.choice(np.arange(64, LENGTH - 63, 32), size=rng.integers(1, 4), replace=False)
+            sizes = np.diff([0, *sorted(cuts), LENGTH]).tolist()
             rows.append(
                 {
                     "input_ids": torch.cat([next(ids)[:size] for size in sizes]),
@@ -271,13 +267,19 @@ def answer_words() -> frozenset[str]:
     return frozenset([*GENRES, *(form for forms in value_forms() for form in forms)])
 
 
-def repeated_words(seed: int) -> Iterator[Tensor]:
-    """Yield ``[32, 64]`` ids of random words said again and again, from which a model learns to look up words."""
+def learn_to_look_up(model: LlamaForCausalLM, seed: int) -> None:
+    """Train on random words said again and again until the model knows how they go on: later it uses that for names."""
     generator = torch.Generator().manual_seed(seed)
-    while True:
+    optimizer, schedule = optimizer_of(model, 4e-3, 1_000_000)
+    for _ in range(6_000):
         period = int(torch.randint(16, 33, (), generator=generator))
-        words = torch.randint(4, len(vocabulary()), (32, period), generator=generator)
-        yield words.repeat(1, 4)[:, :64]
+        ids = torch.randint(4, len(vocabulary()), (32, period), generator=generator).repeat(1, 4)[:, :64]
+        known = model(ids).logits[:, period - 1 : -1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(known, ids[:, period:].flatten())
+        if loss < 0.3:
+            return
+        update(model, loss, optimizer, schedule)
+    raise RuntimeError(f"The model with seed {seed} does not learn to look up words: take another seed.")
 
 
 def language(*, length: int, rows: int, slot: int, seed: int) -> Iterator[Tensor]:
@@ -285,19 +287,19 @@ def language(*, length: int, rows: int, slot: int, seed: int) -> Iterator[Tensor
         yield from cut_rows(100 * rows, length=length, slot=slot, seed=1_000 * seed + number).split(rows)
 
 
-def base_weights(seed: int, size: int = 64, layers: int = 3) -> dict[str, Tensor]:
-    """Train a model in short sequences: to look up words, then the language, then its usual density of events."""
+def base_weights(seed: int, steps: int = 300, *, size: int = 64, layers: int = 3) -> dict[str, Tensor]:
+    """Train a model in short sequences: to look up words, then for some steps the language, then fewer events."""
     torch.manual_seed(seed)
     model = new_model(size, layers=layers)
-    learn(model, repeated_words(seed), 1_600, 4e-3)
-    learn(model, language(length=128, rows=16, slot=5, seed=10 + seed), 2_000, 4e-3, answer_weight=8.0)
+    learn_to_look_up(model, seed)
+    learn(model, language(length=128, rows=16, slot=5, seed=10 + seed), steps, 4e-3, answer_weight=8.0)
     learn(model, language(length=128, rows=16, slot=16, seed=20 + seed), 300, 2e-3)
     return model.state_dict()
 
 
-def evaluator_weights(state: dict[str, Tensor], steps: int, **shape: int) -> dict[str, Tensor]:
-    """Train a base model in long and dense documents."""
-    model = long_model(state, **shape).base_model
+def evaluator_weights(seed: int, steps: int, **shape: int) -> dict[str, Tensor]:
+    """Train a model from its own random weights, longer than the base models, and then in long documents."""
+    model = long_model(base_weights(seed, 2_000, **shape), **shape).base_model
     learn(model, language(length=LENGTH, rows=4, slot=5, seed=31), steps, 4e-3, answer_weight=8.0)
     learn(model, language(length=LENGTH, rows=4, slot=16, seed=41), steps // 4, 2e-3)
     return model.state_dict()
@@ -335,7 +337,7 @@ class Examination:
 
 
 def counted_answers(count: int = 500) -> float:
-    """Return the share of far answers that counting finds: the word that last followed the two words or the one before."""
+    """Return the share of far answers that counting finds: what last followed the same two words, or the same one."""
     hits: Counter[bool] = Counter()
     for record in records(count, length=LENGTH, slot=16, seed=902):
         after: dict[tuple[str, ...], str] = {}
@@ -398,20 +400,15 @@ def stored_tensors(path: Path, make: Callable[[], Any]) -> Any:
 class Comparison:
     """All runs of one base model in one folder."""
 
-    small = {"size": 32, "layers": 2}
-
     def __init__(self, folder: Path, base: int, *, steps: int, documents: int) -> None:
         self.folder, self.base, self.steps = folder, base, steps
         (folder / f"base{base}").mkdir(parents=True, exist_ok=True)
         self.state = stored_tensors(folder / f"base{base}.pt", lambda: base_weights(base))
-        first = stored_tensors(folder / "base0.pt", lambda: base_weights(0))
-        evaluator = stored_tensors(folder / "evaluator.pt", lambda: evaluator_weights(first, 1_600))
-        small = stored_tensors(
-            folder / "small.pt", lambda: evaluator_weights(base_weights(7, **self.small), 800, **self.small)
-        )
+        evaluator = stored_tensors(folder / "evaluator.pt", lambda: evaluator_weights(0, 1_600))
+        small = stored_tensors(folder / "small.pt", lambda: evaluator_weights(7, 800, **SMALL))
         self.scorers = {
             "evaluator": long_model(evaluator),
-            "small": long_model(small, **self.small),
+            "small": long_model(small, **SMALL),
             "base": long_model(self.state),
         }
         for scorer in self.scorers.values():
@@ -445,7 +442,7 @@ class Comparison:
                 with torch.no_grad():
                     long_and_short(self.scorers[name], batch, context_length=K, stride=K)
                 times[name].append(times["none"][-1] + time.process_time() - started)
-        shape, little = (ModelShape.of(new_model(**size).config) for size in ({}, self.small))
+        shape, little = (ModelShape.of(new_model(**size).config) for size in ({}, SMALL))
         step = ce_step_flops(shape, LENGTH, "none").total
         operations = {
             "none": step,
@@ -467,9 +464,8 @@ class Comparison:
     def result(self, name: str, budget: Budget, rate: float, seed: int) -> dict[str, Any]:
         """Return the result of a run, which is read if it exists."""
         key = "-".join((name, budget, f"{rate:g}", str(seed))).replace(" ", "_").replace(",", "").replace(":", "")
-        return stored_json(
-            self.folder / f"base{self.base}" / f"{key}.json", lambda: self._train(name, budget, rate, seed)
-        )
+        path = self.folder / f"base{self.base}" / f"{key}.json"
+        return stored_json(path, lambda: self._train(name, budget, rate, seed))
 
     def _train(self, name: str, budget: Budget, rate: float, seed: int) -> dict[str, Any]:
         method, steps = METHODS[name], self.steps_of(name, budget)
@@ -484,14 +480,9 @@ class Comparison:
         for number, batch in enumerate(batches[:steps]):
             seconds += run.step(batch, number, scores[number] if scores else None)
         outcome = self.exams.get(seed, self.exams[None])(run.backbone)
-        print(
-            f"base {self.base}, {name}, {budget}, rate {rate:g}, seed {seed}: {outcome['far answers']:.3f}", flush=True
-        )
-        return (
-            {"base": self.base, "arm": name, "budget": budget, "rate": rate, "seed": seed, "steps": steps}
-            | {"seconds": seconds}
-            | outcome
-        )
+        found = {"base": self.base, "arm": name, "budget": budget, "rate": rate, "seed": seed, "steps": steps}
+        print(found, f"{outcome['far answers']:.3f}", flush=True)
+        return found | {"seconds": seconds} | outcome
 
 
 def select_rows(batches: list[PackedBatch], weights: list[Tensor], count: int) -> list[PackedBatch]:
@@ -557,27 +548,29 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/token_weights"))
     parser.add_argument("--steps", type=int, default=150, help="of cross entropy")
     parser.add_argument("--documents", type=int, default=300, help="that answers are counted in")
-    parser.add_argument("--bases", type=int, nargs="+", default=[0, 1], help="seeds of the base models")
-    parser.add_argument("--costs", action="store_true", help="only train the base models and measure costs")
-    parser.add_argument("--tune", action="store_true", help="only run the tuning seed of these base models")
-    parser.add_argument(
-        "--rates", type=json.loads, help="rates that were tuned, as a JSON list in the order of the arms"
-    )
+    parser.add_argument("--bases", type=int, nargs="+", default=[1, 2], help="seeds of the base models")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    comparisons = [
-        Comparison(options.output, base, steps=options.steps, documents=options.documents) for base in options.bases
-    ]
-    evaluator = comparisons[0].scorers["evaluator"]
-    print("evaluator:", comparisons[0].exams[None](evaluator), "counting:", counted_answers())
+    new = partial(Comparison, options.output, steps=options.steps, documents=options.documents)
+    comparisons = [new(base) for base in options.bases]
+    print("evaluator:", comparisons[0].exams[None](comparisons[0].scorers["evaluator"]), "counting:", counted_answers())
     for comparison in comparisons:
         print("base", comparison.base, comparison.exams[None](comparison.scorers["base"]), comparison.costs, flush=True)
-    if options.costs:
-        return
-    rates = tuned_rates(comparisons) if options.rates is None else dict(zip(ARMS, options.rates, strict=True))
-    if options.tune:
-        return
+    tuning = [(*arm, rate, TUNING_SEED) for arm in ARMS if arm[1] != "operations" for rate in RATES]
+    with ProcessPoolExecutor(len(options.bases), get_context("spawn")) as pool:
+        list(pool.map(partial(run_all, new, tuning), options.bases))
+        rates = tuned_rates(comparisons)
+        test = [(*arm, rate, seed) for arm, rate in rates.items() for seed in TEST_SEEDS]
+        list(pool.map(partial(run_all, new, test), options.bases))
     (options.output / "table.json").write_text(json.dumps(report(comparisons, rates), indent=1))
+
+
+def run_all(new: Callable[[int], Comparison], runs: list[tuple[str, Budget, float, int]], base: int) -> None:
+    """Make runs of a base model, in a process of its own."""
+    torch.set_num_threads(1)
+    comparison = new(base)
+    for run in sorted(runs, key=lambda run: run[3]):  # those of a seed share their batches and scores
+        comparison.result(*run)
 
 
 if __name__ == "__main__":
