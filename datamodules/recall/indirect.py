@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from typing_extensions import override
 
@@ -24,10 +25,10 @@ from datamodules.recall.language import (
 class IndirectWriter(Writer):
     """Writer of one document, event by event.
 
-    - ``let city anibe`` (25 %) gives a name one of 64 values, in the first of its four forms;
-    - ``same king city`` (15 %) gives a name the value of another one;
-    - ``recall king danbe`` (45 %) is an answer, in the second form of the value; ``cite`` and ``quote`` ask for the
-      third and the fourth. A reader knows the value in another form, or as that of another name;
+    - ``let city anibe`` (30 %) gives a name one of 80 values, in the first of its three forms;
+    - ``same king city`` (10 %) gives a name the value of another one, which a ``let`` gave it;
+    - ``recall king anibe`` (45 %) is an answer, in the first form of the value; ``cite`` and ``quote`` ask for the
+      second and the third. A reader knows the value in another form, or as that of another name;
     - ``about fablla`` (15 %) is one of the 12 words of the genre, in the first quarter of the document. Later there is
       ``theme fable`` instead, an answer: the genre is named nowhere else, so it needs the gist of these words.
     """
@@ -47,37 +48,49 @@ class IndirectWriter(Writer):
     def parts(self, length: int) -> Iterator[list[Word]]:
         rng, slot = self.rng, self.slot
         local = self.local(length + 2 * slot)
-        genre = GENRES[rng.integers(len(GENRES))]
-        unset, values = rng.permutation(FIELDS).tolist(), dict[str, int]()
+        facts = _Facts(GENRES[rng.integers(len(GENRES))], unset=rng.permutation(FIELDS).tolist())
         yield [Word(next(local))]
         written = 1
         while written < length:
-            event = self._infer_event(genre, unset, values, early=written < length / 4)
+            event = self._infer_event(facts, early=written < length / 4)
             between = int(rng.integers(1, 2 * (slot - len(event))))
             if event:
                 yield event
             yield [Word(next(local)) for _ in range(between)]
             written += len(event) + between
 
-    def _infer_event(self, genre: str, unset: list[str], values: dict[str, int], *, early: bool) -> list[Word]:
-        """Draw the next event, if any; a name that gets its value moves from `unset` to `values`."""
-        rng = self.rng
+    def _infer_event(self, facts: "_Facts", *, early: bool) -> list[Word]:
+        """Draw the next event, if any, and note it in the facts."""
+        rng, values = self.rng, facts.values
         kind = rng.random()
-        if kind < 0.25 and unset:
-            name = unset.pop()
+        if kind < 0.3 and facts.unset:
+            name = facts.unset.pop()
+            facts.given.append(name)
             values[name] = int(rng.integers(len(value_forms())))
             return [Word(SET, "other"), Word(name, "other"), Word(value_forms()[values[name]][0], "other")]
-        if 0.25 <= kind < 0.4 and unset and values:
-            name, other = unset.pop(), [*values][rng.integers(len(values))]
+        if 0.3 <= kind < 0.4 and facts.unset and facts.given:
+            name, other = facts.unset.pop(), facts.given[rng.integers(len(facts.given))]
             values[name] = values[other]
             return [Word(SAME, "other"), Word(name, "other"), Word(other, "other")]
         if 0.4 <= kind < 0.85 and values:
-            name, form = [*values][rng.integers(len(values))], int(rng.integers(1, FORMS))
-            answer = Word(value_forms()[values[name]][form], "answer")
-            return [Word(VERBS[form - 1], "other"), Word(name, "other"), answer]
-        if kind >= 0.85 and early:
-            return [Word(ABOUT, "other"), Word(genre_words()[genre][rng.integers(WORDS_PER_GENRE)], "about")]
-        return [Word(THEME, "other"), Word(genre, "answer")] if kind >= 0.85 else []
+            name, form = [*values][rng.integers(len(values))], int(rng.integers(FORMS))
+            return [Word(VERBS[form], "other"), Word(name, "other"), Word(value_forms()[values[name]][form], "answer")]
+        if kind >= 0.85 and (early or not facts.hinted):
+            facts.hinted = True
+            word = genre_words()[facts.genre][rng.integers(WORDS_PER_GENRE)]
+            return [Word(ABOUT, "other"), Word(word, "about")]
+        return [Word(THEME, "other"), Word(facts.genre, "answer")] if kind >= 0.85 else []
+
+
+@dataclass
+class _Facts:
+    """What is true in a document, and what it has said of it."""
+
+    genre: str
+    unset: list[str]  # names without a value
+    values: dict[str, int] = field(default_factory=dict)  # of names
+    given: list[str] = field(default_factory=list)  # names whose value was said outright
+    hinted: bool = False  # whether it has used a word of its genre
 
 
 class _History:
@@ -95,7 +108,7 @@ class _History:
             self.links[texts[1]][texts[2]] = self.links[texts[2]][texts[1]] = end
         elif part[0].kind == "other":
             self.mentions[THEME if texts[0] in (ABOUT, THEME) else texts[1]] = end
-            self.said.add(texts)
+            self.said.add(texts[-2:])
 
     def annotate(self, part: list[Word], place: int) -> Word:
         """Return the answer with its distance from the place it can be inferred from, and how."""
@@ -103,7 +116,7 @@ class _History:
         name = THEME if texts[0] == THEME else texts[1]
         how: Inference = "gist" if name == THEME else "paraphrase" if name in self.mentions else "hops"
         distance = place + len(part) - 1 - self._last(name, place, frozenset())
-        return part[-1]._replace(distance=distance, inference="repeat" if texts in self.said else how)
+        return part[-1]._replace(distance=distance, inference="repeat" if texts[-2:] in self.said else how)
 
     def _last(self, name: str, through: int, visited: frozenset[str]) -> int:
         """Return the index from which on the text alone no longer determines the value of a name."""

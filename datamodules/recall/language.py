@@ -30,7 +30,7 @@ Dialect = Literal[0, 1]
 
 VALUES_PER_FIELD = 16
 WORDS_PER_GENRE = 12
-FORMS = 4  # of a value of `IndirectWriter`
+FORMS = 3  # of a value of `IndirectWriter`
 _SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 _LOCAL_WORDS = 256
 _SUCCESSORS = 24  # words that may follow a local word
@@ -62,10 +62,10 @@ def field_values() -> dict[str, tuple[str, ...]]:
 
 @cache
 def value_forms() -> tuple[tuple[str, ...], ...]:
-    """Return the four forms of each of 64 values: values of four fields."""
+    """Return the three forms of each of 80 values: values of five fields."""
     tables, each = list(field_values().values()), len(FIELDS) // FORMS
     groups = [
-        [word for table in tables[first : first + each] for word in table] for first in range(0, len(FIELDS), each)
+        [word for table in tables[first : first + each] for word in table] for first in range(0, each * FORMS, each)
     ]
     return tuple(zip(*groups, strict=True))
 

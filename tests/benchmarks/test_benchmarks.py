@@ -6,8 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
+from benchmarks import token_weights
+from datamodules.packing.sequences import collate_examples
+from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.models import short_context
 from tests.conftest import make_text
 
@@ -135,60 +139,52 @@ def test_what_a_soak_says_of_growth():
     assert soak.verdict(samples(files=lambda minute: 20 + 3 * (minute == 25))).startswith("Flat")
 
 
-def test_equal_compute(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(FOLDER)
-    import equal_compute
-    import recall_lab
+def test_rules_of_token_weights():
+    batch = collate_examples([{"input_ids": [5, 6, *range(10, 80), 5, 6], "position_ids": range(74)}] * 2)
+    weights = token_weights.lexical_weights(batch, None)
+    assert weights.eq(5).nonzero().tolist() == [[0, 73], [1, 73]], "6 after 5, as 72 tokens before"
 
-    ids = recall_lab.documents(3, length=200, slot=6, seed=1)
-    far, answers = recall_lab.recalled(ids, beyond=40), recall_lab.recalled(ids, beyond=0)
-    names = {index: word for word, index in recall_lab.token_ids().items()}
-    for row, place in answers.nonzero().tolist():
-        words = [names[index] for index in ids[row, :place].tolist()]
-        assert words[-2] == "recall"
-        last = max(index for index, word in enumerate(words) if word == names[ids[row, place].item()])
-        assert words[last - 1] == words[-1], "the value of the field that is asked for"
-        assert far[row, place] == (place - last > 40)
-    assert 0 < far.sum() < answers.sum()
+    batch = collate_examples([{"input_ids": list(range(300)), "position_ids": [*range(200), *range(100)]}])
+    extra = token_weights.exposure_weights(batch, None)[0] - 1
+    quarter = int(batch["labels"].ne(IGNORE_INDEX).sum()) / 4
+    assert float(extra[64:128].sum() + extra[264:].sum()) == pytest.approx(quarter, rel=1e-5)  # contexts of 64 to 127
+    assert float(extra[128:200].sum()) == pytest.approx(quarter, rel=1e-5)
+    assert extra[:64].sum() + extra[200:264].sum() == 0
 
-    costs = dict.fromkeys(equal_compute.SETTINGS, 1.0) | {"LongCE": 2.0, "LongCE, first third": 2.0, "scoring": 0.5}
-    assert equal_compute.steps_within("CE", costs, 60.0) == 60
-    assert equal_compute.steps_within("LongCE", costs, 60.0) == 30
-    assert equal_compute.steps_within("LongCE, first third", costs, 60.0) == 45
-    assert equal_compute.steps_within("stored weights", costs, 60.0) == 60
-    assert equal_compute.steps_within("stored weights, with their scoring", costs, 60.0) == 40
+    stored = torch.rand(1, 300)
+    shuffled = token_weights.shuffled_weights(batch, stored)
+    at = batch["labels"].ne(IGNORE_INDEX)
+    assert not shuffled.equal(stored)
+    assert shuffled[at].sort().values.equal(stored[at].sort().values)
 
 
-def test_paired_tests_of_equal_compute(monkeypatch):
-    monkeypatch.syspath_prepend(FOLDER)
-    import equal_compute
-
-    assert equal_compute.sign_flip_p([1.0, 2.0, 3.0]) == 2 / 8
-    assert equal_compute.sign_flip_p([1.0, -1.0, 1.0, -1.0]) == 1
-    # Differences of Student's sleep data (1908), whose paired t is 4.0621 and p 0.002833.
-    t, p = equal_compute.t_test([1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4])
-    assert t == pytest.approx(4.0621, abs=1e-4)
-    assert p == pytest.approx(0.002833, abs=1e-6)
+def test_rows_are_selected_by_their_weights():
+    rows = torch.arange(64).reshape(8, 8)
+    batches = [token_weights.batch_of(part) for part in rows.split(4)]
+    sums = torch.tensor([0.0, 5.0, 1.0, 6.0, 7.0, 2.0, 3.0, 8.0])
+    (chosen,) = token_weights.select_rows(batches, list((sums[:, None] / 8).expand(8, 8).split(4)), 1)
+    assert chosen["input_ids"].equal(rows[[1, 3, 4, 7]])
 
 
 @pytest.mark.slow
-def test_equal_compute_end_to_end(run, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(FOLDER)
-    import recall_lab
-
-    monkeypatch.setattr(recall_lab, "LENGTH", 288)  # a window of K = d = 128 beside the first
-    monkeypatch.setattr(recall_lab, "ROWS", 1)
-    state = recall_lab.new_model(288, 500.0).state_dict()
-    monkeypatch.setattr(recall_lab, "trained_base", lambda folder, seed: state)
-    monkeypatch.setattr(recall_lab, "trained_evaluator", lambda folder, base, steps: recall_lab.long_model(base))
-    options = ("--output", tmp_path, "--quick", "--steps", 4, "--documents", 8)
-    table = run("equal_compute", *options)
-    rows = [line for line in table if line[0].startswith(("CE (", "LongCE", "stored"))]
-    assert rows[-4][0].startswith("CE (")
-    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")}
-    assert len(files) > 20
-    run("equal_compute", *options)
-    assert files == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")}, "what is there is read"
+def test_token_weights_end_to_end(tmp_path, monkeypatch, capsys):
+    for name, shape in (("base0", {}), ("evaluator", {}), ("small", token_weights.SMALL)):
+        torch.save(token_weights.new_model(**shape).state_dict(), tmp_path / f"{name}.pt")
+    arms = tuple(arm for arm in token_weights.ARMS if arm[1] != "operations" or arm[0] == "LongCE")
+    for name, value in {"ARMS": arms, "RATES": (1e-3,), "TEST_SEEDS": (0,)}.items():
+        monkeypatch.setattr(token_weights, name, value)
+    monkeypatch.setattr(short_context, "windows_per_pass", short_context.windows_per_pass)  # so that it is set back
+    comparison = token_weights.Comparison(tmp_path, 0, steps=2, documents=4)
+    comparison.costs["CPU"] |= {"none": 1.0, "windows": 2.0}
+    assert comparison.steps_of("LongCE", "CPU") == 1
+    assert comparison.steps_of("LongCE", "steps") == 2
+    assert comparison.costs["operations"]["none"] < comparison.costs["operations"]["sliding"]
+    rates = token_weights.tuned_rates([comparison])
+    rows = token_weights.report([comparison], rates)
+    assert [(row["arm"], row["budget"]) for row in rows] == list(arms)
+    assert "| LongCE | operations |" in capsys.readouterr().out
+    monkeypatch.setattr(comparison, "_train", lambda *_: pytest.fail("what is there is read"))
+    assert token_weights.report([comparison], rates) == rows
 
 
 @pytest.mark.slow

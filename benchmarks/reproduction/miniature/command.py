@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -13,10 +14,10 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from benchmarks.reproduction.miniature.experiments import run_experiments
-from benchmarks.reproduction.miniature.plan import Plan, Results, make_plan
+from benchmarks.reproduction.miniature.plan import Plan, Results, best_rates, make_plan
 from benchmarks.reproduction.miniature.report import write_report
 from benchmarks.reproduction.miniature.settings import read_settings
-from benchmarks.reproduction.miniature.training import Laboratory
+from benchmarks.reproduction.miniature.training import Laboratory, Run
 from benchmarks.reproduction.miniature.verdicts import Verdict, summarize, verdicts
 from lightning_modules.utilities.files import writable_folder
 from lightning_modules.utilities.locks import exclusive
@@ -45,12 +46,15 @@ def reproduce_miniature(
         ValueError: If the config declares something that cannot be run, or the folder cannot be written to.
     """
     settings = read_settings(config, text)
-    plan = make_plan(settings, seeds)
+    plan = make_plan(settings, seeds)  # to find what cannot be run before anything is trained
     folder = writable_folder(Path(output), remedy="Choose another folder with `--output`.")
     torch.set_num_threads(1)  # the matrices are tiny: threads would wait for each other
     laboratory = Laboratory(settings, folder / "runs")
     with exclusive(folder / "runs"):
-        _make(laboratory, plan)
+        if plan.tuning:
+            _make(laboratory, [plan.seeds[0].base, *plan.tuning.values()])
+            plan = make_plan(settings, seeds, best_rates(laboratory, plan))
+        _make(laboratory, plan.runs)
     experiments = run_experiments(Results(laboratory, plan))
     found = verdicts(experiments)
     report = write_report(folder, experiments, found, _facts(laboratory, plan, seeds))
@@ -65,8 +69,8 @@ def table(found: list[Verdict]) -> str:
     return "\n".join([*lines, "", summarize(found)])
 
 
-def _make(laboratory: Laboratory, plan: Plan) -> None:
-    bar = tqdm([run for run in plan.runs if not laboratory.is_done(run)], unit="run", disable=None)
+def _make(laboratory: Laboratory, runs: Sequence[Run]) -> None:
+    bar = tqdm([run for run in runs if not laboratory.is_done(run)], unit="run", disable=None)
     for run in bar:
         bar.set_description(run.name)
         try:

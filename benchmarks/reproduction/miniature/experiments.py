@@ -18,7 +18,7 @@ from torchmetrics.functional.classification import (
 )
 
 from benchmarks.reproduction.miniature.measure import METRICS
-from benchmarks.reproduction.miniature.plan import Results, SeedPlan
+from benchmarks.reproduction.miniature.plan import Results, SeedPlan, tuned_accuracies
 from benchmarks.reproduction.miniature.settings import Miniature, Windows
 from benchmarks.reproduction.miniature.training import Measurement, ObjectiveName, Run
 from lightning_modules.functional import (
@@ -88,7 +88,8 @@ def correlation(values: Sequence[float], accuracies: Sequence[float]) -> dict[st
 def objectives(results: Results) -> dict[str, Any]:
     """Compare CE and LongCE on the same data, at equal steps, CPU time and FLOPs (Table 3, Figure 7, Table 10)."""
     pairs = [_pair(results, seed, rows) for seed in results.plan.seeds for rows in results.settings.objectives.seeds]
-    return {"flops_ratio": flops_ratio(results.settings), "pairs": pairs}
+    tuning = tuned_accuracies(results.laboratory, results.plan)
+    return {"flops_ratio": flops_ratio(results.settings), "tuning": tuning, "pairs": pairs}
 
 
 def _pair(results: Results, seed: SeedPlan, rows: int) -> dict[str, Any]:

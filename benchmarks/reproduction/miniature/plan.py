@@ -1,12 +1,16 @@
 """List all runs of a reproduction in the order in which they can be made, and look up their measurements."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Any, get_args
 
 from benchmarks.reproduction.miniature.measure import Masks, Tokens, token_metrics
 from benchmarks.reproduction.miniature.settings import Length, Miniature, Windows
 from benchmarks.reproduction.miniature.training import Laboratory, Measurement, ObjectiveName, Run
 
 _EVALUATOR_SEED = 900
+OBJECTIVES: tuple[ObjectiveName, ...] = get_args(ObjectiveName)
 
 
 @dataclass(frozen=True)
@@ -42,17 +46,20 @@ class Plan:
 
     Attributes:
         evaluator: Trained from its own random weights.
+        tuning: Runs that decide the learning rates, by objective and rate.
         seeds: Runs by base seed.
     """
 
     evaluator: Run
+    tuning: dict[tuple[ObjectiveName, float], Run]
     seeds: tuple[SeedPlan, ...]
 
     @property
     def runs(self) -> list[Run]:
         """Return all runs, parents first."""
         assert self.evaluator.parent is not None
-        return [self.evaluator.parent, self.evaluator, *(run for seed in self.seeds for run in seed.runs)]
+        first, *others = (run for seed in self.seeds for run in seed.runs)
+        return [self.evaluator.parent, self.evaluator, first, *self.tuning.values(), *others]
 
 
 @dataclass(frozen=True)
@@ -91,12 +98,23 @@ class Results:
         return token_metrics(self.laboratory.tokens(run, step), self.evaluator, self.masks, self.settings)
 
 
-def make_plan(settings: Miniature, seeds: int) -> Plan:
+def tuning_runs(settings: Miniature) -> dict[tuple[ObjectiveName, float], Run]:
+    """Return the runs that decide the learning rates of the objectives, by objective and rate."""
+    base, seed = _base(settings, 0), settings.objectives.tuning_seed
+    return {
+        (objective, rate): _objective(settings, base, 0, seed, objective, rate, tuning=True)
+        for objective in OBJECTIVES
+        for rate in settings.objectives.learning_rates
+    }
+
+
+def make_plan(settings: Miniature, seeds: int, learning_rates: Mapping[ObjectiveName, float] | None = None) -> Plan:
     """Return the plan.
 
     Args:
         settings: The declared experiments.
         seeds: Base models that all experiments start from, each with its own random weights.
+        learning_rates: Rates of the objectives; by default those of ``fine_tuning``.
 
     Raises:
         ValueError: If ``seeds`` is below 1.
@@ -106,11 +124,30 @@ def make_plan(settings: Miniature, seeds: int) -> Plan:
     base, training = settings.base, settings.evaluator
     evaluator_base = Run("evaluator/base", _EVALUATOR_SEED, base, base.rope_theta)
     evaluator = Run("evaluator/final", _EVALUATOR_SEED + 1, training, training.rope_theta, evaluator_base)
-    return Plan(evaluator, tuple(_seed_plan(settings, seed) for seed in range(seeds)))
+    rates = learning_rates or dict.fromkeys(OBJECTIVES, settings.fine_tuning.lr)
+    return Plan(evaluator, tuning_runs(settings), tuple(_seed_plan(settings, seed, rates) for seed in range(seeds)))
 
 
-def _seed_plan(settings: Miniature, seed: int) -> SeedPlan:
-    base = Run(f"seed{seed}/base", seed, settings.base, settings.base.rope_theta)
+def tuned_accuracies(laboratory: Laboratory, plan: Plan) -> list[dict[str, Any]]:
+    """Return the accuracy of each tuning run."""
+    return [
+        {"objective": objective, "learning rate": rate, "accuracy": laboratory.measurements(run)[-1].accuracy}
+        for (objective, rate), run in plan.tuning.items()
+    ]
+
+
+def best_rates(laboratory: Laboratory, plan: Plan) -> dict[ObjectiveName, float]:
+    """Return the most accurate learning rate of each objective."""
+    found = sorted(tuned_accuracies(laboratory, plan), key=itemgetter("accuracy"))
+    return {each["objective"]: each["learning rate"] for each in found}
+
+
+def _base(settings: Miniature, seed: int) -> Run:
+    return Run(f"seed{seed}/base", seed, settings.base, settings.base.rope_theta)
+
+
+def _seed_plan(settings: Miniature, seed: int, rates: Mapping[ObjectiveName, float]) -> SeedPlan:
+    base = _base(settings, seed)
     family = _family(settings, base, seed)
     return SeedPlan(
         base=base,
@@ -118,12 +155,14 @@ def _seed_plan(settings: Miniature, seed: int) -> SeedPlan:
         family=family,
         extensions=_extensions(settings, family),
         objectives={
-            (objective, rows): _objective(settings, base, seed, rows, objective)
+            (objective, rows): _objective(settings, base, seed, rows, objective, rates[objective])
             for rows in settings.objectives.seeds
-            for objective in ("CE", "LongCE")
+            for objective in OBJECTIVES
         },
         windows={
-            windows: _objective(settings, base, seed, settings.objectives.seeds[0], "LongCE", windows)
+            windows: _objective(
+                settings, base, seed, settings.objectives.seeds[0], "LongCE", rates["LongCE"], windows=windows
+            )
             for windows in settings.windows
         },
     )
@@ -160,13 +199,22 @@ def _extended(run: Run, name: str, theta: float) -> Run:
 
 
 def _objective(
-    settings: Miniature, base: Run, seed: int, rows_seed: int, objective: ObjectiveName, windows: Windows | None = None
+    settings: Miniature,
+    base: Run,
+    seed: int,
+    rows_seed: int,
+    objective: ObjectiveName,
+    rate: float,
+    *,
+    windows: Windows | None = None,
+    tuning: bool = False,
 ) -> Run:
     objectives = settings.objectives
     last = max(*objectives.steps, *objectives.cross_entropy_steps, 1)
-    steps = objectives.steps if objective == "LongCE" else (*objectives.steps, *objectives.cross_entropy_steps)
-    training = replace(settings.fine_tuning, steps=max(steps))
-    name = f"seed{seed}/{objective}-rows{rows_seed}"
+    longer = objectives.cross_entropy_steps if objective == "CE" and not tuning else ()
+    steps = (*objectives.steps, *longer)
+    training = replace(settings.fine_tuning, steps=max(steps), lr=rate)
+    name = f"tuning/{objective}-lr{rate:g}" if tuning else f"seed{seed}/{objective}-rows{rows_seed}"
     if windows is not None:
         name += f"-K{windows.context_length}-d{windows.stride}"
     return Run(

@@ -109,6 +109,8 @@ def _objectives(experiment: dict[str, Any]) -> list[Block]:
         Heading("B. LongCE against CE (Table 3, Figure 7, Table 10)"),
         Picture("objectives-step", "Share of right answers by steps; thin lines are runs."),
         Picture("objectives-cpu_seconds", "Share of right answers by CPU time; thin lines are runs."),
+        "Share of right answers by learning rate, on rows that are used for nothing else; each objective has its best.",
+        _table(experiment["tuning"]),
         "Accuracy by step; then perplexities of the documents, and accuracy and perplexity in short ones. Both"
         " objectives see the same rows.",
         _table(

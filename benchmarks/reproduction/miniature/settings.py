@@ -78,11 +78,16 @@ class Objectives:
         seeds: Data seeds; both objectives see the same sequences.
         steps: Steps at which models are measured.
         cross_entropy_steps: Further steps at which CE is measured: it trains until it has used as much compute.
+        learning_rates: Rates of which each objective gets its best, by accuracy at the last of ``steps``; by default
+            both have that of ``fine_tuning``.
+        tuning_seed: Data seed with which they are tried, from the first base model.
     """
 
     seeds: tuple[NonNegativeInt, ...]
     steps: tuple[PositiveInt, ...]
     cross_entropy_steps: tuple[PositiveInt, ...] = ()
+    learning_rates: tuple[PositiveFloat, ...] = ()
+    tuning_seed: NonNegativeInt = 9
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ SIZES = {
         ],
         "extensions": [1000.0],
     },
-    "objectives": {"seeds": [0], "steps": [1, 2], "cross_entropy_steps": [3]},
+    "objectives": {"seeds": [0], "steps": [1, 2], "cross_entropy_steps": [3], "learning_rates": [1e-3, 1e-2]},
     "windows": [{"context_length": 8, "stride": 8}],
     "alphas": [0.0, 2.0],
     "betas": [-8.0, -2.0],

@@ -59,8 +59,8 @@ def test_each_answer_can_be_inferred_from_its_distance_on_and_no_later(records):
             found = known([other for place, other in before if place >= start], name)
             assert found == (True if name == THEME else meaning(answer.text))
             assert known([other for place, other in before if place > start], name) is None
-            assert (answer.inference == "repeat") == (event in [other for _, other in before])
-            assert answer.text == event[-1] if name == THEME else value_forms()[found][VERBS.index(event[0]) + 1]
+            assert (answer.inference == "repeat") == (event[-2:] in [other[-2:] for _, other in before])
+            assert answer.text == event[-1] if name == THEME else value_forms()[found][VERBS.index(event[0])]
             checked[answer.inference] += 1
     assert min(checked[kind] for kind in ("repeat", "paraphrase", "hops", "gist")) >= 5
 
@@ -77,7 +77,7 @@ def test_counting_which_word_followed_does_not_find_far_answers(records):
                 hits[guess == word.text] += 1
             after |= dict.fromkeys(contexts, word.text)
     assert hits.total() > 400
-    assert hits[True] / hits.total() < 0.4
+    assert hits[True] / hits.total() < 0.6
 
 
 def test_the_spans_of_a_kind_of_answer_are_its_words(records):

@@ -1,0 +1,577 @@
+"""Which token weights pay? Compare LongCE, its variants and its controls with cross entropy, all with tuned rates.
+
+The language is the indirect one of `RecallDataModule`, in which counting words does not find the far answers.
+
+Declared before any test run: an arm pays if the 95% interval (Student's t over all pairs of an arm and cross entropy
+with the same base model and seed) of its gain in far answers is above 0. Every arm has its own learning rate: the best
+of the grid on the tuning seed, over both base models. Arms that score tokens have three budgets: the steps of cross
+entropy (scoring counts as free), its CPU time, and its operations.
+
+A base model (3 layers, hidden size 64) learns the language in sequences of 128 tokens. Each run continues it for some
+steps of 4 rows of 512 tokens, half of which are cut from long documents and half packed from several, with a larger
+RoPE base. Lightning is left out, because its fixed costs would be a large part of a step of this size.
+
+    OMP_NUM_THREADS=1 python benchmarks/token_weights.py --output runs/token_weights
+
+Each base model is trained further by a process of its own. The result of each run is a file in the output folder; the
+same command resumes, and prints the table.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from datamodules.packing.sequences import collate_examples
+from datamodules.recall import recall_tokenizer
+from datamodules.recall.documents import RecallRecord, recall_records
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.commands.plan.flops import ce_step_flops, forward_flops, short_pass_flops, sliding_pass_flops
+from lightning_modules.commands.plan.shapes import ModelShape
+from lightning_modules.functional import key_token_mask, long_cross_entropy, long_perplexity, soft_influence
+from lightning_modules.models import short_context
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.short_context import (
+    long_and_short,
+    short_log_likelihood,
+    sliding_window_log_likelihood,
+)
+from lightning_modules.objectives import CrossEntropy, Interpolated, LongCE, Normalized, Objective, Sparse
+from lightning_modules.statistics import weighted_mean_interval
+
+SMALL = {"size": 32, "layers": 2}
+LENGTH, ROWS, K, FAR = 512, 4, 64, 128  # tokens of a row, rows of a step, K = d, and from where on an answer is far
+RATES = (2e-3, 4e-3, 8e-3, 16e-3)
+TUNING_SEED, TEST_SEEDS = 100, tuple(range(6))
+
+Scorer = Literal["windows", "sliding", "evaluator", "small", "base", "reference"]
+Budget = Literal["steps", "CPU", "operations"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """How tokens are weighted: by an objective of the log-likelihoods, by stored weights, or by a rule."""
+
+    objective: Callable[[int], Objective]  # for a number of steps
+    scorer: Scorer | None = None
+    rule: "Callable[[PackedBatch, Tensor], Tensor] | None" = None  # weights [B, T] of a batch and what was scored
+    selects: bool = False  # whether it chooses the rows that it trains on
+
+
+def plain(objective: Objective) -> Callable[[int], Objective]:
+    return lambda _: objective
+
+
+# --------------------------------------------------------------------------------------------------------------- rules
+
+
+def exposure_weights(batch: PackedBatch, _: Tensor) -> Tensor:
+    """Weight tokens by the length of their context, after EXACT (arXiv 2605.10544); the details are ours.
+
+    Contexts beyond K are in buckets of powers of two, which share an extra weight of half of the scored tokens equally.
+    """
+    positions, scored = batch["position_ids"], batch["labels"].ne(IGNORE_INDEX)
+    bucket = positions.clamp(min=1).double().log2().floor().long()
+    beyond = scored & (positions >= K)
+    weights = torch.ones(positions.shape)
+    for number in bucket[beyond].unique():
+        members = beyond & (bucket == number)
+        weights[members] += 0.5 * scored.sum() / len(bucket[beyond].unique()) / members.sum()
+    return weights
+
+
+def late_weights(batch: PackedBatch, _: Tensor) -> Tensor:
+    """Weight 3 in the second half of a row, 1 in the first."""
+    return torch.ones(batch["labels"].shape).index_fill(1, torch.arange(LENGTH // 2, LENGTH), 3.0)
+
+
+def lexical_weights(batch: PackedBatch, _: Tensor) -> Tensor:
+    """Weight 5 where a word follows its predecessor as it did in the document, but not within K words."""
+    weights = torch.ones(batch["labels"].shape)
+    for row, ids in enumerate(batch["input_ids"].tolist()):
+        for start, stop in itertools.pairwise(batch["document_boundaries"][row]):
+            seen: dict[tuple[int, int], int] = {}
+            for place in range(start + 1, stop):
+                pair = (ids[place - 1], ids[place])
+                if place - seen.get(pair, place) > K:
+                    weights[row, place] = 5.0
+                seen[pair] = place
+    return weights
+
+
+def shuffled_weights(batch: PackedBatch, stored: Tensor) -> Tensor:
+    """Give the stored weights to other tokens, at random."""
+    scored = batch["labels"].ne(IGNORE_INDEX)
+    values = stored[scored]
+    generator = torch.Generator().manual_seed(int(batch["input_ids"].sum()))
+    return torch.ones_like(stored).masked_scatter(scored, values[torch.randperm(len(values), generator=generator)])
+
+
+def stored_weights(_: PackedBatch, stored: Tensor) -> Tensor:
+    return stored
+
+
+METHODS: dict[str, Method] = {
+    "CE": Method(plain(CrossEntropy())),
+    "LongCE": Method(plain(LongCE()), "windows"),
+    "LongCE, normalized": Method(plain(Normalized(LongCE())), "windows"),
+    "LongCE, half CE": Method(plain(Interpolated(LongCE())), "windows"),
+    "LongCE, sliding window": Method(plain(LongCE()), "sliding"),
+    "sparse, half CE": Method(plain(Interpolated(Sparse())), "sliding"),
+    "stored by the evaluator": Method(plain(LongCE()), "evaluator", stored_weights),
+    "stored by a small evaluator": Method(plain(LongCE()), "small", stored_weights),
+    "stored by the base model": Method(plain(LongCE()), "base", stored_weights),
+    "EXACT": Method(plain(Normalized(LongCE())), None, exposure_weights),
+    "Rho-1": Method(plain(Normalized(LongCE())), "reference"),
+    "documents selected by the evaluator": Method(plain(CrossEntropy()), "evaluator", selects=True),
+    "control: second half": Method(plain(LongCE()), None, late_weights),
+    "control: far bigrams": Method(plain(LongCE()), None, lexical_weights),
+    "control: shuffled weights": Method(plain(LongCE()), "evaluator", shuffled_weights),
+}
+ARMS: tuple[tuple[str, Budget], ...] = (
+    *((name, "steps") for name in METHODS),
+    *((name, "CPU") for name in ("LongCE", "LongCE, normalized", "LongCE, sliding window", "stored by the evaluator")),
+    ("stored by a small evaluator", "CPU"),
+    *((name, "operations") for name in ("LongCE", "LongCE, sliding window", "stored by the evaluator")),
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------- data
+
+
+@cache
+def vocabulary() -> dict[str, int]:
+    return recall_tokenizer().get_vocab()
+
+
+def token_ids(records: list[RecallRecord]) -> Tensor:
+    """Return ``[N, length + 1]`` ids of documents of the same length, ``<bos>`` first."""
+    ids = vocabulary()
+    return torch.tensor([[ids["<bos>"], *(ids[word.text] for word in record.words)] for record in records])
+
+
+def records(count: int, *, length: int, slot: int, seed: int) -> list[RecallRecord]:
+    """Return documents of ``length`` tokens with ``<bos>``."""
+    return list(recall_records(count, length=length - 1, slot=slot, seed=seed, indirect=True))
+
+
+def cut_rows(count: int, *, length: int, slot: int, seed: int) -> Tensor:
+    """Return ``[count, length]`` ids cut from documents twice as long, so that half begin in the middle of one."""
+    rows = token_ids(records(-(-count // 2), length=2 * length, slot=slot, seed=seed)).reshape(-1, length)
+    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))][:count]
+
+
+def training_batches(count: int, seed: int) -> list[PackedBatch]:
+    """Return batches of `ROWS` rows, half of them cut from long documents and half packed from two to four."""
+    whole = cut_rows(count * ROWS // 2, length=LENGTH, slot=16, seed=50_000 + seed)
+    rng = np.random.default_rng(seed)
+    parts = records(count * ROWS * 2, length=LENGTH, slot=16, seed=60_000 + seed)
+    ids, batches = iter(token_ids(parts)), []
+    for number in range(count):
+        rows = [{"input_ids": row, "position_ids": torch.arange(LENGTH)} for row in whole[2 * number : 2 * number + 2]]
+        for _ in range(ROWS - len(rows)):
+            cuts = rng.choice(np.arange(64, LENGTH - 63, 32), size=rng.integers(1, 4), replace=False)
+            sizes = np.diff([0, *sorted(cuts), LENGTH]).tolist()
+            rows.append(
+                {
+                    "input_ids": torch.cat([next(ids)[:size] for size in sizes]),
+                    "position_ids": torch.cat([torch.arange(size) for size in sizes]),
+                }
+            )
+        batches.append(collate_examples(rows))
+    return batches
+
+
+def batch_of(ids: Tensor) -> PackedBatch:
+    return collate_examples([{"input_ids": row, "position_ids": torch.arange(len(row))} for row in ids])
+
+
+# -------------------------------------------------------------------------------------------------------------- models
+
+
+def new_model(size: int = 64, theta: float = 500.0, layers: int = 3) -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(vocabulary()),
+            hidden_size=size,
+            intermediate_size=5 * size // 2,
+            num_hidden_layers=layers,
+            num_attention_heads=size // 16,
+            num_key_value_heads=size // 16,
+            max_position_embeddings=LENGTH,
+            initializer_range=size**-0.5,  # with the usual 0.02 the model learns to look up words much later
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": theta},
+        )
+    )
+
+
+def long_model(state: dict[str, Tensor], **shape: Any) -> Backbone:
+    model = new_model(theta=4000.0, **shape)
+    model.load_state_dict(state)
+    # All windows of a batch in one pass: at this size a pass costs more than what it computes.
+    short_context.windows_per_pass = lambda *_: 1 << 20
+    return Backbone(model)
+
+
+def optimizer_of(model: torch.nn.Module, rate: float, steps: int) -> tuple[Any, Any]:
+    """Return AdamW and its schedule, a warm-up of 20 steps and a cosine to a tenth of the learning rate."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / 20, 0.55 + 0.45 * math.cos(math.pi * min(step / max(steps, 1), 1)))
+    )
+    return optimizer, schedule
+
+
+def learn(
+    model: LlamaForCausalLM, batches: Iterator[Tensor], steps: int, rate: float, answer_weight: float = 1.0
+) -> None:
+    """Train on ``[B, T]`` ids with cross entropy, or with a larger weight of the words that can be answers."""
+    optimizer, schedule = optimizer_of(model, rate, steps)
+    answers = torch.ones(len(vocabulary()))
+    answers[[index for word, index in vocabulary().items() if word in answer_words()]] = answer_weight
+    for _, ids in zip(range(steps), batches, strict=False):
+        loss = torch.nn.functional.cross_entropy(
+            model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), weight=answers
+        )
+        update(model, loss, optimizer, schedule)
+
+
+def update(model: torch.nn.Module, loss: Tensor, optimizer: Any, schedule: Any) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    schedule.step()
+
+
+@cache
+def answer_words() -> frozenset[str]:
+    from datamodules.recall.language import GENRES, value_forms
+
+    return frozenset([*GENRES, *(form for forms in value_forms() for form in forms)])
+
+
+def learn_to_look_up(model: LlamaForCausalLM, seed: int) -> None:
+    """Train on random words said again and again until the model knows how they go on: later it uses that for names."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer, schedule = optimizer_of(model, 4e-3, 1_000_000)
+    for _ in range(6_000):
+        period = int(torch.randint(16, 33, (), generator=generator))
+        ids = torch.randint(4, len(vocabulary()), (32, period), generator=generator).repeat(1, 4)[:, :64]
+        known = model(ids).logits[:, period - 1 : -1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(known, ids[:, period:].flatten())
+        if loss < 0.3:
+            return
+        update(model, loss, optimizer, schedule)
+    raise RuntimeError(f"The model with seed {seed} does not learn to look up words: take another seed.")
+
+
+def language(*, length: int, rows: int, slot: int, seed: int) -> Iterator[Tensor]:
+    for number in range(1_000):
+        yield from cut_rows(100 * rows, length=length, slot=slot, seed=1_000 * seed + number).split(rows)
+
+
+def base_weights(seed: int, steps: int = 300, *, size: int = 64, layers: int = 3) -> dict[str, Tensor]:
+    """Train a model in short sequences: to look up words, then for some steps the language, then fewer events."""
+    torch.manual_seed(seed)
+    model = new_model(size, layers=layers)
+    learn_to_look_up(model, seed)
+    learn(model, language(length=128, rows=16, slot=5, seed=10 + seed), steps, 4e-3, answer_weight=8.0)
+    learn(model, language(length=128, rows=16, slot=16, seed=20 + seed), 300, 2e-3)
+    return model.state_dict()
+
+
+def evaluator_weights(seed: int, steps: int, **shape: int) -> dict[str, Tensor]:
+    """Train a model from its own random weights, longer than the base models, and then in long documents."""
+    model = long_model(base_weights(seed, 2_000, **shape), **shape).base_model
+    learn(model, language(length=LENGTH, rows=4, slot=5, seed=31), steps, 4e-3, answer_weight=8.0)
+    learn(model, language(length=LENGTH, rows=4, slot=16, seed=41), steps // 4, 2e-3)
+    return model.state_dict()
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+
+class Examination:
+    """Held-out documents, and an evaluator's key tokens in the first 64."""
+
+    def __init__(self, evaluator: Backbone, *, count: int, seed: int) -> None:
+        self.records = records(count, length=LENGTH, slot=16, seed=seed)
+        self.ids = token_ids(self.records)
+        pair = long_and_short(evaluator, batch_of(self.ids[:64]), context_length=K, stride=K)
+        self.key_tokens = key_token_mask(*pair)
+
+    @torch.no_grad()
+    def __call__(self, backbone: Backbone) -> dict[str, float]:
+        """Return which fraction of far answers is the likeliest word, by kind, with perplexity and LongPPL."""
+        backbone.eval()
+        likeliest = torch.cat([backbone.base_model(ids).logits[:, :-1].argmax(-1) for ids in self.ids.split(50)])
+        hits: Counter[tuple[str, bool]] = Counter()
+        for record, guesses, ids in zip(self.records, likeliest.tolist(), self.ids[:, 1:].tolist(), strict=True):
+            for word, guess, right in zip(record.words, guesses, ids, strict=True):
+                if word.kind == "answer" and word.distance > FAR:
+                    hits.update([(word.inference, guess == right), ("far answers", guess == right)])
+        batch = batch_of(self.ids[:64])
+        long, scored = backbone(batch), batch["labels"].ne(IGNORE_INDEX)
+        kinds = ("far answers", "repeat", "paraphrase", "hops", "gist")
+        return {kind: hits[kind, True] / max(1, hits[kind, True] + hits[kind, False]) for kind in kinds} | {
+            "perplexity": float(long_perplexity(long, scored)),
+            "longppl": float(long_perplexity(long, self.key_tokens)),
+        }
+
+
+def counted_answers(count: int = 500) -> float:
+    """Return the share of far answers that counting finds: what last followed the same two words, or the same one."""
+    hits: Counter[bool] = Counter()
+    for record in records(count, length=LENGTH, slot=16, seed=902):
+        after: dict[tuple[str, ...], str] = {}
+        texts = [word.text for word in record.words]
+        for place, word in enumerate(record.words):
+            contexts = (tuple(texts[max(place - 2, 0) : place]), tuple(texts[max(place - 1, 0) : place]))
+            if word.kind == "answer" and word.distance > FAR:
+                hits[next((after[each] for each in contexts if each in after), None) == word.text] += 1
+            after |= dict.fromkeys(contexts, word.text)
+    return hits[True] / hits.total()
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+class Run:
+    """A model in training with a method."""
+
+    def __init__(self, state: dict[str, Tensor], method: Method, *, steps: int, rate: float) -> None:
+        self.backbone, self.method = long_model(state).train(), method
+        self.objective = method.objective(steps)
+        self.optimizer, self.schedule = optimizer_of(self.backbone, rate, steps)
+
+    def step(self, batch: PackedBatch, number: int, stored: Tensor | None = None) -> float:
+        """Train on a batch, with what was scored before the run, and return the CPU seconds."""
+        started = time.process_time()
+        method, objective, short = self.method, self.objective.at_step(number), None
+        if method.scorer == "windows":
+            short = short_log_likelihood(self.backbone, batch, context_length=K, stride=K)
+        elif method.scorer == "sliding":
+            short = sliding_window_log_likelihood(self.backbone, batch, context_length=K)
+        long, scored = self.backbone(batch), batch["labels"].ne(IGNORE_INDEX)
+        if method.scorer == "reference":
+            excess = (stored - long.detach())[scored]
+            weights = torch.zeros_like(long).masked_scatter(scored, (excess >= excess.quantile(0.4)).to(long.dtype))
+        elif method.rule is not None:
+            weights = method.rule(batch, stored).masked_fill(~scored, 0.0)
+        else:
+            weights = objective(long.detach(), short, batch)
+        divisor = float(weights.sum()) if objective.normalized and weights.sum() > 0 else None
+        loss = long_cross_entropy(long, weights, batch["labels"], divisor=divisor)
+        update(self.backbone, loss, self.optimizer, self.schedule)
+        return time.process_time() - started
+
+
+def stored_json(path: Path, make: Callable[[], Any]) -> Any:
+    if not path.exists():
+        path.with_suffix(".part").write_text(json.dumps(make(), indent=1))
+        path.with_suffix(".part").rename(path)
+    return json.loads(path.read_text())
+
+
+def stored_tensors(path: Path, make: Callable[[], Any]) -> Any:
+    if not path.exists():
+        torch.save(make(), path.with_suffix(".part"))
+        path.with_suffix(".part").rename(path)
+    return torch.load(path, weights_only=True)
+
+
+class Comparison:
+    """All runs of one base model in one folder."""
+
+    def __init__(self, folder: Path, base: int, *, steps: int, documents: int) -> None:
+        self.folder, self.base, self.steps = folder, base, steps
+        (folder / f"base{base}").mkdir(parents=True, exist_ok=True)
+        self.state = stored_tensors(folder / f"base{base}.pt", lambda: base_weights(base))
+        evaluator = stored_tensors(folder / "evaluator.pt", lambda: evaluator_weights(0, 1_600))
+        small = stored_tensors(folder / "small.pt", lambda: evaluator_weights(7, 800, **SMALL))
+        self.scorers = {
+            "evaluator": long_model(evaluator),
+            "small": long_model(small, **SMALL),
+            "base": long_model(self.state),
+        }
+        for scorer in self.scorers.values():
+            scorer.eval().requires_grad_(False)
+        exam = partial(Examination, self.scorers["evaluator"], count=documents)
+        self.exams = {TUNING_SEED: exam(seed=901), None: exam(seed=902)}
+        self.batches = lru_cache(maxsize=1)(partial(training_batches, 2 * steps))
+        self.scores = lru_cache(maxsize=8)(self._score)
+        self.costs = stored_json(folder / "costs.json", self._measure_costs)
+
+    @torch.no_grad()
+    def _score(self, scorer: str, seed: int, count: int) -> list[Tensor]:
+        """Return what a frozen model says of each batch: weights of its tokens, or their log-likelihoods."""
+        backbone = self.scorers["evaluator" if scorer == "reference" else scorer]
+        batches = self.batches(seed)[:count]
+        if scorer == "reference":
+            return [backbone(batch) for batch in batches]
+        return [soft_influence(*long_and_short(backbone, batch, context_length=K, stride=K)) for batch in batches]
+
+    def _measure_costs(self) -> dict[str, dict[str, float]]:
+        """Measure the median CPU seconds of a step, and count its operations, by way of scoring."""
+        batches = training_batches(14, 7_000)
+        names = {"none": "CE", "windows": "LongCE", "sliding": "LongCE, sliding window"}
+        runs = {name: Run(self.state, METHODS[method], steps=20, rate=1e-3) for name, method in names.items()}
+        times: dict[str, list[float]] = {name: [] for name in (*runs, "evaluator", "small")}
+        for number, batch in enumerate(batches):  # in each round all take a turn: a busy machine slows all of them
+            for name, run in runs.items():
+                times[name].append(run.step(batch, number))
+            for name in ("evaluator", "small"):
+                started = time.process_time()
+                with torch.no_grad():
+                    long_and_short(self.scorers[name], batch, context_length=K, stride=K)
+                times[name].append(times["none"][-1] + time.process_time() - started)
+        shape, little = (ModelShape.of(new_model(**size).config) for size in ({}, SMALL))
+        step = ce_step_flops(shape, LENGTH, "none").total
+        operations = {
+            "none": step,
+            "windows": step + short_pass_flops(shape, LENGTH, K, K).total,
+            "sliding": step + sliding_pass_flops(shape, LENGTH, K).total,
+        }
+        for name, each in (("evaluator", shape), ("small", little)):
+            scoring = forward_flops(each, LENGTH, LENGTH - 1).total + short_pass_flops(each, LENGTH, K, K).total
+            operations[name] = step + scoring
+        return {"CPU": {name: statistics.median(t[2:]) for name, t in times.items()}, "operations": operations}
+
+    def steps_of(self, name: str, budget: Budget) -> int:
+        """Return the optimizer steps that fit in a budget."""
+        if budget == "steps":
+            return self.steps
+        costs = self.costs[budget]
+        return int(self.steps * costs["none"] / costs[METHODS[name].scorer or "none"])
+
+    def result(self, name: str, budget: Budget, rate: float, seed: int) -> dict[str, Any]:
+        """Return the result of a run, which is read if it exists."""
+        key = "-".join((name, budget, f"{rate:g}", str(seed))).replace(" ", "_").replace(",", "").replace(":", "")
+        path = self.folder / f"base{self.base}" / f"{key}.json"
+        return stored_json(path, lambda: self._train(name, budget, rate, seed))
+
+    def _train(self, name: str, budget: Budget, rate: float, seed: int) -> dict[str, Any]:
+        method, steps = METHODS[name], self.steps_of(name, budget)
+        torch.manual_seed(seed)
+        frozen = method.scorer in ("evaluator", "small", "base", "reference")
+        batches = self.batches(seed)
+        scores = self.scores(method.scorer, seed, 2 * steps if method.selects else self.steps) if frozen else []
+        if method.selects:
+            batches, scores = select_rows(batches, scores, steps), []
+        run = Run(self.state, method, steps=steps, rate=rate)
+        seconds = 0.0
+        for number, batch in enumerate(batches[:steps]):
+            seconds += run.step(batch, number, scores[number] if scores else None)
+        outcome = self.exams.get(seed, self.exams[None])(run.backbone)
+        found = {"base": self.base, "arm": name, "budget": budget, "rate": rate, "seed": seed, "steps": steps}
+        print(found, f"{outcome['far answers']:.3f}", flush=True)
+        return found | {"seconds": seconds} | outcome
+
+
+def select_rows(batches: list[PackedBatch], weights: list[Tensor], count: int) -> list[PackedBatch]:
+    """Return batches of the half of the rows whose weights have the largest sums, in their order."""
+    rows = [
+        {name: batch[name][row] for name in ("input_ids", "position_ids")} for batch in batches for row in range(ROWS)
+    ]
+    sums = torch.cat([each.sum(1) for each in weights])
+    chosen = sums.topk(count * ROWS).indices.sort().values.tolist()
+    kept = [rows[index] for index in chosen]
+    return [collate_examples(kept[first : first + ROWS]) for first in range(0, len(kept), ROWS)]
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+def tuned_rates(comparisons: list[Comparison]) -> dict[tuple[str, Budget], float]:
+    """Return the best rate of each arm on the tuning seed, by the mean over the base models.
+
+    Arms with the same operations share the rate of those with the same CPU time.
+    """
+    rates: dict[tuple[str, Budget], float] = {}
+    for name, budget in ARMS:
+        if budget == "operations":
+            rates[name, budget] = rates[name, "CPU"]
+            continue
+        means = {
+            rate: statistics.mean(c.result(name, budget, rate, TUNING_SEED)["far answers"] for c in comparisons)
+            for rate in RATES
+        }
+        rates[name, budget] = max(means, key=means.__getitem__)
+    return rates
+
+
+def report(comparisons: list[Comparison], rates: dict[tuple[str, Budget], float]) -> list[dict[str, Any]]:
+    """Run the test seeds, and print and return a row of means and paired differences for each arm."""
+    rows: list[dict[str, Any]] = []
+    ce = [c.result("CE", "steps", rates["CE", "steps"], seed) for c in comparisons for seed in TEST_SEEDS]
+    print("| arm | budget | rate | steps | far | repeat | paraphrase | hops | gist | PPL | LongPPL | minus CE |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
+    for name, budget in ARMS:
+        runs = [c.result(name, budget, rates[name, budget], seed) for c in comparisons for seed in TEST_SEEDS]
+        row = {"arm": name, "budget": budget, "rate": rates[name, budget], "steps": runs[0]["steps"]}
+        kinds = ("far answers", "repeat", "paraphrase", "hops", "gist", "perplexity", "longppl")
+        row |= {kind: statistics.mean(run[kind] for run in runs) for kind in kinds}
+        differences = np.array([a["far answers"] - b["far answers"] for a, b in zip(runs, ce, strict=True)])
+        row["gain"] = float(differences.mean())
+        row["interval"] = weighted_mean_interval(differences, np.ones(len(differences))) if name != "CE" else None
+        row["gains by base"] = [float(part.mean()) for part in np.split(differences, len(comparisons))]
+        rows.append(row)
+        gain = (
+            ""
+            if row["interval"] is None
+            else "{:+.1f} ({:+.1f} to {:+.1f})".format(100 * row["gain"], *(100 * end for end in row["interval"]))
+        )
+        cells = [f"{row[kind]:.1%}" for kind in kinds[:5]] + [f"{row[kind]:.2f}" for kind in kinds[5:]]
+        print("|", " | ".join([name, budget, f"{row['rate']:g}", str(row["steps"]), *cells, gain]), "|")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--output", type=Path, default=Path("runs/token_weights"))
+    parser.add_argument("--steps", type=int, default=150, help="of cross entropy")
+    parser.add_argument("--documents", type=int, default=300, help="that answers are counted in")
+    parser.add_argument("--bases", type=int, nargs="+", default=[1, 2], help="seeds of the base models")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    new = partial(Comparison, options.output, steps=options.steps, documents=options.documents)
+    comparisons = [new(base) for base in options.bases]
+    print("evaluator:", comparisons[0].exams[None](comparisons[0].scorers["evaluator"]), "counting:", counted_answers())
+    for comparison in comparisons:
+        print("base", comparison.base, comparison.exams[None](comparison.scorers["base"]), comparison.costs, flush=True)
+    tuning = [(*arm, rate, TUNING_SEED) for arm in ARMS if arm[1] != "operations" for rate in RATES]
+    with ProcessPoolExecutor(len(options.bases), get_context("spawn")) as pool:
+        list(pool.map(partial(run_all, new, tuning), options.bases))
+        rates = tuned_rates(comparisons)
+        test = [(*arm, rate, seed) for arm, rate in rates.items() for seed in TEST_SEEDS]
+        list(pool.map(partial(run_all, new, test), options.bases))
+    (options.output / "table.json").write_text(json.dumps(report(comparisons, rates), indent=1))
+
+
+def run_all(new: Callable[[int], Comparison], runs: list[tuple[str, Budget, float, int]], base: int) -> None:
+    """Make runs of a base model, in a process of its own."""
+    torch.set_num_threads(1)
+    comparison = new(base)
+    for run in sorted(runs, key=lambda run: run[3]):  # those of a seed share their batches and scores
+        comparison.result(*run)
+
+
+if __name__ == "__main__":
+    main()
