@@ -97,7 +97,7 @@ TRAINED = Reading(
 )
 MINIATURE = Reading(elsewhere="tests/benchmarks/reproduction/miniature/test_command.py")
 
-SERVE = Reading(elsewhere="tests/lightning_modules/commands/test_serve.py")
+SERVE = Reading(elsewhere="tests/lightning_modules/commands/serve/test_serve.py")
 SHORT = "--context_length 32 --stride 16"
 QUESTIONS = "--tasks passkey --lengths 512 --samples 1 --device cpu"
 SCORE_CORPUS = Reading(
