@@ -170,7 +170,7 @@ OPTIONS = [
     ),
     ("--model.attn_implementation", "nosuch", "nosuch"),
     ("--model.pretrained_model_name_or_path", "", "use a local folder or a hub id"),
-    ("--model.pretrained_model_name_or_path", "https://x/y", "does not answer"),
+    ("--model.pretrained_model_name_or_path", "https://x/y", "No server answers"),
     ("--data.sequence_length", str(10**30), "at most 134,217,728 tokens"),
     ("--data.num_workers", "1000000", "`num_workers` must be an integer from 0 to"),
     ("--data.long_documents", "{longer_than: 9, weight: 1e12}", "must be between 1 and 1000"),
@@ -288,7 +288,7 @@ def adapters_alone(folder):
 
 
 MODELS = {
-    "adapters": (adapters_alone, "holds adapters without their model"),
+    "adapters": (adapters_alone, "or give a local folder or another hub id"),
     "slow tokenizer": (
         with_a_slow_tokenizer,
         "(CTRLTokenizer) does not report character offsets, and its tokens do not decode",
