@@ -248,6 +248,11 @@ def isolation_arguments(
     is_flash = "flash" in implementation  # also a kernel of the hub
     packed = window is not None or any(len(boundaries) > 2 for boundaries in document_boundaries)
     if not is_flash and not (packed and implementation == DOCUMENT_SDPA):
+        if window is not None:
+            raise ValueError(
+                f"'{implementation}' attention ignores the window of `short_context: sliding_window`: set"
+                " `attn_implementation` to sdpa, or `short_context: windows`."
+            )
         return {}
     limits = {} if window is None else {"attention_window": window}
     # Padding after the last boundary becomes a document by itself, whose output is unused.

@@ -143,8 +143,10 @@ def test_a_model_that_ignores_the_window_is_refused():
     check_attention_window(model)
     check_attention_window(model, sinks=2)
     model.base_model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="'eager' attention, which ignores the window"):
+    with pytest.raises(ValueError, match="'eager' attention ignores the window"):
         check_attention_window(model)
+    with pytest.raises(ValueError, match="'eager' attention ignores the window"):
+        sliding_window_log_likelihood(model, pack_sequence(documents(60)), context_length=4)
 
 
 def test_a_window_as_long_as_the_text_changes_nothing():

@@ -55,8 +55,8 @@ def test_intervals_of_perplexities():
     documents = [replace(result.documents[0], sums={"perplexity": (-n, 10.0), DEFAULT: (-n, 2.0)}) for n in range(1, 7)]
     result = replace(result, documents=documents)
     found = measured_intervals(find_table("table5"), {("M", JUDGE): result}, [])
-    assert found["M", "PPL"] == weighted_mean_interval(np.exp(np.arange(1, 7) / 10), np.full(6, 10.0))
-    assert found["M", JUDGE] == weighted_mean_interval(np.exp(np.arange(1, 7) / 2), np.full(6, 2.0))
+    assert found["M", "PPL"] == pytest.approx(weighted_mean_interval(np.exp(np.arange(1, 7) / 10), np.full(6, 10.0)))
+    assert found["M", JUDGE] == pytest.approx(weighted_mean_interval(np.exp(np.arange(1, 7) / 2), np.full(6, 2.0)))
 
 
 def test_times_add_up(tmp_path):
