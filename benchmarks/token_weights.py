@@ -4,8 +4,9 @@ The language is the indirect one of `RecallDataModule`, in which counting words 
 
 Declared before any test run: an arm pays if the 95% interval (Student's t over all pairs of an arm and cross entropy
 with the same base model and seed) of its gain in far answers is above 0. Every arm has its own learning rate: the best
-of the grid on the tuning seed, over both base models. Arms that score tokens have three budgets: the steps of cross
-entropy (scoring counts as free), its CPU time, and its operations.
+of the grid on the tuning seed, with the first base model. Cross entropy has the best of three on the test seeds
+themselves, so that its rate cannot be an unlucky one. Arms that score tokens have two budgets: the steps of cross
+entropy (scoring counts as free), and its CPU time.
 
 A base model (3 layers, hidden size 64) learns the language in sequences of 128 tokens. Each run continues it for some
 steps of 4 rows of 512 tokens, half of which are cut from long documents and half packed from several, with a larger
@@ -39,28 +40,31 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from datamodules.packing.sequences import collate_examples
 from datamodules.recall import recall_tokenizer
-from datamodules.recall.documents import RecallRecord, recall_records
+from datamodules.recall.documents import RecallRecord, Word
+from datamodules.recall.indirect import IndirectWriter
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.commands.plan.flops import ce_step_flops, forward_flops, short_pass_flops, sliding_pass_flops
 from lightning_modules.commands.plan.shapes import ModelShape
 from lightning_modules.functional import key_token_mask, long_cross_entropy, long_perplexity, soft_influence
 from lightning_modules.models import short_context
+from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.short_context import (
     long_and_short,
     short_log_likelihood,
     sliding_window_log_likelihood,
 )
-from lightning_modules.objectives import CrossEntropy, Interpolated, LongCE, Normalized, Objective, Sparse
+from lightning_modules.objectives import CrossEntropy, Interpolated, LongCE, Normalized, Objective
 from lightning_modules.statistics import weighted_mean_interval
 
-SMALL = {"size": 32, "layers": 2}
+DEEP, SMALL = {"size": 64, "layers": 4}, {"size": 32, "layers": 2}  # evaluators
 LENGTH, ROWS, K, FAR = 512, 4, 64, 128  # tokens of a row, rows of a step, K = d, and from where on an answer is far
-RATES = (2e-3, 4e-3, 8e-3, 16e-3)
+RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+CE_RATES = RATES[1:]  # of cross entropy on the test seeds
 TUNING_SEED, TEST_SEEDS = 100, tuple(range(6))
 
-Scorer = Literal["windows", "sliding", "evaluator", "small", "base", "reference"]
-Budget = Literal["steps", "CPU", "operations"]
+Scorer = Literal["windows", "sliding", "evaluator", "small", "reference"]
+Budget = Literal["steps", "CPU"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class Method:
 
     objective: Callable[[int], Objective]  # for a number of steps
     scorer: Scorer | None = None
-    rule: "Callable[[PackedBatch, Tensor], Tensor] | None" = None  # weights [B, T] of a batch and what was scored
+    rule: Callable[[PackedBatch, Any, int], Tensor] | None = None  # weights [B, T] by a batch, what was scored, and K
     selects: bool = False  # whether it chooses the rows that it trains on
 
 
@@ -80,14 +84,14 @@ def plain(objective: Objective) -> Callable[[int], Objective]:
 # --------------------------------------------------------------------------------------------------------------- rules
 
 
-def exposure_weights(batch: PackedBatch, _: Tensor) -> Tensor:
+def exposure_weights(batch: PackedBatch, _: Any, window: int) -> Tensor:
     """Weight tokens by the length of their context, after EXACT (arXiv 2605.10544); the details are ours.
 
     Contexts beyond K are in buckets of powers of two, which share an extra weight of half of the scored tokens equally.
     """
     positions, scored = batch["position_ids"], batch["labels"].ne(IGNORE_INDEX)
     bucket = positions.clamp(min=1).double().log2().floor().long()
-    beyond = scored & (positions >= K)
+    beyond = scored & (positions >= window)
     weights = torch.ones(positions.shape)
     for number in bucket[beyond].unique():
         members = beyond & (bucket == number)
@@ -95,12 +99,13 @@ def exposure_weights(batch: PackedBatch, _: Tensor) -> Tensor:
     return weights
 
 
-def late_weights(batch: PackedBatch, _: Tensor) -> Tensor:
+def late_weights(batch: PackedBatch, *_: Any) -> Tensor:
     """Weight 3 in the second half of a row, 1 in the first."""
-    return torch.ones(batch["labels"].shape).index_fill(1, torch.arange(LENGTH // 2, LENGTH), 3.0)
+    length = batch["labels"].shape[1]
+    return torch.ones(batch["labels"].shape).index_fill(1, torch.arange(length // 2, length), 3.0)
 
 
-def lexical_weights(batch: PackedBatch, _: Tensor) -> Tensor:
+def lexical_weights(batch: PackedBatch, _: Any, window: int) -> Tensor:
     """Weight 5 where a word follows its predecessor as it did in the document, but not within K words."""
     weights = torch.ones(batch["labels"].shape)
     for row, ids in enumerate(batch["input_ids"].tolist()):
@@ -108,13 +113,13 @@ def lexical_weights(batch: PackedBatch, _: Tensor) -> Tensor:
             seen: dict[tuple[int, int], int] = {}
             for place in range(start + 1, stop):
                 pair = (ids[place - 1], ids[place])
-                if place - seen.get(pair, place) > K:
+                if place - seen.get(pair, place) > window:
                     weights[row, place] = 5.0
                 seen[pair] = place
     return weights
 
 
-def shuffled_weights(batch: PackedBatch, stored: Tensor) -> Tensor:
+def shuffled_weights(batch: PackedBatch, stored: Tensor, _: int) -> Tensor:
     """Give the stored weights to other tokens, at random."""
     scored = batch["labels"].ne(IGNORE_INDEX)
     values = stored[scored]
@@ -122,7 +127,7 @@ def shuffled_weights(batch: PackedBatch, stored: Tensor) -> Tensor:
     return torch.ones_like(stored).masked_scatter(scored, values[torch.randperm(len(values), generator=generator)])
 
 
-def stored_weights(_: PackedBatch, stored: Tensor) -> Tensor:
+def stored_weights(_: PackedBatch, stored: Tensor, __: int) -> Tensor:
     return stored
 
 
@@ -132,10 +137,8 @@ METHODS: dict[str, Method] = {
     "LongCE, normalized": Method(plain(Normalized(LongCE())), "windows"),
     "LongCE, half CE": Method(plain(Interpolated(LongCE())), "windows"),
     "LongCE, sliding window": Method(plain(LongCE()), "sliding"),
-    "sparse, half CE": Method(plain(Interpolated(Sparse())), "sliding"),
     "stored by the evaluator": Method(plain(LongCE()), "evaluator", stored_weights),
     "stored by a small evaluator": Method(plain(LongCE()), "small", stored_weights),
-    "stored by the base model": Method(plain(LongCE()), "base", stored_weights),
     "EXACT": Method(plain(Normalized(LongCE())), None, exposure_weights),
     "Rho-1": Method(plain(Normalized(LongCE())), "reference"),
     "documents selected by the evaluator": Method(plain(CrossEntropy()), "evaluator", selects=True),
@@ -145,9 +148,8 @@ METHODS: dict[str, Method] = {
 }
 ARMS: tuple[tuple[str, Budget], ...] = (
     *((name, "steps") for name in METHODS),
-    *((name, "CPU") for name in ("LongCE", "LongCE, normalized", "LongCE, sliding window", "stored by the evaluator")),
+    *((name, "CPU") for name in ("LongCE", "LongCE, half CE", "LongCE, sliding window", "stored by the evaluator")),
     ("stored by a small evaluator", "CPU"),
-    *((name, "operations") for name in ("LongCE", "LongCE, sliding window", "stored by the evaluator")),
 )
 
 
@@ -165,15 +167,23 @@ def token_ids(records: list[RecallRecord]) -> Tensor:
     return torch.tensor([[ids["<bos>"], *(ids[word.text] for word in record.words)] for record in records])
 
 
-def records(count: int, *, length: int, slot: int, seed: int) -> list[RecallRecord]:
+class LinkedWriter(IndirectWriter):
+    """Writer of documents in which many names have the value of another, for learning to follow such links."""
+
+    bounds = (0.3, 0.6, 0.9)
+
+
+def records(
+    count: int, *, length: int, slot: int, seed: int, writer: type[IndirectWriter] = IndirectWriter
+) -> list[RecallRecord]:
     """Return documents of ``length`` tokens with ``<bos>``."""
-    return list(recall_records(count, length=length - 1, slot=slot, seed=seed, indirect=True))
+    return [RecallRecord(tuple(writer((seed, index), slot).words(length - 1))) for index in range(count)]
 
 
-def cut_rows(count: int, *, length: int, slot: int, seed: int) -> Tensor:
+def cut_rows(count: int, *, length: int, **language: Any) -> Tensor:
     """Return ``[count, length]`` ids cut from documents twice as long, so that half begin in the middle of one."""
-    rows = token_ids(records(-(-count // 2), length=2 * length, slot=slot, seed=seed)).reshape(-1, length)
-    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))][:count]
+    rows = token_ids(records(-(-count // 2), length=2 * length, **language)).reshape(-1, length)
+    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(language["seed"]))][:count]
 
 
 def training_batches(count: int, seed: int) -> list[PackedBatch]:
@@ -224,32 +234,30 @@ def new_model(size: int = 64, theta: float = 500.0, layers: int = 3) -> LlamaFor
 def long_model(state: dict[str, Tensor], **shape: Any) -> Backbone:
     model = new_model(theta=4000.0, **shape)
     model.load_state_dict(state)
+    model.set_attn_implementation(register_document_attention())
     # All windows of a batch in one pass: at this size a pass costs more than what it computes.
     short_context.windows_per_pass = lambda *_: 1 << 20
     return Backbone(model)
 
 
 def optimizer_of(model: torch.nn.Module, rate: float, steps: int) -> tuple[Any, Any]:
-    """Return AdamW and its schedule, a warm-up of 20 steps and a cosine to a tenth of the learning rate."""
+    """Return AdamW and its schedule, a warm-up of up to 20 steps and a cosine to a tenth of the learning rate."""
+    warmup = max(min(20, steps // 4), 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / 20, 0.55 + 0.45 * math.cos(math.pi * min(step / max(steps, 1), 1)))
+        optimizer, lambda step: min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * min(step / max(steps, 1), 1)))
     )
     return optimizer, schedule
 
 
-def learn(
-    model: LlamaForCausalLM, batches: Iterator[Tensor], steps: int, rate: float, answer_weight: float = 1.0
-) -> None:
-    """Train on ``[B, T]`` ids with cross entropy, or with a larger weight of the words that can be answers."""
+def learn(model: LlamaForCausalLM, batches: Iterator[tuple[Tensor, Tensor]], steps: int, rate: float) -> None:
+    """Train with weighted cross entropy on ``[B, T]`` ids and weights."""
     optimizer, schedule = optimizer_of(model, rate, steps)
-    answers = torch.ones(len(vocabulary()))
-    answers[[index for word, index in vocabulary().items() if word in answer_words()]] = answer_weight
-    for _, ids in zip(range(steps), batches, strict=False):
+    for _, (ids, weights) in zip(range(steps), batches, strict=False):
         loss = torch.nn.functional.cross_entropy(
-            model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), weight=answers
+            model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
         )
-        update(model, loss, optimizer, schedule)
+        update(model, loss @ weights[:, 1:].flatten() / weights[:, 1:].sum(), optimizer, schedule)
 
 
 def update(model: torch.nn.Module, loss: Tensor, optimizer: Any, schedule: Any) -> None:
@@ -282,9 +290,33 @@ def learn_to_look_up(model: LlamaForCausalLM, seed: int) -> None:
     raise RuntimeError(f"The model with seed {seed} does not learn to look up words: take another seed.")
 
 
-def language(*, length: int, rows: int, slot: int, seed: int) -> Iterator[Tensor]:
+def by_word(word: Word) -> float:
+    """Return a larger weight for words that can be answers."""
+    return 8.0 if word.text in answer_words() else 1.0
+
+
+def by_inference(word: Word) -> float:
+    """Return a larger weight for answers, above all for those that are known by way of another name."""
+    return 1.0 if word.kind != "answer" else 24.0 if word.inference == "hops" else 8.0
+
+
+def language(
+    *,
+    length: int,
+    rows: int,
+    slot: int,
+    seed: int,
+    weigh: Callable[[Word], float] = lambda _: 1.0,
+    writer: type[IndirectWriter] = IndirectWriter,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield ids and weights, each ``[rows, length]``."""
     for number in range(1_000):
-        yield from cut_rows(100 * rows, length=length, slot=slot, seed=1_000 * seed + number).split(rows)
+        some = {"length": 2 * length, "slot": slot, "seed": 1_000 * seed + number}
+        documents = records(50 * rows, writer=writer, **some)
+        weights = torch.tensor([[1.0, *map(weigh, document.words)] for document in documents]).view(-1, length)
+        order = torch.randperm(len(weights), generator=torch.Generator().manual_seed(some["seed"]))
+        ids = token_ids(documents).view(-1, length)
+        yield from zip(ids[order].split(rows), weights[order].split(rows), strict=True)
 
 
 def base_weights(seed: int, steps: int = 300, *, size: int = 64, layers: int = 3) -> dict[str, Tensor]:
@@ -292,16 +324,19 @@ def base_weights(seed: int, steps: int = 300, *, size: int = 64, layers: int = 3
     torch.manual_seed(seed)
     model = new_model(size, layers=layers)
     learn_to_look_up(model, seed)
-    learn(model, language(length=128, rows=16, slot=5, seed=10 + seed), steps, 4e-3, answer_weight=8.0)
+    learn(model, language(length=128, rows=16, slot=5, seed=10 + seed, weigh=by_word), steps, 4e-3)
     learn(model, language(length=128, rows=16, slot=16, seed=20 + seed), 300, 2e-3)
     return model.state_dict()
 
 
-def evaluator_weights(seed: int, steps: int, **shape: int) -> dict[str, Tensor]:
-    """Train a model from its own random weights, longer than the base models, and then in long documents."""
-    model = long_model(base_weights(seed, 2_000, **shape), **shape).base_model
-    learn(model, language(length=LENGTH, rows=4, slot=5, seed=31), steps, 4e-3, answer_weight=8.0)
-    learn(model, language(length=LENGTH, rows=4, slot=16, seed=41), steps // 4, 2e-3)
+def evaluator_weights(seed: int, **shape: int) -> dict[str, Tensor]:
+    """Train a model longer than the base models: also to follow links between names, and in long documents."""
+    model = long_model(base_weights(seed, 800, **shape), **shape).base_model
+    for weigh in (by_word, by_inference, by_inference):
+        for length, rows, steps in ((128, 16, 600), (LENGTH, 4, 800)):
+            linked = language(length=length, rows=rows, slot=5, seed=30 + length, weigh=weigh, writer=LinkedWriter)
+            learn(model, linked, steps, 3e-3)
+        learn(model, language(length=LENGTH, rows=4, slot=16, seed=41), 300, 1.5e-3)
     return model.state_dict()
 
 
@@ -319,7 +354,7 @@ class Examination:
 
     @torch.no_grad()
     def __call__(self, backbone: Backbone) -> dict[str, float]:
-        """Return which fraction of far answers is the likeliest word, by kind, with perplexity and LongPPL."""
+        """Return the fraction of far answers that are the likeliest word, by kind, and perplexity and LongPPL."""
         backbone.eval()
         likeliest = torch.cat([backbone.base_model(ids).logits[:, :-1].argmax(-1) for ids in self.ids.split(50)])
         hits: Counter[tuple[str, bool]] = Counter()
@@ -354,10 +389,10 @@ def counted_answers(count: int = 500) -> float:
 
 
 class Run:
-    """A model in training with a method."""
+    """A model in training with a method, whose short context has `window` to twice as many tokens."""
 
-    def __init__(self, state: dict[str, Tensor], method: Method, *, steps: int, rate: float) -> None:
-        self.backbone, self.method = long_model(state).train(), method
+    def __init__(self, backbone: Backbone, method: Method, *, steps: int, rate: float, window: int = K) -> None:
+        self.backbone, self.method, self.window = backbone.train(), method, window
         self.objective = method.objective(steps)
         self.optimizer, self.schedule = optimizer_of(self.backbone, rate, steps)
 
@@ -366,15 +401,15 @@ class Run:
         started = time.process_time()
         method, objective, short = self.method, self.objective.at_step(number), None
         if method.scorer == "windows":
-            short = short_log_likelihood(self.backbone, batch, context_length=K, stride=K)
+            short = short_log_likelihood(self.backbone, batch, context_length=self.window, stride=self.window)
         elif method.scorer == "sliding":
-            short = sliding_window_log_likelihood(self.backbone, batch, context_length=K)
+            short = sliding_window_log_likelihood(self.backbone, batch, context_length=self.window)
         long, scored = self.backbone(batch), batch["labels"].ne(IGNORE_INDEX)
         if method.scorer == "reference":
             excess = (stored - long.detach())[scored]
             weights = torch.zeros_like(long).masked_scatter(scored, (excess >= excess.quantile(0.4)).to(long.dtype))
         elif method.rule is not None:
-            weights = method.rule(batch, stored).masked_fill(~scored, 0.0)
+            weights = method.rule(batch, stored, self.window).masked_fill(~scored, 0.0)
         else:
             weights = objective(long.detach(), short, batch)
         divisor = float(weights.sum()) if objective.normalized and weights.sum() > 0 else None
@@ -404,12 +439,11 @@ class Comparison:
         self.folder, self.base, self.steps = folder, base, steps
         (folder / f"base{base}").mkdir(parents=True, exist_ok=True)
         self.state = stored_tensors(folder / f"base{base}.pt", lambda: base_weights(base))
-        evaluator = stored_tensors(folder / "evaluator.pt", lambda: evaluator_weights(0, 1_600))
-        small = stored_tensors(folder / "small.pt", lambda: evaluator_weights(7, 800, **SMALL))
+        evaluator = stored_tensors(folder / "evaluator.pt", lambda: evaluator_weights(0, **DEEP))
+        small = stored_tensors(folder / "small.pt", lambda: evaluator_weights(7, **SMALL))
         self.scorers = {
-            "evaluator": long_model(evaluator),
+            "evaluator": long_model(evaluator, **DEEP),
             "small": long_model(small, **SMALL),
-            "base": long_model(self.state),
         }
         for scorer in self.scorers.values():
             scorer.eval().requires_grad_(False)
@@ -430,29 +464,34 @@ class Comparison:
 
     def _measure_costs(self) -> dict[str, dict[str, float]]:
         """Measure the median CPU seconds of a step, and count its operations, by way of scoring."""
-        batches = training_batches(14, 7_000)
+        batches = training_batches(27, 7_000)
         names = {"none": "CE", "windows": "LongCE", "sliding": "LongCE, sliding window"}
-        runs = {name: Run(self.state, METHODS[method], steps=20, rate=1e-3) for name, method in names.items()}
+        runs = {
+            name: Run(long_model(self.state), METHODS[method], steps=27, rate=1e-3) for name, method in names.items()
+        }
         times: dict[str, list[float]] = {name: [] for name in (*runs, "evaluator", "small")}
         for number, batch in enumerate(batches):  # in each round all take a turn: a busy machine slows all of them
-            for name, run in runs.items():
-                times[name].append(run.step(batch, number))
-            for name in ("evaluator", "small"):
-                started = time.process_time()
-                with torch.no_grad():
-                    long_and_short(self.scorers[name], batch, context_length=K, stride=K)
-                times[name].append(times["none"][-1] + time.process_time() - started)
-        shape, little = (ModelShape.of(new_model(**size).config) for size in ({}, SMALL))
+            for name in [*times][number % len(times) :] + [*times][: number % len(times)]:
+                if name in runs:
+                    times[name].append(runs[name].step(batch, number))
+                else:
+                    started = time.process_time()
+                    with torch.no_grad():
+                        long_and_short(self.scorers[name], batch, context_length=K, stride=K)
+                    times[name].append(time.process_time() - started)
+        seconds = {name: statistics.median(each[2:]) for name, each in times.items()}
+        seconds |= {name: seconds["none"] + seconds[name] for name in ("evaluator", "small")}
+        shape, deep, small = (ModelShape.of(new_model(**size).config) for size in ({}, DEEP, SMALL))
         step = ce_step_flops(shape, LENGTH, "none").total
         operations = {
             "none": step,
             "windows": step + short_pass_flops(shape, LENGTH, K, K).total,
             "sliding": step + sliding_pass_flops(shape, LENGTH, K).total,
         }
-        for name, each in (("evaluator", shape), ("small", little)):
+        for name, each in (("evaluator", deep), ("small", small)):
             scoring = forward_flops(each, LENGTH, LENGTH - 1).total + short_pass_flops(each, LENGTH, K, K).total
             operations[name] = step + scoring
-        return {"CPU": {name: statistics.median(t[2:]) for name, t in times.items()}, "operations": operations}
+        return {"CPU": seconds, "operations": operations}
 
     def steps_of(self, name: str, budget: Budget) -> int:
         """Return the optimizer steps that fit in a budget."""
@@ -470,12 +509,12 @@ class Comparison:
     def _train(self, name: str, budget: Budget, rate: float, seed: int) -> dict[str, Any]:
         method, steps = METHODS[name], self.steps_of(name, budget)
         torch.manual_seed(seed)
-        frozen = method.scorer in ("evaluator", "small", "base", "reference")
+        frozen = method.scorer in ("evaluator", "small", "reference")
         batches = self.batches(seed)
         scores = self.scores(method.scorer, seed, 2 * steps if method.selects else self.steps) if frozen else []
         if method.selects:
             batches, scores = select_rows(batches, scores, steps), []
-        run = Run(self.state, method, steps=steps, rate=rate)
+        run = Run(long_model(self.state), method, steps=steps, rate=rate)
         seconds = 0.0
         for number, batch in enumerate(batches[:steps]):
             seconds += run.step(batch, number, scores[number] if scores else None)
@@ -487,42 +526,40 @@ class Comparison:
 
 def select_rows(batches: list[PackedBatch], weights: list[Tensor], count: int) -> list[PackedBatch]:
     """Return batches of the half of the rows whose weights have the largest sums, in their order."""
+    size = len(batches[0]["input_ids"])
     rows = [
-        {name: batch[name][row] for name in ("input_ids", "position_ids")} for batch in batches for row in range(ROWS)
+        {name: batch[name][row] for name in ("input_ids", "position_ids")} for batch in batches for row in range(size)
     ]
     sums = torch.cat([each.sum(1) for each in weights])
-    chosen = sums.topk(count * ROWS).indices.sort().values.tolist()
+    chosen = sums.topk(count * size).indices.sort().values.tolist()
     kept = [rows[index] for index in chosen]
-    return [collate_examples(kept[first : first + ROWS]) for first in range(0, len(kept), ROWS)]
+    return [collate_examples(kept[first : first + size]) for first in range(0, len(kept), size)]
 
 
 # -------------------------------------------------------------------------------------------------------------- report
 
 
-def tuned_rates(comparisons: list[Comparison]) -> dict[tuple[str, Budget], float]:
-    """Return the best rate of each arm on the tuning seed, by the mean over the base models.
-
-    Arms with the same operations share the rate of those with the same CPU time.
-    """
+def tuned_rates(comparison: Comparison) -> dict[tuple[str, Budget], float]:
+    """Return the best rate of each arm on the tuning seed."""
     rates: dict[tuple[str, Budget], float] = {}
-    for name, budget in ARMS:
-        if budget == "operations":
-            rates[name, budget] = rates[name, "CPU"]
-            continue
-        means = {
-            rate: statistics.mean(c.result(name, budget, rate, TUNING_SEED)["far answers"] for c in comparisons)
-            for rate in RATES
-        }
-        rates[name, budget] = max(means, key=means.__getitem__)
+    for arm in ARMS:
+        found = {rate: comparison.result(*arm, rate, TUNING_SEED)["far answers"] for rate in RATES}
+        rates[arm] = max(found, key=found.__getitem__)
     return rates
 
 
 def report(comparisons: list[Comparison], rates: dict[tuple[str, Budget], float]) -> list[dict[str, Any]]:
     """Run the test seeds, and print and return a row of means and paired differences for each arm."""
     rows: list[dict[str, Any]] = []
-    ce = [c.result("CE", "steps", rates["CE", "steps"], seed) for c in comparisons for seed in TEST_SEEDS]
-    print("| arm | budget | rate | steps | far | repeat | paraphrase | hops | gist | PPL | LongPPL | minus CE |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
+    tried = {
+        rate: [c.result("CE", "steps", rate, seed) for c in comparisons for seed in TEST_SEEDS] for rate in CE_RATES
+    }
+    best = max(CE_RATES, key=lambda rate: statistics.mean(run["far answers"] for run in tried[rate]))
+    rates, ce = rates | {("CE", "steps"): best}, tried[best]
+    print(
+        "| arm | budget | rate | steps | far | repeat | paraphrase | hops | gist | PPL | LongPPL | minus CE | by base |"
+    )
+    print("|---" * 13 + "|")
     for name, budget in ARMS:
         runs = [c.result(name, budget, rates[name, budget], seed) for c in comparisons for seed in TEST_SEEDS]
         row = {"arm": name, "budget": budget, "rate": rates[name, budget], "steps": runs[0]["steps"]}
@@ -533,34 +570,37 @@ def report(comparisons: list[Comparison], rates: dict[tuple[str, Budget], float]
         row["interval"] = weighted_mean_interval(differences, np.ones(len(differences))) if name != "CE" else None
         row["gains by base"] = [float(part.mean()) for part in np.split(differences, len(comparisons))]
         rows.append(row)
-        gain = (
-            ""
-            if row["interval"] is None
-            else "{:+.1f} ({:+.1f} to {:+.1f})".format(100 * row["gain"], *(100 * end for end in row["interval"]))
-        )
+        gain, by_base = "", ""
+        if row["interval"] is not None:
+            gain = "{:+.1f} ({:+.1f} to {:+.1f})".format(100 * row["gain"], *(100 * end for end in row["interval"]))
+            by_base = ", ".join(f"{100 * part:+.1f}" for part in row["gains by base"])
         cells = [f"{row[kind]:.1%}" for kind in kinds[:5]] + [f"{row[kind]:.2f}" for kind in kinds[5:]]
-        print("|", " | ".join([name, budget, f"{row['rate']:g}", str(row["steps"]), *cells, gain]), "|")
+        print("|", " | ".join([name, budget, f"{row['rate']:g}", str(row["steps"]), *cells, gain, by_base]), "|")
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--output", type=Path, default=Path("runs/token_weights"))
-    parser.add_argument("--steps", type=int, default=150, help="of cross entropy")
-    parser.add_argument("--documents", type=int, default=300, help="that answers are counted in")
+    parser.add_argument("--steps", type=int, default=80, help="of cross entropy")
+    parser.add_argument("--documents", type=int, default=200, help="that answers are counted in")
     parser.add_argument("--bases", type=int, nargs="+", default=[1, 2], help="seeds of the base models")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    new = partial(Comparison, options.output, steps=options.steps, documents=options.documents)
+    options.output.mkdir(parents=True, exist_ok=True)
+    sizes = {"steps": options.steps, "documents": options.documents}
+    if stored_json(options.output / "options.json", lambda: sizes) != sizes:
+        parser.error(f"{options.output} has runs of other sizes than {sizes}: take another folder")
+    new = partial(Comparison, options.output, **sizes)
     comparisons = [new(base) for base in options.bases]
     print("evaluator:", comparisons[0].exams[None](comparisons[0].scorers["evaluator"]), "counting:", counted_answers())
     for comparison in comparisons:
-        print("base", comparison.base, comparison.exams[None](comparison.scorers["base"]), comparison.costs, flush=True)
-    tuning = [(*arm, rate, TUNING_SEED) for arm in ARMS if arm[1] != "operations" for rate in RATES]
+        base = comparison.exams[None](long_model(comparison.state))
+        print("base", comparison.base, base, comparison.costs, flush=True)
+    rates = tuned_rates(comparisons[0])
+    arms = [*((*arm, rate) for arm, rate in rates.items()), *(("CE", "steps", rate) for rate in CE_RATES)]
+    test = [(*arm, seed) for arm in arms for seed in TEST_SEEDS]
     with ProcessPoolExecutor(len(options.bases), get_context("spawn")) as pool:
-        list(pool.map(partial(run_all, new, tuning), options.bases))
-        rates = tuned_rates(comparisons)
-        test = [(*arm, rate, seed) for arm, rate in rates.items() for seed in TEST_SEEDS]
         list(pool.map(partial(run_all, new, test), options.bases))
     (options.output / "table.json").write_text(json.dumps(report(comparisons, rates), indent=1))
 

@@ -33,6 +33,9 @@ class IndirectWriter(Writer):
       ``theme fable`` instead, an answer: the genre is named nowhere else, so it needs the gist of these words.
     """
 
+    bounds = (0.3, 0.4, 0.85)
+    """Cumulative shares of ``let``, ``same`` and questions of values; the rest are about the genre."""
+
     @override
     def words(self, length: int) -> list[Word]:
         words: list[Word] = []
@@ -62,24 +65,24 @@ class IndirectWriter(Writer):
     def _infer_event(self, facts: "_Facts", *, early: bool) -> list[Word]:
         """Draw the next event, if any, and note it in the facts."""
         rng, values = self.rng, facts.values
-        kind = rng.random()
-        if kind < 0.3 and facts.unset:
+        kind, (let, same, ask) = rng.random(), self.bounds
+        if kind < let and facts.unset:
             name = facts.unset.pop()
             facts.given.append(name)
             values[name] = int(rng.integers(len(value_forms())))
             return [Word(SET, "other"), Word(name, "other"), Word(value_forms()[values[name]][0], "other")]
-        if 0.3 <= kind < 0.4 and facts.unset and facts.given:
+        if let <= kind < same and facts.unset and facts.given:
             name, other = facts.unset.pop(), facts.given[rng.integers(len(facts.given))]
             values[name] = values[other]
             return [Word(SAME, "other"), Word(name, "other"), Word(other, "other")]
-        if 0.4 <= kind < 0.85 and values:
+        if same <= kind < ask and values:
             name, form = [*values][rng.integers(len(values))], int(rng.integers(FORMS))
             return [Word(VERBS[form], "other"), Word(name, "other"), Word(value_forms()[values[name]][form], "answer")]
-        if kind >= 0.85 and (early or not facts.hinted):
+        if kind >= ask and (early or not facts.hinted):
             facts.hinted = True
             word = genre_words()[facts.genre][rng.integers(WORDS_PER_GENRE)]
             return [Word(ABOUT, "other"), Word(word, "about")]
-        return [Word(THEME, "other"), Word(facts.genre, "answer")] if kind >= 0.85 else []
+        return [Word(THEME, "other"), Word(facts.genre, "answer")] if kind >= ask else []
 
 
 @dataclass

@@ -2,14 +2,19 @@
 
 import importlib.util
 import logging
+import random
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
-from benchmarks import token_weights
+from benchmarks import book_weights, token_weights
 from datamodules.packing.sequences import collate_examples
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.models import short_context
@@ -141,20 +146,20 @@ def test_what_a_soak_says_of_growth():
 
 def test_rules_of_token_weights():
     batch = collate_examples([{"input_ids": [5, 6, *range(10, 80), 5, 6], "position_ids": range(74)}] * 2)
-    weights = token_weights.lexical_weights(batch, None)
+    weights = token_weights.lexical_weights(batch, None, 64)
     assert weights.eq(5).nonzero().tolist() == [[0, 73], [1, 73]], "6 after 5, as 72 tokens before"
 
     batch = collate_examples([{"input_ids": list(range(300)), "position_ids": [*range(200), *range(100)]}])
-    extra = token_weights.exposure_weights(batch, None)[0] - 1
+    extra = token_weights.exposure_weights(batch, None, 64)[0] - 1
     quarter = int(batch["labels"].ne(IGNORE_INDEX).sum()) / 4
     assert float(extra[64:128].sum() + extra[264:].sum()) == pytest.approx(quarter, rel=1e-5)  # contexts of 64 to 127
     assert float(extra[128:200].sum()) == pytest.approx(quarter, rel=1e-5)
     assert extra[:64].sum() + extra[200:264].sum() == 0
 
     stored = torch.rand(1, 300)
-    shuffled = token_weights.shuffled_weights(batch, stored)
+    shuffled = token_weights.shuffled_weights(batch, stored, 64)
     at = batch["labels"].ne(IGNORE_INDEX)
-    assert not shuffled.equal(stored)
+    assert not shuffled[at].equal(stored[at])
     assert shuffled[at].sort().values.equal(stored[at].sort().values)
 
 
@@ -168,12 +173,11 @@ def test_rows_are_selected_by_their_weights():
 
 @pytest.mark.slow
 def test_token_weights_end_to_end(tmp_path, monkeypatch, capsys):
-    for name, shape in (("base0", {}), ("evaluator", {}), ("small", token_weights.SMALL)):
+    for name, shape in (("base0", {}), ("evaluator", token_weights.DEEP), ("small", token_weights.SMALL)):
         torch.save(token_weights.new_model(**shape).state_dict(), tmp_path / f"{name}.pt")
-    budgets = ("steps", "CPU", "operations")
     methods = ("CE", "LongCE, sliding window", "stored by a small evaluator", "Rho-1")
-    arms = (*((name, "steps") for name in methods), *(("LongCE", budget) for budget in budgets))
-    for name, value in {"ARMS": arms, "RATES": (1e-3,), "TEST_SEEDS": (0,)}.items():
+    arms = (*((name, "steps") for name in methods), *(("LongCE", budget) for budget in ("steps", "CPU")))
+    for name, value in {"ARMS": arms, "RATES": (1e-3,), "CE_RATES": (1e-3, 2e-3), "TEST_SEEDS": (0,)}.items():
         monkeypatch.setattr(token_weights, name, value)
     monkeypatch.setattr(short_context, "windows_per_pass", short_context.windows_per_pass)  # so that it is set back
     comparison = token_weights.Comparison(tmp_path, 0, steps=2, documents=4)
@@ -181,12 +185,42 @@ def test_token_weights_end_to_end(tmp_path, monkeypatch, capsys):
     assert comparison.steps_of("LongCE", "CPU") == 1
     assert comparison.steps_of("LongCE", "steps") == 2
     assert comparison.costs["operations"]["none"] < comparison.costs["operations"]["sliding"]
-    rates = token_weights.tuned_rates([comparison])
+    rates = token_weights.tuned_rates(comparison)
     rows = token_weights.report([comparison], rates)
     assert [(row["arm"], row["budget"]) for row in rows] == list(arms)
-    assert "| LongCE | operations |" in capsys.readouterr().out
+    assert "| LongCE | CPU |" in capsys.readouterr().out
     monkeypatch.setattr(comparison, "_train", lambda *_: pytest.fail("what is there is read"))
     assert str(token_weights.report([comparison], rates)) == str(rows)  # as text, because nan is not equal to itself
+
+
+@pytest.mark.slow
+@pytest.mark.limit(20)
+def test_token_weights_on_books(tmp_path, monkeypatch, capsys):
+    words = [f"w{index}" for index in range(300)]
+    for part in ("train", "validation", "test"):
+        (tmp_path / part).mkdir()
+        for number in range(5):
+            text = " ".join(random.Random(f"{part}{number}").choices(words, k=400))
+            (tmp_path / part / f"{number}.txt").write_text(text)
+    tokenizer = Tokenizer(WordLevel({"[UNK]": 0} | {word: 1 + index for index, word in enumerate(words)}, "[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(tmp_path / "tokenizer")
+    sizes = {"SHORT": 64, "LENGTH": 128, "K": 16, "VOCABULARY": 301, "BETA": -9.0, "ALPHA": 0.0}
+    for name, value in (sizes | {"RATES": (1e-4, 1e-3), "TEST_SEEDS": (0, 1)}).items():
+        monkeypatch.setattr(book_weights, name, value)
+    monkeypatch.setattr(short_context, "windows_per_pass", short_context.windows_per_pass)  # so that it is set back
+    books = book_weights.Books(tmp_path, tmp_path / "tokenizer")
+    comparison = book_weights.Comparison(tmp_path / "runs", books, base_seconds=0.5, steps=2, evaluator_steps=2)
+    comparison.costs.update(none=1.0, windows=2.0, evaluator=1.5)
+    best = book_weights.tuned_rate(comparison)
+    assert comparison.result("LongCE", True, best, 0)["steps"] == 1, "half as many steps, which cost twice as much"
+    chosen = ["LongCE", "documents selected by the evaluator"]
+    book_weights.report(comparison, chosen)
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    counted = [(row[1].strip(), row[2].strip()) for row in rows[3:]]
+    assert counted == [*((name, "counted") for name in chosen), (chosen[1], "free")]
+    tried = {rate: comparison.result("CE", True, rate, book_weights.TUNING_SEED)["books"] for rate in (1e-4, 1e-3)}
+    assert best == min(tried, key=lambda rate: book_weights.perplexities([tried[rate]])["longppl"])
 
 
 @pytest.mark.slow

@@ -1,11 +1,12 @@
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from benchmarks.reproduction.miniature.command import reproduce_miniature
-from benchmarks.reproduction.miniature.plan import make_plan
+from benchmarks.reproduction.miniature.plan import best_rates, make_plan
 from benchmarks.reproduction.miniature.settings import CONFIG, read_settings
 from benchmarks.reproduction.miniature.training import Laboratory
 from lightning_modules.commands.cli.main import main
@@ -91,6 +92,12 @@ def test_runs_share_rows_where_they_are_compared(settings):
 
 
 def test_each_objective_is_trained_at_its_best_rate_found_on_other_rows(settings):
+    measured = {("CE", 1e-3): 0.7, ("CE", 1e-2): 0.6, ("LongCE", 1e-3): 0.1, ("LongCE", 1e-2): 0.2}
+    plan = make_plan(settings, 1)
+    accuracies = {run: measured[key] for key, run in plan.tuning.items()}
+    laboratory = SimpleNamespace(measurements=lambda run: [SimpleNamespace(accuracy=accuracies[run])])
+    assert best_rates(laboratory, plan) == {"CE": 1e-3, "LongCE": 1e-2}
+
     plan = make_plan(settings, 2, {"CE": 0.5, "LongCE": 0.25})
     tried = {run.seed for run in plan.tuning.values()}
     for seed in plan.seeds:
