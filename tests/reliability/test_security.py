@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import yaml
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from datamodules.influence.store import InfluenceStore
 from datamodules.sources.documents import with_text
@@ -48,6 +50,16 @@ class Payload:
 
     def __reduce__(self):
         return os.mkdir, (str(self.marker),)
+
+
+class Attribute:
+    """Unpickled, it is an attribute of an object. Python 3.11.2 pickles members of enums like this."""
+
+    def __init__(self, owner, name):
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
 
 
 @pytest.fixture
@@ -140,6 +152,12 @@ def test_sharded_checkpoints(tmp_path, marker, sharded):
         check_checkpoint(folder)
     works(marker, lambda: _quietly(lambda: dcp.FileSystemReader(folder).read_metadata()))
     marker.rmdir()
+
+    enum, member = _MEM_FORMAT_ENCODING, _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT.name
+    for owner, name, refused in ((enum, member, False), (enum, "__class__", True), (torch.Size, "__new__", True)):
+        (folder / ".metadata").write_bytes(pickle.dumps(Attribute(owner, name)))
+        with pytest.raises(ValueError, match=f"it refers to {name}") if refused else nullcontext():
+            check_checkpoint(folder)
 
     (folder / ".metadata").write_bytes(index)
     torch.save({"loops": Payload(marker)}, folder / "meta.pt")

@@ -8,6 +8,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import EnumType
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -207,4 +208,13 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _INDEX_NAMES.get(module, ()):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+
+
+def _enum_member(kind: Any, name: str) -> Any:
+    """Return a member of an enum, which Python 3.11.2 pickles as an attribute of its class."""
+    if isinstance(kind, EnumType) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(f"it refers to {name} of {kind}")
