@@ -5,8 +5,8 @@ The language is the indirect one of `RecallDataModule`, in which counting words 
 Declared before any test run: an arm pays if the 95% interval (Student's t over all pairs of an arm and cross entropy
 with the same base model and seed) of its gain in far answers is above 0. Every arm has its own learning rate: the best
 of the grid on the tuning seed, with the first base model. Cross entropy has the best of three on the test seeds
-themselves, so that its rate cannot be an unlucky one. Arms that score tokens have two budgets: the steps of cross
-entropy (scoring counts as free), and its CPU time.
+themselves, so that its rate cannot be an unlucky one. Arms that score tokens have three budgets: the steps of cross
+entropy (scoring counts as free), its operations, and its CPU time.
 
 A base model (3 layers, hidden size 64) learns the language in sequences of 128 tokens. Each run continues it for some
 steps of 4 rows of 512 tokens, half of which are cut from long documents and half packed from several, with a larger
@@ -14,8 +14,8 @@ RoPE base. Lightning is left out, because its fixed costs would be a large part 
 
     OMP_NUM_THREADS=1 python benchmarks/token_weights.py --output runs/token_weights
 
-Each base model is trained further by a process of its own. The result of each run is a file in the output folder; the
-same command resumes, and prints the table.
+There are as many processes as base models. The result of each run is a file in the output folder; the same command
+resumes, and prints the table.
 """
 
 import argparse
@@ -64,7 +64,7 @@ CE_RATES = RATES[1:]  # of cross entropy on the test seeds
 TUNING_SEED, TEST_SEEDS = 100, tuple(range(6))
 
 Scorer = Literal["windows", "sliding", "evaluator", "small", "reference"]
-Budget = Literal["steps", "CPU"]
+Budget = Literal["steps", "operations", "CPU"]
 
 
 @dataclass(frozen=True)
@@ -146,10 +146,16 @@ METHODS: dict[str, Method] = {
     "control: far bigrams": Method(plain(LongCE()), None, lexical_weights),
     "control: shuffled weights": Method(plain(LongCE()), "evaluator", shuffled_weights),
 }
+COUNTED = (
+    "LongCE",
+    "LongCE, half CE",
+    "LongCE, sliding window",
+    "stored by the evaluator",
+    "stored by a small evaluator",
+)
 ARMS: tuple[tuple[str, Budget], ...] = (
     *((name, "steps") for name in METHODS),
-    *((name, "CPU") for name in ("LongCE", "LongCE, half CE", "LongCE, sliding window", "stored by the evaluator")),
-    ("stored by a small evaluator", "CPU"),
+    *itertools.product(COUNTED, ("operations", "CPU")),
 )
 
 
@@ -597,15 +603,19 @@ def main() -> None:
     for comparison in comparisons:
         base = comparison.exams[None](long_model(comparison.state))
         print("base", comparison.base, base, comparison.costs, flush=True)
-    rates = tuned_rates(comparisons[0])
-    arms = [*((*arm, rate) for arm, rate in rates.items()), *(("CE", "steps", rate) for rate in CE_RATES)]
-    test = [(*arm, seed) for arm in arms for seed in TEST_SEEDS]
-    with ProcessPoolExecutor(len(options.bases), get_context("spawn")) as pool:
-        list(pool.map(partial(run_all, new, test), options.bases))
+    processes = len(options.bases)
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        tuning = [(*arm, rate, TUNING_SEED) for arm in ARMS for rate in RATES]
+        parts = [tuning[first::processes] for first in range(processes)]
+        list(pool.map(partial(run_all, new), itertools.repeat(options.bases[0]), parts))
+        rates = tuned_rates(comparisons[0])
+        arms = [*((*arm, rate) for arm, rate in rates.items()), *(("CE", "steps", rate) for rate in CE_RATES)]
+        test = [(*arm, seed) for arm in arms for seed in TEST_SEEDS]
+        list(pool.map(partial(run_all, new), options.bases, itertools.repeat(test)))
     (options.output / "table.json").write_text(json.dumps(report(comparisons, rates), indent=1))
 
 
-def run_all(new: Callable[[int], Comparison], runs: list[tuple[str, Budget, float, int]], base: int) -> None:
+def run_all(new: Callable[[int], Comparison], base: int, runs: list[tuple[str, Budget, float, int]]) -> None:
     """Make runs of a base model, in a process of its own."""
     torch.set_num_threads(1)
     comparison = new(base)

@@ -176,19 +176,20 @@ def test_token_weights_end_to_end(tmp_path, monkeypatch, capsys):
     for name, shape in (("base0", {}), ("evaluator", token_weights.DEEP), ("small", token_weights.SMALL)):
         torch.save(token_weights.new_model(**shape).state_dict(), tmp_path / f"{name}.pt")
     methods = ("CE", "LongCE, sliding window", "stored by a small evaluator", "Rho-1")
-    arms = (*((name, "steps") for name in methods), *(("LongCE", budget) for budget in ("steps", "CPU")))
+    arms = (*((name, "steps") for name in methods), *(("LongCE", budget) for budget in ("steps", "operations", "CPU")))
     for name, value in {"ARMS": arms, "RATES": (1e-3,), "CE_RATES": (1e-3, 2e-3), "TEST_SEEDS": (0,)}.items():
         monkeypatch.setattr(token_weights, name, value)
     monkeypatch.setattr(short_context, "windows_per_pass", short_context.windows_per_pass)  # so that it is set back
     comparison = token_weights.Comparison(tmp_path, 0, steps=2, documents=4)
     comparison.costs["CPU"] |= {"none": 1.0, "windows": 2.0}
     assert comparison.steps_of("LongCE", "CPU") == 1
+    assert comparison.steps_of("LongCE", "operations") == 1
     assert comparison.steps_of("LongCE", "steps") == 2
     assert comparison.costs["operations"]["none"] < comparison.costs["operations"]["sliding"]
     rates = token_weights.tuned_rates(comparison)
     rows = token_weights.report([comparison], rates)
     assert [(row["arm"], row["budget"]) for row in rows] == list(arms)
-    assert "| LongCE | CPU |" in capsys.readouterr().out
+    assert "| LongCE | operations |" in capsys.readouterr().out
     monkeypatch.setattr(comparison, "_train", lambda *_: pytest.fail("what is there is read"))
     assert str(token_weights.report([comparison], rates)) == str(rows)  # as text, because nan is not equal to itself
 
