@@ -166,6 +166,25 @@ def test_sharded_checkpoints(tmp_path, marker, sharded):
     works(marker, lambda: torch.load(folder / "meta.pt", weights_only=False))
 
 
+def test_an_index_that_changes_what_an_enum_says_of_itself(tmp_path, sharded, monkeypatch):
+    """The check would read a harmless member where torch's own loading reads the attribute, and so any code."""
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "_member_map_", dict(_MEM_FORMAT_ENCODING._member_map_))  # to set it back
+    folder = tmp_path / "changed"
+    sharded(folder, {"w": torch.ones(3)})
+
+    def text(word):
+        return b"X" + len(word).to_bytes(4, "little") + word.encode()
+
+    new, members = text("__new__"), text("_member_map_")
+    enum = f"c{_MEM_FORMAT_ENCODING.__module__}\n{_MEM_FORMAT_ENCODING.__name__}\nq\0".encode()
+    change = b"N}" + members + b"}" + new + b"h\0ss\x86b0"  # setattr(enum, "_member_map_", {"__new__": enum})
+    index = b"\x80\4" + enum + change + b"cbuiltins\ngetattr\nh\0" + new + b"\x86R."
+    assert pickle.loads(index) == _MEM_FORMAT_ENCODING.__new__, "the attribute, not the member"
+    (folder / ".metadata").write_bytes(index)
+    with pytest.raises(ValueError, match="it refers to __new__"):
+        check_checkpoint(folder)
+
+
 def test_values_in_sharded_checkpoints(tmp_path, marker, sharded):
     folder = tmp_path / "values"
     sharded(folder, {"w": torch.ones(3), "lr": Payload(marker)})

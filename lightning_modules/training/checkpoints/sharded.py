@@ -8,7 +8,6 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import EnumType
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorStorageMetadata
 from typing_extensions import override
 
 from lightning_modules.utilities.collectives import gathered
@@ -47,6 +46,9 @@ _INDEX_NAMES = {
     "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath"},
 }
 """Classes that an index may contain, by module."""
+
+_ENUM_MEMBERS = frozenset(_MEM_FORMAT_ENCODING.__members__)
+"""Read before any index: unpickling one can change what the class says of itself."""
 
 
 class CheckpointError(OSError):
@@ -214,7 +216,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _enum_member(kind: Any, name: str) -> Any:
-    """Return a member of an enum, which Python 3.11.2 pickles as an attribute of its class."""
-    if isinstance(kind, EnumType) and name in kind.__members__:
-        return kind[name]
+    """Return what ``getattr`` returns, for the enum of an index only: Python 3.11.2 pickles its members like this."""
+    if kind is _MEM_FORMAT_ENCODING and type(name) is str and name in _ENUM_MEMBERS:
+        return getattr(kind, name)
     raise pickle.UnpicklingError(f"it refers to {name} of {kind}")
