@@ -75,12 +75,19 @@ class Books:
 
     def __init__(self, folder: Path, tokenizer: Path) -> None:
         encode = AutoTokenizer.from_pretrained(tokenizer)
+        if len(encode) > VOCABULARY:
+            raise SystemExit(
+                f"The tokenizer in {tokenizer} has {len(encode)} tokens: take one of at most {VOCABULARY}."
+            )
         self.ids = {
             part: [
                 torch.tensor(encode(path.read_text())["input_ids"]) for path in sorted((folder / part).glob("*.txt"))
             ]
             for part in ("train", "validation", "test")
         }
+        for part, books in self.ids.items():
+            if not books or min(map(len, books)) < 2 * LENGTH:
+                raise SystemExit(f"{folder / part} needs .txt files, each of at least {2 * LENGTH} tokens.")
 
     def rows(self, length: int, seed: int) -> Tensor:
         """Return the training books in rows ``[N, length]``, cut at random places and shuffled."""

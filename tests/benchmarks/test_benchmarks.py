@@ -4,7 +4,9 @@ import importlib.util
 import logging
 import random
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -194,6 +196,25 @@ def test_token_weights_end_to_end(tmp_path, monkeypatch, capsys):
     assert str(token_weights.report([comparison], rates)) == str(rows)  # as text, because nan is not equal to itself
 
 
+def test_gains_are_over_the_best_and_the_tuned_rate_of_cross_entropy(monkeypatch):
+    far = {("CE", 1e-3): 0.5, ("CE", 2e-3): 0.7, ("LongCE", 1e-3): 0.8}
+    names = ("repeat", "paraphrase", "hops", "gist", "perplexity", "longppl")
+
+    def result(base, name, _, rate, seed):
+        value = far[name, rate] + seed / 100 + (base / 10 if name == "LongCE" else 0)
+        return dict.fromkeys(names, 1.0) | {"steps": 2, "far answers": value}
+
+    arms = (("CE", "steps"), ("LongCE", "steps"))
+    for name, value in {"ARMS": arms, "CE_RATES": (1e-3, 2e-3), "TEST_SEEDS": (0, 1)}.items():
+        monkeypatch.setattr(token_weights, name, value)
+    bases = [SimpleNamespace(result=partial(result, base)) for base in (0, 1)]
+    ce, row = token_weights.report(bases, dict.fromkeys(arms, 1e-3))
+    assert (ce["rate"], ce["gains"]["best"][0]) == (2e-3, 0.0)
+    assert row["gains"]["best"][0] == pytest.approx(0.8 + 0.05 - 0.7)
+    assert row["gains"]["tuned"][0] == pytest.approx(0.8 + 0.05 - 0.5)
+    assert row["gains by base"] == pytest.approx([0.1, 0.2])
+
+
 @pytest.mark.slow
 @pytest.mark.limit(20)
 def test_token_weights_on_books(tmp_path, monkeypatch, capsys):
@@ -210,6 +231,8 @@ def test_token_weights_on_books(tmp_path, monkeypatch, capsys):
     for name, value in (sizes | {"RATES": (1e-4, 1e-3), "TEST_SEEDS": (0, 1)}).items():
         monkeypatch.setattr(book_weights, name, value)
     monkeypatch.setattr(short_context, "windows_per_pass", short_context.windows_per_pass)  # so that it is set back
+    with pytest.raises(SystemExit, match=r"train needs .txt files"):
+        book_weights.Books(tmp_path / "tokenizer", tmp_path / "tokenizer")
     books = book_weights.Books(tmp_path, tmp_path / "tokenizer")
     comparison = book_weights.Comparison(tmp_path / "runs", books, base_seconds=0.5, steps=2, evaluator_steps=2)
     comparison.costs.update(none=1.0, windows=2.0, evaluator=1.5)
