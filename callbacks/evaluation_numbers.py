@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_modules.functional import long_perplexity
 from lightning_modules.functional.influence import check_thresholds
 from lightning_modules.scoring.key_tokens import Coverage, Tokens, add_coverage
+from lightning_modules.scoring.token_scores import text_sha256
 from lightning_modules.training.checkpoints.resume import is_remote, run_folder
 from lightning_modules.training.evaluation import new_perplexity
 from lightning_modules.utilities.collectives import gathered
@@ -106,9 +107,18 @@ def measure_alignment(trainer: Trainer, documents: Found, *, device: torch.devic
 
 
 def write_documents(
-    trainer: Trainer, documents: Found, thresholds: Mapping[str, Thresholds], *, stage: str, evaluator: str
+    trainer: Trainer,
+    documents: Found,
+    thresholds: Mapping[str, Thresholds],
+    *,
+    stage: str,
+    evaluator: str,
+    settings: Mapping[str, Any],
 ) -> None:
-    """Write a row per document and thresholds to ``documents/STAGE-EVALUATOR-step-N.parquet`` in the run's folder."""
+    """Write a row per document and thresholds to ``documents/STAGE-EVALUATOR-step-N.parquet`` in the run's folder.
+
+    Each row has the ``settings`` by which key tokens were found, so that a file can be read without the config.
+    """
     own = []
     for document, influence in documents:
         log_likelihood, scored = document.log_likelihood.cpu(), document.scored
@@ -118,12 +128,14 @@ def write_documents(
                     "evaluator": evaluator,
                     "set": document.set,
                     "document": document.name,
+                    "text_sha256": text_sha256(document.text),
                     "thresholds": label,
                     **thresholds[label]._asdict(),
                     "tokens": int(scored.sum()),
                     "perplexity": float(long_perplexity(log_likelihood, scored)),
                     "key_tokens": int(key.sum()),
                     "longppl": float(long_perplexity(log_likelihood, key)) if key.any() else math.nan,
+                    **settings,
                 }
             )
     # Processes take turns with the documents.

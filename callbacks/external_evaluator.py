@@ -26,6 +26,7 @@ from callbacks.same_names import check_names
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import scan_token_mask, span_token_mask
 from lightning_modules.functional.influence import check_gamma
+from lightning_modules.models.identity import Provenance
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import EvaluatedDocument, Evaluator
@@ -39,6 +40,7 @@ from lightning_modules.scoring.key_tokens import (
 from lightning_modules.scoring.token_scores import read_key_spans, text_sha256
 from lightning_modules.training.evaluation import join_key, validation_set_keys
 from lightning_modules.utilities.collectives import fail_together
+from lightning_modules.utilities.identity import content_hash
 
 
 class ExternalEvaluator(Callback):
@@ -212,7 +214,20 @@ class ExternalEvaluator(Callback):
                 pl_module.log(
                     join_key(place, label), value, prog_bar=join_key(place, label) == "val/longppl", sync_dist=True
                 )
-        write_documents(trainer, found, self.thresholds, stage=stage, evaluator=self.name or "evaluator")
+        name = self.name or "evaluator"
+        settings = self._describe_key_tokens(pl_module.device)
+        write_documents(trainer, found, self.thresholds, stage=stage, evaluator=name, settings=settings)
+
+    def _describe_key_tokens(self, device: torch.device) -> dict[str, Any]:
+        """Return what the key tokens depend on, apart from thresholds: the evaluator's provenance, K, d and rule."""
+        if self.evaluator is not None:
+            evaluator = self.evaluator.provenance(device)
+        else:
+            spans = Path(str(self.key_spans))
+            evaluator = Provenance(f"sha256:{content_hash(spans, spans.glob('*.txt'))}", "", "", "")
+        sizes = {"context_length": self.config.context_length, "stride": self.config.stride} if self.evaluator else {}
+        described = {f"evaluator_{name}": value for name, value in evaluator._asdict().items()}
+        return {**described, **sizes, "key_token_rule": self.config.key_tokens}
 
     def _find_all(self, device: torch.device) -> list[tuple[ScoredDocument, Influence]]:
         """Find the key tokens of all documents, in the same order in all processes, and free the evaluator."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lightning_modules.models.config import is_served
-from lightning_modules.models.identity import check_same_model, model_identity
+from lightning_modules.models.identity import check_same_model, describe_model
 from lightning_modules.models.loading import check_model, load_scorer
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.config import tokenizer_name
@@ -44,21 +44,21 @@ def evaluate(model: str, output: str, **options: Any) -> str:
     tokenizer_path = tokenizer_name(model, config.tokenizer, "`--tokenizer`")
     model_config = check_model(loading)
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=config.trust_remote_code)
-    identity = model_identity(loading)
+    provenance = describe_model(loading, tokenizer, device=device)
     runs: list[Any] = []
     if ours or not theirs:
-        runs.append(Evaluation(config, ours, tokenizer, identity))
+        runs.append(Evaluation(config, ours, tokenizer, provenance))
     if theirs:
         from lightning_modules.tasks.harness.evaluation import HarnessEvaluation
 
         assert model_config is not None, "not a served model"
         positions = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
-        runs.append(HarnessEvaluation(config, theirs, tokenizer, identity, max_length=config.max_length or positions))
+        runs.append(HarnessEvaluation(config, theirs, tokenizer, provenance, max_length=config.max_length or positions))
     if any(run.missing(rank, processes) for run in runs):
         backbone = load_scorer(loading, device)
         for run in runs:
             run.ask(backbone, rank, processes)
-        check_same_model(identity, loading)
+        check_same_model(provenance.identity, loading)
     template = None if tokenizer.chat_template is None else str(tokenizer.chat_template)
     with exclusive(config.output_folder / "report"):  # one by one: the last process reads the results of all
         texts, parts = zip(*(run.report() for run in runs), strict=True)

@@ -18,7 +18,7 @@ from lightning_modules.models.adapters import add_adapters, find_adapters, load_
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.checks import check_config, check_scoring, check_sizes, check_weight_files
-from lightning_modules.models.config import ModelConfig, is_served
+from lightning_modules.models.config import DType, ModelConfig, is_served
 from lightning_modules.models.context_extension.methods import extend_config
 from lightning_modules.models.context_extension.rope_types import own_type
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
@@ -44,12 +44,12 @@ def load_backbone(
     tensors are on the meta device, which takes no memory.
     """
     path, stored = config.pretrained_model_name_or_path, load_config(config)
-    dtype = (stored.dtype or torch.float32) if config.dtype == "auto" else getattr(torch, config.dtype)
-    half = autocast or dtype in (torch.bfloat16, torch.float16)
-    flash = half and torch.device(device).type == "cuda"
+    dtype = stored_dtype(stored, config.dtype)
+    attention = choose_attention(config, stored, device=device, autocast=autocast)
+    log.info("Attention implementation of %s: %s.", stored.model_type, attention)
     settings: dict[str, Any] = {
         "dtype": config.dtype if config.dtype == "auto" else dtype,
-        "attn_implementation": resolve_attention(config.attn_implementation, stored, flash=flash),
+        "attn_implementation": register_attention(attention, stored),
         "trust_remote_code": config.trust_remote_code,
     }
     if config.quantization is not None:
@@ -180,17 +180,22 @@ def _join_lines(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def resolve_attention(implementation: str, config: PreTrainedConfig, *, flash: bool = False) -> str:
-    """Choose and log the attention implementation; ``flash`` is whether device and dtype support flash attention.
+def stored_dtype(config: PreTrainedConfig, asked: DType = "auto") -> torch.dtype:
+    """Return the dtype of a model's weights: the requested one, or for ``auto`` the stored one."""
+    return (config.dtype or torch.float32) if asked == "auto" else getattr(torch, asked)
 
-    If the model allows it, ``sdpa`` becomes `document_attention`, which isolates packed documents without a mask.
-    """
-    model_class = AutoModelForCausalLM._model_mapping.get(type(config), PreTrainedModel)
+
+def choose_attention(
+    config: ModelConfig, stored: PreTrainedConfig, *, device: torch.device | str = "cpu", autocast: bool = False
+) -> str:
+    """Return the attention implementation that a model gets on a device, without loading it."""
+    implementation, model_class = config.attn_implementation, _model_class(stored)
     if implementation == "auto":
         implementation = "sdpa" if model_class._supports_sdpa else "eager"
-        rope_type = own_type(config.get_text_config(decoder=True))
-        flash = flash and (rope_type is None or "flash_attention_2" in rope_type.backends)
-        if flash and model_class._supports_flash_attn:
+        rope_type = own_type(stored.get_text_config(decoder=True))
+        half = autocast or stored_dtype(stored, config.dtype) in (torch.bfloat16, torch.float16)
+        flash = half and torch.device(device).type == "cuda" and model_class._supports_flash_attn
+        if flash and (rope_type is None or "flash_attention_2" in rope_type.backends):
             implementation = _find_flash(hub=rope_type is None) or implementation
     elif implementation == "flash_attention_3" and importlib.util.find_spec("flash_attn_interface") is None:
         implementation = FLASH_3_KERNEL
@@ -202,10 +207,20 @@ def resolve_attention(implementation: str, config: PreTrainedConfig, *, flash: b
             f"`attn_implementation: {implementation}` needs {package}the package kernels, from version"
             f" {KERNELS_MIN_VERSION} to below {KERNELS_MAX_VERSION}: install it, or set `sdpa`."
         )
-    log.info("Attention implementation of %s: %s.", config.model_type, implementation)
-    if implementation == "sdpa" and model_class._supports_attention_backend:
-        return register_document_attention()
     return implementation
+
+
+def register_attention(implementation: str, stored: PreTrainedConfig) -> str:
+    """Return the name under which transformers finds an attention implementation.
+
+    If the model allows it, ``sdpa`` becomes `document_attention`, which isolates packed documents without a mask.
+    """
+    isolates = implementation == "sdpa" and _model_class(stored)._supports_attention_backend
+    return register_document_attention() if isolates else implementation
+
+
+def _model_class(stored: PreTrainedConfig) -> Any:
+    return AutoModelForCausalLM._model_mapping.get(type(stored), PreTrainedModel)
 
 
 def _find_flash(*, hub: bool) -> str | None:

@@ -18,7 +18,7 @@ from lightning_modules.functional import LikeliestTokens, likeliest_tokens
 from lightning_modules.functional.windows import batch_windows
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.config import is_served
-from lightning_modules.models.identity import check_same_model, model_identity
+from lightning_modules.models.identity import Provenance, check_same_model, describe_model, model_identity
 from lightning_modules.models.loading import check_model, load_scorer
 from lightning_modules.models.lockstep import Scorer, any_rank, lockstep
 from lightning_modules.models.optimizations import eval_mode
@@ -183,6 +183,10 @@ class Evaluator:
         return encode_document(
             text, self.tokenizer, name=name, add_special_tokens=self.config.add_special_tokens, max_tokens=max_tokens
         )
+
+    def provenance(self, device: torch.device | str = "cpu") -> Provenance:
+        """Return what identifies the evaluator on a device."""
+        return describe_model(self._loading, self.tokenizer, device=device, identity=self.identity)
 
     def join(self, *, device: torch.device | str = "cpu") -> None:
         """Take part in the forward passes of other processes if the model is sharded."""

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to
 from lightning_modules.functional.long_perplexity import _long_perplexity_compute, _long_perplexity_update
 from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.identity import model_identity
+from lightning_modules.models.identity import Provenance, check_same_model, describe_key_tokens, describe_model
 from lightning_modules.models.loading import check_model, load_scorer
 from lightning_modules.models.lockstep import Scorer
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
@@ -46,8 +46,9 @@ def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any
         from the evaluator's tokens: ``tokens`` (both have the same tokens), ``characters`` (Equation 9) or ``authors``.
         ``tokens_sharing_characters`` and ``tokens_without_characters`` are fractions of the model's tokens; with the
         prefix ``evaluator_``, of the evaluator's. ``skipped`` are files without text, if there are others. ``model`` is
-        its name, and ``settings`` contains everything else that the numbers depend on: a hash of the texts, the
-        evaluator, lengths, thresholds.
+        its name, and ``provenance`` identifies weights, tokenizer, dtype and attention of model and evaluator, and
+        ``settings`` contains everything else that the numbers depend on: a hash of the texts (each document has that
+        of its own, as it was scored), lengths, thresholds.
 
     Raises:
         ValueError: If a file, a model or a number cannot be used; if possible before any model is loaded.
@@ -65,17 +66,24 @@ def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any
         max_tokens=config.max_tokens,
         trimmed_offsets=config.key_tokens == "authors",
     )
-    same = model_identity(evaluated_model.config) == evaluator_model.identity
+    device = evaluated_model.device
+    provenance = {"model": evaluated_model.provenance, "evaluator": evaluator_model.provenance(device)}
+    same = provenance["model"].identity == provenance["evaluator"].identity
     scored = []
     for document in tqdm(documents, desc="evaluator", unit="document", disable=None):
         name, tokens = document["names"][0], document_tokens(document)
-        settings: dict[str, Any] = {"device": evaluated_model.device, "key_tokens_only": config.key_tokens_only}
+        settings: dict[str, Any] = {"device": device, "key_tokens_only": config.key_tokens_only}
         evaluated = evaluator_model.evaluate(document["text"][0], tokens, name=name, **settings)
         reusable = same and torch.equal(evaluated.scores.token_ids, document["input_ids"][0])
         scored.append((document, evaluated, evaluated.scores.long.unsqueeze(0) if reusable else None))
     evaluator_model.release()
-    settings = _describe_settings(config, texts.values())
-    result = {**_evaluate(scored, evaluated_model), "skipped": skipped, "model": model, "settings": settings}
+    result = {
+        **_evaluate(scored, evaluated_model),
+        "skipped": skipped,
+        "model": model,
+        "provenance": {kind: found._asdict() for kind, found in provenance.items()},
+        "settings": _describe_settings(config, texts.values()),
+    }
     if config.output is not None:
         write_json(Path(config.output), result)
     return result
@@ -93,7 +101,7 @@ def _describe_settings(config: ScoreConfig, texts: Iterable[str]) -> dict[str, A
 
 
 def table(result: dict[str, Any]) -> str:
-    """Format the result of `score` as a text table with a row per document and one for the corpus."""
+    """Format the result of `score`: its heading, and a table with a row per document and one for the corpus."""
     rows = [*result["documents"], {**result, "file": f"corpus of {len(result['documents'])}"}]
     width = max(len("document"), *(len(row["file"]) for row in rows))
     lines = [f"{'document':<{width}} {'tokens':>10} {'key tokens':>10} {'LongPPL':>12} {'perplexity':>12}"]
@@ -101,6 +109,12 @@ def table(result: dict[str, Any]) -> str:
         f"{row['file']:<{width}} {row['tokens']:>10,} {row['key_tokens']:>10,}"
         f" {row['longppl']:>12.4f} {row['perplexity']:>12.4f}"
         for row in rows
+    ]
+    settings, models = result["settings"], result["provenance"]
+    heading = [
+        f"model {result['model']} ({Provenance(**models['model'])})",
+        describe_key_tokens(settings, Provenance(**models["evaluator"])),
+        "",
     ]
     lines.insert(1, "-" * len(lines[0]))
     lines.insert(-1, "-" * len(lines[0]))
@@ -111,11 +125,16 @@ def table(result: dict[str, Any]) -> str:
         f" {result['tokens_without_characters']:.1%} (evaluator:"
         f" {result.get('evaluator_tokens_without_characters', 0):.1%})."
     )
-    return "\n".join(lines)
+    return "\n".join([*heading, *lines])
 
 
 class EvaluatedModel:
-    """The evaluated model, which is loaded when it has to score a document; ``tokenizer`` is by default its own."""
+    """The evaluated model, which is loaded when it has to score a document; ``tokenizer`` is by default its own.
+
+    It has a ``provenance`` when it has read the documents.
+    """
+
+    provenance: Provenance
 
     def __init__(self, config: ModelConfig, device: torch.device, tokenizer: str | None = None) -> None:
         self.config, self.device, self._tokenizer = config, device, tokenizer
@@ -133,12 +152,16 @@ class EvaluatedModel:
         documents = [encode_document(text, tokenizer, name=name, **options) for name, text in texts.items()]
         if config is not None:
             _check_vocabulary(documents, config, self.name)
+        if trimmed_offsets:  # which is a part of the key-token rule, not of the model
+            tokenizer = load_tokenizer(name, trust_remote_code=trust)
+        self.provenance = describe_model(self.config, tokenizer, device=self.device)
         return documents
 
     def log_likelihood(self, document: PackedBatch) -> torch.Tensor:
         """Compute the ``[1, T]`` log-likelihoods of a document in nats, in main memory."""
         if self._backbone is None:
             self._backbone = load_scorer(self.config, self.device)
+            check_same_model(self.provenance.identity, self.config)
         self._backbone.check_batch(document)
         with torch.no_grad():
             return self._backbone(batch_to(document, self._backbone.device)).cpu()
@@ -155,7 +178,7 @@ def _evaluate(
         log_likelihood = model.log_likelihood(document) if reused is None else reused
         scored = document["labels"].ne(IGNORE_INDEX)
         key = evaluated.key & scored
-        row: dict[str, Any] = {"file": document["names"][0]}
+        row: dict[str, Any] = {"file": document["names"][0], "text_sha256": evaluated.scores.text_sha256}
         for name, influence in (("longppl", key), ("perplexity", scored)):
             sums[name].append(_long_perplexity_update(log_likelihood, influence))
             row[name] = float(_long_perplexity_compute(*sums[name][-1]))

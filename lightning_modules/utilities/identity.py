@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import stat
 import threading
 import time
@@ -72,6 +73,16 @@ def file_crc32(path: Path) -> int:
     """Return the CRC-32 of a file's bytes."""
     with path.open("rb", buffering=0) as file:
         return reduce(lambda crc, block: zlib.crc32(block, crc), iter(lambda: file.read(1 << 20), b""), 0)
+
+
+def shorten_hashes(text: str) -> str:
+    """Shorten SHA-256 hashes in a text to their first 8 digits, for readers.
+
+    Example:
+        >>> shorten_hashes(f"sha256:{64 * 'e'}")
+        'sha256:eeeeeeee'
+    """
+    return re.sub(r"\b([0-9a-f]{8})[0-9a-f]{56}\b", r"\1", text)
 
 
 def combined_hash(values: Any) -> str:

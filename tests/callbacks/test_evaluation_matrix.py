@@ -16,6 +16,8 @@ from callbacks import ExternalEvaluator
 from datamodules import TextDataModule
 from datamodules.packing.evaluation_documents import ValidationSet
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models.config import ModelConfig
+from lightning_modules.models.identity import model_identity
 from lightning_modules.scoring.score import score
 from tests.conftest import make_text
 
@@ -77,6 +79,27 @@ def test_every_cell_is_what_longce_score_prints(model_dir, evaluator_dir, folder
                 assert logged[f"val/{set_name}/perplexity"] == pytest.approx(result["perplexity"], rel=1e-5)
         assert f"val/{set_name}/near/longppl_soft" in logged
     assert "val/longppl" not in logged
+
+
+@pytest.mark.limit(2)  # two evaluations
+def test_tables_of_documents_tell_evaluators_and_texts_apart(model_dir, evaluator_dir, folders):
+    def evaluate(dtype):
+        options = {"thresholds": None, "alpha": 0.5, "beta": -6.0, "dtype": dtype}
+        trainer = make_trainer(
+            folders, [make_evaluator(evaluator_dir, folders, **options)], logger=CSVLogger(folders, name=dtype)
+        )
+        trainer.validate(LongContextLM(str(model_dir), **LENGTHS), make_data(model_dir, folders), verbose=False)
+        (file,) = (folders / dtype).glob("*/documents/*.parquet")
+        return parquet.read_table(file).to_pylist()
+
+    rows, half = evaluate("float32"), evaluate("bfloat16")
+    identity = model_identity(ModelConfig(str(evaluator_dir)))
+    for row, other in zip(rows, half, strict=True):
+        assert row["text_sha256"] == other["text_sha256"]
+        assert row["evaluator_identity"] == other["evaluator_identity"] == identity
+        assert (row["evaluator_dtype"], other["evaluator_dtype"]) == ("float32", "bfloat16")
+        assert (row["context_length"], row["stride"], row["key_token_rule"]) == (48, 16, "paper")
+    assert len({row["text_sha256"] for row in rows}) == len(rows)
 
 
 def test_parts_of_which_there_is_one_are_left_out(model_dir, evaluator_dir, folders):

@@ -170,9 +170,13 @@ def _compare_settings(runs: Sequence[Run]) -> Table:
 
 
 def shared_documents(documents: pd.DataFrame, baseline: pd.DataFrame) -> pd.DataFrame:
-    """Return the documents that both have with equal numbers of tokens and key tokens, with both perplexities."""
+    """Return both perplexities of the documents that have equal texts, tokens and key tokens in both tables."""
     both = documents.merge(baseline, left_index=True, right_index=True, suffixes=("", "_baseline"))
-    return both[(both["tokens"] == both["tokens_baseline"]) & (both["key_tokens"] == both["key_tokens_baseline"])]
+    hashes = both["text_sha256"], both["text_sha256_baseline"]
+    same = (hashes[0] == hashes[1]) | (hashes[0] == "") | (hashes[1] == "")  # older versions did not record them
+    for name in ("tokens", "key_tokens"):
+        same &= both[name] == both[f"{name}_baseline"]
+    return both[same]
 
 
 def _find_changed_documents(runs: Sequence[Run], baseline: Run) -> dict[str, Table]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from lightning_modules.commands.correlate.result_files import FILES, OF_SETS, Cells, read_cells
+from lightning_modules.models.identity import Provenance
 from lightning_modules.statistics import Interval, score_difference
 from lightning_modules.tasks.evaluation.evaluation import read_results
 from lightning_modules.tasks.evaluation.report import describe_synthetic_text
@@ -68,6 +69,8 @@ def tabulate_evaluations(evaluations: Sequence[Evaluation]) -> tuple[Table, list
     synthetic = {
         note for each in evaluations for note in describe_synthetic_text(set(each.questions["task"]), each.settings)
     }
+    described = [(each.name, each.settings.get("model"), Provenance.read(each.settings)) for each in evaluations]
+    notes += [f"{name}: {model} ({found or 'not identified by content'})." for name, model, found in described]
     notes = [_UNITS + " Differences are over the same questions." * bool(paired), *notes, *sorted(synthetic)]
     rows = []
     for place in dict.fromkeys(place for each in evaluations for place in each.cells):

@@ -1,6 +1,7 @@
 """Read what is compared: folders of `longce fit` and `longce evaluate`, and JSON files of `longce score`."""
 
 import json
+import logging
 import os
 import re
 from collections import defaultdict
@@ -14,13 +15,20 @@ from tensorboard.compat.proto.event_pb2 import Event
 
 from lightning_modules.commands.compare.evaluations import Evaluation, read_evaluation
 from lightning_modules.commands.correlate.result_files import FILES
+from lightning_modules.models.identity import Provenance
 from lightning_modules.tasks.evaluation.evaluation import SETTINGS
+from lightning_modules.utilities.identity import shorten_hashes
+
+log = logging.getLogger(__name__)
 
 AXES = {"optimizer steps": "step", "tokens": "train/tokens", "GPU hours": "train/gpu_hours"}
 """Measures of the progress of a training, each with its scalar."""
 
 _COLUMNS = ["tokens", "perplexity", "key_tokens", "longppl"]
 _PATHS = re.compile(r"run\.id$|.*\.(dirpath|\w+_dir)$")  # settings that always differ
+_KEY_TOKENS = ("alpha", "beta", "context_length", "stride", "key_token_rule")
+"""Columns of a table of documents that describe how key tokens were found."""
+
 _STAGES = {"val": "validation", "test": "test"}
 
 
@@ -139,16 +147,25 @@ def _read_documents(folder: Path) -> Iterator[tuple[str, int, pd.DataFrame]]:
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     arguments = [each["init_args"] for each in callbacks if each["class_path"] == "callbacks.ExternalEvaluator"]
     settings = {each.get("name") or "evaluator": each for each in arguments}
+    older: list[str] = []
     for file in sorted(folder.glob("documents/*.parquet")):
         (stage, _, name), step = file.stem.rpartition("-step-")[0].partition("-"), file.stem.rpartition("-")[2]
         for (group, thresholds), rows in pd.read_parquet(file).groupby(["set", "thresholds"]):
-            values = settings.get(name, {}) | rows[["alpha", "beta"]].iloc[0].to_dict()
-            yield _name_cell(group or _STAGES[stage], name, thresholds, values), int(step), _index(rows)
+            row = rows.iloc[0].to_dict()
+            values = settings.get(name, {}) | {key: row[key] for key in _KEY_TOKENS if key in row}
+            evaluator = Provenance.read(row, "evaluator_")
+            older += [file.name] if evaluator is None else []
+            yield _name_cell(group or _STAGES[stage], name, thresholds, values, evaluator), int(step), _index(rows)
+    if older:
+        _warn_of_older_results(folder / "documents")
 
 
 def _read_score(name: str, file: Path) -> Run:
     try:
-        return make_scored_run(name, json.loads(file.read_text(encoding="utf-8")))
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if "provenance" not in content:
+            _warn_of_older_results(file)
+        return make_scored_run(name, content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"'{file}' is not a run or a result of `longce score --output` ({error!r}).") from error
 
@@ -157,22 +174,43 @@ def make_scored_run(name: str, content: Mapping[str, Any]) -> Run:
     """Return a result of `longce score` as a run with one evaluation."""
     rows = pd.DataFrame(content["documents"]).rename(columns={"file": "document"})
     rows["tokens"] -= 1  # the first token of a document is not scored
-    settings = content["settings"]
-    cell = _name_cell(f"texts {settings['texts'][:8]}", "", "", settings)
-    return Run(name, {cell: {0: _index(rows)}}, {key: str(value) for key, value in settings.items()}, {})
+    settings, models = content["settings"], content.get("provenance", {})
+    cell = _name_cell(f"texts {settings['texts'][:8]}", "", "", settings, Provenance.read(models.get("evaluator", {})))
+    config = settings | {f"{kind}.{key}": value for kind, found in models.items() for key, value in found.items()}
+    return Run(name, {cell: {0: _index(rows)}}, {key: shorten_hashes(str(value)) for key, value in config.items()}, {})
 
 
-def _name_cell(documents: str, name: str, thresholds: str, settings: Mapping[str, Any]) -> str:
-    """Return a name that differs if set, evaluator, K, d or thresholds differ, so that numbers cannot be compared."""
+def _warn_of_older_results(place: Path) -> None:
+    log.warning(
+        "'%s' has results of an older version, which did not identify evaluators by content: they are taken to be the"
+        " same if their names are. Evaluate again to be sure.",
+        place,
+    )
+
+
+def _name_cell(
+    documents: str, name: str, thresholds: str, settings: Mapping[str, Any], evaluator: Provenance | None
+) -> str:
+    """Return a name that differs if set, evaluator, K, d, thresholds or rule differ, so that numbers are not compared.
+
+    Evaluators differ if their content, dtype or attention does.
+    """
     model = Path(settings.get("evaluator") or name).name
-    evaluator = model if name in ("", "evaluator") else f"{name}: {model}"
-    sizes = [
+    judge = model if name in ("", "evaluator") else f"{name}: {model}"
+    sizes = [str(evaluator)] if evaluator else []
+    sizes += [
         f"{symbol} {settings[key]}" for symbol, key in (("K", "context_length"), ("d", "stride")) if key in settings
     ]
+    sizes += ["rule: authors"] if settings.get("key_token_rule", settings.get("key_tokens")) == "authors" else []
     values = f"{thresholds} ({settings['alpha']:g}, {settings['beta']:g})".lstrip()
-    return f"{documents}, {evaluator} ({', '.join(sizes)}), {values}".replace(" ()", "")
+    return f"{documents}, {judge} ({', '.join(sizes)}), {values}".replace(" ()", "")
 
 
 def _index(rows: pd.DataFrame) -> pd.DataFrame:
-    """Index documents by name and occurrence, because a name may occur several times."""
-    return rows.set_index([rows["document"], rows.groupby("document").cumcount()])[_COLUMNS].astype(float)
+    """Index documents by name and occurrence, because a name may occur several times.
+
+    Besides the numbers, there is a hash of each text, which is empty in results of older versions.
+    """
+    indexed = rows.set_index([rows["document"], rows.groupby("document").cumcount()])
+    hashes = indexed["text_sha256"] if "text_sha256" in rows else ""
+    return indexed[_COLUMNS].astype(float).assign(text_sha256=hashes)

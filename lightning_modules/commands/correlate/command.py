@@ -4,7 +4,7 @@ import difflib
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from lightning_modules.commands.correlate.result_files import Measured, is_perplexity, read_results
+from lightning_modules.models.identity import Provenance
 from lightning_modules.statistics import (
     MIN_FOR_INTERVAL,
     MIN_MODELS,
@@ -22,6 +23,7 @@ from lightning_modules.statistics import (
     correlate_values,
 )
 from lightning_modules.utilities.files import writable_folder
+from lightning_modules.utilities.identity import shorten_hashes
 from lightning_modules.visualization.images import COLORS, PANEL, STYLE, as_svg
 from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_text_table, write_report
 
@@ -65,22 +67,28 @@ def correlate(
     compared = Table(_DIFFERENCES, [_format_difference(each) for each in differences if each.spearman is not None])
     left_out = _describe_left_out(pairs)
     columns = [*chosen, *against]
-    cells = [(model, *(f"{own[name]:.4g}" if name in own else "" for name in columns)) for model, own in values.items()]
+    cells = [
+        (model, *(f"{own[name]:.4g}" if name in own else "" for name in columns), models.provenance.get(model, ""))
+        for model, own in values.items()
+    ]
+    found_by = [f"{name}: {models.key_tokens[name]}." for name in chosen if name in models.key_tokens]
     blocks: list[Block] = [
         f"Correlations over models with 95% intervals, or with p-values for fewer than {MIN_FOR_INTERVAL} models."
         " Models of one family are not independent draws, so the true uncertainty is larger. A lower perplexity should"
         " go with a higher score, so the best is -1.",
+        *found_by,
         table,
         *left_out,
         *(Picture(name, _describe_figure(pair)) for name, pair in figures.items()),
         *([Heading("Differences between metrics"), _EXPLAINED, compared] if compared.rows else ()),
         Heading("Values"),
-        Table(("model", *columns), cells),
+        Table(("model", *columns, "weights, dtype, attention"), cells),
     ]
     numbers = {"pairs": pairs, "differences": differences, "values": values, "files": list(files)}
+    numbers |= {"provenance": models.provenance, "key_tokens": models.key_tokens}
     write_report(folder, "Perplexities and benchmark scores", blocks, pictures, numbers, name="correlation")
     printed = [as_text_table(each, left=range(len(_HEAD))) + "\n" for each in (table, compared) if each.rows]
-    printed += [*left_out, f"Report: {folder / 'report.html'}"]
+    printed += [*found_by, *left_out, f"Report: {folder / 'report.html'}"]
     return "\n".join(printed) + "\n"
 
 
@@ -211,6 +219,8 @@ class Models(NamedTuple):
 
     values: dict[str, dict[str, float]]  # by model and by name; NaN if a measurement is not a number
     main: set[str]  # names of the values that summarize others, such as an average over tasks
+    provenance: dict[str, str]  # content, dtype and attention of the models whose files have them
+    key_tokens: dict[str, str]  # by name of a LongPPL: how its key tokens were found
 
     def names(self, kind: str) -> list[str]:
         """Return the names of perplexities, the ``metrics``, or of all other values, the ``scores``."""
@@ -222,15 +232,20 @@ def join(entries: Sequence[Measured]) -> Models:
     """Join the values of the same models.
 
     Models are the same if their names are equal, or if one name is the last component of exactly one other name
-    (``Qwen2-7B`` and ``/models/Qwen2-7B``). Values measured with different settings get different names: LongPPL by
-    two evaluators is two metrics, and the names contain what differs.
+    (``Qwen2-7B`` and ``/models/Qwen2-7B``), and if no file has other weights, dtype, tokenizer or attention under that
+    name. Values measured with different settings get different names: LongPPL by two evaluators is two metrics, and
+    the names contain what differs.
     """
-    models = _model_names([entry.model for entry in entries])
+    models = _model_names(entries)
     names = _value_names(entries)
-    joined = Models({}, set())
+    joined = Models({}, set(), {}, {})
     places: dict[tuple[str, str], str] = {}
     for number, entry in enumerate(entries):
-        model = models[_trim_name(entry.model)]
+        model = models[number]
+        if entry.provenance is not None:
+            joined.provenance[model] = str(entry.provenance)
+        if entry.key_tokens:
+            joined.key_tokens[names[number, "longppl"]] = entry.key_tokens
         for given, value in entry.values.items():
             name = names[number, given]
             known = joined.values.setdefault(model, {}).setdefault(name, value)
@@ -275,11 +290,32 @@ def _trim_name(name: str) -> str:
     return str(Path(name).expanduser()) if name.startswith("~") else name.rstrip("/")
 
 
-def _model_names(given: Sequence[str]) -> dict[str, str]:
-    """Shorten model names to their last components, unless several models share one."""
-    names = {_trim_name(name) for name in given}
-    shared = Counter(name.rpartition("/")[2] for name in names if "/" in name)
-    return {name: name if shared[short := name.rpartition("/")[2]] > 1 else short for name in names}
+def _model_names(entries: Sequence[Measured]) -> list[str]:
+    """Name the model of each entry: the last component of its name, unless several models share that.
+
+    Models of one name but different content or numerics are told apart by what differs.
+    """
+    names = [_trim_name(entry.model) for entry in entries]
+    shared = Counter(name.rpartition("/")[2] for name in set(names) if "/" in name)
+    short = [name if shared[last := name.rpartition("/")[2]] > 1 else last for name in names]
+    variants: dict[str, set[Provenance]] = defaultdict(set)
+    for name, entry in zip(short, entries, strict=True):
+        variants[name] |= {entry.provenance} if entry.provenance is not None else set()
+    return [_name_variant(name, entry, variants[name]) for name, entry in zip(short, entries, strict=True)]
+
+
+def _name_variant(name: str, entry: Measured, variants: Set[Provenance]) -> str:
+    differing = [key for key in Provenance._fields if len({getattr(each, key) for each in variants}) > 1]
+    if not differing:
+        return name
+    if entry.provenance is None:
+        known = "; ".join(sorted(map(str, variants)))
+        raise ValueError(
+            f"{entry.place} has '{name}', of which the other files have {len(variants)} versions ({known}): name the"
+            " one that is meant (NAME=FILE), or leave out the others."
+        )
+    details = ", ".join(f"{key}={getattr(entry.provenance, key)}" for key in differing)
+    return f"{name} [{shorten_hashes(details)}]"
 
 
 def _value_names(entries: Sequence[Measured]) -> dict[tuple[int, str], str]:
@@ -295,5 +331,6 @@ def _value_names(entries: Sequence[Measured]) -> dict[tuple[int, str], str]:
         differing = [key for key in keys if len({repr(settings.get(key)) for settings in reported}) > 1]
         for place, settings in places.items():
             details = ", ".join(f"{key}={settings.get(key)}" for key in differing) if settings else ""
+            details = shorten_hashes(details)
             names[place] = f"{canonical} [{details}]" if details else canonical
     return names

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,9 +11,12 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from lightning_modules.models.identity import Provenance, describe_key_tokens
 from lightning_modules.statistics import Interval, mean_interval
 from lightning_modules.tasks.evaluation.report import short
 from lightning_modules.tasks.questions.registry import GROUPS
+
+log = logging.getLogger(__name__)
 
 # Settings that values depend on: perplexities (LongPPL depends on all), and questions of our tasks and the harness's.
 _TEXTS = ("texts", "max_tokens", "add_special_tokens")
@@ -40,6 +44,8 @@ class Measured(NamedTuple):
     settings: dict[str, dict[str, Any]]  # settings on which each value depends, and which must be equal to compare it
     ours: bool = False  # whether the file is a result of ``longce evaluate``
     intervals: Mapping[str, Interval | None] = MappingProxyType({})  # 95% intervals of scores
+    provenance: Provenance | None = None  # of the model, if the file has it
+    key_tokens: str = ""  # how the key tokens of LongPPL were found
 
 
 def read_results(words: Sequence[str]) -> list[Measured]:
@@ -51,7 +57,16 @@ def read_results(words: Sequence[str]) -> list[Measured]:
     CSV with a line for each model: its name in the column ``model``, and values in the others, where a cell may be
     blank.
     """
-    return [entry for word in words for entry in _read_word(word)]
+    entries = [entry for word in words for entry in _read_word(word)]
+    older = [entry.place for entry in entries if entry.provenance is None and (entry.ours or entry.key_tokens)]
+    if older:
+        log.warning(
+            "%s: an older version wrote %s, which did not identify models by content. Models are taken to be the same"
+            " if their names are; measure them again to be sure.",
+            ", ".join(older),
+            "this file" if len(older) == 1 else "these files",
+        )
+    return entries
 
 
 def is_perplexity(name: str) -> bool:
@@ -103,10 +118,19 @@ def _read_file(file: Path) -> list[Measured]:
 
 
 def _read_score(file: Path, content: Mapping[str, Any]) -> Measured:
-    settings = dict(content.get("settings") or {})
+    settings, models = dict(content.get("settings") or {}), content.get("provenance") or {}
     values = {name: _parse_number(name, content[name]) for name in ("longppl", "perplexity")}
-    depends_on = {"longppl": settings, "perplexity": {name: settings[name] for name in _TEXTS if name in settings}}
-    return Measured(str(file), str(content.get("model") or ""), values, tuple(values), depends_on)
+    evaluator = {f"evaluator.{name}": value for name, value in models.get("evaluator", {}).items()}
+    texts = {name: settings[name] for name in _TEXTS if name in settings}
+    return Measured(
+        str(file),
+        str(content.get("model") or ""),
+        values,
+        tuple(values),
+        {"longppl": settings | evaluator, "perplexity": texts},
+        provenance=Provenance.read(models.get("model", {})),
+        key_tokens=describe_key_tokens(settings, Provenance.read(models.get("evaluator", {}))),
+    )
 
 
 def read_cells(content: Mapping[str, Any]) -> Cells:
@@ -160,7 +184,8 @@ def _read_evaluation(file: Path, content: Mapping[str, Any]) -> Measured:
         if content.get(name) is not None:
             values[name], settings[name] = _parse_number(name, content[name]), lengths
     main = tuple(name for name in ("RULER", "LongEval") if name in values) or ("average",)
-    return Measured(str(file), str(content.get("model") or ""), values, main, settings, True, intervals)
+    model, provenance = str(content.get("model") or ""), Provenance.read(content["settings"])
+    return Measured(str(file), model, values, main, settings, True, intervals, provenance)
 
 
 def _group_by_task(cells: Cells) -> dict[str, dict[int, tuple[float, Interval | None]]]:
@@ -183,7 +208,8 @@ def _read_harness(file: Path, content: Mapping[str, Any]) -> Measured:
     if "RULER" in values:  # which is a mean over lengths
         settings["RULER"] = told | {"lengths": sorted(given.get("lengths", []))}
     main = tuple(content["scores"] or values)
-    return Measured(str(file), str(content.get("model") or ""), values, main, settings, True, intervals)
+    model, provenance = str(content.get("model") or ""), Provenance.read(given)
+    return Measured(str(file), model, values, main, settings, True, intervals, provenance)
 
 
 # Readers of our results, and the keys by which each kind is recognized.

@@ -12,9 +12,9 @@ from lightning_modules.functional.checks import check_count
 from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.adapters import quantization_config
-from lightning_modules.models.config import DType, ModelConfig, is_served
+from lightning_modules.models.config import ModelConfig, is_served
 from lightning_modules.models.context_extension.patterns import PATTERNS
-from lightning_modules.models.loading import load_config
+from lightning_modules.models.loading import load_config, stored_dtype
 from lightning_modules.objectives import Scheduled
 from lightning_modules.training.preflight import check_influence, check_sequence_parallelism
 from lightning_modules.training.sequence_parallel import check_processes
@@ -123,11 +123,6 @@ def _read_precision(name: Any) -> tuple[str, torch.dtype | None, torch.dtype | N
     if precision not in _PRECISIONS:
         raise ValueError(f"`longce plan` does not support `trainer.precision` '{precision}', only {[*_PRECISIONS]}.")
     return precision, *_PRECISIONS[precision]
-
-
-def stored_dtype(config: PreTrainedConfig, asked: DType = "auto") -> torch.dtype:
-    """Return the type of a model's weights: the requested one, or for ``auto`` the stored one."""
-    return (config.dtype or torch.float32) if asked == "auto" else getattr(torch, asked)
 
 
 def _read_component(component: Any) -> tuple[str, dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Evaluation on longce's tasks: questions, stored results and report."""
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
@@ -12,8 +13,8 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.models.config import is_served
+from lightning_modules.models.identity import Provenance
 from lightning_modules.models.lockstep import Scorer
-from lightning_modules.models.tokenization.tokenizer import tokenizer_hash
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.tasks.evaluation.lm_eval_results import Parts, convert_summary
 from lightning_modules.tasks.evaluation.questions import (
@@ -28,9 +29,11 @@ from lightning_modules.tasks.evaluation.report import as_text, write_task_report
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.registry import find_tasks
 from lightning_modules.utilities.files import writable_folder
-from lightning_modules.utilities.identity import content_hash
+from lightning_modules.utilities.identity import combined_hash, content_hash
 from lightning_modules.utilities.locks import exclusive
 from lightning_modules.utilities.plain_json import write_json
+
+log = logging.getLogger(__name__)
 
 QUESTIONS_AT_ONCE, TOKENS_AT_ONCE = 256, 2**21
 """Limits of the questions in memory, and of their tokens: the model waits while questions are generated."""
@@ -42,12 +45,16 @@ _SOURCES = ("haystack", "squad", "hotpot", "nq_open")
 class Evaluation:
     """Evaluation of a model on longce's tasks; each question has one result in the folder, from any process.
 
-    ``tasks`` are names of longce's tasks and groups, and import paths; ``identity`` is the model's content hash. Raises
-    a ``ValueError`` if the folder has results of other settings.
+    ``tasks`` are names of longce's tasks and groups, and import paths; ``provenance`` identifies the model. Raises a
+    ``ValueError`` if the folder has results of other settings.
     """
 
     def __init__(
-        self, config: EvaluationConfig, tasks: Sequence[str], tokenizer: PreTrainedTokenizerFast, identity: str
+        self,
+        config: EvaluationConfig,
+        tasks: Sequence[str],
+        tokenizer: PreTrainedTokenizerFast,
+        provenance: Provenance,
     ) -> None:
         self.config = config
         sources = {name: getattr(config, name) for name in _SOURCES}
@@ -56,14 +63,13 @@ class Evaluation:
         self.prompter = Prompter(tokenizer, **config.prompting)
         check_questions(self.keys, self.tasks, self.prompter, config.seed)
         settings = {
-            "model": identity if is_served(config.model) else config.model,  # it may move to another address
-            "identity": identity,
-            "tokenizer": tokenizer_hash(tokenizer),
+            # A served model may move to another address.
+            "model": provenance.identity if is_served(config.model) else config.model,
+            **provenance._asdict(),
             "mode": config.mode,
             "seed": config.seed,
             **config.prompting,
             "gen_kwargs": config.generation or None,
-            "dtype": config.dtype,
             "documents": config.documents,
             **{name: None if path is None else _hash_texts(Path(path)) for name, path in sources.items()},
         }
@@ -128,7 +134,9 @@ class ResultStore:
         begun = any(path.stat().st_size for path in self.folder.glob("results-*.jsonl"))
         if not (begun and (folder / SETTINGS).is_file()):
             write_json(folder / SETTINGS, settings)
-        _check_same(folder / SETTINGS, settings)
+        elif (stored := _read_settings(folder)) != (completed := complete_settings(stored, settings, folder)):
+            write_json(folder / SETTINGS, completed)
+        _check_same(folder, settings)
 
     def path(self, rank: int, processes: int) -> Path:
         """Return the file of one of several processes."""
@@ -139,8 +147,9 @@ class ResultStore:
 
         An unfinished line of a killed process is removed first.
         """
-        _check_same(self.folder / SETTINGS, self.settings)
-        lines = "".join(json.dumps(asdict(result)) + "\n" for result in results)
+        _check_same(self.folder, self.settings)
+        settings = _hash_settings(self.folder)
+        lines = "".join(json.dumps({**asdict(result), "settings": settings}) + "\n" for result in results)
         with path.open("ab+") as stream:
             stream.seek(0)
             stream.truncate(stream.read().rfind(b"\n") + 1)
@@ -151,35 +160,66 @@ class ResultStore:
 
 
 def read_results(folder: Path) -> list[TaskResult]:
-    """Return all results in a folder, each once; unfinished lines of killed processes are left out."""
+    """Return all results in a folder, each once; unfinished lines of killed processes are left out.
+
+    Raises a ``ValueError`` for a line that is damaged or belongs to an evaluation with other settings.
+    """
     found: dict[Key, TaskResult] = {}
     for path in sorted(folder.glob("results-*.jsonl")):
+        settings = _hash_settings(folder)
         for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-            result = _parse_result(line, path, number)
+            result = _parse_result(line, path, number, settings)
             found.setdefault(result.key, result)
     return list(found.values())
 
 
-def _parse_result(line: bytes, path: Path, number: int) -> TaskResult:
+def _parse_result(line: bytes, path: Path, number: int, settings: str) -> TaskResult:
     try:
         values = json.loads(line)
+        if values.pop("settings", settings) != settings:  # older versions did not write them
+            raise ValueError("its settings are not those of the folder")
         return TaskResult(**{**values, "answers": tuple(values["answers"])})
     except (ValueError, TypeError, KeyError) as error:
         names = ", ".join(field.name for field in fields(TaskResult))
         raise ValueError(
-            f"'{path}', line {number}, is not a result of an evaluation ({names}): it was changed or damaged. Remove"
-            " the line, and its question is asked again."
+            f"'{path}', line {number}, is not a result of this evaluation ({names}): it is damaged, or from another"
+            " folder. Remove the line, and its question is asked again."
         ) from error
 
 
-def _check_same(path: Path, settings: Mapping[str, Any]) -> None:
+def _read_settings(folder: Path) -> dict[str, Any]:
+    path = folder / SETTINGS
     try:
-        stored = json.loads(path.read_bytes())
-    except ValueError as error:
+        return dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
         raise ValueError(f"'{path}' is damaged ({error}): choose another folder with `--output`.") from error
+
+
+def _hash_settings(folder: Path) -> str:
+    """Return the hash that each result has of the settings; empty without settings."""
+    return combined_hash(_read_settings(folder))[:16] if (folder / SETTINGS).is_file() else ""
+
+
+def complete_settings(stored: Mapping[str, Any], settings: Mapping[str, Any], place: Path) -> dict[str, Any]:
+    """Add what older versions did not record of the model to stored settings, with a warning."""
+    added = {name: settings[name] for name in Provenance._fields if name in settings and name not in stored}
+    if not added:
+        return dict(stored)
+    if stored.get("dtype") == "auto":  # now the actual dtype
+        added["dtype"] = settings["dtype"]
+    log.warning(
+        "'%s' has results of an older version, which did not record %s: they are taken to be those of today.",
+        place,
+        ", ".join(added),
+    )
+    return {**stored, **added}
+
+
+def _check_same(folder: Path, settings: Mapping[str, Any]) -> None:
+    stored = _read_settings(folder)
     for name in dict.fromkeys((*stored, *settings)):
         if stored.get(name) != settings.get(name):
             raise ValueError(
-                f"The results in '{path.parent}' have {name} = {stored.get(name)!r}, but this evaluation has"
+                f"The results in '{folder}' have {name} = {stored.get(name)!r}, but this evaluation has"
                 f" {settings.get(name)!r}: restore it, or choose another folder with `--output`."
             )

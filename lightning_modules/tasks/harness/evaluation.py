@@ -19,9 +19,11 @@ from lm_eval.utils import sanitize_list
 from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.identity import Provenance
 from lightning_modules.models.tokenization.chat_templates import check_chat_template
 from lightning_modules.statistics import Interval, mean_interval
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
+from lightning_modules.tasks.evaluation.evaluation import complete_settings
 from lightning_modules.tasks.evaluation.lm_eval_results import Parts, date_id
 from lightning_modules.tasks.harness.intervals import group_intervals, task_intervals
 from lightning_modules.tasks.harness.model import HarnessModel
@@ -41,7 +43,7 @@ class HarnessEvaluation:
     """Evaluation of a model on tasks of lm-evaluation-harness; results in the folder are reused.
 
     Results of other settings or of a changed task file are refused; changes of data, and of other files that a task
-    file names, are not detected. ``identity`` is the model's content hash; ``max_length`` is None if its config has no
+    file names, are not detected. ``provenance`` identifies the model; ``max_length`` is None if its config has no
     limit.
     """
 
@@ -50,15 +52,15 @@ class HarnessEvaluation:
         config: EvaluationConfig,
         tasks: Sequence[str],
         tokenizer: PreTrainedTokenizerFast,
-        identity: str,
+        provenance: Provenance,
         *,
         max_length: int | None,
     ) -> None:
         if config.chat_template:
             check_chat_template(tokenizer, config.system_instruction)
         self.config, self.words, self.tokenizer = config, tasks, tokenizer
-        settings: dict[str, Any] = {"model": identity, "max_length": max_length, "lm_eval": version("lm_eval")}
-        for option in ("num_fewshot", "limit", "truncation", "chat_template", "dtype", "system_instruction"):
+        settings: dict[str, Any] = {**provenance._asdict(), "max_length": max_length, "lm_eval": version("lm_eval")}
+        for option in ("num_fewshot", "limit", "truncation", "chat_template", "system_instruction"):
             settings[option] = getattr(config, option)
         # The default, also if it is given explicitly, is null.
         multiturn = None if config.as_multiturn == config.chat_template else config.as_multiturn
@@ -216,6 +218,9 @@ class Results:
         except (ValueError, KeyError, AttributeError) as error:
             raise ValueError(f"'{path}' is damaged ({error}): remove it, and the task runs again.") from error
         known = self._settings_of(task_file)
+        if "identity" not in settings:  # older versions have it under another name
+            settings["identity"] = settings.get("model")
+        settings = complete_settings(settings, known, path)
         if other := [name for name, value in known.items() if settings.get(name) != value]:
             there = ", ".join(f"{name}={settings.get(name)!r} (now {known[name]!r})" for name in other)
             raise ValueError(f"'{path}' has other settings: {there}. Restore them, or choose another `output`.")

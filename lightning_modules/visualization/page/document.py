@@ -39,7 +39,7 @@ def inspect_document(text: str, evaluator: str, *, name: str = "document", **opt
         log_likelihood = model.log_likelihood(document)[0].float()
         tokens = document_tokens(document)
         key = scorer.evaluate(text, tokens, device=device, name=name).key
-        evaluated = ModelScores(model.name, tokens, log_likelihood, key)
+        evaluated = ModelScores(model.name, tokens, log_likelihood, key, str(model.provenance))
     return Inspection(
         name=name,
         text=text,
@@ -50,4 +50,5 @@ def inspect_document(text: str, evaluator: str, *, name: str = "document", **opt
         beta=config.beta,
         alternatives=found,
         model=evaluated,
+        provenance=str(scorer.provenance(device)),
     )

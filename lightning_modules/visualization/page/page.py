@@ -34,13 +34,15 @@ _SCRIPTS = ("data.js", "key_tokens.js", "blocks.js", "card.js", "charts.js", "ma
 class ModelScores(NamedTuple):
     """A model that is evaluated on the key tokens, with its ``[M]`` tokens of the document.
 
-    Log-likelihoods are float32 nats given all preceding tokens; token 0 is not scored. ``key`` marks its key tokens.
+    Log-likelihoods are float32 nats given all preceding tokens; token 0 is not scored. ``key`` marks its key tokens,
+    and ``provenance`` identifies its content and numerics for readers.
     """
 
     name: str
     tokens: Tokens
     log_likelihood: Tensor
     key: Tensor
+    provenance: str = ""
 
     def perplexities(self) -> tuple[float, float]:
         """Return LongPPL and perplexity."""
@@ -53,7 +55,8 @@ class Inspection:
 
     A notebook displays it. The page has sliders for the thresholds: key tokens have a long-short difference above
     ``alpha`` and a long-context log-likelihood above ``beta``, in nats. ``token_texts`` has the text of each token that
-    the page names, by id; ``model`` is evaluated on the key tokens.
+    the page names, by id; ``model`` is evaluated on the key tokens. ``provenance`` identifies the evaluator's content
+    and numerics for readers.
     """
 
     name: str
@@ -65,6 +68,7 @@ class Inspection:
     beta: float = -2.0
     alternatives: Alternatives | None = None
     model: ModelScores | None = None
+    provenance: str = ""
 
     def html(self) -> str:
         """Return the page."""
@@ -111,7 +115,9 @@ class Inspection:
         if self.model is not None:
             names = ("longppl", "perplexity")
             model = dict(
-                zip(names, map(_format_perplexity, self.model.perplexities()), strict=True), name=self.model.name
+                zip(names, map(_format_perplexity, self.model.perplexities()), strict=True),
+                name=self.model.name,
+                provenance=self.model.provenance,
             )
         key = evaluator_key_tokens(scores, alpha=self.alpha, beta=self.beta)
         longppl, perplexity = map(_format_perplexity, perplexities(scores.long, key))
@@ -119,6 +125,7 @@ class Inspection:
         return {
             "name": self.name,
             "evaluator": self.evaluator,
+            "provenance": self.provenance,
             "context_length": f"{scores.context_length:,}",
             "stride": f"{scores.stride:,}",
             "longest_short": f"{longest_short:,}",

@@ -9,7 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_modules.models import loading
 from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import FLASH_3_KERNEL, load_backbone, load_config, resolve_attention
+from lightning_modules.models.loading import (
+    FLASH_3_KERNEL,
+    choose_attention,
+    load_backbone,
+    load_config,
+    register_attention,
+)
 from lightning_modules.models.optimizations import ATTENTION_OPERATORS
 from tests.conftest import tiny_config, tiny_model
 from tests.lightning_modules.models.test_backbone import documents, packed
@@ -86,7 +92,8 @@ def choose(monkeypatch, packages, capability=(9, 0), implementation="auto", conf
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: capability)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name in packages or None)
-    return resolve_attention(implementation, config or tiny_config(), flash=True)
+    config, settings = config or tiny_config(), ModelConfig(attn_implementation=implementation, dtype="bfloat16")
+    return register_attention(choose_attention(settings, config, device="cuda"), config)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.compare.command import compare
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.config import ModelConfig
+from lightning_modules.models.identity import Provenance, model_identity
 from lightning_modules.scoring import score as score_module
 from lightning_modules.scoring.score import score
 from lightning_modules.scoring.token_scores import TokenScores
@@ -56,15 +58,21 @@ def test_command_prints_a_table_and_writes_json(files, model_dir, evaluator_dir,
     models = ["--model", str(model_dir), "--evaluator", str(evaluator_dir)]
     main(["score", *files, *models, *OPTIONS, "--output", str(output)])
     lines = capsys.readouterr().out.splitlines()
+    written = json.loads(output.read_text())
+    models = {kind: Provenance(**found) for kind, found in written["provenance"].items()}
+    assert models["model"].identity == model_identity(ModelConfig(str(model_dir)))
+    assert models["model"][2:] == models["evaluator"][2:] == ("float32", "sdpa")
+    assert lines[0] == f"model {model_dir} ({models['model']})"
+    assert lines[1].startswith(f"evaluator {evaluator_dir} ({models['evaluator']}), K = 48, d = 16, alpha = 0.5")
+    lines = lines[3:]
     assert lines[0].split() == ["document", "tokens", "key", "tokens", "LongPPL", "perplexity"]
     assert [line.split()[0] for line in lines if line[0] != "-"] == ["document", *files, "corpus", "Key"]
     assert "nan" in lines[4]
-    written = json.loads(output.read_text())
     kinds = ("tokens_sharing_characters", "tokens_without_characters")
     shares = {"alignment", *kinds, *(f"evaluator_{kind}" for kind in kinds)}
     numbers = {"longppl", "perplexity", "key_tokens", "tokens"}
-    assert set(written) == numbers | shares | {"documents", "skipped", "model", "settings"}
-    assert set(written["documents"][0]) == numbers | shares | {"file"}
+    assert set(written) == numbers | shares | {"documents", "skipped", "model", "provenance", "settings"}
+    assert set(written["documents"][0]) == numbers | shares | {"file", "text_sha256"}
     assert (written["alignment"], written["settings"]["key_token_rule"]) == ("characters", "paper")
     assert written["model"] == str(model_dir)
     assert written["settings"]["evaluator"] == str(evaluator_dir)
@@ -155,7 +163,8 @@ def test_evaluator_and_model_in_one_share_the_long_pass(files, model_dir, tmp_pa
     long_passes = sum(length > 64 for length in passes)
     shared = run(evaluator_add_special_tokens=False)
     assert sum(length > 64 for length in passes) == long_passes - 2
-    monkeypatch.setattr(score_module, "model_identity", lambda _: "another model")
+    monkeypatch.setattr(score_module, "describe_model", lambda *_, **__: Provenance("another model", "", "", ""))
+    monkeypatch.setattr(score_module, "check_same_model", lambda *_: None)
     expected = run(evaluator_add_special_tokens=False)
     for name in ("longppl", "perplexity"):
         assert shared[name] == pytest.approx(expected[name], rel=1e-6)
@@ -199,7 +208,7 @@ def test_several_models_are_compared_over_the_documents(model_dir, evaluator_dir
     results = [json.loads((tmp_path / "out" / f"{path.name}.json").read_text()) for path in (model_dir, other)]
     ratio = results[1]["perplexity"] / results[0]["perplexity"]
     rows = [line.split() for line in text.partition("Final numbers")[2].splitlines()]
-    (row,) = (row for row in rows if "other" in row)
+    row = next(row for row in rows if "other" in row)
     assert f"{ratio:.3f}" in row
     # The same table as from the files; its interval is over documents.
     assert compare([tmp_path / "out"]) in text

@@ -2,6 +2,7 @@ import json
 import math
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -75,6 +76,34 @@ def write_score(path, factor, **settings):
     settings = {"texts": "t", "evaluator": "hub/E", "context_length": 64, "alpha": 2.0, "beta": -2.0, **settings}
     path.write_text(json.dumps({"model": path.stem, "documents": rows, "settings": settings}))
     return str(path)
+
+
+@pytest.mark.parametrize("changed", [{"identity": f"sha256:{'b' * 64}"}, {"dtype": "bfloat16"}, {"attention": "eager"}])
+def test_another_evaluator_has_a_heading_of_its_own(tmp_path, changed):
+    evaluator = {"identity": f"sha256:{'a' * 64}", "tokenizer": "t", "dtype": "float32", "attention": "sdpa"}
+    for name, found in (("a", evaluator), ("b", evaluator | changed)):
+        content = json.loads(Path(write_score(tmp_path / f"{name}.json", 1.0)).read_text())
+        (tmp_path / f"{name}.json").write_text(json.dumps({**content, "provenance": {"evaluator": found}}))
+    printed = compare([tmp_path / "a.json", tmp_path / "b.json"])
+    assert "E (sha256:aaaaaaaa, float32, sdpa, K 64)" in printed
+    assert len(set(re.findall(r"^texts t, E \(.*?\)", printed, re.MULTILINE))) == 2
+    assert "1.000" not in printed  # no ratio of numbers by different evaluators
+    assert f"evaluator.{next(iter(changed))}" in printed
+
+
+def test_documents_of_other_texts_are_not_compared_and_older_results_are_with_a_warning(tmp_path, caplog):
+    def write(name, hashes):
+        content = json.loads(Path(write_score(tmp_path / name, 1.0)).read_text())
+        for row, text in zip(content["documents"], hashes, strict=True):
+            row["text_sha256"] = text
+        (tmp_path / name).write_text(json.dumps({**content, "provenance": {}}))
+        return tmp_path / name
+
+    first, other = write("a.json", "abcdef"), write("b.json", "abcdeX")
+    assert "ratio over 5 of 6 documents" in compare([first, other])
+    assert not caplog.records
+    assert "ratio over" not in compare([first, write_score(tmp_path / "older.json", 1.0)])
+    assert "did not identify evaluators by content" in caplog.text
 
 
 def corpus(longppl):

@@ -1,5 +1,6 @@
 import json
 import math
+from pathlib import Path
 
 import pytest
 from scipy import stats
@@ -8,7 +9,9 @@ from benchmarks.reproduction.tables.published import published
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.correlate.command import correlate, join
 from lightning_modules.commands.correlate.result_files import Measured
+from lightning_modules.models.identity import Provenance
 from lightning_modules.statistics import compare_correlations
+from lightning_modules.utilities.identity import shorten_hashes
 from tests.support.browser import check_page, launch_chromium
 
 TABLE = published()["tables"]["table5"]
@@ -108,6 +111,53 @@ def test_other_settings_make_another_metric():
     joined = join([*entries, measured("M", {"PPL": 5.0})])
     assert joined.names("metrics") == ["longppl [evaluator=a]", "longppl [evaluator=b]", "perplexity"]
     assert join(entries[:1]).names("metrics") == ["longppl"]
+
+
+def provenance(**changed):
+    return Provenance(
+        **{"identity": "sha256:" + 64 * "a", "tokenizer": "t", "dtype": "float32", "attention": "sdpa"} | changed
+    )
+
+
+@pytest.mark.parametrize(
+    "changed", [{"identity": "sha256:" + 64 * "b"}, {"tokenizer": "u"}, {"dtype": "bfloat16"}, {"attention": "eager"}]
+)
+def test_models_of_one_name_but_different_content_or_numerics_are_different(changed):
+    one, other = (
+        measured("M", {name: 1.0})._replace(provenance=found)
+        for name, found in (("longppl", provenance()), ("score", provenance(**changed)))
+    )
+    assert set(join([one, one._replace(values={"score": 2.0})]).values) == {"M"}
+    (key,) = changed
+    assert set(join([one, other]).values) == {
+        f"M [{key}={shorten_hashes(getattr(found, key))}]" for found in (provenance(), provenance(**changed))
+    }
+    unknown = measured("M", {"ppl": 3.0})
+    assert set(join([one, unknown]).values) == {"M"}
+    with pytest.raises(ValueError, match="of which the other files have 2 versions"):
+        join([one, other, unknown])
+
+
+def test_results_of_an_evaluator_whose_weights_were_replaced_are_not_correlated(files, tmp_path, caplog):
+    for file, letter in zip(files[:-1], "abcdefghijklmn", strict=False):
+        content = json.loads(Path(file).read_text())
+        content["provenance"] = {
+            "model": provenance()._asdict(),
+            "evaluator": provenance(identity="sha256:" + 64 * letter)._asdict(),
+        }
+        Path(file).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="needs at least 3 models with both values"):
+        correlate(files, str(tmp_path / "out"), metrics=["longppl"])
+    assert "longppl - " not in (said := correlate(files, str(tmp_path / "out"), metrics=["perplexity"]))
+    assert f"perplexity  {len(MODELS)}" in said
+    assert not caplog.records
+
+
+def test_results_of_older_versions_are_correlated_with_one_warning(files, tmp_path, caplog):
+    said = correlate(files, str(tmp_path / "out"))
+    assert "longppl: evaluator e." in said
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "did not identify models by content" in caplog.text
 
 
 def test_equal_scores_have_no_correlation_and_the_others_do(tmp_path):

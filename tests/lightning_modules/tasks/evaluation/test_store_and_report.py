@@ -1,6 +1,7 @@
 import json
 import math
 import re
+import shutil
 import xml.dom.minidom
 from dataclasses import replace
 
@@ -69,6 +70,36 @@ def test_other_settings_are_refused_by_name(store):
         ResultStore(store.folder, {**SETTINGS, "seed": 1})
     with pytest.raises(ValueError, match="have extra = None, but this evaluation has 3"):
         ResultStore(store.folder, {**SETTINGS, "extra": 3})
+
+
+def test_results_of_another_evaluation_are_refused(store, tmp_path):
+    other = ResultStore(tmp_path / "other", {**SETTINGS, "seed": 1})
+    other.append(other.path(0, 2), GRID[:2])
+    shutil.copy(other.path(0, 2), store.folder)
+    with pytest.raises(ValueError, match=r"results-00000-of-00002.jsonl', line 1, is not a result of this evaluation"):
+        read_results(store.folder)
+
+
+@pytest.mark.parametrize("changed", [{"identity": "other"}, {"dtype": "bfloat16"}, {"attention": "eager"}])
+def test_a_resumed_evaluation_has_the_same_model_and_numerics(tmp_path, changed):
+    settings = SETTINGS | {"identity": "a", "tokenizer": "t", "dtype": "float32", "attention": "sdpa"}
+    store = ResultStore(tmp_path, settings)
+    store.append(store.path(0, 1), GRID[:1])
+    with pytest.raises(ValueError, match=f"have {next(iter(changed))} = "):
+        ResultStore(tmp_path, settings | changed)
+
+
+def test_a_folder_of_an_older_version_is_completed_with_one_warning(tmp_path, caplog):
+    settings = SETTINGS | {"identity": "a", "tokenizer": "t", "dtype": "float32", "attention": "sdpa"}
+    (tmp_path / "settings.json").write_text(json.dumps(SETTINGS | {"identity": "a", "tokenizer": "t", "dtype": "auto"}))
+    (tmp_path / "results-00000-of-00001.jsonl").write_text(json.dumps(vars(GRID[0])) + "\n")
+    for _ in range(2):
+        store = ResultStore(tmp_path, settings)
+        store.append(store.path(0, 1), GRID[1:2])
+    assert len(read_results(tmp_path)) == 2
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    with pytest.raises(ValueError, match="have attention = 'sdpa', but this evaluation has 'eager'"):
+        ResultStore(tmp_path, settings | {"attention": "eager"})
 
 
 def test_settings_without_results_bind_nobody(tmp_path):

@@ -231,13 +231,14 @@ def test_attention_that_a_pattern_cannot_replace(attention, folder):
 
 def test_flash_attention_is_not_chosen_for_a_pattern(folder, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    from lightning_modules.models.loading import resolve_attention
+    from lightning_modules.models.loading import choose_attention
 
     plain, pattern = (
         load_config(ModelConfig(folder(), context_extension=settings)) for settings in (None, extension("xpos"))
     )
-    assert resolve_attention("auto", plain, flash=True) == "flash_attention_2"
-    assert resolve_attention("auto", pattern, flash=True) == "document_sdpa"
+    half = ModelConfig(dtype="bfloat16")
+    assert choose_attention(half, plain, device="cuda") == "flash_attention_2"
+    assert choose_attention(half, pattern, device="cuda") == "sdpa"
 
 
 @pytest.mark.slow
