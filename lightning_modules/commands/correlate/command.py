@@ -65,7 +65,7 @@ def correlate(
     table = Table(_HEAD, [_format_pair(pair) for pair in pairs])
     differences = [_compare_metrics(values, score, chosen[0], other) for score in against for other in chosen[1:]]
     compared = Table(_DIFFERENCES, [_format_difference(each) for each in differences if each.spearman is not None])
-    left_out = _describe_left_out(pairs)
+    left_out = [*_describe_left_out(pairs), *_describe_repeated(models)]
     columns = [*chosen, *against]
     cells = [
         (model, *(f"{own[name]:.4g}" if name in own else "" for name in columns), models.provenance.get(model, ""))
@@ -117,7 +117,7 @@ class Difference(NamedTuple):
 
 def _correlate_pair(values: Values, metric: str, score: str) -> Pair:
     problems = {model: [_find_problem(entry, name) for name in (metric, score)] for model, entry in values.items()}
-    left_out = {model: ", ".join(filter(None, found)) for model, found in problems.items() if any(found)}
+    left_out = {model: "; ".join(filter(None, found)) for model, found in problems.items() if any(found)}
     kept = [model for model in values if model not in left_out]
     x, y = ([values[model][name] for model in kept] for name in (metric, score))
     try:
@@ -180,8 +180,16 @@ def _describe_left_out(pairs: Sequence[Pair]) -> list[str]:
     reasons: dict[str, dict[str, None]] = {}
     for pair in pairs:
         for model, reason in pair.left_out.items():
-            reasons.setdefault(model, {}).update(dict.fromkeys(reason.split(", ")))
-    return [f"Left out where it lacks a value: {model}: {', '.join(found)}." for model, found in reasons.items()]
+            reasons.setdefault(model, {}).update(dict.fromkeys(reason.split("; ")))
+    return [f"Left out where it lacks a value: {model}: {'; '.join(found)}." for model, found in reasons.items()]
+
+
+def _describe_repeated(models: "Models") -> list[str]:
+    """Return which names are of one model, which would then count more than once."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for model, content in models.provenance.items():
+        names[content].append(model)
+    return [f"The same model counts {len(same)} times: {', '.join(same)}." for same in names.values() if len(same) > 1]
 
 
 def _file_names(pairs: Sequence[Pair]) -> dict[str, Pair]:
@@ -282,6 +290,18 @@ def choose_names(wanted: Sequence[str] | None, models: Models, kind: str) -> lis
     return list(dict.fromkeys(chosen))
 
 
+def _find_differing(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the first keys whose values together tell all settings apart, so that names stay short."""
+    kept: list[str] = []
+    parts = 1
+    for key in dict.fromkeys(key for settings in found for key in settings):
+        more = len({repr([settings.get(name) for name in (*kept, key)]) for settings in found})
+        if more > parts:
+            kept.append(key)
+            parts = more
+    return kept
+
+
 def _canonical_name(name: str) -> str:
     return _ALIASES.get(name.lower(), name)
 
@@ -305,7 +325,7 @@ def _model_names(entries: Sequence[Measured]) -> list[str]:
 
 
 def _name_variant(name: str, entry: Measured, variants: Set[Provenance]) -> str:
-    differing = [key for key in Provenance._fields if len({getattr(each, key) for each in variants}) > 1]
+    differing = _find_differing([each._asdict() for each in variants])
     if not differing:
         return name
     if entry.provenance is None:
@@ -327,8 +347,7 @@ def _value_names(entries: Sequence[Measured]) -> dict[tuple[int, str], str]:
     names = {}
     for canonical, places in settings_of.items():
         reported = [settings for settings in places.values() if settings]
-        keys = dict.fromkeys(key for settings in reported for key in settings)
-        differing = [key for key in keys if len({repr(settings.get(key)) for settings in reported}) > 1]
+        differing = _find_differing(reported)
         for place, settings in places.items():
             details = ", ".join(f"{key}={settings.get(key)}" for key in differing) if settings else ""
             details = shorten_hashes(details)

@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lightning_modules.models.identity import Provenance
 from lightning_modules.statistics import Interval
 from lightning_modules.tasks.evaluation.questions import TaskResult
 from lightning_modules.tasks.evaluation.summary import (
@@ -111,7 +112,9 @@ def describe_synthetic_text(tasks: Set[str], settings: Mapping[str, Any]) -> lis
 
 
 def _describe_summary(summary: Summary, missing: int, settings: Mapping[str, Any]) -> list[str]:
-    sentences = describe_synthetic_text({task for task, _ in summary.scores}, settings)
+    provenance = Provenance.read(settings)
+    sentences = [f"Model: {settings['model']} ({provenance})."] if provenance else []
+    sentences += describe_synthetic_text({task for task, _ in summary.scores}, settings)
     if missing:
         sentences.append(f"{missing} questions have no result yet: run the same command to ask them.")
     if (effective := summary.effective_length) is not None:
