@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -25,6 +26,7 @@ from callbacks.evaluation_numbers import (
 from callbacks.same_names import check_names
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import scan_token_mask, span_token_mask
+from lightning_modules.functional.checks import find_impossible
 from lightning_modules.functional.influence import check_gamma
 from lightning_modules.models.identity import Provenance
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
@@ -149,6 +151,12 @@ class ExternalEvaluator(Callback):
             tokens = tokens._replace(offsets=stored_offsets(text, tokens, self._stored_tokenizer))
         set_name = batch["sets"][row] if "sets" in batch else ""
         scored = batch["labels"][row].ne(IGNORE_INDEX).cpu()
+        if find_impossible(log_likelihood).any():
+            rank_zero_warn(
+                f"The trained model gives tokens of '{batch['names'][row]}' log-likelihoods that are not finite or"
+                " above 0, so LongPPL is NaN: its training has diverged, or `trainer.precision` is too small for it."
+            )
+            log_likelihood = torch.full_like(log_likelihood, torch.nan)
         return ScoredDocument(set_name, batch["names"][row], text, tokens, log_likelihood, scored)
 
     def _find_influence(self, document: ScoredDocument, device: torch.device | str) -> Influence:
@@ -232,7 +240,8 @@ class ExternalEvaluator(Callback):
     def _find_all(self, device: torch.device) -> list[tuple[ScoredDocument, Influence]]:
         """Find the key tokens of all documents, in the same order in all processes, and free the evaluator."""
         found = []
-        with fail_together() if self.evaluator is not None and self.evaluator.is_served else nullcontext():
+        # A sharded evaluator communicates, so its processes cannot wait for each other here.
+        with nullcontext() if self.evaluator is None or self.config.sharded else fail_together():
             for document in self._documents:
                 if document.text:
                     found.append((document, self._find_influence(document, device)))

@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor
 
-_ROUNDING_TOLERANCE = 0.1
-"""Nats by which rounding may lift a log-likelihood above 0: 1e-7 in float32, 0.06 if a logit of 20 is bfloat16. Every
-corpus has tokens with a larger loss, so a caller who passes losses by mistake still gets an error."""
+from lightning_modules.functional.checks import ROUNDING_TOLERANCE
 
 
 def long_perplexity(log_likelihood: Tensor, influence: Tensor) -> Tensor:
@@ -54,7 +52,7 @@ def _long_perplexity_update(log_likelihood: Tensor, influence: Tensor) -> tuple[
 def _long_perplexity_compute(log_likelihood: Tensor, influence: Tensor, largest: Tensor) -> Tensor:
     """Return LongPPL from the sums of `_long_perplexity_update`."""
     # Checked here and not in each update, because reading a value makes the CPU wait for the GPU.
-    if largest > _ROUNDING_TOLERANCE:
+    if largest > ROUNDING_TOLERANCE:
         raise ValueError(
             f"A log-likelihood is {float(largest):.4g}, but must be 0 or less: pass log-likelihoods, not losses (a"
             " loss is the negative log-likelihood)."

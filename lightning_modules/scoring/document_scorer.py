@@ -77,7 +77,7 @@ class DocumentScorer:
             if fitting:
                 scored = self._score_or_split(batch if len(fitting) == len(results) else select_rows(batch, fitting))
                 for row, result in zip(fitting, scored, strict=True):
-                    results[row] = result if isinstance(result, Failed) else check_finite(result)
+                    results[row] = result if isinstance(result, Failed) else check_possible(result)
         return results
 
     def _score_or_split(self, batch: PackedBatch) -> list[TokenScores | Failed]:
@@ -120,12 +120,15 @@ def select_rows(batch: PackedBatch, rows: Sequence[int]) -> PackedBatch:
     )
 
 
-def check_finite(scores: TokenScores) -> TokenScores | Failed:
-    """Return the scores if all are finite, and `Failed` otherwise."""
-    values = torch.cat([scores.long, scores.short, *scores.context_scores.values()])
-    if (wrong := int((~values.isfinite()).sum())) == 0:
+def check_possible(scores: TokenScores) -> TokenScores | Failed:
+    """Return the scores if all are possible log-likelihoods, and `Failed` otherwise."""
+    wrong = scores.impossible()
+    if not wrong.any():
         return scores
-    return Failed(f"{wrong} of {len(values)} log-likelihoods are not finite ({len(scores.long)} tokens)")
+    token = int(wrong.nonzero()[0])
+    return Failed(
+        f"{int(wrong.sum())} of {len(wrong)} log-likelihoods are not finite or above 0, first that of token {token}"
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

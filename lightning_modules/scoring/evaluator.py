@@ -1,13 +1,14 @@
 """The evaluator: a frozen model that measures the effect of the long context on each token of a text."""
 
 import hashlib
+import json
 import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ from lightning_modules.models.loading import check_model, load_scorer
 from lightning_modules.models.lockstep import Scorer, any_rank, lockstep
 from lightning_modules.models.optimizations import eval_mode
 from lightning_modules.models.short_context import score_windows
-from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer, tokenizer_hash
+from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
+from lightning_modules.scoring.checks import check_log_likelihood, warn_of_chance
 from lightning_modules.scoring.config import EvaluatorConfig, tokenizer_name
 from lightning_modules.scoring.document_scorer import DocumentScorer
 from lightning_modules.scoring.key_tokens import Alignment, Coverage, Tokens, find_key_tokens, measure_coverage
@@ -123,6 +125,7 @@ class Evaluator:
         )
         self.identity = model_identity(self._loading)
         self._scores: dict[str, TokenScores] = {}
+        self._provenance: dict[str, Provenance] = {}  # by type of device
         self._backbone: Scorer | None = None
 
     def evaluate(
@@ -158,7 +161,9 @@ class Evaluator:
         scores = self._scores.get(sha256)
         if scores is None or scores.floor > (-math.inf if beta is None else beta):
             # Complete scores can be used for key tokens as well.
-            scores = self._read_stored(sha256) or (None if beta is None else self._read_stored(sha256, beta))
+            scores = self._read_stored(sha256, device)
+            if scores is None and beta is not None:
+                scores = self._read_stored(sha256, device, beta)
         with self._lockstep(device, has_text=scores is None):
             if scores is None:
                 scores = self._compute_and_store(text, device, name, beta)
@@ -186,7 +191,12 @@ class Evaluator:
 
     def provenance(self, device: torch.device | str = "cpu") -> Provenance:
         """Return what identifies the evaluator on a device."""
-        return describe_model(self._loading, self.tokenizer, device=device, identity=self.identity)
+        kind = torch.device(device).type
+        if kind not in self._provenance:
+            self._provenance[kind] = describe_model(
+                self._loading, self.tokenizer, device=device, identity=self.identity
+            )
+        return self._provenance[kind]
 
     def join(self, *, device: torch.device | str = "cpu") -> None:
         """Take part in the forward passes of other processes if the model is sharded."""
@@ -212,27 +222,37 @@ class Evaluator:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
-    def path(self, sha256: str, *, partial: bool = False) -> Path:
+    def path(self, sha256: str, *, device: torch.device | str = "cpu", partial: bool = False) -> Path:
         """Return the file for the scores of the text with this hash; ``partial`` scores are for key tokens only."""
-        config = self.config
-        numerics = (config.dtype, config.attn_implementation)
-        lengths = (config.context_length, config.stride)
-        tokenizer = tokenizer_hash(self.tokenizer)
-        settings = (FORMAT, self.identity, tokenizer, numerics, *lengths, config.add_special_tokens)
-        name = (sha256, settings, "key tokens only") if partial else (sha256, settings)
+        name = (FORMAT, *self._describe_scores(sha256, device).items(), *(["key tokens only"] if partial else []))
         key = hashlib.sha256(repr(name).encode()).hexdigest()
         return self.cache_dir / key[:2] / f"{key}.safetensors"
 
-    def _read_stored(self, sha256: str, beta: float | None = None) -> TokenScores | None:
+    def _describe_scores(self, sha256: str, device: torch.device | str) -> dict[str, Any]:
+        """Return the fields of `TokenScores` that identify the scores of a text."""
+        settings = self.provenance(device)._asdict() | {"special_tokens": self.config.add_special_tokens}
+        return {
+            "text_sha256": sha256,
+            "evaluator": settings.pop("identity"),
+            "context_length": self.config.context_length,
+            "stride": self.config.stride,
+            "settings": json.dumps(settings),
+        }
+
+    def _read_stored(self, sha256: str, device: torch.device | str, beta: float | None = None) -> TokenScores | None:
+        path = self.path(sha256, device=device, partial=beta is not None)
         try:
-            scores = TokenScores.load(self.path(sha256, partial=beta is not None))
+            scores = TokenScores.load(path)
         except FileNotFoundError:
             return None
         except ValueError as error:
             log.warning("%s It is scored again.", error)
             return None
-        is_sufficient = scores.floor <= (-math.inf if beta is None else beta)
-        return scores if scores.text_sha256 == sha256 and is_sufficient else None
+        for name, expected in self._describe_scores(sha256, device).items():
+            if (found := getattr(scores, name)) != expected:
+                log.warning("'%s' has scores with %s = %s, not %s. It is scored again.", path, name, found, expected)
+                return None
+        return scores if scores.floor <= (-math.inf if beta is None else beta) else None
 
     def _compute_and_store(self, text: str, device: torch.device | str, name: str, beta: float | None) -> TokenScores:
         try:
@@ -253,13 +273,22 @@ class Evaluator:
                 " bfloat16, or run `longce score` before training, which stores the scores in the cache."
             )
             raise
-        self._store(scores, name, partial=beta is not None)
+        scores.settings = self._describe_scores(scores.text_sha256, device)["settings"]
+        self._check(scores, text, name, device)
+        self._store(scores, name, device, partial=beta is not None)
         return scores
 
-    def _store(self, scores: TokenScores, name: str, *, partial: bool) -> None:
+    def _check(self, scores: TokenScores, text: str, name: str, device: torch.device | str) -> None:
+        """Raise a ``ValueError`` for impossible log-likelihoods, of which key tokens would take no notice."""
+        about = {"model": self.name, "dtype": self.provenance(device).dtype, "document": name}
+        for values in (scores.long, scores.short.where(~(scores.long <= scores.floor), 0.0)):
+            check_log_likelihood(values, **about, text=text, offsets=scores.offsets)
+        warn_of_chance(scores.long, torch.arange(len(scores.long)) > 0, self.name)
+
+    def _store(self, scores: TokenScores, name: str, device: torch.device | str, *, partial: bool) -> None:
         """Store scores for later runs; failing to do so is a warning, because they are also in memory."""
         try:
-            scores.save(self.path(scores.text_sha256, partial=partial))
+            scores.save(self.path(scores.text_sha256, device=device, partial=partial))
         except OSError as error:
             log.warning(
                 "The scores of '%s' could not be stored in %s (%s), so the next run computes them again. Free some"

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import soft_influence, transfer_influence
+from lightning_modules.functional.checks import find_impossible
 from lightning_modules.functional.windows import batch_windows
 from lightning_modules.models.lockstep import Scorer
 from lightning_modules.models.short_context import long_and_short
@@ -26,13 +27,15 @@ def compute_influence(
     """Compute LongCE weights of packed sequences with an evaluator that has the same tokenizer.
 
     The batch must be on the evaluator's device. The ``[B, T]`` float32 weights are at most ``gamma``, and 1 for a token
-    that is not scored or has no short context.
+    that is not scored or has no short context; NaN if a log-likelihood is impossible.
     """
     backbone.check_batch(batch)
     if not batch_windows(batch["document_boundaries"], context_length=context_length, stride=stride):
         return torch.ones_like(batch["labels"], dtype=torch.float32)
     long, short = long_and_short(backbone, batch, context_length=context_length, stride=stride)
-    return soft_influence(long, short, gamma=gamma).float()
+    weights = soft_influence(long, short, gamma=gamma).float()
+    # `gamma` would hide the infinite weight of an impossible pair.
+    return weights.masked_fill(find_impossible(long) | find_impossible(short), torch.nan)
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,9 @@ class InfluenceTransfer:
                     add_special_tokens=self.add_special_tokens,
                     name="of the training text",
                 )
+                if scores.impossible().any():
+                    influence[row, start:stop] = torch.nan
+                    continue
                 weights = transfer_influence(scores.soft_influence(gamma=gamma), scores.offsets, offsets)
                 weights[offsets[:, 0] == offsets[:, 1]] = 1.0
                 influence[row, start:stop] = weights

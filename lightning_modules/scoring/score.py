@@ -17,6 +17,7 @@ from lightning_modules.models.identity import Provenance, check_same_model, desc
 from lightning_modules.models.loading import check_model, load_scorer
 from lightning_modules.models.lockstep import Scorer
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
+from lightning_modules.scoring.checks import check_log_likelihood, warn_of_chance
 from lightning_modules.scoring.config import ScoreConfig, tokenizer_name
 from lightning_modules.scoring.evaluator import EvaluatedDocument, Evaluator
 from lightning_modules.scoring.key_tokens import add_coverage, document_tokens
@@ -158,13 +159,22 @@ class EvaluatedModel:
         return documents
 
     def log_likelihood(self, document: PackedBatch) -> torch.Tensor:
-        """Compute the ``[1, T]`` log-likelihoods of a document in nats, in main memory."""
+        """Compute the ``[1, T]`` log-likelihoods of a document in nats, in main memory.
+
+        Raises:
+            ValueError: If the document has ids outside of the embedding, or a log-likelihood is impossible.
+        """
         if self._backbone is None:
             self._backbone = load_scorer(self.config, self.device)
             check_same_model(self.provenance.identity, self.config)
         self._backbone.check_batch(document)
         with torch.no_grad():
-            return self._backbone(batch_to(document, self._backbone.device)).cpu()
+            log_likelihood = self._backbone(batch_to(document, self._backbone.device)).cpu()
+        text, offsets, name = document["text"][0], document["offsets"][0], document["names"][0]
+        about = {"model": self.name, "dtype": self.provenance.dtype, "document": name}
+        check_log_likelihood(log_likelihood[0], **about, text=text, offsets=offsets)
+        warn_of_chance(log_likelihood[0], document["labels"][0].ne(IGNORE_INDEX), self.name)
+        return log_likelihood
 
 
 def _evaluate(

@@ -16,9 +16,13 @@ from torch import Tensor
 
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import merge_spans, soft_influence
+from lightning_modules.functional.checks import find_impossible
 from lightning_modules.utilities.files import write_atomically
 
-FORMAT = "longce-token-scores-2"
+FORMAT = "longce-token-scores-3"
+_FORMATS = (FORMAT, "longce-token-scores-2")
+"""Formats that can be read; the second has no `TokenScores.settings`."""
+
 _CONTEXT_PREFIX = "context_"
 _SPAN = re.compile(r"\[\s*(\d+)\s*,\s*(\d+)\s*\]")
 
@@ -39,6 +43,7 @@ class TokenScores:
         floor: The short log-likelihood is NaN for tokens whose long one is this or less, in nats. Key tokens for a
             ``beta`` of this or above do not need them.
         context_scores: ``[w]`` float32 log-likelihoods of the last w tokens by context length, from a `ContextLadder`.
+        settings: Everything else that the evaluator's scores depend on: tokenizer, dtype, attention, special tokens.
     """
 
     text_sha256: str
@@ -51,6 +56,7 @@ class TokenScores:
     short: Tensor
     floor: float = -math.inf
     context_scores: dict[int, Tensor] = field(default_factory=dict)
+    settings: str = ""
 
     def soft_influence(self, *, gamma: float = 5.0) -> Tensor:
         """Return the ``[N]`` soft influence of the tokens."""
@@ -58,24 +64,42 @@ class TokenScores:
             raise ValueError(f"Soft influence needs scores of all tokens, got those above {self.floor} nats only.")
         return soft_influence(self.long, self.short, gamma=gamma)
 
+    def impossible(self) -> Tensor:
+        """Return the ``[N]`` mask of tokens with a log-likelihood that is NaN, infinite or above 0."""
+        # By design, tokens at the floor have no short log-likelihood.
+        has_short = ~(self.long <= self.floor)
+        wrong = find_impossible(self.long) | (find_impossible(self.short) & has_short)
+        for values in self.context_scores.values():
+            wrong[len(wrong) - len(values) :] |= find_impossible(values)
+        return wrong
+
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file atomically: readers see all of it or nothing, even after a crash."""
+        """Write the file atomically: readers see all of it or nothing, even after a crash.
+
+        Raises:
+            ValueError: If a log-likelihood is NaN, infinite or above 0.
+        """
+        self._check(path)
         tensors = {"token_ids": self.token_ids, "offsets": self.offsets, "long": self.long, "short": self.short}
         tensors |= {f"{_CONTEXT_PREFIX}{context}": scores for context, scores in self.context_scores.items()}
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        names = ("text_sha256", "evaluator", "context_length", "stride")
+        names = ("text_sha256", "evaluator", "context_length", "stride", "settings")
         header = {"format": FORMAT, **{name: str(getattr(self, name)) for name in names}}
         if self.floor > -math.inf:
             header["floor"] = repr(self.floor)
         header["checksum"] = _compute_checksum(header, tensors)
         write_atomically(Path(path), save(tensors, metadata=header))
 
+    def _check(self, path: str | os.PathLike[str]) -> None:
+        if count := int(self.impossible().sum()):
+            raise ValueError(f"'{path}': {count} of {len(self.long)} tokens have impossible log-likelihoods.")
+
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "TokenScores":
         """Read a file and verify its checksum.
 
         Raises:
-            ValueError: If the file is truncated or changed, or does not contain token scores.
+            ValueError: If the file is truncated or changed, or does not contain possible token scores.
             FileNotFoundError: If it does not exist.
         """
         if not Path(path).is_file():
@@ -86,19 +110,22 @@ class TokenScores:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a mapping
         except (SafetensorError, OSError) as error:
             raise ValueError(f"'{path}' cannot be read as token scores ({error}).") from error
-        if header.get("format") != FORMAT or header.pop("checksum", None) != _compute_checksum(header, tensors):
+        if header.get("format") not in _FORMATS or header.pop("checksum", None) != _compute_checksum(header, tensors):
             raise ValueError(f"'{path}' is damaged, or does not contain token scores in the format {FORMAT}.")
         prefix = _CONTEXT_PREFIX
         context_scores = {int(n.removeprefix(prefix)): tensors.pop(n) for n in sorted(tensors) if n.startswith(prefix)}
-        return cls(
+        scores = cls(
             text_sha256=header["text_sha256"],
             evaluator=header["evaluator"],
             context_length=int(header["context_length"]),
             stride=int(header["stride"]),
             floor=float(header.get("floor", -math.inf)),
+            settings=header.get("settings", ""),
             context_scores=dict(sorted(context_scores.items())),
             **tensors,
         )
+        scores._check(path)
+        return scores
 
 
 def scores_of_row(batch: PackedBatch, row: int, long: Tensor, short: Tensor, **fields: Any) -> TokenScores:

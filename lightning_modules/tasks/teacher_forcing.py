@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.functional.checks import find_impossible
 from lightning_modules.functional.top_tokens import with_greedy
 from lightning_modules.models.lockstep import Scorer, lockstep
 from lightning_modules.models.optimizations import eval_mode
@@ -118,6 +119,11 @@ def _answer_scores(question: ForcedAnswer, log_likelihood: Tensor, greedy: list[
     for first, stop in question.spans:
         answer[first:stop] = True
         right.append(greedy[first - start : stop - start] == ids[first:stop])
+    if wrong := int(find_impossible(log_likelihood).sum()):
+        raise ValueError(
+            f"{wrong} of {len(ids)} log-likelihoods of a question are not finite or above 0: the model's weights are"
+            " damaged, or too large for its dtype. Set `dtype` to bfloat16 or float32, or use other weights."
+        )
     answers, whole = int(answer.sum()), float(log_likelihood.sum())
     of_answers = float(log_likelihood[answer].sum())
     return AnswerScores(right, greedy, of_answers, answers, whole - of_answers, len(ids) - 1 - answers)

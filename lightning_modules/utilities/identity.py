@@ -1,8 +1,10 @@
 """Identity by content: the SHA-256 of all bytes, computed once per file and memoized on disk.
 
-Paths, sizes, times and inodes are never the identity; they only show whether a memoized hash is still valid. A change
-that keeps all of them is missed: on Linux file systems and NFS no program can set the change time (ctime), but some
-others (FUSE mounts of object stores) do not keep one.
+Paths, sizes, times and inodes are never the identity; they only show whether a memoized hash is still valid, together
+with a sample of the bytes. A change that keeps all of them is missed: on Linux file systems and NFS no program can set
+the change time (ctime), but some others (FUSE mounts of object stores) do not keep one, and a program that writes
+through a shared memory map may change a page long after the time that its first write has set. The sample shows changes
+of a whole tensor, but not of a few bytes between its blocks.
 """
 
 import hashlib
@@ -27,6 +29,8 @@ from lightning_modules.utilities.locks import exclusive
 SETTLING_TIME = 2_000_000_000
 """Age in nanoseconds from which the times of a file are trusted. If a file changes twice within one tick of the file
 system's clock, the second change does not show in them, and the coarsest tick in use is 2 s (FAT)."""
+
+_SAMPLE_BLOCKS, _SAMPLE_BLOCK = 32, 4096  # blocks spread evenly over a file, and bytes of each
 
 _LOGGED_SIZE = 1 << 30  # bytes; hashing less takes about a second
 _STORE_INTERVAL = 10.0  # seconds between writes of the memo
@@ -105,6 +109,19 @@ def file_state(path: str | Path) -> list[int]:
     return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
 
 
+def _sample_crc32(path: str, size: int) -> int:
+    """Return the CRC-32 of blocks spread evenly over a file, from its first to its last bytes."""
+    crc, last = 0, max(0, size - _SAMPLE_BLOCK)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            for number in range(_SAMPLE_BLOCKS):
+                file.seek(last * number // (_SAMPLE_BLOCKS - 1))
+                crc = zlib.crc32(file.read(_SAMPLE_BLOCK), crc)
+    except OSError as error:
+        raise ValueError(_unreadable_message(path, error)) from error
+    return crc
+
+
 def _hash_and_memoize(memo: Path, paths: list[str]) -> dict[str, str]:
     """Hash files, and memoize the hashes of those that have not changed recently."""
     if not paths:
@@ -120,7 +137,7 @@ def _hash_and_memoize(memo: Path, paths: list[str]) -> dict[str, str]:
         for future in as_completed([pool.submit(_hash_file, path, stop) for path in paths]):
             path, state, hashes[path], is_settled = future.result()
             if is_settled:
-                settled[path] = [*state, hashes[path]]
+                settled[path] = [*state, _sample_crc32(path, state[0]), hashes[path]]
             if time.monotonic() - stored_at > _STORE_INTERVAL:
                 _memoize_hashes(memo, settled)
                 stored_at = time.monotonic()
@@ -166,7 +183,12 @@ def _memo_path(folder: str) -> Path:
 def _read_valid_hashes(memo: Path, paths: Iterable[str]) -> dict[str, str]:
     """Return the memoized hashes of files that have not changed since."""
     entries = {**_unstored, **_read_memo(memo)}
-    return {path: entries[path][-1] for path in set(paths) & entries.keys() if entries[path][:-1] == file_state(path)}
+    valid = {}
+    for path in set(paths) & entries.keys():
+        *known, sample, digest = entries[path]
+        if known == (state := file_state(path)) and sample == _sample_crc32(path, state[0]):
+            valid[path] = digest
+    return valid
 
 
 def _read_memo(memo: Path) -> dict[str, list[Any]]:
@@ -175,7 +197,7 @@ def _read_memo(memo: Path) -> dict[str, list[Any]]:
         entries = dict(json.loads(memo.read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError):
         return {}
-    return {path: entry for path, entry in entries.items() if isinstance(entry, list) and len(entry) == 5}
+    return {path: entry for path, entry in entries.items() if isinstance(entry, list) and len(entry) == 6}
 
 
 def _memoize_hashes(memo: Path, entries: Mapping[str, list[Any]]) -> None:

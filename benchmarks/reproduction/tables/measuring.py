@@ -146,7 +146,7 @@ class Measuring:
             evaluator = Evaluator(replace(self.options, evaluator=named.path).evaluator_config())
             times: list[float | None] = []
             for name, text, _ in tqdm(self.texts, desc=f"evaluator {named.name}", unit="document", disable=None):
-                stored = evaluator.path(text_sha256(text)).is_file()
+                stored = evaluator.path(text_sha256(text), device=self.device).is_file()
                 started = time.perf_counter()
                 evaluator.scores(text, device=self.device, name=name)
                 times.append(None if stored else time.perf_counter() - started)

@@ -105,12 +105,18 @@ class _JsonDialect(Dialect):
     def read(self, span: Span, body: bytes, headers: Mapping[str, str]) -> Scores:
         try:
             values, greedy = self._find(span, json.loads(body))
-            return Scores(np.asarray([float(value) for value in values], np.float32), np.asarray([*greedy], np.int32))
+            return Scores(np.asarray([*map(_read_number, values)], np.float32), np.asarray([*greedy], np.int32))
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
             raise AnswerError(
                 f"an answer without `{self.field}` of the prompt's tokens ({type(error).__name__}: {error}), which was"
                 f" {quote(body)}"
             ) from None
+
+
+def _read_number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is not a number")
+    return float(value)
 
 
 class Vllm(_JsonDialect):

@@ -71,6 +71,7 @@ class RunIdentity(Callback):
             logger.log_metrics(self._best, step=trainer.fit_loop.epoch_loop._batches_that_stepped)  # as for `metrics`
             if not self._has_tab and isinstance(logger, TensorBoardLogger):
                 _add_hparams_tab(logger, self._values, [*bests, *bests.values()])
+            logger.save()  # as Lightning does after its own rows, or a kill would lose these
         self._has_tab = True
 
     @override

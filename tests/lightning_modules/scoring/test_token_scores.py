@@ -109,10 +109,9 @@ def test_a_floor_survives_the_file(tmp_path):
         2,
         torch.zeros(3, dtype=torch.int64),
         torch.zeros(3, 2, dtype=torch.int64),
-        *torch.randn(2, 3),
+        *torch.tensor([[-1.0, -3.0, -2.0], [-2.0, torch.nan, -4.0]]),
         floor=-2.5,
     )
-    scores.short[1] = torch.nan
     scores.save(tmp_path / "scores")
     loaded = TokenScores.load(tmp_path / "scores")
     assert loaded.floor == -2.5

@@ -4,11 +4,13 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
+import torch
 import yaml
-from lightning.pytorch.loggers import MLFlowLogger
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG, SESSION_START_INFO_TAG
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -117,6 +119,18 @@ def test_tensorboard_shows_final_and_best_values_without_points_of_its_own(fit, 
     events = EventAccumulator(str(folder.parent / "version_1")).Reload()
     assert EXPERIMENT_TAG in events.summary_metadata
     assert events.Scalars("best/a/longppl")[-1].value == curves["val/a/longppl"][0][1]
+
+
+def test_best_values_are_on_disk_when_an_evaluation_ends(tmp_path):
+    callback, logger = identity.RunIdentity(), CSVLogger(tmp_path)
+    callback._values = {"lr": 1.0}
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=3))
+    metrics = {"val/longppl": torch.tensor(2.0)}
+    trainer = SimpleNamespace(sanity_checking=False, callback_metrics=metrics, loggers=[logger], fit_loop=loop)
+    callback.on_validation_end(trainer, None)
+    assert pd.read_csv(Path(logger.log_dir) / "metrics.csv")["best/longppl"].tolist() == [
+        2.0
+    ]  # as a kill would leave it
 
 
 def test_a_csv_file_keeps_the_steps_before_a_kill_when_the_run_resumes_in_its_folder(fit, repository):
