@@ -1,6 +1,5 @@
 """Write the scores of a corpus's documents to parquet shards while they are computed."""
 
-import json
 import signal
 import time
 from collections.abc import Sequence
@@ -18,6 +17,8 @@ from typing_extensions import override
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.influence import check_gamma, check_thresholds
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models.config import is_served
+from lightning_modules.models.loading import choose_attention, load_config
 from lightning_modules.models.served.scorer import RemoteScorer
 from lightning_modules.scoring.corpus.failures import check_failures
 from lightning_modules.scoring.corpus.shards import (
@@ -118,6 +119,7 @@ class DocumentScoresWriter(Callback):
             **corpus.scoring_settings(),
             "checkpoint": _checkpoint_identity(trainer),
             "precision": str(trainer.precision),
+            "attention": _find_attention(trainer, pl_module),
             **self.statistics,
             # The suffix distinguishes files of earlier versions, which have 0 instead of null.
             "per_token": self.per_token and f"{self.per_token}, null where there is no value",
@@ -127,12 +129,20 @@ class DocumentScoresWriter(Callback):
             self._release_lock()
             raise ValueError(refusal)
         if trainer.is_global_zero:
+            self._warn_of_changes()
             self.shards.folder.remove(SUCCESS)
             self.shards.folder.remove(PAGE)
         elif self.shards.folder.local is not None:
             self._lock = RunLock(self.shards.folder.local)
         if self._lock is not None:
             self._lock.join(trainer.global_rank)
+
+    def _warn_of_changes(self) -> None:
+        """Warn if shards have changed since the corpus was complete; missing documents are scored again."""
+        try:
+            self.shards.check_success()
+        except ValueError as error:
+            rank_zero_warn(str(error))
 
     def _refusal_reason(self) -> str | None:
         """Return why these documents cannot be scored into the folder, or None; only the first process knows."""
@@ -247,8 +257,7 @@ class DocumentScoresWriter(Callback):
                 f"{self.shards.folder} has {there:,} documents instead of {due:,}: another program may write there."
             )
         found_counts = {**written.counts, "repeated_keys": self._repeated_keys(), "shards": written.shards}
-        content = json.dumps({**found_counts, "settings": self._settings}, indent=2) + "\n"
-        self.shards.folder.write(SUCCESS, content.encode())
+        self.shards.write_success({**found_counts, "settings": self._settings})
         try:
             write_page(self.shards, self._corpus.source)
         except (ValueError, OSError) as error:  # the scores are complete all the same
@@ -286,6 +295,15 @@ class DocumentScoresWriter(Callback):
 def _checkpoint_identity(trainer: Trainer) -> str | None:
     """Return the content hash of the checkpoint, a file or a folder; None without a checkpoint."""
     return None if trainer.ckpt_path is None else f"sha256:{content_hash(Path(trainer.ckpt_path))}"
+
+
+def _find_attention(trainer: Trainer, module: LongContextLM) -> str:
+    """Return the attention implementation that the model will have; ``served`` if a server has it."""
+    if is_served(module.loading.pretrained_model_name_or_path):
+        return "served"
+    half = trainer.precision not in ("32-true", "64-true")
+    device = trainer.strategy.root_device
+    return choose_attention(module.loading, load_config(module.loading), device=device, autocast=half)
 
 
 def _describe_counts(found: dict[str, int], place: str) -> str:

@@ -23,6 +23,7 @@ from lightning.pytorch import Trainer
 from callbacks import DocumentScoresWriter, TokenScoresWriter
 from callbacks.document_scores_writer import _checkpoint_identity
 from datamodules import DocumentCorpus, TextDataModule
+from lightning_modules.commands.select.command import select
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
@@ -122,6 +123,49 @@ def test_a_finished_run_has_a_page_and_a_broken_page_does_not_fail_it(run, docum
     with pytest.warns(UserWarning, match=r"page of the corpus is not written \(full\)"):
         run()
     assert (tmp_path / "out" / SUCCESS).exists()
+
+
+@pytest.mark.parametrize("damage", ["deleted", "truncated", "renamed", "copied", "changed", "unlisted"])
+def test_select_and_a_repeated_run_notice_that_shards_have_changed(run, tmp_path, damage):
+    run(writer={"shard_rows": 2})
+    folder = tmp_path / "out"
+    before, shards = len(rows(folder)), sorted(folder.glob("part-*.parquet"))
+    if damage == "deleted":
+        shards[1].unlink()
+    elif damage == "truncated":
+        shards[1].write_bytes(shards[1].read_bytes()[:-9])
+    elif damage == "renamed":
+        shards[1].rename(folder / "part-00009-x.parquet")
+    elif damage == "copied":
+        shutil.copy(shards[1], folder / "part-00009-x.parquet")
+    elif damage == "changed":
+        table = pyarrow.parquet.read_table(shards[1])
+        pyarrow.parquet.write_table(table.set_column(0, "key", table["key"]).slice(0, 1), shards[1])
+    else:
+        listed = success(folder)
+        listed["contents"].pop(shards[1].name)
+        (folder / SUCCESS).write_text(json.dumps(listed))
+    with pytest.raises(ValueError, match=f"{'part-00009-x' if damage == 'copied' else shards[1].stem}.* again"):
+        select(str(folder))
+    if damage in ("deleted", "changed", "unlisted", "renamed"):
+        with pytest.warns(UserWarning, match="out' has changed"):
+            run(writer={"shard_rows": 2})
+        assert len(rows(folder)) == before
+        select(str(folder))
+
+
+def test_scores_of_an_older_version_are_selected_with_a_warning(run, tmp_path, caplog):
+    run()
+    listed = {name: value for name, value in success(tmp_path / "out").items() if name != "contents"}
+    (tmp_path / "out" / SUCCESS).write_text(json.dumps(listed))
+    select(str(tmp_path / "out"))
+    assert "by an older version" in caplog.text
+
+
+def test_other_attention_is_refused(run, tmp_path):
+    run(trainer={"limit_predict_batches": 1})
+    with pytest.raises(ValueError, match="`attention` was 'sdpa' and is 'eager'"):
+        run(model={"attn_implementation": "eager"})
 
 
 def test_values_of_tokens_in_16_bits(run, tmp_path):

@@ -36,6 +36,7 @@ def select(scores: str, **options: object) -> str:
     config = SelectConfig(**options)  # type: ignore[arg-type]
     shards = ScoreShards(scores)
     header = shards.header()  # raises an error for other parquet files
+    complete = shards.check_success()
     _check_options(shards, config)
     files = {Path(file).absolute() for file in (config.output, config.weights, config.mixture, config.page) if file}
     for file in files:
@@ -60,7 +61,8 @@ def select(scores: str, **options: object) -> str:
             folder = Path(config.page).parent
             page = corpus_page(selected, header, scores, folder=folder, conditions=config.where)
             write_atomically(Path(config.page), page.encode())
-    return _completeness_note(shards) + report(documents)
+    note = f"{SUCCESS} is missing: not all documents of the corpus are scored, or too many failed.\n\n"
+    return ("" if complete else note) + report(documents)
 
 
 def _check_options(shards: ScoreShards, config: SelectConfig) -> None:
@@ -125,14 +127,6 @@ def _source_of_each(table: pyarrow.Table, by: str) -> pd.Series:
     if by == FOLDER:
         return pc.replace_substring_regex(table["file"], "/?[^/]*$", "").to_pandas().replace("", ".")
     return source_names(table[by])
-
-
-def _completeness_note(shards: ScoreShards) -> str:
-    try:
-        shards.folder.open(SUCCESS).close()
-    except FileNotFoundError:
-        return f"{SUCCESS} is missing: not all documents of the corpus are scored, or too many failed.\n\n"
-    return ""
 
 
 def means_by_source(documents: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:

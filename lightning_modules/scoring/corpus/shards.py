@@ -1,6 +1,7 @@
 """Parquet files with scores of documents: each is written by one process, and read again to resume."""
 
 import json
+import logging
 import time
 import uuid
 from collections import Counter
@@ -16,6 +17,8 @@ from numpy.typing import NDArray
 
 from lightning_modules.utilities.output_folder import OutputFolder
 
+_log = logging.getLogger(__name__)
+
 FORMAT = "longce-document-scores-1"
 SUCCESS = "_SUCCESS.json"
 """File with total counts, written when all documents are scored."""
@@ -23,6 +26,9 @@ SUCCESS = "_SUCCESS.json"
 PER_TOKEN = ("lsd", "lcl", "token_starts", "token_ends")
 """Columns with a list of one value per token."""
 
+_REPEAT = (
+    "Delete shards that do not belong there, and run the same `longce predict` again: it scores the missing documents."
+)
 _HEADER = b"longce"
 _READER_THREADS = 16  # reading thousands of small remote files is mostly waiting
 _MAX_SETTINGS = 5  # in a message
@@ -101,6 +107,49 @@ class ScoreShards:
         name = f"part-{rank:05d}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}.parquet"
         self.folder.write(name, sink.getvalue())
 
+    def write_success(self, content: Mapping[str, Any]) -> None:
+        """Write ``_SUCCESS.json`` with the content, and with rows and SHA-256 of each shard."""
+        names = self.names()
+        with ThreadPoolExecutor(_READER_THREADS) as pool:
+            rows = list(pool.map(self._count_rows, names))
+        found = zip(names, rows, self.folder.hashes(names), strict=True)
+        listed = {name: {"rows": count, "sha256": digest} for name, count, digest in found}
+        text = json.dumps({**content, "contents": listed}, indent=2) + "\n"
+        self.folder.write(SUCCESS, text.encode())
+
+    def check_success(self) -> bool:
+        """Compare the shards with ``_SUCCESS.json``; return whether it exists.
+
+        Raises:
+            ValueError: If a shard is missing, is not listed, or has other content.
+        """
+        try:
+            with self.folder.open(SUCCESS) as stream:
+                listed = json.load(stream).get("contents")
+        except FileNotFoundError:
+            return False
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"'{self.folder}/{SUCCESS}' is damaged ({error}). {_REPEAT}") from error
+        if listed is None:
+            place = f"{self.folder}/{SUCCESS}"
+            _log.warning("'%s' is by an older version, which did not list shards: none can be missed.", place)
+            return True
+        names = self.names()
+        there = dict(zip(names, self.folder.hashes(names), strict=True))
+        missing, changed = listed.keys() - there.keys(), [name for name in names if name in listed]
+        changed = [name for name in changed if listed[name]["sha256"] != there[name]]
+        problems = [f"{name} ({listed[name]['rows']:,} documents) is missing" for name in sorted(missing)]
+        problems += [f"{name} is not listed in {SUCCESS}" for name in names if name not in listed]
+        problems += [f"{name} has other content" for name in changed]
+        if problems:
+            more = f" and {len(problems) - _MAX_SETTINGS} more" if len(problems) > _MAX_SETTINGS else ""
+            raise ValueError(f"'{self.folder}' has changed: {'; '.join(problems[:_MAX_SETTINGS])}{more}. {_REPEAT}")
+        return True
+
+    def _count_rows(self, name: str) -> int:
+        with self._open_shard(name) as file:
+            return int(file.metadata.num_rows)
+
     def schema(self, columns: Sequence[str] | None = None) -> pyarrow.Schema:
         """Return the schema of the shards, or of some of their columns; all shards of a folder have the same."""
         names = self.names()
@@ -154,6 +203,8 @@ class ScoreShards:
 def check_settings(then: Mapping[str, Any], now: Mapping[str, Any], place: object) -> None:
     """Raise a ``ValueError`` if existing scores (``place``) were computed with other settings."""
     now = json.loads(json.dumps(now))  # tuples become lists, as in the file
+    if "attention" not in then:  # an older version made the scores
+        now.pop("attention", None)
     names = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
     if names:
         changes = "; ".join(
