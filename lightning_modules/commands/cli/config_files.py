@@ -1,4 +1,4 @@
-"""Stricter YAML for configs and options: duplicate keys and octal numbers are errors."""
+"""Stricter YAML for configs and options: duplicate keys, octal numbers and endless aliases are errors."""
 
 import os
 import re
@@ -9,6 +9,9 @@ from typing import Any
 
 import yaml
 from jsonargparse._loaders_dumpers import get_yaml_default_loader
+from yaml.composer import Composer
+
+from lightning_modules.utilities.bounded_yaml import check_expansion
 
 _CLASS_KEYS = {"class_path", "init_args", "dict_kwargs"}
 """Keys of a class in a config."""
@@ -17,8 +20,9 @@ _OCTAL = re.compile(r"[-+]?0[0-7_]*[1-7][0-7_]*")
 
 
 def use_checked_yaml() -> None:
-    """Make jsonargparse refuse duplicate keys and octal numbers, and read ``2:30`` as text."""
+    """Make jsonargparse refuse duplicate keys, octal numbers and endless aliases, and read ``2:30`` as text."""
     loader = get_yaml_default_loader()
+    loader.get_single_node = _get_bounded_node
     loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
     for kind in ("int", "float"):
         loader.add_constructor(f"tag:yaml.org,2002:{kind}", _construct_number)
@@ -54,6 +58,12 @@ def names_model_class(arguments: Sequence[str]) -> bool:
                 if isinstance(model, str) or (isinstance(model, dict) and "class_path" in model):
                     return True
     return False
+
+
+def _get_bounded_node(loader: Any) -> yaml.Node | None:
+    node = Composer.get_single_node(loader)
+    check_expansion(node)
+    return node
 
 
 def _construct_mapping(loader: Any, node: yaml.MappingNode) -> Any:

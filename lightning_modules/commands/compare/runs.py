@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
-import yaml
 from tensorboard.compat.proto.event_pb2 import Event
 
 from lightning_modules.commands.compare.evaluations import Evaluation, read_evaluation
 from lightning_modules.commands.correlate.result_files import FILES
 from lightning_modules.models.identity import Provenance
 from lightning_modules.tasks.evaluation.evaluation import SETTINGS
+from lightning_modules.utilities.bounded_yaml import load_yaml
 from lightning_modules.utilities.identity import shorten_hashes
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def _is_evaluation(path: Path) -> bool:
 
 
 def _read_run(name: str, folder: Path) -> Run:
-    hparams = yaml.safe_load((folder / "hparams.yaml").read_text()) if (folder / "hparams.yaml").is_file() else {}
+    hparams = load_yaml((folder / "hparams.yaml").read_text()) if (folder / "hparams.yaml").is_file() else {}
     names = {key: key.replace(".init_args", "").removesuffix(".class_path") for key in hparams if not _PATHS.match(key)}
     config = {name: str(hparams[key]) for key, name in names.items()}
     scalars: dict[str, dict[int, float]] = defaultdict(dict)
@@ -143,7 +143,7 @@ def _read_scalars(folder: Path) -> Iterator[tuple[str, int, float]]:
 
 def _read_documents(folder: Path) -> Iterator[tuple[str, int, pd.DataFrame]]:
     """Yield the evaluations of a folder that have a table of documents."""
-    callbacks = yaml.safe_load((folder / "config.yaml").read_text())["trainer"].get("callbacks") or []
+    callbacks = load_yaml((folder / "config.yaml").read_text())["trainer"].get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     arguments = [each["init_args"] for each in callbacks if each["class_path"] == "callbacks.ExternalEvaluator"]
     settings = {each.get("name") or "evaluator": each for each in arguments}

@@ -3,7 +3,9 @@
 import pytest
 import yaml
 
-from lightning_modules.commands.cli.config_files import names_model_class
+from lightning_modules.commands.cli.config_files import check_config_files, names_model_class
+from lightning_modules.commands.cli.main import main
+from lightning_modules.utilities.bounded_yaml import load_yaml
 
 
 @pytest.mark.parametrize(
@@ -31,3 +33,26 @@ def test_settings_beside_the_class_of_the_model_are_refused(tmp_path):
     (tmp_path / "a.yaml").write_text("model: {class_path: mine.Model, stride: 16}")
     with pytest.raises(ValueError, match=r"a.yaml': `model` names a class, so move \['stride'\] to its `init_args`"):
         names_model_class([f"--config={tmp_path / 'a.yaml'}"])
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{number}: &a{number} [{', '.join([f'*a{number - 1}'] * 10)}]\n" for number in range(1, 12)
+)
+
+
+@pytest.mark.parametrize("text", [BOMB, "a: &a\n  b: *a\n", "a: &a [*a]\n"])
+@pytest.mark.parametrize("command", [["fit"], ["score", "x.txt", "--model", "a", "--evaluator", "b"]])
+def test_aliases_that_expand_without_end_are_refused(text, command, tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(SystemExit):
+        main([*command, "-c", str(tmp_path / "a.yaml")])
+    assert "aliases (`*name`) expand to more than 100,000 values" in capsys.readouterr().err
+    with pytest.raises(yaml.YAMLError, match="aliases"):
+        load_yaml(text)
+
+
+def test_ordinary_aliases_are_read(tmp_path):
+    text = "a: &a {stride: 4, list: [1, 2]}\nb: *a\nc: {<<: *a, stride: 8}\n"
+    assert load_yaml(text) == yaml.safe_load(text)
+    (tmp_path / "a.yaml").write_text(text)
+    check_config_files(["fit", "-c", str(tmp_path / "a.yaml")])
