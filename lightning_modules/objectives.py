@@ -58,6 +58,12 @@ class Objective(ABC):
         right: ``1 + (I - 1) / fraction`` for LongCE. They can be negative.
         """
         weights = self.token_weights(long, long if short is None else short.fill_missing(long), batch)
+        if not isinstance(weights, Tensor) or weights.shape != long.shape:  # it would be broadcast
+            found = list(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+            raise ValueError(
+                f"`token_weights` of {type(self).__name__} must return a tensor of the shape [B, T] ="
+                f" {list(long.shape)}, got {found}."
+            )
         if short is not None and short.window_fraction < 1:
             # Scale the difference from the weight that a token has without a short context.
             without_short = self.token_weights(long, long, batch)

@@ -97,6 +97,24 @@ def check_weight_files(folder: str) -> None:
             ) from error
 
 
+def check_quantized_files(folder: str, config: PreTrainedConfig) -> None:
+    """Raise a ``ValueError`` if a config claims weights in 4 or 8 bits, and the files of its folder have none."""
+    settings = getattr(config, "quantization_config", None)
+    claimed = settings if isinstance(settings, dict) else {}
+    files = sorted(Path(folder).expanduser().glob("*.safetensors"))
+    if not files or not (claimed.get("load_in_4bit") or claimed.get("load_in_8bit")):
+        return
+    for file in files:
+        with safe_open(file, framework="pt") as weights:
+            if any(weights.get_slice(name).get_dtype() in ("I8", "U8") for name in weights.keys()):  # noqa: SIM118
+                return
+    raise ValueError(
+        f"The config of '{folder}' claims weights in {4 if claimed.get('load_in_4bit') else 8} bits"
+        " (`quantization_config`), but its files have none: remove that key from config.json, or fetch the quantized"
+        " files."
+    )
+
+
 def _check_pickles(files: list[Path]) -> None:
     for file in files:
         try:

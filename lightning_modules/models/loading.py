@@ -17,7 +17,13 @@ from transformers.utils.import_utils import KERNELS_MAX_VERSION, KERNELS_MIN_VER
 from lightning_modules.models.adapters import add_adapters, find_adapters, load_adapters, quantization_config
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.checks import check_config, check_scoring, check_sizes, check_weight_files
+from lightning_modules.models.checks import (
+    check_config,
+    check_quantized_files,
+    check_scoring,
+    check_sizes,
+    check_weight_files,
+)
 from lightning_modules.models.config import DType, ModelConfig, is_served
 from lightning_modules.models.context_extension.methods import extend_config
 from lightning_modules.models.context_extension.rope_types import own_type
@@ -97,6 +103,7 @@ def check_model(config: ModelConfig) -> PreTrainedConfig | None:
     stored = load_config(config)
     if has_weights(config.pretrained_model_name_or_path):
         check_weight_files(config.pretrained_model_name_or_path)
+        check_quantized_files(config.pretrained_model_name_or_path, stored)
     return stored
 
 
@@ -267,6 +274,7 @@ def _load_weights(
         path, revision = adapters.base, adapters.revision
     path = local_or_hub(path, "model")
     check_weight_files(path)
+    check_quantized_files(path, config)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             path, config=config, revision=revision, output_loading_info=True, **settings

@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 from jsonargparse._loaders_dumpers import get_yaml_default_loader
-from yaml.composer import Composer
 
 from lightning_modules.utilities.bounded_yaml import check_expansion
 
@@ -61,7 +60,7 @@ def names_model_class(arguments: Sequence[str]) -> bool:
 
 
 def _get_bounded_node(loader: Any) -> yaml.Node | None:
-    node = Composer.get_single_node(loader)
+    node: yaml.Node | None = super(type(loader), loader).get_single_node()
     check_expansion(node)
     return node
 

@@ -5,6 +5,7 @@ import os
 import pydoc
 import re
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ _NOISE = (
 """Lines of jsonargparse's errors that repeat the value, or list what else it could have been."""
 
 
+_PACKAGES = ("lightning_modules", "datamodules", "callbacks", "benchmarks")
 _CLASS_MODULES = ("datamodules", "callbacks", "lightning_modules.objectives")
 
 
@@ -148,13 +150,17 @@ def _walk_yaml(node: yaml.Node | None, path: str = "") -> Iterator[tuple[str, in
 def stop_with(error: Exception) -> NoReturn:
     """Print an error and exit: with status 2 for a user error, and 1 for a failure during the run.
 
-    ``LONGCE_TRACEBACK=1`` also prints the traceback. An unexpected error is raised again, with a note.
+    ``LONGCE_TRACEBACK=1`` also prints the traceback. An unexpected error is raised again, with a note; the user's file
+    and line are named if it is from there.
     """
+    place = _find_user_line(error)
     # Compare by name: the classes of Lightning and torch may not be imported yet.
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if isinstance(error, ConnectionError):  # an OSError, but caused by another process and not by the user
         _exit_with_remedy(error)
     elif isinstance(error, ValueError | OSError | FloatingPointError) or "MisconfigurationException" in kinds:
+        if place is not None:
+            error.add_note(f"Raised in {place}; LONGCE_TRACEBACK=1 shows the traceback.")
         _exit_with_message(error, status=2)
     if isinstance(error, IncompleteError):
         _exit_with_message(error, status=1)
@@ -165,11 +171,30 @@ def stop_with(error: Exception) -> NoReturn:
         _exit_with_message(error, status=1)
     if isinstance(error, RuntimeError):
         _exit_with_remedy(error)
+    if place is not None:
+        error.add_note(f"This error is from your own code: {place}.")
+        raise error
     error.add_note(
         "This error is unexpected: either a dependency does not accept one of the settings, or it is a bug in longce."
         " The last lines of the traceback name the file. Please report it with the command and its configs."
     )
     raise error
+
+
+def _find_user_line(error: BaseException) -> str | None:
+    """Return file and line in the user's own code that an error is from, or None if it is from ours.
+
+    Libraries do not count: a library that the user's code calls raises for what it was given.
+    """
+    libraries = [Path(path).resolve() for name, path in sysconfig.get_paths().items() if "lib" in name]
+    ours = [Path(__file__).resolve().parents[3] / name for name in _PACKAGES]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename).resolve()
+        if any(file.is_relative_to(folder) for folder in ours):  # also where they are installed as a library
+            return None
+        if file.is_file() and not any(file.is_relative_to(folder) for folder in libraries):
+            return f"{os.path.relpath(file)}, line {frame.lineno}, in {frame.name}"
+    return None
 
 
 def _exit_with_remedy(error: BaseException) -> None:

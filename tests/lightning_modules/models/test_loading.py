@@ -1,4 +1,6 @@
+import json
 import logging
+import shutil
 from contextlib import nullcontext
 
 import pytest
@@ -10,7 +12,7 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.identity import model_identity
-from lightning_modules.models.loading import load_backbone, load_config, load_frozen
+from lightning_modules.models.loading import check_model, load_backbone, load_config, load_frozen
 from tests.conftest import tiny_config, tiny_model
 from tests.support.adapters import export_adapters
 
@@ -180,3 +182,14 @@ def test_flash_attention_comes_from_either_package(model_dir, monkeypatch, packa
 def test_home_is_expanded(model_dir, monkeypatch):
     monkeypatch.setenv("HOME", str(model_dir.parent))
     assert load_backbone(ModelConfig(f"~/{model_dir.name}")).vocabulary_size == 400
+
+
+@pytest.mark.parametrize(("claim", "bits"), [("load_in_4bit", 4), ("load_in_8bit", 8)])
+def test_a_config_that_claims_quantized_weights_over_plain_ones_is_refused(claim, bits, model_dir, tmp_path):
+    folder = shutil.copytree(model_dir, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", claim: True}
+    (folder / "config.json").write_text(json.dumps(config))
+    for load in (load_backbone, check_model):
+        with pytest.raises(ValueError, match=f"claims weights in {bits} bits .* remove that key"):
+            load(ModelConfig(str(folder)))

@@ -1,5 +1,7 @@
 """A mistyped command, option or key: one line with its place and the nearest name."""
 
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,3 +109,51 @@ def test_the_first_screen_of_the_help_of_fit_lists_what_most_need(monkeypatch, c
     for name in ("--ckpt_path", "PG19DataModule", "RecallDataModule", "ExternalEvaluator", "LongCE ", "Normalized "):
         assert name in first
     assert "--trainer.accumulate_grad_batches" in printed
+
+
+OBJECTIVE = """
+import torch
+from lightning_modules.objectives import Objective
+
+class Mine(Objective):
+    def token_weights(self, long, short, batch):
+        return {}
+"""
+
+
+@pytest.fixture
+def fit(tmp_path, monkeypatch):
+    """Train with an objective of the user whose weights are an expression."""
+
+    def run(expression):
+        (tmp_path / "mine.py").write_text(OBJECTIVE.format(expression))
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delitem(sys.modules, "mine", raising=False)
+        monkeypatch.setattr("sys.argv", ["longce"])
+        main([*FIT, "--model.objective", "mine.Mine", "--trainer.logger", "false", "--trainer.callbacks", "null"])
+
+    return run
+
+
+@pytest.mark.limit(5)
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("long.sum(1)", r"`token_weights` of Mine must return a tensor of the shape \[B, T\] = .*, got \[\d+\]"),
+        ("None", r"`token_weights` of Mine must return .* got NoneType"),
+        ("torch.tensor(float('x'))", r"could not convert .*\n?Raised in mine.py, line 7, in token_weights"),
+    ],
+)
+def test_an_objective_of_the_user_that_fails_is_named(fit, expression, expected, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        fit(expression)
+    assert stopped.value.code == 2
+    assert re.search(expected, capsys.readouterr().err)
+
+
+@pytest.mark.limit(5)
+@pytest.mark.parametrize(("expression", "error"), [("batch['x']", KeyError), ("long @ long", RuntimeError)])
+def test_an_unexpected_error_in_code_of_the_user_is_not_called_a_bug_of_longce(fit, expression, error):
+    with pytest.raises(error) as caught:
+        fit(expression)
+    assert caught.value.__notes__ == ["This error is from your own code: mine.py, line 7, in token_weights."]
