@@ -26,6 +26,7 @@ from lightning_modules.scoring.document_scorer import DocumentScorer, Failed, sc
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.training import evaluation, preflight
 from lightning_modules.training.checkpoint_contents import COSTS_KEY, add_contents, check_contents
+from lightning_modules.training.checkpoints.spans import Span
 from lightning_modules.training.export.facts import TrainingFacts, loading_facts, objective_facts, run_facts
 from lightning_modules.training.fsdp import load_trainer_backbone
 from lightning_modules.training.monitoring.costs import StepCosts
@@ -65,6 +66,7 @@ class LongContextLM(LightningModule):
     """
 
     run_id: str | None = None
+    spans: Sequence[Span] = ()  # of a training, the last one is that of this process
     """Id of the run that trains the model, stored in its checkpoints."""
 
     def __init__(
@@ -297,4 +299,5 @@ class LongContextLM(LightningModule):
             **loading_facts(self.loading, self.backbone.base_model.config),
             **objective_facts(self.objective, self.context_length, self.stride, self.short_context_method),
             **run_facts(self.trainer, self._evaluated_at),
+            resumes=[{"step": span.step, "changed": span.changed} for span in self.spans if span.changed],
         )

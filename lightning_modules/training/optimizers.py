@@ -1,11 +1,12 @@
 """The optimizer and the learning rate: the paper's (Appendix A.2 of Fang et al., 2025), and how to change them."""
 
+import copy
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -19,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR, LinearLR, ReduceLROnPlateau
 from typing_extensions import override
 
 from lightning_modules.functional.checks import check_count
+from lightning_modules.training.checkpoints.spans import Span
 
 # Class and arguments, so that they can be written to a saved config.
 OPTIMIZER: dict[str, Any] = {
@@ -112,6 +114,54 @@ class WarmupSchedule(LambdaLR):
         return schedule.lr_lambdas[0]
 
 
+class OptimizerState(NamedTuple):
+    """Settings of an optimizer and its schedule, as their constructors made them."""
+
+    groups: list[dict[str, Any]]  # of the optimizer, without parameters
+    schedule: dict[str, Any]
+
+
+_PROGRESS = {
+    *("last_epoch", "_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step", "lr_lambdas"),
+    *("best", "num_bad_epochs", "cooldown_counter"),
+}
+"""Attributes of schedules that count steps, and are not settings."""
+
+
+def read_settings(optimizer: Optimizer, scheduler: Any) -> OptimizerState:
+    """Return the settings of an optimizer and its schedule before a checkpoint replaces them."""
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    schedule = {name: value for name, value in scheduler.state_dict().items() if name not in _PROGRESS}
+    return OptimizerState(groups, copy.deepcopy(schedule))
+
+
+def restore_settings(optimizer: Optimizer, scheduler: Any, settings: OptimizerState) -> None:
+    """Give an optimizer and its schedule, whose states are a checkpoint's, these settings at the same step.
+
+    Raises:
+        ValueError: If the learning rate of the schedule at a step is not a function of its settings.
+    """
+    closed = isinstance(scheduler, LambdaLR) or callable(getattr(scheduler, "_get_closed_form_lr", None))
+    if not (closed or isinstance(scheduler, ReduceLROnPlateau)):
+        raise ValueError(
+            f"Settings of the optimizer or of the schedule {type(scheduler).__name__} cannot change when a training"
+            " resumes: restore them, or use `lightning_modules.training.optimizers.WarmupSchedule`."
+        )
+    for group, new in zip(optimizer.param_groups, settings.groups, strict=True):
+        before, now = group.get("initial_lr", group["lr"]), new.get("initial_lr", new["lr"])
+        rate = group["lr"] * now / before if before else now  # reductions on a plateau stay
+        group.update(new, lr=rate)
+    vars(scheduler).update(copy.deepcopy(settings.schedule))
+    if isinstance(scheduler, LambdaLR):
+        factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+        rates = [base * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
+    else:
+        rates = scheduler._get_closed_form_lr() if closed else [group["lr"] for group in optimizer.param_groups]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = list(rates)
+
+
 @dataclass(frozen=True)
 class ParameterGroups:
     """Settings of the optimizer that differ between parameters.
@@ -170,6 +220,8 @@ class Optimization(Callback):
         groups: ParameterGroups | None,
     ) -> None:
         self._make_optimizer, self._make_lr_scheduler, self._groups = optimizer, lr_scheduler, groups
+        self.spans: Sequence[Span] = ()
+        self._configured: OptimizerState | None = None
 
     def check(self, trainer: Trainer) -> None:
         """Raise a ``ValueError`` for settings that cannot work, before the model is loaded."""
@@ -184,7 +236,17 @@ class Optimization(Callback):
         """Return what ``configure_optimizers`` of the module must return."""
         trainable = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         groups = self._groups.split(trainable) if self._groups else [parameter for _, parameter in trainable]
-        return self._configure(groups, module.trainer.max_steps)
+        configured: Any = self._configure(groups, module.trainer.max_steps)
+        self._configured = read_settings(configured["optimizer"], configured["lr_scheduler"]["scheduler"])
+        return configured
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let changed settings take effect: the checkpoint has restored the old ones."""
+        changed = self.spans[-1].changed if self.spans else {}
+        names = ("model.optimizer.", "model.parameter_groups", "model.lr_scheduler.")
+        if self._configured is not None and any(name.startswith(names) for name in changed):
+            restore_settings(trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler, self._configured)
 
     def _configure(self, parameters: Any, max_steps: int) -> OptimizerLRScheduler:
         optimizer = self._make_optimizer(parameters)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from lightning_modules.batch import PackedBatch
-from lightning_modules.functional.checks import check_count, check_fraction
+from lightning_modules.functional.checks import MAX_PROCESSES, check_count, check_fraction
 from lightning_modules.functional.windows import check_context
 from lightning_modules.models.adapters import find_adapters, quantization_config
 from lightning_modules.models.attention import DOCUMENT_SDPA
@@ -246,3 +246,14 @@ def check_sequence_parallelism(config: PreTrainedConfig, size: int, attn_impleme
             f"Sequence parallelism supports full attention only, and this model has {kind}: set"
             " `context_extension.full_attention: true` for a sliding window, or use another model."
         )
+
+
+def check_trainer(options: Any) -> None:
+    """Raise a ``ValueError`` for numbers that Lightning's Trainer accepts but that make no sense for training."""
+    for name in ("accumulate_grad_batches", "val_check_interval", "gradient_clip_val", "limit_train_batches"):
+        value = options.get(name)
+        if isinstance(value, int | float) and (value < 0 or (value == 0 and name != "gradient_clip_val")):
+            wanted = "0 or more" if name == "gradient_clip_val" else "above 0"
+            raise ValueError(f"`trainer.{name}` must be {wanted}, got {value}. Remove it to use Lightning's default.")
+    if (devices := str(options.get("devices"))).isdecimal():
+        check_count("`trainer.devices`", int(devices), maximum=MAX_PROCESSES)

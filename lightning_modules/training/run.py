@@ -22,20 +22,20 @@ from lightning_modules.training.checkpoints.io import (
     find_damage,
 )
 from lightning_modules.training.checkpoints.resume import check_same_checkpoint
+from lightning_modules.training.checkpoints.spans import CONFIG_FILE, Span, write_spans
 from lightning_modules.utilities.files import remove_unfinished, write_atomically
 from lightning_modules.utilities.locks import RunLock
 
 RUN_FILE = "run.json"
 """File in the folder of a run with its id, seed and config, written once."""
 
-CONFIG_FILE = "config.yaml"
-
 
 class Run:
     """The local folders of a training, locked from before its first write until its last process ends.
 
     The first folder gets ``run.json`` and ``config.yaml``, both written once. A resumed run keeps them, and adds its
-    config as ``config-resumed-at-step-N.yaml``. `record` sets the run's ``id``, which is stored in its checkpoints.
+    config as ``config-resumed-at-step-N.yaml``, and ``spans.json`` with the settings that changed. `record` sets the
+    run's ``id``, which is stored in its checkpoints.
     """
 
     def __init__(self) -> None:
@@ -69,8 +69,16 @@ class Run:
             with suppress(OSError):  # only empty folders can be removed: those of a run that never started
                 folder.rmdir()
 
-    def record(self, checkpoint: Path | None, config: str, seed: int | None, *, named: bool = False) -> None:
-        """Write id and config (YAML), in the first process; refuse folders with checkpoints of another training.
+    def record(
+        self,
+        checkpoint: Path | None,
+        config: str,
+        seed: int | None,
+        *,
+        spans: Sequence[Span] = (),
+        named: bool = False,
+    ) -> None:
+        """Write id, config (YAML) and spans, in the first process; refuse folders with checkpoints of another training.
 
         Training resumes from ``checkpoint``, which is the newest one unless the user ``named`` it.
         """
@@ -81,6 +89,8 @@ class Run:
         folder, known = self.folders[0], read_run(self.folders[0])
         name = _choose_config_name(folder, start)
         write_atomically(folder / name, config.encode())
+        if spans:
+            write_spans(folder, spans, name)
         if known is None:
             known = {
                 "id": continued or uuid.uuid4().hex[:12],

@@ -65,8 +65,11 @@ class OutputFolder:
             return list(pool.map(self._hash, names))
 
     def _hash(self, name: str) -> str:
+        digest = hashlib.sha256()
         with self.open(name) as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+            while block := stream.read(1 << 20):
+                digest.update(block)
+        return digest.hexdigest()
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file atomically."""

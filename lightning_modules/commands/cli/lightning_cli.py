@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tqdm.contrib.logging import logging_redirect_tqdm
 from typing_extensions import override
@@ -23,7 +24,6 @@ from lightning_modules.commands.cli.experiment_parser import ExperimentParser
 from lightning_modules.commands.influence import InfluenceTrainer
 from lightning_modules.commands.plan.plan import plan_run
 from lightning_modules.commands.plan.scoring import describe_scoring_time
-from lightning_modules.functional.checks import MAX_PROCESSES, check_count
 from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO
@@ -35,6 +35,7 @@ from lightning_modules.training.checkpoints.resume import (
     owned_folders,
     would_resume,
 )
+from lightning_modules.training.checkpoints.spans import resumed_spans
 from lightning_modules.training.evaluation import at_checkpoint_step, place_evaluation
 from lightning_modules.training.fsdp import check_strategy
 from lightning_modules.training.monitoring.csv_metrics import keep_metrics
@@ -42,7 +43,7 @@ from lightning_modules.training.monitoring.identity import RunIdentity
 from lightning_modules.training.monitoring.progress import StepProgress
 from lightning_modules.training.optimizers import LR_SCHEDULER, OPTIMIZER
 from lightning_modules.training.preemption import Preemption
-from lightning_modules.training.preflight import check_early, check_influence, check_short_dtype
+from lightning_modules.training.preflight import check_early, check_influence, check_short_dtype, check_trainer
 from lightning_modules.training.random_states import RandomStates
 from lightning_modules.training.run import Run, RunMember
 from lightning_modules.training.sequence_parallel import sequence_parallel_size
@@ -143,7 +144,7 @@ class LongceCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Use `CheckedCheckpointIO` and `StepProgress`, unless the config names other ones."""
         options = self._get(self.config_init, "trainer")
-        _check_trainer(options)
+        check_trainer(options)
         plugins = options.get("plugins") or []
         plugins = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
@@ -212,13 +213,18 @@ class LongceCLI(LightningCLI):
         fits = self.subcommand == "fit"
         if checkpoint is not None and not fits:
             at_checkpoint_step(self.trainer, checkpoint)
-        if not self.trainer.is_global_zero or self._is_dry_run:
-            return
         config = self.config[str(self.subcommand)]
         text = self._parser(self.subcommand).dump(config, skip_none=False)
+        spans = resumed_spans(checkpoint, text) if fits else []
+        if fits and isinstance(self.model, LongContextLM):
+            self.model.spans = self.model.optimization.spans = spans
+        if not self.trainer.is_global_zero or self._is_dry_run:
+            return
         if fits:
+            for line in spans[-1].describe():
+                rank_zero_info(line)
             named = checkpoint is not None and str(checkpoint) == self._requested_checkpoint
-            self.training_run.record(checkpoint, text, config.seed_everything, named=named)
+            self.training_run.record(checkpoint, text, config.seed_everything, spans=spans, named=named)
             self.model.run_id, self.identity.config = self.training_run.id, text
         else:
             place_evaluation(self.trainer, str(self.subcommand), checkpoint, text, numbered=is_numbered(logger))
@@ -245,17 +251,6 @@ class LongceCLI(LightningCLI):
             if isinstance(stopped, SIGTERMException) and self.trainer.is_global_zero:
                 self.preemption.requeue(would_resume=would_resume(self._requested_checkpoint, self.trainer))
             raise
-
-
-def _check_trainer(options: Any) -> None:
-    """Raise a ``ValueError`` for numbers that Lightning's Trainer accepts but that make no sense for training."""
-    for name in ("accumulate_grad_batches", "val_check_interval", "gradient_clip_val", "limit_train_batches"):
-        value = options.get(name)
-        if isinstance(value, int | float) and (value < 0 or (value == 0 and name != "gradient_clip_val")):
-            wanted = "0 or more" if name == "gradient_clip_val" else "above 0"
-            raise ValueError(f"`trainer.{name}` must be {wanted}, got {value}. Remove it to use Lightning's default.")
-    if (devices := str(options.get("devices"))).isdecimal():
-        check_count("`trainer.devices`", int(devices), maximum=MAX_PROCESSES)
 
 
 class InfluenceCLI(LongceCLI):

@@ -16,6 +16,7 @@ from lightning_modules.commands.compare.evaluations import Evaluation, read_eval
 from lightning_modules.commands.correlate.result_files import FILES
 from lightning_modules.models.identity import Provenance
 from lightning_modules.tasks.evaluation.evaluation import SETTINGS
+from lightning_modules.training.checkpoints.spans import read_spans
 from lightning_modules.utilities.bounded_yaml import load_yaml
 from lightning_modules.utilities.identity import shorten_hashes
 
@@ -105,7 +106,7 @@ def _is_evaluation(path: Path) -> bool:
 def _read_run(name: str, folder: Path) -> Run:
     hparams = load_yaml((folder / "hparams.yaml").read_text()) if (folder / "hparams.yaml").is_file() else {}
     names = {key: key.replace(".init_args", "").removesuffix(".class_path") for key in hparams if not _PATHS.match(key)}
-    config = {name: str(hparams[key]) for key, name in names.items()}
+    config = {name: str(hparams[key]) for key, name in names.items()} | _describe_resumes(folder)
     scalars: dict[str, dict[int, float]] = defaultdict(dict)
     evaluations: dict[str, dict[int, pd.DataFrame]] = defaultdict(dict)
     for place in (folder, *sorted(folder.glob("evaluations/*"), key=os.path.getmtime)):
@@ -123,6 +124,16 @@ def _read_run(name: str, folder: Path) -> Run:
                 steps.setdefault(step, _index(row))[found[3]] = value
     scalars["step"] = {step: step for steps in (*scalars.values(), *evaluations.values()) for step in steps}
     return Run(name, dict(evaluations), config, dict(scalars))
+
+
+def _describe_resumes(folder: Path) -> dict[str, str]:
+    """Return the settings that changed when a run resumed, with the values and the steps from which they applied."""
+    found: dict[str, str] = {}
+    for span in read_spans(folder):
+        for key, (before, after) in span.changed.items():
+            name = key.replace(".init_args", "").removesuffix(".class_path")
+            found[name] = f"{found.get(name, before)}, from step {span.step} on {after}"
+    return found
 
 
 def _read_scalars(folder: Path) -> Iterator[tuple[str, int, float]]:
@@ -143,21 +154,28 @@ def _read_scalars(folder: Path) -> Iterator[tuple[str, int, float]]:
 
 def _read_documents(folder: Path) -> Iterator[tuple[str, int, pd.DataFrame]]:
     """Yield the evaluations of a folder that have a table of documents."""
-    callbacks = load_yaml((folder / "config.yaml").read_text())["trainer"].get("callbacks") or []
-    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-    arguments = [each["init_args"] for each in callbacks if each["class_path"] == "callbacks.ExternalEvaluator"]
-    settings = {each.get("name") or "evaluator": each for each in arguments}
+    spans = [span for span in read_spans(folder) if span.config]
+    settings = {span.step: _read_evaluators(folder / span.config) for span in spans}
     older: list[str] = []
     for file in sorted(folder.glob("documents/*.parquet")):
         (stage, _, name), step = file.stem.rpartition("-step-")[0].partition("-"), file.stem.rpartition("-")[2]
         for (group, thresholds), rows in pd.read_parquet(file).groupby(["set", "thresholds"]):
             row = rows.iloc[0].to_dict()
-            values = settings.get(name, {}) | {key: row[key] for key in _KEY_TOKENS if key in row}
+            in_effect = settings[max((first for first in settings if first <= int(step)), default=min(settings))]
+            values = in_effect.get(name, {}) | {key: row[key] for key in _KEY_TOKENS if key in row}
             evaluator = Provenance.read(row, "evaluator_")
             older += [file.name] if evaluator is None else []
             yield _name_cell(group or _STAGES[stage], name, thresholds, values, evaluator), int(step), _index(rows)
     if older:
         _warn_of_older_results(folder / "documents")
+
+
+def _read_evaluators(config: Path) -> dict[str, dict[str, Any]]:
+    """Return the arguments of the evaluators in a config, by their names."""
+    callbacks = load_yaml(config.read_text())["trainer"].get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    arguments = [each["init_args"] for each in callbacks if each["class_path"] == "callbacks.ExternalEvaluator"]
+    return {each.get("name") or "evaluator": each for each in arguments}
 
 
 def _read_score(name: str, file: Path) -> Run:

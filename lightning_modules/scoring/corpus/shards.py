@@ -202,13 +202,13 @@ class ScoreShards:
 
 def check_settings(then: Mapping[str, Any], now: Mapping[str, Any], place: object) -> None:
     """Raise a ``ValueError`` if existing scores (``place``) were computed with other settings."""
-    now = json.loads(json.dumps(now))  # tuples become lists, as in the file
+    current = json.loads(json.dumps(now))  # tuples become lists, as in the file
     if "attention" not in then:  # an older version made the scores
-        now.pop("attention", None)
-    names = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
+        current.pop("attention", None)
+    names = sorted(name for name in {*then, *current} if then.get(name) != current.get(name))
     if names:
         changes = "; ".join(
-            f"`{name}` was {then.get(name)!r} and is {now.get(name)!r}" for name in names[:_MAX_SETTINGS]
+            f"`{name}` was {then.get(name)!r} and is {current.get(name)!r}" for name in names[:_MAX_SETTINGS]
         )
         raise ValueError(f"The scores in '{place}' were made with other settings: {changes}. Use another folder.")
 

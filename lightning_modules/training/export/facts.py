@@ -47,6 +47,7 @@ class TrainingFacts:
     dataset: str | None = None  # hub id of its data
     tokenizer: str | None = None  # hub id or absolute path; None if the data module makes its own
     tokenizer_revision: str | None = None
+    resumes: list[dict[str, Any]] = field(default_factory=list)  # by `step`: values before and after of what `changed`
     metrics: dict[str, float] = field(default_factory=dict)  # metrics of the last evaluation
     metrics_step: int | None = None  # optimizer step of that evaluation
     versions: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,237 @@
+"""What a resume changes: found, announced, applied and recorded."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Callback
+
+from callbacks import StepCheckpoint
+from lightning_modules.commands.cli.main import main
+from lightning_modules.commands.compare.command import compare
+from lightning_modules.training.checkpoints.io import newest_checkpoint
+from lightning_modules.training.checkpoints.spans import Span, find_changes, read_spans, resumed_spans, write_spans
+from tests.conftest import make_text
+
+CONFIG = {
+    "seed_everything": 0,
+    "ckpt_path": None,
+    "trainer": {"accumulate_grad_batches": 1, "max_steps": 4, "logger": {"save_dir": "a"}, "callbacks": None},
+    "model": {
+        "pretrained_model_name_or_path": "a",
+        "context_length": 48,
+        "stride": 16,
+        "lora": None,
+        "objective": {"class_path": "lightning_modules.objectives.LongCE", "init_args": {"gamma": 5.0}},
+        "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.003, "betas": [0.9, 0.95]}},
+    },
+    "data": {"class_path": "datamodules.TextDataModule", "init_args": {"train": "t", "validation": "v"}},
+}
+CHANGES = {
+    "model.optimizer.init_args.lr": 1e-4,
+    "model.optimizer.init_args.betas": [0.8, 0.95],
+    "model.objective.class_path": "lightning_modules.objectives.CrossEntropy",
+    "model.objective.init_args.gamma": 3.0,
+    "model.context_length": 32,
+    "model.stride": 8,
+    "trainer.accumulate_grad_batches": 2,
+    "model.pretrained_model_name_or_path": "b",
+    "data.init_args.validation": "w",
+    "model.lora": {"r": 8},
+    "seed_everything": 1,
+}
+
+
+def change(name, value):
+    config = yaml.safe_load(yaml.safe_dump(CONFIG))
+    *path, last = name.split(".")
+    part = config
+    for key in path:
+        part = part[key]
+    part[last] = value
+    return config
+
+
+@pytest.mark.parametrize(("name", "value"), CHANGES.items())
+def test_each_changed_setting_is_found_with_both_values(name, value):
+    found = find_changes(CONFIG, change(name, value))
+    assert [*found] == [name]
+    assert str(found[name][1]) == str(value)
+    (line,) = Span(7, "", found).describe()
+    assert line.startswith(f"Resumed at step 7: `{name}` is ")
+    kept = name in ("seed_everything", "model.pretrained_model_name_or_path")
+    assert ("no effect" in line) == kept
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("ckpt_path", "last"), ("trainer.logger", {"save_dir": "b"}), ("model.new_option", 3), ("trainer.enable_x", True)],
+)
+def test_where_a_run_starts_and_logs_and_new_options_are_no_changes(name, value):
+    assert find_changes(CONFIG, change(name, value)) == {}
+
+
+def test_spans_that_reached_no_checkpoint_are_dropped(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_modules.training.checkpoints.spans.describe_checkpoint", lambda path: path)
+    spans, configs = [], {"config.yaml": CONFIG}
+    for step, gamma in ((4, 3.0), (8, 2.0), (8, 1.0), (6, 4.0)):
+        for name, config in configs.items():
+            (tmp_path / name).write_text(yaml.safe_dump(config))
+        config = change("model.objective.init_args.gamma", gamma)
+        checkpoint = type("Checkpoint", (type(tmp_path),), {"step": float(step)})(tmp_path / "x.ckpt")
+        spans = resumed_spans(checkpoint, yaml.safe_dump(config))
+        configs[f"{step}-{gamma}.yaml"] = config
+        (tmp_path / f"{step}-{gamma}.yaml").write_text(yaml.safe_dump(config))
+        write_spans(tmp_path, spans, f"{step}-{gamma}.yaml")
+    name = "model.objective.init_args.gamma"
+    assert [(span.step, span.changed.get(name)) for span in read_spans(tmp_path)] == [
+        (0, None),
+        (4, [5.0, 3.0]),
+        (6, [3.0, 4.0]),
+    ]
+    (tmp_path / "spans.json").write_text("[")
+    with pytest.raises(ValueError, match=r"spans.json' is damaged"):
+        read_spans(tmp_path)
+
+
+def test_spans_of_older_versions_are_found_by_their_names(tmp_path):
+    values = {"config.yaml": 5.0, "config-resumed-at-step-4.yaml": 3.0, "config-resumed-at-step-4-2.yaml": 2.0}
+    for name, gamma in values.items():
+        (tmp_path / name).write_text(yaml.safe_dump(change("model.objective.init_args.gamma", gamma)))
+    assert [(span.step, list(span.changed.values())) for span in read_spans(tmp_path)] == [(0, []), (4, [(5.0, 2.0)])]
+
+
+class Rates(Callback):
+    """The optimizer's settings at each step."""
+
+    seen = ()
+
+    def on_train_batch_start(self, trainer, *_):
+        (group,) = trainer.optimizers[0].param_groups
+        self.seen = (*self.seen, (trainer.global_step, group["lr"], group["weight_decay"]))
+
+
+@pytest.fixture
+def fit(model_dir, tmp_path, monkeypatch, capsys):
+    (tmp_path / "t.txt").write_text(make_text(600))
+    optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01, "weight_decay": 0.0}}
+    schedule = {"class_path": "torch.optim.lr_scheduler.LinearLR", "init_args": {"start_factor": 0.5, "total_iters": 4}}
+    logger = {
+        "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
+        "init_args": {"save_dir": "runs", "version": "a"},
+    }
+    data = {
+        "tokenizer": str(model_dir),
+        "train": "t.txt",
+        "validation": "t.txt",
+        "sequence_length": 64,
+        "cache_dir": "cache",
+    }
+    config = {
+        "seed_everything": 0,
+        "model": {
+            "pretrained_model_name_or_path": str(model_dir),
+            "context_length": 32,
+            "stride": 16,
+            "optimizer": optimizer,
+            "lr_scheduler": schedule,
+        },
+        "data": {"class_path": "datamodules.TextDataModule", "init_args": data},
+        "trainer": {
+            "accelerator": "cpu",
+            "max_steps": 2,
+            "limit_val_batches": 0,
+            "enable_progress_bar": False,
+            "log_every_n_steps": 1,
+            "logger": logger,
+            "callbacks": [
+                {"class_path": "callbacks.StepCheckpoint", "init_args": {"save_last": True}},
+            ],
+        },
+    }
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["longce"])
+
+    def run(*options):
+        rates = Rates()
+        original = StepCheckpoint.setup
+
+        def setup(self, trainer, *rest, **named):
+            trainer.callbacks.append(rates)
+            return original(self, trainer, *rest, **named)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(StepCheckpoint, "setup", setup)
+            main(["fit", "-c", "a.yaml", *options])
+        return rates.seen
+
+    return run
+
+
+def warmup(step):
+    return 0.5 + 0.5 * min(1, step / 4)
+
+
+RESUME = ("--ckpt_path", "last", "--trainer.max_steps", "4")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*lr_scheduler.step")
+def test_a_changed_learning_rate_takes_effect_and_is_recorded(fit, tmp_path, caplog):
+    fit()
+    seen = fit(*RESUME, "--model.optimizer.lr", "0.001", "--model.optimizer.weight_decay", "0.1")
+    assert [step for step, _, _ in seen] == [2, 3]
+    for step, rate, decay in seen:
+        assert (rate, decay) == pytest.approx((0.001 * warmup(step), 0.1))
+    assert "`model.optimizer.init_args.lr` is 0.001 instead of 0.01; it takes effect" in caplog.text
+    folder = next((tmp_path / "runs").glob("*/a"))
+    assert {name: values[1] for name, values in read_spans(folder)[1].changed.items()} == {
+        "trainer.max_steps": 4,
+        "model.optimizer.init_args.lr": 0.001,
+        "model.optimizer.init_args.weight_decay": 0.1,
+    }
+    shutil.copytree(folder, tmp_path / "other")
+    (tmp_path / "other" / "spans.json").unlink()
+    (tmp_path / "other" / "config-resumed-at-step-2.yaml").unlink()
+    assert "0.01, from step 2 on 0.001" in compare([folder, tmp_path / "other"])
+    main(["export", str(newest_checkpoint(folder)), str(tmp_path / "exported")])
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert "From step 2 on, `model.optimizer.init_args.lr` was `0.001` instead of `0.01`." in card
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*lr_scheduler.step")
+def test_an_unchanged_resume_announces_nothing_and_a_changed_schedule_takes_effect(fit, tmp_path, caplog):
+    fit()
+    weights = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=True)["state_dict"]
+    caplog.clear()
+    assert fit("--ckpt_path", "last") == ()
+    assert "Resumed at step" not in caplog.text
+    after = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=True)["state_dict"]
+    assert all(torch.equal(weights[name], after[name]) for name in weights)
+    seen = fit(*RESUME, "--model.lr_scheduler.total_iters", "2")
+    assert [rate for _, rate, _ in seen] == pytest.approx([0.01, 0.01])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*lr_scheduler.step")
+def test_another_optimizer_is_refused_in_one_line(fit, capsys):
+    fit()
+    for option, value in (("optimizer", "torch.optim.SGD"), ("lr_scheduler", "torch.optim.lr_scheduler.ConstantLR")):
+        with pytest.raises(SystemExit) as stopped:
+            fit(
+                *RESUME, f"--model.{option}", value, *(["--model.optimizer.lr", "0.1"] if option == "optimizer" else [])
+            )
+        assert stopped.value.code == 2
+        error = capsys.readouterr().err
+        assert f"`model.{option}` is {value}, but" in error
+        assert "restore it, or start a new training" in error
+
+
+def test_spans_are_plain_json(tmp_path):
+    write_spans(tmp_path, [Span(0, "config.yaml", {}), Span(3, "", {"a": (None, 1)})], "b.yaml")
+    assert json.loads((tmp_path / "spans.json").read_text())[1] == [3, "b.yaml", {"a": [None, 1]}]
