@@ -3,12 +3,13 @@
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to
 from lightning_modules.functional.long_perplexity import _long_perplexity_compute, _long_perplexity_update
@@ -130,32 +131,36 @@ def table(result: dict[str, Any]) -> str:
 
 
 class EvaluatedModel:
-    """The evaluated model, which is loaded when it has to score a document; ``tokenizer`` is by default its own.
-
-    It has a ``provenance`` when it has read the documents.
-    """
-
-    provenance: Provenance
+    """The evaluated model, which is loaded when it has to score a document; ``tokenizer`` is by default its own."""
 
     def __init__(self, config: ModelConfig, device: torch.device, tokenizer: str | None = None) -> None:
-        self.config, self.device, self._tokenizer = config, device, tokenizer
+        self.config, self.device = config, device
         self.name = str(config.pretrained_model_name_or_path)
+        self._tokenizer_name = tokenizer_name(self.name, tokenizer, "`model_tokenizer`")
         self._backbone: Scorer | None = None
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The tokenizer of the documents."""
+        return load_tokenizer(self._tokenizer_name, trust_remote_code=self.config.trust_remote_code)
+
+    @cached_property
+    def provenance(self) -> Provenance:
+        """What identifies the model; its weights must be the same when they are loaded."""
+        return describe_model(self.config, self.tokenizer, device=self.device)
 
     def read(self, texts: Mapping[str, str], *, trimmed_offsets: bool = False, **options: Any) -> list[PackedBatch]:
         """Tokenize documents, given by name, without loading the model's weights.
 
         Options are those of `encode_document`.
         """
-        name, trust = tokenizer_name(self.name, self._tokenizer, "`model_tokenizer`"), self.config.trust_remote_code
-        config = check_model(self.config)
-        tokenizer = load_tokenizer(name, trust_remote_code=trust, trimmed_offsets=trimmed_offsets)
+        config, tokenizer = check_model(self.config), self.tokenizer
+        if trimmed_offsets:  # which is a part of the key-token rule, not of the model
+            trust = self.config.trust_remote_code
+            tokenizer = load_tokenizer(self._tokenizer_name, trust_remote_code=trust, trimmed_offsets=True)
         documents = [encode_document(text, tokenizer, name=name, **options) for name, text in texts.items()]
         if config is not None:
             _check_vocabulary(documents, config, self.name)
-        if trimmed_offsets:  # which is a part of the key-token rule, not of the model
-            tokenizer = load_tokenizer(name, trust_remote_code=trust)
-        self.provenance = describe_model(self.config, tokenizer, device=self.device)
         return documents
 
     def log_likelihood(self, document: PackedBatch) -> torch.Tensor:
@@ -165,8 +170,9 @@ class EvaluatedModel:
             ValueError: If the document has ids outside of the embedding, or a log-likelihood is impossible.
         """
         if self._backbone is None:
+            identity = self.provenance.identity
             self._backbone = load_scorer(self.config, self.device)
-            check_same_model(self.provenance.identity, self.config)
+            check_same_model(identity, self.config)
         self._backbone.check_batch(document)
         with torch.no_grad():
             log_likelihood = self._backbone(batch_to(document, self._backbone.device)).cpu()

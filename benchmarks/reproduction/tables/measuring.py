@@ -23,7 +23,7 @@ from datamodules.sources.documents import Document
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import span_token_mask
 from lightning_modules.models.identity import model_identity
-from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
+from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens, transfer_soft_influence
 from lightning_modules.scoring.score import EvaluatedModel, find_device
@@ -178,10 +178,9 @@ class Measuring:
     def _score(self, model: NamedModel, loaded: Mapping[str, Evaluator]) -> dict[str, list[DocumentResult]]:
         """Score each document once for all evaluators."""
         scored = EvaluatedModel(self.options.loading(model.path), self.device)
-        tokenizer = load_tokenizer(model.path, trust_remote_code=self.options.trust_remote_code)
         found: dict[str, list[DocumentResult]] = {name: [] for name in loaded}
         for name, text, _ in tqdm(self.texts, desc=model.name, unit="document", disable=None):
-            document = encode_document(text, tokenizer, name=name)
+            document = encode_document(text, scored.tokenizer, name=name)
             started = time.perf_counter()
             log_likelihood = scored.log_likelihood(document)
             seconds = time.perf_counter() - started
