@@ -1,5 +1,7 @@
 import importlib.metadata
 import importlib.util
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 
 def test_the_generic_package_names_belong_to_this_distribution_alone():
     owners = importlib.metadata.packages_distributions()
-    for package in ("lightning_modules", "datamodules", "callbacks", "benchmarks"):
+    for package in ("lightning_modules", "datamodules", "callbacks", "benchmarks", "configs"):
         assert set(owners.get(package, ["longce"])) == {"longce"}
 
 
@@ -39,3 +41,27 @@ def test_no_folder_of_configs_is_taken_for_a_package():
 
 def test_distribution_refuses_an_upload():
     assert "Private :: Do Not Upload" in importlib.metadata.metadata("longce").get_all("Classifier")
+
+
+@pytest.mark.slow
+@pytest.mark.limit(60)  # a quickstart of a few steps
+def test_a_wheel_has_everything_that_the_quickstart_needs(tmp_path):
+    root, source, site = Path(__file__).parents[1], tmp_path / "source", tmp_path / "site"
+    for package in ("lightning_modules", "datamodules", "callbacks", "benchmarks", "configs"):
+        shutil.copytree(root / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copyfile(root / file, source / file)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--no-cache-dir"]
+    build = ["wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, source]
+    subprocess.run([*pip, *build], check=True)
+    (wheel,) = tmp_path.glob("longce-*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", site, wheel], check=True)
+    (tmp_path / "empty").mkdir()
+    code = "import sys, lightning_modules; from lightning_modules.commands.cli.main import main; main(sys.argv[1:])"
+    code += f"; assert lightning_modules.__file__.startswith({str(site)!r}), lightning_modules.__file__"
+    options = "--trainer.max_steps 2 --trainer.val_check_interval 1 --trainer.log_every_n_steps 1"
+    options += " --data.train_documents 64 --data.validation_documents 8"
+    run = [sys.executable, "-c", code, "quickstart", *options.split()]
+    environment = {**os.environ, "PYTHONPATH": str(site), "LONGCE_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(run, cwd=tmp_path / "empty", env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -15,13 +15,13 @@ from lightning.pytorch import Callback, Trainer
 from transformers.utils.logging import disable_progress_bar
 from typing_extensions import override
 
+from lightning_modules.commands.cli.config_files import CONFIGS
 from lightning_modules.commands.cli.lightning_cli import LongceCLI
 from lightning_modules.commands.cli.registry import inspect_command
 from lightning_modules.commands.compare.command import compare
 from lightning_modules.commands.compare.runs import read_runs
 from lightning_modules.statistics import corpus_perplexity
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 DOCUMENT = "recall-7-1"
 """Validation document whose key tokens are shown: it has more of them than the others."""
 

@@ -2,7 +2,9 @@
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
@@ -72,6 +74,20 @@ def is_served(pretrained_model_name_or_path: str | None) -> bool:
     return True
 
 
+def local_or_hub(path_or_id: str, kind: str) -> str:
+    """Return a local path, with its ``~`` expanded, or a hub id; a ``ValueError`` if it can be neither."""
+    if not path_or_id or "\0" in path_or_id:
+        raise ValueError(f"No {kind} at {path_or_id!r}: use a local folder or a hub id.")
+    local = Path(path_or_id).expanduser()
+    if local.is_file() and local.suffix != ".json":
+        raise ValueError(f"The {kind} '{path_or_id}' is a file: use its folder '{local.parent}'.")
+    if local.exists():
+        return str(local)
+    if path_or_id.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_id):
+        raise ValueError(f"No {kind} at '{path_or_id}': the file or folder does not exist. Check the path.")
+    return path_or_id
+
+
 def read_key(variable: str) -> str:
     """Return a server's key from an environment variable, or an empty text."""
     key = os.environ.get(variable, "")
@@ -98,6 +114,12 @@ class LoadingOptions:
         """Return the settings to load a model with this name."""
         settings |= {field.name: getattr(self, field.name) for field in fields(LoadingOptions)}
         return ModelConfig(name, **settings)
+
+    def check_names(self, others: Iterable[str] = ()) -> None:
+        """Raise a ``ValueError`` if a model of these settings or one of ``others`` cannot exist."""
+        for name in (getattr(self, "model", None), getattr(self, "evaluator", None), *others):
+            if name is not None and not is_served(name):
+                local_or_hub(name, "model")
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,11 @@
 """Identity of a stored model: a hash of weights, config, tokenizer, chat templates and code."""
 
 import json
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from huggingface_hub import is_offline_mode, resolve_revision, snapshot_download
@@ -14,11 +13,12 @@ from huggingface_hub.errors import RevisionResolutionError
 from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.models.adapters import find_adapters
-from lightning_modules.models.config import ModelConfig, is_served
+from lightning_modules.models.config import ModelConfig, is_served, local_or_hub
 from lightning_modules.models.loading import choose_attention, load_config, stored_dtype
+from lightning_modules.models.provenance import Provenance
 from lightning_modules.models.served.scorer import connect
-from lightning_modules.models.tokenization.tokenizer import local_or_hub, tokenizer_hash
-from lightning_modules.utilities.identity import combined_hash, content_hash, shorten_hashes
+from lightning_modules.models.tokenization.tokenizer import tokenizer_hash
+from lightning_modules.utilities.identity import combined_hash, content_hash
 
 _LOADED_SUFFIXES = {".safetensors", ".bin", ".json", ".jinja", ".model", ".tiktoken", ".txt", ".vocab"}
 _UNUSED_FILES = {
@@ -28,41 +28,6 @@ _UNUSED_FILES = {
 """Files that training leaves in a model's folder. One that is missing here invalidates caches, but never more."""
 
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
-
-
-class Provenance(NamedTuple):
-    """Everything about a model on which its log-likelihoods of a text depend, apart from rounding.
-
-    Attributes:
-        identity: Content of weights, config, tokenizer and code, from `model_identity`.
-        tokenizer: SHA-256 of the tokenizer that is used, which may be another one than the model's own.
-        dtype: Dtype of the weights; ``served`` if a server has the model.
-        attention: Attention implementation; ``served`` if a server has the model.
-    """
-
-    identity: str
-    tokenizer: str
-    dtype: str
-    attention: str
-
-    def __str__(self) -> str:
-        """Return the parts that a reader compares, with short hashes."""
-        parts = dict.fromkeys((shorten_hashes(self.identity), self.dtype, self.attention))
-        return ", ".join(filter(None, parts))
-
-    @classmethod
-    def read(cls, values: Mapping[str, Any], prefix: str = "") -> "Provenance | None":
-        """Return the provenance in a stored result; None if a part is missing because an older version wrote it."""
-        found = [values.get(f"{prefix}{name}") for name in cls._fields]
-        return None if None in found else cls(*map(str, found))
-
-
-def describe_key_tokens(settings: Mapping[str, Any], evaluator: Provenance | None) -> str:
-    """Format how key tokens are found: the evaluator, K, d, thresholds and rule, as far as they are known."""
-    names = {"context_length": "K", "stride": "d", "alpha": "alpha", "beta": "beta", "key_token_rule": "rule"}
-    numbers = [f"{short} = {settings[name]}" for name, short in names.items() if name in settings]
-    about = f" ({evaluator})" if evaluator else ""
-    return ", ".join([f"evaluator {settings.get('evaluator')}{about}", *numbers])
 
 
 def describe_model(

@@ -24,14 +24,14 @@ from lightning_modules.models.checks import (
     check_sizes,
     check_weight_files,
 )
-from lightning_modules.models.config import DType, ModelConfig, is_served
+from lightning_modules.models.config import DType, ModelConfig, is_served, local_or_hub
 from lightning_modules.models.context_extension.methods import extend_config
 from lightning_modules.models.context_extension.rope_types import own_type
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
 from lightning_modules.models.lockstep import Scorer
 from lightning_modules.models.optimizations import compile_layers, enable_checkpointing, use_bfloat16_residual
 from lightning_modules.models.served.scorer import connect
-from lightning_modules.models.tokenization.tokenizer import local_or_hub, not_loaded
+from lightning_modules.models.tokenization.tokenizer import not_loaded
 from lightning_modules.utilities.errors import did_you_mean
 from lightning_modules.utilities.pickles import refused_pickle
 
@@ -160,7 +160,7 @@ def _load_stored_config(config: ModelConfig) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # transformers raises all kinds of errors for wrong values
-        raise ValueError(not_loaded("model", path, error)) from error
+        raise ValueError(not_loaded("model", path, error, plan="config.json")) from error
 
 
 def _make_config(overrides: dict[str, Any]) -> PreTrainedConfig:

@@ -19,10 +19,11 @@ from lightning_modules.functional import LikeliestTokens, likeliest_tokens
 from lightning_modules.functional.windows import batch_windows
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.config import is_served
-from lightning_modules.models.identity import Provenance, check_same_model, describe_model, model_identity
+from lightning_modules.models.identity import check_same_model, describe_model, model_identity
 from lightning_modules.models.loading import check_model, load_scorer
 from lightning_modules.models.lockstep import Scorer, any_rank, lockstep
 from lightning_modules.models.optimizations import eval_mode
+from lightning_modules.models.provenance import Provenance
 from lightning_modules.models.short_context import score_windows
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.checks import check_log_likelihood, warn_of_chance

@@ -14,9 +14,10 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to
 from lightning_modules.functional.long_perplexity import _long_perplexity_compute, _long_perplexity_update
 from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.identity import Provenance, check_same_model, describe_key_tokens, describe_model
+from lightning_modules.models.identity import check_same_model, describe_model
 from lightning_modules.models.loading import check_model, load_scorer
 from lightning_modules.models.lockstep import Scorer
+from lightning_modules.models.provenance import Provenance, describe_key_tokens
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.checks import check_log_likelihood, warn_of_chance
 from lightning_modules.scoring.config import ScoreConfig, tokenizer_name

@@ -2,7 +2,9 @@
 
 import io
 import logging
+import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
@@ -38,6 +40,11 @@ def progress_bar(
     if getattr(rank_zero_only, "rank", 0) or (in_notebook and not leave):  # it cannot show two bars
         return tqdm(disable=True)
     if sys.stderr.isatty() or in_notebook:
+        with suppress(OSError):  # of a stream that is no file
+            if (
+                os.get_terminal_size(sys.stderr.fileno()).columns == 0
+            ):  # it does not know its size, and tqdm hides the bar
+                options |= {"ncols": 80, "nrows": 24}
         return tqdm(**options, leave=leave)
     # No line before the first delay. tqdm itself writes only line ends, which go to a dummy stream.
     return _LogLines(**options, mininterval=LOG_SECONDS, delay=LOG_SECONDS, miniters=1, file=io.StringIO(), leave=False)

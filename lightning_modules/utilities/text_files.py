@@ -8,6 +8,8 @@ from lightning_modules.utilities.files import writable_folder
 
 def read_text(file: str, *, may_be_blank: bool = False) -> str:
     """Read a UTF-8 text file; raise a ``ValueError`` that explains the problem if it cannot be scored."""
+    if os.path.isdir(file):
+        raise ValueError(f"{file!r:.300} is a folder: pass its text files, such as {file.rstrip('/')}/*.txt.")
     if not os.path.isfile(file):
         raise ValueError(f"No file {file!r:.300}: pass UTF-8 text files, one document each.")
     if Path(file).suffix.lower() in (".json", ".jsonl", ".parquet"):

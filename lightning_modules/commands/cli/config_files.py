@@ -12,6 +12,9 @@ from jsonargparse._loaders_dumpers import get_yaml_default_loader
 
 from lightning_modules.utilities.bounded_yaml import check_expansion
 
+CONFIGS = Path(__file__).parents[3] / "configs"
+"""Folder of the configs, in a checkout or beside the installed packages."""
+
 _CLASS_KEYS = {"class_path", "init_args", "dict_kwargs"}
 """Keys of a class in a config."""
 
@@ -25,6 +28,19 @@ def use_checked_yaml() -> None:
     loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
     for kind in ("int", "float"):
         loader.add_constructor(f"tag:yaml.org,2002:{kind}", _construct_number)
+
+
+def find_packaged_configs(arguments: Sequence[str]) -> list[str]:
+    """Replace names such as ``configs/base.yaml`` that do not exist here by those of the installed package."""
+    words = list(arguments)
+    for index, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        name = value if equals and option in ("-c", "--config") else word
+        is_config = equals or (index > 0 and words[index - 1] in ("-c", "--config"))
+        packaged = CONFIGS.parent / name
+        if is_config and name.startswith("configs/") and not os.path.exists(name) and packaged.is_file():
+            words[index] = f"{option}={packaged}" if equals else str(packaged)
+    return words
 
 
 def check_config_files(arguments: Sequence[str]) -> None:

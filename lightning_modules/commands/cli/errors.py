@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -86,9 +87,10 @@ def _drop_noise(message: str) -> str:
 
 
 def suggest_nearest(name: str, known: Iterable[str], dashes: str = "") -> str:
-    """Return a hint for an unknown name: the most similar known name, or all if they are few."""
+    """Return a hint for an unknown name: the most similar known one with its last part, or at all, or a few names."""
     names = sorted(known)
-    if near := difflib.get_close_matches(name, names, n=1):
+    alike = [each for each in names if each.rpartition(".")[2] == name.rpartition(".")[2]]
+    if near := difflib.get_close_matches(name, alike, n=1, cutoff=0) or difflib.get_close_matches(name, names, n=1):
         return f" Did you mean `{dashes}{near[0]}`?"
     return f" Known: {', '.join(names)}." if len(names) <= 30 else " `longce COMMAND --help` lists the options."
 
@@ -99,8 +101,11 @@ def stop_with_usage(message: str) -> NoReturn:
 
 
 def _list_options(parser: jsonargparse.ArgumentParser) -> set[str]:
-    """Return the names of all options of a parser and of its subcommands."""
+    """Return the names of all options of a parser and of its subcommands, also of the classes in its defaults."""
     names = {option.removeprefix("--") for action in parser._actions for option in action.option_strings}
+    for action in parser._actions:
+        with suppress(TypeError, KeyError):  # only a class has a path
+            names |= {f"{action.dest}.{name}" for name in _list_parameters(action.default["class_path"])}
     for action in parser._actions:
         for subparser in getattr(action, "_name_parser_map", {}).values():
             names |= _list_options(subparser)

@@ -60,7 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run_command(arguments: list[str]) -> None:
     import jsonargparse
 
-    from lightning_modules.commands.cli.config_files import check_config_files, use_checked_yaml
+    from lightning_modules.commands.cli.config_files import (
+        check_config_files,
+        find_packaged_configs,
+        use_checked_yaml,
+    )
     from lightning_modules.commands.cli.errors import stop_with, stop_with_usage, suggest_nearest
     from lightning_modules.commands.cli.hub import configure_hub
     from lightning_modules.commands.cli.registry import COMMANDS, run_experiment
@@ -83,6 +87,7 @@ def _run_command(arguments: list[str]) -> None:
         use_checked_yaml()
         # Even an empty list makes jsonargparse enforce its own (`os`, `subprocess`, ..), as its version 5 always does.
         jsonargparse.set_parsing_settings(import_path_denylist=[])
+        arguments = find_packaged_configs(arguments)
         check_config_files(arguments)
         configure_hub()
         with user_modules():

@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
@@ -23,6 +24,7 @@ def score_command(arguments: Sequence[str]) -> None:
     options = parse_options(parser, arguments)
     for file in options["files"]:
         read_text(file, may_be_blank=len(options["files"]) > 1)
+    ScoreConfig(**{name: value for name, value in options.items() if name != "files"}).check_names(others)
     from lightning_modules.commands.models import score_models
 
     sys.stdout.write(score_models([options.pop("model"), *others], **options) + "\n")
@@ -47,6 +49,7 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     match options["depths"]:
         case [count] if count > 1 and count.is_integer():
             options["depths"] = int(count)
+    EvaluationConfig(**options).check_names(others)
     from lightning_modules.commands.models import evaluate_models
 
     sys.stdout.write(evaluate_models([options.pop("model"), *others], **options) + "\n")
@@ -87,6 +90,7 @@ def compare_command(arguments: Sequence[str]) -> None:
     options = parse_options(parser, arguments)
     if options["output"] is not None:
         check_output(options["output"])
+    _check_paths(options["runs"])
     from lightning_modules.commands.compare.command import compare
 
     sys.stdout.write(compare(**options))
@@ -106,9 +110,17 @@ def correlate_command(arguments: Sequence[str]) -> None:
     parser.add_argument("--output", type=str, required=True, help=output)
     parser.add_argument("--log_axis", type=bool, default=False, help="Draw perplexities on logarithmic axes.")
     options = parse_options(parser, arguments)
+    _check_paths(options["files"])
     from lightning_modules.commands.correlate.command import correlate
 
     sys.stdout.write(correlate(**options))
+
+
+def _check_paths(words: Sequence[str]) -> None:
+    """Refuse a ``PATH`` or ``NAME=PATH`` that does not exist, before what reads it is imported."""
+    for word in words:
+        if not any(Path(path).expanduser().exists() for path in (word, word.partition("=")[2] or word)):
+            raise ValueError(f"No results at {word!r:.300}: the file or folder does not exist. Check the path.")
 
 
 def make_parser(command: str, description: str, settings: type | None = None, *, skip: Sequence[str] = ()) -> Any:

@@ -49,6 +49,7 @@ def inspect_command(arguments: Sequence[str]) -> None:
     check_output(output)
     if Path(output).exists() and Path(file).exists() and Path(output).samefile(file):
         raise ValueError(f"`output` '{output}' is the document itself: write the page to another file.")
+    InspectConfig(**options).check_names()
     from lightning_modules.visualization.page.document import inspect_document
 
     inspection = inspect_document(text, name=name, **options)

@@ -14,7 +14,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 
 from lightning_modules.commands.compare.evaluations import Evaluation, read_evaluation
 from lightning_modules.commands.correlate.result_files import FILES
-from lightning_modules.models.identity import Provenance
+from lightning_modules.models.provenance import Provenance
 from lightning_modules.tasks.evaluation.evaluation import SETTINGS
 from lightning_modules.training.checkpoints.spans import read_spans
 from lightning_modules.utilities.bounded_yaml import load_yaml

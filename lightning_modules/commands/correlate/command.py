@@ -13,7 +13,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from lightning_modules.commands.correlate.result_files import Measured, is_perplexity, read_results
-from lightning_modules.models.identity import Provenance
+from lightning_modules.models.provenance import Provenance
 from lightning_modules.statistics import (
     MIN_FOR_INTERVAL,
     MIN_MODELS,

@@ -11,7 +11,7 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from lightning_modules.models.identity import Provenance, describe_key_tokens
+from lightning_modules.models.provenance import Provenance, describe_key_tokens
 from lightning_modules.statistics import Interval, mean_interval
 from lightning_modules.tasks.evaluation.report import short
 from lightning_modules.tasks.questions.registry import GROUPS

@@ -190,8 +190,8 @@ class ContextExtension:
         if config.model_type not in ARCHITECTURES:
             raise ValueError(
                 f"Context extension supports models of type {', '.join(ARCHITECTURES)}, not"
-                f" '{config.model_type}', which may use RoPE differently. Remove `context_extension`, or set"
-                " `model_config.rope_parameters` yourself."
+                f" '{config.model_type}', which may use RoPE differently. Remove `context_extension`"
+                " (`--model.context_extension null`), or set `model_config.rope_parameters` yourself."
             )
         supported = METHODS[self.method].architectures
         if config.model_type not in supported:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 import warnings
 from pathlib import Path
 from weakref import WeakSet
@@ -16,6 +15,7 @@ from transformers.utils import cached_file
 
 from lightning_modules.batch import PackedBatch, pack_sequence
 from lightning_modules.functional import character_units, unit_spans
+from lightning_modules.models.config import local_or_hub
 from lightning_modules.models.tokenization.slow_tokenizers import SlowBackend
 
 _TOKENIZER_FILES = ("tokenizer.*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -218,24 +218,15 @@ def _cut(encoding: Encoding, max_tokens: int | None) -> int | None:
     return min(max((end for _, end in offsets[:max_tokens]), default=0), *left_out)
 
 
-def local_or_hub(path_or_id: str, kind: str) -> str:
-    """Return a local path, with its ``~`` expanded, or a hub id; a ``ValueError`` if it can be neither."""
-    if not path_or_id or "\0" in path_or_id:
-        raise ValueError(f"No {kind} at {path_or_id!r}: use a local folder or a hub id.")
-    local = Path(path_or_id).expanduser()
-    if local.is_file() and local.suffix != ".json":
-        raise ValueError(f"The {kind} '{path_or_id}' is a file: use its folder '{local.parent}'.")
-    if local.exists():
-        return str(local)
-    if path_or_id.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_id):
-        raise ValueError(f"No {kind} at '{path_or_id}': the file or folder does not exist. Check the path.")
-    return path_or_id
+def not_loaded(kind: str, path: str, error: Exception, *, plan: str = "") -> str:
+    """Return the message for a model or tokenizer that transformers could not load.
 
-
-def not_loaded(kind: str, path: str, error: Exception) -> str:
-    """Return the message for a model or tokenizer that transformers could not load."""
+    ``plan`` is the file that is enough for ``longce plan``.
+    """
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    remedy = f"Download it where there is a network (`hf download {path}`), or give a local folder or another hub id."
+    enough = f"; for `longce plan`, `hf download {path} {plan}` is enough" if plan else ""
+    remedy = f"Download it where there is a network (`hf download {path}`{enough}),"
+    remedy += " or give a local folder or another hub id."
     if kind == "tokenizer" and Path(path).is_dir() and not any(any(Path(path).glob(name)) for name in _TOKENIZER_FILES):
         reason = "its folder has no tokenizer files, such as tokenizer.json"
         remedy = "Copy them from the model that it was made of, or name a folder that has them."

@@ -209,7 +209,7 @@ def _force_answers(backbone: Scorer, prompter: Prompter, questions: Sequence[Que
     def finish(scores: Mapping[int, AnswerScores]) -> None:
         found = {}
         for number, answer in scores.items():
-            text = str(prompter.tokenizer.decode(answer.greedy, skip_special_tokens=True))
+            text = str(prompter.tokenizer.decode(answer.greedy))  # special tokens are wrong answers that a reader sees
             found[number] = replace(
                 _make_result(questions[number], answer.score, text, forced[number].answer_start),
                 answer_nll=-answer.answer_log_likelihood,

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lightning_modules.models.identity import Provenance
+from lightning_modules.models.provenance import Provenance
 from lightning_modules.statistics import Interval
 from lightning_modules.tasks.evaluation.questions import TaskResult
 from lightning_modules.tasks.evaluation.summary import (
@@ -138,11 +138,12 @@ def _describe_summary(summary: Summary, missing: int, settings: Mapping[str, Any
 
 
 def answer_table(results: Sequence[TaskResult], count: int = 8) -> Table:
-    """Return some of the model's answers, wrong ones first."""
+    """Return some of the model's answers, wrong ones first; under teacher forcing, the likeliest tokens instead."""
     ordered = sorted(results, key=lambda result: result.score)
     chosen = ordered[:: max(1, len(ordered) // count)][:count]
+    generated = all(result.answer_nll is None for result in chosen)
     return Table(
-        ("task", "length", "depth", "score (%)", "right", "answer"),
+        ("task", "length", "depth", "score (%)", "right", "answer" if generated else "likeliest tokens"),
         [
             (
                 result.task,
@@ -158,9 +159,11 @@ def answer_table(results: Sequence[TaskResult], count: int = 8) -> Table:
 
 
 def _format_line(text: str, maximum: int = 160) -> str:
-    """Format a text on one line as Markdown code."""
+    """Format a text on one line as Markdown code; say so if it is blank."""
     line = " ".join(text.split()).replace("`", "'")
-    return f"`{line[:maximum]}{'..' if len(line) > maximum else ''}`" if line else ""
+    if not line:
+        return "(only white space)" if text else "(nothing)"
+    return f"`{line[:maximum]}{'..' if len(line) > maximum else ''}`"
 
 
 @matplotlib.rc_context(STYLE)

@@ -19,7 +19,7 @@ from lm_eval.utils import sanitize_list
 from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.identity import Provenance
+from lightning_modules.models.provenance import Provenance
 from lightning_modules.models.tokenization.chat_templates import check_chat_template
 from lightning_modules.statistics import Interval, mean_interval
 from lightning_modules.tasks.evaluation.config import EvaluationConfig

@@ -11,7 +11,8 @@ from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.compare.command import compare
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.identity import Provenance, model_identity
+from lightning_modules.models.identity import model_identity
+from lightning_modules.models.provenance import Provenance
 from lightning_modules.scoring import score as score_module
 from lightning_modules.scoring.score import score
 from lightning_modules.scoring.token_scores import TokenScores

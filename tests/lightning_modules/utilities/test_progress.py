@@ -1,5 +1,6 @@
 import io
 import logging
+import os
 import sys
 
 import pytest
@@ -39,6 +40,15 @@ def test_lines_in_the_log_where_there_is_no_terminal(stream, monkeypatch, caplog
     assert "1.00M/1.00M" in caplog.messages[-1]
     assert "tokens=7" in caplog.messages[-1]
     assert output.getvalue() == ""
+
+
+def test_a_terminal_without_a_width_shows_progress(stream):
+    reader, writer = os.openpty()  # 0 columns
+    with os.fdopen(writer, "w") as terminal:
+        stream(terminal)
+        work(total=1_000_000)
+    assert b"1.00M/1.00M" in os.read(reader, 65_536)
+    os.close(reader)
 
 
 def test_short_work_and_other_processes_log_nothing(stream, monkeypatch, caplog):

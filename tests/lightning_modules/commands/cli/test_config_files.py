@@ -3,7 +3,12 @@
 import pytest
 import yaml
 
-from lightning_modules.commands.cli.config_files import check_config_files, names_model_class
+from lightning_modules.commands.cli.config_files import (
+    CONFIGS,
+    check_config_files,
+    find_packaged_configs,
+    names_model_class,
+)
 from lightning_modules.commands.cli.main import main
 from lightning_modules.utilities.bounded_yaml import load_yaml
 
@@ -33,6 +38,17 @@ def test_settings_beside_the_class_of_the_model_are_refused(tmp_path):
     (tmp_path / "a.yaml").write_text("model: {class_path: mine.Model, stride: 16}")
     with pytest.raises(ValueError, match=r"a.yaml': `model` names a class, so move \['stride'\] to its `init_args`"):
         names_model_class([f"--config={tmp_path / 'a.yaml'}"])
+
+
+def test_configs_of_the_package_stand_in_for_missing_ones(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base = str(CONFIGS / "base.yaml")
+    words = ["fit", "-c", "configs/base.yaml", "--config=configs/base.yaml", "--model", "configs/base.yaml"]
+    assert find_packaged_configs(words) == ["fit", "-c", base, f"--config={base}", "--model", "configs/base.yaml"]
+    assert find_packaged_configs(["-c", "configs/mine.yaml"]) == ["-c", "configs/mine.yaml"]
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "base.yaml").touch()
+    assert find_packaged_configs(words) == words
 
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -38,6 +38,8 @@ def error(tmp_path, monkeypatch, capsys):
         (["compare", "run", "--outptu", "x"], "unknown option `--outptu`. Did you mean `--output`?"),
         (["plan", "--gpuu"], "unknown option `--gpuu`. Did you mean `--gpu`?"),
         (["reproduce", "miniature", "--outptu", "x"], "unknown option `--outptu`. Did you mean `--output`?"),
+        ([*FIT, "--model.gamma", "3"], "unknown option `--model.gamma`. Did you mean `--model.objective.gamma`?"),
+        ([*FIT, "--model.lr", "1"], "unknown option `--model.lr`. Did you mean `--model.optimizer.lr`?"),
         ([*FIT, "--model.objectve", "X"], "unknown option `--model.objectve`. Did you mean `--model.objective`?"),
         (
             [*FIT, "--data.sequence_lenght", "3"],

@@ -29,9 +29,9 @@ finally:
 EXPERIMENTS = ("fit", "validate", "test", "predict")
 
 
-def run(*words, folder):
+def run(*words, folder, program=LIGHT):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", LIGHT, *words]
+    command = [sys.executable, "-c", program, *words]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -64,7 +64,15 @@ def test_an_unknown_option_is_refused_without_torch(command, tmp_path):
         ("fiit", "unknown command `fiit`"),
         ("score --model a --evaluator b missing.txt", "No file 'missing.txt'"),
         ("score --model a --evaluator b --stride x missing.txt", "stride"),
+        ("score --model a --evaluator b texts/", "'texts/' is a folder: pass its text files, such as texts/*.txt."),
         ("inspect --evaluator b missing.txt", "No file 'missing.txt'"),
+        ("evaluate --model ./missing --output o", "No model at './missing'"),
+        ("evaluate --model a --output o --mode x", "mode"),
+        ("evaluate --model a --output o --gen_kwargs x", "`gen_kwargs` must be such as"),
+        ("compare missing", "No results at 'missing'"),
+        ("compare name=missing", "No results at 'name=missing'"),
+        ("correlate missing.csv --output o", "No results at 'missing.csv'"),
+        ("select missing", "'missing' contains no scores"),
         ("evaluate --model a", "output"),
         ("fit -c missing.yaml", "The config 'missing.yaml' does not exist."),
         ("fit --modle.stride 3", "Did you mean `--model`?"),
@@ -73,10 +81,34 @@ def test_an_unknown_option_is_refused_without_torch(command, tmp_path):
     ],
 )
 def test_usage_errors_import_no_torch(words, message, tmp_path):
+    (tmp_path / "texts").mkdir()
     (tmp_path / "twice.yaml").write_text("seed_everything: 1\nseed_everything: 2\n")
     result = run(*words.split(), folder=tmp_path)
     assert result.returncode == 2, result.stderr
     assert message in result.stdout + result.stderr
+    assert "AssertionError" not in result.stderr
+
+
+WITHOUT_TRANSFORMERS = LIGHT.replace('"torch", ', "")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("score a.txt --model a --evaluator b --alpha -1", "`alpha` must be finite and 0 or more"),
+        ("score a.txt --model a --evaluator b --stride 0", "`stride` (d) must be an integer of 1 or more"),
+        ("score a.txt --model a --evaluator ./b", "No model at './b'"),
+        ("score a.txt --model a --model ./c --evaluator b", "No model at './c'"),
+        ("score a.txt --model a --evaluator http://u:p@h", "without user, password"),
+        ("inspect a.txt --evaluator b --alternatives 21", "`alternatives` must be an integer from 0 to 20"),
+        ("inspect a.txt --evaluator ./b", "No model at './b'"),
+    ],
+)
+def test_wrong_settings_are_refused_before_the_libraries_of_models_are_imported(words, message, tmp_path):
+    (tmp_path / "a.txt").write_text("A text.")
+    result = run(*words.split(), folder=tmp_path, program=WITHOUT_TRANSFORMERS)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr
     assert "AssertionError" not in result.stderr
 
 

@@ -161,6 +161,15 @@ def test_settings_that_are_not_planned_are_noted(plan):
     notes = " ".join(plan(*debug, "--model.context_extension", extension)[0]["notes"])
     assert "'rerope' is planned at the rates of flash attention" in notes
     assert "`short_dtype: bfloat16`" in notes
+    assert "`--model.context_extension null` removes it" in notes
+
+
+@pytest.mark.slow
+def test_a_model_without_network_needs_its_config_only(plan, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    options = [*LAYERS, "--gpu", "H200", "--model.pretrained_model_name_or_path", "nobody/nothing"]
+    refusal = plan(*options, refused=True)
+    assert "for `longce plan`, `hf download nobody/nothing config.json` is enough" in refusal
 
 
 @pytest.mark.slow

@@ -10,7 +10,13 @@ import pytest
 
 from lightning_modules.tasks.evaluation.evaluation import ResultStore, read_results
 from lightning_modules.tasks.evaluation.questions import TaskResult
-from lightning_modules.tasks.evaluation.report import as_text, describe_synthetic_text, figures, write_task_report
+from lightning_modules.tasks.evaluation.report import (
+    answer_table,
+    as_text,
+    describe_synthetic_text,
+    figures,
+    write_task_report,
+)
 from lightning_modules.tasks.evaluation.summary import summarize
 from tests.support.browser import check_page, launch_chromium
 
@@ -197,6 +203,13 @@ def test_the_report_is_sound_on_every_screen(tmp_path):
     write_task_report(tmp_path, GRID, {**SETTINGS, "haystack": None}, missing=0)
     with launch_chromium() as browser:
         check_page(browser, tmp_path / "report.html")
+
+
+def test_an_answer_without_words_is_said_to_be_one():
+    rows = [replace(result(), prediction=text) for text in ("", " \n", "<|im_end|>")]
+    assert [row[-1] for row in answer_table(rows).rows] == ["(nothing)", "(only white space)", "`<|im_end|>`"]
+    assert answer_table(rows).head[-1] == "likeliest tokens"
+    assert answer_table([replace(row, answer_nll=None) for row in rows]).head[-1] == "answer"
 
 
 def test_the_table_for_a_terminal():
