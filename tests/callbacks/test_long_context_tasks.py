@@ -112,7 +112,7 @@ def test_what_is_logged(setup, tmp_path):
     assert {f"tasks/{name}" for name in ("lengths", "heat_map", "depths")} <= set(events.Tags()["images"])
     assert len(events.Images("tasks/heat_map")) == 2
     text = events.Tensors("tasks/answers/text_summary")[-1].tensor_proto.string_val[0].decode()
-    assert text.startswith("| task | length | depth | score (%) | right | answer |")
+    assert text.startswith("| task | length | depth | score (%) | right | likeliest tokens |")
     assert 0 < logged["tasks/time_share"] < 1
     # The numbers are those of the model as it is now.
     results = put_questions(run.module.backbone, tasks._prompter, tasks._questions, "teacher_forced")

@@ -469,7 +469,7 @@ def test_a_corpus_resumes_after_an_outage_and_refuses_another_model(model_dir, t
     write_corpus(tmp_path, 60)
     output = tmp_path / "scores"
     with stub_server("vllm") as server:
-        quick = ServerConfig(timeout=1.0, patience=0.5)
+        quick = ServerConfig(timeout=20.0, patience=0.5)
         corpus = DocumentCorpus(str(tmp_path / "corpus"), tokenizer=str(model_dir), num_workers=0, batch_tokens=500)
         module = LongContextLM(server.address, dtype="float32", server=quick, **SETTINGS)
         trainer = make_trainer(tmp_path, DocumentScoresWriter(str(output)))
