@@ -74,12 +74,17 @@ def is_served(pretrained_model_name_or_path: str | None) -> bool:
     return True
 
 
+def is_gguf(pretrained_model_name_or_path: str | None) -> bool:
+    """Return whether a model is a GGUF file."""
+    return (pretrained_model_name_or_path or "").endswith(".gguf")
+
+
 def local_or_hub(path_or_id: str, kind: str) -> str:
     """Return a local path, with its ``~`` expanded, or a hub id; a ``ValueError`` if it can be neither."""
     if not path_or_id or "\0" in path_or_id:
         raise ValueError(f"No {kind} at {path_or_id!r}: use a local folder or a hub id.")
     local = Path(path_or_id).expanduser()
-    if local.is_file() and local.suffix != ".json":
+    if local.is_file() and local.suffix != ".json" and not is_gguf(path_or_id):
         raise ValueError(f"The {kind} '{path_or_id}' is a file: use its folder '{local.parent}'.")
     if local.exists():
         return str(local)

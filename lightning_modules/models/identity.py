@@ -13,7 +13,7 @@ from huggingface_hub.errors import RevisionResolutionError
 from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.models.adapters import find_adapters
-from lightning_modules.models.config import ModelConfig, is_served, local_or_hub
+from lightning_modules.models.config import ModelConfig, is_gguf, is_served, local_or_hub
 from lightning_modules.models.loading import choose_attention, load_config, stored_dtype
 from lightning_modules.models.provenance import Provenance
 from lightning_modules.models.served.scorer import connect
@@ -56,6 +56,8 @@ def model_identity(config: ModelConfig) -> str:
     if is_served(config.pretrained_model_name_or_path):
         return connect(config).verify()
     name, with_code = str(config.pretrained_model_name_or_path), config.trust_remote_code
+    if is_gguf(name):
+        return f"sha256:{content_hash(Path(local_or_hub(name, 'model')))}"
     folder = Path(local_or_hub(name, "model"))
     if not folder.is_dir():
         folder = _download_snapshot(name, config.revision, with_code)

@@ -24,10 +24,11 @@ from lightning_modules.models.checks import (
     check_sizes,
     check_weight_files,
 )
-from lightning_modules.models.config import DType, ModelConfig, is_served, local_or_hub
+from lightning_modules.models.config import DType, ModelConfig, is_served
 from lightning_modules.models.context_extension.methods import extend_config
 from lightning_modules.models.context_extension.rope_types import own_type
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
+from lightning_modules.models.gguf import model_folder
 from lightning_modules.models.lockstep import Scorer
 from lightning_modules.models.optimizations import compile_layers, enable_checkpointing, use_bfloat16_residual
 from lightning_modules.models.served.scorer import connect
@@ -151,7 +152,7 @@ def _load_stored_config(config: ModelConfig) -> PreTrainedConfig:
     path, revision = str(config.pretrained_model_name_or_path), config.revision
     if (adapters := find_adapters(path)) is not None:
         path, revision = adapters.config, adapters.revision
-    path = local_or_hub(path, "model")
+    path = model_folder(path)
     try:
         values, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
     except Exception:  # reported by the next attempt
@@ -272,7 +273,7 @@ def _load_weights(
     check_weight_files(path)
     if (adapters := find_adapters(path)) is not None:
         path, revision = adapters.base, adapters.revision
-    path = local_or_hub(path, "model")
+    path = model_folder(path)
     check_weight_files(path)
     check_quantized_files(path, config)
     try:

@@ -15,7 +15,7 @@ from transformers.utils import cached_file
 
 from lightning_modules.batch import PackedBatch, pack_sequence
 from lightning_modules.functional import character_units, unit_spans
-from lightning_modules.models.config import local_or_hub
+from lightning_modules.models.gguf import model_folder
 from lightning_modules.models.tokenization.slow_tokenizers import SlowBackend
 
 _TOKENIZER_FILES = ("tokenizer.*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -41,7 +41,7 @@ def load_tokenizer(
     By default, offsets cover every character of a token. With ``trimmed_offsets``, tokenizers that are stored with this
     setting (GPT-NeoX and RoBERTa) leave out spaces, as in the authors' code.
     """
-    pretrained_model_name_or_path = local_or_hub(pretrained_model_name_or_path, "tokenizer")
+    pretrained_model_name_or_path = model_folder(pretrained_model_name_or_path, "tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig,
 
 from lightning_modules.models.adapters import add_adapters, frozen_fingerprint, trained_state
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.config import ModelConfig
+from lightning_modules.models.config import ModelConfig, is_gguf
 from lightning_modules.models.context_extension.methods import extend_config
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_from_json
@@ -19,6 +19,7 @@ from lightning_modules.training.checkpoint_contents import EXPORT_KEY, FINGERPRI
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO, check_checkpoint, check_integrity
 from lightning_modules.training.checkpoints.sharded import load_unsharded
 from lightning_modules.training.export.facts import TrainingFacts
+from lightning_modules.training.export.gguf import export_gguf
 from lightning_modules.training.export.model import check_export, check_replaceable, export_model
 from lightning_modules.training.export.options import ExportOptions
 from lightning_modules.training.export.upload import check_upload, upload_export
@@ -34,11 +35,15 @@ def export_checkpoint(
 ) -> Path:
     """Export the model of a checkpoint of ``longce fit`` to a folder that transformers loads, and return the folder.
 
+    A GGUF file of llama.cpp can be exported as well.
+
     An earlier export in the folder is replaced once the new one is complete; other folders are refused. A sharded
     checkpoint is gathered in main memory. The default tokenizer is that of the training.
     """
     export_options = ExportOptions(**options)
     folder = Path(output_dir).expanduser()
+    if is_gguf(checkpoint):
+        return export_gguf(checkpoint, folder, export_options)
     check_replaceable(folder)
     check_upload(export_options)
     # 1. Build the model without memory, and check what can be known without its weights.

@@ -45,7 +45,7 @@ def export_model(
     The weights must not be sharded, and main memory needs room for a copy of them.
     """
     check_export(model, output_dir, options, facts)
-    with _export_folder(output_dir, facts.published().to_json()) as folder:
+    with export_folder(output_dir, facts.published().to_json()) as folder:
         base = model.get_base_model() if is_peft_model(model) else model
         config = _make_config(base.config, options)
         if options.kept:
@@ -175,7 +175,7 @@ def check_replaceable(folder: Path) -> None:
 
 
 @contextmanager
-def _export_folder(target: Path, facts: str) -> Iterator[Path]:
+def export_folder(target: Path, facts: str) -> Iterator[Path]:
     """Yield a temporary folder that replaces ``target`` at the end of the block, or the folder that it links to.
 
     Processes that export to the same folder wait for each other. The facts, a JSON text, are stored in the marker.

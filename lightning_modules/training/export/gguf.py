@@ -1,0 +1,33 @@
+"""Export of a GGUF file to a folder that transformers loads."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from lightning_modules.models.config import ModelConfig
+from lightning_modules.models.gguf import model_folder
+from lightning_modules.models.identity import model_identity
+from lightning_modules.training.export.model import SHARD_SIZE, check_replaceable, export_folder
+from lightning_modules.training.export.options import ExportOptions
+
+
+def export_gguf(file: str, folder: Path, options: ExportOptions) -> Path:
+    """Write the model and the tokenizer of a GGUF file to a folder, and return the folder; only ``dtype`` applies.
+
+    Raises:
+        ValueError: If the file or the folder cannot be used, or another option is set.
+    """
+    if options != ExportOptions(dtype=options.dtype):
+        raise ValueError(f"'{file}' is a GGUF file, for which `dtype` is the only option: remove the others.")
+    check_replaceable(folder)
+    converted = model_folder(file)
+    facts = {"gguf": Path(file).name, "identity": model_identity(ModelConfig(file))}
+    with export_folder(folder, json.dumps(facts)) as building:
+        shutil.copytree(converted, building, dirs_exist_ok=True)
+        if options.dtype != "auto":
+            model = AutoModelForCausalLM.from_pretrained(converted, dtype=getattr(torch, options.dtype))
+            model.save_pretrained(building, max_shard_size=SHARD_SIZE)
+    return folder

@@ -1,0 +1,216 @@
+"""GGUF files are models: their logits and tokens are those of the folders that they were made of."""
+
+import hashlib
+import logging
+import math
+import shutil
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from lightning_modules.commands.cli.main import main
+from lightning_modules.models import gguf
+from lightning_modules.models.config import ModelConfig
+from lightning_modules.models.gguf import convert_gguf
+from lightning_modules.models.identity import model_identity
+from lightning_modules.models.loading import load_backbone, load_config
+from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from lightning_modules.scoring.score import score
+from tests.support.gguf_files import tiny_llama, write_gguf
+
+TEXTS = [
+    " leading space",
+    "In 2019, 1,234.5 items\n\n2020  12 \n3",
+    "你好,世界。日本語",
+    "😀👩‍👩‍👧 emoji",
+    "cafe\u0301 and café",
+    "it's DON'T\r\n\r\n\ttabs  ",
+    "<|im_end|> is special",
+]
+
+
+@pytest.fixture(scope="module")
+def original():
+    """A tokenizer by the rule of SmolLM2's, as published: digits, then GPT-2's words."""
+    backend = Tokenizer(models.BPE())
+    split = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence(split), decoders.ByteLevel()
+    special, alphabet = ["<|im_start|>", "<|im_end|>"], pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=384, special_tokens=special, initial_alphabet=alphabet)
+    backend.train_from_iterator([*TEXTS, "the items and the space\n\n\n of  the   item " * 20], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=special[0], eos_token=special[1])
+
+
+@pytest.fixture(scope="module")
+def model(original):
+    torch.manual_seed(0)
+    return tiny_llama(len(original))
+
+
+@pytest.fixture
+def write(tmp_path, model, original):
+    return lambda **options: write_gguf(tmp_path / "tiny.gguf", model, original, **options)
+
+
+def logits(model, count=40):
+    with torch.no_grad():
+        return model(torch.arange(count).view(1, -1)).logits
+
+
+def test_logits_and_tokens_are_those_of_the_original(write, model, original, monkeypatch):
+    path = str(write())
+    backbone, tokenizer = load_backbone(ModelConfig(path)), load_tokenizer(path)
+    assert backbone.model.dtype == torch.float32
+    torch.testing.assert_close(logits(backbone.model), logits(model))
+    # Otherwise the next line shows nothing: transformers alone reads other tokens.
+    alone = AutoTokenizer.from_pretrained(Path(path).parent, gguf_file=Path(path).name).backend_tokenizer
+    assert [text for text in TEXTS if alone.encode(text).ids != original.backend_tokenizer.encode(text).ids] == TEXTS[
+        1:2
+    ]
+    for text in TEXTS:
+        found, expected = (each.backend_tokenizer.encode(text) for each in (tokenizer, original))
+        assert (found.ids, found.tokens) == (expected.ids, expected.tokens)
+    assert [tokenizer.bos_token, tokenizer.eos_token] == ["<|im_start|>", "<|im_end|>"]
+    monkeypatch.delattr(gguf, "_convert")  # it is converted once
+    load_backbone(ModelConfig(path))
+
+
+def test_identity_is_the_hash_of_the_file(write, original):
+    path = write()
+    assert model_identity(ModelConfig(str(path))) == f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+
+
+@pytest.mark.parametrize(("kind", "dtype", "largest"), [("F16", torch.float16, 0.003), ("Q8_0", torch.bfloat16, 0.03)])
+def test_other_types_become_half_precision(kind, dtype, largest, write, model):
+    found = AutoModelForCausalLM.from_pretrained(convert_gguf(write(kind=kind)))
+    assert found.dtype == dtype
+    error = (found.model.layers[1].mlp.up_proj.weight.float() - model.model.layers[1].mlp.up_proj.weight).abs()
+    assert 0 < error.max() < largest * model.model.layers[1].mlp.up_proj.weight.abs().max()
+    assert (logits(found.float()) - logits(model)).abs().max() < largest
+
+
+def llama_3_factors(factor, *, old=8192, low=1.0, high=4.0, base=10000.0, width=16):
+    """The factors that llama.cpp's converter stores for Llama 3.1."""
+    found = []
+    for place in range(0, width, 2):
+        wavelength = 2 * math.pi * base ** (place / width)
+        smooth = min(max((old / wavelength - low) / (high - low), 0), 1)
+        found.append(1 / ((1 - smooth) / factor + smooth))
+    return torch.tensor(found)
+
+
+@pytest.mark.parametrize(
+    ("values", "factors", "expected"),
+    [
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, None, {"rope_type": "linear"}),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.original_context_length": 64,
+            },
+            None,
+            {"rope_type": "yarn", "original_max_position_embeddings": 64},
+        ),
+        ({}, 4.0, {"rope_type": "llama3", "original_max_position_embeddings": 8192, "high_freq_factor": 4.0}),
+    ],
+)
+def test_scaled_frequencies_are_kept(values, factors, expected, write):
+    tensors = {} if factors is None else {"rope_freqs.weight": llama_3_factors(factors, base=10000.0)}
+    found = load_config(ModelConfig(str(write(values=values, tensors=tensors)))).rope_parameters
+    assert found == {**found, **expected, "factor": 4.0, "rope_theta": 10000.0}
+
+
+def test_scaled_logits_are_those_of_the_original(tmp_path, original):
+    torch.manual_seed(0)
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+    model = tiny_llama(len(original), rope_parameters=scaling)
+    values = {f"llama.rope.scaling.{name}": value for name, value in [("type", "yarn"), ("factor", 4.0)]}
+    values["llama.rope.scaling.original_context_length"] = 64
+    path = write_gguf(tmp_path / "yarn.gguf", model, original, values=values)
+    found = load_backbone(ModelConfig(str(path))).model
+    torch.testing.assert_close(logits(found, 200), logits(model, 200))
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-5000])
+
+
+BAD = {
+    "is not a complete GGUF file": ({}, truncate),
+    "ValueError: GGUF magic invalid": ({}, lambda path: path.write_bytes(b"PK" + path.read_bytes()[2:])),
+    "is one of 3 parts: join them by `llama-gguf-split --merge`": ({"values": {"split.count": 3}}, None),
+    "has no weights, only a vocabulary": ({"skip": ("model", "lm_head")}, None),
+    "GGUF model with architecture nosuch is not supported yet": ({"architecture": "nosuch"}, None),
+    "lacks 2 tensors (model.layers.0.self_attn.k_proj.weight": (
+        {"skip": ("model.layers.0.self_attn.k", "model.layers.1.self_attn.k")},
+        None,
+    ),
+    "scales RoPE by longrope": ({"values": {"llama.rope.scaling.type": "longrope"}}, None),
+    "scales RoPE by none, rope_freqs.weight": ({"tensors": {"rope_freqs.weight": torch.arange(1.0, 9.0)}}, None),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_files_that_cannot_be_used_are_refused_in_one_line(message, write, tmp_path):
+    options, damage = BAD[message]
+    path = write(**options)
+    if damage is not None:
+        damage(path)
+    with pytest.raises(ValueError, match=r"tiny\.gguf'") as error:
+        convert_gguf(path)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not list((Path(gguf.default_cache_dir()) / "gguf").glob("*-*"))  # nothing unfinished is left
+
+
+def test_a_missing_package_and_a_full_disk_are_named(write, monkeypatch):
+    path = write()
+    usage = namedtuple("usage", "total used free")(0, 0, 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(ValueError, match=r"needs 0\.0 GB in .* \$LONGCE_CACHE to another"):
+        convert_gguf(path)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ValueError, match="needs the extra `gguf`"):
+        convert_gguf(path)
+
+
+def test_an_unknown_rule_of_splitting_text_is_warned_of(write, caplog):
+    caplog.set_level(logging.WARNING)
+    convert_gguf(write(rule="nosuch"))
+    assert "splits text by the rule 'nosuch'" in caplog.text
+
+
+def test_a_config_beside_the_file_is_not_its_own(write, tmp_path):
+    path = write()
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 3}')
+    assert load_config(ModelConfig(str(path))).num_hidden_layers == 2
+
+
+@pytest.mark.slow
+def test_commands_take_a_file_as_they_take_a_folder(write, model, original, tmp_path, capsys):
+    path, folder = write(), tmp_path / "folder"
+    model.save_pretrained(folder)
+    original.save_pretrained(folder)
+    (tmp_path / "a.txt").write_text(" ".join(TEXTS * 4))
+    options = {"context_length": 16, "stride": 16, "alpha": 0.0, "beta": -8.0}
+    expected, *others = (
+        score(str(tmp_path / "a.txt"), model=str(one), evaluator=str(two), **options)
+        for one, two in ((folder, folder), (path, folder), (folder, path), (path, path))
+    )
+    assert expected["key_tokens"] > 0
+    for found in others:
+        assert {name: found[name] for name in ("longppl", "perplexity", "key_tokens")} == {
+            name: pytest.approx(expected[name], rel=1e-6) for name in ("longppl", "perplexity", "key_tokens")
+        }
+    main(["export", str(path), str(tmp_path / "exported"), "--dtype", "bfloat16"])
+    assert capsys.readouterr().out.endswith("exported\n")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").dtype == torch.bfloat16
+    with pytest.raises(SystemExit):
+        main(["export", str(path), str(tmp_path / "again"), "--adapters", "kept"])
+    assert "`dtype` is the only option" in capsys.readouterr().err
