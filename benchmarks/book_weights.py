@@ -37,7 +37,7 @@ from lightning_modules.models import short_context
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.short_context import long_and_short
-from lightning_modules.statistics import TOKENS, corpus_perplexity, perplexity_ratio
+from lightning_modules.statistics import TOKENS, corpus_mean, paired_ratio
 
 SHORT, LENGTH, ROWS, K = 512, 1024, 2, 32  # tokens of a base model's row and of a run's, rows of a step, K
 ALPHA, BETA = 0.5, -4.0  # of key tokens; with the paper's, models of this size have hardly any
@@ -248,7 +248,7 @@ def per_book(seeds: list[dict[str, list[float]]]) -> pd.DataFrame:
 
 def perplexities(seeds: list[dict[str, list[float]]]) -> dict[str, float]:
     table = per_book(seeds)
-    return {kind: corpus_perplexity(table, kind) for kind in ("longppl", "perplexity")}
+    return {kind: corpus_mean(table, kind) for kind in ("longppl", "perplexity")}
 
 
 def tuned_rate(comparison: Comparison) -> float:
@@ -266,7 +266,7 @@ def report(comparison: Comparison, names: list[str]) -> None:
         + "|---" * 9
         + "|"
     )
-    print("| base model | | | 0 |", " | | | ".join(f"{corpus_perplexity(base, k):.3f}" for k in TOKENS), "| |")
+    print("| base model | | | 0 |", " | | | ".join(f"{corpus_mean(base, k):.3f}" for k in TOKENS), "| |")
     reference, rate = {}, tuned_rate(comparison)
     stored = [name for name in names if METHODS[name].scorer == "evaluator"]
     for name, counted in [*((name, True) for name in ("CE", *names)), *((name, False) for name in stored)]:
@@ -278,7 +278,7 @@ def report(comparison: Comparison, names: list[str]) -> None:
         cells = []
         for kind in TOKENS:
             table = per_book([run["books"] for run in runs])
-            cells.append(f"{corpus_perplexity(table, kind):.3f}")
+            cells.append(f"{corpus_mean(table, kind):.3f}")
             ratio, interval = ratio_of(table, reference["all"], kind)
             low, high = interval or (math.nan, math.nan)
             cells.append(f"{ratio:.4f} ({low:.4f} to {high:.4f})" if name != "CE" else "")
@@ -293,7 +293,7 @@ def report(comparison: Comparison, names: list[str]) -> None:
 
 
 def ratio_of(table: pd.DataFrame, baseline: pd.DataFrame, kind: str) -> tuple[float, tuple[float, float] | None]:
-    return perplexity_ratio(table.assign(**{f"{kind}_baseline": baseline[kind]}), kind)
+    return paired_ratio(table.assign(**{f"{kind}_baseline": baseline[kind]}), kind)
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 import importlib.util
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_modules.functional import long_perplexity
 from lightning_modules.functional.influence import check_thresholds
+from lightning_modules.functional.text_bits import TextBits, add_bits, text_bits
 from lightning_modules.scoring.key_tokens import Coverage, Tokens, add_coverage
 from lightning_modules.scoring.token_scores import text_sha256
 from lightning_modules.training.checkpoints.resume import is_remote, run_folder
@@ -45,7 +46,11 @@ class Influence(NamedTuple):
     key: dict[str, Tensor]  # [T] bool
     soft: Tensor | None  # [T] float64; precomputed spans have none
     coverage: Coverage
+    bits: dict[str, TextBits]  # bits and bytes of the key spans and of the text
 
+
+_UNITS = ("bytes", "key_bytes", "evaluator_key_tokens")
+"""What the numbers of bits are per."""
 
 Found = Sequence[tuple[ScoredDocument, Influence]]
 
@@ -61,6 +66,15 @@ def read_thresholds(given: Mapping[str, Mapping[str, float]] | None, default: Th
         named[name] = Thresholds(**values)
         check_thresholds(*named[name])
     return named
+
+
+def measure_bits(document: ScoredDocument, spans: Tensor, evaluator_offsets: Tensor | None = None) -> TextBits:
+    """Measure a document and its ``[M, 2]`` key spans in bits and bytes; nothing if it has no log-likelihoods."""
+    count = len(document.tokens.ids)
+    if len(document.log_likelihood) < count:
+        return TextBits()
+    log_likelihood, scored = document.log_likelihood[:count].cpu(), document.scored[:count]
+    return text_bits(document.text, log_likelihood, document.tokens.offsets, scored, spans, evaluator_offsets)
 
 
 def measure_key_tokens(
@@ -86,7 +100,18 @@ def measure_key_tokens(
         "key_tokens": key_tokens,
         "key_token_share": key_tokens / max(scored, 1),
         "documents_without_key_tokens": without,
+        **_add_bits(trainer, (influence.bits[thresholds] for _, influence in documents), device),
     }
+
+
+def _add_bits(trainer: Trainer, documents: Iterable[TextBits], device: torch.device) -> dict[str, float]:
+    """Return the numbers over the documents of all processes, without those of which nothing is known."""
+    own = torch.tensor(add_bits(documents), dtype=torch.float64, device=device)
+    bits = TextBits(*trainer.strategy.reduce(own, reduce_op="sum").tolist())
+    numbers = bits.numbers()
+    if not bits.evaluator_key_tokens and bits.key_bytes:  # precomputed spans
+        del numbers["longppl_per_evaluator_token"]
+    return numbers
 
 
 def measure_alignment(trainer: Trainer, documents: Found, *, device: torch.device, place: str) -> dict[str, Any]:
@@ -135,6 +160,8 @@ def write_documents(
                     "perplexity": float(long_perplexity(log_likelihood, scored)),
                     "key_tokens": int(key.sum()),
                     "longppl": float(long_perplexity(log_likelihood, key)) if key.any() else math.nan,
+                    **influence.bits[label].numbers(),
+                    **{name: getattr(influence.bits[label], name) for name in _UNITS},
                     **settings,
                 }
             )

@@ -19,6 +19,7 @@ from callbacks.evaluation_numbers import (
     ScoredDocument,
     Thresholds,
     measure_alignment,
+    measure_bits,
     measure_key_tokens,
     read_thresholds,
     write_documents,
@@ -28,6 +29,7 @@ from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import scan_token_mask, span_token_mask
 from lightning_modules.functional.checks import find_impossible
 from lightning_modules.functional.influence import check_gamma
+from lightning_modules.models.progress import count_tokens, show_progress
 from lightning_modules.models.provenance import Provenance
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.config import EvaluatorConfig
@@ -51,7 +53,9 @@ class ExternalEvaluator(Callback):
     It logs ``val/longppl``, ``val/longppl_soft``, ``val/key_tokens``, ``val/key_token_share`` and
     ``val/documents_without_key_tokens`` (``test/..`` in test). ``val/documents_aligned_by_characters`` counts documents
     whose key tokens were mapped by characters; ``val/tokens_sharing_characters`` and ``val/tokens_without_characters``
-    are fractions of the model's tokens, ``val/evaluator_tokens_..`` of the evaluator's.
+    are fractions of the model's tokens, ``val/evaluator_tokens_..`` of the evaluator's. ``val/key_bits_per_byte``,
+    ``val/bits_per_byte`` and ``val/longppl_per_evaluator_token`` do not depend on the model's tokenizer
+    (`lightning_modules.functional.text_bits.TextBits`).
 
     With several validation sets (`data.validation_sets`), evaluators (one callback each, with a `name`) or
     `thresholds`, names are ``val/<set>/<evaluator>/<thresholds>/longppl``, without the parts of which there is one. The
@@ -171,7 +175,8 @@ class ExternalEvaluator(Callback):
             authors = self.config.key_tokens == "authors"
             key = (scan_token_mask if authors else span_token_mask)(tokens.offsets, spans)
             coverage = measure_coverage(tokens, None, "authors" if authors else "characters")
-            return Influence(dict.fromkeys(self.thresholds, masked(key)), None, coverage)
+            bits = dict.fromkeys(self.thresholds, measure_bits(document, spans))
+            return Influence(dict.fromkeys(self.thresholds, masked(key)), None, coverage, bits)
         found = {
             name: self.evaluator.evaluate(text, tokens, device=device, name=document.name, thresholds=each)
             for name, each in self.thresholds.items()
@@ -179,7 +184,8 @@ class ExternalEvaluator(Callback):
         first = next(iter(found.values()))
         self.evaluated[first.scores.text_sha256] = first
         soft = transfer_soft_influence(first.scores, tokens, gamma=self.gamma)
-        return Influence({name: masked(each.key) for name, each in found.items()}, masked(soft), first.coverage)
+        bits = {name: measure_bits(document, each.spans, each.scores.offsets) for name, each in found.items()}
+        return Influence({name: masked(each.key) for name, each in found.items()}, masked(soft), first.coverage, bits)
 
     def _precomputed_spans(self, text: str, name: str) -> Tensor:
         """Read the spans of a document from the file named by its name, its id or the hash of its text."""
@@ -239,10 +245,12 @@ class ExternalEvaluator(Callback):
 
     def _find_all(self, device: torch.device) -> list[tuple[ScoredDocument, Influence]]:
         """Find the key tokens of all documents, in the same order in all processes, and free the evaluator."""
-        found = []
+        found, sizes = [], {"context_length": self.config.context_length, "stride": self.config.stride}
+        tokens = [count_tokens(len(document.tokens.ids), **sizes) for document in self._documents]
         # A sharded evaluator communicates, so its processes cannot wait for each other here.
-        with nullcontext() if self.evaluator is None or self.config.sharded else fail_together():
-            for document in self._documents:
+        together = nullcontext() if self.evaluator is None or self.config.sharded else fail_together()
+        with together, show_progress(self._documents, "evaluator", tokens) as documents:
+            for document in documents:
                 if document.text:
                     found.append((document, self._find_influence(document, device)))
                 elif self.evaluator is not None:

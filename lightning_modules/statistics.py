@@ -17,6 +17,13 @@ MIN_FOR_INTERVAL = 5
 TOKENS = {"longppl": "key_tokens", "perplexity": "tokens"}
 """Numbers of tokens that the perplexities of a document are over."""
 
+UNITS = TOKENS | {
+    "longppl_per_evaluator_token": "evaluator_key_tokens",
+    "key_bits_per_byte": "key_bytes",
+    "bits_per_byte": "bytes",
+}
+"""What the numbers of a document are per: these tokens or bytes. All but bits are exponentials of a mean."""
+
 _CONFIDENCE, _SEED = 0.95, 0
 _Z = float(stats.norm.ppf((1 + _CONFIDENCE) / 2))
 
@@ -173,22 +180,31 @@ def weighted_mean_interval(values: NDArray[np.float64], weights: NDArray[np.floa
     return total / weight - half, total / weight + half
 
 
-def corpus_perplexity(documents: pd.DataFrame, kind: str) -> float:
-    """Return ``longppl`` or ``perplexity`` over all (key) tokens of the documents; NaN without tokens."""
-    counted = documents[documents[TOKENS[kind]] > 0]
-    return math.exp(np.average(np.log(counted[kind]), weights=counted[TOKENS[kind]])) if len(counted) else math.nan
+def corpus_mean(documents: pd.DataFrame, kind: str) -> float:
+    """Return one of `UNITS`, such as ``longppl``, over all tokens or bytes of the documents; NaN without any."""
+    counted = documents[documents[UNITS[kind]] > 0]
+    if counted.empty:
+        return math.nan
+    if kind.endswith("bits_per_byte"):
+        return float(np.average(counted[kind], weights=counted[UNITS[kind]]))
+    return math.exp(np.average(np.log(counted[kind]), weights=counted[UNITS[kind]]))
 
 
-def perplexity_ratio(shared: pd.DataFrame, kind: str) -> tuple[float, Interval | None]:
-    """Return the ratio of ``longppl`` or ``perplexity`` over all tokens to the baseline's, with its 95% interval.
+def paired_ratio(shared: pd.DataFrame, kind: str) -> tuple[float, Interval | None]:
+    """Return the ratio of one of `UNITS` over all tokens or bytes to the baseline's, with its 95% interval.
 
     The interval is about the choice of documents, not about the noise of training. What makes a document hard for both
     models cancels. Fewer than 5 documents and infinite ratios have no interval.
     """
-    counted = shared[shared[TOKENS[kind]] > 0]
+    counted = shared[shared[UNITS[kind]] > 0]
     if counted.empty:
         return math.nan, None
-    tokens = counted[TOKENS[kind]].to_numpy()
+    tokens = counted[UNITS[kind]].to_numpy()
+    if kind.endswith("bits_per_byte"):
+        # A quotient of sums is the mean of the quotients, weighted by their denominators.
+        bits = counted[f"{kind}_baseline"].to_numpy() * tokens
+        quotients = (counted[kind] / counted[f"{kind}_baseline"]).to_numpy()
+        return float(np.average(quotients, weights=bits)), weighted_mean_interval(quotients, bits)
     differences = (np.log(counted[kind]) - np.log(counted[f"{kind}_baseline"])).to_numpy()
     value = math.exp(np.average(differences, weights=tokens))
     # A model that has diverged has infinite perplexities.

@@ -1,7 +1,7 @@
 """``longce score`` and ``longce evaluate`` of several models, which are compared with the first one."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,24 @@ from lightning_modules.tasks.evaluation.lm_eval_results import sanitize_name
 from lightning_modules.utilities.files import writable_folder
 
 
-def score_models(models: Sequence[str], *, output: str | None = None, **options: Any) -> str:
-    """Score texts with one or more models, and return their tables; ``options`` are those of `score`.
+def score_models(models: Sequence[str], *, output: str | None = None, **options: Any) -> Iterator[str]:
+    """Score texts with one or more models, and yield their tables when they are known; ``options`` are of `score`.
 
     The results of several models are written to files in the folder ``output``, and their perplexities are compared by
     ratios over the documents.
     """
     if len(models) == 1:
-        return table(score(model=models[0], output=output, **options))
+        yield table(score(model=models[0], output=output, **options))
+        return
     names = _name_models(models, **options)
     if output is not None:
         writable_folder(Path(output).expanduser(), remedy="Choose another folder with `--output`.")
     files = [None if output is None else str(Path(output).expanduser() / f"{name}.json") for name in names]
-    results = [score(model=model, output=file, **options) for model, file in zip(models, files, strict=True)]
-    tables = [f"{name}\n{table(result)}\n" for name, result in zip(names, results, strict=True)]
-    return "\n".join([*tables, compare_runs([*map(make_scored_run, names, results)])])
+    results = []
+    for name, model, file in zip(names, models, files, strict=True):
+        results.append(score(model=model, output=file, **options))
+        yield f"{name}\n{table(results[-1])}\n"
+    yield compare_runs([*map(make_scored_run, names, results)])
 
 
 def evaluate_models(models: Sequence[str], *, output: str, **options: Any) -> str:

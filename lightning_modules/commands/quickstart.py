@@ -20,7 +20,7 @@ from lightning_modules.commands.cli.lightning_cli import LongceCLI
 from lightning_modules.commands.cli.registry import inspect_command
 from lightning_modules.commands.compare.command import compare
 from lightning_modules.commands.compare.runs import read_runs
-from lightning_modules.statistics import corpus_perplexity
+from lightning_modules.statistics import corpus_mean
 
 DOCUMENT = "recall-7-1"
 """Validation document whose key tokens are shown: it has more of them than the others."""
@@ -68,7 +68,7 @@ def summary(log_dir: Path) -> str:
     """Return a table of LongPPL and perplexity by step, from the documents of a run."""
     (evaluations,) = read_runs([log_dir])[0].evaluations.values()
     rows = [
-        (step, corpus_perplexity(documents, "longppl"), corpus_perplexity(documents, "perplexity"))
+        (step, corpus_mean(documents, "longppl"), corpus_mean(documents, "perplexity"))
         for step, documents in sorted(evaluations.items())
     ]
     table = pd.DataFrame(rows, columns=["step", "LongPPL", "perplexity"])

@@ -31,6 +31,7 @@ from lightning_modules.models.context_extension.rotary_checks import check_rotar
 from lightning_modules.models.gguf import model_folder
 from lightning_modules.models.lockstep import Scorer
 from lightning_modules.models.optimizations import compile_layers, enable_checkpointing, use_bfloat16_residual
+from lightning_modules.models.progress import report_progress
 from lightning_modules.models.served.scorer import connect
 from lightning_modules.models.tokenization.tokenizer import not_loaded
 from lightning_modules.utilities.errors import did_you_mean
@@ -88,6 +89,7 @@ def load_frozen(config: ModelConfig, device: torch.device | str) -> Backbone:
     """Load a model for scoring: on its device, in eval mode, frozen, and compared with its own logits."""
     backbone = load_backbone(config, device=device).eval().requires_grad_(False).to(device)
     check_scoring(backbone)
+    report_progress(backbone.decoder)
     return backbone
 
 

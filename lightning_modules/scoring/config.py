@@ -89,7 +89,8 @@ class CommandConfig(ScoringConfig):
     """Settings that `longce score` and `longce inspect` share, of the evaluator and of the evaluated model.
 
     Args:
-        max_tokens: Maximum number of tokens of each document; by default, documents are not truncated.
+        max_tokens: Maximum number of the evaluator's tokens of each document, so that all models get the same text; by
+            default, documents are not cut.
         add_special_tokens: Whether the model's tokenizer adds special tokens; by default not, as in the authors' code.
         evaluator_add_special_tokens: Whether the evaluator's tokenizer adds special tokens, as in the authors' code.
         device: Device such as ``cuda:0`` or ``cpu``; ``auto`` is the first GPU, or the CPU.

@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,21 +14,26 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.batch import PackedBatch, batch_to
-from lightning_modules.functional import LikeliestTokens, likeliest_tokens
-from lightning_modules.functional.windows import batch_windows
+from lightning_modules.functional import LikeliestTokens
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.config import is_served
 from lightning_modules.models.identity import check_same_model, describe_model, model_identity
 from lightning_modules.models.loading import check_model, load_scorer
 from lightning_modules.models.lockstep import Scorer, any_rank, lockstep
-from lightning_modules.models.optimizations import eval_mode
 from lightning_modules.models.provenance import Provenance
-from lightning_modules.models.short_context import score_windows
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
+from lightning_modules.scoring.alternatives import Alternatives, long_and_short_alternatives
 from lightning_modules.scoring.checks import check_log_likelihood, warn_of_chance
 from lightning_modules.scoring.config import EvaluatorConfig, tokenizer_name
 from lightning_modules.scoring.document_scorer import DocumentScorer
-from lightning_modules.scoring.key_tokens import Alignment, Coverage, Tokens, find_key_tokens, measure_coverage
+from lightning_modules.scoring.key_tokens import (
+    Alignment,
+    Coverage,
+    Tokens,
+    find_key_tokens,
+    key_spans,
+    measure_coverage,
+)
 from lightning_modules.scoring.token_scores import FORMAT, TokenScores, text_sha256
 from lightning_modules.utilities.files import default_cache_dir, writable_folder
 
@@ -65,41 +69,10 @@ class EvaluatedDocument(NamedTuple):
     """Key tokens of a document for an evaluated model, and how they were found."""
 
     key: Tensor  # [N] bool, the key tokens
+    spans: Tensor  # [M, 2] character spans of the evaluator's key tokens
     alignment: Alignment  # how they were transferred from the evaluator's tokens
     coverage: Coverage  # how the tokens of both models cover the characters
     scores: TokenScores  # the evaluator's log-likelihoods
-
-
-class Alternatives(NamedTuple):
-    """Likeliest candidates for each token given the long and the short context.
-
-    Both are equal for a token that has no short context or is not scored.
-    """
-
-    long: LikeliestTokens
-    short: LikeliestTokens
-
-
-@torch.no_grad()
-def long_and_short_alternatives(
-    backbone: Backbone, batch: PackedBatch, *, count: int = 5, context_length: int, stride: int
-) -> Alternatives:
-    """Find the likeliest candidates for each token in both contexts, with the forward passes of `long_and_short`.
-
-    Returns:
-        ``[B, T, count]`` token ids and log-likelihoods in nats for each context, in main memory.
-    """
-    windows = batch_windows(batch["document_boundaries"], context_length=context_length, stride=stride)
-    head_fn = partial(likeliest_tokens, count=count)
-    with eval_mode(backbone):
-        long = LikeliestTokens(*(tensor.cpu() for tensor in backbone(batch, head_fn=head_fn)))
-    short = LikeliestTokens(*(tensor.clone() for tensor in long))
-    for group, likeliest in score_windows(backbone, batch, windows, head_fn=head_fn):
-        for target, source in zip(short, likeliest, strict=True):
-            rows = source.cpu()
-            for window, (row, (start, scored, stop)) in zip(rows, group, strict=True):
-                target[row, scored:stop] = window[scored - start : stop - start]
-    return Alternatives(long, short)
 
 
 class Evaluator:
@@ -148,7 +121,8 @@ class Evaluator:
         rule = self.config.key_tokens
         scores = self.scores(text, device=device, name=name, beta=beta if key_tokens_only else None)
         key, alignment = find_key_tokens(scores, tokens, alpha=alpha, beta=beta, rule=rule)
-        return EvaluatedDocument(key, alignment, measure_coverage(tokens, scores, alignment), scores)
+        spans = key_spans(scores, alpha=alpha, beta=beta)
+        return EvaluatedDocument(key, spans, alignment, measure_coverage(tokens, scores, alignment), scores)
 
     def scores(
         self, text: str, *, device: torch.device | str = "cpu", name: str = "document", beta: float | None = None
@@ -189,6 +163,10 @@ class Evaluator:
         return encode_document(
             text, self.tokenizer, name=name, add_special_tokens=self.config.add_special_tokens, max_tokens=max_tokens
         )
+
+    def cut(self, text: str, max_tokens: int, *, name: str = "document") -> str:
+        """Return the text of a document's first tokens, without a character of which a part would be missing."""
+        return self.encode(text, name=name, max_tokens=max_tokens)["text"][0]
 
     def provenance(self, device: torch.device | str = "cpu") -> Provenance:
         """Return what identifies the evaluator on a device."""

@@ -2,30 +2,37 @@
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+import math
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
-from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional.long_perplexity import _long_perplexity_compute, _long_perplexity_update
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.identity import check_same_model, describe_model
-from lightning_modules.models.loading import check_model, load_scorer
-from lightning_modules.models.lockstep import Scorer
+from lightning_modules.functional.text_bits import TextBits, add_bits, text_bits
+from lightning_modules.models.progress import SECONDS, count_tokens, show_progress
 from lightning_modules.models.provenance import Provenance, describe_key_tokens
-from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
-from lightning_modules.scoring.checks import check_log_likelihood, warn_of_chance
-from lightning_modules.scoring.config import ScoreConfig, tokenizer_name
+from lightning_modules.scoring.config import ScoreConfig
+from lightning_modules.scoring.evaluated_model import EvaluatedModel
 from lightning_modules.scoring.evaluator import EvaluatedDocument, Evaluator
 from lightning_modules.scoring.key_tokens import add_coverage, document_tokens
 from lightning_modules.scoring.token_scores import text_sha256
 from lightning_modules.utilities.plain_json import write_json
 from lightning_modules.utilities.text_files import check_output, read_text
+
+_COLUMNS = {
+    "tokens": ("tokens", ","),
+    "key tokens": ("key_tokens", ","),
+    "LongPPL": ("longppl", ".4f"),
+    "per evaluator token": ("longppl_per_evaluator_token", ".4f"),
+    "perplexity": ("perplexity", ".4f"),
+    "key bits/byte": ("key_bits_per_byte", ".4f"),
+    "bits/byte": ("bits_per_byte", ".4f"),
+}
+"""Columns of the table, each with its key in a result and its format."""
 
 log = logging.getLogger(__name__)
 
@@ -63,22 +70,23 @@ def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any
         check_output(config.output)
     evaluated_model = EvaluatedModel(config.loading(model), find_device(config.device), config.model_tokenizer)
     evaluator_model = Evaluator(config.evaluator_config(config.key_tokens))
-    documents = evaluated_model.read(
-        texts,
-        add_special_tokens=config.add_special_tokens,
-        max_tokens=config.max_tokens,
-        trimmed_offsets=config.key_tokens == "authors",
-    )
+    if config.max_tokens is not None:  # in the evaluator's tokens, so that all models get the same text
+        texts = {name: evaluator_model.cut(text, config.max_tokens, name=name) for name, text in texts.items()}
+    trimmed = config.key_tokens == "authors"
+    documents = evaluated_model.read(texts, add_special_tokens=config.add_special_tokens, trimmed_offsets=trimmed)
     device = evaluated_model.device
     provenance = {"model": evaluated_model.provenance, "evaluator": evaluator_model.provenance(device)}
     same = provenance["model"].identity == provenance["evaluator"].identity
     scored = []
-    for document in tqdm(documents, desc="evaluator", unit="document", disable=None):
-        name, tokens = document["names"][0], document_tokens(document)
-        settings: dict[str, Any] = {"device": device, "key_tokens_only": config.key_tokens_only}
-        evaluated = evaluator_model.evaluate(document["text"][0], tokens, name=name, **settings)
-        reusable = same and torch.equal(evaluated.scores.token_ids, document["input_ids"][0])
-        scored.append((document, evaluated, evaluated.scores.long.unsqueeze(0) if reusable else None))
+    sizes = {"context_length": config.context_length, "stride": config.stride}
+    tokens = [count_tokens(document["labels"].numel(), **sizes) for document in documents]
+    with show_progress(documents, "evaluator", tokens) as shown:
+        for document in shown:
+            settings: dict[str, Any] = {"device": device, "key_tokens_only": config.key_tokens_only}
+            about, text = document_tokens(document), document["text"][0]
+            evaluated = evaluator_model.evaluate(text, about, name=document["names"][0], **settings)
+            reusable = same and torch.equal(evaluated.scores.token_ids, document["input_ids"][0])
+            scored.append((document, evaluated, evaluated.scores.long.unsqueeze(0) if reusable else None))
     evaluator_model.release()
     result = {
         **_evaluate(scored, evaluated_model),
@@ -107,10 +115,13 @@ def table(result: dict[str, Any]) -> str:
     """Format the result of `score`: its heading, and a table with a row per document and one for the corpus."""
     rows = [*result["documents"], {**result, "file": f"corpus of {len(result['documents'])}"}]
     width = max(len("document"), *(len(row["file"]) for row in rows))
-    lines = [f"{'document':<{width}} {'tokens':>10} {'key tokens':>10} {'LongPPL':>12} {'perplexity':>12}"]
+    columns = dict(_COLUMNS)
+    if "characters" not in result["alignment"]:  # it is LongPPL then
+        del columns["per evaluator token"]
+    lines = [f"{'document':<{width}}" + "".join(f"  {name:>{max(len(name), 9)}}" for name in columns)]
     lines += [
-        f"{row['file']:<{width}} {row['tokens']:>10,} {row['key_tokens']:>10,}"
-        f" {row['longppl']:>12.4f} {row['perplexity']:>12.4f}"
+        f"{row['file']:<{width}}"
+        + "".join(f"  {row[key]:>{max(len(name), 9)}{form}}" for name, (key, form) in columns.items())
         for row in rows
     ]
     settings, models = result["settings"], result["provenance"]
@@ -131,57 +142,18 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join([*heading, *lines])
 
 
-class EvaluatedModel:
-    """The evaluated model, which is loaded when it has to score a document; ``tokenizer`` is by default its own."""
+def measure_document(document: PackedBatch, log_likelihood: torch.Tensor, evaluated: EvaluatedDocument) -> TextBits:
+    """Measure a document and its key spans in bits and bytes, by its ``[1, T]`` log-likelihoods."""
+    tokens, scored = document_tokens(document), document["labels"][0].ne(IGNORE_INDEX)
+    offsets = evaluated.scores.offsets
+    return text_bits(document["text"][0], log_likelihood[0], tokens.offsets, scored, evaluated.spans, offsets)
 
-    def __init__(self, config: ModelConfig, device: torch.device, tokenizer: str | None = None) -> None:
-        self.config, self.device = config, device
-        self.name = str(config.pretrained_model_name_or_path)
-        self._tokenizer_name = tokenizer_name(self.name, tokenizer, "`model_tokenizer`")
-        self._backbone: Scorer | None = None
 
-    @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerFast:
-        """The tokenizer of the documents."""
-        return load_tokenizer(self._tokenizer_name, trust_remote_code=self.config.trust_remote_code)
-
-    @cached_property
-    def provenance(self) -> Provenance:
-        """What identifies the model; its weights must be the same when they are loaded."""
-        return describe_model(self.config, self.tokenizer, device=self.device)
-
-    def read(self, texts: Mapping[str, str], *, trimmed_offsets: bool = False, **options: Any) -> list[PackedBatch]:
-        """Tokenize documents, given by name, without loading the model's weights.
-
-        Options are those of `encode_document`.
-        """
-        config, tokenizer = check_model(self.config), self.tokenizer
-        if trimmed_offsets:  # which is a part of the key-token rule, not of the model
-            trust = self.config.trust_remote_code
-            tokenizer = load_tokenizer(self._tokenizer_name, trust_remote_code=trust, trimmed_offsets=True)
-        documents = [encode_document(text, tokenizer, name=name, **options) for name, text in texts.items()]
-        if config is not None:
-            _check_vocabulary(documents, config, self.name)
-        return documents
-
-    def log_likelihood(self, document: PackedBatch) -> torch.Tensor:
-        """Compute the ``[1, T]`` log-likelihoods of a document in nats, in main memory.
-
-        Raises:
-            ValueError: If the document has ids outside of the embedding, or a log-likelihood is impossible.
-        """
-        if self._backbone is None:
-            identity = self.provenance.identity
-            self._backbone = load_scorer(self.config, self.device)
-            check_same_model(identity, self.config)
-        self._backbone.check_batch(document)
-        with torch.no_grad():
-            log_likelihood = self._backbone(batch_to(document, self._backbone.device)).cpu()
-        text, offsets, name = document["text"][0], document["offsets"][0], document["names"][0]
-        about = {"model": self.name, "dtype": self.provenance.dtype, "document": name}
-        check_log_likelihood(log_likelihood[0], **about, text=text, offsets=offsets)
-        warn_of_chance(log_likelihood[0], document["labels"][0].ne(IGNORE_INDEX), self.name)
-        return log_likelihood
+def _describe_bits(bits: TextBits) -> dict[str, float]:
+    """Return the numbers of a document or of all, what they are quotients of, and the largest error of the key bits."""
+    error = bits.crossing_bits / bits.key_bytes if bits.key_bytes else math.nan
+    sums = {name: getattr(bits, name) for name in ("bytes", "key_bytes", "evaluator_key_tokens")}
+    return {**bits.numbers(), "key_bits_per_byte_error": error, **sums}
 
 
 def _evaluate(
@@ -191,17 +163,23 @@ def _evaluate(
     # Not `LongPerplexity`: importing torchmetrics takes longer than scoring a short text.
     sums: dict[str, list[tuple[torch.Tensor, ...]]] = {"longppl": [], "perplexity": []}
     rows: list[dict[str, Any]] = []
-    for document, evaluated, reused in tqdm(scored_documents, desc="model", unit="document", disable=None):
-        log_likelihood = model.log_likelihood(document) if reused is None else reused
-        scored = document["labels"].ne(IGNORE_INDEX)
-        key = evaluated.key & scored
-        row: dict[str, Any] = {"file": document["names"][0], "text_sha256": evaluated.scores.text_sha256}
-        for name, influence in (("longppl", key), ("perplexity", scored)):
-            sums[name].append(_long_perplexity_update(log_likelihood, influence))
-            row[name] = float(_long_perplexity_compute(*sums[name][-1]))
-        row |= {"key_tokens": int(key.sum()), "tokens": scored.numel(), "alignment": evaluated.alignment}
-        row |= evaluated.coverage.fractions()
-        rows.append(row)
+    bits: list[TextBits] = []
+    started, tokens = time.monotonic(), [document["labels"].numel() for document, *_ in scored_documents]
+    with show_progress(scored_documents, "model", tokens) as shown:
+        for document, evaluated, reused in shown:
+            log_likelihood = model.log_likelihood(document) if reused is None else reused
+            scored = document["labels"].ne(IGNORE_INDEX)
+            key = evaluated.key & scored
+            row: dict[str, Any] = {"file": document["names"][0], "text_sha256": evaluated.scores.text_sha256}
+            for name, influence in (("longppl", key), ("perplexity", scored)):
+                sums[name].append(_long_perplexity_update(log_likelihood, influence))
+                row[name] = float(_long_perplexity_compute(*sums[name][-1]))
+            bits.append(measure_document(document, log_likelihood, evaluated))
+            row |= {"key_tokens": int(key.sum()), "tokens": scored.numel(), **_describe_bits(bits[-1])}
+            row |= {"characters": len(document["text"][0]), "alignment": evaluated.alignment}
+            rows.append(row | evaluated.coverage.fractions())
+            if len(tokens) > 1 and time.monotonic() > started + SECONDS:  # so that nobody waits for the first number
+                log.info("%(file)s: %(key_tokens)d key tokens, LongPPL %(longppl).4f, perplexity %(perplexity).4f", row)
     without = sum(row["key_tokens"] == 0 for row in rows)
     if without:
         log.warning(
@@ -214,7 +192,8 @@ def _evaluate(
     for name, of_documents in sums.items():
         total, weight, largest = (torch.stack(values) for values in zip(*of_documents, strict=True))
         totals[name] = float(_long_perplexity_compute(total.sum(), weight.sum(), largest.amax()))
-    totals |= {name: sum(row[name] for row in rows) for name in ("key_tokens", "tokens")}
+    totals |= {name: sum(row[name] for row in rows) for name in ("key_tokens", "tokens", "characters")}
+    totals |= _describe_bits(add_bits(bits))
     coverage = add_coverage(evaluated.coverage for _, evaluated, _ in scored_documents)
     if (warning := coverage.warning()) is not None:
         log.warning(warning)
@@ -233,17 +212,6 @@ def find_device(name: str) -> torch.device:
     if device.type == "meta":
         raise ValueError("`device` 'meta' does not compute anything: set one such as 'cpu' or 'cuda:0'.")
     return device
-
-
-def _check_vocabulary(documents: list[PackedBatch], config: PreTrainedConfig, model: str) -> None:
-    """Raise a ``ValueError`` for token ids outside of the model's embedding, before the evaluator scores the text."""
-    size = getattr(config.get_text_config(decoder=True), "vocab_size", None)
-    largest = max(int(document["input_ids"].max()) for document in documents)
-    if size is not None and largest >= size:
-        raise ValueError(
-            f"The tokenizer of '{model}' gives token id {largest}, but the model's embedding has {size} tokens: the"
-            " tokenizer belongs to another model. Fetch the folder again."
-        )
 
 
 def _read_texts(files: Sequence[str]) -> tuple[dict[str, str], list[str]]:

@@ -28,12 +28,19 @@ class _LogLines(tqdm):
 
 
 def progress_bar(
-    name: str, *, unit: str, total: int | None = None, initial: int = 0, leave: bool = True, scaled: bool = True
+    name: str,
+    *,
+    unit: str,
+    total: int | None = None,
+    initial: int = 0,
+    leave: bool = True,
+    scaled: bool = True,
+    delay: float = 0.0,
 ) -> tqdm:
     """Return a progress bar with rate and, if the total is known, remaining time; only the first process shows it.
 
     It starts at ``initial``; numbers are ``scaled`` to thousands or millions. On a terminal, a closed bar stays if
-    ``leave``; a notebook shows no other.
+    ``leave``; a notebook shows no other. It appears after ``delay`` seconds.
     """
     options: dict[str, Any] = {"desc": name, "unit": unit, "unit_scale": scaled, "total": total, "initial": initial}
     in_notebook = type(sys.stderr).__module__.startswith("ipykernel")
@@ -45,6 +52,6 @@ def progress_bar(
                 os.get_terminal_size(sys.stderr.fileno()).columns == 0
             ):  # it does not know its size, and tqdm hides the bar
                 options |= {"ncols": 80, "nrows": 24}
-        return tqdm(**options, leave=leave)
+        return tqdm(**options, leave=leave, delay=delay)
     # No line before the first delay. tqdm itself writes only line ends, which go to a dummy stream.
     return _LogLines(**options, mininterval=LOG_SECONDS, delay=LOG_SECONDS, miniters=1, file=io.StringIO(), leave=False)

@@ -32,6 +32,9 @@ README = ROOT / "README.md"
 WORDS = {  # what stands in a command, and what stands in for it; folders and files are made by `reader`
     "mistralai/Mistral-7B-v0.1": "model",
     "meta-llama/Llama-3.1-8B": "evaluator",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "model",
+    "google/gemma-3-270m": "evaluator",
+    "report*.txt": "report1.txt report2.txt",
     "--model M": "--model model",
     "--evaluator E": "--evaluator evaluator",
     "key_token_ratio > 0.02 and tokens >= 32768": "key_token_ratio >= 0 and tokens >= 64",
@@ -89,7 +92,7 @@ class Reading(NamedTuple):
 
 LONGER_THAN_THE_MODEL = pytest.mark.filterwarnings("ignore:A document of .* tokens is longer than the 4096 positions")
 
-SCORED = r"(?s)LongPPL +perplexity.*corpus of"
+SCORED = r"(?s)LongPPL .*perplexity.*corpus of"
 CHECKPOINT = "runs/longce/VERSION/checkpoints/last.ckpt"
 TRAINED = Reading(
     makes=("runs/longce/*/config.yaml", "runs/longce/*/checkpoints/last.ckpt"),
@@ -137,8 +140,9 @@ COMMANDS = {
     "longce --help": Reading(prints="usage: longce COMMAND"),
     **{f"longce {name} --help": Reading(prints=f"usage: longce .*{name}") for name in PROGRAMS},
     # First commands of the pages
-    "longce score report1.txt report2.txt --model mistralai/Mistral-7B-v0.1 --evaluator meta-llama/Llama-3.1-8B"
-    " --context_length 4096 --stride 1024 --alpha 2 --beta -2 --output out.json": Reading("", SCORED, ("out.json",)),
+    "longce score report*.txt --model HuggingFaceTB/SmolLM2-135M-Instruct --model google/gemma-3-270m --evaluator"
+    " google/gemma-3-270m --max_tokens 2048 --context_length 512 --stride 256 --add_special_tokens true --output"
+    " results": Reading("", "(?s)bits/byte.*corpus of.*bits/byte", ("results/*.json",)),
     "longce data inspect -c configs/base.yaml -c experiment.yaml --rows 0 7": Reading(
         prints=r"(?s)\nsequence 0.*sequence 7"
     ),

@@ -24,9 +24,10 @@ from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import span_token_mask
 from lightning_modules.models.identity import model_identity
 from lightning_modules.models.tokenization.tokenizer import encode_document
+from lightning_modules.scoring.evaluated_model import EvaluatedModel
 from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens, transfer_soft_influence
-from lightning_modules.scoring.score import EvaluatedModel, find_device
+from lightning_modules.scoring.score import find_device
 from lightning_modules.scoring.token_scores import TokenScores, text_sha256
 
 THRESHOLDS = ((2.0, -2.0), (2.0, -1.0), (1.0, -2.0), (1.0, -1.0), (2.0, -math.inf))

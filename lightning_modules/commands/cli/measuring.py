@@ -27,7 +27,9 @@ def score_command(arguments: Sequence[str]) -> None:
     ScoreConfig(**{name: value for name, value in options.items() if name != "files"}).check_names(others)
     from lightning_modules.commands.models import score_models
 
-    sys.stdout.write(score_models([options.pop("model"), *others], **options) + "\n")
+    for part in score_models([options.pop("model"), *others], **options):
+        sys.stdout.write(f"{part}\n")
+        sys.stdout.flush()
 
 
 def evaluate_command(arguments: Sequence[str]) -> None:

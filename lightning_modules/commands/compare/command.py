@@ -10,16 +10,26 @@ from numpy.typing import NDArray
 
 from lightning_modules.commands.compare.evaluations import Evaluation, tabulate_evaluations
 from lightning_modules.commands.compare.runs import AXES, Run, read_compared
-from lightning_modules.statistics import TOKENS, corpus_perplexity, perplexity_ratio
+from lightning_modules.statistics import TOKENS, UNITS, corpus_mean, paired_ratio
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.visualization.images import curves_as_svg
 from lightning_modules.visualization.report import Block, Heading, Picture, Table, Tone, as_html, as_text_table
 
 _EXPLANATION = (
     "LongPPL and perplexity are over all tokens of a set. Ratios are over the documents that both runs have with equal"
-    " numbers of tokens and key tokens; below 1 is better. The 95% intervals are about the choice of documents, not"
-    " about the noise of training."
+    " numbers of tokens and key tokens; below 1 is better. Models with different tokenizers have different tokens, and"
+    " are compared by numbers that do not depend on them: bits per byte of the text and of its key spans, and LongPPL"
+    " per token of the evaluator. The 95% intervals are about the choice of documents, not about the noise of training."
 )
+_TITLES = {
+    "longppl": "LongPPL",
+    "longppl_per_evaluator_token": "LongPPL per evaluator token",
+    "key_bits_per_byte": "key bits/byte",
+    "perplexity": "perplexity",
+    "bits_per_byte": "bits/byte",
+}
+_WITHOUT_TOKENS = ("longppl_per_evaluator_token", "key_bits_per_byte", "bits_per_byte")
+"""What models with different tokenizers are compared by."""
 _WIDTH = 60  # of a cell in a terminal
 _CHANGED = 10  # documents that changed most
 _POINTS = 200  # of a curve; longer ones are averaged
@@ -107,7 +117,7 @@ def _find_curves(run: Run) -> dict[str, Mapping[int, float]]:
     for kind, name in (("longppl", "LongPPL"), ("perplexity", "Perplexity")):
         for cell, steps in sorted(run.evaluations.items(), key=lambda each: each[0]):
             title = f"{name}: {cell if kind == 'longppl' else cell.partition(',')[0]}"
-            curves[title] = {step: corpus_perplexity(documents, kind) for step, documents in steps.items()}
+            curves[title] = {step: corpus_mean(documents, kind) for step, documents in steps.items()}
     rates = {f"Learning rate: {key[3:]}": values for key, values in run.scalars.items() if key.startswith("lr-")}
     return {**curves, "Training loss (nats)": run.scalars.get("train/loss", {}), **rates}
 
@@ -123,22 +133,24 @@ def place_points(curve: Mapping[int, float], axis: Mapping[int, float]) -> NDArr
 
 def _rank_runs(runs: Sequence[Run], baseline: Run) -> Table:
     """Return the last evaluation of each run by cell, the best one first, those that have other documents last."""
-    head = ["set, evaluator, thresholds", "run", "LongPPL", f"LongPPL / {baseline.name}'s"]
-    head += ["perplexity", f"perplexity / {baseline.name}'s", "step", "documents", "note"]
+    titles = [title for name in _TITLES.values() for title in (name, f"{name} / {baseline.name}'s")]
+    head = ["set, evaluator, thresholds", "run", *titles, "step", "documents", "note"]
     cells = []
     for cell in sorted({cell for run in runs for cell in run.evaluations}):
         ranked = []
-        for run in (run for run in runs if cell in run.evaluations):
+        evaluated = [run for run in runs if cell in run.evaluations]
+        compared = tuple(TOKENS) if _have_same_tokens([run.last(cell)[1] for run in evaluated]) else _WITHOUT_TOKENS
+        for run in evaluated:
             step, documents = run.last(cell)
             reference = baseline.last(cell)[1] if cell in baseline.evaluations else documents
-            shared, count = shared_documents(documents, reference), max(len(documents), len(reference))
+            shared, count = shared_documents(documents, reference, compared[:2]), max(len(documents), len(reference))
             note = f"ratio over {len(shared)} of {count} documents" if len(shared) < count else ""
-            values = [corpus_perplexity(documents, kind) for kind in TOKENS]
-            ratios = ["" if reference is documents else _format_ratio(shared, kind) for kind in TOKENS]
-            numbers = [
-                text for value, ratio in zip(values, ratios, strict=True) for text in (_format_number(value), ratio)
-            ]
-            order = [bool(note), *(math.inf if math.isnan(value) else value for value in values)]
+            values = {kind: corpus_mean(documents, kind) for kind in (*TOKENS, *compared)}
+            numbers = []
+            for kind in _TITLES:
+                ratio = _format_ratio(shared, kind) if kind in compared and reference is not documents else ""
+                numbers += [_format_number(values.get(kind, math.nan)), ratio]
+            order = [bool(note), *(math.inf if math.isnan(values[kind]) else values[kind] for kind in compared)]
             ranked.append((order, [cell, run.name, *numbers, str(step or ""), str(len(documents)), note]))
         ranked.sort()
         if len(ranked) > 1 and not ranked[1][0][0]:
@@ -169,12 +181,21 @@ def _compare_settings(runs: Sequence[Run]) -> Table:
     return Table(["setting", *(run.name for run in runs)], [row for row in differing if not row[0].startswith(absent)])
 
 
-def shared_documents(documents: pd.DataFrame, baseline: pd.DataFrame) -> pd.DataFrame:
-    """Return both perplexities of the documents that have equal texts, tokens and key tokens in both tables."""
+def _have_same_tokens(tables: Sequence[pd.DataFrame]) -> bool:
+    """Return whether the documents of equal texts have equal numbers of tokens in all tables."""
+    found = pd.concat(tables)
+    counts = found[found["text_sha256"] != ""].groupby("text_sha256")["tokens"].nunique()
+    return bool((counts <= 1).all())
+
+
+def shared_documents(
+    documents: pd.DataFrame, baseline: pd.DataFrame, kinds: Sequence[str] = tuple(TOKENS)
+) -> pd.DataFrame:
+    """Return the numbers of the documents that have equal texts, and that ``kinds`` are per equally many units of."""
     both = documents.merge(baseline, left_index=True, right_index=True, suffixes=("", "_baseline"))
     hashes = both["text_sha256"], both["text_sha256_baseline"]
     same = (hashes[0] == hashes[1]) | (hashes[0] == "") | (hashes[1] == "")  # older versions did not record them
-    for name in ("tokens", "key_tokens"):
+    for name in (UNITS[kind] for kind in kinds):
         same &= both[name] == both[f"{name}_baseline"]
     return both[same]
 
@@ -206,7 +227,7 @@ def _format_number(value: float) -> str:
 
 
 def _format_ratio(shared: pd.DataFrame, kind: str) -> str:
-    value, interval = perplexity_ratio(shared, kind)
+    value, interval = paired_ratio(shared, kind)
     unknown = "(too few documents)" if 0 < value < math.inf else ""
     between = "[{}, {}]".format(*map(_format_number, interval)) if interval else unknown
     return f"{_format_number(value)} {between}".strip()

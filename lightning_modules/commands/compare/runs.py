@@ -15,6 +15,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from lightning_modules.commands.compare.evaluations import Evaluation, read_evaluation
 from lightning_modules.commands.correlate.result_files import FILES
 from lightning_modules.models.provenance import Provenance
+from lightning_modules.statistics import UNITS
 from lightning_modules.tasks.evaluation.evaluation import SETTINGS
 from lightning_modules.training.checkpoints.spans import read_spans
 from lightning_modules.utilities.bounded_yaml import load_yaml
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 AXES = {"optimizer steps": "step", "tokens": "train/tokens", "GPU hours": "train/gpu_hours"}
 """Measures of the progress of a training, each with its scalar."""
 
-_COLUMNS = ["tokens", "perplexity", "key_tokens", "longppl"]
+_COLUMNS = [*dict.fromkeys(name for pair in UNITS.items() for name in pair)]
 _PATHS = re.compile(r"run\.id$|.*\.(dirpath|\w+_dir)$")  # settings that always differ
 _KEY_TOKENS = ("alpha", "beta", "context_length", "stride", "key_token_rule")
 """Columns of a table of documents that describe how key tokens were found."""
@@ -120,7 +121,7 @@ def _read_run(name: str, folder: Path) -> Run:
         if found := re.fullmatch(r"(val|test)/(?:(.+)/)?(longppl|perplexity)", key):
             steps = evaluations[found[2] or _STAGES[found[1]]]
             for step, value in values.items():
-                row = pd.DataFrame([["all documents", *[1.0, float("nan")] * 2]], columns=["document", *_COLUMNS])
+                row = pd.DataFrame([{"document": "all documents", "tokens": 1.0, "key_tokens": 1.0}])
                 steps.setdefault(step, _index(row))[found[3]] = value
     scalars["step"] = {step: step for steps in (*scalars.values(), *evaluations.values()) for step in steps}
     return Run(name, dict(evaluations), config, dict(scalars))
@@ -227,8 +228,8 @@ def _name_cell(
 def _index(rows: pd.DataFrame) -> pd.DataFrame:
     """Index documents by name and occurrence, because a name may occur several times.
 
-    Besides the numbers, there is a hash of each text, which is empty in results of older versions.
+    Besides the numbers, there is a hash of each text. In results of older versions it is empty, and bits are NaN.
     """
     indexed = rows.set_index([rows["document"], rows.groupby("document").cumcount()])
     hashes = indexed["text_sha256"] if "text_sha256" in rows else ""
-    return indexed[_COLUMNS].astype(float).assign(text_sha256=hashes)
+    return indexed.reindex(columns=_COLUMNS).astype(float).assign(text_sha256=hashes)

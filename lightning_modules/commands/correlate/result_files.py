@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lightning_modules.models.provenance import Provenance, describe_key_tokens
-from lightning_modules.statistics import Interval, mean_interval
+from lightning_modules.statistics import TOKENS, UNITS, Interval, mean_interval
 from lightning_modules.tasks.evaluation.report import short
 from lightning_modules.tasks.questions.registry import GROUPS
 
@@ -119,7 +119,8 @@ def _read_file(file: Path) -> list[Measured]:
 
 def _read_score(file: Path, content: Mapping[str, Any]) -> Measured:
     settings, models = dict(content.get("settings") or {}), content.get("provenance") or {}
-    values = {name: _parse_number(name, content[name]) for name in ("longppl", "perplexity")}
+    names = [name for name in UNITS if name in content or name in TOKENS]  # older results have no bits
+    values = {name: _parse_number(name, content[name]) for name in names}
     evaluator = {f"evaluator.{name}": value for name, value in models.get("evaluator", {}).items()}
     texts = {name: settings[name] for name in _TEXTS if name in settings}
     return Measured(
@@ -127,7 +128,7 @@ def _read_score(file: Path, content: Mapping[str, Any]) -> Measured:
         str(content.get("model") or ""),
         values,
         tuple(values),
-        {"longppl": settings | evaluator, "perplexity": texts},
+        {name: texts if name in ("perplexity", "bits_per_byte") else settings | evaluator for name in names},
         provenance=Provenance.read(models.get("model", {})),
         key_tokens=describe_key_tokens(settings, Provenance.read(models.get("evaluator", {}))),
     )

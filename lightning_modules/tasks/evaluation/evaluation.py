@@ -9,7 +9,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.models.config import is_served
@@ -32,6 +31,7 @@ from lightning_modules.utilities.files import writable_folder
 from lightning_modules.utilities.identity import combined_hash, content_hash
 from lightning_modules.utilities.locks import exclusive
 from lightning_modules.utilities.plain_json import write_json
+from lightning_modules.utilities.progress import progress_bar
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Evaluation:
             if not (keys := self.missing(rank, processes)):
                 return
             backbone.check_length(max(key.length for key in keys))
-            with tqdm(total=len(keys), desc="tasks", unit="question", disable=None) as bar:
+            with progress_bar("tasks", unit=" questions", total=len(keys), scaled=False) as bar:
 
                 def store(results: list[Any]) -> None:
                     self.store.append(own, results)

@@ -4,11 +4,13 @@ from typing import Any
 
 import torch
 
+from lightning_modules.models.progress import count_tokens, show_progress
 from lightning_modules.models.tokenization.detokenization import token_texts
 from lightning_modules.scoring.config import InspectConfig
+from lightning_modules.scoring.evaluated_model import EvaluatedModel
 from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.key_tokens import document_tokens
-from lightning_modules.scoring.score import EvaluatedModel, find_device
+from lightning_modules.scoring.score import find_device
 from lightning_modules.visualization.page.page import Inspection, ModelScores
 
 
@@ -22,21 +24,25 @@ def inspect_document(text: str, evaluator: str, *, name: str = "document", **opt
     config = InspectConfig(evaluator=evaluator, **options)
     device = find_device(config.device)
     scorer = Evaluator(config.evaluator_config())
-    text = scorer.encode(text, name=name, max_tokens=config.max_tokens)["text"][0]
+    if config.max_tokens is not None:
+        text = scorer.cut(text, config.max_tokens, name=name)
     model = (
         None if config.model is None else EvaluatedModel(config.loading(config.model), device, config.model_tokenizer)
     )
     # Find errors of the model and its tokens before the evaluator is loaded.
     document = None if model is None else model.read({name: text}, add_special_tokens=config.add_special_tokens)[0]
-    scores = scorer.scores(text, device=device, name=name)
-    found = None
-    if config.alternatives:
-        found = scorer.alternatives(text, count=config.alternatives, device=device, name=name)
+    length = scorer.encode(text, name=name)["labels"].numel()
+    passes = count_tokens(length, context_length=config.context_length, stride=config.stride)
+    with show_progress([text], "evaluator", [passes * (2 if config.alternatives else 1)]):
+        scores, found = scorer.scores(text, device=device, name=name), None
+        if config.alternatives:
+            found = scorer.alternatives(text, count=config.alternatives, device=device, name=name)
     scorer.release()
     ids = torch.cat([scores.token_ids, *(part.token_ids.flatten() for part in found or ())]).unique().tolist()
     evaluated = None
     if model is not None and document is not None:
-        log_likelihood = model.log_likelihood(document)[0].float()
+        with show_progress([document], "model", [document["labels"].numel()]):
+            log_likelihood = model.log_likelihood(document)[0].float()
         tokens = document_tokens(document)
         key = scorer.evaluate(text, tokens, device=device, name=name).key
         evaluated = ModelScores(model.name, tokens, log_likelihood, key, str(model.provenance))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_modules.functional import long_perplexity
-from lightning_modules.scoring.evaluator import Alternatives
+from lightning_modules.scoring.alternatives import Alternatives
 from lightning_modules.scoring.key_tokens import Tokens, evaluator_key_tokens, match_tokens
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.utilities.files import write_atomically

@@ -8,7 +8,7 @@ from lightning_modules.functional.windows import short_context_windows
 from lightning_modules.models import short_context
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.short_context import long_and_short
-from lightning_modules.scoring.evaluator import long_and_short_alternatives
+from lightning_modules.scoring.alternatives import long_and_short_alternatives
 from tests.conftest import tiny_model
 
 VOCABULARY = 120

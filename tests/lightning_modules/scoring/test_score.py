@@ -1,3 +1,4 @@
+import hashlib
 import json
 import math
 import shutil
@@ -5,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from longppl.longppl import compute_longppl
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_modules.commands.cli.main import main
@@ -13,7 +15,9 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.identity import model_identity
 from lightning_modules.models.provenance import Provenance
-from lightning_modules.scoring import score as score_module
+from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from lightning_modules.scoring import evaluated_model as model_module
+from lightning_modules.scoring import evaluator as evaluator_module
 from lightning_modules.scoring.score import score
 from lightning_modules.scoring.token_scores import TokenScores
 from tests.conftest import make_text, tiny_model
@@ -54,6 +58,9 @@ def test_agrees_with_the_authors_document_by_document(files, model_dir, evaluato
     assert math.isfinite(short["perplexity"])
 
 
+_HEAD = "document tokens key tokens LongPPL per evaluator token perplexity key bits/byte bits/byte"
+
+
 def test_command_prints_a_table_and_writes_json(files, model_dir, evaluator_dir, tmp_path, capsys):
     output = tmp_path / "out.json"
     models = ["--model", str(model_dir), "--evaluator", str(evaluator_dir)]
@@ -66,12 +73,13 @@ def test_command_prints_a_table_and_writes_json(files, model_dir, evaluator_dir,
     assert lines[0] == f"model {model_dir} ({models['model']})"
     assert lines[1].startswith(f"evaluator {evaluator_dir} ({models['evaluator']}), K = 48, d = 16, alpha = 0.5")
     lines = lines[3:]
-    assert lines[0].split() == ["document", "tokens", "key", "tokens", "LongPPL", "perplexity"]
+    assert lines[0].split() == _HEAD.split()
     assert [line.split()[0] for line in lines if line[0] != "-"] == ["document", *files, "corpus", "Key"]
     assert "nan" in lines[4]
     kinds = ("tokens_sharing_characters", "tokens_without_characters")
     shares = {"alignment", *kinds, *(f"evaluator_{kind}" for kind in kinds)}
-    numbers = {"longppl", "perplexity", "key_tokens", "tokens"}
+    numbers = {"longppl", "perplexity", "key_tokens", "tokens", "characters", "bytes", "bits_per_byte", "key_bytes"}
+    numbers |= {"key_bits_per_byte", "key_bits_per_byte_error", "longppl_per_evaluator_token", "evaluator_key_tokens"}
     assert set(written) == numbers | shares | {"documents", "skipped", "model", "provenance", "settings"}
     assert set(written["documents"][0]) == numbers | shares | {"file", "text_sha256"}
     assert (written["alignment"], written["settings"]["key_token_rule"]) == ("characters", "paper")
@@ -82,9 +90,51 @@ def test_command_prints_a_table_and_writes_json(files, model_dir, evaluator_dir,
     assert lines[-1].startswith("Key tokens aligned by characters. Tokens that share a character: 0.0% (evaluator: ")
 
 
-def test_max_tokens_is_counted_by_the_model(files, model_dir, evaluator_dir):
-    result = score(files[:1], str(model_dir), str(evaluator_dir), max_tokens=100, **SETTINGS)
-    assert result["tokens"] == 100
+def test_all_models_read_the_text_of_the_evaluators_first_tokens_which_it_scores_once(
+    model_dir, evaluator_dir, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "a.txt").write_text(make_text(300, seed=3))
+    loaded, original = [], evaluator_module.load_scorer
+    monkeypatch.setattr(evaluator_module, "load_scorer", lambda *args: loaded.append(args[0]) or original(*args))
+    words = ["score", str(tmp_path / "a.txt"), "--model", str(model_dir), "--model", str(evaluator_dir)]
+    words += ["--evaluator", str(evaluator_dir), "--max_tokens", "150", *OPTIONS, "--output", str(tmp_path / "results")]
+    main(words)
+    assert len(loaded) == 1
+    results = [json.loads(path.read_text()) for path in sorted((tmp_path / "results").iterdir())]
+    (text,) = {(each["characters"], each["documents"][0]["text_sha256"]) for each in results}
+    cut = (tmp_path / "a.txt").read_text()[: text[0]]
+    assert hashlib.sha256(cut.encode()).hexdigest() == text[1]
+    evaluator = load_tokenizer(str(evaluator_dir)).backend_tokenizer
+    assert len(evaluator.encode(cut).ids) == 150
+    assert {each["settings"]["texts"] for each in results} == {results[0]["settings"]["texts"]}
+    assert len({each["evaluator_key_tokens"] for each in results}) == len({each["key_bytes"] for each in results}) == 1
+
+
+def test_bits_are_those_of_the_perplexities(files, model_dir, evaluator_dir):
+    """By their definitions, of a model with other tokens than the evaluator and of the evaluator itself."""
+    for model in (model_dir, evaluator_dir):
+        result = score(files, str(model), str(evaluator_dir), **SETTINGS)
+        scored, bits = result["tokens"] - len(files), math.log2(result["perplexity"])
+        assert result["bits_per_byte"] == pytest.approx(bits * scored / result["bytes"], rel=1e-6)
+        bits = result["key_bits_per_byte"] * result["key_bytes"]
+        per_token = result["longppl_per_evaluator_token"]
+        assert per_token == pytest.approx(2 ** (bits / result["evaluator_key_tokens"]), rel=1e-6)
+        same = result["alignment"] == "tokens"
+        assert same == (model is evaluator_dir)
+        assert (result["key_bits_per_byte_error"] == 0) == same
+        assert (per_token == pytest.approx(result["longppl"], rel=1e-6)) == same
+
+
+def test_a_special_token_that_is_left_out_is_named(files, evaluator_dir, tmp_path, caplog):
+    model = shutil.copytree(evaluator_dir, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    template = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.convert_tokens_to_ids("<s>"))])
+    tokenizer.backend_tokenizer.post_processor = template
+    tokenizer.save_pretrained(model)
+    for added in (True, False):
+        assert "without the" not in caplog.text
+        score(files[:1], str(model), str(evaluator_dir), add_special_tokens=added, **SETTINGS)
+    assert f"'{model}' is scored without the '<s>' that its tokenizer puts before a text" in caplog.text
 
 
 def test_files_without_text_are_skipped_and_named(files, model_dir, evaluator_dir, tmp_path, caplog):
@@ -108,7 +158,7 @@ def fails(arguments, capsys):
 
 
 def test_bad_input_is_named_before_any_model_is_loaded(files, model_dir, evaluator_dir, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("lightning_modules.scoring.score.load_scorer", None)
+    monkeypatch.setattr("lightning_modules.scoring.evaluated_model.load_scorer", None)
     monkeypatch.setattr("lightning_modules.scoring.evaluator.load_scorer", None)
     models = ["--model", str(model_dir), "--evaluator", str(evaluator_dir)]
     (tmp_path / "latin.txt").write_bytes(b"first line\nna\xefve")
@@ -164,8 +214,8 @@ def test_evaluator_and_model_in_one_share_the_long_pass(files, model_dir, tmp_pa
     long_passes = sum(length > 64 for length in passes)
     shared = run(evaluator_add_special_tokens=False)
     assert sum(length > 64 for length in passes) == long_passes - 2
-    monkeypatch.setattr(score_module, "describe_model", lambda *_, **__: Provenance("another model", "", "", ""))
-    monkeypatch.setattr(score_module, "check_same_model", lambda *_: None)
+    monkeypatch.setattr(model_module, "describe_model", lambda *_, **__: Provenance("another model", "", "", ""))
+    monkeypatch.setattr(model_module, "check_same_model", lambda *_: None)
     expected = run(evaluator_add_special_tokens=False)
     for name in ("longppl", "perplexity"):
         assert shared[name] == pytest.approx(expected[name], rel=1e-6)

@@ -15,7 +15,8 @@ from benchmarks.reproduction.tables.published import as_json, find_table, markdo
 from benchmarks.reproduction.tables.results import DocumentResult, Result, read_results
 from lightning_modules.commands.cli.main import main
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
-from lightning_modules.scoring.score import EvaluatedModel, score
+from lightning_modules.scoring.evaluated_model import EvaluatedModel
+from lightning_modules.scoring.score import score
 from tests.conftest import make_text, tiny_model
 
 LENGTHS = {"context_length": 48, "stride": 16}
@@ -292,7 +293,7 @@ def test_bad_input_is_refused_before_any_model_is_loaded(
 ):
     one = ["--models", f"M={model_dir}", "--evaluators", f"E={evaluator_dir}"]
     assert reproduce("table5", *one) == 0
-    monkeypatch.setattr("lightning_modules.scoring.score.load_scorer", None)
+    monkeypatch.setattr("lightning_modules.scoring.evaluated_model.load_scorer", None)
     monkeypatch.setattr("lightning_modules.scoring.evaluator.load_scorer", None)
     refusals = [
         ("No table 'table13'", ("table13",), {}),

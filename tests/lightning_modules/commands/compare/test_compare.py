@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.compare.command import compare, place_points
 from lightning_modules.commands.compare.runs import read_runs
-from lightning_modules.statistics import perplexity_ratio
+from lightning_modules.statistics import paired_ratio
 from lightning_modules.training.monitoring.identity import flatten_config
 from tests.support.browser import check_page, launch_chromium
 
@@ -123,7 +123,7 @@ def make_shared(generator, documents):
 def test_the_ratio_is_that_of_the_corpus_and_its_interval_leaves_each_document_out_once():
     shared = make_shared(np.random.default_rng(1), 12)
     shared.loc[3, ["key_tokens", "longppl"]] = 0, math.nan
-    value, (low, high) = perplexity_ratio(shared, "longppl")
+    value, (low, high) = paired_ratio(shared, "longppl")
     kept = [each for each in range(12) if each != 3]
 
     def plain(documents, name):
@@ -143,15 +143,15 @@ def test_the_ratio_is_that_of_the_corpus_and_its_interval_leaves_each_document_o
 @pytest.mark.parametrize("documents", [5, 16])
 def test_the_interval_covers_the_true_ratio(documents):
     generator = np.random.default_rng(0)
-    found = [perplexity_ratio(make_shared(generator, documents), "longppl")[1] for _ in range(400)]
+    found = [paired_ratio(make_shared(generator, documents), "longppl")[1] for _ in range(400)]
     assert 0.9 < np.mean([low < 0.9 < high for low, high in found]) < 0.97
 
 
 def test_few_documents_have_no_interval_and_equal_models_a_point():
     shared = pd.DataFrame({"tokens": KEY_TOKENS, "perplexity": LONGPPL / 2, "perplexity_baseline": LONGPPL})
-    assert perplexity_ratio(shared[:4], "perplexity") == (pytest.approx(0.5), None)
-    assert perplexity_ratio(shared.assign(perplexity=LONGPPL), "perplexity") == (1.0, (1.0, 1.0))
-    assert math.isnan(perplexity_ratio(shared.assign(tokens=0), "perplexity")[0])
+    assert paired_ratio(shared[:4], "perplexity") == (pytest.approx(0.5), None)
+    assert paired_ratio(shared.assign(perplexity=LONGPPL), "perplexity") == (1.0, (1.0, 1.0))
+    assert math.isnan(paired_ratio(shared.assign(tokens=0), "perplexity")[0])
 
 
 def test_a_model_that_has_diverged_is_infinitely_worse_and_has_no_interval(tmp_path):

@@ -8,8 +8,9 @@ import torch
 from lightning_modules.commands.cli.main import main
 from lightning_modules.functional import key_token_mask
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.scoring.alternatives import Alternatives
 from lightning_modules.scoring.config import EvaluatorConfig
-from lightning_modules.scoring.evaluator import Alternatives, Evaluator
+from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.score import score
 from lightning_modules.visualization.page import inspect_document
 from tests.conftest import make_text, tiny_model
@@ -100,7 +101,7 @@ def fails(arguments, capsys):
 
 
 def test_bad_input_is_named_before_any_model_is_loaded(file, model_dir, evaluator_dir, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("lightning_modules.scoring.score.load_scorer", None)
+    monkeypatch.setattr("lightning_modules.scoring.evaluated_model.load_scorer", None)
     monkeypatch.setattr("lightning_modules.scoring.evaluator.load_scorer", None)
     judge = ["--evaluator", str(evaluator_dir)]
     (tmp_path / "latin.txt").write_bytes(b"first line\nna\xefve")

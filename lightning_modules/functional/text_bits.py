@@ -1,0 +1,108 @@
+"""Bits per byte of a text and of its key spans: numbers that models with different tokenizers share."""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_modules.functional.alignment import span_token_mask
+
+_WIDTHS = (0x80, 0x800, 0x10000)
+"""Code points from which a character takes another byte in UTF-8."""
+
+
+class TextBits(NamedTuple):
+    """Sums over documents, of which `numbers` are the quotients.
+
+    Attributes:
+        bits: Negative log-likelihood of all scored tokens, in bits.
+        bytes: UTF-8 bytes of the text, from the first scored token on.
+        key_bits: That of the tokens in key spans. A token that crosses the border of a span counts by the share of its
+            bytes inside.
+        crossing_bits: Largest error of ``key_bits``: how the bits of a token are divided among its bytes is unknown.
+        key_bytes: UTF-8 bytes of the key spans.
+        evaluator_key_tokens: Tokens of the evaluator in the key spans; 0 if unknown.
+    """
+
+    bits: float = 0.0
+    bytes: int = 0
+    key_bits: float = 0.0
+    crossing_bits: float = 0.0
+    key_bytes: int = 0
+    evaluator_key_tokens: int = 0
+
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers by their names in results, NaN for a quotient of nothing.
+
+        ``bits_per_byte`` is that of lm-evaluation-harness. ``key_bits_per_byte`` is the same over the key spans.
+        ``longppl_per_evaluator_token`` spreads their bits over the evaluator's key tokens; for a model with the
+        evaluator's tokens it is LongPPL.
+        """
+        per_token = _divide(self.key_bits, self.evaluator_key_tokens)
+        return {
+            "key_bits_per_byte": _divide(self.key_bits, self.key_bytes),
+            "bits_per_byte": _divide(self.bits, self.bytes),
+            "longppl_per_evaluator_token": float(torch.tensor(per_token, dtype=torch.float64).exp2()),  # may be inf
+        }
+
+
+def _divide(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else math.nan
+
+
+def text_bits(
+    text: str,
+    log_likelihood: Tensor,
+    offsets: Tensor,
+    scored: Tensor,
+    spans: Tensor,
+    evaluator_offsets: Tensor | None = None,
+) -> TextBits:
+    """Measure a document in bits and bytes.
+
+    Args:
+        text: The document.
+        log_likelihood: ``[N]`` log-likelihoods of its tokens, in nats.
+        offsets: ``[N, 2]`` character span of each token.
+        scored: ``[N]`` bool, the tokens that have a log-likelihood.
+        spans: ``[M, 2]`` key spans, in characters: ascending and disjoint.
+        evaluator_offsets: ``[E, 2]`` character span of each token of the evaluator.
+
+    Example:
+        >>> one_bit, offsets = torch.full((3,), 0.5).log(), torch.tensor([[0, 1], [1, 3], [3, 4]])
+        >>> found = text_bits("a éb", one_bit, offsets, torch.tensor([False, True, True]), torch.tensor([[2, 4]]))
+        >>> round(found.key_bits, 3), round(found.crossing_bits, 3), found.key_bytes, found.bytes
+        (1.667, 0.667, 3, 4)
+    """
+    # 1. Bytes before each character, of the text and of the key spans alone.
+    points = torch.from_numpy(np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.int64))
+    widths = 1 + torch.stack([points >= first for first in _WIDTHS]).sum(0)
+    change = torch.zeros(len(text) + 1, dtype=torch.int64)
+    change.index_add_(0, spans.flatten().long(), torch.tensor([1, -1]).repeat(len(spans)))
+    before, key_before = (
+        torch.cat([widths.new_zeros(1), counted.cumsum(0)]) for counted in (widths, widths * change.cumsum(0)[:-1])
+    )
+    # 2. Each token's share of bytes inside the spans; none for a special token, which has no characters.
+    start, end = offsets.long().unbind(-1)
+    size, inside = before[end] - before[start], key_before[end] - key_before[start]
+    share = (inside / size.clamp(min=1)).double()
+    # 3. Sums over tokens.
+    bits = torch.where(scored, -log_likelihood.double() / math.log(2), 0.0)
+    crossing = torch.where((share > 0) & (share < 1), torch.maximum(share, 1 - share), 0.0)
+    first = start[scored & (end > start)].min() if (scored & (end > start)).any() else len(text)
+    return TextBits(
+        bits=float(bits.sum()),
+        bytes=int(before[-1] - before[first]),
+        key_bits=float((bits * share).sum()),
+        crossing_bits=float((bits * crossing).sum()),
+        key_bytes=int(key_before[-1]),
+        evaluator_key_tokens=0 if evaluator_offsets is None else int(span_token_mask(evaluator_offsets, spans).sum()),
+    )
+
+
+def add_bits(documents: Iterable[TextBits]) -> TextBits:
+    """Add up the sums of documents."""
+    return TextBits(*map(sum, zip(TextBits(), *documents, strict=True)))

@@ -1,0 +1,68 @@
+"""Progress of forward passes over documents, in tokens and layer by layer: on a CPU, a pass may take minutes."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from itertools import accumulate
+from typing import Any, TypeVar
+
+from torch import nn
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from lightning_modules.functional import short_context_windows
+from lightning_modules.utilities.progress import progress_bar
+
+SECONDS = 3.0
+"""Nothing is shown for less."""
+
+Document = TypeVar("Document")
+
+_bar: ContextVar[tqdm | None] = ContextVar("_bar", default=None)
+
+
+def report_progress(decoder: nn.Module) -> None:
+    """Let each forward pass of a model advance the bar of `show_progress`, if there is one."""
+    layers = next((module for module in decoder.modules() if isinstance(module, nn.ModuleList)), nn.ModuleList())
+    for layer in layers:
+        layer.register_forward_hook(partial(_advance, layers=len(layers)))
+
+
+def _advance(_module: nn.Module, _args: Any, output: Any, *, layers: int) -> None:
+    if (bar := _bar.get()) is not None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        bar.update(hidden.shape[:-1].numel() / layers)
+
+
+@contextmanager
+def show_progress(documents: Sequence[Document], name: str, tokens: Sequence[int]) -> Iterator[Iterator[Document]]:
+    """Yield an iterator over documents that shows how many tokens of their forward passes are done, and the time left.
+
+    Args:
+        documents: What to iterate over; a document is done when the next one is asked for.
+        name: What is done, such as ``evaluator``.
+        tokens: About how many tokens the forward passes over each document have.
+    """
+    bar = progress_bar(name, unit=" tokens", total=sum(tokens), leave=False, delay=SECONDS)
+
+    def iterate() -> Iterator[Document]:
+        for number, (document, end) in enumerate(zip(documents, accumulate(tokens), strict=True), start=1):
+            if len(documents) > 1:
+                bar.set_description(f"{name}, document {number} of {len(documents)}", refresh=False)
+            yield document
+            bar.update(end - bar.n)  # scores were stored, a server has computed them, or there were other windows
+
+    previous = _bar.set(bar)
+    try:
+        with logging_redirect_tqdm():  # a message gets a line of its own
+            yield iterate()
+    finally:
+        _bar.reset(previous)
+        bar.close()
+
+
+def count_tokens(length: int, *, context_length: int, stride: int) -> int:
+    """Return the tokens of the long pass and of the short windows of a document with ``length`` tokens."""
+    windows = short_context_windows([0, length], context_length=context_length, stride=stride)
+    return length + sum(window.stop - window.start for window in windows)

@@ -1,0 +1,45 @@
+"""Likeliest candidates for each token in the long and the short context."""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from lightning_modules.batch import PackedBatch
+from lightning_modules.functional.top_tokens import LikeliestTokens, likeliest_tokens
+from lightning_modules.functional.windows import batch_windows
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.optimizations import eval_mode
+from lightning_modules.models.short_context import score_windows
+
+
+class Alternatives(NamedTuple):
+    """Likeliest candidates for each token given the long and the short context.
+
+    Both are equal for a token that has no short context or is not scored.
+    """
+
+    long: LikeliestTokens
+    short: LikeliestTokens
+
+
+@torch.no_grad()
+def long_and_short_alternatives(
+    backbone: Backbone, batch: PackedBatch, *, count: int = 5, context_length: int, stride: int
+) -> Alternatives:
+    """Find the likeliest candidates for each token in both contexts, with the forward passes of `long_and_short`.
+
+    Returns:
+        ``[B, T, count]`` token ids and log-likelihoods in nats for each context, in main memory.
+    """
+    windows = batch_windows(batch["document_boundaries"], context_length=context_length, stride=stride)
+    head_fn = partial(likeliest_tokens, count=count)
+    with eval_mode(backbone):
+        long = LikeliestTokens(*(tensor.cpu() for tensor in backbone(batch, head_fn=head_fn)))
+    short = LikeliestTokens(*(tensor.clone() for tensor in long))
+    for group, likeliest in score_windows(backbone, batch, windows, head_fn=head_fn):
+        for target, source in zip(short, likeliest, strict=True):
+            rows = source.cpu()
+            for window, (row, (start, scored, stop)) in zip(rows, group, strict=True):
+                target[row, scored:stop] = window[scored - start : stop - start]
+    return Alternatives(long, short)
