@@ -67,6 +67,7 @@ class LongContextLM(LightningModule):
 
     run_id: str | None = None
     spans: Sequence[Span] = ()  # of a training, the last one is that of this process
+    config_text: str = ""  # config of the training (YAML), which its checkpoints keep
     """Id of the run that trains the model, stored in its checkpoints."""
 
     def __init__(

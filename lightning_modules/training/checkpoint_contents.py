@@ -12,6 +12,7 @@ from lightning_modules.models.adapters import check_same_scaling, trained_state
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.tokenization.tokenizer import tokenizer_to_json
 from lightning_modules.training.checkpoints.io import RUN_ID
+from lightning_modules.training.checkpoints.spans import CONFIG_KEY
 from lightning_modules.training.export.facts import TrainingFacts, builtin_tokenizer, loading_facts
 from lightning_modules.training.fsdp import saves_shards
 
@@ -37,6 +38,8 @@ def add_contents(checkpoint: dict[str, Any], module: Any, facts: TrainingFacts, 
     if module.run_id is not None:
         checkpoint[RUN_ID] = module.run_id
     checkpoint[COSTS_KEY] = dict(module.costs.totals)
+    if module.config_text:
+        checkpoint[CONFIG_KEY] = {"config": module.config_text, "spans": json.dumps(module.spans)}
     checkpoint[EXPORT_KEY] = {
         "config": model.config.to_json_string(use_diff=False),
         "generation_config": json.dumps(model.generation_config.to_dict(), default=str),

@@ -35,7 +35,7 @@ from lightning_modules.training.checkpoints.resume import (
     owned_folders,
     would_resume,
 )
-from lightning_modules.training.checkpoints.spans import resumed_spans
+from lightning_modules.training.checkpoints.spans import describe_for_checkpoint, resumed_spans
 from lightning_modules.training.evaluation import at_checkpoint_step, place_evaluation
 from lightning_modules.training.fsdp import check_strategy
 from lightning_modules.training.monitoring.csv_metrics import keep_metrics
@@ -218,6 +218,7 @@ class LongceCLI(LightningCLI):
         spans = resumed_spans(checkpoint, text) if fits else []
         if fits and isinstance(self.model, LongContextLM):
             self.model.spans = self.model.optimization.spans = spans
+            self.model.config_text = describe_for_checkpoint(text)
         if not self.trainer.is_global_zero or self._is_dry_run:
             return
         if fits:

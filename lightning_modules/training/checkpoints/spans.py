@@ -1,13 +1,18 @@
 """Spans of a training between resumes: from which step each config applies, and which settings it changed."""
 
+import hashlib
 import json
+import logging
+import pydoc
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_modules.training.checkpoints.io import describe_checkpoint
-from lightning_modules.training.monitoring.identity import flatten_config
+import yaml
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+
+from lightning_modules.training.checkpoints.io import describe_checkpoint, load_without_tensors
 from lightning_modules.utilities.bounded_yaml import load_yaml
 from lightning_modules.utilities.files import write_atomically
 
@@ -16,8 +21,14 @@ SPANS_FILE = "spans.json"
 
 CONFIG_FILE = "config.yaml"
 
+CONFIG_KEY = "longce_config"
+"""Key in a checkpoint for the config (YAML) and the spans (JSON) of the training that wrote it."""
+
+log = logging.getLogger(__name__)
+
 _RESUMED = re.compile(r"config-resumed-at-step-(\d+)(?:-(\d+))?\.yaml")
-_PRESENTATION = re.compile(r"ckpt_path|.*\.(dirpath|\w+_dir)|trainer\.(enable_\w+|log_every_n_steps)")
+_PRESENTATION = re.compile(r"ckpt_path|.*\.(dirpath|\w+_dir)|trainer\.(enable_\w+|log_every_n_steps|logger)")
+_CLASS_LEVEL = ("", "trainer", "model")
 _CLASSES = ("model.optimizer.class_path", "model.lr_scheduler.class_path")
 _WITHOUT_EFFECT = {
     "seed_everything": "the random states are those of the checkpoint",
@@ -29,20 +40,24 @@ _WITHOUT_EFFECT = {
 class Span(NamedTuple):
     """A part of a training from an optimizer step on, with one config.
 
-    ``config`` is the name of its file, or empty if it is in the folder of an earlier run. ``changed`` has the values
-    before and after for each setting that the config changed, by dotted name.
+    ``config`` is the name of its file, or empty if it is in the folder of another run, and ``digest`` the SHA-256 of
+    its text. ``changed`` has the values before and after for each setting that the config changed, by dotted name.
     """
 
     step: int
     config: str
     changed: dict[str, tuple[Any, Any]]
+    digest: str = ""
 
     def describe(self) -> list[str]:
         """Return a line for each changed setting, with its effect."""
         lines = []
         for name, (before, after) in self.changed.items():
-            reason = _WITHOUT_EFFECT.get(name)
-            effect = f"it has no effect, because {reason}" if reason else "it takes effect"
+            effect = "it takes effect"
+            if reason := _WITHOUT_EFFECT.get(name):
+                effect = f"it has no effect, because {reason}"
+            elif name.startswith("trainer.callbacks."):
+                effect = "it takes effect unless the callback restores it from the checkpoint, as `EarlyStopping` does"
             lines.append(f"Resumed at step {self.step}: `{name}` is {after} instead of {before}; {effect}.")
         return lines
 
@@ -50,19 +65,29 @@ class Span(NamedTuple):
 def resumed_spans(checkpoint: Path | None, config: str) -> list[Span]:
     """Return the spans of a training with this config (YAML) that resumes from a checkpoint, or starts without one.
 
+    The checkpoint has the earlier config and spans, so that all processes find the same; one of an older version is
+    compared with the config in its folder or the folder above.
+
     Raises:
-        ValueError: If the checkpoint has the state of another optimizer or schedule.
+        ValueError: If the checkpoint has the state of another optimizer or schedule, or settings change of which the
+            state in the checkpoint is not a function.
     """
+    digest = hashlib.sha256(config.encode()).hexdigest()
     if checkpoint is None:
-        return [Span(0, CONFIG_FILE, {})]
+        return [Span(0, CONFIG_FILE, {}, digest)]
     step = int(describe_checkpoint(checkpoint).step)
-    folders = (checkpoint.parent, checkpoint.parent.parent)
-    folder = next((path for path in folders if (path / CONFIG_FILE).is_file()), None)
+    text, spans = _read_earlier(checkpoint)
     # Spans that began at this step or later were stopped before they had a checkpoint, or are given up.
-    earlier = [span for span in read_spans(folder) if span.step < step] if folder is not None else []
-    if folder is None or not earlier or not (folder / earlier[-1].config).is_file():
-        return [Span(step, CONFIG_FILE, {})]
-    changed = find_changes(load_yaml((folder / earlier[-1].config).read_text()), load_yaml(config))
+    earlier = [span for span in spans if span.step < step]
+    if text is None or not earlier:
+        log.warning(
+            "'%s' is by an older version, and no %s is in its folder: what this resume changes is not known, and the"
+            " optimizer's settings are those of the checkpoint.",
+            checkpoint,
+            CONFIG_FILE,
+        )
+        return [Span(step, CONFIG_FILE, {}, digest)]
+    changed = find_changes(load_yaml(text), settings := load_yaml(config))
     for name in _CLASSES:
         if name in changed:
             before, after = changed[name]
@@ -70,7 +95,40 @@ def resumed_spans(checkpoint: Path | None, config: str) -> list[Span]:
                 f"`{name.removesuffix('.class_path')}` is {after}, but '{checkpoint}' has the state of {before}:"
                 " restore it, or start a new training from the weights (`longce export`)."
             )
-    return [*earlier, Span(step, "", changed)]
+    if optimized := [name for name in changed if name.startswith(("model.optimizer.", "model.lr_scheduler."))]:
+        _check_schedule(settings, optimized[0])
+    return [*earlier, Span(step, "", changed, digest)]
+
+
+def _read_earlier(checkpoint: Path) -> tuple[str | None, list[Span]]:
+    """Return the config of the training that wrote a checkpoint, None if it cannot be found, and its spans."""
+    try:
+        stored = load_without_tensors(checkpoint).get(CONFIG_KEY)
+    except Exception:  # damaged, which is reported when it is loaded
+        stored = None
+    if stored is not None:
+        return str(stored["config"]), _parse_spans(stored["spans"])
+    folders = (checkpoint.parent, checkpoint.parent.parent)
+    folder = next((path for path in folders if (path / CONFIG_FILE).is_file()), None)
+    spans = [] if folder is None else read_spans(folder)
+    step = int(describe_checkpoint(checkpoint).step)
+    earlier = [span for span in spans if span.step < step]
+    if folder is None or not earlier or not (folder / earlier[-1].config).is_file():
+        return None, []
+    return (folder / earlier[-1].config).read_text(), spans
+
+
+def _check_schedule(config: Mapping[str, Any], changed: str) -> None:
+    """Raise a ``ValueError`` if the learning rates of the config's schedule depend on more than settings and steps."""
+    path = _look_up(config, "model.lr_scheduler.class_path")
+    kind = pydoc.locate(str(path)) if path else None
+    if not (isinstance(kind, type) and issubclass(kind, LRScheduler)):
+        return  # of the user's own kind, which `restore_settings` checks
+    if not (issubclass(kind, LambdaLR | ReduceLROnPlateau) or callable(getattr(kind, "_get_closed_form_lr", None))):
+        raise ValueError(
+            f"`{changed}` cannot change when a training resumes with the schedule {kind.__name__}: restore it, or use"
+            " `lightning_modules.training.optimizers.WarmupSchedule`."
+        )
 
 
 def read_spans(folder: Path) -> list[Span]:
@@ -79,14 +137,21 @@ def read_spans(folder: Path) -> list[Span]:
     if not path.is_file():
         return _find_older_spans(folder)
     try:
-        return [Span(int(step), str(config), {**changed}) for step, config, changed in json.loads(path.read_bytes())]
+        return _parse_spans(path.read_bytes())
     except (ValueError, TypeError) as error:
         raise ValueError(f"'{path}' is damaged ({error}): restore it from a backup, or delete it.") from error
 
 
+def _parse_spans(text: str | bytes) -> list[Span]:
+    return [Span(int(step), str(config), {**changed}, *rest) for step, config, changed, *rest in json.loads(text)]
+
+
 def write_spans(folder: Path, spans: Sequence[Span], config: str) -> None:
     """Write the spans of a resumed run; ``config`` is the name of the last one's config."""
-    spans = [*spans[:-1], spans[-1]._replace(config=config)]
+    names = {hashlib.sha256(path.read_bytes()).hexdigest(): path.name for path in folder.glob("*.yaml")}
+    # Those of another folder have no file here. Spans of older versions have no hash.
+    earlier = [span._replace(config=names.get(span.digest, "") if span.digest else span.config) for span in spans[:-1]]
+    spans = [*earlier, spans[-1]._replace(config=config)]
     if len(spans) > 1:
         write_atomically(folder / SPANS_FILE, (json.dumps(spans, indent=1) + "\n").encode())
 
@@ -102,47 +167,70 @@ def _find_older_spans(folder: Path) -> list[Span]:
     return spans
 
 
+def describe_for_checkpoint(config: str) -> str:
+    """Return a config (YAML) without its loggers, whose addresses may have passwords."""
+    values = load_yaml(config)
+    if isinstance(values.get("trainer"), dict):
+        values["trainer"].pop("logger", None)
+    return yaml.safe_dump(values, sort_keys=False)
+
+
 def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ between two configs, with both values, by dotted name.
 
-    A setting that only one of them has is a default of another version of longce, and no change, unless it is a part of
-    a setting that the other has as null, or a callback.
+    An option that only one of them has is a default of another version of longce, and no change. Keys of your own, such
+    as those of ``lora`` or of validation sets, and callbacks are changes.
 
     Example:
         >>> find_changes({"model": {"gamma": 5, "lora": None}}, {"model": {"gamma": 3, "lora": {"r": 8}}})
         {'model.gamma': (5, 3), 'model.lora': (None, {'r': 8})}
     """
-    old, new = (flatten_config(_mark_null(config)) for config in (before, after))
     changed: dict[str, tuple[Any, Any]] = {}
-    for name in dict.fromkeys((*old, *new)):
-        first, second = old.get(name), new.get(name)
-        if _PRESENTATION.fullmatch(name) or first == second:
-            continue
-        if name in old and name in new:
-            changed[name] = (_unmark(first), _unmark(second))
-        elif _NULL in (first, second):
-            values = [_look_up(config, name) for config in (before, after)]
-            if isinstance(values[0], dict) or isinstance(values[1], dict):
-                changed[name] = (values[0], values[1])
-        elif re.fullmatch(r"trainer\.callbacks\.[^.]+\.class_path", name):
-            changed[name.removesuffix(".class_path")] = (first, second)
+    _compare(_merge_model(before), _merge_model(after), "", changed)
     return changed
 
 
-_NULL = "null"
+def _compare(before: Any, after: Any, name: str, changed: dict[str, tuple[Any, Any]]) -> None:
+    """Add what differs in a part of two configs."""
+    if before == after or _PRESENTATION.fullmatch(name):
+        return
+    if _has_objects(before) or _has_objects(after):  # such as callbacks, and none of them
+        before, after = (_name_objects(value) for value in (before, after))
+    if not (isinstance(before, dict) and isinstance(after, dict)):
+        changed[name] = (before, after)
+        return
+    for key in dict.fromkeys((*before, *after)):
+        inner = f"{name}.{key}".lstrip(".")
+        if key in before and key in after:
+            _compare(before[key], after[key], inner, changed)
+        elif not (name in _CLASS_LEVEL or name.endswith("init_args")):  # there, it is an option of another version
+            value = [part.get(key) for part in (before, after)]
+            known = [each.get("class_path", each) if isinstance(each, dict) else each for each in value]
+            _compare(known[0], known[1], inner, changed)
 
 
-def _mark_null(value: Any) -> Any:
-    """Replace null by a text, which `flatten_config` does not drop."""
-    if isinstance(value, dict):
-        return {key: _mark_null(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_mark_null(part) for part in value]
-    return _NULL if value is None else value
+def _merge_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the model's settings the same names whether or not the config names its class."""
+    model = config.get("model")
+    if not isinstance(model, dict):
+        return dict(config)
+    return {**config, "model": {**model, **(model.get("init_args") or {}), "init_args": None}}
 
 
-def _unmark(value: Any) -> Any:
-    return None if value == _NULL else value
+def _has_objects(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(item, dict) and "class_path" in item for item in value)
+
+
+def _name_objects(value: Any) -> dict[str, Any]:
+    """Return objects by their classes and names, numbered where several are equal."""
+    named: dict[str, Any] = {}
+    for number, item in enumerate(value if isinstance(value, list) else [] if value is None else [value]):
+        settings = item if isinstance(item, dict) else {}
+        parts = settings.get("class_path", "").rpartition(".")[2], (settings.get("init_args") or {}).get("name")
+        name = ".".join(filter(None, parts)) or str(number)
+        copies = sum(each == name or each.startswith(f"{name}.copy") for each in named)
+        named[f"{name}.copy{copies + 1}" if copies else name] = item
+    return named
 
 
 def _look_up(config: Mapping[str, Any], name: str) -> Any:

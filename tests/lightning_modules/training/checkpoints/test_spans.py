@@ -19,7 +19,13 @@ from tests.conftest import make_text
 CONFIG = {
     "seed_everything": 0,
     "ckpt_path": None,
-    "trainer": {"accumulate_grad_batches": 1, "max_steps": 4, "logger": {"save_dir": "a"}, "callbacks": None},
+    "trainer": {
+        "accumulate_grad_batches": 1,
+        "max_steps": 4,
+        "logger": {"save_dir": "a"},
+        "callbacks": None,
+        "strategy": "auto",
+    },
     "model": {
         "pretrained_model_name_or_path": "a",
         "context_length": 48,
@@ -27,8 +33,13 @@ CONFIG = {
         "lora": None,
         "objective": {"class_path": "lightning_modules.objectives.LongCE", "init_args": {"gamma": 5.0}},
         "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.003, "betas": [0.9, 0.95]}},
+        "lr_scheduler": {"class_path": "x.Schedule", "init_args": {"arguments": {"warmup": 1}}},
+        "model_config": {"rope_parameters": {"rope_type": "default"}},
     },
-    "data": {"class_path": "datamodules.TextDataModule", "init_args": {"train": "t", "validation": "v"}},
+    "data": {
+        "class_path": "datamodules.TextDataModule",
+        "init_args": {"train": "t", "validation": "v", "validation_sets": {"a": {"files": "a"}}},
+    },
 }
 CHANGES = {
     "model.optimizer.init_args.lr": 1e-4,
@@ -42,6 +53,10 @@ CHANGES = {
     "data.init_args.validation": "w",
     "model.lora": {"r": 8},
     "seed_everything": 1,
+    "model.model_config.rope_parameters.rope_theta": 9e4,
+    "model.lr_scheduler.init_args.arguments.num_cycles": 2.5,
+    "data.init_args.validation_sets.b": {"files": "b"},
+    "trainer.strategy": {"class_path": "x.Strategy", "init_args": {}},
 }
 
 
@@ -66,6 +81,20 @@ def test_each_changed_setting_is_found_with_both_values(name, value):
     assert ("no effect" in line) == kept
 
 
+def test_callbacks_are_matched_by_class_and_number():
+    def config(*callbacks):
+        named = [{"class_path": f"callbacks.{name}", "init_args": {"x": x}} for name, x in callbacks]
+        return change("trainer.callbacks", named or None)
+
+    before = config(("A", 1), ("B", 1), ("B", 2))
+    assert find_changes(before, before) == {}
+    assert find_changes(before, config(("A", 1), ("B", 3), ("B", 2))) == {"trainer.callbacks.B.init_args.x": (1, 3)}
+    assert find_changes(before, config(("A", 1), ("B", 1))) == {"trainer.callbacks.B.copy2": ("callbacks.B", None)}
+    assert find_changes(config(), config(("A", 1))) == {"trainer.callbacks.A": (None, "callbacks.A")}
+    (line,) = Span(7, "", find_changes(before, config(("A", 2), ("B", 1), ("B", 2)))).describe()
+    assert "unless the callback restores it from the checkpoint" in line
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("ckpt_path", "last"), ("trainer.logger", {"save_dir": "b"}), ("model.new_option", 3), ("trainer.enable_x", True)],
@@ -76,6 +105,7 @@ def test_where_a_run_starts_and_logs_and_new_options_are_no_changes(name, value)
 
 def test_spans_that_reached_no_checkpoint_are_dropped(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_modules.training.checkpoints.spans.describe_checkpoint", lambda path: path)
+    monkeypatch.setattr("lightning_modules.training.checkpoints.spans.load_without_tensors", lambda path: {})
     spans, configs = [], {"config.yaml": CONFIG}
     for step, gamma in ((4, 3.0), (8, 2.0), (8, 1.0), (6, 4.0)):
         for name, config in configs.items():
@@ -219,6 +249,42 @@ def test_an_unchanged_resume_announces_nothing_and_a_changed_schedule_takes_effe
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*lr_scheduler.step")
+def test_a_checkpoint_far_from_its_run_knows_its_config(fit, tmp_path, caplog):
+    """Moved to a folder of its own, and resumed into the run of another name, twice."""
+    fit()
+    (tmp_path / "far").mkdir()
+    newest_checkpoint(next((tmp_path / "runs").glob("*/a"))).rename(tmp_path / "far" / "a.ckpt")
+    shutil.rmtree(tmp_path / "runs")
+    other = ("--trainer.logger.init_args.version", "b")
+    seen = fit("--ckpt_path", "far/a.ckpt", "--trainer.max_steps", "3", "--model.optimizer.lr", "0.001", *other)
+    assert [rate for _, rate, _ in seen] == pytest.approx([0.001 * warmup(2)])
+    assert "`model.optimizer.init_args.lr` is 0.001 instead of 0.01; it takes effect" in caplog.text
+    fit(*RESUME, "--model.optimizer.lr", "0.002", *other)
+    spans = read_spans(next((tmp_path / "runs").glob("*/b")))
+    assert [(span.step, span.config) for span in spans] == [
+        (0, ""),  # the config of the first run is not in this folder
+        (2, "config.yaml"),
+        (3, "config-resumed-at-step-3.yaml"),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*lr_scheduler.step")
+def test_a_schedule_that_cannot_change_is_refused_before_anything_is_recorded(fit, tmp_path, capsys):
+    schedule = "torch.optim.lr_scheduler.CosineAnnealingWarmRestarts"
+    options = ("--model.lr_scheduler", schedule, "--model.lr_scheduler.T_0", "3")
+    fit(*options)
+    with pytest.raises(SystemExit):
+        fit(*options, *RESUME, "--model.optimizer.lr", "0.001")
+    assert (
+        "`model.optimizer.init_args.lr` cannot change when a training resumes with the schedule"
+        in capsys.readouterr().err
+    )
+    assert not list(tmp_path.rglob("config-resumed*"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*lr_scheduler.step")
 def test_another_optimizer_is_refused_in_one_line(fit, capsys):
     fit()
     for option, value in (("optimizer", "torch.optim.SGD"), ("lr_scheduler", "torch.optim.lr_scheduler.ConstantLR")):
@@ -234,4 +300,4 @@ def test_another_optimizer_is_refused_in_one_line(fit, capsys):
 
 def test_spans_are_plain_json(tmp_path):
     write_spans(tmp_path, [Span(0, "config.yaml", {}), Span(3, "", {"a": (None, 1)})], "b.yaml")
-    assert json.loads((tmp_path / "spans.json").read_text())[1] == [3, "b.yaml", {"a": [None, 1]}]
+    assert json.loads((tmp_path / "spans.json").read_text())[1] == [3, "b.yaml", {"a": [None, 1]}, ""]

@@ -1,0 +1,1 @@
+"""Real pretrained models of small size, and what longce measures on them."""
