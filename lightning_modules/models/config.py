@@ -75,8 +75,9 @@ def is_served(pretrained_model_name_or_path: str | None) -> bool:
 
 
 def is_gguf(pretrained_model_name_or_path: str | None) -> bool:
-    """Return whether a model is a GGUF file."""
-    return (pretrained_model_name_or_path or "").endswith(".gguf")
+    """Return whether a model is a GGUF file, by its name."""
+    name = pretrained_model_name_or_path or ""
+    return name.lower().endswith(".gguf") and not Path(name).expanduser().is_dir()
 
 
 def local_or_hub(path_or_id: str, kind: str) -> str:

@@ -23,7 +23,8 @@ class Provenance(NamedTuple):
 
     def __str__(self) -> str:
         """Return the parts that a reader compares, with short hashes."""
-        parts = dict.fromkeys((shorten_hashes(self.identity), self.dtype, self.attention))
+        tokens = f"tokenizer {self.tokenizer[:8]}" if self.tokenizer else ""
+        parts = dict.fromkeys((shorten_hashes(self.identity), tokens, self.dtype, self.attention))
         return ", ".join(filter(None, parts))
 
     @classmethod

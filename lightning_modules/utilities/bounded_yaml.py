@@ -17,7 +17,8 @@ def load_yaml(text: str) -> Any:
 def check_expansion(node: yaml.Node | None) -> None:
     """Raise a ``yaml.YAMLError`` if a document's aliases expand to more than `MAX_VALUES` values, or to themselves."""
     sizes: dict[int, float] = {}
-    if node is not None and _count_values(node, sizes) > MAX_VALUES:
+    # Without aliases, there are as many values as nodes.
+    if node is not None and _count_values(node, sizes) > max(MAX_VALUES, len(sizes)):
         raise yaml.YAMLError(
             f"its aliases (`*name`) expand to more than {MAX_VALUES:,} values. Write fewer, or without aliases."
         )

@@ -26,6 +26,8 @@ from typing import Any
 from lightning_modules.utilities.files import default_cache_dir, write_atomically
 from lightning_modules.utilities.locks import exclusive
 
+_READER_THREADS = 16
+
 SETTLING_TIME = 2_000_000_000
 """Age in nanoseconds from which the times of a file are trusted. If a file changes twice within one tick of the file
 system's clock, the second change does not show in them, and the coarsest tick in use is 2 s (FAT)."""
@@ -114,6 +116,8 @@ def _sample_crc32(path: str, size: int) -> int:
     crc, last = 0, max(0, size - _SAMPLE_BLOCK)
     try:
         with open(path, "rb", buffering=0) as file:
+            if size <= _SAMPLE_BLOCKS * _SAMPLE_BLOCK:
+                return zlib.crc32(file.read())
             for number in range(_SAMPLE_BLOCKS):
                 file.seek(last * number // (_SAMPLE_BLOCKS - 1))
                 crc = zlib.crc32(file.read(_SAMPLE_BLOCK), crc)
@@ -183,12 +187,15 @@ def _memo_path(folder: str) -> Path:
 def _read_valid_hashes(memo: Path, paths: Iterable[str]) -> dict[str, str]:
     """Return the memoized hashes of files that have not changed since."""
     entries = {**_unstored, **_read_memo(memo)}
-    valid = {}
-    for path in set(paths) & entries.keys():
-        *known, sample, digest = entries[path]
-        if known == (state := file_state(path)) and sample == _sample_crc32(path, state[0]):
-            valid[path] = digest
-    return valid
+    known = list(set(paths) & entries.keys())
+    with ThreadPoolExecutor(_READER_THREADS) as pool:  # reading is mostly waiting
+        same = list(pool.map(lambda path: _is_unchanged(path, entries[path]), known))
+    return {path: entries[path][-1] for path, unchanged in zip(known, same, strict=True) if unchanged}
+
+
+def _is_unchanged(path: str, entry: list[Any]) -> bool:
+    *known, sample, _ = entry
+    return known == (state := file_state(path)) and sample == _sample_crc32(path, state[0])
 
 
 def _read_memo(memo: Path) -> dict[str, list[Any]]:

@@ -1,10 +1,7 @@
 """Output folder, local or at an fsspec URL, whose files are written atomically."""
 
-import hashlib
 import io
 import uuid
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
@@ -12,7 +9,6 @@ from typing import BinaryIO, cast
 import fsspec
 
 from lightning_modules.utilities.files import BUILDING, remove_unfinished, write_atomically
-from lightning_modules.utilities.identity import file_hashes
 
 _READER_THREADS = 16  # reading thousands of small remote files is mostly waiting
 
@@ -56,20 +52,6 @@ class OutputFolder:
     def open(self, name: str) -> BinaryIO:
         """Open a file for reading bytes."""
         return cast(BinaryIO, io.BufferedReader(self._system.open(f"{self._root}/{name}", "rb")))
-
-    def hashes(self, names: Sequence[str]) -> list[str]:
-        """Return the SHA-256 of files; those of a local folder are memoized."""
-        if self.local is not None:
-            return file_hashes([self.local / name for name in names])
-        with ThreadPoolExecutor(_READER_THREADS) as pool:
-            return list(pool.map(self._hash, names))
-
-    def _hash(self, name: str) -> str:
-        digest = hashlib.sha256()
-        with self.open(name) as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
-        return digest.hexdigest()
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file atomically."""

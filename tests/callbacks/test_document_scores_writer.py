@@ -125,7 +125,7 @@ def test_a_finished_run_has_a_page_and_a_broken_page_does_not_fail_it(run, docum
     assert (tmp_path / "out" / SUCCESS).exists()
 
 
-@pytest.mark.parametrize("damage", ["deleted", "truncated", "renamed", "copied", "changed", "unlisted"])
+@pytest.mark.parametrize("damage", ["deleted", "truncated", "renamed", "copied", "changed", "flipped", "unlisted"])
 def test_select_and_a_repeated_run_notice_that_shards_have_changed(run, tmp_path, damage):
     run(writer={"shard_rows": 2})
     folder = tmp_path / "out"
@@ -136,6 +136,10 @@ def test_select_and_a_repeated_run_notice_that_shards_have_changed(run, tmp_path
         shards[1].write_bytes(shards[1].read_bytes()[:-9])
     elif damage == "renamed":
         shards[1].rename(folder / "part-00009-x.parquet")
+    elif damage == "flipped":  # the footer stays as it was
+        content = bytearray(shards[1].read_bytes())
+        content[8 : len(content) * 2 // 3 : 16] = bytes(len(range(8, len(content) * 2 // 3, 16)))
+        shards[1].write_bytes(content)
     elif damage == "copied":
         shutil.copy(shards[1], folder / "part-00009-x.parquet")
     elif damage == "changed":

@@ -192,12 +192,14 @@ def _find_user_line(error: BaseException) -> str | None:
     Libraries do not count: a library that the user's code calls raises for what it was given.
     """
     libraries = [Path(path).resolve() for name, path in sysconfig.get_paths().items() if "lib" in name]
+    elsewhere = {"site-packages", "dist-packages"}  # of the user, of a system, of another environment
     ours = [Path(__file__).resolve().parents[3] / name for name in _PACKAGES]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename).resolve()
         if any(file.is_relative_to(folder) for folder in ours):  # also where they are installed as a library
             return None
-        if file.is_file() and not any(file.is_relative_to(folder) for folder in libraries):
+        in_library = elsewhere & set(file.parts) or any(file.is_relative_to(folder) for folder in libraries)
+        if file.is_file() and not in_library:
             return f"{os.path.relpath(file)}, line {frame.lineno}, in {frame.name}"
     return None
 

@@ -30,7 +30,7 @@ _TITLES = {
 }
 _WITHOUT_TOKENS = ("longppl_per_evaluator_token", "key_bits_per_byte", "bits_per_byte")
 """What models with different tokenizers are compared by."""
-_WIDTH = 60  # of a cell in a terminal
+_WIDTH = 100  # of a cell in a terminal
 _CHANGED = 10  # documents that changed most
 _POINTS = 200  # of a curve; longer ones are averaged
 

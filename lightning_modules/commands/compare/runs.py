@@ -201,8 +201,8 @@ def make_scored_run(name: str, content: Mapping[str, Any]) -> Run:
 
 def _warn_of_older_results(place: Path) -> None:
     log.warning(
-        "'%s' has results of an older version, which did not identify evaluators by content: they are taken to be the"
-        " same if their names are. Evaluate again to be sure.",
+        "'%s' has results of an older version, which did not identify evaluators by content: they are compared with"
+        " each other if the names are equal, and kept apart from newer ones. Evaluate again to compare them.",
         place,
     )
 

@@ -1,7 +1,9 @@
 """Parquet files with scores of documents: each is written by one process, and read again to resume."""
 
+import hashlib
 import json
 import logging
+import os
 import time
 import uuid
 from collections import Counter
@@ -103,17 +105,13 @@ class ScoreShards:
         content = json.dumps({"format": FORMAT, **header}).encode()
         sink = pyarrow.BufferOutputStream()
         table = table.replace_schema_metadata({**(table.schema.metadata or {}), _HEADER: content})
-        pyarrow.parquet.write_table(table, sink, compression="zstd")
+        pyarrow.parquet.write_table(table, sink, compression="zstd", write_page_checksum=True)
         name = f"part-{rank:05d}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}.parquet"
         self.folder.write(name, sink.getvalue())
 
     def write_success(self, content: Mapping[str, Any]) -> None:
-        """Write ``_SUCCESS.json`` with the content, and with rows and SHA-256 of each shard."""
-        names = self.names()
-        with ThreadPoolExecutor(_READER_THREADS) as pool:
-            rows = list(pool.map(self._count_rows, names))
-        found = zip(names, rows, self.folder.hashes(names), strict=True)
-        listed = {name: {"rows": count, "sha256": digest} for name, count, digest in found}
+        """Write ``_SUCCESS.json`` with the content, and with what identifies each shard."""
+        listed = self._identify(self.names())
         text = json.dumps({**content, "contents": listed}, indent=2) + "\n"
         self.folder.write(SUCCESS, text.encode())
 
@@ -135,9 +133,8 @@ class ScoreShards:
             _log.warning("'%s' is by an older version, which did not list shards: none can be missed.", place)
             return True
         names = self.names()
-        there = dict(zip(names, self.folder.hashes(names), strict=True))
-        missing, changed = listed.keys() - there.keys(), [name for name in names if name in listed]
-        changed = [name for name in changed if listed[name]["sha256"] != there[name]]
+        there = self._identify([name for name in names if name in listed])
+        missing, changed = listed.keys() - there.keys(), [name for name in there if there[name] != listed[name]]
         problems = [f"{name} ({listed[name]['rows']:,} documents) is missing" for name in sorted(missing)]
         problems += [f"{name} is not listed in {SUCCESS}" for name in names if name not in listed]
         problems += [f"{name} has other content" for name in changed]
@@ -146,9 +143,27 @@ class ScoreShards:
             raise ValueError(f"'{self.folder}' has changed: {'; '.join(problems[:_MAX_SETTINGS])}{more}. {_REPEAT}")
         return True
 
-    def _count_rows(self, name: str) -> int:
-        with self._open_shard(name) as file:
-            return int(file.metadata.num_rows)
+    def _identify(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Return rows, bytes and the SHA-256 of the footer of shards, by name; None instead of rows if one is damaged.
+
+        The footer has the size and the statistics of each part of a shard, and each page has a checksum, so that
+        nobody needs to read terabytes to notice another file.
+        """
+        with ThreadPoolExecutor(_READER_THREADS) as pool:
+            return dict(zip(names, pool.map(self._identify_shard, names), strict=True))
+
+    def _identify_shard(self, name: str) -> dict[str, Any]:
+        with self.folder.open(name) as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - 8))
+            length = int.from_bytes(stream.read(8)[:4], "little")  # of the footer, which ends with it and a mark
+            stream.seek(max(0, size - 8 - length))
+            footer = hashlib.sha256(stream.read()).hexdigest()
+            try:
+                rows = pyarrow.parquet.ParquetFile(stream).metadata.num_rows
+            except (pyarrow.ArrowException, EOFError, OSError):
+                rows = None
+            return {"rows": rows, "bytes": size, "footer_sha256": footer}
 
     def schema(self, columns: Sequence[str] | None = None) -> pyarrow.Schema:
         """Return the schema of the shards, or of some of their columns; all shards of a folder have the same."""
@@ -193,7 +208,7 @@ class ScoreShards:
         try:
             stream: BinaryIO
             with self.folder.open(name) as stream:
-                yield pyarrow.parquet.ParquetFile(stream)
+                yield pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True)
         except (pyarrow.ArrowException, EOFError) as error:
             raise ValueError(
                 f"'{self.folder}/{name}' is damaged ({error}). Delete it: its documents are then scored again."
@@ -203,9 +218,8 @@ class ScoreShards:
 def check_settings(then: Mapping[str, Any], now: Mapping[str, Any], place: object) -> None:
     """Raise a ``ValueError`` if existing scores (``place``) were computed with other settings."""
     current = json.loads(json.dumps(now))  # tuples become lists, as in the file
-    if "attention" not in then:  # an older version made the scores
-        current.pop("attention", None)
-    names = sorted(name for name in {*then, *current} if then.get(name) != current.get(name))
+    unknown = {"attention"} - (then.keys() & current.keys())  # an older version made the scores
+    names = sorted(name for name in {*then, *current} - unknown if then.get(name) != current.get(name))
     if names:
         changes = "; ".join(
             f"`{name}` was {then.get(name)!r} and is {current.get(name)!r}" for name in names[:_MAX_SETTINGS]

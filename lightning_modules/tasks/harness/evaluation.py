@@ -65,7 +65,8 @@ class HarnessEvaluation:
         # The default, also if it is given explicitly, is null.
         multiturn = None if config.as_multiturn == config.chat_template else config.as_multiturn
         settings |= {"fewshot_as_multiturn": multiturn, "gen_kwargs": config.generation or None}
-        self.results = Results(config.output_folder, settings)
+        asked = {"dtype": config.dtype, "attention": config.attn_implementation}
+        self.results = Results(config.output_folder, settings, asked)
         options: Any = {"include_path": config.include_path, "num_fewshot": config.num_fewshot}
         self.loaded = load_tasks(tasks, **options, done=self.results.read)
 
@@ -197,9 +198,10 @@ class Results:
     Reading a result of other settings, or of another version of the user's task file, raises a ``ValueError``.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        self.folder = folder
-        self.settings = dict(settings)
+    def __init__(
+        self, folder: Path, settings: Mapping[str, Any], asked: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self.folder, self.settings, self.asked = folder, dict(settings), asked
 
     def write(self, name: str, result: Mapping[str, Any], task_file: str | None = None) -> None:
         """Write the result of a task, and its questions and answers, if any, to a separate file."""
@@ -220,7 +222,7 @@ class Results:
         known = self._settings_of(task_file)
         if "identity" not in settings:  # older versions have it under another name
             settings["identity"] = settings.get("model")
-        settings = complete_settings(settings, known, path)
+        settings = complete_settings(settings, known, path, self.asked)
         if other := [name for name, value in known.items() if settings.get(name) != value]:
             there = ", ".join(f"{name}={settings.get(name)!r} (now {known[name]!r})" for name in other)
             raise ValueError(f"'{path}' has other settings: {there}. Restore them, or choose another `output`.")

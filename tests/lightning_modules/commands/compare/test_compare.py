@@ -78,14 +78,17 @@ def write_score(path, factor, **settings):
     return str(path)
 
 
-@pytest.mark.parametrize("changed", [{"identity": f"sha256:{'b' * 64}"}, {"dtype": "bfloat16"}, {"attention": "eager"}])
+@pytest.mark.parametrize(
+    "changed",
+    [{"identity": f"sha256:{'b' * 64}"}, {"tokenizer": "u"}, {"dtype": "bfloat16"}, {"attention": "eager"}],
+)
 def test_another_evaluator_has_a_heading_of_its_own(tmp_path, changed):
     evaluator = {"identity": f"sha256:{'a' * 64}", "tokenizer": "t", "dtype": "float32", "attention": "sdpa"}
     for name, found in (("a", evaluator), ("b", evaluator | changed)):
         content = json.loads(Path(write_score(tmp_path / f"{name}.json", 1.0)).read_text())
         (tmp_path / f"{name}.json").write_text(json.dumps({**content, "provenance": {"evaluator": found}}))
     printed = compare([tmp_path / "a.json", tmp_path / "b.json"])
-    assert "E (sha256:aaaaaaaa, float32, sdpa, K 64)" in printed
+    assert "E (sha256:aaaaaaaa, tokenizer t, float32, sdpa, K 64)" in printed
     assert len(set(re.findall(r"^texts t, E \(.*?\)", printed, re.MULTILINE))) == 2
     assert "1.000" not in printed  # no ratio of numbers by different evaluators
     assert f"evaluator.{next(iter(changed))}" in printed

@@ -108,6 +108,25 @@ def test_a_folder_of_an_older_version_is_completed_with_one_warning(tmp_path, ca
         ResultStore(tmp_path, settings | {"attention": "eager"})
 
 
+@pytest.mark.parametrize(
+    ("asked", "refused"),
+    [
+        ({"dtype": "bfloat16"}, "have dtype = 'auto', but this evaluation has 'bfloat16'"),
+        ({"attention": "eager"}, "have attention = None, but this evaluation has 'eager'"),
+    ],
+)
+def test_what_an_older_version_may_not_have_had_is_not_added(asked, refused, tmp_path):
+    older = SETTINGS | {"identity": "a", "tokenizer": "t", "dtype": "auto"}
+    (tmp_path / "settings.json").write_text(json.dumps(older))
+    (tmp_path / "results-00000-of-00001.jsonl").write_text(json.dumps(vars(GRID[0])) + "\n")
+    settings = SETTINGS | {"identity": "a", "tokenizer": "t", "dtype": "float32", "attention": "sdpa"} | asked
+    with pytest.raises(ValueError, match=refused):
+        ResultStore(tmp_path, settings, asked)
+    with pytest.raises(ValueError, match="have seed = 0"):  # before anything is written
+        ResultStore(tmp_path, settings | {"seed": 1})
+    assert json.loads((tmp_path / "settings.json").read_text()) == older
+
+
 def test_settings_without_results_bind_nobody(tmp_path):
     first = ResultStore(tmp_path, SETTINGS)
     other = ResultStore(tmp_path, {**SETTINGS, "seed": 1})
