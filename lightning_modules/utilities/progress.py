@@ -7,7 +7,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only  # Lightning's own, without importing Lightning
 from tqdm import tqdm
 
 LOG_SECONDS = 30.0
