@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lightning_modules.models.config import is_served
-from lightning_modules.models.identity import check_same_model, describe_model
+from lightning_modules.models.identity import check_same_model, describe_model, model_identity
 from lightning_modules.models.loading import check_model, load_scorer
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.config import tokenizer_name
@@ -33,6 +33,8 @@ def evaluate(model: str, output: str, **options: Any) -> str:
     rank, processes = _read_rank()
     ours, theirs = split_tasks(config.tasks)
     config.check_used(ours, theirs)
+    if is_served(model) and config.context_extension is not None:
+        raise ValueError(f"'{model}' is a server, which extends its context itself: remove `context_extension`.")
     if is_served(model) and (theirs or config.mode != "teacher_forced"):
         raise ValueError(
             f"'{model}' is a server, which scores given answers but does not generate its own: set `mode` to"
@@ -40,11 +42,12 @@ def evaluate(model: str, output: str, **options: Any) -> str:
         )
     writable_folder(config.output_folder, remedy="Choose another folder with `--output`.")
     device = find_device(_choose_device(config.device))
-    loading = config.loading(model, server=config.server)
+    loading = config.loading(model, server=config.server, context_extension=config.context_extension)
     tokenizer_path = tokenizer_name(model, config.tokenizer, "`--tokenizer`")
     model_config = check_model(loading)
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=config.trust_remote_code)
-    provenance = describe_model(loading, tokenizer, device=device)
+    identity = model_identity(loading)
+    provenance = describe_model(loading, tokenizer, device=device, identity=identity)
     runs: list[Any] = []
     if ours or not theirs:
         runs.append(Evaluation(config, ours, tokenizer, provenance))
@@ -58,7 +61,7 @@ def evaluate(model: str, output: str, **options: Any) -> str:
         backbone = load_scorer(loading, device)
         for run in runs:
             run.ask(backbone, rank, processes)
-        check_same_model(provenance.identity, loading)
+        check_same_model(identity, loading)
     template = None if tokenizer.chat_template is None else str(tokenizer.chat_template)
     with exclusive(config.output_folder / "report"):  # one by one: the last process reads the results of all
         texts, parts = zip(*(run.report() for run in runs), strict=True)

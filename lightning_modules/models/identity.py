@@ -1,6 +1,7 @@
 """Identity of a stored model: a hash of weights, config, tokenizer, chat templates and code."""
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -37,13 +38,24 @@ def describe_model(
     device: torch.device | str = "cpu",
     identity: str | None = None,
 ) -> Provenance:
-    """Return what identifies a model on a device, without loading its weights; ``identity`` if it is known."""
+    """Return what identifies a model on a device, without loading its weights; ``identity`` if it is known.
+
+    A context extension, which changes log-likelihoods and no file, is added to the identity.
+    """
     identity, tokens = identity or model_identity(config), tokenizer_hash(tokenizer)
+    if config.context_extension is not None:
+        identity += f" with {describe_extension(config.context_extension)}"
     if is_served(config.pretrained_model_name_or_path):
         return Provenance(identity, tokens, "served", "served")
     stored = load_config(config)
     dtype = str(stored_dtype(stored, config.dtype)).removeprefix("torch.")
     return Provenance(identity, tokens, dtype, choose_attention(config, stored, device=device))
+
+
+def describe_extension(settings: Mapping[str, Any]) -> str:
+    """Return a context extension in one line, such as ``yarn(original_length=8192, target_length=16384)``."""
+    options = ", ".join(f"{name}={value}" for name, value in sorted(settings.items()) if name != "method")
+    return f"{settings.get('method')}({options})"
 
 
 def model_identity(config: ModelConfig) -> str:

@@ -96,6 +96,9 @@ class CommandConfig(ScoringConfig):
         device: Device such as ``cuda:0`` or ``cpu``; ``auto`` is the first GPU, or the CPU.
         evaluator_tokenizer: Hub id or local folder of the evaluator's tokenizer; by default the evaluator's own.
         model_tokenizer: Hub id or local folder of the evaluated model's tokenizer; by default the model's own.
+        context_extension: Extend the context of the evaluated model without training, or limit its attention: arguments
+            of `lightning_modules.models.context_extension.methods.ContextExtension`, such as
+            ``{method: yarn, original_length: 8192, target_length: 16384}``. `longce score` compares several.
     """
 
     max_tokens: int | None = None
@@ -104,6 +107,7 @@ class CommandConfig(ScoringConfig):
     device: str = "auto"
     evaluator_tokenizer: str | None = None
     model_tokenizer: str | None = None
+    context_extension: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         from lightning_modules.functional.checks import check_count
@@ -111,6 +115,12 @@ class CommandConfig(ScoringConfig):
         super().__post_init__()
         if self.max_tokens is not None:
             check_count("`max_tokens`", self.max_tokens)
+
+    def model_loading(self, model: str) -> ModelConfig:
+        """Return the settings to load the evaluated model; a served one has no context extension."""
+        if self.context_extension is not None and is_served(model):
+            raise ValueError(f"'{model}' is a server, which extends its context itself: remove `context_extension`.")
+        return self.loading(model, context_extension=self.context_extension)
 
     def evaluator_config(self, key_tokens: Rule = "paper") -> EvaluatorConfig:
         """Return the settings of the evaluator."""
@@ -156,6 +166,8 @@ class InspectConfig(CommandConfig):
 
         super().__post_init__()
         check_count("`alternatives`", self.alternatives, minimum=0, maximum=MAX_ALTERNATIVES)
+        if self.context_extension is not None and self.model is None:
+            raise ValueError("`context_extension` is for the evaluated model: name one (`--model`).")
         if self.alternatives and is_served(self.evaluator):
             raise ValueError("A served evaluator does not rank other tokens: set `alternatives` to 0.")
 

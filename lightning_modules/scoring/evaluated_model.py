@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to
 from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.identity import check_same_model, describe_model
+from lightning_modules.models.identity import check_same_model, describe_model, model_identity
 from lightning_modules.models.loading import check_model, load_scorer
 from lightning_modules.models.lockstep import Scorer
 from lightning_modules.models.provenance import Provenance
@@ -36,9 +36,14 @@ class EvaluatedModel:
         return load_tokenizer(self._tokenizer_name, trust_remote_code=self.config.trust_remote_code)
 
     @cached_property
+    def identity(self) -> str:
+        """Content of the model, which must be the same when it is loaded."""
+        return model_identity(self.config)
+
+    @cached_property
     def provenance(self) -> Provenance:
-        """What identifies the model; its weights must be the same when they are loaded."""
-        return describe_model(self.config, self.tokenizer, device=self.device)
+        """What identifies the model and its numbers."""
+        return describe_model(self.config, self.tokenizer, device=self.device, identity=self.identity)
 
     def read(self, texts: Mapping[str, str], *, trimmed_offsets: bool = False, **options: Any) -> list[PackedBatch]:
         """Tokenize documents, given by name, without loading the model's weights.
@@ -63,7 +68,7 @@ class EvaluatedModel:
             ValueError: If the document has ids outside of the embedding, or a log-likelihood is impossible.
         """
         if self._backbone is None:
-            identity = self.provenance.identity
+            identity = self.identity
             self._backbone = load_scorer(self.config, self.device)
             check_same_model(identity, self.config)
         self._backbone.check_batch(document)

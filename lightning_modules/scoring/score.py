@@ -68,7 +68,7 @@ def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any
     texts, skipped = _read_texts(files)
     if config.output is not None:
         check_output(config.output)
-    evaluated_model = EvaluatedModel(config.loading(model), find_device(config.device), config.model_tokenizer)
+    evaluated_model = EvaluatedModel(config.model_loading(model), find_device(config.device), config.model_tokenizer)
     evaluator_model = Evaluator(config.evaluator_config(config.key_tokens))
     if config.max_tokens is not None:  # in the evaluator's tokens, so that all models get the same text
         texts = {name: evaluator_model.cut(text, config.max_tokens, name=name) for name, text in texts.items()}

@@ -11,20 +11,25 @@ from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from lightning_modules.commands.cli.errors import ConciseParser
 from lightning_modules.scoring.config import ScoreConfig
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
+from lightning_modules.utilities.bounded_yaml import load_yaml
 from lightning_modules.utilities.text_files import check_output, read_text
 
 
 def score_command(arguments: Sequence[str]) -> None:
     """Run ``longce score`` and print its table."""
     description = "Compute LongPPL and perplexity of a model on text files, with the key tokens of an evaluator."
-    description += " With several `--model`s, they are compared with the first one, and `output` is a folder."
+    description += " With several `--model`s or `--context_extension`s, they are compared with the first one, and"
+    description += " `output` is a folder."
     parser = make_parser("score", description, ScoreConfig)
     parser.add_argument("files", nargs="+", type=str, help="UTF-8 text files, one document each.")
-    arguments, others = split_models(arguments)
+    arguments, others = split_repeated(arguments, "--model")
+    arguments, extensions = split_repeated(arguments, "--context_extension")
     options = parse_options(parser, arguments)
     for file in options["files"]:
         read_text(file, may_be_blank=len(options["files"]) > 1)
     ScoreConfig(**{name: value for name, value in options.items() if name != "files"}).check_names(others)
+    if extensions:
+        options["other_extensions"] = [load_yaml(extension) for extension in extensions]
     from lightning_modules.commands.models import score_models
 
     for part in score_models([options.pop("model"), *others], **options):
@@ -46,7 +51,7 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     parser.add_argument("--lengths", nargs="+", type=PositiveInt, default=[4096], help=lengths)
     depths = "Number of evenly spaced answer depths, or the depths, from 0 (front) to 1 (end); random by default."
     parser.add_argument("--depths", nargs="+", type=NonNegativeFloat, help=depths)
-    arguments, others = split_models(_read_flags(arguments))
+    arguments, others = split_repeated(_read_flags(arguments), "--model")
     options = parse_options(parser, arguments)
     match options["depths"]:
         case [count] if count > 1 and count.is_integer():
@@ -57,14 +62,14 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     sys.stdout.write(evaluate_models([options.pop("model"), *others], **options) + "\n")
 
 
-def split_models(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into those with the first ``--model`` only, and the models of the others."""
-    words, models = list(arguments), list[str]()
-    for place in reversed([place for place, word in enumerate(words) if word.partition("=")[0] == "--model"][1:]):
+def split_repeated(arguments: Sequence[str], option: str) -> tuple[list[str], list[str]]:
+    """Split arguments into those with the first value of an option only, and its other values."""
+    words, values = list(arguments), list[str]()
+    for place in reversed([place for place, word in enumerate(words) if word.partition("=")[0] == option][1:]):
         pair = words[place : place + (1 if "=" in words[place] else 2)]
-        models.insert(0, pair[-1].removeprefix("--model="))
+        values.insert(0, pair[-1].removeprefix(f"{option}="))
         del words[place : place + len(pair)]
-    return words, models
+    return words, values
 
 
 def _read_flags(arguments: Sequence[str]) -> list[str]:

@@ -149,6 +149,8 @@ class EvaluationConfig(TaskConfig, LoadingOptions):
         tokenizer: Hub id or local folder of the tokenizer; by default the model's. A served model needs it.
         server: How a served model is asked.
         device: Device such as ``cuda:0`` or ``cpu``; ``auto`` is the GPU of this process, or the CPU.
+        context_extension: Extend the model's context without training: arguments of
+            `lightning_modules.models.context_extension.methods.ContextExtension`.
     """
 
     model: str
@@ -156,6 +158,7 @@ class EvaluationConfig(TaskConfig, LoadingOptions):
     tokenizer: str | None = None
     server: ServerConfig | None = None
     device: str = "auto"
+    context_extension: dict[str, Any] | None = None
 
     @property
     def output_folder(self) -> Path:

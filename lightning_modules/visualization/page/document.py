@@ -26,9 +26,9 @@ def inspect_document(text: str, evaluator: str, *, name: str = "document", **opt
     scorer = Evaluator(config.evaluator_config())
     if config.max_tokens is not None:
         text = scorer.cut(text, config.max_tokens, name=name)
-    model = (
-        None if config.model is None else EvaluatedModel(config.loading(config.model), device, config.model_tokenizer)
-    )
+    model = None
+    if config.model is not None:
+        model = EvaluatedModel(config.model_loading(config.model), device, config.model_tokenizer)
     # Find errors of the model and its tokens before the evaluator is loaded.
     document = None if model is None else model.read({name: text}, add_special_tokens=config.add_special_tokens)[0]
     length = scorer.encode(text, name=name)["labels"].numel()

@@ -137,6 +137,44 @@ def test_a_special_token_that_is_left_out_is_named(files, evaluator_dir, tmp_pat
     assert f"'{model}' is scored without the '<s>' that its tokenizer puts before a text" in caplog.text
 
 
+PI = {"method": "pi", "original_length": 128, "target_length": 512}
+
+
+def test_a_context_extension_is_that_of_the_model_and_not_of_the_evaluator(files, model_dir, evaluator_dir, tmp_path):
+    config = json.loads((shutil.copytree(model_dir, tmp_path / "pi") / "config.json").read_text())
+    config["rope_parameters"] = {**config["rope_parameters"], "rope_type": "linear", "factor": 4.0}
+    (tmp_path / "pi" / "config.json").write_text(json.dumps(config))
+    expected = score(files, str(tmp_path / "pi"), str(evaluator_dir), **SETTINGS)
+    found = score(files, str(model_dir), str(evaluator_dir), context_extension=PI, **SETTINGS)
+    plain = score(files, str(model_dir), str(evaluator_dir), **SETTINGS)
+    for name in ("longppl", "perplexity"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-6)
+        assert found[name] != pytest.approx(plain[name], rel=1e-6)
+    assert found["key_tokens"] == plain["key_tokens"]
+    identity = found["provenance"]["model"]["identity"]
+    assert identity == f"{plain['provenance']['model']['identity']} with pi(original_length=128, target_length=512)"
+    assert found["provenance"]["evaluator"] == plain["provenance"]["evaluator"]
+
+
+def test_methods_of_one_model_are_compared(files, model_dir, evaluator_dir, tmp_path, capsys):
+    words = ["score", *files, "--model", str(model_dir), "--evaluator", str(evaluator_dir), *OPTIONS]
+    for method in ("null", "{method: pi, original_length: 128, target_length: 512}"):
+        words += ["--context_extension", method]
+    words += ["--context_extension={method: yarn, original_length: 128, target_length: 512}"]
+    main([*words, "--output", str(tmp_path / "results")])
+    name = model_dir.name
+    assert {path.stem for path in (tmp_path / "results").iterdir()} == {name, f"{name}-pi-512", f"{name}-yarn-512"}
+    printed = capsys.readouterr().out
+    assert f"LongPPL / {name}'s" in printed
+    assert "with yarn(original_length=128, target_length=512)" in printed
+    refused = fails([*words, "--context_extension", "{method: yarn, original_length: 64, target_length: 512}"], capsys)
+    assert f"the name '{name}-yarn-512'" in refused
+    assert "has no key 'methd'" in fails([*words, "--context_extension", "{methd: yarn}"], capsys)
+    assert "must be a mapping" in fails([*words, "--context_extension", "yarn"], capsys)
+    alone = ["inspect", files[0], "--evaluator", str(evaluator_dir), "--context_extension", "{method: pi}"]
+    assert "is for the evaluated model" in fails(alone, capsys)
+
+
 def test_files_without_text_are_skipped_and_named(files, model_dir, evaluator_dir, tmp_path, caplog):
     (tmp_path / "empty.txt").write_text(" \n")
     empty = str(tmp_path / "empty.txt")
