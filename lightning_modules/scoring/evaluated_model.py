@@ -83,13 +83,13 @@ class EvaluatedModel:
 
 def _warn_of_left_out_token(tokenizer: PreTrainedTokenizerFast, model: str) -> None:
     """Warn if a tokenizer would put a special token before a text, without which some models are far worse."""
-    first, alone = (tokenizer.backend_tokenizer.encode("a", add_special_tokens=added).tokens for added in (True, False))
+    first, alone = (tokenizer.backend_tokenizer.encode("a", add_special_tokens=added).ids for added in (True, False))
     if first[:1] != alone[:1]:
         log.warning(
             "'%s' is scored without the '%s' that its tokenizer puts before a text, as in the authors' code. Some"
             " models, such as Gemma, are far worse without it: see `--add_special_tokens true`.",
             model,
-            first[0],
+            tokenizer.convert_ids_to_tokens(first[0]),
         )
 
 

@@ -128,13 +128,13 @@ def test_bits_are_those_of_the_perplexities(files, model_dir, evaluator_dir):
 def test_a_special_token_that_is_left_out_is_named(files, evaluator_dir, tmp_path, caplog):
     model = shutil.copytree(evaluator_dir, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(model)
-    template = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.convert_tokens_to_ids("<s>"))])
+    template = TemplateProcessing(single="</s> $A", special_tokens=[("</s>", tokenizer.convert_tokens_to_ids("</s>"))])
     tokenizer.backend_tokenizer.post_processor = template
     tokenizer.save_pretrained(model)
     for added in (True, False):
         assert "without the" not in caplog.text
         score(files[:1], str(model), str(evaluator_dir), add_special_tokens=added, **SETTINGS)
-    assert f"'{model}' is scored without the '<s>' that its tokenizer puts before a text" in caplog.text
+    assert f"'{model}' is scored without the '</s>' that its tokenizer puts before a text" in caplog.text
 
 
 PI = {"method": "pi", "original_length": 128, "target_length": 512}
