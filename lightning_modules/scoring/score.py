@@ -58,7 +58,9 @@ def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any
         prefix ``evaluator_``, of the evaluator's. ``skipped`` are files without text, if there are others. ``model`` is
         its name, and ``provenance`` identifies weights, tokenizer, dtype and attention of model and evaluator, and
         ``settings`` contains everything else that the numbers depend on: a hash of the texts (each document has that
-        of its own, as it was scored), lengths, thresholds.
+        of its own, as it was scored), lengths, thresholds. ``bits_per_byte``, ``key_bits_per_byte`` (with its largest
+        ``.._error``) and ``longppl_per_evaluator_token`` are those of `TextBits`, ``characters`` and ``bytes`` the
+        length of the text.
 
     Raises:
         ValueError: If a file, a model or a number cannot be used; if possible before any model is loaded.
