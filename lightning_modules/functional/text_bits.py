@@ -68,7 +68,7 @@ def text_bits(
         log_likelihood: ``[N]`` log-likelihoods of its tokens, in nats.
         offsets: ``[N, 2]`` character span of each token.
         scored: ``[N]`` bool, the tokens that have a log-likelihood.
-        spans: ``[M, 2]`` key spans, in characters: ascending and disjoint.
+        spans: ``[M, 2]`` key spans, in characters; they may overlap or exceed the text.
         evaluator_offsets: ``[E, 2]`` character span of each token of the evaluator.
 
     Example:
@@ -80,11 +80,10 @@ def text_bits(
     # 1. Bytes before each character, of the text and of the key spans alone.
     points = torch.from_numpy(np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.int64))
     widths = 1 + torch.stack([points >= first for first in _WIDTHS]).sum(0)
-    change = torch.zeros(len(text) + 1, dtype=torch.int64)
-    change.index_add_(0, spans.flatten().long(), torch.tensor([1, -1]).repeat(len(spans)))
-    before, key_before = (
-        torch.cat([widths.new_zeros(1), counted.cumsum(0)]) for counted in (widths, widths * change.cumsum(0)[:-1])
-    )
+    change = torch.zeros(len(text) + 1, dtype=torch.int64)  # of the number of spans from each character on
+    change.index_add_(0, spans.flatten().long().clamp(max=len(text)), torch.tensor([1, -1]).repeat(len(spans)))
+    key_widths = widths * (change.cumsum(0)[:-1] > 0)
+    before, key_before = (torch.cat([widths.new_zeros(1), each.cumsum(0)]) for each in (widths, key_widths))
     # 2. Each token's share of bytes inside the spans; none for a special token, which has no characters.
     start, end = offsets.long().unbind(-1)
     size, inside = before[end] - before[start], key_before[end] - key_before[start]

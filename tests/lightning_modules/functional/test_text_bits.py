@@ -56,6 +56,14 @@ def test_a_token_across_a_border_counts_by_its_bytes_inside():
     assert found.key_bytes == 4
 
 
+def test_spans_of_a_file_may_overlap_and_exceed_the_text():
+    bits = [[1], [2], [3], [4]]
+    tokens = [[0, 1], [1, 2], [2, 3], [3, 4]]
+    assert measure("abcd", bits, tokens, [[0, 2], [1, 2], [3, 9], [20, 30]]) == measure(
+        "abcd", bits, tokens, [[0, 2], [3, 4]]
+    )
+
+
 def test_for_equal_tokens_it_is_longppl():
     generator = random.Random(0)
     text = "abcdefgh" * 4

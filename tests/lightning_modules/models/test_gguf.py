@@ -151,6 +151,17 @@ BAD = {
         {"skip": ("model.layers.0.self_attn.k", "model.layers.1.self_attn.k")},
         None,
     ),
+    "scales RoPE by yarn, rope.scaling.yarn_log_multiplier": (
+        {
+            "values": {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.original_context_length": 64,
+                "llama.rope.scaling.yarn_log_multiplier": 0.1,
+            }
+        },
+        None,
+    ),
     "scales RoPE by longrope": ({"values": {"llama.rope.scaling.type": "longrope"}}, None),
     "scales RoPE by none, rope_freqs.weight": ({"tensors": {"rope_freqs.weight": torch.arange(1.0, 9.0)}}, None),
 }

@@ -12,28 +12,12 @@ from lightning_modules.models.progress import count_tokens, show_progress
 from lightning_modules.scoring.evaluator import score_text
 from lightning_modules.scoring.score import score
 from tests.conftest import make_text
-
-
-class Bar:
-    def __init__(self, name, *, total, **_):
-        self.names, self.total, self.n, self.seen = [name], total, 0, []
-
-    def set_description(self, name, refresh):
-        self.names.append(name)
-
-    def update(self, tokens):
-        self.n += tokens
-        self.seen.append(self.n)
-
-    def close(self):
-        self.seen.append("closed")
+from tests.support.bars import replace_bars
 
 
 @pytest.fixture
 def bars(monkeypatch):
-    made = []
-    monkeypatch.setattr(progress, "progress_bar", lambda *args, **kwargs: made.append(Bar(*args, **kwargs)) or made[-1])
-    return made
+    return replace_bars(monkeypatch, progress)
 
 
 def test_a_document_takes_the_tokens_of_its_long_pass_and_its_windows(bars, model_dir, tokenizer):
@@ -78,8 +62,8 @@ def test_score_names_the_document_and_gives_each_number_when_it_is_known(
         files.append(str(tmp_path / f"{number}.txt"))
         (tmp_path / f"{number}.txt").write_text(make_text(90, seed=number))
     result = score(files, str(model_dir), str(evaluator_dir), context_length=48, stride=16, alpha=0.3, beta=-7.0)
-    assert [bar.names for bar in bars] == [
-        [kind, f"{kind}, document 1 of 2", f"{kind}, document 2 of 2"] for kind in ("evaluator", "model")
+    assert [bar.lines for bar in bars] == [
+        [f"{kind}, document 1 of 2", f"{kind}, document 2 of 2"] for kind in ("evaluator", "model")
     ]
     assert [bar.seen[-2] for bar in bars] == [bar.total for bar in bars]
     for row in result["documents"]:

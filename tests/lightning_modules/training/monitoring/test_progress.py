@@ -10,38 +10,15 @@ import lightning_modules.training.monitoring.progress as progress
 from datamodules import RecallDataModule
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.training.monitoring.progress import StepProgress
+from tests.support.bars import Bar, replace_bars
 
 TINY = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
 TINY |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 1024}
 
 
-class Bar:
-    """Keeps what a progress bar is told."""
-
-    ncols = None
-
-    def __init__(self, name, *, unit, total=None, initial=0, leave=True, scaled=True):
-        self.name, self.total, self.n, self.seen, self.lines = name, total, initial, [], []
-
-    def set_description_str(self, line, refresh=True):
-        self.lines.append(line)
-
-    def update(self, count=1):
-        self.n += count
-        self.seen.append(self.n)
-
-    def refresh(self):
-        pass
-
-    def close(self):
-        self.seen.append("closed")
-
-
 @pytest.fixture
 def bars(monkeypatch):
-    made = []
-    monkeypatch.setattr(progress, "progress_bar", lambda *args, **kwargs: made.append(Bar(*args, **kwargs)) or made[-1])
-    return made
+    return replace_bars(monkeypatch, progress)
 
 
 def fit(root, checkpoint=None, **options):
