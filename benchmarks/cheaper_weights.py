@@ -27,7 +27,6 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
-from lightning_modules.models.optimizations import Float8Layers, short_precision
 from lightning_modules.models.short_context import short_log_likelihood, sliding_window_log_likelihood
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.objectives import LongCE, Objective, StoredInfluence
@@ -62,8 +61,8 @@ class Comparison:
         short, seconds = [], 0.0
         for number, batch in enumerate(self.rows):
             started = time.process_time()
-            float8 = Float8Layers().replace(self.backbone.decoder, 0) if dtype == "float8" else nullcontext()
-            with short_precision(self.backbone.device, dtype), float8:
+            half = torch.autocast(self.backbone.device.type, dtype=torch.bfloat16)
+            with nullcontext() if dtype is None else half:
                 short.append(
                     short_log_likelihood(
                         self.backbone,
@@ -112,7 +111,6 @@ def compare(comparison: Comparison, evaluator: str | None) -> Iterator[str]:
         "short_context: sliding_window": partial(comparison.sliding, 0),
         "short_context: sliding_window, 4 sink_tokens": partial(comparison.sliding, 4),
         "short_dtype: bfloat16": partial(comparison.outcome, dtype="bfloat16"),
-        "short_dtype: float8": partial(comparison.outcome, dtype="float8"),
     }
     for name, compute in settings.items():
         outcome = compute()
@@ -129,7 +127,7 @@ def compare(comparison: Comparison, evaluator: str | None) -> Iterator[str]:
         cosine = torch.stack([F.cosine_similarity(each, exact.gradient, dim=0) for each in gradients]).mean()
         seconds = sum(draw.seconds for draw in draws) / len(draws)
         yield (
-            f"| short_window_share: {share}, {len(draws)} draws: noise {noise:.3f}, of which {left:.3f} is left in the"
+            f"| window_fraction: {share}, {len(draws)} draws: noise {noise:.3f}, of which {left:.3f} is left in the"
             f" mean ({noise / len(draws) ** 0.5:.3f} expected without bias) | {cosine:.4f} | | |"
             f" {seconds / exact.seconds:.2f} |"
         )

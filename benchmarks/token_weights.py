@@ -1,6 +1,6 @@
 """Which token weights pay? Compare LongCE, its variants and its controls with cross entropy, all with tuned rates.
 
-The language is the indirect one of `RecallDataModule`, in which counting words does not find the far answers.
+The language is that of `benchmarks.indirect_language`, in which counting words does not find the far answers.
 
 Declared before any test run: an arm pays if the 95% interval (Student's t over all pairs of an arm and cross entropy
 with the same base model and seed) of its gain in far answers is above 0. Rates, budgets and references have changed
@@ -39,15 +39,14 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.indirect_language import IndirectWriter
 from datamodules.packing.sequences import collate_examples
 from datamodules.recall import recall_tokenizer
 from datamodules.recall.documents import RecallRecord, Word
-from datamodules.recall.indirect import IndirectWriter
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.commands.plan.flops import ce_step_flops, forward_flops, short_pass_flops, sliding_pass_flops
 from lightning_modules.commands.plan.shapes import ModelShape
 from lightning_modules.functional import key_token_mask, long_cross_entropy, long_perplexity, soft_influence
-from lightning_modules.models import short_context
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.short_context import (
@@ -242,9 +241,10 @@ def long_model(state: dict[str, Tensor], **shape: Any) -> Backbone:
     model = new_model(theta=4000.0, **shape)
     model.load_state_dict(state)
     model.set_attn_implementation(register_document_attention())
+    backbone = Backbone(model)
     # All windows of a batch in one pass: at this size a pass costs more than what it computes.
-    short_context.windows_per_pass = lambda *_: 1 << 20
-    return Backbone(model)
+    backbone.windows_per_pass = lambda _: 1 << 20
+    return backbone
 
 
 def optimizer_of(model: torch.nn.Module, rate: float, steps: int) -> tuple[Any, Any]:

@@ -4,7 +4,7 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow
 from jsonargparse.typing import PositiveFloat, PositiveInt
@@ -19,7 +19,7 @@ from lightning_modules.functional.influence import check_gamma, check_thresholds
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.config import is_served
 from lightning_modules.models.loading import choose_attention, load_config
-from lightning_modules.models.served.scorer import RemoteScorer
+from lightning_modules.models.scorer import Scorer
 from lightning_modules.scoring.corpus.failures import check_failures
 from lightning_modules.scoring.corpus.shards import (
     SUCCESS,
@@ -214,9 +214,11 @@ class DocumentScoresWriter(Callback):
     @override
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._bar.close()
-        if isinstance(pl_module.backbone, RemoteScorer):
-            pl_module.backbone.verify()  # before the last shard is complete
-            rank_zero_info(pl_module.backbone.report())
+        # Before the last shard is complete: a model on a server may have been replaced.
+        scorer = cast(Scorer, pl_module.backbone)
+        scorer.verify()
+        if report := scorer.report():
+            rank_zero_info(report)
         self._write_shard(trainer)
         found = gathered((self._corpus.read_progress(), self._documents), self._patient)
         error = trainer.strategy.broadcast(self._write_success(found) if trainer.is_global_zero else None)

@@ -115,11 +115,11 @@ class ExternalEvaluator(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._key = self.name or "" if check_names(trainer, ExternalEvaluator) > 1 else ""
-        if self.config.key_tokens == "authors" and stage != "predict":
+        if self.config.key_token_rule == "authors" and stage != "predict":
             data: Any = trainer.datamodule  # type: ignore[attr-defined]
             name, revision = getattr(data, "tokenizer_name", None), getattr(data, "tokenizer_revision", None)
             if name is None:
-                raise ValueError("`key_tokens: authors` needs a data module with a `tokenizer_name`: use `paper`.")
+                raise ValueError("`key_token_rule: authors` needs a data module with a `tokenizer_name`: use `paper`.")
             self._stored_tokenizer = load_tokenizer(name, revision=revision, trimmed_offsets=True)
 
     @override
@@ -172,7 +172,7 @@ class ExternalEvaluator(Callback):
 
         if self.evaluator is None:
             spans = self._precomputed_spans(text, document.name)
-            authors = self.config.key_tokens == "authors"
+            authors = self.config.key_token_rule == "authors"
             key = (scan_token_mask if authors else span_token_mask)(tokens.offsets, spans)
             coverage = measure_coverage(tokens, None, "authors" if authors else "characters")
             bits = dict.fromkeys(self.thresholds, measure_bits(document, spans))
@@ -197,7 +197,7 @@ class ExternalEvaluator(Callback):
             raise FileNotFoundError(
                 f"Document '{name}' has no precomputed key spans in '{self.key_spans}': expected {names}."
             )
-        return read_key_spans(found, merge=self.config.key_tokens == "paper")
+        return read_key_spans(found, merge=self.config.key_token_rule == "paper")
 
     @override
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -241,7 +241,7 @@ class ExternalEvaluator(Callback):
             evaluator = Provenance(f"sha256:{content_hash(spans, spans.glob('*.txt'))}", "", "", "")
         sizes = {"context_length": self.config.context_length, "stride": self.config.stride} if self.evaluator else {}
         described = {f"evaluator_{name}": value for name, value in evaluator._asdict().items()}
-        return {**described, **sizes, "key_token_rule": self.config.key_tokens}
+        return {**described, **sizes, "key_token_rule": self.config.key_token_rule}
 
     def _find_all(self, device: torch.device) -> list[tuple[ScoredDocument, Influence]]:
         """Find the key tokens of all documents, in the same order in all processes, and free the evaluator."""
@@ -283,4 +283,4 @@ def stored_offsets(text: str, tokens: Tokens, tokenizer: PreTrainedTokenizerFast
         encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=special)
         if encoding.ids[: len(tokens.ids)] == tokens.ids.tolist():
             return torch.tensor(encoding.offsets[: len(tokens.ids)])
-    raise ValueError("`key_tokens: authors`: the document's tokens are not those of the data module's tokenizer.")
+    raise ValueError("`key_token_rule: authors`: the document's tokens are not those of the data module's tokenizer.")

@@ -34,7 +34,7 @@ class GammaSweep(Callback):
             raise ValueError(
                 "`GammaSweep` needs a `LongContextLM` whose objective uses short contexts, such as LongCE."
             )
-        drawn = pl_module.short_window_share < 1
+        drawn = pl_module.short_context.window_fraction < 1
         self._statistics = [TrainingStatistics(objective, drawn=drawn) for objective in self._objectives]
         if self._observe not in pl_module.token_observers:
             pl_module.token_observers.append(self._observe)

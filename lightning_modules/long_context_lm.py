@@ -1,5 +1,6 @@
 """The LightningModule: a causal LM and its training objective. Evaluators are callbacks."""
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from typing_extensions import override
@@ -18,25 +20,25 @@ from lightning_modules.models.adapters import changes_base, frozen_fingerprint
 from lightning_modules.models.checks import check_attention_window
 from lightning_modules.models.config import DType, ModelConfig
 from lightning_modules.models.loading import has_weights
-from lightning_modules.models.optimizations import Float8Layers, ShortDType
-from lightning_modules.models.short_context import ShortPass
+from lightning_modules.models.sequence_group import SequenceGroup
+from lightning_modules.models.short_context import ShortContextConfig, ShortDType, ShortMethod
 from lightning_modules.objectives import LongCE, Objective
 from lightning_modules.scoring.context_lengths import ContextLadder
 from lightning_modules.scoring.document_scorer import DocumentScorer, Failed, scoring_settings
 from lightning_modules.scoring.token_scores import TokenScores
-from lightning_modules.training import evaluation, preflight
-from lightning_modules.training.checkpoint_contents import COSTS_KEY, add_contents, check_contents
+from lightning_modules.training import checkpoint_contents, evaluation, preflight
 from lightning_modules.training.checkpoints.spans import Span
 from lightning_modules.training.export.facts import TrainingFacts, loading_facts, objective_facts, run_facts
-from lightning_modules.training.fsdp import load_trainer_backbone
+from lightning_modules.training.fsdp import load_trainer_backbone, saves_shards
 from lightning_modules.training.monitoring.costs import StepCosts
 from lightning_modules.training.optimizers import Optimization, ParameterGroups, default_lr_scheduler, default_optimizer
-from lightning_modules.training.sequence_parallel import SequenceGroup, sequence_group
-from lightning_modules.training.step import TrainingStatistics, gradient_norm, score_short_context
-
-REFERENCE_TOKENS = 2**15
-"""Constant divisor of a batch's loss. `on_before_optimizer_step` cancels it, so any constant gives the same step. One
-near the length of a sequence keeps float16 gradients in range, and a power of 2 adds no rounding."""
+from lightning_modules.training.sequence_parallel import sequence_group
+from lightning_modules.training.step import (
+    REFERENCE_TOKENS,
+    TrainingStatistics,
+    gradient_norm,
+    normalize_gradients,
+)
 
 
 class LongContextLM(LightningModule):
@@ -53,22 +55,22 @@ class LongContextLM(LightningModule):
         short_context: ``windows`` for the paper's short windows; ``sliding_window`` approximates them in training by
             one pass whose attention is limited to K tokens (`sliding_window_log_likelihood`).
         sink_tokens: First tokens of each document that a ``sliding_window`` attends to as well.
-        short_dtype: Dtype of the short pass, by default that of the long pass: ``bfloat16``, or ``float8`` for the
-            products in linear layers, on GPUs of compute capability 8.9 or more.
-        short_window_share: Fraction of the short windows that are computed, sampled at random for each batch. The
-            weights of their tokens are scaled up so that the expected weights are right; they can be negative.
+        short_dtype: Dtype of the short pass, by default that of the long pass.
+        window_fraction: Fraction of the short windows that are computed, sampled at random for each batch. The weights
+            of their tokens are scaled up so that the expected weights are right; they can be negative.
         dtype: Dtype of the parameters: float32 for training in mixed precision, ``auto`` for the stored dtype.
         ladder: In prediction, also score documents in several context lengths: ``{contexts: [4096, 8192, 16384]}``.
         optimizer: Called with the trainable parameters.
         lr_scheduler: Called with the optimizer, and stepped with it; the default warms up over 20 steps.
         parameter_groups: Other learning rates for some parameters, and weight decay for weights only.
+        short_window_share: Earlier name of ``window_fraction``.
         loading: The other fields of `lightning_modules.models.config.ModelConfig`, such as `lora`.
     """
 
-    run_id: str | None = None
-    spans: Sequence[Span] = ()  # of a training, the last one is that of this process
-    config_text: str = ""  # config of the training (YAML), which its checkpoints keep
-    """Id of the run that trains the model, stored in its checkpoints."""
+    # The command line sets these; checkpoints keep them.
+    run_id: str | None = None  # of the run that trains the model
+    spans: Sequence[Span] = ()  # parts of the training between resumes; the last one is that of this process
+    config_text: str = ""  # config of the training (YAML)
 
     def __init__(
         self,
@@ -76,28 +78,40 @@ class LongContextLM(LightningModule):
         objective: Objective = LongCE(),  # noqa: B008, it is never changed
         context_length: int = 4096,
         stride: int = 1024,
-        short_context: ShortPass = "windows",
+        short_context: ShortMethod = "windows",
         sink_tokens: int = 0,
         short_dtype: ShortDType | None = None,
-        short_window_share: float = 1.0,
+        window_fraction: float = 1.0,
         dtype: DType = "float32",
         ladder: ContextLadder | None = None,
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable = default_lr_scheduler,
         parameter_groups: ParameterGroups | None = None,
+        short_window_share: float | None = None,
         **loading: Any,
     ) -> None:
         super().__init__()
         self.save_hyperparameters(
-            ignore=["objective", "ladder", "optimizer", "lr_scheduler", "parameter_groups", "server"]
+            ignore=[
+                "objective",
+                "ladder",
+                "optimizer",
+                "lr_scheduler",
+                "parameter_groups",
+                "server",
+                "short_window_share",
+            ]
         )
         self.objective, self.ladder = objective, ladder
+        if short_window_share not in (None, 1.0):  # 1.0 is in all earlier checkpoints
+            message = "`short_window_share` is now called `window_fraction`: please rename it."
+            rank_zero_warn(message, category=FutureWarning)
+            window_fraction = short_window_share
         self.context_length, self.stride = context_length, stride
-        self.short_context_method: ShortPass = short_context
-        self.sink_tokens, self.short_dtype = sink_tokens, short_dtype
-        self.float8_layers = Float8Layers()
-        self.short_window_share = short_window_share
-        preflight.check_settings(self)
+        self.short_context = ShortContextConfig(
+            context_length, stride, short_context, sink_tokens, short_dtype, window_fraction
+        )
+        preflight.check_drawn_windows(objective, window_fraction)
         self.loading = ModelConfig(pretrained_model_name_or_path, dtype=dtype, **loading)
         # Checkpoints of adapters do not contain the frozen base weights; a fingerprint identifies those.
         lora, stored = self.loading.lora, has_weights(pretrained_model_name_or_path)
@@ -105,7 +119,7 @@ class LongContextLM(LightningModule):
         self._frozen_fingerprint: str | None = None
         self.strict_loading = not self._adapters_only
         self.optimization = Optimization(optimizer, lr_scheduler, parameter_groups)
-        self._statistics = TrainingStatistics(objective, drawn=objective.uses_short_context and short_window_share < 1)
+        self._statistics = TrainingStatistics(objective, drawn=objective.uses_short_context and window_fraction < 1)
         self.costs = StepCosts()
         self._perplexities: dict[str, LongPerplexity] = {}  # by the name of the validation set
         # Callbacks add functions that take log-likelihoods, weights, short context and batch of each training step.
@@ -117,20 +131,23 @@ class LongContextLM(LightningModule):
 
     @override
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
-        preflight.check_batch(self, batch, self._sequence_group)
-        objective = self.objective.at_step(self.global_step)
-        # 1. Score the short contexts, without gradient. First, so that their buffers are free again before the long
-        #    pass allocates activations.
-        short = self.short_context(batch, batch_idx) if objective.uses_short_context else None
+        group, objective = self._sequence_group, self.objective.at_step(self.global_step)
+        preflight.check_batch(batch, self.backbone, self.objective, self.short_context, group)
+        # 1. Score the tokens in their short contexts, without gradient. This comes first, so that its buffers are free
+        #    again before the long pass allocates activations.
+        short = None
+        if objective.uses_short_context:
+            short = self.short_context.score(self.backbone, batch, seed=self._window_seed(batch_idx), group=group)
         # 2. Score the whole documents, with gradient.
         long = self.log_likelihood(batch)
         # 3. Weight each token by the effect of the long context (Equation 7).
         token_weights = objective(long.detach(), short, batch)
         # 4. Sum the weighted losses (Equation 6). `on_before_optimizer_step` turns the sum into a mean.
         loss = long_cross_entropy(long, token_weights, batch["labels"], divisor=REFERENCE_TOKENS)
+        # 5. Keep sums for the log, and let callbacks see the tokens.
         self._losses[batch_idx] = loss.detach()
-        total = loss.detach() * REFERENCE_TOKENS
-        self._statistics.update(total, long.detach(), token_weights, batch["labels"], cap=objective.largest_weight)
+        cap = objective.largest_weight
+        self._statistics.update(loss.detach(), long.detach(), token_weights, batch["labels"], cap=cap)
         for observe in self.token_observers:
             observe(long.detach(), token_weights, short, batch)
         return loss
@@ -140,9 +157,11 @@ class LongContextLM(LightningModule):
         group = self._sequence_group
         return self.backbone(batch) if group is None else group.sharded_log_likelihood(self.backbone, batch)
 
-    def short_context(self, batch: PackedBatch, batch_idx: int) -> ShortContext:
-        """Score a batch in short contexts, without gradient."""
-        return score_short_context(self, batch, batch_idx, self._sequence_group)
+    def _window_seed(self, batch_idx: int) -> int:
+        """Return the seed for drawing windows: other ones for each batch and process, equal ones in a resumed run."""
+        # The number of the batch over all epochs: `batch_idx` restarts in each epoch.
+        batches = self.trainer.fit_loop.epoch_loop.total_batch_idx if self._trainer else batch_idx
+        return zlib.crc32(f"{torch.initial_seed()} {batches} {self.global_rank}".encode())
 
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -159,14 +178,10 @@ class LongContextLM(LightningModule):
         # 2. Refuse the step if a loss is not finite: after 1, so that no process waits for one that has stopped. The
         #    CPU waits for the accelerator here and in 1, nowhere else.
         preflight.check_finite(losses, self, mean=values["loss"])
-        # 3. Replace the divisors so far by the step's. Lightning divided the loss by the number of batches, and the
-        #    strategy divided the gradients by the number of processes.
+        # 3. Divide the gradients by the number of tokens of the step.
         batches = self.trainer.accumulate_grad_batches * self.trainer.world_size
-        divisor = float(self._statistics.step_divisor) / (REFERENCE_TOKENS * batches)
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(divisor)
-        values["gradient_norm"] /= divisor
+        divisor = float(self._statistics.step_divisor)
+        values["gradient_norm"] /= normalize_gradients(self.parameters(), divisor, batches=batches)
         # 4. Log the means and costs.
         self.log_dict({f"train/{name}": value for name, value in values.items()}, batch_size=1)
         self.log("loss", values["loss"], prog_bar=True, logger=False, batch_size=1)
@@ -185,17 +200,17 @@ class LongContextLM(LightningModule):
 
     @override
     def on_fit_start(self) -> None:
-        preflight.check_fit(self, self.trainer.datamodule)  # type: ignore[attr-defined]
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        preflight.check_fit(self.objective, self.loading, self.backbone, data)
         # Hugging Face models arrive in eval mode and Lightning keeps it: dropout and checkpointing would be off.
         self.backbone.train()
         # An earlier run may have been interrupted within a step, and have had other weights at the same step.
         self._start_step()
         self.costs.start_step()
-        self.float8_layers = Float8Layers()
         self.on_validation_start()  # training needs the same scoring checks
-        if self.objective.uses_short_context and self.short_context_method == "sliding_window":
+        if self.objective.uses_short_context and self.short_context.method == "sliding_window":
             with self.trainer.precision_plugin.forward_context():
-                check_attention_window(self.backbone, self.sink_tokens)
+                check_attention_window(self.backbone, self.short_context.sink_tokens)
 
     @override
     def on_train_end(self) -> None:
@@ -266,15 +281,23 @@ class LongContextLM(LightningModule):
     on_test_start = on_predict_start = on_validation_start
     on_test_epoch_start = on_validation_epoch_start
 
+    def check_early(self, sequence_length: int | None, sequence_parallel_size: int = 1) -> None:
+        """Check all settings before text is tokenized or weights are loaded; without training, there is no length."""
+        preflight.check_early(
+            self.objective,
+            self.short_context,
+            self.loading,
+            sequence_length=sequence_length,
+            sequence_parallel_size=sequence_parallel_size,
+        )
+
     @override
     def configure_model(self) -> None:
         if "backbone" not in self._modules:
             if (group := self._sequence_group) is not None:
-                preflight.check_early(self, None, group.size)
+                self.check_early(None, group.size)
                 # `auto` may choose another implementation.
                 self.loading = replace(self.loading, attn_implementation="sdpa")
-            if self._trainer:
-                preflight.check_short_dtype(self, self.trainer.strategy)
             self.backbone = load_trainer_backbone(self._trainer, self.loading)
             if self._trainer:
                 self.to(self.trainer.strategy.root_device)  # moves the metrics and sets `self.device`
@@ -287,18 +310,30 @@ class LongContextLM(LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        add_contents(checkpoint, self, self.training_facts(), self._frozen_fingerprint)
+        data = getattr(self.trainer, "datamodule", None)
+        checkpoint |= checkpoint_contents.run_contents(self.run_id, self.costs.totals, self.config_text, self.spans)
+        checkpoint |= checkpoint_contents.export_contents(self.backbone.base_model, self.training_facts(), data)
+        if self._frozen_fingerprint is not None:
+            sharded = saves_shards(self.trainer.strategy)
+            checkpoint_contents.leave_out_frozen_weights(checkpoint, self, self._frozen_fingerprint, sharded=sharded)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        check_contents(checkpoint, self, self._frozen_fingerprint)
-        self.costs.totals |= checkpoint.get(COSTS_KEY, {})
+        checkpoint_contents.check_contents(
+            checkpoint,
+            self,
+            self.backbone.base_model,
+            self.loading,
+            fingerprint=self._frozen_fingerprint,
+            resumes=self._trainer is not None and self.trainer.state.fn == "fit",
+        )
+        self.costs.totals |= checkpoint.get(checkpoint_contents.COSTS_KEY, {})
 
     def training_facts(self) -> TrainingFacts:
         """Return facts about the run so far, for checkpoints and the card of an exported model."""
         return TrainingFacts(
             **loading_facts(self.loading, self.backbone.base_model.config),
-            **objective_facts(self.objective, self.context_length, self.stride, self.short_context_method),
+            **objective_facts(self.objective, self.context_length, self.stride, self.short_context.method),
             **run_facts(self.trainer, self._evaluated_at),
             resumes=[{"step": span.step, "changed": span.changed} for span in self.spans if span.changed],
         )

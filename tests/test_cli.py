@@ -22,8 +22,8 @@ from lightning_modules.commands.cli.lightning_cli import LongceCLI, PartCLI
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.plan.scoring import describe_scoring_time
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models import short_context
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
-from lightning_modules.training import step
 from tests.conftest import make_text, tiny_config, tiny_model
 from tests.support.runs import TIMES
 
@@ -190,10 +190,12 @@ def test_stored_influence_survives_a_kill_and_trains_like_longce_without_short_p
     assert advice == [*stored, "--model.objective.gamma", "5"]
 
     losses = []
-    short_pass = step.short_log_likelihood
+    short_pass = short_context.short_log_likelihood
     for name, options in (("online", []), ("stored", advice)):
         passes = []
-        monkeypatch.setattr(step, "short_log_likelihood", lambda *a, p=passes, **k: p.append(1) or short_pass(*a, **k))
+        monkeypatch.setattr(
+            short_context, "short_log_likelihood", lambda *a, p=passes, **k: p.append(1) or short_pass(*a, **k)
+        )
         (tmp_path / name).mkdir()
         longce(*fit, *options, monkeypatch=monkeypatch, folder=tmp_path / name)
         assert len(passes) == (4 if name == "online" else 0)

@@ -274,7 +274,7 @@ def test_windows(boundaries, context_length, stride):
 def test_drawn_windows(count, share, seed):
     windows = [(0, window) for window in short_context_windows([0, 20], context_length=2, stride=3)][:count]
     if not 0 < share <= 1:
-        refused(lambda: draw_windows(windows, share, seed=seed), "`short_window_share`")
+        refused(lambda: draw_windows(windows, share, seed=seed), "`window_fraction`")
         return
     drawn, probability = draw_windows(windows, share, seed=seed)
     assert drawn == [window for window in windows if window in drawn]

@@ -65,13 +65,12 @@ def _cases() -> Iterator[Case]:
     yield step("8 layers, bf16: LongCE, selective checkpointing", settings={"gradient_checkpointing": "selective"})
     yield step("8 layers, bf16: LongCE, 4 packed documents", documents=4)
     yield step("8 layers, bf16: LongCE, compiled", settings={"compile": True})
-    yield step("8 layers, bf16: LongCE, short pass in float8", settings={"short_dtype": "float8"})
     for number in (2, 3):
         flash = {"attn_implementation": f"flash_attention_{number}"}
         yield step(f"8 layers, bf16: LongCE, FlashAttention-{number}", settings=flash)
         yield step(f"8 layers, bf16: LongCE, FlashAttention-{number}, packed", documents=4, settings=flash)
-    both = {"compile": True, "short_dtype": "float8", "attn_implementation": "flash_attention_3"}
-    yield step("8 layers, bf16: LongCE, compiled, float8, FlashAttention-3", settings=both)
+    both = {"compile": True, "attn_implementation": "flash_attention_3"}
+    yield step("8 layers, bf16: LongCE, compiled, FlashAttention-3", settings=both)
     residual = {"residual_dtype": "float32"}
     yield step("8 layers, fp32 + autocast: LongCE, float32 residual stream", autocast=True, settings=residual)
     yield step("8 layers, bf16: LongCE, offloaded activations", settings={"offload_activations": True})
@@ -133,8 +132,6 @@ def predict(case: Case, sizes: Sizes, device: str) -> tuple[Flops, float]:
             offload_activations=bool(case.settings.get("offload_activations")),
         )
         memory = training_memory(shape, activations, training).peak
-    if case.settings.get("short_dtype") == "float8":
-        memory += shape.quantizable
     if case.kind == "authors":  # logits, their float32 copy, its softmax and both gradients
         memory += sizes.tokens * shape.vocabulary * (2 + 4 + 4 + 4 + 2)
     return flops * case.documents, memory

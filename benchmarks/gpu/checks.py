@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer, seed_everything
@@ -26,7 +26,6 @@ from lightning_modules.batch import PackedBatch, batch_to, pack_sequence
 from lightning_modules.functional import key_token_mask, long_cross_entropy
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.loading import load_backbone
-from lightning_modules.models.optimizations import ShortDType
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO, newest_checkpoint
 
@@ -50,14 +49,10 @@ class NotAvailableError(Exception):
     """This version or machine lacks an option, a package or the memory that a row needs."""
 
 
-def build_module(
-    device: str, *, autocast: bool = False, optional: bool = False, short_dtype: Any = None, **settings: Any
-) -> LongContextLM:
+def build_module(device: str, *, autocast: bool = False, optional: bool = False, **settings: Any) -> LongContextLM:
     """Build a random model on the device, as training loads it; ``optional`` settings may not exist."""
     try:
-        if short_dtype not in (None, *get_args(ShortDType)):
-            raise ValueError(f"`short_dtype: {short_dtype}` does not exist.")
-        module = LongContextLM(short_dtype=short_dtype, **settings)
+        module = LongContextLM(**settings)
         with torch.device(device):
             module.backbone = load_backbone(module.loading, device=device, autocast=autocast)
     except (TypeError, ValueError, ImportError, OSError) as error:
@@ -106,7 +101,7 @@ def step_checks(device: str) -> Iterator[tuple[str, Callable[[], dict[str, Any]]
 def _run_step(module: LongContextLM, batch: PackedBatch) -> dict[str, Tensor]:
     """Return log-likelihoods, key tokens and gradients of a LongCE step."""
     module.zero_grad()
-    short = module.short_context(batch, 0)
+    short = module.short_context.score(module.backbone, batch)
     long = module.log_likelihood(batch)
     weights = module.objective(long.detach(), short, batch)
     long_cross_entropy(long, weights, batch["labels"]).backward()

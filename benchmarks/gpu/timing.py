@@ -17,7 +17,6 @@ from lightning_modules.batch import PackedBatch, batch_to, pack_sequence
 from lightning_modules.commands.plan.flops import ATTENTION_BACKWARD
 from lightning_modules.commands.plan.memory import GIB
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.models.optimizations import Float8Layers
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.objectives import CrossEntropy, LongCE
 
@@ -75,7 +74,6 @@ def _score(_: LongContextLM, function: Callable[[], object], device: str, autoca
 def _step(
     module: LongContextLM, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, device: str, autocast: bool
 ) -> None:
-    module.float8_layers = Float8Layers()  # a trainer's step count would renew them
     with half_precision(device, autocast=autocast):
         value = loss()
     value.backward()

@@ -90,7 +90,6 @@ def recall_records(
     slot: int = 16,
     seed: int = 0,
     second_dialect: float = 0.0,
-    indirect: bool = False,
 ) -> Iterator[RecallRecord]:
     """Generate documents in which some words depend on the far context.
 
@@ -117,16 +116,12 @@ def recall_records(
         slot: Mean number of words between events. Documents with fewer are faster to learn from.
         seed: Document ``i`` depends only on the seed, ``i`` and the other arguments; the language is always the same.
         second_dialect: Fraction of the documents whose local words follow a second grammar.
-        indirect: Whether answers have to be inferred, as `IndirectWriter` describes. A value is then looked up by its
-            name and paraphrased, and counting which word followed another before does not find it.
     """
-    from datamodules.recall.indirect import IndirectWriter  # which builds on this module
-
     _check_slot(slot)
     if not 0 <= second_dialect <= 1:
         raise ValueError(f"`second_dialect` must be in [0, 1], got {second_dialect}.")
     for index in range(count):
-        writer = (IndirectWriter if indirect else Writer)((seed, index), slot, second_dialect)
+        writer = Writer((seed, index), slot, second_dialect)
         yield RecallRecord(tuple(writer.words(length)))
 
 

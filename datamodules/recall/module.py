@@ -25,7 +25,6 @@ class RecallSource:
     slot: int
     seed: int
     second_dialect: float = 0.0
-    indirect: bool = False
 
     def __iter__(self) -> Iterator[Document]:
         for index, text in enumerate(recall_documents(**asdict(self))):
@@ -50,7 +49,6 @@ class RecallDataModule(PackedTextDataModule):
         test_documents: Number of documents to test on.
         seed: Seed of the documents and of the order of the training sequences.
         second_dialect: Fraction of the documents in the second dialect.
-        indirect: Whether answers have to be inferred instead of repeated; see `recall_records`.
         **kwargs: See :class:`PackedTextDataModule`.
     """
 
@@ -65,7 +63,6 @@ class RecallDataModule(PackedTextDataModule):
         test_documents: PositiveInt = 32,
         seed: NonNegativeInt = 0,
         second_dialect: float = 0.0,
-        indirect: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -80,7 +77,7 @@ class RecallDataModule(PackedTextDataModule):
         self.train_documents = train_documents
         self.document_length = document_length or sequence_length - 1  # <bos> fills the sequence
         self.slot = slot
-        self.second_dialect, self.indirect = second_dialect, indirect
+        self.second_dialect = second_dialect
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -95,4 +92,4 @@ class RecallDataModule(PackedTextDataModule):
         counts = (self.train_documents, self.validation_documents or 0, self.test_documents or 0)
         number = ("train", "validation", "test").index(split)
         count, length, slot = int(counts[number]), int(self.document_length), int(self.slot)
-        return RecallSource(count, length, slot, int(3 * self.seed + number), self.second_dialect, self.indirect)
+        return RecallSource(count, length, slot, int(3 * self.seed + number), self.second_dialect)

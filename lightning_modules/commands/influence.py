@@ -18,7 +18,7 @@ from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.config import ModelConfig, is_served
 from lightning_modules.models.identity import check_same_model, model_identity
 from lightning_modules.models.loading import check_model, load_backbone
-from lightning_modules.models.lockstep import Scorer
+from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.served.scorer import connect
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
 from lightning_modules.objectives import LongCE, StoredInfluence, unwrap

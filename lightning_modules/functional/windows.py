@@ -99,7 +99,7 @@ def draw_windows(
     Returns:
         The drawn windows in their original order, and the fraction that was drawn: the probability of each window.
     """
-    check_fraction("`short_window_share`", fraction)
+    check_fraction("`window_fraction`", fraction)
     count = max(1, round(fraction * len(windows)))
     if count >= len(windows):
         return list(windows), 1.0

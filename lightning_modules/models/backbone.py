@@ -1,7 +1,8 @@
 """A Hugging Face causal LM that computes log-likelihoods of tokens instead of logits."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -15,6 +16,7 @@ from lightning_modules.batch import PackedBatch, known_scored, max_token_id, pac
 from lightning_modules.functional import token_log_likelihood
 from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.functional.log_likelihood import Head
+from lightning_modules.functional.top_tokens import with_greedy
 from lightning_modules.models.adapters import active_module, is_peft_model
 from lightning_modules.models.attention import (
     AttentionWindow,
@@ -23,8 +25,9 @@ from lightning_modules.models.attention import (
     index_free_length,
     isolation_arguments,
 )
-from lightning_modules.models.context_extension.rotary_checks import check_rotary
+from lightning_modules.models.context_extension.rotary_checks import check_rotary, check_static
 from lightning_modules.models.optimizations import last_layer_reads_from, no_autocast_cache
+from lightning_modules.models.scorer import Scorer
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -38,7 +41,13 @@ HeadFunction = Callable[..., Result]
 """Computes something from ``[B, T, D]`` last hidden states, the head, ``[B, T]`` labels and ``scored`` of the batch."""
 
 
-class Backbone(nn.Module):
+TOKENS_PER_PASS = 32_768
+"""Tokens of short sequences in one forward pass on an accelerator; a longer sequence has its own pass."""
+
+TOKENS_PER_PASS_CPU = 4096
+
+
+class Backbone(Scorer):
     """Scores packed sequences with a causal LM, without ever holding the logits of a whole sequence.
 
     All computation goes through `forward`, so that wrappers (DDP, FSDP2) see decoder and head as one module. Code that
@@ -48,8 +57,6 @@ class Backbone(nn.Module):
         model: A Hugging Face causal LM, or a peft model around one (without prompt learning).
 
     Attributes:
-        is_sharded: Whether each forward pass gathers weights from all processes, which must make the same number.
-        in_lockstep: Whether the model is inside a `lockstep` block.
         cache_use: How the model generates, as measured by `lightning_modules.tasks.generation`.
     """
 
@@ -63,7 +70,6 @@ class Backbone(nn.Module):
         # In a stateful model, the state passes from token to token, so neither positions nor a mask can isolate
         # documents or skip tokens. `check_scoring` measures this for other models; here weights could hide the effect.
         self.isolates_documents = self.trims_last_layer = not self.is_stateful
-        self.is_sharded = self.in_lockstep = False
         self.cache_use: CacheUse | None = None
         self._longest_warned = 0
         if self.base_model.get_output_embeddings() is None or self.decoder is None:
@@ -109,6 +115,20 @@ class Backbone(nn.Module):
         if isinstance(weight, DTensor) and weight.device.type == "cpu":
             return torch.device(weight.device_mesh.device_type)
         return weight.device
+
+    @property
+    def log_likelihood_dtype(self) -> torch.dtype:
+        """Return the dtype of log-likelihoods, float32 or float64."""
+        return torch.promote_types(self.base_model.dtype, torch.float32)
+
+    @property
+    def tokens_per_pass(self) -> int:
+        """Return the number of tokens in a batch of short sequences, which is smaller on a CPU."""
+        return TOKENS_PER_PASS_CPU if self.device.type == "cpu" else TOKENS_PER_PASS
+
+    def windows_per_pass(self, window_length: int) -> int:
+        """Return the number of windows in one forward pass: one on a CPU, where larger passes are not faster."""
+        return 1 if self.device.type == "cpu" else max(1, TOKENS_PER_PASS // window_length)
 
     @property
     def _embedding(self) -> nn.Parameter:
@@ -158,6 +178,10 @@ class Backbone(nn.Module):
             with last_layer_reads_from(self.decoder, first_scored - 1 if trims else 0):
                 hidden_states = self.hidden_states(batch, exchange, window)
             return head_fn(hidden_states, self.head, batch["labels"], scored=known_scored(batch))
+
+    def with_greedy(self, batch: PackedBatch, places: Sequence[slice]) -> tuple[Tensor, Tensor]:
+        """Return ``[B, T]`` log-likelihoods in nats, and ``[B, T]`` likeliest tokens at ``places`` of each sequence."""
+        return self(batch, head_fn=partial(with_greedy, places=places))
 
     def unsharded(self, function: Callable[[], Result]) -> Result:
         """Call a function that uses the decoder, head or model directly, with unsharded weights.
@@ -260,6 +284,10 @@ class Backbone(nn.Module):
                 f"Token id {largest} is beyond the embedding of {self.vocabulary_size} tokens of"
                 f" `{type(self.base_model).__name__}`: use the model's own tokenizer."
             )
+
+    def check_compares_contexts(self) -> None:
+        """Raise a ``ValueError`` for RoPE that depends on the length of the text: contexts would rotate differently."""
+        check_static(self.base_model.config, compares=True)
 
     @property
     def attention(self) -> str:

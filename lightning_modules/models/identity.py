@@ -66,7 +66,9 @@ def model_identity(config: ModelConfig) -> str:
     config loads from another repository. A served model is asked for it, and probed.
     """
     if is_served(config.pretrained_model_name_or_path):
-        return connect(config).verify()
+        scorer = connect(config)
+        scorer.verify()
+        return scorer.identity
     name, with_code = str(config.pretrained_model_name_or_path), config.trust_remote_code
     if is_gguf(name):
         return f"sha256:{content_hash(Path(local_or_hub(name, 'model')))}"

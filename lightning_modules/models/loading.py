@@ -29,9 +29,9 @@ from lightning_modules.models.context_extension.methods import extend_config
 from lightning_modules.models.context_extension.rope_types import own_type
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
 from lightning_modules.models.gguf import model_folder
-from lightning_modules.models.lockstep import Scorer
 from lightning_modules.models.optimizations import compile_layers, enable_checkpointing, use_bfloat16_residual
 from lightning_modules.models.progress import report_progress
+from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.served.scorer import connect
 from lightning_modules.models.tokenization.tokenizer import not_loaded
 from lightning_modules.utilities.errors import did_you_mean

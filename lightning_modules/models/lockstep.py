@@ -8,12 +8,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_modules.batch import unscored_token
-from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations import eval_mode
-from lightning_modules.models.served.scorer import RemoteScorer
-
-Scorer = Backbone | RemoteScorer
-"""Computes the log-likelihoods of token ids, in this process or on servers."""
+from lightning_modules.models.scorer import Scorer
 
 
 @contextmanager
@@ -29,7 +25,7 @@ def lockstep(backbone: Scorer) -> Iterator[Callable[..., Any]]:
         ``run(function, *args, **kwargs)``, which calls a function that makes one forward pass: the backbone, or its
         method `Backbone.unsharded`.
     """
-    if isinstance(backbone, RemoteScorer) or not backbone.is_sharded:
+    if not backbone.is_sharded:
         yield lambda function, *args, **kwargs: function(*args, **kwargs)
         return
 

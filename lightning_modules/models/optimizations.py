@@ -1,14 +1,12 @@
-"""Memory and speed optimizations, of which only float8 changes results, and context managers for a model's modes."""
+"""Memory and speed optimizations that do not change results, and context managers for a model's modes."""
 
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
@@ -17,9 +15,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lightning_modules.models.config import Checkpointing
 from lightning_modules.models.context_extension.patterns import PATTERNS
 from lightning_modules.models.context_extension.rope_types import wrap_attention
-
-ShortDType = Literal["bfloat16", "float8"]
-"""Dtype of the short pass: ``bfloat16`` is autocast, and ``float8`` also that of the products in linear layers."""
 
 ATTENTION_OPERATORS = re.compile(
     r"aten::_scaled_dot_product_(flash|efficient|cudnn)_attention(_for_cpu)?"
@@ -53,11 +48,6 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for submodule in training:
             submodule.training = True
-
-
-def short_precision(device: torch.device, dtype: ShortDType | None) -> AbstractContextManager[Any]:
-    """Run a short pass under autocast to ``dtype``, if one is given."""
-    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 def use_bfloat16_residual(model: nn.Module) -> None:
@@ -199,56 +189,3 @@ def _pad_first(output: Any, start: int) -> Any:
     whole = output.new_zeros(output.shape[0], start + output.shape[1], *output.shape[2:])
     whole[:, start:] = output
     return whole
-
-
-class Float8Linear(nn.Module):
-    """A linear layer that multiplies in float8 (e4m3), with a scale for each token and each output."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight, self.scales = _round_rows(linear.weight.detach())
-        self.bias = linear.bias
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Return ``[.., O]`` bfloat16 outputs of ``[.., I]`` inputs."""
-        tokens, scales = _round_rows(inputs.flatten(0, -2))
-        factors = tokens, self.weight.t(), scales, F.ScalingType.RowWise, self.scales.t(), F.ScalingType.RowWise
-        # Fast accumulation on Hopper, as in torchao
-        outputs = F.scaled_mm(*factors, output_dtype=torch.bfloat16, use_fast_accum=True)
-        outputs = outputs.unflatten(0, inputs.shape[:-1])
-        return outputs if self.bias is None else outputs + self.bias.to(outputs.dtype)
-
-
-def _round_rows(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``[N, D]`` rows in float8, and ``[N, 1]`` float32 scales by which to multiply them."""
-    largest = values.abs().amax(dim=-1, keepdim=True).float().clamp(min=1e-12)
-    scales = largest / torch.finfo(torch.float8_e4m3fn).max
-    return (values / scales).to(torch.float8_e4m3fn), scales
-
-
-class Float8Layers:
-    """Float8 copies of a decoder's linear layers, a byte per weight."""
-
-    def __init__(self) -> None:
-        self._step, self._copies = -1, dict[str, Float8Linear]()
-
-    @contextlib.contextmanager
-    def replace(self, decoder: nn.Module, step: int) -> Iterator[None]:
-        """Replace linear layers by their copies, which are renewed when ``step``, the optimizer step, changes.
-
-        The step, because fused optimizers do not increase the version of a weight. Adapters keep their precision, and
-        so do layers whose sizes are not multiples of 16, as float8 products need.
-        """
-        modules = [(name, module) for name, module in decoder.named_modules() if "lora_" not in name]
-        linears = {name: module for name, module in modules if type(module) is nn.Linear}
-        linears = {name: module for name, module in linears.items() if not any(n % 16 for n in module.weight.shape)}
-        if step != self._step:
-            self._copies.clear()  # before the new ones take memory
-            self._step, self._copies = step, {name: Float8Linear(linear) for name, linear in linears.items()}
-        try:
-            for name, copy in self._copies.items():
-                decoder.set_submodule(name, copy)
-            yield
-        finally:
-            for name, linear in linears.items():
-                decoder.set_submodule(name, linear)

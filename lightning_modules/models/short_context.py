@@ -1,6 +1,9 @@
 """Short log-likelihoods: windows of a batch, or one pass with a limited attention; in eval mode, without gradient."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -9,22 +12,93 @@ from torch import Tensor
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, known_scored
 from lightning_modules.functional import ShortContext
-from lightning_modules.functional.windows import Window, batch_windows, draw_windows, trim_windows, window_batch
+from lightning_modules.functional.checks import check_count, check_fraction
+from lightning_modules.functional.windows import (
+    Window,
+    batch_windows,
+    check_context,
+    draw_windows,
+    trim_windows,
+    window_batch,
+)
 from lightning_modules.models.attention import AttentionWindow
 from lightning_modules.models.backbone import Backbone, HeadFunction
-from lightning_modules.models.context_extension.rotary_checks import check_static
-from lightning_modules.models.lockstep import Scorer, lockstep
+from lightning_modules.models.lockstep import lockstep
 from lightning_modules.models.optimizations import eval_mode
-from lightning_modules.models.served.scorer import RemoteScorer
+from lightning_modules.models.scorer import Scorer
+from lightning_modules.models.sequence_group import SequenceGroup
 
-ShortPass = Literal["windows", "sliding_window"]
+ShortMethod = Literal["windows", "sliding_window"]
 """How short contexts are computed: exactly, or approximately by `sliding_window_log_likelihood`."""
 
-WINDOW_TOKENS_PER_PASS = 32_768
-"""Tokens of the windows in one forward pass on an accelerator; on CPU each pass has one window."""
+ShortDType = Literal["bfloat16"]
+"""Dtype of the short pass, by autocast."""
 
-SERVED_WINDOWS = 1024
-"""Windows that are sent to servers together; they wait for each other before the next ones are sent."""
+
+@dataclass(frozen=True)
+class ShortContextConfig:
+    """How training scores a batch in short contexts; the defaults are those of the paper (Appendix A.2).
+
+    Attributes:
+        context_length: Length K of the shortest short context, in tokens.
+        stride: Number d of tokens that share one short window.
+        method: Exact short windows, or an approximation by one pass with a limited attention.
+        sink_tokens: First tokens of each document that a sliding window attends to as well.
+        dtype: Dtype of the short pass, by default that of the long pass.
+        window_fraction: Fraction of the short windows that are computed, sampled at random for each batch.
+
+    Raises:
+        ValueError: If a value is out of range, or does not belong to the method.
+    """
+
+    context_length: int = 4096
+    stride: int = 1024
+    method: ShortMethod = "windows"
+    sink_tokens: int = 0
+    dtype: ShortDType | None = None
+    window_fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_context(self.context_length, self.stride)
+        check_fraction("`window_fraction`", self.window_fraction)
+        check_count("`sink_tokens`", self.sink_tokens, minimum=0)
+        if self.dtype not in (None, "bfloat16"):
+            raise ValueError(f"`short_dtype` must be bfloat16 or null, got '{self.dtype}' (float8 was removed).")
+        if self.method == "sliding_window" and self.window_fraction < 1:
+            raise ValueError(
+                f"`window_fraction: {self.window_fraction}` samples short windows, and `short_context: sliding_window`"
+                " has none: remove one of the two."
+            )
+        if self.method == "windows" and self.sink_tokens:
+            raise ValueError(f"`sink_tokens: {self.sink_tokens}` needs `short_context: sliding_window`.")
+
+    def score(
+        self, backbone: Backbone, batch: PackedBatch, *, seed: int = 0, group: SequenceGroup | None = None
+    ) -> ShortContext:
+        """Score each token of a training batch in its short context, without gradient.
+
+        Args:
+            backbone: The model in training.
+            batch: ``[B, T]`` packed sequences.
+            seed: Seed for drawing the windows if `window_fraction` is below 1.
+            group: Processes that share the sequences.
+        """
+        half = torch.autocast(backbone.device.type, dtype=torch.bfloat16)
+        with nullcontext() if self.dtype is None else half:
+            if self.method == "sliding_window":
+                return sliding_window_log_likelihood(
+                    backbone, batch, context_length=self.context_length, sinks=self.sink_tokens, group=group
+                )
+            return short_log_likelihood(
+                backbone,
+                batch,
+                context_length=self.context_length,
+                stride=self.stride,
+                window_fraction=self.window_fraction,
+                # All processes of a group must draw the same windows, which they divide among themselves.
+                seed=seed if group is None else group.broadcast(seed),
+                shared_by=None if group is None else group.processes,
+            )
 
 
 @torch.no_grad()
@@ -52,7 +126,8 @@ def short_log_likelihood(
         shared_by: Processes that have the same batch and divide its windows among themselves.
     """
     # 1. Place the windows of all sequences, and leave out those that are not needed.
-    short = torch.zeros_like(batch["labels"], dtype=_find_dtype(backbone))
+    backbone.check_compares_contexts()
+    short = torch.zeros_like(batch["labels"], dtype=backbone.log_likelihood_dtype)
     has_short_context = torch.zeros_like(batch["labels"], dtype=torch.bool)
     windows = batch_windows(batch["document_boundaries"], context_length=context_length, stride=stride)
     windows, drawn = draw_windows(windows, window_fraction, seed=seed)
@@ -79,14 +154,6 @@ def short_log_likelihood(
     return ShortContext(short, has_short_context & batch["labels"].ne(IGNORE_INDEX), drawn)
 
 
-def _find_dtype(backbone: Scorer) -> torch.dtype:
-    """Return the dtype of log-likelihoods; raise a ``ValueError`` if those of two contexts cannot be compared."""
-    if isinstance(backbone, RemoteScorer):
-        return torch.float32
-    check_static(backbone.base_model.config, compares=True)
-    return torch.promote_types(backbone.base_model.dtype, torch.float32)
-
-
 @torch.no_grad()
 def sliding_window_log_likelihood(
     backbone: Backbone,
@@ -94,7 +161,7 @@ def sliding_window_log_likelihood(
     *,
     context_length: int,
     sinks: int = 0,
-    score: Callable[..., Tensor] | None = None,
+    group: SequenceGroup | None = None,
 ) -> ShortContext:
     """Approximate short contexts by one pass in which each layer attends to the last K tokens only.
 
@@ -107,11 +174,12 @@ def sliding_window_log_likelihood(
         context_length: Length K of the short context, in tokens.
         sinks: First tokens of each document that every token attends to as well. Models that were pretrained with full
             attention often need a few.
-        score: Scores a batch within ``window``, by default with the backbone in this process.
+        group: Processes that share the sequences.
     """
-    check_static(backbone.base_model.config, compares=True)
+    backbone.check_compares_contexts()
+    score = backbone if group is None else partial(group.sharded_log_likelihood, backbone)
     with eval_mode(backbone), lockstep(backbone) as run:
-        scored = run(score or backbone, batch, window=AttentionWindow(context_length, sinks))
+        scored = run(score, batch, window=AttentionWindow(context_length, sinks))
     return ShortContext(scored, (batch["position_ids"] > context_length) & batch["labels"].ne(IGNORE_INDEX))
 
 
@@ -129,21 +197,13 @@ def score_windows(
         The windows of a forward pass, and the ``[W, longest window]`` log-likelihoods of their tokens in nats, 0 for
         tokens that are not scored; or the result of ``head_fn``.
     """
-    if isinstance(backbone, RemoteScorer):
-        size = SERVED_WINDOWS
-    else:
-        size = windows_per_pass(backbone.device, max((window.stop - window.start for _, window in windows), default=1))
+    size = backbone.windows_per_pass(max((window.stop - window.start for _, window in windows), default=1))
     options = {} if head_fn is None else {"head_fn": head_fn}
     with eval_mode(backbone), lockstep(backbone) as run:
         for first in range(0, len(windows), size):
             group = windows[first : first + size]
             first_scored = min(window.scored - window.start for _, window in group)
             yield group, run(backbone, window_batch(batch, group), first_scored=first_scored, **options)
-
-
-def windows_per_pass(device: torch.device, window_length: int) -> int:
-    """Return the number of windows in one forward pass."""
-    return 1 if device.type == "cpu" else max(1, WINDOW_TOKENS_PER_PASS // window_length)
 
 
 @torch.no_grad()

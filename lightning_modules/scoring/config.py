@@ -1,5 +1,6 @@
 """Settings of an evaluator and of the commands that use one; importable without torch."""
 
+import warnings
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -7,7 +8,7 @@ from typing_extensions import override
 
 from lightning_modules.models.config import DType, LoadingOptions, ModelConfig, ServerConfig, is_served
 
-Rule = Literal["paper", "authors"]
+KeyTokenRule = Literal["paper", "authors"]
 """How key tokens are transferred from the evaluator's tokens to the model's."""
 
 MAX_ALTERNATIVES = 20
@@ -19,6 +20,14 @@ def tokenizer_name(model: str, tokenizer: str | None, option: str) -> str:
     if tokenizer is None and is_served(model):
         raise ValueError(f"'{model}' is a server, which gets token ids: set {option} to its model's tokenizer.")
     return tokenizer or model
+
+
+def _rename_rule(config: "EvaluatorConfig | ScoreConfig") -> None:
+    """Move a value of ``key_tokens`` to ``key_token_rule``, with a warning."""
+    if config.key_tokens is not None:
+        warnings.warn("`key_tokens` is now called `key_token_rule`: please rename it.", FutureWarning, stacklevel=4)
+        object.__setattr__(config, "key_token_rule", config.key_tokens)  # frozen
+        object.__setattr__(config, "key_tokens", None)
 
 
 @dataclass(frozen=True)
@@ -61,27 +70,30 @@ class EvaluatorConfig(ScoringConfig):
     """Settings of an evaluator.
 
     Args:
-        key_tokens: How key tokens are mapped to the model's tokens: ``paper`` (unchanged for the same tokens, else by
-            Equation 9), or ``authors``, exactly as the authors' package does, to compare with published numbers.
+        key_token_rule: How key tokens are mapped to the model's tokens: ``paper`` (unchanged for the same tokens, else
+            by Equation 9), or ``authors``, exactly as the authors' package does, to compare with published numbers.
         tokenizer: Hub id or local folder of the evaluator's tokenizer; by default the evaluator's own.
         revision: Branch, tag or commit of the evaluator on the hub.
         add_special_tokens: Whether the evaluator's tokenizer adds special tokens, as in the authors' code.
         sharded: Shard the evaluator across all processes (FSDP2) instead of loading a full copy in each, for an
             evaluator that does not fit on a device next to the trained model. Works with every strategy.
+        key_tokens: Earlier name of ``key_token_rule``.
     """
 
-    key_tokens: Rule = "paper"
+    key_token_rule: KeyTokenRule = "paper"
     tokenizer: str | None = None
     revision: str | None = None
     add_special_tokens: bool = True
     sharded: bool = False
+    key_tokens: KeyTokenRule | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _rename_rule(self)
         if self.sharded and is_served(self.evaluator):
             raise ValueError("`sharded` is for an evaluator in the training processes: remove it for a served one.")
-        if self.key_tokens not in get_args(Rule):
-            raise ValueError(f"`key_tokens` must be one of {', '.join(get_args(Rule))}, got {self.key_tokens!r}.")
+        if self.key_token_rule not in (rules := get_args(KeyTokenRule)):
+            raise ValueError(f"`key_token_rule` must be one of {', '.join(rules)}, got {self.key_token_rule!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,11 +134,11 @@ class CommandConfig(ScoringConfig):
             raise ValueError(f"'{model}' is a server, which extends its context itself: remove `context_extension`.")
         return self.loading(model, context_extension=self.context_extension)
 
-    def evaluator_config(self, key_tokens: Rule = "paper") -> EvaluatorConfig:
+    def evaluator_config(self, key_token_rule: KeyTokenRule = "paper") -> EvaluatorConfig:
         """Return the settings of the evaluator."""
         shared = {each.name: getattr(self, each.name) for each in fields(ScoringConfig)}
         special, tokenizer = self.evaluator_add_special_tokens, self.evaluator_tokenizer
-        return EvaluatorConfig(**shared, key_tokens=key_tokens, add_special_tokens=special, tokenizer=tokenizer)
+        return EvaluatorConfig(**shared, key_token_rule=key_token_rule, add_special_tokens=special, tokenizer=tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,17 +147,23 @@ class ScoreConfig(CommandConfig):
 
     Args:
         model: Hub id, local folder or server of the model to evaluate.
-        key_tokens: How key tokens are mapped to the model's tokens: ``paper`` (unchanged for the same tokens, else by
-            Equation 9), or ``authors``, exactly as the authors' package does, to compare with published numbers.
+        key_token_rule: How key tokens are mapped to the model's tokens: ``paper`` (unchanged for the same tokens, else
+            by Equation 9), or ``authors``, exactly as the authors' package does, to compare with published numbers.
         key_tokens_only: Skip the evaluator's short pass for tokens that cannot be key, because their long-context
             log-likelihood is at most ``beta``. The stored scores then cannot serve a lower ``beta`` or soft LongPPL.
         output: JSON file for the results.
+        key_tokens: Earlier name of ``key_token_rule``.
     """
 
     model: str
-    key_tokens: Rule = "paper"
+    key_token_rule: KeyTokenRule = "paper"
     key_tokens_only: bool = False
     output: str | None = None
+    key_tokens: KeyTokenRule | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _rename_rule(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import Window
 from lightning_modules.functional.checks import check_count
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.lockstep import Scorer
+from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.short_context import score_windows
 
 MAX_AUTO_CONTEXT = 2**20

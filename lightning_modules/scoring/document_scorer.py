@@ -13,7 +13,8 @@ from lightning_modules.batch import PackedBatch
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.identity import model_identity
 from lightning_modules.models.loading import has_weights
-from lightning_modules.models.lockstep import Scorer, lockstep
+from lightning_modules.models.lockstep import lockstep
+from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.served.dialects import AnswerError
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.scoring.context_lengths import ContextLadder, ContextLengths

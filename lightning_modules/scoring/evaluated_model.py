@@ -12,8 +12,8 @@ from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.identity import check_same_model, describe_model, model_identity
 from lightning_modules.models.loading import check_model, load_scorer
-from lightning_modules.models.lockstep import Scorer
 from lightning_modules.models.provenance import Provenance
+from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.checks import check_log_likelihood, warn_of_chance
 from lightning_modules.scoring.config import tokenizer_name

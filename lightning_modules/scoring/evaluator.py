@@ -14,15 +14,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.batch import PackedBatch, batch_to
-from lightning_modules.functional import LikeliestTokens
-from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.config import is_served
 from lightning_modules.models.identity import check_same_model, describe_model, model_identity
 from lightning_modules.models.loading import check_model, load_scorer
-from lightning_modules.models.lockstep import Scorer, any_rank, lockstep
+from lightning_modules.models.lockstep import any_rank, lockstep
 from lightning_modules.models.provenance import Provenance
+from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
-from lightning_modules.scoring.alternatives import Alternatives, long_and_short_alternatives
 from lightning_modules.scoring.checks import check_log_likelihood, warn_of_chance
 from lightning_modules.scoring.config import EvaluatorConfig, tokenizer_name
 from lightning_modules.scoring.document_scorer import DocumentScorer
@@ -95,7 +93,7 @@ class Evaluator:
             tokenizer,
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
-            trimmed_offsets=config.key_tokens == "authors",
+            trimmed_offsets=config.key_token_rule == "authors",
         )
         self.identity = model_identity(self._loading)
         self._scores: dict[str, TokenScores] = {}
@@ -118,7 +116,7 @@ class Evaluator:
         default those of the settings, and ``name`` is the document's in messages.
         """
         alpha, beta = thresholds or (self.config.alpha, self.config.beta)
-        rule = self.config.key_tokens
+        rule = self.config.key_token_rule
         scores = self.scores(text, device=device, name=name, beta=beta if key_tokens_only else None)
         key, alignment = find_key_tokens(scores, tokens, alpha=alpha, beta=beta, rule=rule)
         spans = key_spans(scores, alpha=alpha, beta=beta)
@@ -145,19 +143,6 @@ class Evaluator:
         self._scores[sha256] = scores
         return scores
 
-    def alternatives(
-        self, text: str, *, count: int = 5, device: torch.device | str = "cpu", name: str = "document"
-    ) -> Alternatives:
-        """Find the ``count`` likeliest candidates for each token of a text in both contexts; they are not stored."""
-        batch = self.encode(text, name=name)
-        backbone = self._get_backbone(device)
-        if not isinstance(backbone, Backbone):
-            raise ValueError(f"'{self.name}' is a server, which does not rank other tokens.")
-        backbone.check_batch(batch)
-        sizes = {"context_length": self.config.context_length, "stride": self.config.stride}
-        both = long_and_short_alternatives(backbone, batch_to(batch, backbone.device), count=count, **sizes)
-        return Alternatives(*(LikeliestTokens(*(tensor[0] for tensor in context)) for context in both))
-
     def encode(self, text: str, *, name: str = "document", max_tokens: int | None = None) -> PackedBatch:
         """Return a text in the evaluator's tokens as a batch of one; for the arguments see `encode_document`."""
         return encode_document(
@@ -167,6 +152,16 @@ class Evaluator:
     def cut(self, text: str, max_tokens: int, *, name: str = "document") -> str:
         """Return the text of a document's first tokens, without a character of which a part would be missing."""
         return self.encode(text, name=name, max_tokens=max_tokens)["text"][0]
+
+    def backbone(self, device: torch.device | str = "cpu") -> Scorer:
+        """Return the model, which is loaded at its first use, or the connection to its server."""
+        if self._backbone is None:
+            log.info("Loading the evaluator '%s'.", self.name)
+            with torch.inference_mode(mode=torch.is_inference_mode_enabled() and not self.config.sharded):
+                backbone = self._load_backbone(device)
+            check_same_model(self.identity, self._loading)
+            self._backbone = backbone
+        return self._backbone
 
     def provenance(self, device: torch.device | str = "cpu") -> Provenance:
         """Return what identifies the evaluator on a device."""
@@ -186,7 +181,7 @@ class Evaluator:
     def _lockstep(self, device: torch.device | str, *, has_text: bool) -> Iterator[None]:
         """Keep a sharded model's processes in lockstep, if any of them has a text to score."""
         if self.config.sharded and any_rank(has_text, device):
-            backbone = self._get_backbone(device)
+            backbone = self.backbone(device)
             with torch.inference_mode(mode=False), lockstep(backbone):
                 yield
         else:
@@ -237,7 +232,7 @@ class Evaluator:
         try:
             scores = score_text(
                 text,
-                self._get_backbone(device),
+                self.backbone(device),
                 self.tokenizer,
                 context_length=self.config.context_length,
                 stride=self.config.stride,
@@ -276,15 +271,6 @@ class Evaluator:
                 self.cache_dir,
                 error.strerror or error,
             )
-
-    def _get_backbone(self, device: torch.device | str) -> Scorer:
-        if self._backbone is None:
-            log.info("Loading the evaluator '%s'.", self.name)
-            with torch.inference_mode(mode=torch.is_inference_mode_enabled() and not self.config.sharded):
-                backbone = self._load_backbone(device)
-            check_same_model(self.identity, self._loading)
-            self._backbone = backbone
-        return self._backbone
 
     def _load_backbone(self, device: torch.device | str) -> Scorer:
         if self.config.sharded:

@@ -13,7 +13,7 @@ from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import soft_influence, transfer_influence
 from lightning_modules.functional.checks import find_impossible
 from lightning_modules.functional.windows import batch_windows
-from lightning_modules.models.lockstep import Scorer
+from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.models.tokenization.detokenization import TokenCharacters
 from lightning_modules.scoring.evaluator import score_text

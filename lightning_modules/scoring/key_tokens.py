@@ -28,7 +28,7 @@ from lightning_modules.functional import (
     transfer_influence,
     unit_spans,
 )
-from lightning_modules.scoring.config import Rule
+from lightning_modules.scoring.config import KeyTokenRule
 from lightning_modules.scoring.token_scores import TokenScores
 
 Alignment = Literal["tokens", "characters", "authors"]
@@ -83,8 +83,8 @@ class Coverage(NamedTuple):
         return (
             f"{odd[0] / max(sizes[0], 1):.1%} of the model's tokens and {odd[1] / max(sizes[1], 1):.1%} of the"
             " evaluator's share a character with another one or cover none, and key tokens were transferred as"
-            " character spans, which cannot distinguish such tokens. With `key_tokens: paper` and an evaluator that has"
-            " the model's tokenizer, each token is decided by itself."
+            " character spans, which cannot distinguish such tokens. With `key_token_rule: paper` and an evaluator that"
+            " has the model's tokenizer, each token is decided by itself."
         )
 
 
@@ -100,7 +100,7 @@ def find_key_tokens(
     *,
     alpha: float = 2.0,
     beta: float = -2.0,
-    rule: Rule = "paper",
+    rule: KeyTokenRule = "paper",
 ) -> KeyTokens:
     """Find the key tokens of a document.
 

@@ -71,10 +71,10 @@ def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any
     if config.output is not None:
         check_output(config.output)
     evaluated_model = EvaluatedModel(config.model_loading(model), find_device(config.device), config.model_tokenizer)
-    evaluator_model = Evaluator(config.evaluator_config(config.key_tokens))
+    evaluator_model = Evaluator(config.evaluator_config(config.key_token_rule))
     if config.max_tokens is not None:  # in the evaluator's tokens, so that all models get the same text
         texts = {name: evaluator_model.cut(text, config.max_tokens, name=name) for name, text in texts.items()}
-    trimmed = config.key_tokens == "authors"
+    trimmed = config.key_token_rule == "authors"
     documents = evaluated_model.read(texts, add_special_tokens=config.add_special_tokens, trimmed_offsets=trimmed)
     device = evaluated_model.device
     provenance = {"model": evaluated_model.provenance, "evaluator": evaluator_model.provenance(device)}
@@ -109,7 +109,7 @@ def _describe_settings(config: ScoreConfig, texts: Iterable[str]) -> dict[str, A
     return {
         "texts": hashlib.sha256("".join(map(text_sha256, texts)).encode()).hexdigest()[:16],
         **{name: getattr(config, name) for name in (*names, *numbers)},
-        "key_token_rule": config.key_tokens,
+        "key_token_rule": config.key_token_rule,
     }
 
 

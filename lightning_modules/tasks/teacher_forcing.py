@@ -1,7 +1,6 @@
 """Score right answers by teacher forcing: a single pass without generation."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,19 +10,10 @@ from torch import Tensor
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional.checks import find_impossible
-from lightning_modules.functional.top_tokens import with_greedy
-from lightning_modules.models.lockstep import Scorer, lockstep
+from lightning_modules.models.lockstep import lockstep
 from lightning_modules.models.optimizations import eval_mode
-from lightning_modules.models.served.scorer import RemoteScorer
+from lightning_modules.models.scorer import Scorer
 from lightning_modules.tasks.questions.prompter import ForcedAnswer
-
-TOKENS_PER_PASS = 32_768
-"""Maximum tokens per pass on an accelerator, including padding; a longer question has its own pass."""
-
-TOKENS_PER_PASS_CPU = 4096
-
-TOKENS_SERVED = 2**19
-"""Maximum tokens of the questions that are sent to servers together; all are answered before the next ones are sent."""
 
 
 class AnswerScores(NamedTuple):
@@ -60,12 +50,8 @@ def teacher_forced(
     ``done`` is called with the scores of the questions of each pass, by index.
     """
     results: dict[int, AnswerScores] = {}
-    if isinstance(backbone, RemoteScorer):
-        max_tokens = TOKENS_SERVED
-    else:
-        max_tokens = TOKENS_PER_PASS_CPU if backbone.device.type == "cpu" else TOKENS_PER_PASS
     with torch.no_grad(), eval_mode(backbone), lockstep(backbone) as run:
-        for group in group_rows([len(question.input_ids) for question in questions], max_tokens):
+        for group in group_rows([len(question.input_ids) for question in questions], backbone.tokens_per_pass):
             rows = [questions[index] for index in group]
             batch = padded_rows([question.input_ids for question in rows], backbone.device)
             backbone.check_batch(batch)
@@ -102,10 +88,7 @@ def _score_pass(
     backbone: Scorer, batch: PackedBatch, questions: Sequence[ForcedAnswer], run: Callable[..., Any]
 ) -> list[AnswerScores]:
     places = [slice(question.answer_start, len(question.input_ids)) for question in questions]
-    if isinstance(backbone, RemoteScorer):
-        log_likelihood, greedy = backbone.with_greedy(batch, places)
-    else:
-        log_likelihood, greedy = run(backbone, batch, head_fn=partial(with_greedy, places=places))
+    log_likelihood, greedy = run(backbone.with_greedy, batch, places)
     return [
         _answer_scores(question, row[: place.stop].double().cpu(), tokens[place].tolist())
         for question, row, tokens, place in zip(questions, log_likelihood, greedy, places, strict=True)

@@ -1,20 +1,20 @@
 """Additional contents of a checkpoint, and the checks when it is loaded."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_modules.models.adapters import check_same_scaling, trained_state
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.tokenization.tokenizer import tokenizer_to_json
 from lightning_modules.training.checkpoints.io import RUN_ID
-from lightning_modules.training.checkpoints.spans import CONFIG_KEY
+from lightning_modules.training.checkpoints.spans import CONFIG_KEY, Span
 from lightning_modules.training.export.facts import TrainingFacts, builtin_tokenizer, loading_facts
-from lightning_modules.training.fsdp import saves_shards
 
 EXPORT_KEY = "longce_export"
 """Key in a checkpoint for everything except weights that an export needs, as JSON texts."""
@@ -29,36 +29,61 @@ TRAINED_KEY = "trained_weights"
 """Key in a checkpoint that leaves out frozen weights, for the names of the trained ones."""
 
 
-def add_contents(checkpoint: dict[str, Any], module: Any, facts: TrainingFacts, fingerprint: str | None) -> None:
-    """Add the contents that resuming and exporting need, and leave out frozen base weights of adapters.
+def run_contents(run_id: str | None, costs: Mapping[str, float], config: str, spans: Sequence[Span]) -> dict[str, Any]:
+    """Return what a checkpoint keeps about its run: id, costs so far, config (YAML, or empty) and resumes."""
+    contents: dict[str, Any] = {COSTS_KEY: dict(costs)}
+    if run_id is not None:
+        contents[RUN_ID] = run_id
+    if config:
+        contents[CONFIG_KEY] = {"config": config, "spans": json.dumps(spans)}
+    return contents
 
-    Those would take 27 GB for a 7B model. ``fingerprint`` is None if nothing is left out.
-    """
-    model = module.backbone.base_model
-    if module.run_id is not None:
-        checkpoint[RUN_ID] = module.run_id
-    checkpoint[COSTS_KEY] = dict(module.costs.totals)
-    if module.config_text:
-        checkpoint[CONFIG_KEY] = {"config": module.config_text, "spans": json.dumps(module.spans)}
-    checkpoint[EXPORT_KEY] = {
+
+def export_contents(model: PreTrainedModel, facts: TrainingFacts, data: Any) -> dict[str, dict[str, str]]:
+    """Return what an export needs beside the weights; ``data`` is the data module, or None."""
+    texts = {
         "config": model.config.to_json_string(use_diff=False),
         "generation_config": json.dumps(model.generation_config.to_dict(), default=str),
         "facts": facts.to_json(),
     }
-    if (tokenizer := builtin_tokenizer(getattr(module.trainer, "datamodule", None))) is not None:
-        checkpoint[EXPORT_KEY]["tokenizer"] = tokenizer_to_json(tokenizer)
-    if fingerprint is not None:
-        checkpoint[TRAINED_KEY] = [name for name, weight in module.named_parameters() if weight.requires_grad]
-        checkpoint[FINGERPRINT_KEY] = fingerprint
-        if not saves_shards(module.trainer.strategy):
-            checkpoint["state_dict"] = trained_state(module, checkpoint["state_dict"])
+    if (tokenizer := builtin_tokenizer(data)) is not None:
+        texts["tokenizer"] = tokenizer_to_json(tokenizer)
+    return {EXPORT_KEY: texts}
 
 
-def check_contents(checkpoint: Mapping[str, Any], module: Any, fingerprint: str | None) -> None:
-    """Check a checkpoint before a `LongContextLM` loads it; ``fingerprint`` is None if it contains all weights."""
+def leave_out_frozen_weights(checkpoint: dict[str, Any], module: nn.Module, fingerprint: str, *, sharded: bool) -> None:
+    """Leave the frozen base weights of adapters out of a checkpoint: those of a 7B model take 27 GB.
+
+    ``fingerprint`` identifies them. If weights are ``sharded``, the strategy writes them, and leaves them out.
+    """
+    checkpoint[TRAINED_KEY] = [name for name, weight in module.named_parameters() if weight.requires_grad]
+    checkpoint[FINGERPRINT_KEY] = fingerprint
+    if not sharded:
+        checkpoint["state_dict"] = trained_state(module, checkpoint["state_dict"])
+
+
+def check_contents(
+    checkpoint: Mapping[str, Any],
+    module: nn.Module,
+    model: PreTrainedModel,
+    loading: ModelConfig,
+    *,
+    fingerprint: str | None,
+    resumes: bool,
+) -> None:
+    """Check a checkpoint before a module loads it.
+
+    Args:
+        checkpoint: The checkpoint, perhaps without its weights.
+        module: The module that loads it.
+        model: The Hugging Face model inside.
+        loading: How the model was loaded.
+        fingerprint: Hash of the frozen weights, or None if checkpoints contain all weights.
+        resumes: Whether training resumes.
+    """
     if EXPORT_KEY in checkpoint:
-        _check_same_model(checkpoint[EXPORT_KEY], module.backbone.base_model, module.loading)
-    if module._trainer and module.trainer.state.fn == "fit" and "state_dict" in checkpoint:
+        _check_same_model(checkpoint[EXPORT_KEY], model, loading)
+    if resumes and "state_dict" in checkpoint:
         missing = {"optimizer_states", "lr_schedulers", "loops"}.difference(checkpoint)
         if missing or "fit_loop" not in checkpoint["loops"]:
             raise ValueError(
@@ -81,7 +106,7 @@ def check_contents(checkpoint: Mapping[str, Any], module: Any, fingerprint: str 
     if checkpoint.get(FINGERPRINT_KEY) not in (None, fingerprint):
         raise ValueError(
             "The checkpoint's adapters were trained on other weights than those of"
-            f" '{module.loading.pretrained_model_name_or_path}' (or on the same in another `dtype`): set model,"
+            f" '{loading.pretrained_model_name_or_path}' (or on the same in another `dtype`): set model,"
             " revision and dtype as in that run."
         )
 

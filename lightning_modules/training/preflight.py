@@ -3,17 +3,16 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from lightning_modules.batch import PackedBatch
-from lightning_modules.functional.checks import MAX_PROCESSES, check_count, check_fraction
+from lightning_modules.functional.checks import MAX_PROCESSES, check_count
 from lightning_modules.functional.windows import check_context
 from lightning_modules.models.adapters import find_adapters, quantization_config
 from lightning_modules.models.attention import DOCUMENT_SDPA
@@ -22,57 +21,31 @@ from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.context_extension.patterns import PATTERNS
 from lightning_modules.models.context_extension.rotary_checks import check_static
-from lightning_modules.models.loading import check_model, check_quantization, has_weights, load_backbone, load_config
-from lightning_modules.models.lockstep import Scorer
-from lightning_modules.models.optimizations import ShortDType
-from lightning_modules.models.served.scorer import RemoteScorer
-from lightning_modules.models.short_context import ShortPass
+from lightning_modules.models.loading import check_model, check_quantization, has_weights, load_backbone
+from lightning_modules.models.scorer import Scorer
+from lightning_modules.models.sequence_group import SequenceGroup
+from lightning_modules.models.short_context import ShortContextConfig
 from lightning_modules.models.tokenization.tokenizer import warn_of_other_tokenizer
 from lightning_modules.objectives import Objective, unwrap
 from lightning_modules.training.export.facts import loaded_tokenizer
-from lightning_modules.training.sequence_parallel import SequenceGroup
 
 
-class Trainee(Protocol):
-    """The parts of a `LongContextLM` that are checked here."""
-
-    objective: Objective
-    context_length: int
-    stride: int
-    short_context_method: ShortPass
-    sink_tokens: int
-    short_dtype: ShortDType | None
-    short_window_share: float
-    loading: ModelConfig
-    backbone: Backbone
-
-
-def check_settings(module: Trainee) -> None:
-    """Check the constructor's arguments."""
-    check_context(module.context_length, module.stride)
-    check_fraction("`short_window_share`", module.short_window_share)
-    check_drawn_windows(module.objective, module.short_window_share)
-    check_count("`sink_tokens`", module.sink_tokens, minimum=0)
-    if module.short_context_method == "sliding_window":
-        if module.short_window_share < 1:
-            raise ValueError(
-                f"`short_window_share: {module.short_window_share}` samples short windows, and `short_context:"
-                " sliding_window` has none: remove one of the two."
-            )
-    elif module.sink_tokens:
-        raise ValueError(f"`sink_tokens: {module.sink_tokens}` needs `short_context: sliding_window`.")
-
-
-def check_early(module: Trainee, sequence_length: int | None, sequence_parallel_size: int = 1) -> None:
+def check_early(
+    objective: Objective,
+    short_context: ShortContextConfig,
+    loading: ModelConfig,
+    *,
+    sequence_length: int | None,
+    sequence_parallel_size: int = 1,
+) -> None:
     """Check settings before text is tokenized or weights are loaded; ``sequence_length`` is None without training."""
-    objective, loading = module.objective, module.loading
-    if not objective.uses_short_context and (module.short_dtype is not None or module.short_window_share < 1):
+    if not objective.uses_short_context and (short_context.dtype is not None or short_context.window_fraction < 1):
         rank_zero_warn(
-            f"`short_dtype` and `short_window_share` have no effect: {type(objective).__name__} does not use short"
+            f"`short_dtype` and `window_fraction` have no effect: {type(objective).__name__} does not use short"
             " contexts."
         )
     if sequence_length is not None and objective.uses_short_context:
-        check_context(module.context_length, module.stride, sequence_length)
+        check_context(short_context.context_length, short_context.stride, sequence_length)
     if (config := check_model(loading)) is None:
         if sequence_length is not None:
             raise ValueError(f"'{loading.pretrained_model_name_or_path}' is a server, whose model cannot be trained.")
@@ -92,31 +65,13 @@ def check_early(module: Trainee, sequence_length: int | None, sequence_parallel_
 
 def check_loaded(backbone: Scorer, trainer: Trainer, group: SequenceGroup | None = None) -> None:
     """Check the scores of a loaded model on its device; a served one was probed when it was connected."""
-    if isinstance(backbone, RemoteScorer):
+    if not isinstance(backbone, Backbone):
         return
     backbone.check_rotary_dtype()
     with trainer.precision_plugin.forward_context():  # flash attention does not support float32
         check_scoring(backbone)
         if group is not None:
             group.check_backbone(backbone)
-
-
-def check_short_dtype(module: Trainee, strategy: Strategy) -> None:
-    """Raise a ``ValueError`` for a short pass in float8 that the strategy, the model or the GPU does not support."""
-    if module.short_dtype != "float8":
-        return
-    stored = getattr(load_config(module.loading), "quantization_config", None)
-    if isinstance(strategy, ModelParallelStrategy):
-        reason = "sharded weights"
-    elif module.loading.quantization is not None or stored is not None or (module.loading.lora or {}).get("use_dora"):
-        reason = "quantized weights and `lora.use_dora`"
-    elif strategy.root_device.type != "cuda" or torch.cuda.get_device_capability(strategy.root_device) >= (8, 9):
-        return
-    else:
-        reason = (
-            f"'{torch.cuda.get_device_name(strategy.root_device)}', but compute capability 8.9 (Ada, Hopper) or more"
-        )
-    raise ValueError(f"`model.short_dtype: float8` does not support {reason}: set it to bfloat16 or null.")
 
 
 def _check_quantization(loading: ModelConfig, config: PreTrainedConfig, *, fits: bool) -> None:
@@ -129,27 +84,32 @@ def _check_quantization(loading: ModelConfig, config: PreTrainedConfig, *, fits:
         raise ValueError("Quantized weights cannot be trained: set `model.lora` to train adapters instead.")
 
 
-def check_fit(module: Trainee, data: Any) -> None:
+def check_fit(objective: Objective, loading: ModelConfig, backbone: Backbone, data: Any) -> None:
     """Check the loaded model and its data module at the start of training, and warn about settings that add noise."""
-    objective, loading = module.objective, module.loading
     check_cap(objective, getattr(data, "influence_cap", None))
-    check_static(module.backbone.base_model.config, compares=objective.uses_short_context)
+    check_static(backbone.base_model.config, compares=objective.uses_short_context)
     tokenizer = loaded_tokenizer(data)
     if tokenizer is not None and has_weights(path := loading.pretrained_model_name_or_path):
         warn_of_other_tokenizer(tokenizer, path, loading.revision)
-    if objective.uses_short_context and module.backbone.has_dropout:
+    if objective.uses_short_context and backbone.has_dropout:
         rank_zero_warn(
             "The model has dropout, which adds noise to every token weight: it is on in the long pass and off in the"
             " short one. Set `attention_dropout` and `lora_dropout` to 0."
         )
 
 
-def check_batch(module: Trainee, batch: PackedBatch, group: SequenceGroup | None) -> None:
+def check_batch(
+    batch: PackedBatch,
+    backbone: Backbone,
+    objective: Objective,
+    short_context: ShortContextConfig,
+    group: SequenceGroup | None,
+) -> None:
     """Raise a ``ValueError`` for a training batch that does not fit the model, the objective or the sequence group."""
-    module.backbone.check_batch(batch)
-    check_influence(module.objective, "that come with the sequences" if "influence" in batch else None)
-    if module.objective.uses_short_context:
-        check_context(module.context_length, module.stride, batch["input_ids"].shape[1])
+    backbone.check_batch(batch)
+    check_influence(objective, "that come with the sequences" if "influence" in batch else None)
+    if objective.uses_short_context:
+        check_context(short_context.context_length, short_context.stride, batch["input_ids"].shape[1])
     if group is not None:
         group.check_same_batch(batch)
 
@@ -200,7 +160,7 @@ def check_drawn_windows(objective: Objective, window_fraction: float) -> None:
             else "compares the tokens of a sequence, so all of them need a short context"
         )
         raise ValueError(
-            f"The objective {type(objective).__name__} {reason}: set `model.short_window_share` to 1 instead of"
+            f"The objective {type(objective).__name__} {reason}: set `model.window_fraction` to 1 instead of"
             f" {window_fraction}, or choose an objective like LongCE."
         )
 

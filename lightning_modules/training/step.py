@@ -1,49 +1,47 @@
-"""Parts of a training step: its short pass, and sums over its tokens for the logged means."""
+"""Normalization of a training step: gradients of a mean over all its tokens, and means for the log."""
 
 import math
-import zlib
 from collections.abc import Iterable
-from contextlib import nullcontext
-from functools import partial
-from typing import Any
 
 import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.functional import ShortContext
-from lightning_modules.models.optimizations import short_precision
-from lightning_modules.models.short_context import short_log_likelihood, sliding_window_log_likelihood
+from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.objectives import Objective
-from lightning_modules.training.sequence_parallel import SequenceGroup, sequence_group
+from lightning_modules.training.sequence_parallel import sequence_group
+
+REFERENCE_TOKENS = 2**15
+"""Constant divisor of a batch's loss, which `normalize_gradients` cancels, so any constant gives the same step.
+
+One near the length of a sequence keeps float16 gradients in range, and a power of 2 adds no rounding.
+"""
 
 
-def score_short_context(module: Any, batch: PackedBatch, batch_idx: int, group: SequenceGroup | None) -> ShortContext:
-    """Score a training batch in short contexts as a `LongContextLM` is configured, without gradient."""
-    backbone = module.backbone
-    float8 = module.float8_layers.replace(backbone.decoder, module.global_step)
-    with (
-        short_precision(module.device, module.short_dtype),
-        float8 if module.short_dtype == "float8" else nullcontext(),
-    ):
-        if module.short_context_method == "sliding_window":
-            score = None if group is None else partial(group.sharded_log_likelihood, backbone)
-            sizes = {"context_length": module.context_length, "sinks": module.sink_tokens}
-            return sliding_window_log_likelihood(backbone, batch, **sizes, score=score)
-        # The windows drawn depend on the batch's number over all epochs, so that a resumed run draws the same ones.
-        batches = module.trainer.fit_loop.epoch_loop.total_batch_idx if module._trainer else batch_idx
-        seed = zlib.crc32(f"{torch.initial_seed()} {batches} {module.global_rank}".encode())
-        return short_log_likelihood(
-            backbone,
-            batch,
-            context_length=module.context_length,
-            stride=module.stride,
-            window_fraction=module.short_window_share,
-            seed=seed if group is None else group.broadcast(seed),
-            shared_by=None if group is None else group.processes,
-        )
+def normalize_gradients(parameters: Iterable[Tensor], divisor: float, *, batches: int) -> float:
+    r"""Turn the gradients of an optimizer step into those of its mean loss, in place.
+
+    A batch's loss is a sum over its tokens divided by R = `REFERENCE_TOKENS`, because the number of tokens of the whole
+    step is known only after its last batch. Lightning divides each loss by the number of accumulated batches, and the
+    strategy averages the gradients over processes. With ``batches`` B, the product of both,
+
+    .. math:: g = \frac{1}{B} \sum_{b=1}^{B} \nabla \frac{1}{R} \sum_t w_t \, \mathrm{NLL}_t
+              \qquad\Rightarrow\qquad g \cdot \frac{R B}{N} = \nabla \frac{1}{N} \sum_t w_t \, \mathrm{NLL}_t
+
+    Args:
+        parameters: Parameters with the gradients :math:`g`; those without a gradient are skipped.
+        divisor: Divisor N of the step: its number of scored tokens, or the sum of their weights.
+        batches: Number B of batches of all processes in the step.
+
+    Returns:
+        The number that the gradients were divided by, N / (R B).
+    """
+    scale = divisor / (REFERENCE_TOKENS * batches)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.div_(scale)
+    return scale
 
 
 class TrainingStatistics:
@@ -59,28 +57,32 @@ class TrainingStatistics:
     def __init__(self, objective: Objective, *, drawn: bool = False) -> None:
         self.objective = objective
         self.drawn = drawn
+        self._names: list[str] = []  # of the sums
         self._sums: Tensor | None = None
 
     def update(self, loss: Tensor, long: Tensor, token_weights: Tensor, labels: Tensor, *, cap: float | None) -> None:
         """Add a batch, without waiting for the accelerator.
 
-        ``loss`` is a sum over tokens in nats, and ``cap`` the largest weight in this step. The others are ``[B, T]``.
+        ``loss`` is the batch's sum over tokens in nats, divided by `REFERENCE_TOKENS`, and ``cap`` the largest weight
+        in this step. The others are ``[B, T]``.
         """
         scored = labels.ne(IGNORE_INDEX)
-        weight = token_weights.double() * scored
+        weights = token_weights.double() * scored
         # Compare in the weights' dtype: 1.3 in float32 is a little below 1.3 in float64.
-        at_cap = token_weights >= torch.tensor(math.inf if cap is None else cap, dtype=token_weights.dtype)
-        sums = [
-            loss,
-            -long.double().sum(),
-            scored.sum(),
-            weight.sum(),
-            (weight > 1).sum(),
-            (at_cap & scored).sum(),
-            weight.square().sum(),
-            loss.new_full((), labels.numel(), dtype=torch.float64),
-        ]
-        batch = torch.stack([value.double() for value in sums])
+        largest = torch.tensor(math.inf if cap is None else cap, dtype=token_weights.dtype)
+        sums = {
+            "loss": loss,
+            "nll": -long.double().sum(),
+            "tokens": loss.new_full((), labels.numel(), dtype=torch.float64),
+            "scored": scored.sum(),
+            "weights": weights.sum(),
+            "squares": weights.square().sum(),
+            "above_1": (weights > 1).sum(),
+            "at_cap": ((token_weights >= largest) & scored).sum(),
+        }
+        # One tensor, so that processes exchange and the CPU reads all sums at once.
+        batch = torch.stack([value.double() for value in sums.values()])
+        self._names = list(sums)
         self._sums = batch if self._sums is None else self._sums + batch
 
     def compute(self, strategy: Strategy, norm: Tensor | None = None) -> dict[str, Tensor]:
@@ -90,32 +92,32 @@ class TrainingStatistics:
         the CPU together with the sums.
         """
         assert self._sums is not None, "there is a batch before each optimizer step"
-        group = sequence_group(strategy)
-        # The progress bar and loggers read the means, and would wait for an accelerator each time.
+        # 1. Sum over all processes, and read the sums once: loggers would wait for the accelerator each time.
         sums = strategy.reduce(self._sums, reduce_op="sum")
         norm = sums.new_tensor(math.nan) if norm is None else norm.to(sums, non_blocking=True)
         *values, norm = torch.cat([sums, norm[None]]).cpu().unbind()
-        # Each process of a sequence group counts whole sequences, so every token is counted `size` times.
-        loss, nll, tokens, weights, above, capped, squares, step_tokens = (
-            value / (1 if group is None else group.size) for value in values
-        )
-        # If all weights are 0, the gradient is 0 and any divisor will do.
+        # 2. Each process of a sequence group counts whole sequences, so every token is counted `size` times.
+        group = sequence_group(strategy)
+        copies = 1 if group is None else group.size
+        total = {name: value / copies for name, value in zip(self._names, values, strict=True)}
+        # 3. Divide by the tokens of the step. If all weights are 0, the gradient is 0 and any divisor will do.
+        tokens, weights = total["scored"], total["weights"]
         self.step_divisor = weights.where(weights > 0, 1.0) if self.objective.normalized else tokens.clamp(min=1)
         means = {
-            "loss": loss / self.step_divisor,
-            "perplexity": torch.exp(nll / tokens),
+            "loss": total["loss"] * REFERENCE_TOKENS / self.step_divisor,
+            "perplexity": torch.exp(total["nll"] / tokens),
             "gradient_norm": norm,
-            "step_tokens": step_tokens,
+            "step_tokens": total["tokens"],
         }
         has_weights = self.objective.uses_short_context or self.objective.uses_stored_influence
         if has_weights:
             means["weight_mean"] = weights / tokens
         if has_weights and not self.drawn:
-            means["weight_above_1"] = above / tokens
+            means["weight_above_1"] = total["above_1"] / tokens
             # Kish's effective sample size as a fraction: a mean over this many equal weights would be as noisy.
-            means["weight_effective_share"] = weights.square() / (squares * tokens).clamp(min=1e-300)
+            means["weight_effective_share"] = weights.square() / (total["squares"] * tokens).clamp(min=1e-300)
         if self.objective.largest_weight is not None and not self.drawn:
-            means["weight_at_cap"] = capped / tokens
+            means["weight_at_cap"] = total["at_cap"] / tokens
         return {name: value.float() for name, value in means.items()}
 
     def reset(self) -> None:

@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks import book_weights, token_weights
 from datamodules.packing.sequences import collate_examples
 from lightning_modules.batch import IGNORE_INDEX
-from lightning_modules.models import short_context
 from tests.conftest import make_text
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -37,8 +36,7 @@ def run(monkeypatch, capsys):
         module.main()
         return [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
 
-    # Benchmarks quiet the loggers of their process and share passes as on a GPU; here other tests have that process.
-    monkeypatch.setattr(short_context, "windows_per_pass", short_context.windows_per_pass)
+    # Benchmarks quiet the loggers of their process; here other tests have that process.
     names = ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero")
     levels = {name: logging.getLogger(name).level for name in names}
     verbosity = transformers.logging.get_verbosity()
@@ -181,7 +179,6 @@ def test_token_weights_end_to_end(tmp_path, monkeypatch, capsys):
     arms = (*((name, "steps") for name in methods), *(("LongCE", budget) for budget in ("steps", "operations", "CPU")))
     for name, value in {"ARMS": arms, "RATES": (1e-3,), "CE_RATES": (1e-3, 2e-3), "TEST_SEEDS": (0,)}.items():
         monkeypatch.setattr(token_weights, name, value)
-    monkeypatch.setattr(short_context, "windows_per_pass", short_context.windows_per_pass)  # so that it is set back
     comparison = token_weights.Comparison(tmp_path, 0, steps=2, documents=4)
     comparison.costs["CPU"] |= {"none": 1.0, "windows": 2.0}
     assert comparison.steps_of("LongCE", "CPU") == 1
@@ -230,7 +227,6 @@ def test_token_weights_on_books(tmp_path, monkeypatch, capsys):
     sizes = {"SHORT": 64, "LENGTH": 128, "K": 16, "VOCABULARY": 301, "BETA": -9.0, "ALPHA": 0.0}
     for name, value in (sizes | {"RATES": (1e-4, 1e-3), "TEST_SEEDS": (0, 1)}).items():
         monkeypatch.setattr(book_weights, name, value)
-    monkeypatch.setattr(short_context, "windows_per_pass", short_context.windows_per_pass)  # so that it is set back
     with pytest.raises(SystemExit, match=r"train needs .txt files"):
         book_weights.Books(tmp_path / "tokenizer", tmp_path / "tokenizer")
     books = book_weights.Books(tmp_path, tmp_path / "tokenizer")

@@ -9,7 +9,7 @@ from lightning.fabric.utilities import move_data_to_device
 from benchmarks.gpu import cases, checks, timing
 from benchmarks.on_gpu import TINY
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.models import short_context
+from lightning_modules.models import backbone
 from tests.support.fake_cuda import fake_cuda
 
 NAMES = [
@@ -30,7 +30,7 @@ def tiny_on_cuda(monkeypatch):
     # Fake tensors have no memory to pin.
     monkeypatch.setattr(timing, "batch_to", lambda batch, _: move_data_to_device(batch, torch.device("cuda", 0)))
     monkeypatch.setattr(LongContextLM, "to", to)  # fake tensors cannot be swapped
-    monkeypatch.setattr(short_context, "WINDOW_TOKENS_PER_PASS", 320)
+    monkeypatch.setattr(backbone, "TOKENS_PER_PASS", 320)
 
 
 @pytest.mark.limit(3)  # the rows of a GPU, which only this test covers
@@ -52,7 +52,7 @@ def test_checks_build_their_models_on_the_device(tiny_on_cuda):
     with fake_cuda():
         module = checks.build_module("cuda", model_config=checks.SIZES, **checks.WINDOWS)
     assert {each.device.type for each in (*module.backbone.parameters(), *module.backbone.buffers())} == {"cuda"}
-    with pytest.raises(checks.NotAvailableError, match="does not exist"):
+    with pytest.raises(checks.NotAvailableError, match="short_dtype"):
         checks.build_module("cpu", optional=True, short_dtype="float3", model_config=checks.SIZES)
     bug = mock.patch.object(checks, "load_backbone", side_effect=ValueError("a bug"))
     with bug, pytest.raises(ValueError, match="a bug"):

@@ -1,4 +1,4 @@
-"""Options that make a step faster, against the plain step: torch.compile, float8, DDP and FSDP2 on one device."""
+"""Options that make a step faster, against the plain step: torch.compile, DDP and FSDP2 on one device."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.optimizations import Float8Layers, Float8Linear, short_precision
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.training.fsdp import load_sharded_backbone
 from tests.gpu.conftest import DEVICE, make_batch, similarity, train
@@ -30,30 +29,6 @@ def test_compiled_layers_compute_the_same_and_are_compiled_a_few_times(load, che
         torch.testing.assert_close(*short, atol=1e-3, rtol=1e-3)
         graphs.append(counters["stats"]["unique_graphs"])
     assert 0 < graphs[2] == graphs[-1], graphs
-
-
-@pytest.mark.skipif(
-    DEVICE.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
-    reason="float8 products need compute capability 8.9",
-)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_short_pass_in_float8(load, compiled):
-    torch._dynamo.reset()
-    backbone, batch = load(dtype="bfloat16", compile=compiled), make_batch(512)
-    linear = torch.nn.Linear(256, 128, bias=False, device=DEVICE, dtype=torch.bfloat16)
-    inputs = torch.randn(300, 256, device=DEVICE, dtype=torch.bfloat16)
-    with torch.no_grad():
-        products, expected = Float8Linear(linear)(inputs), linear(inputs)
-    assert (products - expected).float().norm() < 0.06 * expected.float().norm()
-
-    exact = short_log_likelihood(backbone, batch, **SIZES)
-    layers = Float8Layers()
-    with short_precision(DEVICE, "float8"), layers.replace(backbone.decoder, 0):
-        rough = short_log_likelihood(backbone, batch, **SIZES)
-    scored = exact.has_short_context
-    difference = (rough.log_likelihood - exact.log_likelihood)[scored].abs()
-    assert 0 < difference.mean() < 0.3
-    assert torch.equal(short_log_likelihood(backbone, batch, **SIZES).log_likelihood, exact.log_likelihood)
 
 
 @pytest.fixture

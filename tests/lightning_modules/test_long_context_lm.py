@@ -1,7 +1,7 @@
 import copy
 import math
-import re
 from dataclasses import asdict
+from functools import partial
 from types import SimpleNamespace
 
 import lightning
@@ -14,14 +14,14 @@ from torch.utils.data import DataLoader
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, known_scored, max_token_id, note_values
 from lightning_modules.functional import long_perplexity
 from lightning_modules.long_context_lm import REFERENCE_TOKENS, LongContextLM
+from lightning_modules.models import short_context
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.short_context import long_and_short, sliding_window_log_likelihood
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.objectives import CrossEntropy, LongCE, StoredInfluence
-from lightning_modules.training import fsdp, step
-from lightning_modules.training.fsdp import FullyShardedStrategy
-from lightning_modules.training.preflight import check_early, check_short_dtype
+from lightning_modules.scoring.config import EvaluatorConfig
+from lightning_modules.training import fsdp
 from lightning_modules.training.step import gradient_norm
 from tests.conftest import make_text, tiny_model
 from tests.support import reference
@@ -106,7 +106,7 @@ class Recorder(torch.optim.SGD):
 def test_cross_entropy_is_that_of_transformers_and_costs_no_short_pass(folder, monkeypatch):
     module = lm(folder, objective=CrossEntropy())
     module.configure_model()
-    monkeypatch.setattr(step, "short_log_likelihood", None)
+    monkeypatch.setattr(short_context, "short_log_likelihood", None)
     batch = row(1)
     expected = module.backbone.model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
     torch.testing.assert_close(module.training_step(batch, 0) * REFERENCE_TOKENS / (LENGTH - 1), expected)
@@ -122,7 +122,7 @@ def test_stored_weights_give_the_loss_and_gradients_of_longce_without_a_short_pa
         module = lm(folder, objective=objective)
         module.configure_model()
         if objective.uses_stored_influence:
-            monkeypatch.setattr(step, "short_log_likelihood", None)
+            monkeypatch.setattr(short_context, "short_log_likelihood", None)
             batch["influence"] = weights
         loss = module.training_step(batch, 0)
         loss.backward()
@@ -297,7 +297,8 @@ def test_labels_of_a_collated_batch_may_be_edited(folder):
     note_values(edited)
     for batch in (expected, edited):
         batch["labels"][0, 20:25] = batch["labels"][0, 32] = IGNORE_INDEX
-    for score in (module.log_likelihood, lambda batch: module.short_context(batch, 0).log_likelihood):
+    short = partial(module.short_context.score, module.backbone)
+    for score in (module.log_likelihood, lambda batch: short(batch).log_likelihood):
         assert torch.equal(score(edited), score(expected))
 
 
@@ -378,59 +379,25 @@ def test_a_checkpoint_that_names_every_setting_of_the_model_loads(folder, tmp_pa
     assert loaded.loading == ModelConfig(folder, dtype="float32", attn_implementation="eager")
 
 
-@pytest.mark.parametrize(("dtype", "cosine"), [("bfloat16", 0.98), ("float8", 0.95)])
-def test_a_short_pass_in_fewer_bits_weighs_about_the_same_and_leaves_the_long_pass_exact(folder, dtype, cosine):
-    modules = [LongContextLM(folder, context_length=8, stride=4, short_dtype=d) for d in (None, dtype)]
+def test_a_short_pass_in_bfloat16_weighs_about_the_same_and_leaves_the_long_pass_exact(folder):
+    modules = [LongContextLM(folder, context_length=8, stride=4, short_dtype=d) for d in (None, "bfloat16")]
     results = []
     for module in modules:
         module.configure_model()
         module.backbone.train()
-        short = module.short_context(row(0), 0)
+        short = module.short_context.score(module.backbone, row(0))
         long = module.backbone(row(0)).detach()
         results.append((long, module.objective(long, short, row(0))))
     (exact, exact_weights), (rough, rough_weights) = results
     assert torch.equal(exact, rough)
     assert not torch.equal(exact_weights, rough_weights)
-    assert torch.nn.functional.cosine_similarity(exact_weights, rough_weights) > cosine
-
-
-@pytest.mark.parametrize(
-    ("settings", "strategy", "reason"),
-    [
-        ({}, FullyShardedStrategy(), "sharded weights"),
-        ({"quantization": {"load_in_4bit": True}}, SingleDeviceStrategy("cpu"), "quantized weights"),
-        ({"lora": {"use_dora": True}}, SingleDeviceStrategy("cpu"), "quantized weights and `lora.use_dora`"),
-        ({}, SingleDeviceStrategy("cuda:0"), "'A100', but compute capability 8.9"),
-    ],
-)
-def test_a_short_pass_in_float8_is_refused_where_it_cannot_work(folder, monkeypatch, settings, strategy, reason):
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (8, 0))
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "A100")
-    module = LongContextLM(folder, short_dtype="float8", **settings)
-    with pytest.raises(ValueError, match=f"`model.short_dtype: float8` does not support {re.escape(reason)}"):
-        check_short_dtype(module, strategy)
-    check_short_dtype(LongContextLM(folder, short_dtype="bfloat16", **settings), strategy)
-    check_short_dtype(LongContextLM(folder, short_dtype="float8"), SingleDeviceStrategy("cpu"))
-
-
-def test_a_second_run_of_a_module_rounds_its_new_weights_to_float8(folder, tmp_path):
-    def fit(module):
-        runner = trainer(tmp_path, max_steps=1)
-        runner.fit(module, loader(row(0)))
-        return runner.callback_metrics["train/weight_mean"]
-
-    options = {"short_dtype": "float8", "optimizer": lambda p: torch.optim.SGD(p, lr=10.0)}
-    trained, fresh = lm(folder, **options), lm(folder, **options)
-    fit(trained)
-    fresh.configure_model()
-    fresh.load_state_dict(trained.state_dict())
-    assert fit(trained) == fit(fresh)
+    assert torch.nn.functional.cosine_similarity(exact_weights, rough_weights) > 0.98
 
 
 @pytest.mark.slow
 def test_gradients_of_drawn_windows_are_those_of_longce_on_average(folder):
     def gradient(share, seed):
-        module = LongContextLM(folder, context_length=8, stride=4, short_window_share=share)
+        module = LongContextLM(folder, context_length=8, stride=4, window_fraction=share)
         module.configure_model()
         module.backbone.train()
         module.training_step(row(0), seed).backward()
@@ -444,7 +411,7 @@ def test_gradients_of_drawn_windows_are_those_of_longce_on_average(folder):
 
 
 def test_statistics_of_drawn_windows_are_means_only(folder, tmp_path):
-    module = LongContextLM(folder, context_length=8, stride=4, short_window_share=0.5)
+    module = LongContextLM(folder, context_length=8, stride=4, window_fraction=0.5)
     fit = trainer(tmp_path)
     fit.fit(module, loader(row(0), row(1)))
     assert "train/weight_mean" in fit.callback_metrics
@@ -454,25 +421,33 @@ def test_statistics_of_drawn_windows_are_means_only(folder, tmp_path):
 
 @pytest.mark.parametrize("share", [0.0, 1.5])
 def test_a_share_of_windows_without_a_meaning_is_refused(folder, share):
-    with pytest.raises(ValueError, match=f"short_window_share.*{share}"):
-        LongContextLM(folder, short_window_share=share)
+    with pytest.raises(ValueError, match=f"window_fraction.*{share}"):
+        LongContextLM(folder, window_fraction=share)
+
+
+def test_the_earlier_names_of_options_work_and_warn(folder):
+    with pytest.warns(FutureWarning, match="`window_fraction`"):
+        assert LongContextLM(folder, short_window_share=0.5).short_context.window_fraction == 0.5
+    with pytest.warns(FutureWarning, match="`key_token_rule`"):
+        config = EvaluatorConfig("evaluator", key_tokens="authors")
+    assert config == EvaluatorConfig("evaluator", key_token_rule="authors")
 
 
 @pytest.mark.limit(2)  # five trainings
 def test_windows_are_drawn_anew_for_each_batch_epoch_process_and_seed(folder, tmp_path, monkeypatch):
     seeds = []
-    original = step.short_log_likelihood
+    original = short_context.short_log_likelihood
 
     def spy(backbone, batch, **options):
         seeds.append(options["seed"])
         return original(backbone, batch, **options)
 
-    monkeypatch.setattr(step, "short_log_likelihood", spy)
+    monkeypatch.setattr(short_context, "short_log_likelihood", spy)
 
     def run(seed, rank=0, **settings):
         seeds.clear()
         torch.manual_seed(seed)
-        module = LongContextLM(folder, context_length=8, stride=4, short_window_share=0.5)
+        module = LongContextLM(folder, context_length=8, stride=4, window_fraction=0.5)
         monkeypatch.setattr(LongContextLM, "global_rank", rank)
         trainer(tmp_path, **{"max_steps": -1, "max_epochs": 2, **settings}).fit(module, loader(row(0), row(1)))
         return list(seeds)
@@ -488,7 +463,7 @@ def test_training_with_a_sliding_window_weighs_tokens_by_it(folder, tmp_path):
     module = lm(folder, objective=LongCE(4.0), short_context="sliding_window")
     module.configure_model()
     batch = row(0, boundaries=(0, 23, LENGTH))
-    short = module.short_context(batch, 0)
+    short = module.short_context.score(module.backbone, batch)
     expected = sliding_window_log_likelihood(module.backbone, batch, context_length=8)
     assert torch.equal(short.log_likelihood, expected.log_likelihood)
     exact = lm(folder, objective=LongCE(4.0))
@@ -509,7 +484,7 @@ def test_the_probe_refuses_a_sliding_window_that_the_attention_ignores(folder, t
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"short_context": "sliding_window", "short_window_share": 0.5}, "samples short windows"),
+        ({"short_context": "sliding_window", "window_fraction": 0.5}, "samples short windows"),
         ({"sink_tokens": 4}, "needs `short_context: sliding_window`"),
         ({"sink_tokens": -1}, "`sink_tokens` must be an integer of 0 or more"),
     ],
@@ -521,7 +496,7 @@ def test_options_of_a_sliding_window_that_have_no_meaning_are_refused(folder, se
 
 def test_options_of_the_short_pass_without_one_are_pointed_out(folder):
     with pytest.warns(UserWarning, match="no effect: CrossEntropy"):
-        check_early(LongContextLM(folder, CrossEntropy(), short_dtype="bfloat16"), None)
+        LongContextLM(folder, CrossEntropy(), short_dtype="bfloat16").check_early(None)
 
 
 def test_a_device_without_float64_is_refused_before_weights_are_read(folder, monkeypatch):

@@ -176,7 +176,7 @@ def test_numbers_without_a_meaning_are_refused(make, message):
 def test_a_sum_of_weights_that_is_no_divisor_is_refused():
     check_drawn_windows(Normalized(LongCE()), window_fraction=1.0)
     check_drawn_windows(LongCE(), window_fraction=0.5)
-    with pytest.raises(ValueError, match=r"Sparse divides.*short_window_share` to 1 instead of 0\.5"):
+    with pytest.raises(ValueError, match=r"Sparse divides.*window_fraction` to 1 instead of 0\.5"):
         check_drawn_windows(Sparse(), window_fraction=0.5)
     with pytest.raises(ValueError, match=r"Sparse compares the tokens of a sequence.*instead of 0\.5"):
         check_drawn_windows(Sparse(fraction=0.1), window_fraction=0.5)

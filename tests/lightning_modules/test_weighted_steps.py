@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from lightning_modules.models.short_context import ShortContextConfig
 from lightning_modules.objectives import Interpolated, LongCE, Normalized, Scheduled
 from lightning_modules.training.export.facts import objective_facts
 from tests.conftest import tiny_model
@@ -22,8 +23,13 @@ def folder(tmp_path):
 def test_a_schedule_makes_short_passes_only_where_there_are_weights(folder, tmp_path, monkeypatch):
     module = lm(folder, objective=Scheduled(LongCE(), start=1, warmup=2, stop=4))
     fit = trainer(tmp_path, max_steps=6, accumulate_grad_batches=2)
-    passes, logged, short_pass = [], [], module.short_context
-    monkeypatch.setattr(module, "short_context", lambda *given: passes.append(fit.global_step) or short_pass(*given))
+    passes, logged, short_pass = [], [], ShortContextConfig.score
+
+    def count(*args, **options):
+        passes.append(fit.global_step)
+        return short_pass(*args, **options)
+
+    monkeypatch.setattr(ShortContextConfig, "score", count)
     module.log_dict = lambda values, **_: logged.append({key: float(value) for key, value in values.items()})
     module.log = lambda *_, **__: None
     fit.fit(module, loader(*[row(seed) for seed in range(12)]))
@@ -34,8 +40,8 @@ def test_a_schedule_makes_short_passes_only_where_there_are_weights(folder, tmp_
 
 
 def test_a_normalised_objective_refuses_drawn_windows_before_anything_is_loaded():
-    with pytest.raises(ValueError, match="short_window_share"):
-        lm("nowhere", objective=Normalized(LongCE()), short_window_share=0.5)
+    with pytest.raises(ValueError, match="window_fraction"):
+        lm("nowhere", objective=Normalized(LongCE()), window_fraction=0.5)
 
 
 def test_facts_of_an_objective_in_another_one():

@@ -125,14 +125,3 @@ def key_tokens(ids, offsets, long, short, model_ids, model_offsets, alpha, beta)
         for token in unit:
             mask[token] = model_offsets[token][0] < model_offsets[token][1] and own <= characters
     return mask
-
-
-def float8_linear(inputs, weight, bias):
-    """A linear layer in float64 whose tokens and rows of weights were rounded to e4m3."""
-
-    def rounded(values):
-        scale = values.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / 448
-        return (values / scale).to(torch.float8_e4m3fn).double() * scale.double()
-
-    product = rounded(inputs) @ rounded(weight).T
-    return product if bias is None else product + bias.double()

@@ -43,7 +43,7 @@ from lightning_modules.training.monitoring.identity import RunIdentity
 from lightning_modules.training.monitoring.progress import StepProgress
 from lightning_modules.training.optimizers import LR_SCHEDULER, OPTIMIZER
 from lightning_modules.training.preemption import Preemption
-from lightning_modules.training.preflight import check_early, check_influence, check_short_dtype, check_trainer
+from lightning_modules.training.preflight import check_influence, check_trainer
 from lightning_modules.training.random_states import RandomStates
 from lightning_modules.training.run import Run, RunMember
 from lightning_modules.training.sequence_parallel import sequence_parallel_size
@@ -193,8 +193,7 @@ class LongceCLI(LightningCLI):
 
     def _check_model(self, model: LongContextLM, *, fits: bool) -> None:
         rows = getattr(self.datamodule, "sequence_length", None) if fits else None
-        check_early(model, rows, sequence_parallel_size(self.trainer))
-        check_short_dtype(model, self.trainer.strategy)
+        model.check_early(rows, sequence_parallel_size(self.trainer))
         if fits:
             model.optimization.check(self.trainer)
             curriculum = getattr(self.datamodule, "curriculum", None)

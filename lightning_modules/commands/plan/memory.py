@@ -9,7 +9,7 @@ from lightning_modules.commands.plan.activations import ActivationBytes
 from lightning_modules.commands.plan.flops import Checkpointing
 from lightning_modules.commands.plan.shapes import ModelShape
 from lightning_modules.functional import short_context_windows
-from lightning_modules.models.short_context import WINDOW_TOKENS_PER_PASS
+from lightning_modules.models.backbone import TOKENS_PER_PASS
 
 GIB = 2.0**30
 QUANTIZED_BYTES = {4: 0.5 + 1 / 64 + 4 / (64 * 256), 8: 1.0}
@@ -177,7 +177,7 @@ def short_passes(training: Training) -> tuple[int, int]:
     sizes = {"context_length": training.context_length, "stride": training.stride}
     windows = training.rows * len(short_context_windows([0, training.tokens], **sizes))
     length = sum(sizes.values())
-    together = max(1, WINDOW_TOKENS_PER_PASS // length)
+    together = max(1, TOKENS_PER_PASS // length)
     return math.ceil(windows / training.sequence_parallel_size / together), min(together, windows) * length
 
 

@@ -90,7 +90,7 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         context_length=model.context_length,
         stride=model.stride,
         short_pass=objective.uses_short_context,
-        sliding=model.short_context_method == "sliding_window",
+        sliding=model.short_context.method == "sliding_window",
         dtype=cast or stored_dtype(config, loading.dtype),
         autocast=autocast,
         quantized=None if quantization is None else QUANTIZED_BYTES[4 if quantization.get("load_in_4bit") else 8],
@@ -107,7 +107,7 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         lora=loading.lora,
         objective=type(objective).__name__,
         training=training,
-        window_share=model.short_window_share,
+        window_share=model.short_context.window_fraction,
         accumulated=trainer.get("accumulate_grad_batches") or 1,
         max_steps=max(trainer.get("max_steps") or 0, 0) or None,
         optimizer=optimizer,
@@ -137,9 +137,8 @@ def _list_notes(model: LongContextLM, config: PreTrainedConfig, optimizer: str) 
         notes.append(f"the optimizer {optimizer} is unknown: two numbers per trained weight are assumed, as for AdamW")
     if isinstance(model.objective, Scheduled):
         notes.append("the plan has a short pass in every step, but the schedule has steps without one")
-    if model.short_dtype is not None:
-        more = ", and keeps a byte per weight more" if model.short_dtype == "float8" else ""
-        notes.append(f"`short_dtype: {model.short_dtype}` makes the short pass cheaper than in this plan{more}")
+    if (short_dtype := model.short_context.dtype) is not None:
+        notes.append(f"`short_dtype: {short_dtype}` makes the short pass cheaper than in this plan")
     if model.loading.quantization is not None:
         notes.append("the conversion of quantized weights takes time that is not included")
     pattern = (getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}).get("rope_type")

@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, max_token_id
 from lightning_modules.models.config import ModelConfig, ServerConfig
+from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.served.dialects import AnswerError, Scores, Span
 from lightning_modules.models.served.endpoint import Endpoint, Unavailable
 from lightning_modules.utilities.errors import IncompleteError
@@ -39,7 +40,7 @@ class _Job:
     attempts: int = 0
 
 
-class RemoteScorer(nn.Module):
+class RemoteScorer(Scorer):
     """Computes log-likelihoods like a `Backbone`, with a model on one or several servers.
 
     Only token ids are sent. Servers take the next span when they have finished one, so that faster ones score more. A
@@ -53,8 +54,9 @@ class RemoteScorer(nn.Module):
         identity: What identifies the model, beginning with ``served:``.
     """
 
-    is_sharded = in_lockstep = False
     device = torch.device("cpu")
+    log_likelihood_dtype = torch.float32
+    tokens_per_pass = 2**19  # all are answered before the next ones are sent
 
     def __init__(self, addresses: Sequence[str], config: ServerConfig) -> None:
         super().__init__()
@@ -103,6 +105,10 @@ class RemoteScorer(nn.Module):
         device = batch["labels"].device
         return values.masked_fill(~scored, 0.0).to(device), greedy.to(device)
 
+    def windows_per_pass(self, window_length: int) -> int:
+        """Return the number of windows that are sent together; they wait for each other before the next are sent."""
+        return 1024
+
     def check_batch(self, batch: PackedBatch) -> None:
         """Raise a ``ValueError`` for ids outside of the served model's embedding."""
         sizes = [endpoint.vocabulary_size for endpoint in self._endpoints if endpoint.vocabulary_size]
@@ -121,14 +127,13 @@ class RemoteScorer(nn.Module):
                 " documents with `max_tokens`, or start the server with a larger maximum length."
             )
 
-    def verify(self) -> str:
-        """Return the identity; raise a ``ValueError`` if a server has another model than before."""
+    def verify(self) -> None:
+        """Raise a ``ValueError`` if a server has another model than before."""
         try:
             self._run(self._verify())
         except ValueError:
             _connect.cache_clear()  # the next use of the address starts again, for example in a notebook
             raise
-        return self.identity
 
     def report(self) -> str:
         """Return how much each server has scored, as text."""

@@ -13,8 +13,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.models.config import is_served
-from lightning_modules.models.lockstep import Scorer
 from lightning_modules.models.provenance import Provenance
+from lightning_modules.models.scorer import Scorer
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.tasks.evaluation.lm_eval_results import Parts, convert_summary
 from lightning_modules.tasks.evaluation.questions import (

@@ -8,8 +8,8 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from lightning_modules.models.lockstep import Scorer
-from lightning_modules.models.served.scorer import RemoteScorer
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.scorer import Scorer
 from lightning_modules.tasks.evaluation.config import Depths, Mode
 from lightning_modules.tasks.generation import generate
 from lightning_modules.tasks.questions.example import Example
@@ -178,7 +178,7 @@ def _generate_answers(
     generation: Mapping[str, Any],
     take: Take,
 ) -> None:
-    if isinstance(backbone, RemoteScorer):
+    if not isinstance(backbone, Backbone):
         raise ValueError("A served model cannot generate answers: set `mode` to 'teacher_forced', or load the model.")
     prompts = [prompter.encode(example.prompt, example.answer_prefix) for _, example in questions]
     end = prompter.tokenizer.eos_token_id  # it ends the turn of a chat, whatever the model's config specifies

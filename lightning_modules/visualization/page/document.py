@@ -11,6 +11,7 @@ from lightning_modules.scoring.evaluated_model import EvaluatedModel
 from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.key_tokens import document_tokens
 from lightning_modules.scoring.score import find_device
+from lightning_modules.visualization.page.alternatives import find_alternatives
 from lightning_modules.visualization.page.page import Inspection, ModelScores
 
 
@@ -36,7 +37,7 @@ def inspect_document(text: str, evaluator: str, *, name: str = "document", **opt
     with show_progress([text], "evaluator", [passes * (2 if config.alternatives else 1)]):
         scores, found = scorer.scores(text, device=device, name=name), None
         if config.alternatives:
-            found = scorer.alternatives(text, count=config.alternatives, device=device, name=name)
+            found = find_alternatives(scorer, text, count=config.alternatives, device=device, name=name)
     scorer.release()
     ids = torch.cat([scores.token_ids, *(part.token_ids.flatten() for part in found or ())]).unique().tolist()
     evaluated = None

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from lightning_modules.functional import long_perplexity
-from lightning_modules.scoring.alternatives import Alternatives
 from lightning_modules.scoring.key_tokens import Tokens, evaluator_key_tokens, match_tokens
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.utilities.files import write_atomically
+from lightning_modules.visualization.page.alternatives import Alternatives
 from lightning_modules.visualization.page.payload import (
     STEPS_PER_NAT,
     alternative_arrays,

@@ -12,7 +12,7 @@ from safetensors.numpy import save
 from torch import Tensor
 
 from lightning_modules.functional import LikeliestTokens
-from lightning_modules.scoring.alternatives import Alternatives
+from lightning_modules.visualization.page.alternatives import Alternatives
 
 STEPS_PER_NAT = 512
 """Resolution of the alternatives' log-likelihoods, which are only displayed: 1/512 nat is 0.2 % of a probability."""

@@ -97,7 +97,7 @@ def test_all_windows_or_none_need_no_draw():
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.01, float("nan")])
 def test_a_share_without_a_meaning_is_refused(share):
-    with pytest.raises(ValueError, match="short_window_share"):
+    with pytest.raises(ValueError, match="window_fraction"):
         draw_windows(WINDOWS, share, seed=0)
 
 

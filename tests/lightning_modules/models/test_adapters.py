@@ -12,7 +12,6 @@ from lightning_modules.models import adapters
 from lightning_modules.models.adapters import add_adapters, embeddings_and_norms, quantization_config
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.checks import check_scoring
-from lightning_modules.training.preflight import check_early
 from tests.conftest import tiny_model
 from tests.support import reference
 
@@ -187,15 +186,15 @@ def test_quantization_without_a_meaning_is_refused(arguments, message):
 def test_quantization_without_its_package_is_refused_before_anything_is_loaded(folder, monkeypatch):
     monkeypatch.setattr(adapters.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match="needs the bitsandbytes package"):
-        check_early(lm(folder, quantization=FOUR_BITS, lora=ALL), LENGTH)
+        lm(folder, quantization=FOUR_BITS, lora=ALL).check_early(LENGTH)
 
 
 def test_quantised_weights_cannot_be_trained_and_random_ones_not_quantised(folder):
     with pytest.raises(ValueError, match=r"set `model\.lora`"):
-        check_early(lm(folder, quantization=FOUR_BITS), LENGTH)
-    check_early(lm(folder, quantization=FOUR_BITS), None)  # evaluation only
+        lm(folder, quantization=FOUR_BITS).check_early(LENGTH)
+    lm(folder, quantization=FOUR_BITS).check_early(None)  # evaluation only
     with pytest.raises(ValueError, match="`quantization` needs stored weights"):
-        check_early(lm(folder / "config.json", quantization=FOUR_BITS, lora=ALL), LENGTH)
+        lm(folder / "config.json", quantization=FOUR_BITS, lora=ALL).check_early(LENGTH)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

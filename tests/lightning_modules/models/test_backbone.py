@@ -171,7 +171,7 @@ def test_a_document_cannot_change_the_one_behind_it_not_even_by_gradient():
 @pytest.mark.parametrize("windows_together", [True, False])
 def test_long_and_short_match_one_window_at_a_time(context_length, stride, windows_together, monkeypatch):
     if windows_together:  # as on an accelerator
-        monkeypatch.setattr(short_context, "windows_per_pass", lambda *_: 5)
+        monkeypatch.setattr(Backbone, "windows_per_pass", lambda *_: 5)
     model = build("llama")
     rows = [documents(30, 8, 17), documents(40)]
     long, short = long_and_short(Backbone(model), packed(*rows), context_length=context_length, stride=stride)
@@ -216,7 +216,7 @@ def test_chunks_windows_per_pass_and_trimming_change_nothing_that_matters(archit
     for windows in (1, 2, 5, 100):
         for rows in (1, 7, 512):
             for trims in (True, False):
-                monkeypatch.setattr(short_context, "windows_per_pass", lambda *_, windows=windows: windows)
+                monkeypatch.setattr(Backbone, "windows_per_pass", lambda *_, windows=windows: windows)
                 monkeypatch.setattr(log_likelihood, "default_chunk_size", lambda _, rows=rows: rows)
                 scorer.trims_last_layer = trims
                 results.append(long_and_short(scorer, batch, context_length=20, stride=7))
@@ -276,9 +276,11 @@ def test_the_autocast_cache_is_as_it_was_afterwards():
 
 
 def test_windows_share_a_pass_on_an_accelerator():
-    assert short_context.windows_per_pass(torch.device("cpu"), 5120) == 1
-    assert short_context.windows_per_pass(torch.device("meta"), 5120) == 6
-    assert short_context.windows_per_pass(torch.device("meta"), 40_000) == 1
+    backbone = Backbone(build("llama"))
+    assert backbone.windows_per_pass(5120) == 1
+    accelerated = backbone.to("meta")
+    assert accelerated.windows_per_pass(5120) == 6
+    assert accelerated.windows_per_pass(40_000) == 1
 
 
 def test_a_share_of_the_windows_is_drawn_by_the_seed():

@@ -6,13 +6,12 @@ from peft import LoraConfig, get_peft_model
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_modules.models import short_context
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
-from lightning_modules.models.optimizations import compile_layers, enable_checkpointing, short_precision
+from lightning_modules.models.optimizations import compile_layers, enable_checkpointing
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.tasks.generation import generate
 from tests.conftest import tiny_model
@@ -61,7 +60,7 @@ def score_windows(backbone, batch):
 @pytest.fixture
 def graphs(monkeypatch):
     torch._dynamo.reset()
-    monkeypatch.setattr(short_context, "windows_per_pass", lambda *_: 3)  # as on a GPU
+    monkeypatch.setattr(Backbone, "windows_per_pass", lambda *_: 3)  # as on a GPU
     yield Graphs()
     torch._dynamo.reset()
 
@@ -128,7 +127,7 @@ def test_new_lengths_and_numbers_of_documents_are_not_compiled_again(graphs):
         batch = packed(documents(*lengths))
         train(backbone, batch)
         score_windows(backbone, batch)
-        with short_precision(torch.device("cpu"), "bfloat16"):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
             score_windows(backbone, batch)
         compiled.append(counters["stats"]["unique_graphs"])
     assert compiled[-1] == compiled[2], compiled

@@ -15,7 +15,7 @@ from datamodules.packing.sequences import collate_rows, make_row
 from lightning_modules.batch import batch_to, pack_sequence
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import attention as attention_module
-from lightning_modules.models import short_context
+from lightning_modules.models import backbone as backbone_module
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.rope_types import register_rope_types
@@ -34,7 +34,7 @@ SIZES = [(256, 1), (512, 4)]
 
 @pytest.fixture(autouse=True)
 def _several_passes(monkeypatch):
-    monkeypatch.setattr(short_context, "WINDOW_TOKENS_PER_PASS", 8 * (K + D))
+    monkeypatch.setattr(backbone_module, "TOKENS_PER_PASS", 8 * (K + D))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -113,13 +113,6 @@ def test_a_pass_waits_for_no_value_and_uses_fast_kernels(path, attention, precis
         for _, columns, operands, result in recorded.products:
             wide = torch.float32 if columns == VOCABULARY else torch.bfloat16
             assert (operands, result) == (torch.bfloat16, wide)
-
-
-def test_a_short_pass_in_float8_waits_as_little():
-    with cuda_model("autocast") as (backbone, recorded):
-        training_step(backbone, host_batch(512, 4), short_dtype="float8")
-    assert recorded.waits.total() == 2, recorded.waits
-    assert not recorded.copies
 
 
 @pytest.mark.parametrize(

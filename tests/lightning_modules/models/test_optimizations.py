@@ -14,7 +14,6 @@ from lightning_modules.models.optimizations import (
     ATTENTION_OPERATORS,
     enable_checkpointing,
     last_layer_reads_from,
-    short_precision,
     use_bfloat16_residual,
 )
 from tests.conftest import tiny_model
@@ -207,7 +206,7 @@ def test_a_short_pass_in_fewer_bits_leaves_the_weights_untouched():
     decoder = model.get_decoder()
     tokens = torch.arange(40).unsqueeze(0)
     expected = decoder(input_ids=tokens, use_cache=False).last_hidden_state
-    with short_precision(torch.device("cpu"), "bfloat16"):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
         rough = decoder(input_ids=tokens, use_cache=False).last_hidden_state.float()
     assert 1e-4 < (rough - expected).norm() / expected.norm() < 0.5
     assert torch.equal(decoder(input_ids=tokens, use_cache=False).last_hidden_state, expected)

@@ -121,7 +121,7 @@ def test_the_rule_of_the_authors_in_score_and_validation(folders, tmp_path, capl
     """Offsets come as they are stored: white space is key with trimmed offsets where its place is in a span."""
     text, model = text_of("cjk", words=30), folders["byte_level_trimmed"]
     (tmp_path / "document.txt").write_text(text, encoding="utf-8")
-    rule = {"key_tokens": "authors", **WINDOWS, **THRESHOLDS}
+    rule = {"key_token_rule": "authors", **WINDOWS, **THRESHOLDS}
     by_score = score(str(tmp_path / "document.txt"), model, folders["byte_fallback"], **rule)
     assert "share a character" in caplog.text
     callback = ExternalEvaluator(folders["byte_fallback"], **rule)
@@ -132,7 +132,9 @@ def test_the_rule_of_the_authors_in_score_and_validation(folders, tmp_path, capl
     assert by_score["alignment"] == "authors"
     assert coverage.fractions().items() <= by_score.items()
     assert int(mask.sum()) == by_score["key_tokens"]
-    paper = score(str(tmp_path / "document.txt"), model, folders["byte_fallback"], **{**rule, "key_tokens": "paper"})
+    paper = score(
+        str(tmp_path / "document.txt"), model, folders["byte_fallback"], **{**rule, "key_token_rule": "paper"}
+    )
     assert paper["key_tokens"] != by_score["key_tokens"]
     with pytest.raises(ValueError, match="needs a data module with a `tokenizer_name`"):
         callback.setup(type("Trainer", (), {"datamodule": None, "callbacks": [callback]}), None, "validate")
@@ -166,7 +168,7 @@ def test_validation_by_the_rule_of_the_authors_equals_their_raw_output(special, 
     theirs = compute_longppl(text, *models, *tokenizers, spans, 24, 8, *THRESHOLDS.values())
 
     source = {"key_spans": str(tmp_path / "spans")} if precomputed else {"evaluator": evaluator}
-    callback = ExternalEvaluator(**source, key_tokens="authors", **WINDOWS, **THRESHOLDS)
+    callback = ExternalEvaluator(**source, key_token_rule="authors", **WINDOWS, **THRESHOLDS)
     settings = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = Trainer(accelerator="cpu", enable_checkpointing=False, callbacks=[callback], **settings)
     data = Documents(text, model, add_special_tokens=special)

@@ -13,6 +13,7 @@ from lightning_modules.scoring import token_scores
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator, score_text
 from lightning_modules.scoring.key_tokens import Tokens, key_spans
+from lightning_modules.visualization.page.alternatives import find_alternatives
 from tests.conftest import make_text, tiny_model
 from tests.support import reference
 
@@ -139,19 +140,19 @@ def test_the_model_is_loaded_once_until_it_is_released(model_dir, caplog):
 
 def test_the_alternatives_of_a_text_agree_with_its_scores(model_dir, other_tokenizer, tmp_path):
     judge = Evaluator(EvaluatorConfig(str(model_dir), **SETTINGS))
-    scores, found = judge.scores(make_text(60)), judge.alternatives(make_text(60), count=len(judge.tokenizer))
+    scores, found = judge.scores(make_text(60)), find_alternatives(judge, make_text(60), count=len(judge.tokenizer))
     tokens = judge.encode(make_text(60))["input_ids"][0, 1:, None]
     for alternatives, expected in ((found.long, scores.long), (found.short, scores.short)):
         own = (alternatives.log_likelihood[1:] * alternatives.token_ids[1:].eq(tokens)).sum(-1)
         torch.testing.assert_close(own, expected[1:], atol=1e-5, rtol=1e-5)
-    assert judge.alternatives(make_text(60)).long.token_ids.shape[1] == 5
+    assert find_alternatives(judge, make_text(60)).long.token_ids.shape[1] == 5
     tiny_model("llama", 100).save_pretrained(tmp_path)
     wrong = Evaluator(EvaluatorConfig(str(tmp_path), tokenizer=str(model_dir), **SETTINGS))
     with pytest.raises(ValueError, match=r"Token id \d+ is beyond the embedding of 100 tokens"):
-        wrong.alternatives(make_text(60))
+        find_alternatives(wrong, make_text(60))
     assert judge.encode(make_text(60), max_tokens=9)["input_ids"].shape == (1, 9)
     with pytest.raises(ValueError, match="'a book' is empty"):
-        judge.alternatives(" ", name="a book")
+        find_alternatives(judge, " ", name="a book")
     with pytest.raises(ValueError, match="'a book' is empty"):
         judge.scores(" ", name="a book")
 

@@ -46,8 +46,8 @@ from lightning_modules.tasks.evaluation.evaluation import read_results
 from lightning_modules.tasks.evaluation.questions import put_questions
 from lightning_modules.tasks.harness.model import HarnessModel
 from lightning_modules.tasks.questions.prompter import Prompter
-from lightning_modules.training.preflight import check_early
 from lightning_modules.utilities.errors import IncompleteError
+from lightning_modules.visualization.page.alternatives import find_alternatives
 from tests.conftest import make_text, tiny_model
 from tests.support.adapters import export_adapters
 from tests.support.distributed import run_distributed
@@ -183,7 +183,7 @@ def test_adapters_are_scored_and_served_unmerged(tmp_path, tokenizer, text_file)
         assert local[name] == pytest.approx(of_merged[name], rel=1e-4)
     assert served["key_tokens"] == local["key_tokens"] > 3
     with pytest.raises(ValueError, match="cannot be trained further"):
-        check_early(LongContextLM(kept, **SETTINGS), 64)
+        LongContextLM(kept, **SETTINGS).check_early(64)
 
 
 def test_a_served_model_needs_its_tokenizer_and_has_no_logits(served, model_dir):
@@ -195,7 +195,7 @@ def test_a_served_model_needs_its_tokenizer_and_has_no_logits(served, model_dir)
     with pytest.raises(ValueError, match="`alternatives` to 0"):
         InspectConfig(evaluator=address, **SETTINGS)
     with pytest.raises(ValueError, match="does not rank"):
-        Evaluator(served_config(address, model_dir)).alternatives(make_text(60))
+        find_alternatives(Evaluator(served_config(address, model_dir)), make_text(60))
 
 
 def test_key_tokens_only_asks_for_fewer_windows(served, model_dir):
@@ -407,7 +407,7 @@ def validate_in_one_of_two(rank, world_size, model_dir, books, address, root):
     callback = evaluator_callback(address, model_dir, cache_dir=f"{root}/{rank}")
     trainer = make_trainer(root, callback, devices=2, strategy="ddp", max_steps=1)
     if rank == 1:
-        callback.evaluator._get_backbone = lambda device: (_ for _ in ()).throw(ValueError("the key has expired"))
+        callback.evaluator.backbone = lambda device: (_ for _ in ()).throw(ValueError("the key has expired"))
     with pytest.raises((ValueError, IncompleteError), match="the key has expired") as caught:
         trainer.validate(LongContextLM(model_dir, **SETTINGS), data, verbose=False)
     assert isinstance(caught.value, IncompleteError) == (rank == 0)

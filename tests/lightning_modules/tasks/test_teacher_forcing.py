@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.tasks import teacher_forcing
 from lightning_modules.tasks.questions.prompter import ForcedAnswer
 from lightning_modules.tasks.teacher_forcing import teacher_forced
 from tests.conftest import tiny_model
@@ -41,7 +40,7 @@ def assert_equal(scores, expected):
 
 @pytest.mark.parametrize("tokens_per_pass", [1, 80, 1000])
 def test_sums_and_likeliest_tokens_are_those_of_full_logits(backbone, tokens_per_pass, monkeypatch):
-    monkeypatch.setattr(teacher_forcing, "TOKENS_PER_PASS_CPU", tokens_per_pass)
+    monkeypatch.setattr(type(backbone), "tokens_per_pass", tokens_per_pass)
     shared = []
     scores = teacher_forced(backbone, QUESTIONS, done=shared.append)
     for question, found in zip(QUESTIONS, scores, strict=True):

@@ -43,7 +43,7 @@ VARIANTS = {
     "cross entropy": {"objective": CrossEntropy(), "gradient_checkpointing": "selective"},
     "lora": {
         "lora": {"r": 2, "target_modules": ["q_proj", "lm_head"], "modules_to_save": ["norm"]},
-        "short_window_share": 0.5,
+        "window_fraction": 0.5,
     },
 }
 VARIANTS["sliding window"] = {**VARIANTS["longce"], "short_context": "sliding_window", "sink_tokens": 2}

@@ -17,7 +17,6 @@ from lightning_modules.models.context_extension.rotary_checks import ARCHITECTUR
 from lightning_modules.models.loading import load_backbone, load_config
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.objectives import CrossEntropy
-from lightning_modules.training.preflight import check_early
 from tests.conftest import tiny_config, tiny_model
 from tests.lightning_modules.test_long_context_lm import VOCABULARY, loader, row, trainer
 
@@ -342,10 +341,10 @@ def test_cast_frequencies_are_noticed_at_the_start_of_every_stage(stage, folder,
 def test_rotation_by_the_length_of_the_text(folder, tmp_path):
     module = LongContextLM(folder, objective=CrossEntropy(), context_extension=extension("dynamic_ntk"))
     with pytest.raises(ValueError, match="'dynamic' depends on the length of the text, so that training has no fixed"):
-        check_early(module, 128)
+        module.check_early(128)
     with pytest.raises(ValueError, match="'dynamic' depends on the length"):
         trainer(tmp_path).fit(module, batches())
-    check_early(module, None)  # evaluation
+    module.check_early(None)  # evaluation
     trainer(tmp_path).validate(module, batches(), verbose=False)
     module = LongContextLM(folder, context_length=8, stride=4, context_extension=extension("dynamic_ntk"))
     with pytest.raises(ValueError, match="a long and a short context cannot be compared"):
@@ -365,7 +364,7 @@ def test_longrope_is_compared_only_if_it_does_not_switch(tmp_path):
         long_and_short(scorer, row(0), context_length=8, stride=4)
     module = LongContextLM(path, model_config={"rope_parameters": switching}, context_length=8, stride=4)
     with pytest.raises(ValueError, match="'longrope' depends on the length"):
-        check_early(module, 128)
+        module.check_early(128)
 
 
 def test_the_extension_is_kept_in_a_checkpoint(folder, tmp_path):

@@ -10,9 +10,9 @@ from safetensors.numpy import load
 from lightning_modules.functional import LikeliestTokens
 from lightning_modules.models.tokenization.detokenization import token_texts
 from lightning_modules.models.tokenization.tokenizer import encode_document
-from lightning_modules.scoring.alternatives import Alternatives
 from lightning_modules.scoring.token_scores import TokenScores, text_sha256
 from lightning_modules.visualization.page import Inspection
+from lightning_modules.visualization.page.alternatives import Alternatives
 from tests.conftest import make_text
 
 NASTY = (

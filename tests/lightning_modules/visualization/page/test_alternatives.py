@@ -5,10 +5,9 @@ import torch
 
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.windows import short_context_windows
-from lightning_modules.models import short_context
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.short_context import long_and_short
-from lightning_modules.scoring.alternatives import long_and_short_alternatives
+from lightning_modules.visualization.page.alternatives import long_and_short_alternatives
 from tests.conftest import tiny_model
 
 VOCABULARY = 120
@@ -46,7 +45,7 @@ def reference(model, batch, count, context_length, stride):
 @pytest.mark.parametrize(("context_length", "stride"), [(6, 3), (4, 9)])
 def test_both_contexts_match_full_logits_one_window_at_a_time(context_length, stride, windows_together, monkeypatch):
     if windows_together:  # as on an accelerator
-        monkeypatch.setattr(short_context, "windows_per_pass", lambda *_: 5)
+        monkeypatch.setattr(Backbone, "windows_per_pass", lambda *_: 5)
     model = tiny_model("llama", VOCABULARY)
     batch = row(30, 8, 17)
     sizes = {"context_length": context_length, "stride": stride}

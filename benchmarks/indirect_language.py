@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from typing_extensions import override
 
-from datamodules.recall.documents import Inference, Word, Writer
+from datamodules.recall.documents import Inference, RecallRecord, Word, Writer
 from datamodules.recall.language import (
     ABOUT,
     FIELDS,
@@ -20,6 +20,12 @@ from datamodules.recall.language import (
     genre_words,
     value_forms,
 )
+
+
+def indirect_records(count: int, *, length: int, slot: int = 16, seed: int = 0) -> Iterator[RecallRecord]:
+    """Generate documents like `recall_records`, in which counting which word followed another finds few answers."""
+    for index in range(count):
+        yield RecallRecord(tuple(IndirectWriter((seed, index), slot).words(length)))
 
 
 class IndirectWriter(Writer):

@@ -5,12 +5,13 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_modules.batch import PackedBatch
+from lightning_modules.batch import PackedBatch, batch_to
 from lightning_modules.functional.top_tokens import LikeliestTokens, likeliest_tokens
 from lightning_modules.functional.windows import batch_windows
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations import eval_mode
 from lightning_modules.models.short_context import score_windows
+from lightning_modules.scoring.evaluator import Evaluator
 
 
 class Alternatives(NamedTuple):
@@ -43,3 +44,27 @@ def long_and_short_alternatives(
             for window, (row, (start, scored, stop)) in zip(rows, group, strict=True):
                 target[row, scored:stop] = window[scored - start : stop - start]
     return Alternatives(long, short)
+
+
+def find_alternatives(
+    evaluator: Evaluator, text: str, *, count: int = 5, device: torch.device | str = "cpu", name: str = "document"
+) -> Alternatives:
+    """Find an evaluator's ``count`` likeliest candidates for each of the ``[N]`` tokens of a text; they are not stored.
+
+    Raises:
+        ValueError: If the evaluator is on a server, or a token id is beyond its embedding.
+    """
+    batch = evaluator.encode(text, name=name)
+    backbone = evaluator.backbone(device)
+    if not isinstance(backbone, Backbone):
+        raise ValueError(f"'{evaluator.name}' is a server, which does not rank other tokens.")
+    backbone.check_batch(batch)
+    both = long_and_short_alternatives(
+        backbone,
+        batch_to(batch, backbone.device),
+        count=count,
+        context_length=evaluator.config.context_length,
+        stride=evaluator.config.stride,
+    )
+    # The batch has one sequence.
+    return Alternatives(*(LikeliestTokens(*(tensor[0] for tensor in context)) for context in both))

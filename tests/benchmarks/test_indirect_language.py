@@ -4,9 +4,8 @@ from collections import Counter
 
 import pytest
 
-from datamodules import RecallDataModule
-from datamodules.recall import recall_documents, recall_tokenizer
-from datamodules.recall.documents import recall_records
+from benchmarks.indirect_language import indirect_records
+from datamodules.recall import recall_tokenizer
 from datamodules.recall.language import ABOUT, SAME, SET, THEME, VERBS, value_forms
 
 EVENTS = {SET: 3, SAME: 3, THEME: 2, ABOUT: 2, **dict.fromkeys(VERBS, 3)}
@@ -15,7 +14,7 @@ FAR = 128
 
 @pytest.fixture(scope="module")
 def records():
-    return list(recall_records(60, length=500, slot=7, seed=3, indirect=True))
+    return list(indirect_records(60, length=500, slot=7, seed=3))
 
 
 def events(words):
@@ -87,9 +86,6 @@ def test_the_spans_of_a_kind_of_answer_are_its_words(records):
     assert [record.text[start:stop] for start, stop in spans] == [word.text for word in words] != []
 
 
-def test_it_has_no_unknown_word_and_the_data_module_writes_it(records, tmp_path):
+def test_it_has_no_unknown_word(records):
     tokenizer = recall_tokenizer()
     assert tokenizer.unk_token_id not in tokenizer(records[0].text).input_ids
-    data = RecallDataModule(sequence_length=64, train_documents=2, indirect=True, cache_dir=str(tmp_path))
-    texts = [document.text for document in data.source("train")]
-    assert texts == list(recall_documents(2, length=63, seed=0, indirect=True))
