@@ -11,7 +11,7 @@ from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import ShortContext, long_cross_entropy
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.objectives import LongCE
-from lightning_modules.training.step import TrainingStatistics
+from lightning_modules.training.step import REFERENCE_TOKENS, TrainingStatistics
 
 
 class GammaSweep(Callback):
@@ -34,15 +34,15 @@ class GammaSweep(Callback):
             raise ValueError(
                 "`GammaSweep` needs a `LongContextLM` whose objective uses short contexts, such as LongCE."
             )
-        drawn = pl_module.short_context.window_fraction < 1
-        self._statistics = [TrainingStatistics(objective, drawn=drawn) for objective in self._objectives]
+        fraction = pl_module.short_context.window_fraction
+        self._statistics = [TrainingStatistics(objective, fraction) for objective in self._objectives]
         if self._observe not in pl_module.token_observers:
             pl_module.token_observers.append(self._observe)
 
     def _observe(self, long: Tensor, token_weights: Tensor, short: ShortContext | None, batch: PackedBatch) -> None:
         for objective, statistics in zip(self._objectives, self._statistics, strict=True):
             weights = objective(long, short, batch)
-            loss = long_cross_entropy(long, weights, batch["labels"], divisor=1)
+            loss = long_cross_entropy(long, weights, batch["labels"], divisor=REFERENCE_TOKENS)
             statistics.update(loss, long, weights, batch["labels"], cap=objective.gamma)
 
     @override

@@ -1,6 +1,5 @@
 """The LightningModule: a causal LM and its training objective. Evaluators are callbacks."""
 
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,19 +25,15 @@ from lightning_modules.objectives import LongCE, Objective
 from lightning_modules.scoring.context_lengths import ContextLadder
 from lightning_modules.scoring.document_scorer import DocumentScorer, Failed, scoring_settings
 from lightning_modules.scoring.token_scores import TokenScores
-from lightning_modules.training import checkpoint_contents, evaluation, preflight
+from lightning_modules.training import checkpoint_contents, evaluation, preflight, step
 from lightning_modules.training.checkpoints.spans import Span
 from lightning_modules.training.export.facts import TrainingFacts, loading_facts, objective_facts, run_facts
 from lightning_modules.training.fsdp import load_trainer_backbone, saves_shards
 from lightning_modules.training.monitoring.costs import StepCosts
 from lightning_modules.training.optimizers import Optimization, ParameterGroups, default_lr_scheduler, default_optimizer
 from lightning_modules.training.sequence_parallel import sequence_group
-from lightning_modules.training.step import (
-    REFERENCE_TOKENS,
-    TrainingStatistics,
-    gradient_norm,
-    normalize_gradients,
-)
+
+_OBJECTS = ("objective", "ladder", "optimizer", "lr_scheduler", "parameter_groups")  # no hyperparameters
 
 
 class LongContextLM(LightningModule):
@@ -91,17 +86,7 @@ class LongContextLM(LightningModule):
         **loading: Any,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(
-            ignore=[
-                "objective",
-                "ladder",
-                "optimizer",
-                "lr_scheduler",
-                "parameter_groups",
-                "server",
-                "short_window_share",
-            ]
-        )
+        self.save_hyperparameters(ignore=[*_OBJECTS, "server", "short_window_share"])
         self.objective, self.ladder = objective, ladder
         if short_window_share not in (None, 1.0):  # 1.0 is in all earlier checkpoints
             message = "`short_window_share` is now called `window_fraction`: please rename it."
@@ -119,7 +104,7 @@ class LongContextLM(LightningModule):
         self._frozen_fingerprint: str | None = None
         self.strict_loading = not self._adapters_only
         self.optimization = Optimization(optimizer, lr_scheduler, parameter_groups)
-        self._statistics = TrainingStatistics(objective, drawn=objective.uses_short_context and window_fraction < 1)
+        self._statistics = step.TrainingStatistics(objective, window_fraction)
         self.costs = StepCosts()
         self._perplexities: dict[str, LongPerplexity] = {}  # by the name of the validation set
         # Callbacks add functions that take log-likelihoods, weights, short context and batch of each training step.
@@ -132,18 +117,21 @@ class LongContextLM(LightningModule):
     @override
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
         group, objective = self._sequence_group, self.objective.at_step(self.global_step)
+        # `batch_idx` restarts in each epoch.
+        number = self.trainer.fit_loop.epoch_loop.total_batch_idx if self._trainer else batch_idx
         preflight.check_batch(batch, self.backbone, self.objective, self.short_context, group)
         # 1. Score the tokens in their short contexts, without gradient. This comes first, so that its buffers are free
         #    again before the long pass allocates activations.
         short = None
         if objective.uses_short_context:
-            short = self.short_context.score(self.backbone, batch, seed=self._window_seed(batch_idx), group=group)
+            seed = step.window_seed(number, self.global_rank)
+            short = self.short_context.score(self.backbone, batch, seed=seed, group=group)
         # 2. Score the whole documents, with gradient.
         long = self.log_likelihood(batch)
         # 3. Weight each token by the effect of the long context (Equation 7).
         token_weights = objective(long.detach(), short, batch)
         # 4. Sum the weighted losses (Equation 6). `on_before_optimizer_step` turns the sum into a mean.
-        loss = long_cross_entropy(long, token_weights, batch["labels"], divisor=REFERENCE_TOKENS)
+        loss = long_cross_entropy(long, token_weights, batch["labels"], divisor=step.REFERENCE_TOKENS)
         # 5. Keep sums for the log, and let callbacks see the tokens.
         self._losses[batch_idx] = loss.detach()
         cap = objective.largest_weight
@@ -157,12 +145,6 @@ class LongContextLM(LightningModule):
         group = self._sequence_group
         return self.backbone(batch) if group is None else group.sharded_log_likelihood(self.backbone, batch)
 
-    def _window_seed(self, batch_idx: int) -> int:
-        """Return the seed for drawing windows: other ones for each batch and process, equal ones in a resumed run."""
-        # The number of the batch over all epochs: `batch_idx` restarts in each epoch.
-        batches = self.trainer.fit_loop.epoch_loop.total_batch_idx if self._trainer else batch_idx
-        return zlib.crc32(f"{torch.initial_seed()} {batches} {self.global_rank}".encode())
-
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Turn the gradients of a sum over tokens into those of a mean, once per optimizer step, and log means.
@@ -171,7 +153,7 @@ class LongContextLM(LightningModule):
         the end of an epoch).
         """
         # 1. Sum up the tokens and losses of all batches and processes of the step, and start over.
-        values = self._statistics.compute(self.trainer.strategy, gradient_norm(self.parameters()))
+        values = self._statistics.compute(self.trainer.strategy, step.gradient_norm(self.parameters()))
         values |= self.costs.end_step(float(values.pop("step_tokens")), self.trainer.world_size)
         losses = self._losses
         self._start_step()
@@ -181,7 +163,7 @@ class LongContextLM(LightningModule):
         # 3. Divide the gradients by the number of tokens of the step.
         batches = self.trainer.accumulate_grad_batches * self.trainer.world_size
         divisor = float(self._statistics.step_divisor)
-        values["gradient_norm"] /= normalize_gradients(self.parameters(), divisor, batches=batches)
+        values["gradient_norm"] /= step.normalize_gradients(self.parameters(), divisor, batches=batches)
         # 4. Log the means and costs.
         self.log_dict({f"train/{name}": value for name, value in values.items()}, batch_size=1)
         self.log("loss", values["loss"], prog_bar=True, logger=False, batch_size=1)
@@ -196,7 +178,7 @@ class LongContextLM(LightningModule):
 
     @override
     def configure_callbacks(self) -> list[Callback]:
-        return [self.optimization]
+        return [self.optimization, self.costs]
 
     @override
     def on_fit_start(self) -> None:
@@ -206,15 +188,10 @@ class LongContextLM(LightningModule):
         self.backbone.train()
         # An earlier run may have been interrupted within a step, and have had other weights at the same step.
         self._start_step()
-        self.costs.start_step()
         self.on_validation_start()  # training needs the same scoring checks
         if self.objective.uses_short_context and self.short_context.method == "sliding_window":
             with self.trainer.precision_plugin.forward_context():
                 check_attention_window(self.backbone, self.short_context.sink_tokens)
-
-    @override
-    def on_train_end(self) -> None:
-        self.costs.log_totals(self.trainer)
 
     @override
     def on_fit_end(self) -> None:
@@ -225,11 +202,6 @@ class LongContextLM(LightningModule):
     def on_train_batch_start(self, batch: PackedBatch, batch_idx: int) -> None:
         if not self.backbone.training:
             raise RuntimeError("The model is in eval mode, without dropout and gradient checkpointing: call `train()`.")
-        self.costs.start_batch()
-
-    @override
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.costs.end_batch()
 
     # ---------------------------------------------------------------------------------------------------- evaluation
 
@@ -266,7 +238,6 @@ class LongContextLM(LightningModule):
     @override
     def on_validation_epoch_start(self) -> None:
         self._perplexities = evaluation.new_perplexities(self)
-        self.costs.stop_clock()
 
     @override
     def on_validation_epoch_end(self) -> None:
@@ -283,13 +254,8 @@ class LongContextLM(LightningModule):
 
     def check_early(self, sequence_length: int | None, sequence_parallel_size: int = 1) -> None:
         """Check all settings before text is tokenized or weights are loaded; without training, there is no length."""
-        preflight.check_early(
-            self.objective,
-            self.short_context,
-            self.loading,
-            sequence_length=sequence_length,
-            sequence_parallel_size=sequence_parallel_size,
-        )
+        settings = (self.objective, self.short_context, self.loading)
+        preflight.check_early(*settings, sequence_length, sequence_parallel_size)
 
     @override
     def configure_model(self) -> None:

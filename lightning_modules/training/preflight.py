@@ -34,7 +34,6 @@ def check_early(
     objective: Objective,
     short_context: ShortContextConfig,
     loading: ModelConfig,
-    *,
     sequence_length: int | None,
     sequence_parallel_size: int = 1,
 ) -> None:

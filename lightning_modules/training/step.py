@@ -1,6 +1,7 @@
 """Normalization of a training step: gradients of a mean over all its tokens, and means for the log."""
 
 import math
+import zlib
 from collections.abc import Iterable
 
 import torch
@@ -44,19 +45,27 @@ def normalize_gradients(parameters: Iterable[Tensor], divisor: float, *, batches
     return scale
 
 
+def window_seed(batch: int, rank: int) -> int:
+    """Return the seed for drawing a batch's windows: other ones for each batch and process, equal ones on resume.
+
+    ``batch`` is the number of the batch over all epochs.
+    """
+    return zlib.crc32(f"{torch.initial_seed()} {batch} {rank}".encode())
+
+
 class TrainingStatistics:
     """Means over all tokens of one optimizer step: of all its micro-batches and all processes.
 
-    If windows are ``drawn`` at random, single weights are meaningless, but their mean is not. `compute` sets
+    If a ``window_fraction`` is drawn at random, single weights are meaningless, but their mean is not. `compute` sets
     ``step_divisor``, the divisor of the step's loss: its number of scored tokens, or the sum of their weights for a
     normalized objective.
     """
 
     step_divisor: Tensor
 
-    def __init__(self, objective: Objective, *, drawn: bool = False) -> None:
+    def __init__(self, objective: Objective, window_fraction: float = 1.0) -> None:
         self.objective = objective
-        self.drawn = drawn
+        self.drawn = objective.uses_short_context and window_fraction < 1
         self._names: list[str] = []  # of the sums
         self._sums: Tensor | None = None
 

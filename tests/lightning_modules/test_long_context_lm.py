@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, known_scored, max_token_id, note_values
 from lightning_modules.functional import long_perplexity
-from lightning_modules.long_context_lm import REFERENCE_TOKENS, LongContextLM
+from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import short_context
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
@@ -22,7 +22,7 @@ from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.objectives import CrossEntropy, LongCE, StoredInfluence
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.training import fsdp
-from lightning_modules.training.step import gradient_norm
+from lightning_modules.training.step import REFERENCE_TOKENS, gradient_norm
 from tests.conftest import make_text, tiny_model
 from tests.support import reference
 

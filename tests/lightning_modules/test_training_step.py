@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import long_cross_entropy, soft_influence
-from lightning_modules.long_context_lm import REFERENCE_TOKENS, LongContextLM
+from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.objectives import (
     CrossEntropy,
@@ -23,6 +23,7 @@ from lightning_modules.objectives import (
 )
 from lightning_modules.training.fsdp import FullyShardedStrategy
 from lightning_modules.training.sequence_parallel import UlyssesStrategy
+from lightning_modules.training.step import REFERENCE_TOKENS
 from tests.conftest import tiny_model
 from tests.lightning_modules.test_long_context_lm import LENGTH, VOCABULARY, Recorder, loader, row, trainer
 from tests.support import reference

@@ -3,12 +3,13 @@
 import statistics
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from typing_extensions import override
 
 GIB = 2.0**30
 COMPARED_STEPS = 5
@@ -26,7 +27,7 @@ class PlannedStep(NamedTuple):
     memory: float  # tensors on one GPU at the peak, GiB
 
 
-class StepCosts:
+class StepCosts(Callback):
     """Costs of optimizer steps, without evaluations."""
 
     def __init__(self) -> None:
@@ -83,7 +84,24 @@ class StepCosts:
         self._start_clock(time.perf_counter())
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in costs.items()}
 
-    def log_totals(self, trainer: Trainer) -> None:
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.start_step()
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.start_batch()
+
+    @override
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.end_batch()
+
+    @override
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.stop_clock()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the totals after the last step, unless they were logged with it."""
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and trainer.global_step % every:
