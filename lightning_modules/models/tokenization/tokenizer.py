@@ -16,7 +16,6 @@ from transformers.utils import cached_file
 from lightning_modules.batch import PackedBatch, pack_sequence
 from lightning_modules.functional import character_units, unit_spans
 from lightning_modules.models.gguf import model_folder
-from lightning_modules.models.tokenization.slow_tokenizers import SlowBackend
 
 _TOKENIZER_FILES = ("tokenizer.*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 """Patterns of file names, one of which matches in every folder with a tokenizer."""
@@ -48,21 +47,24 @@ def load_tokenizer(
         )
     except Exception as error:  # `tokenizers` raises a bare Exception for a damaged tokenizer.json
         raise ValueError(not_loaded("tokenizer", pretrained_model_name_or_path, error)) from error
-    if isinstance(tokenizer, PreTrainedTokenizerFast):
-        if not _is_stored(tokenizer, pretrained_model_name_or_path, revision):
-            warnings.warn(
-                f"transformers would load '{pretrained_model_name_or_path}' as {type(tokenizer).__name__}, which splits"
-                " text differently from its tokenizer.json: the latter is used.",
-                stacklevel=2,
-            )
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(pretrained_model_name_or_path, revision=revision)
-        # Stored truncation would cut documents, and the first call would reset it and change `tokenizer_hash`.
-        tokenizer.backend_tokenizer.no_truncation()
-        tokenizer.backend_tokenizer.no_padding()
-        if not trimmed_offsets:
-            untrim_offsets(tokenizer)
-    else:
-        tokenizer.backend_tokenizer = SlowBackend(tokenizer, pretrained_model_name_or_path)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ValueError(
+            f"The tokenizer '{pretrained_model_name_or_path}' ({type(tokenizer).__name__}) does not report the"
+            " characters of its tokens: use its fast version, a folder with tokenizer.json, such as that of a model with"
+            " the same vocabulary (`--evaluator_tokenizer`, `--model_tokenizer`, `data.tokenizer`)."
+        )
+    if not _is_stored(tokenizer, pretrained_model_name_or_path, revision):
+        warnings.warn(
+            f"transformers would load '{pretrained_model_name_or_path}' as {type(tokenizer).__name__}, which splits"
+            " text differently from its tokenizer.json: the latter is used.",
+            stacklevel=2,
+        )
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(pretrained_model_name_or_path, revision=revision)
+    # Stored truncation would cut documents, and the first call would reset it and change `tokenizer_hash`.
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    if not trimmed_offsets:
+        untrim_offsets(tokenizer)
     offsets = tokenizer.backend_tokenizer.encode("The cat sat on the mat.", add_special_tokens=False).offsets
     if offsets and not any(end > start for start, end in offsets):  # some versions of `tokenizers`, at the byte level
         raise ValueError(
