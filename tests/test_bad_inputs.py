@@ -291,7 +291,7 @@ MODELS = {
     "adapters": (adapters_alone, "or give a local folder or another hub id"),
     "slow tokenizer": (
         with_a_slow_tokenizer,
-        "(CTRLTokenizer) does not report the characters of its tokens",
+        "(CTRLTokenizer) does not report the characters",
     ),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights, neither"),
     "torn": (lambda folder: os.truncate(folder / "model.safetensors", 5000), "incomplete or damaged"),

@@ -58,14 +58,16 @@ def character_units(offsets: Tensor) -> Tensor:
     """
     _check_offsets("offsets", offsets)
     start, end = offsets.unbind(-1)
+    # 1. Sort the tokens that have characters by where they start.
     covering = (end > start).nonzero().squeeze(-1)
     covering = covering[start[covering].argsort()]
-    # A token starts a new unit if no earlier token extends past its first character.
+    # 2. A token starts a new unit if no earlier token extends past its first character.
     furthest_end = end[covering].cummax(0).values
     starts_unit = torch.ones_like(covering, dtype=torch.bool)
     starts_unit[1:] = start[covering][1:] >= furthest_end[:-1]
     units = torch.empty_like(start, dtype=torch.int64)
     units[covering] = starts_unit.long().cumsum(0) - 1
+    # 3. Number the tokens without characters after all others.
     empty = (end <= start).nonzero().squeeze(-1)
     units[empty] = starts_unit.sum() + torch.arange(len(empty), device=offsets.device)
     return units
@@ -84,6 +86,7 @@ def unit_spans(offsets: Tensor, units: Tensor) -> Tensor:
     """
     count = int(units.max()) + 1 if len(units) else 0
     spans = offsets.new_empty(count, 2)
+    # The tokens of a unit may come in any order: byte fallback gives them equal spans, a normalizer may nest them.
     spans[:, 0] = spans[:, 0].scatter_reduce(0, units, offsets[:, 0], "amin", include_self=False)
     spans[:, 1] = spans[:, 1].scatter_reduce(0, units, offsets[:, 1], "amax", include_self=False)
     return spans
@@ -163,9 +166,11 @@ def transfer_influence(influence: Tensor, offsets: Tensor, target_offsets: Tenso
         token = int(influence.isfinite().logical_not().nonzero()[0])
         raise ValueError(f"`influence` must be finite, got {influence[token].item()} for token {token}.")
     offsets, target_offsets = offsets.long(), target_offsets.long()
+    # Either side may have more of the text: a tokenizer may drop characters at its end.
     ends = [spans.max() for spans in (offsets, target_offsets) if spans.numel()]
     length = int(max(ends, default=torch.zeros(()))) + 1
     # 1. Compute the influence of each character: the mean over the tokens that contain it.
+    #    Counts are rounded, because differences of sums in float64 are not exactly whole.
     token_count = _sum_per_character(torch.ones_like(influence), offsets, length).round()
     total = _sum_per_character(influence, offsets, length)
     per_character = torch.where(token_count > 0, total / token_count.clamp(min=1), 1.0)

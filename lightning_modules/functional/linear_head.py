@@ -34,7 +34,10 @@ class LinearHead(NamedTuple):
         """
         bias = self.bias
         if self.scale != 1.0:
-            hidden_states, bias = hidden_states * self.scale, None if bias is None else bias * self.scale
+            # scale * (W h + b) = W (scale * h) + scale * b: D + V products instead of one for each of the V logits
+            # of each token.
+            hidden_states = hidden_states * self.scale
+            bias = None if bias is None else bias * self.scale
         device = hidden_states.device.type
         if dtype is None:
             dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.weight.dtype
@@ -55,6 +58,7 @@ def wide_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tenso
     if buffer is None:
         logits = _multiply_into_float32(rows, weight)
     else:
+        # The last chunk and the last tile are smaller than the buffer.
         logits = torch.mm(rows, weight.T, out=buffer[: len(rows), : len(weight)])
     return logits if bias is None else logits.add_(bias)
 
@@ -71,6 +75,7 @@ def wide_logits(rows: Tensor, head: "Callable[[Tensor], Tensor] | LinearHead") -
 
 
 def _multiplies_into_float32(operand: Tensor) -> bool:
+    # `torch.mm(out_dtype=)` exists for CUDA only, and has no `out=`, so that each tile is allocated.
     return operand.device.type == "cuda" and operand.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -110,43 +115,47 @@ class _LinearLogLikelihood(torch.autograd.Function):
         soft_cap: float | None,
         chunk_size: int,
     ) -> Tensor:
-        ctx.head, ctx.chunk_size = (scale, soft_cap), min(chunk_size, max(1, len(targets)))
+        ctx.scale, ctx.soft_cap = scale, soft_cap
+        ctx.chunk_size = min(chunk_size, max(1, len(targets)))
+        # 1. Cast the operands as autocast would, and remember their dtype: autocast may be off in the backward pass.
         operands = LinearHead(weight, bias, scale).operands(hidden_states)
-        ctx.dtype = operands[0].dtype  # autocast may be off in the backward pass
+        rows = operands[0]
+        ctx.dtype = rows.dtype
+        # 2. Score a chunk of tokens at a time, each over one tile of the vocabulary after the other.
         tiles = _VocabularyTiles(*operands, soft_cap, ctx.chunk_size)
-        chunks = zip(operands[0].split(ctx.chunk_size), targets.split(ctx.chunk_size), strict=True)
-        results = [_forward_chunk(tiles, *chunk) for chunk in chunks]
-        log_likelihood, log_sum_exp = (torch.cat(tensors) for tensors in zip(*results, strict=True))
-        # The log-sum-exp of each token is saved instead of its logits: V times smaller.
-        ctx.save_for_backward(hidden_states, weight, bias, targets, log_sum_exp)
-        return log_likelihood
+        log_likelihoods, log_sum_exps = [], []
+        for chunk, chunk_targets in zip(rows.split(ctx.chunk_size), targets.split(ctx.chunk_size), strict=True):
+            log_likelihood, log_sum_exp = _forward_chunk(tiles, chunk, chunk_targets)
+            log_likelihoods.append(log_likelihood)
+            log_sum_exps.append(log_sum_exp)
+        # 3. Save the log-sum-exp of each token instead of its logits: V times smaller.
+        ctx.save_for_backward(hidden_states, weight, bias, targets, torch.cat(log_sum_exps))
+        return torch.cat(log_likelihoods)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         hidden_states, weight, bias, targets, log_sum_exp = ctx.saved_tensors
-        scale, soft_cap = ctx.head
         with torch.autocast(hidden_states.device.type, enabled=False):
             # 1. Rebuild the operands of the forward pass, in its dtype.
-            operands = LinearHead(weight, bias, scale).operands(hidden_states, ctx.dtype)
-            tiles = _VocabularyTiles(*operands, soft_cap, ctx.chunk_size)
+            operands = LinearHead(weight, bias, ctx.scale).operands(hidden_states, ctx.dtype)
+            tiles = _VocabularyTiles(*operands, ctx.soft_cap, ctx.chunk_size)
             # 2. Allocate the gradients. Those of weight and bias are sums over all tokens, so they are float32: a sum
             #    of many small numbers stops growing in bfloat16.
             grad_hidden = torch.empty_like(hidden_states)
             wide = torch.promote_types(ctx.dtype, torch.float32)
-            grad_weight, grad_bias = (
-                torch.zeros_like(parameter, dtype=wide) if needs_grad else None
-                for parameter, needs_grad in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
-            )
+            needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+            grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+            grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
             # 3. Go through the chunks: each writes the gradient of its hidden states and adds to the other two. The
             #    forward pass multiplied hidden states and bias by the scale, so their gradients are multiplied as well.
             per_token = (operands[0], targets, log_sum_exp, grad_output, grad_hidden)
             chunks = zip(*(tensor.split(ctx.chunk_size) for tensor in per_token), strict=True)
             for rows, chunk_targets, chunk_lse, chunk_grad, grad_rows in chunks:
                 grad = _backward_chunk(tiles, rows, chunk_targets, chunk_lse, chunk_grad, grad_weight, grad_bias)
-                grad_rows.copy_(grad.mul_(scale))
+                grad_rows.copy_(grad.mul_(ctx.scale))
             if grad_bias is not None:
-                grad_bias = grad_bias.mul_(scale).to(bias.dtype)
+                grad_bias = grad_bias.mul_(ctx.scale).to(bias.dtype)
             if grad_weight is not None:
                 grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
@@ -181,8 +190,10 @@ def _forward_chunk(tiles: _VocabularyTiles, rows: Tensor, targets: Tensor) -> tu
     log_sum_exp = rows.new_full((len(targets), 1), -torch.inf, dtype=wide)
     target_logit = torch.zeros_like(log_sum_exp)
     for columns, logits in tiles.iterate(rows):
+        # 1. Take the targets' logits, before the softmax overwrites them. Each target is in one tile.
         index, in_tile = _locate_targets(targets, columns, logits.shape[1])
         target_logit = torch.where(in_tile, logits.gather(-1, index).to(wide), target_logit)
+        # 2. Add the tile to the log-sum-exp: log(exp(a) + exp(b)), without overflow.
         wide_tile = logits.to(wide)
         # A bias may be -inf, for ids without a token. A tile of nothing else has no softmax.
         of_tile = log_sum_exp_and_softmax(wide_tile) if tiles.bias is None else wide_tile.logsumexp(-1, keepdim=True)
@@ -230,12 +241,14 @@ def differentiate_softmax_(
     ``log_sum_exp`` is ``[n]``, over the whole vocabulary, and ``grad_output`` ``[n]``, of the log-likelihoods.
     """
     grad_output = grad_output.to(logits.dtype).unsqueeze(-1)
+    # d (z_target - log sum exp z) / d z = one_hot - softmax(z). Targets outside of the tile add 0 to a column of it.
     logits.sub_(log_sum_exp.unsqueeze(-1)).exp_().mul_(-grad_output)
     logits.scatter_add_(-1, index, torch.where(in_tile, grad_output, 0.0))
 
 
 def _locate_targets(targets: Tensor, columns: slice, width: int) -> tuple[Tensor, Tensor]:
     """Return ``[n, 1]`` columns of the targets in a tile, and whether they are in the tile."""
+    # Clamped, because `gather` and `scatter` need valid columns for targets of other tiles as well.
     index = targets.unsqueeze(-1) - columns.start
     return index.clamp(0, width - 1), (index >= 0) & (index < width)
 
@@ -249,6 +262,7 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _count_tile_elements(operand: Tensor) -> int:
+    # 8 MiB of float32 stay in the cache of a CPU; on a GPU, larger products are faster and nothing would stay.
     return 2**21 if operand.device.type == "cpu" else 2**27
 
 
@@ -258,6 +272,7 @@ def log_sum_exp_and_softmax(logits: Tensor) -> Tensor:
     The softmax kernel reads the logits once, while log-sum-exp and exponential make several passes. The log-sum-exp
     follows from the largest logit and its probability.
     """
+    # The largest probability is exp(largest - log_sum_exp), so log_sum_exp = largest - log(probability).
     largest = logits.amax(-1, keepdim=True)
     if logits.device.type == "cpu":
         torch.softmax(logits, -1, out=logits)

@@ -74,10 +74,10 @@ def _score_chunk(hidden_states: Tensor, targets: Tensor, head: Head) -> Tensor:
         result: Tensor = _TargetLogLikelihood.apply(logits, targets)
         return result
 
-    # `checkpoint` restores the random state, for heads whose adapters have dropout.
-    return (
-        checkpoint(forward, hidden_states, use_reentrant=False) if torch.is_grad_enabled() else forward(hidden_states)
-    )
+    if not torch.is_grad_enabled():
+        return forward(hidden_states)
+    # Without this, the logits of all chunks would be kept. It restores the random state, for heads with dropout.
+    return checkpoint(forward, hidden_states, use_reentrant=False)
 
 
 class _TargetLogLikelihood(torch.autograd.Function):
@@ -85,6 +85,7 @@ class _TargetLogLikelihood(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        # log softmax(z)[target] = z[target] - log sum exp z, in float32: in bfloat16 a logit of 20 is off by 0.06.
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         log_sum_exp = wide.logsumexp(-1)
         ctx.save_for_backward(logits, targets, log_sum_exp)
@@ -94,7 +95,7 @@ class _TargetLogLikelihood(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         logits, targets, log_sum_exp = ctx.saved_tensors
-        grad_logits = logits.to(log_sum_exp.dtype, copy=True)
+        grad_logits = logits.to(log_sum_exp.dtype, copy=True)  # a copy, because it becomes its gradient in place
         index = targets.unsqueeze(-1)
         differentiate_softmax_(grad_logits, index, torch.ones_like(index, dtype=torch.bool), log_sum_exp, grad_output)
         return grad_logits.to(logits.dtype), None
@@ -102,6 +103,7 @@ class _TargetLogLikelihood(torch.autograd.Function):
 
 def default_chunk_size(hidden_states: Tensor) -> int:
     """Return a chunk size with fast matrix products and logits that take little memory."""
+    # With a vocabulary of 128k tokens, 2048 float32 rows of logits would take 1 GiB; `LinearHead` has a tile of them.
     return 512 if hidden_states.device.type == "cpu" else 2048
 
 

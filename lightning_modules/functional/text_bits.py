@@ -77,21 +77,29 @@ def text_bits(
         >>> round(found.key_bits, 3), round(found.crossing_bits, 3), found.key_bytes, found.bytes
         (1.667, 0.667, 3, 4)
     """
-    # 1. Bytes before each character, of the text and of the key spans alone.
+    # 1. Find the number of UTF-8 bytes of each character from its code point (1 to 4).
     points = torch.from_numpy(np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.int64))
     widths = 1 + torch.stack([points >= first for first in _WIDTHS]).sum(0)
-    change = torch.zeros(len(text) + 1, dtype=torch.int64)  # of the number of spans from each character on
+    # 2. Count the spans that each character is in: 1 more from the start of a span on, 1 less from its end on.
+    change = torch.zeros(len(text) + 1, dtype=torch.int64)
     change.index_add_(0, spans.flatten().long().clamp(max=len(text)), torch.tensor([1, -1]).repeat(len(spans)))
-    key_widths = widths * (change.cumsum(0)[:-1] > 0)
-    before, key_before = (torch.cat([widths.new_zeros(1), each.cumsum(0)]) for each in (widths, key_widths))
-    # 2. Each token's share of bytes inside the spans; none for a special token, which has no characters.
+    in_span = change.cumsum(0)[:-1] > 0
+    # 3. Sum up the bytes before each character, of the text and of the key spans alone.
+    zero = widths.new_zeros(1)
+    before = torch.cat([zero, widths.cumsum(0)])
+    key_before = torch.cat([zero, (widths * in_span).cumsum(0)])
+    # 4. Each token's share of bytes inside the spans; none for a special token, which has no characters.
     start, end = offsets.long().unbind(-1)
-    size, inside = before[end] - before[start], key_before[end] - key_before[start]
+    size = before[end] - before[start]
+    inside = key_before[end] - key_before[start]
     share = (inside / size.clamp(min=1)).double()
-    # 3. Sums over tokens.
+    # 5. Sum over tokens. How a token's bits are divided among its bytes is unknown: if all of them were on one side of
+    #    the border of a span, the share would be off by its larger part.
     bits = torch.where(scored, -log_likelihood.double() / math.log(2), 0.0)
     crossing = torch.where((share > 0) & (share < 1), torch.maximum(share, 1 - share), 0.0)
-    first = start[scored & (end > start)].min() if (scored & (end > start)).any() else len(text)
+    # Bytes before the first scored token have no bits, and do not count.
+    read = start[scored & (end > start)]
+    first = read.min() if len(read) else len(text)
     return TextBits(
         bits=float(bits.sum()),
         bytes=int(before[-1] - before[first]),

@@ -74,9 +74,14 @@ def likeliest_tokens(
         largest, tokens = logits.topk(count)
         token_ids.append(tokens)
         log_likelihood.append(largest - logits.logsumexp(-1, keepdim=True))
-    results = torch.cat(token_ids), torch.cat(log_likelihood)
-    places = (result.new_zeros(labels.numel(), count).index_copy(0, index, result) for result in results)
-    return LikeliestTokens(*(place.view(*labels.shape, count) for place in places))
+
+    def put_in_place(results: list[Tensor]) -> Tensor:
+        """Return ``[B, T, count]`` results, 0 where a token is not scored."""
+        of_scored = torch.cat(results)
+        everywhere = of_scored.new_zeros(labels.numel(), count).index_copy(0, index, of_scored)
+        return everywhere.view(*labels.shape, count)
+
+    return LikeliestTokens(put_in_place(token_ids), put_in_place(log_likelihood))
 
 
 @torch.no_grad()
@@ -118,7 +123,7 @@ def greedy_targets(
     for chunk, tokens in zip(hidden_states.split(size), targets.split(size), strict=True):
         logits = wide_logits(chunk, head)
         check_targets(tokens, logits.shape[-1])
-        likeliest.append(logits.argmax(-1) == tokens)
+        likeliest.append(logits.argmax(-1) == tokens)  # `argmax` returns the smallest of equal ids
         log_likelihood.append(-F.cross_entropy(logits, tokens, reduction="none"))
     return torch.cat(log_likelihood), torch.cat(likeliest)
 
@@ -145,5 +150,6 @@ def with_greedy(
     for row, place in enumerate(places):
         for first in range(place.start, place.stop, size):
             stop = min(first + size, place.stop)
+            # The hidden state at t - 1 predicts token t.
             greedy[row, first:stop] = wide_logits(hidden_states[row, first - 1 : stop - 1], head).argmax(-1)
     return log_likelihood, greedy

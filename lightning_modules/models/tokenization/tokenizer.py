@@ -50,8 +50,8 @@ def load_tokenizer(
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(
             f"The tokenizer '{pretrained_model_name_or_path}' ({type(tokenizer).__name__}) does not report the"
-            " characters of its tokens: use its fast version, a folder with tokenizer.json, such as that of a model with"
-            " the same vocabulary (`--evaluator_tokenizer`, `--model_tokenizer`, `data.tokenizer`)."
+            " characters of its tokens: use its fast version, a folder with tokenizer.json, or that of a model with the"
+            " same vocabulary (`--evaluator_tokenizer`, `--model_tokenizer`, `data.tokenizer`)."
         )
     if not _is_stored(tokenizer, pretrained_model_name_or_path, revision):
         warnings.warn(
