@@ -36,8 +36,10 @@ def main() -> None:
     table, floors = {}, []
     try:
         for subject, setting in _subjects(options):
-            table[setting] = compare(subject, setting, options.rounds, options.what, options.sides)
-            print("\n".join(rows(setting, table[setting])), flush=True)
+            table[setting] = {}
+            for kind, runs in compare(subject, setting, options.rounds, options.what, options.sides):
+                table[setting][kind] = runs
+                print("\n".join(rows(setting, {kind: runs})), flush=True)
             floors += ["", *floor_rows(subject, setting, table[setting])] if options.floor else []
     except ValueError as error:
         sys.exit(f"error: {error}")

@@ -6,7 +6,7 @@ import gc
 import io
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -143,18 +143,16 @@ def score(subject: Subject, evaluator: Reader, setting: Setting, alpha: float, b
 
 def compare(
     subject: Subject, setting: Setting, rounds: int, kinds: Sequence[str], sides: Sequence[str]
-) -> dict[str, dict[str, Run]]:
-    """Return the medians of the baseline and of our code for each kind of work."""
+) -> Iterator[tuple[str, dict[str, Run]]]:
+    """Yield each kind of work with the medians of the baseline and of our code."""
     enable_checkpointing(subject.reader.model, True)
     work = {**scoring_work(subject, setting), **step_work(subject, setting)}
-    results = {}
     for name in kinds:
         functions = {side: work[name][side] for side in sides if side in work[name]}
         if _baseline_memory(setting, name) > 0.8 * _available():
             functions.pop("baseline", None)
         runs = [{side: measure(function) for side, function in functions.items()} for _ in range(rounds)]
-        results[name] = {side: _median([each[side] for each in runs]) for side in functions}
-    return results
+        yield name, {side: _median([each[side] for each in runs]) for side in functions}
 
 
 def scoring_work(subject: Subject, setting: Setting) -> dict[str, dict[str, Callable[[], object]]]:
