@@ -1,8 +1,10 @@
 """The dtype of a model's weights, and what ``auto`` means."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -29,7 +31,8 @@ def stored_dtype(config: PreTrainedConfig, asked: DType = "auto") -> torch.dtype
 
 def scoring_config(config: ModelConfig, stored: PreTrainedConfig, device: torch.device | str) -> ModelConfig:
     """Return how a model is loaded for scoring: ``auto`` becomes float32 on a CPU that is slow in the stored type."""
-    names, known = _FAST_ON_CPU.get(stored_dtype(stored)), getattr(torch.cpu, "get_capabilities", dict)()
+    names = _FAST_ON_CPU.get(stored_dtype(stored))
+    known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch lack it
     quantized = config.quantization is not None or getattr(stored, "quantization_config", None) is not None
     if config.dtype != "auto" or torch.device(device).type != "cpu" or quantized or names is None or not known:
         return config
