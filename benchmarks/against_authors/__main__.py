@@ -31,7 +31,9 @@ def main() -> None:
     options = _parser().parse_args()
     transformers.logging.set_verbosity_error()
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
-    print(f"{versions}, {torch.get_num_threads()} threads, {platform.machine()}, float32, {options.rounds} round(s)\n")
+    machine = f"{torch.get_num_threads()} threads, {platform.machine()}, float32, {options.rounds} round(s)"
+    thresholds = "quantiles as thresholds" if options.model is None else f"alpha {options.alpha}, beta {options.beta}"
+    print(f"{versions}, {machine}, {thresholds}\n")
     print(HEAD)
     table, floors = {}, []
     try:
