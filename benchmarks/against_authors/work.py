@@ -158,13 +158,11 @@ def compare(
 def scoring_work(subject: Subject, setting: Setting) -> dict[str, dict[str, Callable[[], object]]]:
     """Return what scores the text: by the evaluator, read apart even if it is the model, and by the model alone."""
     apart = Reader(*subject.evaluator)  # another object, so that the model reads once more
-    return {
-        name: {
-            side: partial(function, subject, evaluator, setting, *subject.alpha_and_beta(evaluator, setting))
-            for side, function in (("baseline", authors_score), ("ours", score))
-        }
-        for name, evaluator in ((KINDS[0], apart), (KINDS[1], subject.reader))
-    }
+    work: dict[str, dict[str, Callable[[], object]]] = {}
+    for name, evaluator in ((KINDS[0], apart), (KINDS[1], subject.reader)):
+        arguments = (subject, evaluator, setting, *subject.alpha_and_beta(evaluator, setting))
+        work[name] = {"baseline": partial(authors_score, *arguments), "ours": partial(score, *arguments)}
+    return work
 
 
 def step_work(subject: Subject, setting: Setting) -> dict[str, dict[str, Callable[[], object]]]:
