@@ -77,7 +77,7 @@ def document_attention(
 
     A block-diagonal mask for a sequence of 32k tokens takes 1 GiB and rules out the flash kernel. Causal attention for
     one document after another needs no mask. A mask from transformers (padding, sliding window) already separates the
-    documents.
+    documents; on CPU, what a layer's window hides is not computed.
 
     Returns ``[B, T, H, D]`` for ``[B, H, T, D]`` queries, and None for the attention weights. ``document_boundaries``
     are ascending indices ``[0, .., T]`` of each sequence, or None if each is one document. ``exchange`` calls this
@@ -94,7 +94,7 @@ def document_attention(
         return exchange(module, query, key, value, **limits, **kwargs)
     if document_boundaries is None or attention_mask is not None:
         mask = _narrow(attention_mask, attention_window)
-        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+        return _attend_with_mask(module, query, key, value, mask, **kwargs)
     if (packed_lengths := getattr(document_boundaries, "packed_lengths", None)) is not None:
         output = _attend_at_once(query, key, value, *packed_lengths, window=attention_window, **kwargs)
         if output is not None:
@@ -119,11 +119,7 @@ def _attend_in_window(
     tokens, outputs = query.shape[2], []
     if tokens <= window.size:
         return sdpa_attention_forward(module, query, key, value, None, **kwargs)
-    # A block has keys for its first query that its last one does not see: half a window wastes a third of the products.
-    block = max(window.size // 2, 64)
-    for start in range(0, tokens, block):
-        stop = min(start + block, tokens)
-        first = max(start - window.size + 1, 0)
+    for first, start, stop in _blocks(tokens, window.size):
         sinks = min(window.sinks, first)
         keys, values = (
             torch.cat([states[:, :, :sinks], states[:, :, first:stop]], dim=2) if sinks else states[:, :, first:stop]
@@ -134,6 +130,49 @@ def _attend_in_window(
         outputs.append(
             sdpa_attention_forward(module, query[:, :, start:stop], keys, values, mask[None, None], **kwargs)[0]
         )
+    return torch.cat(outputs, dim=1), None
+
+
+class _Block(NamedTuple):
+    """Some queries, from ``start``, and the keys that they may see, from ``first``; both end at ``stop``."""
+
+    first: int
+    start: int
+    stop: int
+
+
+def _blocks(tokens: int, window: int) -> list[_Block]:
+    # A block has keys for its first query that its last one does not see: half a window wastes a third of the products.
+    size = max(window // 2, 64)
+    return [_Block(max(at - window + 1, 0), at, min(at + size, tokens)) for at in range(0, tokens, size)]
+
+
+def _find_band(
+    mask: Tensor, sliding_window: int | None = None, position_bias: Tensor | None = None, **_: Any
+) -> list[_Block]:
+    """Return the blocks outside of which the mask of a layer with a window of its own hides everything, or none."""
+    # On a GPU, the CPU would wait for what it reads here.
+    if sliding_window is None or mask.shape[-1] <= sliding_window or mask.device.type != "cpu":
+        return []
+    if mask.dtype != torch.bool or mask.shape[-2] != mask.shape[-1] or position_bias is not None:
+        return []
+    blocks = _blocks(mask.shape[-1], sliding_window)
+    # The layer's window only suggests the blocks: parts of a picture, for example, also see what comes after them.
+    inside = sum(int(mask[:, :, start:stop, first:stop].count_nonzero()) for first, start, stop in blocks)
+    return blocks if inside == int(mask.count_nonzero()) else []
+
+
+def _attend_with_mask(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Return ``[B, T, H, D]`` attention under a mask, without the products that a layer's window hides."""
+    blocks = [] if mask is None else _find_band(mask, **kwargs)
+    if mask is None or not blocks:
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+    outputs = []
+    for first, start, stop in blocks:
+        keys, values, visible = key[:, :, first:stop], value[:, :, first:stop], mask[:, :, start:stop, first:stop]
+        outputs.append(sdpa_attention_forward(module, query[:, :, start:stop], keys, values, visible, **kwargs)[0])
     return torch.cat(outputs, dim=1), None
 
 

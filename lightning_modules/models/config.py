@@ -107,7 +107,7 @@ class LoadingOptions:
     """Options of the commands that load a model.
 
     Args:
-        dtype: Type of the weights; ``auto`` keeps the stored type.
+        dtype: Type of the weights; ``auto`` keeps the stored type, but is float32 on a CPU that is slow in it.
         attn_implementation: As in transformers; ``auto`` is flash attention if it is installed.
         trust_remote_code: Run code from the model's repository; only for repositories that you trust.
     """

@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.models.adapters import find_adapters
 from lightning_modules.models.config import ModelConfig, is_gguf, is_served, local_or_hub
-from lightning_modules.models.loading import choose_attention, load_config, stored_dtype
+from lightning_modules.models.dtypes import scoring_config, stored_dtype
+from lightning_modules.models.loading import choose_attention, load_config
 from lightning_modules.models.provenance import Provenance
 from lightning_modules.models.served.scorer import connect
 from lightning_modules.models.tokenization.tokenizer import tokenizer_hash
@@ -48,6 +49,7 @@ def describe_model(
     if is_served(config.pretrained_model_name_or_path):
         return Provenance(identity, tokens, "served", "served")
     stored = load_config(config)
+    config = scoring_config(config, stored, device)
     dtype = str(stored_dtype(stored, config.dtype)).removeprefix("torch.")
     return Provenance(identity, tokens, dtype, choose_attention(config, stored, device=device))
 

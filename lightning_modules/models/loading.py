@@ -24,10 +24,11 @@ from lightning_modules.models.checks import (
     check_sizes,
     check_weight_files,
 )
-from lightning_modules.models.config import DType, ModelConfig, is_served
+from lightning_modules.models.config import ModelConfig, is_served
 from lightning_modules.models.context_extension.methods import extend_config
 from lightning_modules.models.context_extension.rope_types import own_type
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
+from lightning_modules.models.dtypes import report_dtype, scoring_config, stored_dtype
 from lightning_modules.models.gguf import model_folder
 from lightning_modules.models.optimizations import compile_layers, enable_checkpointing, use_bfloat16_residual
 from lightning_modules.models.progress import report_progress
@@ -86,7 +87,14 @@ def load_backbone(
 
 
 def load_frozen(config: ModelConfig, device: torch.device | str) -> Backbone:
-    """Load a model for scoring: on its device, in eval mode, frozen, and compared with its own logits."""
+    """Load a model for scoring: on its device, in eval mode, frozen, and compared with its own logits.
+
+    The dtype ``auto`` is that of `scoring_config`, and the log says so.
+    """
+    stored = load_config(config)
+    asked, config = config, scoring_config(config, stored, device)
+    if asked.dtype == "auto" and torch.device(device).type == "cpu":
+        report_dtype(stored_dtype(stored), stored_dtype(stored, config.dtype))
     backbone = load_backbone(config, device=device).eval().requires_grad_(False).to(device)
     check_scoring(backbone)
     report_progress(backbone.decoder)
@@ -188,11 +196,6 @@ def _override_value(config: PreTrainedConfig, name: str, value: Any) -> None:
 
 def _join_lines(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def stored_dtype(config: PreTrainedConfig, asked: DType = "auto") -> torch.dtype:
-    """Return the dtype of a model's weights: the requested one, or for ``auto`` the stored one."""
-    return (config.dtype or torch.float32) if asked == "auto" else getattr(torch, asked)
 
 
 def choose_attention(

@@ -17,7 +17,8 @@ from typing_extensions import override
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.config import ModelConfig, is_served
-from lightning_modules.models.loading import load_backbone, load_frozen
+from lightning_modules.models.dtypes import scoring_config
+from lightning_modules.models.loading import load_backbone, load_config, load_frozen
 from lightning_modules.models.served.scorer import connect
 from lightning_modules.training.checkpoints.io import check_integrity
 from lightning_modules.training.checkpoints.sharded import no_code, write_sharded
@@ -175,6 +176,7 @@ def load_sharded_frozen(config: ModelConfig, device: torch.device | str) -> Back
     """Load a model like `load_frozen`, sharded across all processes, of which there may be one."""
     if (mesh := world_mesh(device)) is None:
         return load_frozen(config, device)
+    config = scoring_config(config, load_config(config), device)
     backbone = load_sharded_backbone(config, mesh, device=device).eval().requires_grad_(False)
     check_scoring(backbone)
     return backbone

@@ -27,7 +27,9 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 @pytest.fixture
 def run(monkeypatch, capsys):
     def run(name, *options):
-        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+        is_package = (FOLDER / name).is_dir()
+        file = FOLDER / name / "__main__.py" if is_package else FOLDER / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(name, file)
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setattr(sys, "argv", [name, *map(str, options)])
         spec.loader.exec_module(module)
@@ -64,6 +66,26 @@ def test_against_the_authors(run):
             assert float(row[-1].rpartition(" ")[2]) < 1e-5
     assert any("memory ~ n^" in line[0] for line in table)
     assert sum("floor" in line[0] and "measured" in line[0] for line in table) == 2 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is read from Linux's /proc")
+@pytest.mark.parametrize("other", [False, True])
+def test_against_the_authors_with_a_real_model(run, model_dir, evaluator_dir, tmp_path, other):
+    (tmp_path / "text.txt").write_text(make_text(80))
+    files = ("--model", model_dir, "--text", tmp_path / "text.txt", *(("--evaluator", evaluator_dir) if other else ()))
+    sizes = ("--lengths", 100, "--context_length", 32, "--stride", 16, "--rounds", 1, "--alpha", 0.05, "--beta", -20)
+    table = run("against_authors", *files, *sizes, "--sides", "baseline", "ours", "--floor")
+    scored, alone, step = (line for line in table if line[0].startswith("model0 V=") and len(line) > 1)
+    for row in (scored, alone):
+        agreement, keys = row[-1].rsplit(", key tokens ", 1)
+        assert float(agreement.rpartition(" ")[2]) < 1e-5
+        theirs, ours = map(int, keys.split(" / "))
+        assert theirs == ours > 3
+    assert float(step[-1].rpartition(" ")[2]) < 1e-5
+    assert sum("floor" in line[0] and "measured" in line[0] for line in table) == 3
+    with pytest.raises(SystemExit, match="fewer than 5000"):
+        run("against_authors", *files, "--lengths", 5000)
 
 
 def test_corpus_against_the_authors_loop(run):

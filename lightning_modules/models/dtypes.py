@@ -1,0 +1,58 @@
+"""The dtype of a model's weights, and what ``auto`` means."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from lightning_modules.models.config import DType, ModelConfig
+
+log = logging.getLogger(__name__)
+
+_FAST_ON_CPU = {
+    torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"),
+    torch.float16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
+}
+"""Instructions (`torch.cpu.get_capabilities`), one of which makes matrix products in a type faster than in float32.
+
+Without them, bfloat16 has 0.25 (AVX2) or 0.44 (AVX-512) of the speed of float32, and float16 0.25: measured on a CPU
+with AVX512-BF16, of which oneDNN was told to use less (``ONEDNN_MAX_CPU_ISA``).
+"""
+
+
+def stored_dtype(config: PreTrainedConfig, asked: DType = "auto") -> torch.dtype:
+    """Return the dtype of a model's weights: the requested one, or for ``auto`` the stored one."""
+    return (config.dtype or torch.float32) if asked == "auto" else getattr(torch, asked)
+
+
+def scoring_config(config: ModelConfig, stored: PreTrainedConfig, device: torch.device | str) -> ModelConfig:
+    """Return how a model is loaded for scoring: ``auto`` becomes float32 on a CPU that is slow in the stored type."""
+    names = _FAST_ON_CPU.get(stored_dtype(stored))
+    known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch lack it
+    quantized = config.quantization is not None or getattr(stored, "quantization_config", None) is not None
+    if config.dtype != "auto" or torch.device(device).type != "cpu" or quantized or names is None or not known:
+        return config
+    return config if any(known.get(name) for name in names) else replace(config, dtype="float32")
+
+
+@cache
+def report_dtype(stored: torch.dtype, dtype: torch.dtype) -> None:
+    """Write once to the log what ``auto`` means on this CPU, if the stored type has 16 bits."""
+    name = str(stored).removeprefix("torch.")
+    if stored != dtype:
+        log.info(
+            "This CPU is slow in %s, so `dtype: auto` computes in float32, with twice the memory of the stored weights;"
+            " `--dtype %s` keeps their type.",
+            name,
+            name,
+        )
+    elif dtype in _FAST_ON_CPU:
+        log.info(
+            "`dtype: auto` computes in %s, the stored type: about a tenth of the key tokens may differ from those in"
+            " float32, which `--dtype float32` gives.",
+            name,
+        )

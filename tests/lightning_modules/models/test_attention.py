@@ -1,0 +1,113 @@
+"""Layers with a window of their own, whose hidden products are not computed, against attention with the whole mask."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+from lightning_modules.batch import pack_sequence
+from lightning_modules.models import attention
+from lightning_modules.models.attention import AttentionWindow, document_attention, register_document_attention
+from lightning_modules.models.backbone import Backbone
+
+GROUPS = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Numbers of queries and keys of each attention call."""
+    calls = []
+    whole = attention.sdpa_attention_forward
+
+    def record(module, query, key, *arguments, **options):
+        calls.append((query.shape[2], key.shape[2]))
+        return whole(module, query, key, *arguments, **options)
+
+    monkeypatch.setattr(attention, "sdpa_attention_forward", record)
+    return calls
+
+
+def band(tokens, window, *ends):
+    """Return the ``[1, 1, T, T]`` mask of a window in documents that end at these tokens."""
+    index = torch.arange(tokens)
+    document = torch.bucketize(index, torch.tensor(ends or (tokens,)), right=True)
+    distance = index[:, None] - index
+    return ((distance >= 0) & (distance < window) & (document[:, None] == document))[None, None]
+
+
+def attend(function, states, mask):
+    """Return outputs and gradients."""
+    states = [each.clone().requires_grad_() for each in states]
+    output = function(*states, mask)
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).reshape(output.shape)
+    return output, *torch.autograd.grad((output * weights).sum(), states)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "window", "ends"),
+    [
+        (400, 128, ()),
+        (401, 128, ()),
+        (129, 128, ()),
+        (333, 100, (70, 71, 190, 333)),  # borders inside of windows and of blocks
+        (300, 1, ()),
+        (200, 9, (150, 200)),
+    ],
+)
+def test_values_and_gradients_are_those_of_the_whole_mask(products, tokens, window, ends):
+    generator = torch.Generator().manual_seed(tokens)
+    states = [torch.randn(2, heads, tokens, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
+
+    def ours(*arguments):
+        return document_attention(GROUPS, *arguments, sliding_window=window)[0]
+
+    def dense(query, key, value, mask):
+        key, value = (each.repeat_interleave(2, dim=1) for each in (key, value))
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
+
+    mask = band(tokens, window, *ends)
+    for actual, expected in zip(attend(ours, states, mask), attend(dense, states, mask), strict=True):
+        torch.testing.assert_close(actual, expected)
+    size = max(window // 2, 64)
+    assert all(queries <= size and keys < size + window for queries, keys in products)
+    assert sum(queries for queries, _ in products) == tokens
+
+
+def test_a_mask_that_shows_more_than_the_window_is_used_whole(products):
+    states = [torch.randn(1, heads, 200, 8) for heads in (4, 2, 2)]
+    both_ways = band(200, 64) | band(200, 64).mT
+    cases = [(both_ways, {}), (band(200, 64), {"position_bias": torch.zeros(1, 4, 200, 200)}), (band(200, 65), {})]
+    for mask, options in cases:
+        products.clear()
+        actual = document_attention(GROUPS, *states, mask, sliding_window=40, **options)[0]
+        key, value = (each.repeat_interleave(2, dim=1) for each in states[1:])
+        expected = F.scaled_dot_product_attention(states[0], key, value, attn_mask=mask).transpose(1, 2)
+        torch.testing.assert_close(actual, expected)
+        assert products == [(200, 200)]
+
+
+@pytest.mark.parametrize("lengths", [(333,), (150, 183), (20, 1, 312)])
+@pytest.mark.parametrize("limit", [None, AttentionWindow(50)])
+def test_a_model_with_windows_scores_and_learns_as_with_whole_masks(products, monkeypatch, lengths, limit):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 100, "initializer_range": 0.2}
+    layers = ["sliding_attention", "full_attention", "sliding_attention"]
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, **heads, layer_types=layers, pad_token_id=0))
+    model.set_attn_implementation(register_document_attention())
+    backbone, batch = Backbone(model), pack_sequence([torch.randint(50, (length,)) for length in lengths])
+
+    def run():
+        products.clear()
+        backbone.zero_grad()
+        scored = backbone(batch, window=limit)
+        scored.sum().backward()
+        return [scored.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+    actual = run()
+    assert sum(queries <= 64 and keys < 164 for queries, keys in products) >= 2 * (333 // 64)
+    monkeypatch.setattr(attention, "_find_band", lambda *_, **__: [])
+    for ours, whole in zip(actual, run(), strict=True):
+        torch.testing.assert_close(ours, whole, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,88 @@
+"""What ``dtype: auto`` means for scoring on a CPU."""
+
+import logging
+
+import pytest
+import torch
+
+from lightning_modules.commands.cli.main import main
+from lightning_modules.models.config import ModelConfig
+from lightning_modules.models.dtypes import report_dtype, scoring_config
+from lightning_modules.models.identity import describe_model
+from lightning_modules.models.loading import load_config, load_frozen
+from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from tests.conftest import make_text, tiny_model
+
+
+@pytest.fixture
+def cpu(monkeypatch):
+    """Pretend that the CPU has some instructions."""
+
+    def pretend(*names):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(("avx2", *names), True), raising=False)
+
+    report_dtype.cache_clear()
+    yield pretend
+    report_dtype.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory, tokenizer):
+    def make(dtype):
+        folder = tmp_path_factory.mktemp("model")
+        tiny_model("llama", len(tokenizer), seed=1).to(getattr(torch, dtype)).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return {dtype: make(dtype) for dtype in ("float32", "bfloat16", "float16")}
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "instructions", "loaded", "said"),
+    [
+        ("bfloat16", "auto", ["avx512_bf16"], "bfloat16", "in bfloat16, the stored type"),
+        ("bfloat16", "auto", ["bf16"], "bfloat16", "in bfloat16, the stored type"),
+        ("bfloat16", "auto", ["avx512_f"], "float32", "slow in bfloat16"),
+        ("bfloat16", "bfloat16", ["avx512_f"], "bfloat16", ""),
+        ("float16", "auto", ["avx512_bf16"], "float32", "slow in float16"),
+        ("float16", "auto", ["avx512_fp16"], "float16", "in float16, the stored type"),
+        ("bfloat16", "float32", ["avx512_bf16"], "float32", ""),
+        ("float32", "auto", [], "float32", ""),
+    ],
+)
+def test_auto_is_the_stored_type_unless_this_cpu_is_slow_in_it(
+    folder_of, cpu, caplog, stored, asked, instructions, loaded, said
+):
+    cpu(*instructions)
+    config, folder = ModelConfig(str(folder_of[stored]), dtype=asked), str(folder_of[stored])
+    with caplog.at_level(logging.INFO):
+        backbones = [load_frozen(config, "cpu") for _ in range(2)]
+    lines = [line for line in caplog.messages if "dtype" in line]
+    assert len(lines) == bool(said), "once, not for each model"
+    assert said in "".join(lines)
+    assert {str(backbone.base_model.dtype) for backbone in backbones} == {f"torch.{loaded}"}
+    assert describe_model(config, load_tokenizer(folder)).dtype == loaded, "which the scores are stored under"
+
+
+def test_only_a_cpu_that_is_known_to_be_slow_changes_the_type(folder_of, cpu, monkeypatch):
+    cpu()
+    config = ModelConfig(str(folder_of["bfloat16"]))
+    stored = load_config(config)
+    assert scoring_config(config, stored, "cpu").dtype == "float32"
+    assert scoring_config(config, stored, "cuda") is config
+    stored.quantization_config = {"quant_method": "gptq"}
+    assert scoring_config(config, stored, "cpu") is config
+    monkeypatch.delattr(torch.cpu, "get_capabilities")  # as in older versions of torch
+    assert scoring_config(config, load_config(config), "cpu") is config
+
+
+@pytest.mark.parametrize("command", ["score", "inspect"])
+def test_commands_say_it(folder_of, cpu, caplog, tmp_path, command):
+    cpu("avx512_bf16")
+    (tmp_path / "text.txt").write_text(make_text(60))
+    readers = ["--model", str(folder_of["bfloat16"]), "--evaluator", str(folder_of["bfloat16"])]
+    sizes = ["--context_length", "32", "--stride", "16", "--cache_dir", str(tmp_path / "cache"), "--device", "cpu"]
+    output = ["--output", str(tmp_path / "page.html")] if command == "inspect" else []
+    with caplog.at_level(logging.INFO):
+        main([command, str(tmp_path / "text.txt"), *readers, *sizes, *output])
+    assert sum("about a tenth of the key tokens" in line for line in caplog.messages) == 1
