@@ -21,7 +21,7 @@ from lightning_modules.scoring.token_scores import scores_of_row
 from lightning_modules.visualization.tensorboard.panels import (
     CUSTOM_SCALARS,
     EvaluationPanels,
-    ScoredDocument,
+    InspectedDocument,
     draw_weights,
 )
 from lightning_modules.visualization.tensorboard.sums import PositionSums, WeightSample
@@ -66,7 +66,7 @@ class KeyTokenInspector(Callback):
         self.alpha, self.beta = alpha, beta
         self._evaluator: ExternalEvaluator | None = None
         self._writers: list[Any] = []
-        self._inspected: list[ScoredDocument] = []
+        self._inspected: list[InspectedDocument] = []
         self._positions = PositionSums(1)
         self._weights, self._weights_step = WeightSample(), 0
         self._warned = False
@@ -179,12 +179,12 @@ class KeyTokenInspector(Callback):
 
     def _inspect_document(
         self, pl_module: Any, batch: PackedBatch, row: int, long: Tensor, short: Tensor
-    ) -> ScoredDocument:
+    ) -> InspectedDocument:
         tokens = batch["document_boundaries"][row][-1]
         key = batch["labels"][row, :tokens].ne(IGNORE_INDEX).cpu()
         if self._evaluator is not None and self._panels.precomputed:
             key &= self._evaluator.influence(batch, row, pl_module.device)[0][:tokens]
-        return ScoredDocument(
+        return InspectedDocument(
             name=batch["names"][row],
             text=batch["text"][row],
             scores=scores_of_row(

@@ -38,7 +38,7 @@ class Continuation(NamedTuple):
     tokens: Sequence[int]
 
 
-class Score(NamedTuple):
+class ContinuationScore(NamedTuple):
     """Log-likelihood of a continuation in nats, and whether each of its tokens is the likeliest."""
 
     log_likelihood: float
@@ -199,7 +199,7 @@ def _check_same(requests: Sequence[Instance]) -> None:
 
 def score_continuations(
     backbone: Backbone, continuations: Sequence[Continuation], *, batch_tokens: int = 16_384
-) -> list[Score]:
+) -> list[ContinuationScore]:
     """Score continuations. Logits exist only at the positions that predict them, one chunk at a time.
 
     Continuations that differ only in their last token (the choices of a question) share a row. Passes are split among
@@ -214,7 +214,7 @@ def score_continuations(
         if len(tokens):
             rows.setdefault((*context, *tokens[:-1]), []).append(index)  # the last token is only predicted
     texts = list(rows)
-    found: dict[int, Score] = {}
+    found: dict[int, ContinuationScore] = {}
     with torch.no_grad(), no_autocast_cache(), eval_mode(backbone), lockstep(backbone) as run:
         for group in group_rows(list(map(len, texts)), batch_tokens)[own_slice()]:
             batch = [texts[row] for row in group]
@@ -224,9 +224,9 @@ def score_continuations(
             sizes = [len(continuation.tokens) for _, continuation in asked]
             by_continuation = zip(*(values.cpu().split(sizes) for values in scores), strict=True)
             for (_, index), (log_likelihood, likeliest) in zip(members, by_continuation, strict=True):
-                found[index] = Score(math.fsum(log_likelihood.tolist()), bool(likeliest.all()))
+                found[index] = ContinuationScore(math.fsum(log_likelihood.tolist()), bool(likeliest.all()))
     found = merge_answers(found)
-    return [found.get(index, Score(0.0, True)) for index in range(len(continuations))]
+    return [found.get(index, ContinuationScore(0.0, True)) for index in range(len(continuations))]
 
 
 def merge_answers(found: dict[int, Answer]) -> dict[int, Answer]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 T = TypeVar("T")
 
 
-class Question(NamedTuple):
+class DocumentQuestion(NamedTuple):
     """Question with the accepted wordings of its answer, and the indices of its documents and of related ones."""
 
     text: str
@@ -24,7 +24,7 @@ class Collection(NamedTuple):
     """Distinct documents in alphabetical order, and questions about them in the order of the file."""
 
     documents: list[str]
-    questions: list[Question]
+    questions: list[DocumentQuestion]
 
 
 class Passage(NamedTuple):
@@ -61,7 +61,7 @@ def read_squad(path: str | Path) -> Collection:
                 related = tuple(index for index in of_article if index != own)
                 for asked in paragraph["qas"]:
                     answers = _distinct_answers(answer["text"] for answer in asked["answers"])
-                    questions.append(Question(_checked_text(asked["question"]), answers, (own,), related))
+                    questions.append(DocumentQuestion(_checked_text(asked["question"]), answers, (own,), related))
         return Collection(documents, [question for question in questions if question.answers])
 
     return _read_collection(path, "SQuAD", "`data`, `paragraphs`, `context`, `qas`", collection)
@@ -78,7 +78,7 @@ def read_hotpot(path: str | Path) -> Collection:
         documents = _distinct_texts(document for context in contexts for document in context)
         number = {document: index for index, document in enumerate(documents)}
         questions = [
-            Question(
+            DocumentQuestion(
                 _checked_text(asked["question"]),
                 _distinct_answers([asked["answer"]]),
                 tuple(dict.fromkeys(number[document] for document in context)),

@@ -47,7 +47,7 @@ COLUMNS = (
 VISIBLE = {"\n": "⏎", "\r": "", "\t": "⇥"}
 
 
-class ScoredDocument(NamedTuple):
+class InspectedDocument(NamedTuple):
     """Text with a model's scores of its ``[N]`` tokens; ``key`` (bool) marks key tokens."""
 
     name: str
@@ -80,7 +80,7 @@ class EvaluationPanels:
     def draw(
         self,
         writers: Sequence[Any],
-        documents: Sequence[ScoredDocument],
+        documents: Sequence[InspectedDocument],
         positions: PositionSums,
         *,
         evaluated: Mapping[str, EvaluatedDocument],
@@ -117,7 +117,7 @@ class EvaluationPanels:
     def _key_tokens(self, scores: TokenScores) -> Tensor:
         return evaluator_key_tokens(scores, **self.thresholds)
 
-    def _find_key(self, document: ScoredDocument, found: EvaluatedDocument | None) -> Tensor:
+    def _find_key(self, document: InspectedDocument, found: EvaluatedDocument | None) -> Tensor:
         """Return the evaluator's key tokens, or the model's own without an evaluator."""
         if self.precomputed:
             return document.key
@@ -166,7 +166,7 @@ def probability(log_likelihood: float) -> str:
     return f"{value:.1%}" if value >= 0.001 else f"{value:.0e}"
 
 
-def helped_markdown(documents: Sequence[ScoredDocument], *, count: int = 20) -> str:
+def helped_markdown(documents: Sequence[InspectedDocument], *, count: int = 20) -> str:
     """Format a table of at most ``count`` tokens that the long context helps most, with their probabilities."""
     found = [(lsd, document, index) for document in documents for lsd, index in document.most_helped(count)]
     found.sort(key=lambda entry: -entry[0])
@@ -185,7 +185,7 @@ def helped_markdown(documents: Sequence[ScoredDocument], *, count: int = 20) -> 
     return as_markdown_table(Table([*COLUMNS], rows))
 
 
-def _cut_snippet(document: ScoredDocument, index: int, before: int = 60, after: int = 20) -> str:
+def _cut_snippet(document: InspectedDocument, index: int, before: int = 60, after: int = 20) -> str:
     start, end = document.scores.offsets[index].tolist()
     token = document.text[start:end]
     word = token.strip() or "\N{OPEN BOX}"

@@ -6,7 +6,7 @@ from typing import Literal
 
 from typing_extensions import override
 
-from lightning_modules.tasks.questions.question_files import Question, read_hotpot, read_squad
+from lightning_modules.tasks.questions.question_files import DocumentQuestion, read_hotpot, read_squad
 from lightning_modules.tasks.questions.task import Draft, FittedTask, Request
 
 _INSTRUCTION = (
@@ -67,12 +67,12 @@ class QuestionAnswering(FittedTask):
             depth=depth,
         )
 
-    def _choose_question(self, index: int, seed: int) -> Question:
+    def _choose_question(self, index: int, seed: int) -> DocumentQuestion:
         questions = self.collection.questions
         order = random.Random(f"{self.name} {seed}").sample(range(len(questions)), len(questions))
         return questions[order[index % len(order)]]
 
-    def _draw_distractors(self, asked: Question, rng: random.Random, maximum: int) -> list[int]:
+    def _draw_distractors(self, asked: DocumentQuestion, rng: random.Random, maximum: int) -> list[int]:
         """Return other documents, the related ones first."""
         known = {*asked.documents, *asked.related}
         count = len(self.collection.documents)

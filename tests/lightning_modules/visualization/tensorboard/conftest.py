@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lightning_modules.scoring.token_scores import TokenScores, text_sha256
-from lightning_modules.visualization.tensorboard.panels import ScoredDocument
+from lightning_modules.visualization.tensorboard.panels import InspectedDocument
 
 
 @pytest.fixture
@@ -20,6 +20,6 @@ def make_document():
         mask[list(key)] = True
         ids = torch.tensor([sorted(set(words)).index(word) for word in words])
         scores = TokenScores(text_sha256(text), "a model", 4, 2, ids, torch.tensor(offsets), long, short)
-        return ScoredDocument(name, text, scores, mask)
+        return InspectedDocument(name, text, scores, mask)
 
     return make
