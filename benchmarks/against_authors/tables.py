@@ -44,6 +44,8 @@ def rows(setting: Setting, results: dict[str, dict[str, Run]]) -> list[str]:
 def _agreement(theirs: object, mine: object) -> str:
     """Describe how far the two results agree."""
     if isinstance(theirs, tuple) and isinstance(mine, tuple):
+        if theirs[1] == mine[1] == 0:
+            return "no key tokens"
         return f"LongPPL differs by {abs(mine[0] / theirs[0] - 1):.0e}, key tokens {theirs[1]} / {mine[1]}"
     assert isinstance(theirs, float)
     assert isinstance(mine, float)
