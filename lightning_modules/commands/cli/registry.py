@@ -27,7 +27,6 @@ from lightning_modules.commands.cli.measuring import (
     score_command,
 )
 from lightning_modules.commands.select.config import SelectConfig
-from lightning_modules.commands.serve.config import ServeConfig
 from lightning_modules.scoring.config import InspectConfig
 from lightning_modules.training.export.options import ExportOptions
 from lightning_modules.utilities.files import writable_folder, write_atomically
@@ -54,18 +53,6 @@ def inspect_command(arguments: Sequence[str]) -> None:
 
     inspection = inspect_document(text, name=name, **options)
     sys.stdout.write(f"{inspection.summary()}\n{output} ({inspection.save(output).stat().st_size / 1e6:.1f} MB)\n")
-
-
-def serve_command(arguments: Sequence[str]) -> None:
-    """Run ``longce serve`` until it is stopped."""
-    parser = make_parser("serve", "Serve the log-likelihoods of a model over HTTP.", ServeConfig)
-    config = ServeConfig(**parse_options(parser, arguments))
-    config.read_key()
-    try:
-        from lightning_modules.commands.serve.command import serve
-    except ModuleNotFoundError as error:
-        raise ValueError(f"`longce serve` needs the package {error.name}: install the extra `serve`.") from error
-    serve(config)
 
 
 def read_row(file: str, row: int, text_column: str) -> tuple[str, str]:
@@ -249,7 +236,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {
     "influence": influence_command,
     "select": select_command,
     "export": export_command,
-    "serve": serve_command,
     "compare": compare_command,
     "correlate": correlate_command,
     "data": data_command,
