@@ -224,12 +224,6 @@ def test_stored_influence_that_nobody_uses_or_has(experiment, tmp_path, monkeypa
         assert message in refused(*fit, *options, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
 
 
-def test_unknown_command(tmp_path, monkeypatch, capsys):
-    assert "unknown command `fiit`. Did you mean `fit`?" in refused(
-        "fiit", monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys
-    )
-
-
 @pytest.mark.slow
 def test_validate_test_and_predict(experiment, tmp_path, monkeypatch, capsys):
     longce("fit", "-c", BASE, "-c", experiment, monkeypatch=monkeypatch, folder=tmp_path)
@@ -574,35 +568,6 @@ def test_success_exits_with_0_and_help_names_every_command():
         assert f"\n  {name} " in result.stdout
 
 
-def _alpha(folder):
-    callback = {"class_path": "callbacks.ExternalEvaluator", "init_args": {"evaluator": "x", "alpha": -1.0}}
-    (folder / "alpha.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks+": [callback]}}))
-    return str(folder / "alpha.yaml")
-
-
-@pytest.mark.slow
-def test_bad_settings(experiment, tmp_path, monkeypatch, capsys):
-    cases = {
-        "context_length": ["--model.context_length", "0"],
-        "`context_length` + `stride` = 120 + 16 = 136": ["--model.context_length", "120"],
-        "`stride` (d) must be": ["--model.stride", "-4"],
-        "`gamma`": ["--model.objective", "LongCE", "--model.objective.gamma", "0.5"],
-        "longce: error: `alpha` must be finite and 0 or more": ["-c", _alpha(tmp_path)],
-        "gamm": ["--model.objective", "LongCE", "--model.objective.gamm", "2"],
-        "Did you mean 'hidden_size'?": ["--model.model_config", "{hiden_size: 3}"],
-        "`context_extension` needs `target_length`": ["--model.context_extension", "{method: pi, original_length: 64}"],
-        "'dynamic' depends on the length": [
-            "--model.context_extension={method: dynamic_ntk, original_length: 64, target_length: 128}"
-        ],
-        "./nowhere": ["--model.pretrained_model_name_or_path", "./nowhere"],
-        "no/tokenizer/here": ["--data.tokenizer", "no/tokenizer/here"],
-        "/no/such/books": ["--data.path", "/no/such/books"],
-    }
-    for expected, arguments in cases.items():
-        settings = ["fit", "-c", BASE, "-c", experiment, *arguments]
-        assert expected in refused(*settings, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
-
-
 @pytest.mark.slow
 def test_bad_checkpoints(experiment, tmp_path, monkeypatch, capsys):
     (tmp_path / "torn.ckpt").write_bytes(b"PK")
@@ -640,12 +605,6 @@ def test_going_on_with_the_newest_whole_checkpoint_of_a_folder(experiment, tmp_p
     assert "there is no checkpoint" in refused(*fit, "--ckpt_path", str(tmp_path / "runs"), **run, capsys=capsys)
     own = ["--trainer.callbacks+", "{class_path: callbacks.StepCheckpoint, init_args: {dirpath: /proc/longce}}"]
     assert "Cannot write to the folder /proc" in refused(*fit, *own, **run, capsys=capsys)
-
-
-def test_a_misspelt_key_in_a_yaml_is_named(experiment, tmp_path, monkeypatch, capsys):
-    (tmp_path / "typo.yaml").write_text("model:\n  contxt_length: 8\n")
-    arguments = ["fit", "-c", BASE, "-c", experiment, "-c", str(tmp_path / "typo.yaml")]
-    assert "contxt_length" in refused(*arguments, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
 
 
 @pytest.mark.slow

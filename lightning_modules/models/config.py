@@ -56,13 +56,6 @@ class ServerConfig:
             raise ValueError("`server.key_variable` must be the name of an environment variable, not the key.")
 
 
-def _read_server(settings: dict[str, Any]) -> ServerConfig:
-    known = [field.name for field in fields(ServerConfig)]
-    if unknown := sorted(settings.keys() - set(known)):
-        raise ValueError(f"`server` has no setting '{unknown[0]}', only {', '.join(known)}.")
-    return ServerConfig(**settings)
-
-
 def is_served(pretrained_model_name_or_path: str | None) -> bool:
     """Return whether a model is named by the address of its server; raise a ``ValueError`` if that has a secret."""
     if re.match(r"https?://", pretrained_model_name_or_path or "") is None:
@@ -173,6 +166,6 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.server, dict):  # as the parsers of commands and configs give it
-            object.__setattr__(self, "server", _read_server(self.server))
+            object.__setattr__(self, "server", ServerConfig(**self.server))
         if self.offload_activations and not self.gradient_checkpointing:
             raise ValueError("`offload_activations` needs checkpointing: set `gradient_checkpointing` to true.")

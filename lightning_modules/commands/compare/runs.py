@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
+import yaml
 from tensorboard.compat.proto.event_pb2 import Event
 
 from lightning_modules.commands.compare.evaluations import Evaluation, read_evaluation
@@ -18,7 +19,6 @@ from lightning_modules.models.provenance import Provenance
 from lightning_modules.statistics import UNITS
 from lightning_modules.tasks.evaluation.evaluation import SETTINGS
 from lightning_modules.training.checkpoints.spans import read_spans
-from lightning_modules.utilities.bounded_yaml import load_yaml
 from lightning_modules.utilities.identity import shorten_hashes
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def _is_evaluation(path: Path) -> bool:
 
 
 def _read_run(name: str, folder: Path) -> Run:
-    hparams = load_yaml((folder / "hparams.yaml").read_text()) if (folder / "hparams.yaml").is_file() else {}
+    hparams = yaml.safe_load((folder / "hparams.yaml").read_text()) if (folder / "hparams.yaml").is_file() else {}
     names = {key: key.replace(".init_args", "").removesuffix(".class_path") for key in hparams if not _PATHS.match(key)}
     config = {name: str(hparams[key]) for key, name in names.items()} | _describe_resumes(folder)
     scalars: dict[str, dict[int, float]] = defaultdict(dict)
@@ -173,7 +173,7 @@ def _read_documents(folder: Path) -> Iterator[tuple[str, int, pd.DataFrame]]:
 
 def _read_evaluators(config: Path) -> dict[str, dict[str, Any]]:
     """Return the arguments of the evaluators in a config, by their names."""
-    callbacks = load_yaml(config.read_text())["trainer"].get("callbacks") or []
+    callbacks = yaml.safe_load(config.read_text())["trainer"].get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     arguments = [each["init_args"] for each in callbacks if each["class_path"] == "callbacks.ExternalEvaluator"]
     return {each.get("name") or "evaluator": each for each in arguments}
