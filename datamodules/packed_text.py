@@ -28,7 +28,7 @@ from datamodules.packing.sequences import PackedRowDataset, Row, collate_rows
 from datamodules.sources.documents import Source
 from datamodules.sources.splits import Split
 from datamodules.token_store.store import TokenStore, build_token_store
-from lightning_modules.batch import MAX_SEQUENCE_LENGTH, PackedBatch, note_values
+from lightning_modules.batch import PackedBatch, note_values
 from lightning_modules.functional.checks import MAX_PROCESSES, check_count
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.utilities.files import default_cache_dir
@@ -99,8 +99,6 @@ class PackedTextDataModule(LightningDataModule, ABC):
                 "Stored token weights (`influence`) need sequences that have each token once and are not cut: remove"
                 " `influence`, or `long_documents` and `curriculum`."
             )
-        if sequence_length > MAX_SEQUENCE_LENGTH:
-            raise ValueError(f"`sequence_length` = {sequence_length:,} must be at most {MAX_SEQUENCE_LENGTH:,} tokens.")
         check_count("`num_workers`", num_workers, minimum=0, maximum=MAX_PROCESSES)
         if curriculum:
             curriculum.check(sequence_length)

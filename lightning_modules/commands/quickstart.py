@@ -17,9 +17,9 @@ from typing_extensions import override
 
 from lightning_modules.commands.cli.config_files import CONFIGS
 from lightning_modules.commands.cli.lightning_cli import LongceCLI
-from lightning_modules.commands.cli.registry import inspect_command
 from lightning_modules.commands.compare.command import compare
 from lightning_modules.commands.compare.runs import read_runs
+from lightning_modules.commands.inspect import inspect_command
 from lightning_modules.statistics import corpus_mean
 
 DOCUMENT = "recall-7-1"

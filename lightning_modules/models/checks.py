@@ -25,10 +25,8 @@ from lightning_modules.utilities.pickles import refused_pickle
 
 log = logging.getLogger(__name__)
 
-MAX_SIZES = dict.fromkeys(("vocab_size", "hidden_size", "num_attention_heads", "max_position_embeddings"), 2**31 - 1)
-MAX_SIZES["num_hidden_layers"] = 10_000
-"""Largest sizes of a config, all of which must be 1 or more. A model with 0 layers could be built and would even score,
-and a million layers would take minutes to build. Known models have up to about a hundred."""
+SIZES = ("num_hidden_layers", "vocab_size", "hidden_size", "num_attention_heads", "max_position_embeddings")
+"""Sizes of a config that must be 1 or more. A model with 0 layers could be built, and would even score."""
 
 INDEX = "model.safetensors.index.json"
 
@@ -42,20 +40,19 @@ def check_config(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
     if not trust_remote_code and type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"Models of type '{config.model_type}' are not causal LMs. Use a decoder that predicts text.")
     text = config.get_text_config(decoder=True)
-    check_sizes({name: getattr(text, name, None) for name in MAX_SIZES})
+    check_sizes({name: getattr(text, name, None) for name in SIZES})
     _check_quantization(getattr(config, "quantization_config", None))
     for parameters in rope_parameter_sets(config):
         _check_rope(parameters)
 
 
 def check_sizes(values: Mapping[str, Any]) -> None:
-    """Raise a ``ValueError`` if a size in a config or its overrides is out of range."""
-    for name, maximum in MAX_SIZES.items():
+    """Raise a ``ValueError`` if a size in a config or its overrides is below 1."""
+    for name in SIZES:
         value = values.get(name)
-        if isinstance(value, int) and not 1 <= value <= maximum:
-            limit = "1 or more" if value < 1 else f"at most {maximum:,}"
+        if isinstance(value, int) and value < 1:
             raise ValueError(
-                f"`{name}` of the model's config must be {limit}, got {value}. Correct config.json, or `model_config`."
+                f"`{name}` of the model's config must be 1 or more, got {value}: correct config.json or `model_config`."
             )
 
 

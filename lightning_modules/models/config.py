@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 """Dtype of the weights; ``auto`` keeps the stored one."""
@@ -14,8 +14,7 @@ Checkpointing = bool | Literal["selective"]
 """``true`` keeps only the input of each layer; ``selective`` also keeps the outputs of its attention."""
 
 
-Dialect = Literal["auto", "longce", "vllm", "sglang"]
-"""Protocol of a server of log-likelihoods; ``auto`` asks the server what it is."""
+_DIALECTS = ("auto", "vllm", "sglang")
 
 
 @dataclass(frozen=True)
@@ -23,10 +22,10 @@ class ServerConfig:
     """How a served model, named by its address ``http(s)://HOST:PORT`` or by several with commas, is asked.
 
     Args:
-        dialect: Protocol of the server; ``auto`` asks it.
+        dialect: Kind of the server, ``vllm`` or ``sglang``; ``auto`` asks it.
         model: Name of the model, for a server with several.
         claim: What the server runs, such as ``meta-llama/Llama-3.1-8B@main``, as a part of the identity of its scores.
-            Change it when you change the model behind an address. `longce serve` reports a hash of the weights instead.
+            Change it when you change the model behind an address.
         key_variable: Name of the environment variable that has the server's key.
         concurrency: Maximum number of simultaneous requests to each server.
         timeout: Seconds that a request may take, with its time in the server's queue.
@@ -34,7 +33,7 @@ class ServerConfig:
         allow_http: Send texts and the key unencrypted to other machines, in a network that you trust.
     """
 
-    dialect: Dialect = "auto"
+    dialect: str = "auto"
     model: str | None = None
     claim: str | None = None
     key_variable: str = "LONGCE_API_KEY"
@@ -44,8 +43,10 @@ class ServerConfig:
     allow_http: bool = False
 
     def __post_init__(self) -> None:
-        if self.dialect not in get_args(Dialect):
-            raise ValueError(f"`server.dialect` must be one of {', '.join(get_args(Dialect))}, got {self.dialect!r}.")
+        if self.dialect not in _DIALECTS:
+            removed = " `longce serve` was removed: start the model with `vllm serve MODEL`."
+            hint = removed if self.dialect == "longce" else ""
+            raise ValueError(f"`server.dialect` must be one of {', '.join(_DIALECTS)}, got {self.dialect!r}.{hint}")
         if not (1 <= self.concurrency <= 1024 and self.timeout > 0 and self.patience >= 0):
             raise ValueError(
                 "`server.concurrency` must be from 1 to 1024, `server.timeout` above 0 and `server.patience` 0 or more,"
@@ -53,13 +54,6 @@ class ServerConfig:
             )
         if not re.fullmatch(r"[A-Za-z_]\w*", self.key_variable):  # without the value, which may be the key itself
             raise ValueError("`server.key_variable` must be the name of an environment variable, not the key.")
-
-
-def _read_server(settings: dict[str, Any]) -> ServerConfig:
-    known = [field.name for field in fields(ServerConfig)]
-    if unknown := sorted(settings.keys() - set(known)):
-        raise ValueError(f"`server` has no setting '{unknown[0]}', only {', '.join(known)}.")
-    return ServerConfig(**settings)
 
 
 def is_served(pretrained_model_name_or_path: str | None) -> bool:
@@ -172,6 +166,6 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.server, dict):  # as the parsers of commands and configs give it
-            object.__setattr__(self, "server", _read_server(self.server))
+            object.__setattr__(self, "server", ServerConfig(**self.server))
         if self.offload_activations and not self.gradient_checkpointing:
             raise ValueError("`offload_activations` needs checkpointing: set `gradient_checkpointing` to true.")

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_modules.utilities.bounded_yaml import load_yaml
+import yaml
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,12 +36,12 @@ def parse_gen_kwargs(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
     and ``do_sample`` if a temperature is given: most tasks have ``do_sample: false``, under which it has no effect.
     """
     if isinstance(given, str) and given.lstrip().startswith("{"):
-        given = dict(load_yaml(given))
+        given = dict(yaml.safe_load(given))
     if isinstance(given, str):
         pairs = [part.partition("=") for part in re.split(r"[,\s]+(?=\w+=)", given.strip())]
         if not all(name and equals for name, equals, _ in pairs):
             raise ValueError(f"`gen_kwargs` must be such as 'temperature=0.8,top_p=0.95', got {given!r}.")
-        given = {name: load_yaml(value) for name, _, value in pairs}
+        given = {name: yaml.safe_load(value) for name, _, value in pairs}
     if unknown := [name for name in given or {} if name not in _KNOWN]:
         raise ValueError(f"`gen_kwargs` has unknown names: {', '.join(unknown)}. There are {', '.join(_KNOWN)}.")
     sampling, found = read_sampling(given or {}), dict(given or {})

@@ -28,7 +28,6 @@ FEATURES = {
     "launch two processes": f"{COMMANDS}/test_launch.py::test_two_processes_train_one_model_and_log_once",
     "precompute token weights": f"{COMMANDS}/test_influence.py::"
     "test_weights_by_the_model_itself_are_those_of_longce_at_step_0",
-    "serve a model": f"{COMMANDS}/serve/test_serve.py::test_the_command_in_this_process",
     "use a model on a server": "tests/lightning_modules/scoring/test_served.py::"
     "test_score_with_an_evaluator_and_a_model_on_servers",
     "quickstart": f"{COMMANDS}/test_quickstart.py::test_each_run_is_a_line_and_the_log_has_the_commands",

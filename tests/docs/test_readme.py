@@ -100,7 +100,7 @@ TRAINED = Reading(
 )
 MINIATURE = Reading(elsewhere="tests/benchmarks/reproduction/miniature/test_command.py")
 
-SERVE = Reading(elsewhere="tests/lightning_modules/commands/serve/test_serve.py")
+SERVED = Reading(elsewhere="tests/lightning_modules/scoring/test_served.py")
 SHORT = "--context_length 32 --stride 16"
 QUESTIONS = "--tasks passkey --lengths 512 --samples 1 --device cpu"
 SCORE_CORPUS = Reading(
@@ -134,8 +134,9 @@ COMMANDS = {
     "longce compare runs/longce/version_0 runs/longce/version_1 --output page.html": Reading(
         elsewhere="tests/lightning_modules/commands/compare/test_compare.py"
     ),
-    "longce serve --model E": SERVE,
-    "longce serve --model meta-llama/Llama-3.1-8B --port 8000": SERVE,
+    "longce score .. --evaluator http://127.0.0.1:8000": SERVED,
+    "longce score report.txt --model M --evaluator http://127.0.0.1:8000 --evaluator_tokenizer"
+    " meta-llama/Llama-3.1-8B": SERVED,
     "longce reproduce miniature": MINIATURE,
     "longce --help": Reading(prints="usage: longce COMMAND"),
     **{f"longce {name} --help": Reading(prints=f"usage: longce .*{name}") for name in PROGRAMS},

@@ -1,24 +1,20 @@
-"""Servers of log-likelihoods: a stub of each dialect that can fail in many ways, and `longce serve` in a thread."""
+"""Stubs of the servers of log-likelihoods, which can fail in many ways, or answer with the values of a model."""
 
 import json
 import socket
 import struct
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import torch
-import uvicorn
 
-from lightning_modules.commands.serve.batching import BatchingScorer
-from lightning_modules.commands.serve.service import Service
-from lightning_modules.models.served.dialects import CHECKSUM_HEADER, IDENTITY_HEADER, LONGCE_PATH, Span, checksum
+from lightning_modules.batch import pack_sequence
 
-PATHS = {"longce": LONGCE_PATH, "vllm": "/v1/completions", "sglang": "/generate"}
+PATHS = {"vllm": "/v1/completions", "sglang": "/generate"}
 
 
 def stub_values(ids, model="a"):
@@ -47,12 +43,13 @@ class StubServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, dialect, port=0):
+    def __init__(self, dialect, port=0, backbone=None):
         self.dialect, self.model, self.name, self.key = dialect, "a", "tiny", None
         self.owner, self.shift, self.limit = dialect, 0, 4096
         self.faults, self.fault, self.seen, self.delay = deque(), None, [], 0.0
         self._connections, self.poison, self.closes = [], None, None
-        self.backbone = None  # a model that is used instead of the stub's values
+        self.backbone, self._one_at_a_time = backbone, threading.Lock()  # a model instead of the stub's values
+        self.counts = Counter()
         super().__init__(("127.0.0.1", port), _Handler)
         self.address = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
@@ -69,11 +66,20 @@ class StubServer(ThreadingHTTPServer):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
+    @torch.no_grad()
+    def log_likelihoods(self, ids):
+        """Values of the model, and id and log-likelihood of the likeliest token in each place."""
+        batch = pack_sequence([torch.tensor(ids)])
+        with self._one_at_a_time:
+            values = self.backbone(batch)[0].tolist()
+            logits = self.backbone.base_model(batch["input_ids"]).logits[0, :-1].log_softmax(-1)
+        return values, [(0, 0.0), *((int(row.argmax()), float(row.max())) for row in logits)]
+
     def handle_error(self, request, client_address):
         """Connections that break are what is tested."""
 
     def models(self):
-        return [{"id": self.name, "owned_by": self.owner, "max_model_len": self.limit, "identity": f"id-{self.model}"}]
+        return [{"id": self.name, "owned_by": self.owner, "max_model_len": self.limit}]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -94,25 +100,24 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         server.seen.append((self.path, self.headers.get("Authorization")))
         fault = server.fault or (server.faults.popleft() if server.faults else None)
-        fault = "500" if len(body) == server.poison else fault
+        fault = "500" if server.poison is not None and server.poison in body else fault
         time.sleep(server.delay)
         if server.key and self.headers.get("Authorization") != f"Bearer {server.key}":
             return self.answer(f"wrong key {self.headers.get('Authorization')}".encode(), 401)
         if fault in ("down", "reset"):
             return self.reset()
-        url = urlsplit(self.path)
-        status = "404" if url.path != PATHS[server.dialect] else str(fault)
+        status = "404" if self.path != PATHS[server.dialect] else str(fault)
         if status.isdecimal():
             return self.answer(
                 f"no {self.headers.get('Authorization')}".encode(),
                 int(status),
                 {"Retry-After": "0", "Location": "http://127.0.0.1:1/"},
             )
-        return self.answer_prompt(body, url, fault)
+        return self.answer_prompt(json.loads(body), fault)
 
-    def answer_prompt(self, body, url, fault):
+    def answer_prompt(self, request, fault):
         headers = {}
-        content = getattr(self, f"answer_{self.server.dialect}")(body, parse_qs(url.query), fault, headers)
+        content = getattr(self, f"answer_{self.server.dialect}")(request, fault)
         if fault == "truncated":
             headers["Content-Length"] = str(len(content))
             content = content[: len(content) // 2]
@@ -123,18 +128,15 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(1.5)
         return self.answer(content, 200, headers)
 
-    @torch.no_grad()
-    def logits(self, ids):
-        return self.server.backbone.base_model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-
     def tops(self, ids):
         if self.server.backbone is not None:
-            return [(0, 0.0), *((int(row.argmax()), float(row.max())) for row in self.logits(ids))]
+            return self.server.log_likelihoods(ids)[1]
         return stub_tops(ids, stub_values(ids, self.server.model).astype(float))
 
     def values(self, ids, fault):
+        self.server.counts.update(requests=1, tokens=len(ids))
         if self.server.backbone is not None:
-            return [0.0, *self.logits(ids).gather(1, torch.tensor(ids[1:])[:, None]).flatten().tolist()]
+            return self.server.log_likelihoods(ids)[0]
         values = stub_values(ids, self.server.model).astype(float)
         values = [*values[self.server.shift :], *([-1.0] * self.server.shift)]
         spoiled = {"nan": float("nan"), "positive": 0.5, "clamped": -9999.0, "text": "much"}
@@ -144,23 +146,8 @@ class _Handler(BaseHTTPRequestHandler):
             values = values[:-1]
         return values
 
-    def answer_longce(self, body, query, fault, headers):
-        ids = np.frombuffer(body, dtype="<i4").tolist()
-        first, greedy = (int(query[name][0]) for name in ("scored_from", "greedy"))
-        count = 0 if fault == "greedy" else greedy
-        likeliest = np.asarray(stub_greedy(ids, stub_values(ids, self.server.model))[len(ids) - count :], dtype="<i4")
-        values = [float("nan") if value == "much" else value for value in self.values(ids, fault)]
-        content = np.asarray(values[first:], dtype="<f4").tobytes() + likeliest.tobytes()
-        span = Span(np.frombuffer(body, dtype="<i4"), first + (fault == "other_ids"), greedy)
-        headers[CHECKSUM_HEADER] = checksum(span, content)
-        headers[IDENTITY_HEADER] = f"id-{self.server.model}"
-        if fault == "ignored":
-            return b""
-        return content[:-1] + b"\0" if fault == "damaged" else content
-
-    def answer_vllm(self, body, query, fault, headers):
+    def answer_vllm(self, request, fault):
         """The shape of vLLM 0.32, with the text of each token and all fields of a completion."""
-        request = json.loads(body)
         ids = request["prompt"]
         ids = [*ids[:-1], ids[-1] + 1] if fault == "other_ids" else ids
         entries = [
@@ -185,8 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
         content = json.dumps({**whole, "choices": [choice], "usage": usage, "kv_transfer_params": None}).encode()
         return content.replace(b'"logprob": -', b'"logprob": x', 1) if fault == "damaged" else content
 
-    def answer_sglang(self, body, query, fault, headers):
-        request = json.loads(body)
+    def answer_sglang(self, request, fault):
         ids, start = request["input_ids"], request["logprob_start_len"]
         sent = [*ids[:-1], ids[-1] + 1] if fault == "other_ids" else ids
         entries = [[value, token, None] for value, token in zip(self.values(ids, fault), sent, strict=False)][start:]
@@ -215,30 +201,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def stub_server(dialect, port=0):
+def stub_server(dialect="vllm", port=0, backbone=None):
     """A `StubServer` for a block."""
-    server = StubServer(dialect, port)
+    server = StubServer(dialect, port, backbone)
     try:
         yield server
     finally:
         server.end()
-
-
-@contextmanager
-def longce_server(backbone, *, identity="sha256:0:0", key="", max_length=1 << 20, max_batch_tokens=32_768):
-    """The address of `longce serve` for a loaded model, and its `BatchingScorer`."""
-    scorer, stop = BatchingScorer(backbone, max_batch_tokens), threading.Event()
-    app = Service(scorer, "tiny", identity, key=key, max_length=max_length).app
-    server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="critical"))
-    threads = [threading.Thread(target=run) for run in (server.run, lambda: scorer.run(stop.is_set))]
-    for thread in threads:
-        thread.start()
-    while not server.started:
-        time.sleep(0.005)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", scorer
-    finally:
-        stop.set()
-        server.should_exit = True
-        for thread in threads:
-            thread.join()

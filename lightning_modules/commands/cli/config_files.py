@@ -1,7 +1,6 @@
-"""Stricter YAML for configs and options: duplicate keys, octal numbers and endless aliases are errors."""
+"""Config files of a command line: stricter YAML, packaged configs, and the class of the model."""
 
 import os
-import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -10,21 +9,16 @@ from typing import Any
 import yaml
 from jsonargparse._loaders_dumpers import get_yaml_default_loader
 
-from lightning_modules.utilities.bounded_yaml import check_expansion
-
 CONFIGS = Path(__file__).parents[3] / "configs"
 """Folder of the configs, in a checkout or beside the installed packages."""
 
 _CLASS_KEYS = {"class_path", "init_args", "dict_kwargs"}
 """Keys of a class in a config."""
 
-_OCTAL = re.compile(r"[-+]?0[0-7_]*[1-7][0-7_]*")
-
 
 def use_checked_yaml() -> None:
-    """Make jsonargparse refuse duplicate keys, octal numbers and endless aliases, and read ``2:30`` as text."""
+    """Make jsonargparse refuse duplicate keys, and read ``2:30`` as text."""
     loader = get_yaml_default_loader()
-    loader.get_single_node = _get_bounded_node
     loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
     for kind in ("int", "float"):
         loader.add_constructor(f"tag:yaml.org,2002:{kind}", _construct_number)
@@ -44,14 +38,11 @@ def find_packaged_configs(arguments: Sequence[str]) -> list[str]:
 
 
 def check_config_files(arguments: Sequence[str]) -> None:
-    """Check the configs, mappings and lists in a command line, and name the file or the option in the error."""
-    for index, word in enumerate(arguments):
-        option, _, value = word.partition("=")
-        value = value or (arguments[index + 1] if index + 1 < len(arguments) else "")
+    """Check the configs of a command line, and name the file in the error."""
+    for word, following in pairwise([*arguments, ""]):
+        option, equals, value = word.partition("=")
         if option in ("-c", "--config"):
-            _check_file(value)
-        elif option.startswith("--") and value.startswith(("{", "[")):
-            _check_collection(option, value)
+            _check_file(value if equals else following)
 
 
 def names_model_class(arguments: Sequence[str]) -> bool:
@@ -62,23 +53,25 @@ def names_model_class(arguments: Sequence[str]) -> bool:
         if option in ("--model", "--model.class_path", "--model.help"):
             if not (value.startswith("{") or os.path.isfile(value)):
                 return True
-        elif option in ("-c", "--config") and os.path.isfile(value):
-            config = yaml.load(Path(value).read_text(encoding="utf-8-sig"), Loader=get_yaml_default_loader())
-            parts = [config, *config.values()] if isinstance(config, dict) else []  # of one command, or of several
-            for model in [part["model"] for part in parts if isinstance(part, dict) and "model" in part]:
-                if isinstance(model, dict) and "class_path" in model and (misplaced := {*model} - _CLASS_KEYS):
-                    raise ValueError(
-                        f"'{value}': `model` names a class, so move {sorted(misplaced)} to its `init_args`."
-                    )
-                if isinstance(model, str) or (isinstance(model, dict) and "class_path" in model):
-                    return True
+        elif option in ("-c", "--config") and os.path.isfile(value) and _config_names_class(value):
+            return True
     return False
 
 
-def _get_bounded_node(loader: Any) -> yaml.Node | None:
-    node: yaml.Node | None = super(type(loader), loader).get_single_node()
-    check_expansion(node)
-    return node
+def _config_names_class(file: str) -> bool:
+    config = yaml.load(Path(file).read_text(encoding="utf-8-sig"), Loader=get_yaml_default_loader())
+    # The settings of one command, or of each command by its name.
+    parts = [config, *config.values()] if isinstance(config, dict) else []
+    for part in parts:
+        model = part.get("model") if isinstance(part, dict) else None
+        if isinstance(model, str):
+            return True
+        if isinstance(model, dict) and "class_path" in model:
+            misplaced = sorted({*model} - _CLASS_KEYS)
+            if misplaced:
+                raise ValueError(f"'{file}': `model` names a class, so move {misplaced} to its `init_args`.")
+            return True
+    return False
 
 
 def _construct_mapping(loader: Any, node: yaml.MappingNode) -> Any:
@@ -100,11 +93,6 @@ def _construct_mapping(loader: Any, node: yaml.MappingNode) -> Any:
 def _construct_number(loader: Any, node: yaml.ScalarNode) -> Any:
     if ":" in node.value:  # a base-60 number in YAML 1.1, text in YAML 1.2; numeric options then refuse it
         return node.value
-    if _OCTAL.fullmatch(node.value):  # 010 is 8 in YAML 1.1, and 10 in YAML 1.2 and on the command line
-        raise yaml.YAMLError(
-            f"line {node.start_mark.line + 1}: '{node.value}' is an octal number. Remove its leading zero, or quote it"
-            " if it is text."
-        )
     return loader.construct_yaml_int(node) if node.tag.endswith(":int") else loader.construct_yaml_float(node)
 
 
@@ -119,13 +107,3 @@ def _check_file(name: str) -> None:
         raise ValueError(f"The config '{name}' cannot be read: {error}. Save it as UTF-8 text.") from error
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"The config '{name}' cannot be used: {error}") from error
-
-
-def _check_collection(option: str, value: str) -> None:
-    """Check a mapping or list given as an option: jsonargparse would only report that its type is wrong."""
-    try:
-        yaml.load(value, Loader=get_yaml_default_loader())
-    except yaml.MarkedYAMLError:  # text that is not YAML
-        return
-    except yaml.YAMLError as error:
-        raise ValueError(f"`{option}={value:.300}` cannot be used: {error}") from error

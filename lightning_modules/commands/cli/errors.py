@@ -5,15 +5,13 @@ import os
 import pydoc
 import re
 import sys
-import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jsonargparse
-import yaml
 from typing_extensions import override
 
 from lightning_modules.utilities.errors import IncompleteError
@@ -28,7 +26,6 @@ _REMEDIES = {
 }
 """Advice for errors of torch, by a pattern of their message."""
 
-
 _NOISE = (
     r"(- )?(Does not validate|Subtypes: |Errors:|Given value type|Given value: (.*Namespace\(|.{200})"
     r"|Subclass types expect|a class path|a dict |Expected a <class '(NoneType|bool|.*Iterable)'>)"
@@ -36,7 +33,6 @@ _NOISE = (
 """Lines of jsonargparse's errors that repeat the value, or list what else it could have been."""
 
 
-_PACKAGES = ("lightning_modules", "datamodules", "callbacks", "benchmarks")
 _CLASS_MODULES = ("datamodules", "callbacks", "lightning_modules.objectives")
 
 
@@ -50,11 +46,14 @@ class ConciseParser(jsonargparse.ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:  # the parser of a class in a config: the one of the command reports it
             super().error(message, ex)
+        unknown = self._describe_unknown_name(message)
+        if unknown is not None:
+            stop_with_usage(unknown)
         short = _drop_noise(re.sub(r"\. Got value: Namespace\(.*", ".", message))
         short = re.sub(r"an? <class '(\w+)'>", r"\1", short)
         if key := re.match(r'Parser key "([\w.]+)":', short):
             short = f"{_find_in_configs(self.args, key[1])}`{key[1]}`:{short[key.end() :]}"
-        stop_with_usage(self._describe_unknown_name(message) or short)
+        stop_with_usage(short)
 
     def _describe_unknown_name(self, message: str) -> str | None:
         """Return an error for an unknown option, key, parameter or class, or None if the message is another one."""
@@ -72,8 +71,7 @@ class ConciseParser(jsonargparse.ArgumentParser):
         ):
             if found := re.search(pattern, message):
                 owner, name = found["owner"], found["name"]
-                key = re.match(r'Parser key "([\w.]+)"', message)
-                place = _find_in_configs(self.args, name, below=key[1] if key else "")
+                place = _find_in_configs(self.args, name)
                 dashes = "" if owner or place else "--"
                 what = f"`{owner}` has no" if owner else "unknown option"
                 return f"{place}{what} `{dashes}{name}`.{suggest_nearest(name, list_known(owner), dashes)}"
@@ -125,83 +123,45 @@ def _list_classes(module: str) -> list[str]:
     return getattr(found, "__all__", None) or [name for name in defined if name[:1].isupper()]
 
 
-def _find_in_configs(words: Sequence[str], name: str, *, below: str = "") -> str:
-    """Return ``FILE, line N: `` if a config of a command line has a name below a key, otherwise an empty text."""
+def _find_in_configs(words: Sequence[str], name: str) -> str:
+    """Return ``FILE, line N: `` of the first line of a config that has a name, otherwise an empty text."""
     if any(re.match(rf"--(.*\.)?{re.escape(name)}\b", word) for word in words):
         return ""
+    last_part = name.rpartition(".")[2]
     for word in reversed(words):  # later configs override earlier ones
         file = Path(word.partition("=")[2] or word)
-        if file.suffix in (".yaml", ".yml") and file.is_file():
-            for path, line in _walk_yaml(yaml.compose(file.read_text(encoding="utf-8-sig"))):
-                if path.startswith(f".{below}") and path.endswith(f".{name}"):
-                    return f"{file}, line {line}: "
+        if file.suffix not in (".yaml", ".yml") or not file.is_file():
+            continue
+        for number, line in enumerate(file.read_text(encoding="utf-8-sig").splitlines(), start=1):
+            if re.search(rf"\b{re.escape(last_part)}\b", line):
+                return f"{file}, line {number}: "
     return ""
-
-
-def _walk_yaml(node: yaml.Node | None, path: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the line of each key and value by its path; a value is the last part of its path."""
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            here = f"{path}.{key.value.removesuffix('+')}"
-            yield here, key.start_mark.line + 1
-            yield from _walk_yaml(value, here)
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            yield from _walk_yaml(item, path)
-    elif node is not None:
-        yield f"{path}.{node.value}", node.start_mark.line + 1
 
 
 def stop_with(error: Exception) -> NoReturn:
     """Print an error and exit: with status 2 for a user error, and 1 for a failure during the run.
 
-    ``LONGCE_TRACEBACK=1`` also prints the traceback. An unexpected error is raised again, with a note; the user's file
-    and line are named if it is from there.
+    ``LONGCE_TRACEBACK=1`` also prints the traceback. An unexpected error is raised again, with a note.
     """
-    place = _find_user_line(error)
     # Compare by name: the classes of Lightning and torch may not be imported yet.
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    if isinstance(error, ConnectionError):  # an OSError, but caused by another process and not by the user
-        _exit_with_remedy(error)
-    elif isinstance(error, ValueError | OSError | FloatingPointError) or "MisconfigurationException" in kinds:
-        if place is not None:
-            error.add_note(f"Raised in {place}; LONGCE_TRACEBACK=1 shows the traceback.")
+    # A ConnectionError is an OSError, but caused by another process and not by the user.
+    if isinstance(error, ValueError | OSError | FloatingPointError) and not isinstance(error, ConnectionError):
+        _exit_with_message(error, status=2)
+    if "MisconfigurationException" in kinds:
         _exit_with_message(error, status=2)
     if isinstance(error, IncompleteError):
         _exit_with_message(error, status=1)
     if isinstance(error, MemoryError) or "OutOfMemoryError" in kinds:
-        error.add_note(
-            "Memory is insufficient: `longce plan` estimates what these settings need and suggests cheaper ones."
-        )
+        error.add_note("Memory is insufficient: `longce plan` estimates what these settings need.")
         _exit_with_message(error, status=1)
-    if isinstance(error, RuntimeError):
+    if isinstance(error, ConnectionError | RuntimeError):
         _exit_with_remedy(error)
-    if place is not None:
-        error.add_note(f"This error is from your own code: {place}.")
-        raise error
     error.add_note(
-        "This error is unexpected: either a dependency does not accept one of the settings, or it is a bug in longce."
-        " The last lines of the traceback name the file. Please report it with the command and its configs."
+        "This error is unexpected: the last lines of the traceback name the file. If it is one of longce, please report"
+        " it with the command and its configs."
     )
     raise error
-
-
-def _find_user_line(error: BaseException) -> str | None:
-    """Return file and line in the user's own code that an error is from, or None if it is from ours.
-
-    Libraries do not count: a library that the user's code calls raises for what it was given.
-    """
-    libraries = [Path(path).resolve() for name, path in sysconfig.get_paths().items() if "lib" in name]
-    elsewhere = {"site-packages", "dist-packages"}  # of the user, of a system, of another environment
-    ours = [Path(__file__).resolve().parents[3] / name for name in _PACKAGES]
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        file = Path(frame.filename).resolve()
-        if any(file.is_relative_to(folder) for folder in ours):  # also where they are installed as a library
-            return None
-        in_library = elsewhere & set(file.parts) or any(file.is_relative_to(folder) for folder in libraries)
-        if file.is_file() and not in_library:
-            return f"{os.path.relpath(file)}, line {frame.lineno}, in {frame.name}"
-    return None
 
 
 def _exit_with_remedy(error: BaseException) -> None:
@@ -211,11 +171,8 @@ def _exit_with_remedy(error: BaseException) -> None:
         for pattern, remedy in _REMEDIES.items():
             if re.search(pattern, str(found)):
                 original = str(found).partition("\n")[0]
-                known = RuntimeError(
-                    f"{remedy} Then run the same command again; `fit` resumes with `--ckpt_path RUN_FOLDER`."
-                    f" (Original error: {original})"
-                )
-                _exit_with_message(known, status=1)
+                resume = "Then run the same command again; `fit` resumes with `--ckpt_path RUN_FOLDER`."
+                _exit_with(f"{remedy} {resume} (Original error: {original})", status=1)
         found = found.__cause__ or found.__context__
 
 

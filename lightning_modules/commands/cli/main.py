@@ -30,13 +30,17 @@ commands:
   compare     compare runs of `fit`, or results of `score`: final numbers, curves, costs and settings
   correlate   correlate LongPPL and perplexity of many models with their benchmark scores
   export      convert a checkpoint of `fit` into a folder that transformers loads
-  serve       serve a model's log-likelihoods over HTTP, for evaluators that do not fit beside a model in training
   reproduce   repeat the paper's experiments: `miniature` with tiny models, `table1` .. `table12` with real ones
   launch      run any of these commands in several processes, and restart them after a crash
   plan        estimate FLOPs, time and memory of `fit` and of scoring, without weights or a GPU
 
 `longce COMMAND --help` lists the options of a command; `longce --version` prints the version.
 LONGCE_TRACEBACK=1 shows where an error was raised."""
+
+_NO_SERVE = (
+    "`longce serve` was removed: start the model with `vllm serve MODEL`, and name its address, such as `--evaluator"
+    " http://127.0.0.1:8000` (docs/serve.md)."
+)
 
 # A spawned worker, or one forked from a server, imports this module and unpickles its work without calling `main`.
 if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -81,6 +85,8 @@ def _run_command(arguments: list[str]) -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write(USAGE + "\n")
         sys.exit(0 if arguments else 2)
+    if arguments[0] == "serve":
+        stop_with_usage(_NO_SERVE)
     if arguments[0] not in COMMANDS and not arguments[0].startswith("-"):
         stop_with_usage(f"unknown command `{arguments[0]}`.{suggest_nearest(arguments[0], COMMANDS)}")
     try:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
 
 from lightning_modules.commands.cli.errors import ConciseParser
 from lightning_modules.scoring.config import ScoreConfig
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
-from lightning_modules.utilities.bounded_yaml import load_yaml
 from lightning_modules.utilities.text_files import check_output, read_text
 
 
@@ -29,7 +29,7 @@ def score_command(arguments: Sequence[str]) -> None:
         read_text(file, may_be_blank=len(options["files"]) > 1)
     ScoreConfig(**{name: value for name, value in options.items() if name != "files"}).check_names(others)
     if extensions:
-        options["other_extensions"] = [load_yaml(extension) for extension in extensions]
+        options["other_extensions"] = [yaml.safe_load(extension) for extension in extensions]
     from lightning_modules.commands.models import score_models
 
     for part in score_models([options.pop("model"), *others], **options):

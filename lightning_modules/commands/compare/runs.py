@@ -1,7 +1,6 @@
 """Read what is compared: folders of `longce fit` and `longce evaluate`, and JSON files of `longce score`."""
 
 import json
-import logging
 import os
 import re
 from collections import defaultdict
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
+import yaml
 from tensorboard.compat.proto.event_pb2 import Event
 
 from lightning_modules.commands.compare.evaluations import Evaluation, read_evaluation
@@ -18,10 +18,7 @@ from lightning_modules.models.provenance import Provenance
 from lightning_modules.statistics import UNITS
 from lightning_modules.tasks.evaluation.evaluation import SETTINGS
 from lightning_modules.training.checkpoints.spans import read_spans
-from lightning_modules.utilities.bounded_yaml import load_yaml
 from lightning_modules.utilities.identity import shorten_hashes
-
-log = logging.getLogger(__name__)
 
 AXES = {"optimizer steps": "step", "tokens": "train/tokens", "GPU hours": "train/gpu_hours"}
 """Measures of the progress of a training, each with its scalar."""
@@ -105,7 +102,7 @@ def _is_evaluation(path: Path) -> bool:
 
 
 def _read_run(name: str, folder: Path) -> Run:
-    hparams = load_yaml((folder / "hparams.yaml").read_text()) if (folder / "hparams.yaml").is_file() else {}
+    hparams = yaml.safe_load((folder / "hparams.yaml").read_text()) if (folder / "hparams.yaml").is_file() else {}
     names = {key: key.replace(".init_args", "").removesuffix(".class_path") for key in hparams if not _PATHS.match(key)}
     config = {name: str(hparams[key]) for key, name in names.items()} | _describe_resumes(folder)
     scalars: dict[str, dict[int, float]] = defaultdict(dict)
@@ -157,23 +154,20 @@ def _read_documents(folder: Path) -> Iterator[tuple[str, int, pd.DataFrame]]:
     """Yield the evaluations of a folder that have a table of documents."""
     spans = [span for span in read_spans(folder) if span.config]
     settings = {span.step: _read_evaluators(folder / span.config) for span in spans}
-    older: list[str] = []
     for file in sorted(folder.glob("documents/*.parquet")):
-        (stage, _, name), step = file.stem.rpartition("-step-")[0].partition("-"), file.stem.rpartition("-")[2]
+        stage_and_name, _, step = file.stem.rpartition("-step-")
+        stage, _, name = stage_and_name.partition("-")
         for (group, thresholds), rows in pd.read_parquet(file).groupby(["set", "thresholds"]):
             row = rows.iloc[0].to_dict()
             in_effect = settings[max((first for first in settings if first <= int(step)), default=min(settings))]
             values = in_effect.get(name, {}) | {key: row[key] for key in _KEY_TOKENS if key in row}
             evaluator = Provenance.read(row, "evaluator_")
-            older += [file.name] if evaluator is None else []
             yield _name_cell(group or _STAGES[stage], name, thresholds, values, evaluator), int(step), _index(rows)
-    if older:
-        _warn_of_older_results(folder / "documents")
 
 
 def _read_evaluators(config: Path) -> dict[str, dict[str, Any]]:
     """Return the arguments of the evaluators in a config, by their names."""
-    callbacks = load_yaml(config.read_text())["trainer"].get("callbacks") or []
+    callbacks = yaml.safe_load(config.read_text())["trainer"].get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     arguments = [each["init_args"] for each in callbacks if each["class_path"] == "callbacks.ExternalEvaluator"]
     return {each.get("name") or "evaluator": each for each in arguments}
@@ -182,8 +176,6 @@ def _read_evaluators(config: Path) -> dict[str, dict[str, Any]]:
 def _read_score(name: str, file: Path) -> Run:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        if "provenance" not in content:
-            _warn_of_older_results(file)
         return make_scored_run(name, content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"'{file}' is not a run or a result of `longce score --output` ({error!r}).") from error
@@ -197,14 +189,6 @@ def make_scored_run(name: str, content: Mapping[str, Any]) -> Run:
     cell = _name_cell(f"texts {settings['texts'][:8]}", "", "", settings, Provenance.read(models.get("evaluator", {})))
     config = settings | {f"{kind}.{key}": value for kind, found in models.items() for key, value in found.items()}
     return Run(name, {cell: {0: _index(rows)}}, {key: shorten_hashes(str(value)) for key, value in config.items()}, {})
-
-
-def _warn_of_older_results(place: Path) -> None:
-    log.warning(
-        "'%s' has results of an older version, which did not identify evaluators by content: they are compared with"
-        " each other if the names are equal, and kept apart from newer ones. Evaluate again to compare them.",
-        place,
-    )
 
 
 def _name_cell(

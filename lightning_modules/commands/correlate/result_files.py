@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,8 +14,6 @@ from lightning_modules.models.provenance import Provenance, describe_key_tokens
 from lightning_modules.statistics import TOKENS, UNITS, Interval, mean_interval
 from lightning_modules.tasks.evaluation.report import short
 from lightning_modules.tasks.questions.registry import GROUPS
-
-log = logging.getLogger(__name__)
 
 # Settings that values depend on: perplexities (LongPPL depends on all), and questions of our tasks and the harness's.
 _TEXTS = ("texts", "max_tokens", "add_special_tokens")
@@ -57,16 +54,7 @@ def read_results(words: Sequence[str]) -> list[Measured]:
     CSV with a line for each model: its name in the column ``model``, and values in the others, where a cell may be
     blank.
     """
-    entries = [entry for word in words for entry in _read_word(word)]
-    older = [entry.place for entry in entries if entry.provenance is None and (entry.ours or entry.key_tokens)]
-    if older:
-        log.warning(
-            "%s: an older version wrote %s, which did not identify models by content. Models are taken to be the same"
-            " if their names are; measure them again to be sure.",
-            ", ".join(older),
-            "this file" if len(older) == 1 else "these files",
-        )
-    return entries
+    return [entry for word in words for entry in _read_word(word)]
 
 
 def is_perplexity(name: str) -> bool:

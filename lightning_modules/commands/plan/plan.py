@@ -1,7 +1,6 @@
 """Estimate FLOPs, time and memory of an experiment on given GPUs."""
 
 import logging
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -19,15 +18,8 @@ from lightning_modules.commands.plan.flops import (
     short_pass_flops,
     sliding_pass_flops,
 )
-from lightning_modules.commands.plan.hardware import GPU, GPUS, Range, Rates, find_rates, recognize_gpu
-from lightning_modules.commands.plan.memory import (
-    GIB,
-    QUANTIZED_BYTES,
-    Memory,
-    Training,
-    scoring_memory,
-    training_memory,
-)
+from lightning_modules.commands.plan.hardware import GPU, Range, Rates, find_rates, recognize_gpu
+from lightning_modules.commands.plan.memory import GIB, Memory, Training, scoring_memory, training_memory
 from lightning_modules.commands.plan.settings import Experiment, read_experiment
 from lightning_modules.commands.plan.shapes import ModelShape
 from lightning_modules.commands.plan.transfers import WAITING, transfer_seconds
@@ -41,11 +33,6 @@ PAPER_TOKENS = 32_768
 
 _log = logging.getLogger(__name__)
 
-LORA = {"r": 8, "target_modules": "all-linear"}
-
-Change = tuple[str, Training, dict[str, Any] | None, GPU]
-"""Text, and the settings, LoRA and GPU after the change."""
-
 
 class Planner:
     """Planner of one experiment on one kind of GPU; the price of a GPU hour is in any currency."""
@@ -54,7 +41,8 @@ class Planner:
         self.experiment, self.gpu, self.rates, self.price = experiment, gpu, rates, price
         self.training = training = experiment.training
         self._models: dict[str, tuple[ModelShape, ActivationBytes]] = {}
-        self.shape, self.activations = self._trained_model(training, experiment.lora)
+        numerics = (training.dtype, training.autocast, training.bfloat16_residual)
+        self.shape, self.activations = self._measure_model(experiment.config, *numerics, experiment.lora)
         self.memory = training_memory(self.shape, self.activations, training)
         self.cross_entropy = ce_step_flops(self.shape, training.tokens, training.checkpointing)
         # Sequences per step and GPU; a fraction if GPUs split sequences.
@@ -78,7 +66,7 @@ class Planner:
             "notes": list(self.experiment.notes),
             "training": [self._compare_step(*pair) for pair in pairs if sum(filter(None, pair)) < training.tokens],
             "cost": {name: self._plan_cost(settings) for name, settings in runs.items()},
-            "memory": self._plan_memory(),
+            "memory": self._describe_memory(self.memory),
             "scoring": self._plan_scoring(),
             "rates": self.rates._asdict(),
         }
@@ -143,20 +131,6 @@ class Planner:
         waiting, total = sum(transfers.get(name, 0.0) for name in WAITING), sum(transfers.values())
         return flops, transfers, Range(max(compute.low, total - waiting) + waiting, compute.high + total)
 
-    def _plan_memory(self) -> dict[str, Any]:
-        result = self._describe_memory(self.memory)
-        if not result["fits"]:
-            kinds = possible_changes(self.training, self.experiment.lora, self.gpu)
-            smallest = (next(filter(None, map(self._try_change, kind)), None) for kind in kinds)
-            result["suggestions"] = [change for change in smallest if change is not None]
-        return result
-
-    def _try_change(self, change: Change) -> dict[str, Any] | None:
-        """Return the memory after a change, None if it does not fit."""
-        text, training, lora, gpu = change
-        needed = training_memory(*self._trained_model(training, lora), training).needed / GIB
-        return {"change": text, "needed": needed} if needed <= gpu.memory else None
-
     def _describe_memory(self, memory: Memory) -> dict[str, Any]:
         return {
             "fits": memory.needed <= self.gpu.memory * GIB,
@@ -168,10 +142,6 @@ class Planner:
             "phases": {phase: _in_gib(parts) for phase, parts in memory.phases.items()},
             "main_memory": memory.host / GIB,
         }
-
-    def _trained_model(self, training: Training, lora: dict[str, Any] | None) -> tuple[ModelShape, ActivationBytes]:
-        numerics = (training.dtype, training.autocast, training.bfloat16_residual)
-        return self._measure_model(self.experiment.config, *numerics, lora)
 
     def _measure_model(self, config: PreTrainedConfig, *options: Any) -> tuple[ModelShape, ActivationBytes]:
         """Return the sizes of a model and of its activations; cached, because this takes a second."""
@@ -235,37 +205,6 @@ def plan_run(model: LongContextLM, options: Any, trainer: Trainer) -> PlannedSte
     except ValueError as error:
         _log.info("Without MFU and planned time: %s", error)
         return None
-
-
-def possible_changes(training: Training, lora: dict[str, Any] | None, gpu: GPU) -> Iterator[list[Change]]:
-    """Yield each kind of change to try, from its smallest to its largest; those that keep the result come first."""
-
-    def change(text: str, **settings: Any) -> Change:
-        return text, replace(training, **settings), lora, gpu
-
-    yield [change("data.batch_size: 1, with more accumulate_grad_batches", rows=1)]
-    yield [change("model.gradient_checkpointing: true", checkpointing="full")]
-    sharded, shards = {"sharded": True, "gradient_copy": False}, training.gpus if training.sharded else 1
-    yield [
-        change(f"configs/strategies/fsdp.yaml: FSDP2 over {gpus} GPUs", gpus=gpus, **sharded)
-        for gpus in (training.gpus, 2 * training.gpus, 4 * training.gpus)
-        if gpus > shards
-    ]
-    if training.sharded:
-        yield [change("trainer.strategy: FullyShardedStrategy with offload: true", offload=True)]
-    # Trained weights stay in float32: in bfloat16 the small steps of fine-tuning round to nothing.
-    if lora is None:
-        yield [("model.lora: {r: 8, target_modules: all-linear}", training, LORA, gpu)]
-    else:
-        yield [change("model.dtype: bfloat16 (of the frozen weights)", dtype=torch.bfloat16)]
-        if not training.sharded:
-            text = "model.quantization: {load_in_4bit: true} (of the frozen weights)"
-            yield [change(text, quantized=QUANTIZED_BYTES[4])]
-    shortest = training.context_length + training.stride if training.short_pass else 0
-    lengths = [tokens for tokens in (training.tokens // 2, training.tokens // 4) if tokens > shortest]
-    yield [change(f"data.sequence_length: {tokens}", tokens=tokens) for tokens in lengths]
-    larger = sorted((card for card in GPUS.values() if card.memory > gpu.memory), key=lambda card: card.memory)
-    yield [(f"a GPU with {card.memory:g} GiB: {card.name}", training, lora, card) for card in larger]
 
 
 def _in_gib(parts: dict[str, float]) -> dict[str, float]:

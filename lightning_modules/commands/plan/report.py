@@ -76,8 +76,6 @@ def _format_memory(memory: dict[str, Any]) -> Iterator[str]:
     yield f"  {memory['peak']:8.2f} GiB  peak: phases are sequential, so only the largest (+) counts"
     if memory["main_memory"]:
         yield f"  {memory['main_memory']:8.2f} GiB  in the main memory of each node"
-    for suggestion in memory.get("suggestions", ()):
-        yield _wrap_line(f"would fit with {suggestion['change']}: {suggestion['needed']:.1f} GiB")
 
 
 def _format_scoring(scoring: dict[str, Any]) -> Iterator[str]:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from lightning_modules.batch import MAX_SEQUENCE_LENGTH
 from lightning_modules.commands.plan.memory import QUANTIZED_BYTES, Training
 from lightning_modules.functional.checks import check_count
 from lightning_modules.functional.windows import check_context
@@ -69,7 +68,7 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
     (_, data), trainer = _read_component(parsed.get("data")), parsed["trainer"]
     objective, loading = model.objective, model.loading
     tokens: Any = data.get("sequence_length")
-    check_count("`data.sequence_length`", tokens, maximum=MAX_SEQUENCE_LENGTH)
+    check_count("`data.sequence_length`", tokens)
     config = load_config(loading)
     check_influence(objective, f"in '{data['influence']}'" if data.get("influence") else None)
     if objective.uses_short_context:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-from lightning_modules.batch import MAX_SEQUENCE_LENGTH
 from lightning_modules.models.context_extension.eabf import EABF
 from lightning_modules.models.context_extension.patterns.settings import (
     PATTERN_OPTIONS,
@@ -131,10 +130,8 @@ class ContextExtension:
     def _check_lengths(self) -> None:
         for name in ("original_length", "target_length"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 2 <= value <= MAX_SEQUENCE_LENGTH:
-                raise ValueError(
-                    f"`context_extension.{name}` must be from 2 to {MAX_SEQUENCE_LENGTH:,} tokens, got {value!r}."
-                )
+            if not isinstance(value, int) or isinstance(value, bool) or value < 2:
+                raise ValueError(f"`context_extension.{name}` must be 2 tokens or more, got {value!r}.")
         if self.target_length < self.original_length or (self.factor == 1 and self.method != "none"):
             raise ValueError(
                 f"`context_extension.target_length` = {self.target_length} must be above"

@@ -4,6 +4,8 @@ import asyncio
 import ipaddress
 import json
 import logging
+import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,17 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_modules.models.config import ServerConfig, is_served, read_key
-from lightning_modules.models.served.dialects import (
-    DIALECTS,
-    IDENTITY_HEADER,
-    AnswerError,
-    Dialect,
-    Request,
-    Scores,
-    Span,
-    check_scores,
-    quote,
-)
+from lightning_modules.models.served.dialects import DIALECTS, AnswerError, Dialect, Scores, Span, check_scores, quote
+from lightning_modules.utilities.errors import IncompleteError
 from lightning_modules.utilities.files import default_cache_dir, write_atomically
 from lightning_modules.utilities.identity import combined_hash
 
@@ -39,7 +32,9 @@ _PROBE = np.asarray([3 + (7 * index * index + 31 * index) % 250 for index in ran
 
 _BUSY = {408, 425, 429, 502, 503, 504}  # statuses of a server that cannot answer at the moment
 _OF_THE_REQUEST = {400, 413, 422}  # .. that refuse one request, such as a document that is too long
-_OVERHEAD = 1 << 20  # bytes of an answer besides the tokens'
+_MAX_ATTEMPTS = 4  # for a request that may be the reason why the server fails
+_MAX_DELAY = 30.0  # seconds between attempts
+_BYTES_PER_TOKEN, _OVERHEAD = 1024, 1 << 20  # limits of an answer's size
 
 
 @dataclass(eq=False)
@@ -48,7 +43,6 @@ class Unavailable(Exception):  # noqa: N818, not an error: it is handled by aski
 
     reason: str
     delay: float | None = None  # seconds after which the server wants to be asked again, if it said so
-    answered: bool = False  # whether the server answered that it is overloaded, and needs no probe
     blamed: bool = False  # whether the request may be the reason
 
 
@@ -58,9 +52,8 @@ class Endpoint:
     Attributes:
         identity: What identifies the served model, without its address.
         max_length: Limit of a document in tokens, if the server reports one.
-        vocabulary_size: Number of token ids, if the server reports it.
         probe: ``[47]`` log-likelihoods of a fixed text.
-        failed: Whether it did not answer, and has to be probed before it is used again.
+        last_answer: Time of the last answered request for scores; the patience with the server begins there.
         requests, tokens, repeated: Numbers of answered requests, of tokens read for them, and of unanswered requests.
     """
 
@@ -81,37 +74,64 @@ class Endpoint:
             trust_env=not _is_loopback(self.address),
         )
         self.max_length: int | None = None
-        self.vocabulary_size: int | None = None
         self.close = self._client.aclose
-        self.failed = self._is_unverified = False
+        self.last_answer = time.monotonic()
+        self._is_unverified = False
         self.requests = self.tokens = self.repeated = 0
         self._model = ""
-        self.recovery, self._verification = asyncio.Lock(), asyncio.Lock()
+        self._verification = asyncio.Lock()
 
     async def connect(self) -> None:
         """Ask the server for its model, and check that its values are log-likelihoods of the tokens they should be."""
-        self.identity = await self._describe()
-        self.probe = await self._probe()
-        await self._check_causality()
+        try:
+            self.identity = await self._describe()
+            self.probe = await self._probe()
+            await self._check_causality()
+        except Unavailable as error:
+            raise ValueError(
+                f"No server answers at {self.address} ({error.reason}): start it, wait until it has loaded its model,"
+                " and check its address."
+            ) from None
         self._is_unverified = False
 
-    def expect(self, other: "Endpoint") -> None:
-        """Take the model of another server as that of this one, which did not answer; it is verified before use."""
-        self.identity, self.probe, self.failed = other.identity, other.probe, True
-
     async def score(self, span: Span) -> Scores:
-        """Return the scores of a span.
+        """Return the scores of a span, and ask again while the server does not answer.
 
-        A value that comes through a new connection is returned after a probe, unless answers identify the model:
-        behind the same address, there may be another model after a restart.
+        A value that comes through a new connection is returned after a probe: behind the same address, there may be
+        another model after a restart.
+
+        Raises:
+            AnswerError: If the server refuses the span, fails four times because of it, or has no usable values for it.
+            IncompleteError: If the server does not answer for `ServerConfig.patience` seconds.
         """
-        values = await self._score(span)
-        if self._is_unverified and not self.dialect.reports_identity:
-            async with self._verification:
-                if self._is_unverified:
+        blamed = failures = 0
+        while True:
+            try:
+                # After several failures, either the server fails or the span is too much for it. The probe tells.
+                if blamed >= _MAX_ATTEMPTS:
                     await self.verify()
+                    raise AnswerError(f"The server {self.address} failed {blamed} times with {len(span.ids)} tokens.")
+                scores = await self._score(span)
+                async with self._verification:
+                    if self._is_unverified:
+                        await self.verify()
+                break
+            except Unavailable as error:
+                blamed, failures = blamed + error.blamed, failures + 1
+                await self._wait(error, failures)
         self.requests, self.tokens = self.requests + 1, self.tokens + len(span.ids)
-        return values
+        return scores
+
+    async def verify_patiently(self) -> None:
+        """Verify the model like `verify`, and ask again while the server does not answer."""
+        self.last_answer = time.monotonic()
+        failures = 0
+        while True:
+            try:
+                return await self.verify()
+            except Unavailable as error:
+                failures += 1
+                await self._wait(error, failures)
 
     async def verify(self) -> None:
         """Raise a ``ValueError`` if the server has another model than before."""
@@ -145,9 +165,22 @@ class Endpoint:
             except OSError as error:
                 _log.warning("The probe of %s cannot be stored in %s (%s).", self.address, path.parent, error.strerror)
 
+    async def _wait(self, error: Unavailable, failures: int) -> None:
+        """Wait before the next attempt; raise an error if the server has not answered for too long."""
+        self.repeated += 1
+        waited = time.monotonic() - self.last_answer
+        if waited > self._config.patience:
+            raise IncompleteError(
+                f"The server {self.address} has not answered for {waited:.0f} s (`server.patience`): {error.reason}."
+                " What is scored is kept: run the same command again when it is back, or without its address."
+            ) from None
+        # Random, so that clients do not ask all at once.
+        delay = 0.1 * 2 ** min(failures, 10) * random.uniform(0.5, 1.0)
+        await asyncio.sleep(min(_MAX_DELAY, delay if error.delay is None else error.delay))
+
     async def _describe(self) -> str:
         """Read what the server runs from its list of models, and return its identity."""
-        body, _ = await self._send("GET", Request("/v1/models", b""), _OVERHEAD)
+        body = await self._send("GET", "/v1/models", None, _OVERHEAD)
         try:
             models = {str(model["id"]): model for model in json.loads(body)["data"]}
             chosen = models[self._config.model or next(iter(models))]
@@ -167,12 +200,9 @@ class Endpoint:
                 " `server.dialect` if it is one"
             )
         self.dialect = DIALECTS[name]
-        sizes = (chosen.get("max_model_len"), chosen.get("vocabulary_size"))
-        length, self.vocabulary_size = (size if isinstance(size, int) else None for size in sizes)
-        # One token has to be generated, except by our own server.
-        self.max_length = None if length is None else length - (not self.dialect.reports_identity)
-        if self.dialect.reports_identity:
-            return f"served:{chosen.get('identity')}"
+        length = chosen.get("max_model_len")
+        # One token of the limit is for the token that has to be generated.
+        self.max_length = length - 1 if isinstance(length, int) else None
         return f"served:{combined_hash([name, self._model, chosen.get('root'), self._config.claim])}"
 
     async def _check_causality(self) -> None:
@@ -193,54 +223,53 @@ class Endpoint:
         return (await self._score(Span(np.append(_PROBE[:-1], last), 1))).log_likelihood
 
     async def _score(self, span: Span) -> Scores:
-        request, count = self.dialect.request(span, self._model), len(span.ids) - span.scored_from
-        body, headers = await self._send("POST", request, self.dialect.bytes_per_token * len(span.ids) + _OVERHEAD)
-        if self.dialect.reports_identity and f"served:{headers.get(IDENTITY_HEADER)}" != self.identity:
-            raise self._refuse(f"has another model than before ({headers.get(IDENTITY_HEADER)})")
+        path, count = self.dialect.path, len(span.ids) - span.scored_from
+        body = self.dialect.body(span, self._model)
+        answer = await self._send("POST", path, body, _BYTES_PER_TOKEN * len(span.ids) + _OVERHEAD)
+        self.last_answer = time.monotonic()
         try:
-            return check_scores(span, self.dialect.read(span, body, headers))
+            return check_scores(span, self.dialect.read(span, answer))
         except AnswerError as error:
-            message = f"was asked POST {request.path} for {count} of {len(span.ids)} tokens, and sent {error}"
+            message = f"was asked POST {path} for {count} of {len(span.ids)} tokens, and sent {error}"
             raise AnswerError(str(self._refuse(message))) from None
 
-    async def _send(self, method: str, request: Request, limit: int) -> tuple[bytes, httpx2.Headers]:
-        """Return body and headers of an answer with status 200; raise what other answers mean."""
+    async def _send(self, method: str, path: str, content: dict[str, Any] | None, limit: int) -> bytes:
+        """Return the body of an answer with status 200; raise what other answers mean."""
         body = bytearray()
-        kind = {"Content-Type": request.content_type} if request.body else {}
-        options: Any = {"content": request.body, "headers": kind, "extensions": {"trace": self._note_connection}}
+        options: Any = {"json": content, "extensions": {"trace": self._note_connection}}
         try:
             async with asyncio.timeout(self._config.timeout):
-                async with self._client.stream(method, request.path, **options) as response:
+                async with self._client.stream(method, path, **options) as response:
                     async for chunk in response.aiter_raw():
                         body += chunk
                         if len(body) > limit:
-                            raise AnswerError(str(self._refuse(f"sent more than {limit:,} bytes for {request.path}")))
+                            raise AnswerError(str(self._refuse(f"sent more than {limit:,} bytes for {path}")))
         except TimeoutError:
             raise Unavailable(f"no answer within {self._config.timeout:g} s", blamed=True) from None
         except httpx2.TransportError as error:
             reason = f"{type(error).__name__}: {error}".rstrip(": ")
             raise Unavailable(reason, blamed=not isinstance(error, httpx2.ConnectError)) from None
         if response.status_code != 200:
-            raise self._explain_status(method, request, response, bytes(body))
-        return bytes(body), response.headers
+            raise self._explain_status(f"{method} {path}", response, bytes(body))
+        return bytes(body)
 
-    def _explain_status(self, method: str, request: Request, response: httpx2.Response, body: bytes) -> Exception:
+    def _explain_status(self, request: str, response: httpx2.Response, body: bytes) -> Exception:
         status = response.status_code
-        asked = f"answered {method} {request.path} with status {status}"
+        answer = f"answered {request} with status {status}"
         if status in _BUSY:
             wait = response.headers.get("Retry-After", "")
-            return Unavailable(asked, delay=float(wait) if wait.isdecimal() else None, answered=True)
+            return Unavailable(answer, delay=float(wait) if wait.isdecimal() else None)
         if status >= 500:
-            return Unavailable(self._hide_key(f"{asked}: {quote(body)}"), blamed=True)
+            return Unavailable(self._hide_key(f"{answer}: {quote(body)}"), blamed=True)
         if status in _OF_THE_REQUEST:
-            return AnswerError(str(self._refuse(f"{asked}: {quote(body)}")))
+            return AnswerError(str(self._refuse(f"{answer}: {quote(body)}")))
         if status in (401, 403):
             variable = self._config.key_variable
             state = "has a key that it does not accept" if self._key else "is not set"
-            return self._refuse(f"{asked}: the environment variable {variable} {state}. Set it to a valid key")
+            return self._refuse(f"{answer}: the environment variable {variable} {state}. Set it to a valid key")
         if 300 <= status < 400:
-            return self._refuse(f"{asked}, and redirects are not followed: name the server itself")
-        return self._refuse(f"{asked}: {quote(body)}. Check the address and `server.dialect`")
+            return self._refuse(f"{answer}, and redirects are not followed: name the server itself")
+        return self._refuse(f"{answer}: {quote(body)}. Check the address and `server.dialect`")
 
     def _refuse(self, message: str) -> ValueError:
         return ValueError(self._hide_key(f"The server {self.address} {message}."))

@@ -2,13 +2,11 @@
 
 import asyncio
 import functools
-import logging
 import os
 import random
 import threading
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -16,35 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch, max_token_id
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.models.config import ModelConfig, ServerConfig
 from lightning_modules.models.scorer import Scorer
-from lightning_modules.models.served.dialects import AnswerError, Scores, Span
-from lightning_modules.models.served.endpoint import Endpoint, Unavailable
-from lightning_modules.utilities.errors import IncompleteError
+from lightning_modules.models.served.dialects import Scores, Span
+from lightning_modules.models.served.endpoint import Endpoint
 
 Result = TypeVar("Result")
-
-_MAX_ATTEMPTS = 4  # for a request that may be the reason why servers fail
-_MAX_DELAY = 30.0  # seconds between attempts to reach a server
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Job:
-    """A span to score, with its place in the result and the number of attempts that failed because of it."""
-
-    index: int
-    span: Span
-    attempts: int = 0
 
 
 class RemoteScorer(Scorer):
     """Computes log-likelihoods like a `Backbone`, with a model on one or several servers.
 
     Only token ids are sent. Servers take the next span when they have finished one, so that faster ones score more. A
-    span that a server does not answer is scored by another one, or by the same when it is back and has the same model.
+    span that a server does not answer is asked for again, until the patience with that server ends.
 
     Args:
         addresses: ``http(s)://HOST:PORT`` of one or several servers of the same model.
@@ -65,7 +48,6 @@ class RemoteScorer(Scorer):
             raise ValueError(f"A server is named twice in '{','.join(addresses)}': name each once.")
         self._config, self._process = config, os.getpid()
         self._endpoints = [Endpoint(address, config) for address in addresses]
-        self._answered = time.monotonic()  # when a server last did
         try:
             self._run(self._connect())
         except BaseException:
@@ -83,7 +65,7 @@ class RemoteScorer(Scorer):
 
         Raises:
             AnswerError: If a server refuses a document, or has no usable values for it.
-            IncompleteError: If no server answers for `ServerConfig.patience` seconds.
+            IncompleteError: If a server does not answer for `ServerConfig.patience` seconds.
             ValueError: If a server has another model than before, or does not accept the key.
         """
         ids, scored = batch["input_ids"].cpu(), batch["labels"].ne(IGNORE_INDEX).cpu()
@@ -91,13 +73,16 @@ class RemoteScorer(Scorer):
         spans: list[Span] = []
         for row, boundaries in enumerate(batch["document_boundaries"]):
             for start, stop in pairwise(boundaries):
-                if len(wanted := scored[row, start:stop].nonzero()):
-                    first, last = start + int(wanted[0]), start + int(wanted[-1]) + 1
-                    self.check_length(last - start)
-                    found.append((row, first, last))
-                    tokens = ids[row, start:last].numpy().astype(np.int32)
-                    is_wanted = places[row].stop == last
-                    spans.append(Span(tokens, first - start, is_wanted * (last - max(first, places[row].start))))
+                wanted = scored[row, start:stop].nonzero()
+                if len(wanted) == 0:
+                    continue
+                # Tokens after the last scored one need not be sent.
+                first, last = start + int(wanted[0]), start + int(wanted[-1]) + 1
+                self.check_length(last - start)
+                tokens = ids[row, start:last].numpy().astype(np.int32)
+                greedy = last - max(first, places[row].start) if places[row].stop == last else 0
+                found.append((row, first, last))
+                spans.append(Span(tokens, first - start, greedy))
         values, greedy = torch.zeros(scored.shape), torch.zeros_like(ids)
         for (row, first, last), answer in zip(found, self._run(self._score(spans)), strict=True):
             values[row, first:last] = torch.tensor(answer.log_likelihood)
@@ -110,13 +95,7 @@ class RemoteScorer(Scorer):
         return 1024
 
     def check_batch(self, batch: PackedBatch) -> None:
-        """Raise a ``ValueError`` for ids outside of the served model's embedding."""
-        sizes = [endpoint.vocabulary_size for endpoint in self._endpoints if endpoint.vocabulary_size]
-        if sizes and max_token_id(batch) >= min(sizes):
-            raise ValueError(
-                f"Token id {max_token_id(batch)} is beyond the embedding of {min(sizes)} tokens of the model on"
-                f" {self._endpoints[0].address}: name the tokenizer of that model."
-            )
+        """Do nothing: vLLM and SGLang do not report the size of the embedding, and refuse other ids themselves."""
 
     def check_length(self, longest: int) -> None:
         """Raise a ``ValueError`` for a document that is longer than a server accepts."""
@@ -156,121 +135,41 @@ class RemoteScorer(Scorer):
             future.cancel()
 
     async def _connect(self) -> None:
-        found = await asyncio.gather(*(endpoint.connect() for endpoint in self._endpoints), return_exceptions=True)
-        missing = {each: error for each, error in zip(self._endpoints, found, strict=True) if error is not None}
-        for error in missing.values():
-            if not isinstance(error, Unavailable):
-                raise error
-        ready = [endpoint for endpoint in self._endpoints if endpoint not in missing]
-        reasons = "; ".join(f"{endpoint.address}: {error}" for endpoint, error in missing.items())
-        if not ready:
-            raise ValueError(
-                f"No server answers ({reasons}): start it, wait until it has loaded its model, and check its address."
-            )
-        if missing:
-            _log.warning("Some servers do not answer, and are used when they do (%s).", reasons)
-        for other in self._endpoints:
-            if other in missing:
-                other.expect(ready[0])
-            elif other.identity != ready[0].identity:
+        await asyncio.gather(*(endpoint.connect() for endpoint in self._endpoints))
+        first = self._endpoints[0]
+        for other in self._endpoints[1:]:
+            if other.identity != first.identity:
                 raise ValueError(
-                    f"The servers {ready[0].address} and {other.address} have different models ({ready[0].identity} and"
+                    f"The servers {first.address} and {other.address} have different models ({first.identity} and"
                     f" {other.identity}): name servers of one model."
                 )
-            other.check_same(ready[0].probe, f"{ready[0].address} does")
-        ready[0].check_earlier_run()
+            other.check_same(first.probe, f"{first.address} does")
+        first.check_earlier_run()
 
     async def _close(self) -> None:
         await asyncio.gather(*(endpoint.close() for endpoint in self._endpoints))
 
     async def _verify(self) -> None:
-        """Verify all servers; one that does not answer is verified when it is back, and one must answer."""
-        self._answered, failures = time.monotonic(), 0
-        while True:
-            for endpoint in self._endpoints:
-                try:
-                    await endpoint.verify()
-                    endpoint.failed = False
-                except Unavailable as error:
-                    endpoint.failed, reason = True, error
-            if not all(endpoint.failed for endpoint in self._endpoints):
-                return
-            self._check_patience(endpoint, reason)
-            failures += 1
-            await asyncio.sleep(_delay(failures))
+        await asyncio.gather(*(endpoint.verify_patiently() for endpoint in self._endpoints))
 
     async def _score(self, spans: Sequence[Span]) -> list[Scores]:
         """Return the log-likelihoods of spans in their order; the longest are scored first, so that none is last."""
         answers: dict[int, Scores] = {}
-        queue: asyncio.Queue[_Job] = asyncio.Queue()
-        for index, span in sorted(enumerate(spans), key=lambda pair: -len(pair[1].ids)):
-            queue.put_nowait(_Job(index, span))
-        self._answered = time.monotonic()
+        longest_first = sorted(range(len(spans)), key=lambda index: -len(spans[index].ids))
+        waiting = iter(longest_first)
+
+        async def work(endpoint: Endpoint) -> None:
+            for index in waiting:  # which all servers share
+                answers[index] = await endpoint.score(spans[index])
+
         async with asyncio.TaskGroup() as group:
-            tasks = [  # the first ones take the longest spans: not always those of the same server
-                group.create_task(self._work(endpoint, queue, answers))
-                for _ in range(min(self._config.concurrency, len(spans)))
-                for endpoint in random.sample(self._endpoints, len(self._endpoints))
-            ]
-            await queue.join()
-            for task in tasks:
-                task.cancel()
+            for endpoint in self._endpoints:
+                endpoint.last_answer = time.monotonic()
+            for _ in range(min(self._config.concurrency, len(spans))):
+                # The first ones take the longest spans: not always those of the same server.
+                for endpoint in random.sample(self._endpoints, len(self._endpoints)):
+                    group.create_task(work(endpoint))
         return [answers[index] for index in range(len(spans))]
-
-    async def _work(self, endpoint: Endpoint, queue: asyncio.Queue[_Job], answers: dict[int, Scores]) -> None:
-        """Score spans of the queue on a server, one after another."""
-        failures = 0
-        while True:
-            if endpoint.failed:
-                await self._recover(endpoint, failures)
-            job = await queue.get()
-            try:
-                answers[job.index] = await endpoint.score(job.span)
-                self._answered, failures = time.monotonic(), 0
-                continue
-            except Unavailable as error:
-                reason, failures = error, failures + 1
-                endpoint.repeated += 1
-                job.attempts += reason.blamed
-                if job.attempts >= _MAX_ATTEMPTS:
-                    raise AnswerError(
-                        f"The server {endpoint.address} failed {job.attempts} times with {len(job.span.ids)} tokens:"
-                        f" {reason}."
-                    ) from None
-                queue.put_nowait(job)  # for any server
-            finally:
-                queue.task_done()
-            if reason.answered:
-                self._check_patience(endpoint, reason)
-                await asyncio.sleep(_delay(failures) if reason.delay is None else min(reason.delay, _MAX_DELAY))
-            else:
-                endpoint.failed = True
-
-    async def _recover(self, endpoint: Endpoint, failures: int) -> None:
-        """Wait until a server is back with the same model; the other tasks of this server wait as well."""
-        async with endpoint.recovery:
-            while endpoint.failed:
-                try:
-                    await endpoint.verify()
-                    endpoint.failed = False
-                except Unavailable as reason:
-                    if all(each.failed for each in self._endpoints):  # others may be busy with long documents
-                        self._check_patience(endpoint, reason)
-                    failures += 1
-                    await asyncio.sleep(_delay(failures))
-
-    def _check_patience(self, endpoint: Endpoint, reason: Unavailable) -> None:
-        """Raise an error if no server has answered for too long."""
-        if (waited := time.monotonic() - self._answered) > self._config.patience:
-            raise IncompleteError(
-                f"No server has answered for {waited:.0f} s (`server.patience`). The last was {endpoint.address}:"
-                f" {reason}. What is scored is kept: run the same command again when servers are back."
-            )
-
-
-def _delay(failures: int) -> float:
-    """Return the seconds to wait after failures in a row; random, so that clients do not ask all at once."""
-    return min(_MAX_DELAY, 0.1 * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0)
 
 
 @functools.cache

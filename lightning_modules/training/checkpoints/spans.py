@@ -13,7 +13,6 @@ import yaml
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from lightning_modules.training.checkpoints.io import describe_checkpoint, load_without_tensors
-from lightning_modules.utilities.bounded_yaml import load_yaml
 from lightning_modules.utilities.files import write_atomically
 
 SPANS_FILE = "spans.json"
@@ -87,7 +86,7 @@ def resumed_spans(checkpoint: Path | None, config: str) -> list[Span]:
             CONFIG_FILE,
         )
         return [Span(step, CONFIG_FILE, {}, digest)]
-    changed = find_changes(load_yaml(text), settings := load_yaml(config))
+    changed = find_changes(yaml.safe_load(text), settings := yaml.safe_load(config))
     for name in _CLASSES:
         if name in changed:
             before, after = changed[name]
@@ -162,14 +161,14 @@ def _find_older_spans(folder: Path) -> list[Span]:
     spans = [Span(0, CONFIG_FILE, {})]
     for step, _, name in starts:
         spans = [span for span in spans if span.step < step] or spans[:1]
-        before, after = (load_yaml((folder / each).read_text()) for each in (spans[-1].config, name))
+        before, after = (yaml.safe_load((folder / each).read_text()) for each in (spans[-1].config, name))
         spans.append(Span(step, name, find_changes(before, after)))
     return spans
 
 
 def describe_for_checkpoint(config: str) -> str:
     """Return a config (YAML) without its loggers, whose addresses may have passwords."""
-    values = load_yaml(config)
+    values = yaml.safe_load(config)
     if isinstance(values.get("trainer"), dict):
         values["trainer"].pop("logger", None)
     return yaml.safe_dump(values, sort_keys=False)

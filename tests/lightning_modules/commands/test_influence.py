@@ -208,18 +208,16 @@ def test_two_processes_share_the_rows_and_equal_one(own, model_dir, texts):
 def test_what_cannot_work_is_refused_before_anything_is_loaded(model_dir, texts, monkeypatch):
     monkeypatch.setattr(influence_trainer, "load_backbone", None)
     monkeypatch.setattr(Folder, "training_rows", None)
-    with pytest.raises(ValueError, match=r"LongCE, but `model.objective` is CrossEntropy"):
-        run(model_dir, texts, texts / "x", objective=CrossEntropy())
-    with pytest.raises(ValueError, match=r"LongCE, but `model.objective` is CrossEntropy"):
-        run(model_dir, texts, texts / "x", objective=Normalized(CrossEntropy()))
-    with pytest.raises(ValueError, match=r"No model at '\./nowhere'"):
-        run(model_dir, texts, texts / "x", evaluator="./nowhere")
-    data = Folder(model_dir, texts)
-    data.sequence_length = 32
-    with pytest.raises(ValueError, match=r"24 \+ 8 = 32"):
-        run(model_dir, texts, texts / "x", data=data)
-    with pytest.raises(ValueError, match="needs packed training sequences"):
-        run(model_dir, texts, texts / "x", data=torch.nn.Module(), objective=Normalized(StoredInfluence()))
+    short = Folder(model_dir, texts)
+    short.sequence_length = 32
+    for named, options in {
+        "`model.objective`": {"objective": Normalized(CrossEntropy())},
+        "nowhere": {"evaluator": "./nowhere"},
+        "`context_length`": {"data": short},
+        "packed training sequences": {"data": torch.nn.Module(), "objective": Normalized(StoredInfluence())},
+    }.items():
+        with pytest.raises(ValueError, match=named):
+            run(model_dir, texts, texts / "x", **options)
 
 
 def test_weights_that_are_no_numbers_stop_the_run(model_dir, texts, monkeypatch):

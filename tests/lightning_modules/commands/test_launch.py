@@ -161,15 +161,6 @@ def test_a_process_ends_with_the_launcher_that_started_it(tmp_path):
     assert not psutil.wait_procs([child], timeout=10)[1]
 
 
-def test_a_process_whose_launcher_has_ended_does_not_begin(tmp_path):
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    environment = {**os.environ, LAUNCHER: str(gone.pid)}
-    result = subprocess.run([sys.executable, "-c", ORPHAN], env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 1
-    assert "launcher" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -154,6 +154,6 @@ def test_json_that_is_not_a_number_is_not_a_log_likelihood(value):
     vllm = f'{{"choices": [{{"prompt_logprobs": {entries}}}]}}'
     sglang = f'{{"meta_info": {{"input_token_logprobs": [[null, 5, null], [-1, 6, null], [{value}, 7, null]]}}}}'
     for dialect, body in ((Vllm(), vllm), (Sglang(), sglang)):
-        assert dialect.read(span, body.replace(value, "-2.5").encode(), {}).log_likelihood.tolist() == [-1.0, -2.5]
+        assert dialect.read(span, body.replace(value, "-2.5").encode()).log_likelihood.tolist() == [-1.0, -2.5]
         with pytest.raises(AnswerError):
-            dialect.read(span, body.encode(), {})
+            dialect.read(span, body.encode())

@@ -8,7 +8,6 @@ import os
 import shutil
 import socket
 import subprocess
-import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -32,7 +31,6 @@ from lightning_modules.functional.top_tokens import with_greedy
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import loading
 from lightning_modules.models.config import ModelConfig, ServerConfig
-from lightning_modules.models.identity import model_identity
 from lightning_modules.models.loading import load_frozen
 from lightning_modules.models.served.scorer import RemoteScorer
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
@@ -51,7 +49,7 @@ from lightning_modules.visualization.page.alternatives import find_alternatives
 from tests.conftest import make_text, tiny_model
 from tests.support.adapters import export_adapters
 from tests.support.distributed import run_distributed
-from tests.support.servers import longce_server, stub_server
+from tests.support.servers import stub_server
 from tests.support.toy_tasks import GUESS, SEVERAL
 
 SETTINGS = {"context_length": 32, "stride": 16}
@@ -65,8 +63,8 @@ def backbone(model_dir):
 
 @pytest.fixture
 def served(backbone):
-    with longce_server(backbone) as (address, scorer):
-        yield address, scorer
+    with stub_server(backbone=backbone) as server:
+        yield server.address, server
 
 
 @pytest.fixture
@@ -82,7 +80,7 @@ def served_config(address, model_dir, **settings):
 
 @pytest.mark.limit(2)
 def test_an_evaluator_on_a_server_gives_the_scores_of_the_same_model_here(served, model_dir, text_file):
-    address, scorer = served
+    address, server = served
     text = make_text(150, seed=3)
     local = Evaluator(EvaluatorConfig(str(model_dir), **SETTINGS)).scores(text)
     evaluator = Evaluator(served_config(address, model_dir))
@@ -92,10 +90,10 @@ def test_an_evaluator_on_a_server_gives_the_scores_of_the_same_model_here(served
     torch.testing.assert_close(remote.short, local.short, atol=1e-6, rtol=0)
     evaluator.release()  # probes once more
     # Scores are stored, for the same server only.
-    asked = scorer.counts["requests"]
+    asked = server.counts["requests"]
     again = Evaluator(served_config(address, model_dir))
     assert torch.equal(again.scores(text).long, remote.long)
-    assert scorer.counts["requests"] - asked < 8, "only probes"
+    assert server.counts["requests"] - asked < 8, "only probes"
     assert again.path(local.text_sha256) != Evaluator(EvaluatorConfig(str(model_dir), **SETTINGS)).path(
         local.text_sha256
     )
@@ -170,13 +168,10 @@ def test_options_of_a_server_in_configs(served, model_dir, books, tmp_path, monk
 def test_adapters_are_scored_and_served_unmerged(tmp_path, tokenizer, text_file):
     export_adapters(tmp_path, tokenizer)
     kept, merged = (str(tmp_path / name) for name in ("kept", "merged"))
-    with longce_server(load_frozen(ModelConfig(kept), "cpu"), identity=model_identity(ModelConfig(kept))) as (
-        address,
-        _,
-    ):
+    with stub_server(backbone=load_frozen(ModelConfig(kept), "cpu")) as server:
         tokenizers = {"evaluator_tokenizer": kept, "model_tokenizer": kept, "server": QUICK}
         settings = {"alpha": 0.5, "beta": -6.0, **SETTINGS}
-        served = score([text_file], address, address, **tokenizers, **settings)
+        served = score([text_file], server.address, server.address, **tokenizers, **settings)
     local, of_merged = (score([text_file], name, name, **settings) for name in (kept, merged))
     for name in ("longppl", "perplexity"):
         assert served[name] == pytest.approx(local[name], rel=1e-6)
@@ -199,13 +194,13 @@ def test_a_served_model_needs_its_tokenizer_and_has_no_logits(served, model_dir)
 
 
 def test_key_tokens_only_asks_for_fewer_windows(served, model_dir):
-    address, scorer = served
+    address, server = served
     evaluator = Evaluator(served_config(address, model_dir))
-    before = scorer.counts["tokens"]
+    before = server.counts["tokens"]
     evaluator.scores(make_text(150, seed=8), beta=-0.5)
-    some = scorer.counts["tokens"] - before
+    some = server.counts["tokens"] - before
     evaluator.scores(make_text(150, seed=8))
-    assert some < scorer.counts["tokens"] - before - some
+    assert some < server.counts["tokens"] - before - some
 
 
 @pytest.mark.slow
@@ -219,7 +214,9 @@ def test_a_book_of_16k_tokens_with_the_papers_lengths(tmp_path, tokenizer):
     name = str(tmp_path / "model")
     local = Evaluator(EvaluatorConfig(name))
     backbone = load_frozen(ModelConfig(name), "cpu")
-    with longce_server(backbone) as (address, _):
+    with stub_server(backbone=backbone) as server:
+        server.limit = 32_768
+        address = server.address
         remote = Evaluator(EvaluatorConfig(address, tokenizer=name, server=QUICK))
         scores = [each.scores(text) for each in (local, remote)]
         assert len(scores[0].long) > 16_000
@@ -311,7 +308,7 @@ def evaluator_callback(evaluator, model_dir, **settings):
 
 @pytest.mark.slow
 def test_fit_and_validate_with_models_on_servers(served, model_dir, books, tmp_path, monkeypatch):
-    address, scorer = served
+    address, server = served
     loaded, load = [], loading.load_frozen
     monkeypatch.setattr(loading, "load_frozen", lambda *arguments: loaded.append(1) or load(*arguments))
     data = PG19DataModule(str(model_dir), path=str(books), sequence_length=64, cache_dir=str(tmp_path / "cache"))
@@ -323,10 +320,10 @@ def test_fit_and_validate_with_models_on_servers(served, model_dir, books, tmp_p
         values.append({name: float(trainer.callback_metrics[name]) for name in ("val/longppl", "val/key_tokens")})
         assert bool(loaded) == (evaluator != address), "a served evaluator takes no memory here"
     assert values[0] == pytest.approx(values[1], rel=1e-6)
-    asked = scorer.counts["tokens"]
+    asked = server.counts["tokens"]
     trainer = make_trainer(tmp_path, evaluator_callback(address, model_dir), max_steps=2)
     trainer.fit(LongContextLM(str(model_dir), **SETTINGS), data)  # a run that was killed and starts again
-    assert scorer.counts["tokens"] - asked < 1000, "the scores are stored, and only probes are asked for"
+    assert server.counts["tokens"] - asked < 1000, "the scores are stored, and only probes are asked for"
     # The judged model on a server as well
     results = []
     for model in (address, str(model_dir)):
@@ -362,23 +359,14 @@ def fit_in_two(rank, world_size, *arguments):
 
 
 @pytest.mark.slow
-def test_a_training_of_two_processes_uses_two_servers_of_which_one_fails(backbone, model_dir, books, tmp_path):
-    found, another = {}, load_frozen(ModelConfig(str(model_dir)), "cpu")
-    with longce_server(backbone) as (kept, _), longce_server(another) as (failing, scorer):
-        submit, is_text = scorer.submit, []
-
-        def fail_halfway(span):
-            is_text.append(span.scored_from == 32)  # a window, and not a probe
-            if any(is_text):
-                raise RuntimeError  # status 500
-            return submit(span)
-
-        scorer.submit = fail_halfway
-        for name, evaluator in (("served", f"{kept},{failing}"), ("local", str(model_dir))):
+def test_a_training_of_two_processes_uses_two_servers(backbone, model_dir, books, tmp_path):
+    found = {}
+    with stub_server(backbone=backbone) as one, stub_server(backbone=backbone) as other:
+        for name, evaluator in (("served", f"{one.address},{other.address}"), ("local", str(model_dir))):
             (tmp_path / name).mkdir()
             run_distributed(fit_in_two, str(tmp_path / name), str(model_dir), str(books), evaluator)
             found[name] = [json.loads((tmp_path / name / f"metrics{rank}.json").read_text()) for rank in (0, 1)]
-        assert any(is_text)
+        assert min(one.counts["requests"], other.counts["requests"]) > 10
     assert len(found["local"][0]) == 3
     for served, local in zip(found["served"], found["local"], strict=True):
         assert served == pytest.approx(local, rel=1e-6)
@@ -387,17 +375,17 @@ def test_a_training_of_two_processes_uses_two_servers_of_which_one_fails(backbon
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_a_training_that_is_killed_resumes_with_the_same_metrics(served, model_dir, books, tmp_path):
-    address, scorer = served
+    address, server = served
     expected = fit(tmp_path / "whole", str(model_dir), str(books), address)
     arguments = (str(tmp_path / "killed"), str(model_dir), str(books), address)
     process = multiprocessing.get_context("spawn").Process(target=fit, args=arguments, kwargs={"killed_at": 3})
     process.start()
     process.join()
     assert process.exitcode == -SIGKILL
-    asked = scorer.counts["requests"]
+    asked = server.counts["requests"]
     resumed = fit(*arguments, checkpoint=f"{tmp_path}/killed/checkpoints/last.ckpt")
     assert resumed == expected[-1:]
-    assert scorer.counts["requests"] - asked < 10, "only probes"
+    assert server.counts["requests"] - asked < 10, "only probes"
 
 
 def validate_in_one_of_two(rank, world_size, model_dir, books, address, root):
@@ -439,23 +427,15 @@ def write_corpus(root, documents):
 
 
 @pytest.mark.slow
-def test_a_corpus_on_two_servers_of_which_one_fails_from_the_middle_on(backbone, model_dir, tmp_path):
-    write_corpus(tmp_path, 1000)
-    another = load_frozen(ModelConfig(str(model_dir)), "cpu")
+def test_a_corpus_on_two_servers_that_fail_now_and_then(backbone, model_dir, tmp_path):
+    write_corpus(tmp_path, 300)
     expected = predict(tmp_path, tmp_path / "local", str(model_dir), model_dir)
-    with longce_server(backbone) as (kept, _), longce_server(another) as (failing, scorer):
-        submit, halfway = scorer.submit, threading.Event()
-
-        def fail_halfway(span):
-            if scorer.counts["scored_tokens"] > 8_000:
-                halfway.set()
-                raise RuntimeError  # status 500
-            return submit(span)
-
-        scorer.submit = fail_halfway
-        found = predict(tmp_path, tmp_path / "served", f"{kept},{failing}", model_dir, batch_tokens=8000)
-    assert halfway.is_set()
-    assert len(found) == 1000
+    with stub_server(backbone=backbone) as one, stub_server(backbone=backbone) as other:
+        other.faults.extend([None] * 20 + ["500", None, "reset", None, "503", None, None] * 50)  # after the start
+        addresses = f"{one.address},{other.address}"
+        found = predict(tmp_path, tmp_path / "served", addresses, model_dir, batch_tokens=8000)
+        assert min(one.counts["requests"], other.counts["requests"]) > 50
+    assert len(found) == 300
     assert (tmp_path / "served" / SUCCESS).exists()
     for one, other in zip(found, expected, strict=True):
         assert one["key"] == other["key"]
@@ -520,12 +500,11 @@ def test_token_weights_of_a_served_evaluator(served, model_dir, books, tmp_path)
 
 
 @pytest.mark.limit(3)
-@pytest.mark.parametrize("dialect", ["longce", "vllm"])
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 def test_teacher_forced_tasks_on_a_server(dialect, backbone, model_dir, tmp_path):
     settings = {"tasks": [GUESS, SEVERAL], "lengths": [48], "samples": 4, "dtype": "float32"}
-    with longce_server(backbone) as (longce, _), stub_server("vllm") as vllm:
-        vllm.backbone = backbone
-        address = longce if dialect == "longce" else vllm.address
+    with stub_server(dialect, backbone=backbone) as server:
+        address = server.address
         served = {"tokenizer": str(model_dir), "server": QUICK}
         for name, model, options in (("local", str(model_dir), {}), ("served", address, served)):
             evaluate(model, str(tmp_path / name), mode="teacher_forced", **settings, **options)

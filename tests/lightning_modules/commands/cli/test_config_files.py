@@ -3,14 +3,7 @@
 import pytest
 import yaml
 
-from lightning_modules.commands.cli.config_files import (
-    CONFIGS,
-    check_config_files,
-    find_packaged_configs,
-    names_model_class,
-)
-from lightning_modules.commands.cli.main import main
-from lightning_modules.utilities.bounded_yaml import load_yaml
+from lightning_modules.commands.cli.config_files import CONFIGS, find_packaged_configs, names_model_class
 
 
 @pytest.mark.parametrize(
@@ -49,26 +42,3 @@ def test_configs_of_the_package_stand_in_for_missing_ones(tmp_path, monkeypatch)
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "base.yaml").touch()
     assert find_packaged_configs(words) == words
-
-
-BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"a{number}: &a{number} [{', '.join([f'*a{number - 1}'] * 10)}]\n" for number in range(1, 12)
-)
-
-
-@pytest.mark.parametrize("text", [BOMB, "a: &a\n  b: *a\n", "a: &a [*a]\n"])
-@pytest.mark.parametrize("command", [["fit"], ["score", "x.txt", "--model", "a", "--evaluator", "b"]])
-def test_aliases_that_expand_without_end_are_refused(text, command, tmp_path, capsys):
-    (tmp_path / "a.yaml").write_text(text)
-    with pytest.raises(SystemExit):
-        main([*command, "-c", str(tmp_path / "a.yaml")])
-    assert "aliases (`*name`) expand to more than 100,000 values" in capsys.readouterr().err
-    with pytest.raises(yaml.YAMLError, match="aliases"):
-        load_yaml(text)
-
-
-def test_ordinary_aliases_are_read(tmp_path):
-    text = "a: &a {stride: 4, list: [1, 2]}\nb: *a\nc: {<<: *a, stride: 8}\n"
-    assert load_yaml(text) == yaml.safe_load(text)
-    (tmp_path / "a.yaml").write_text(text)
-    check_config_files(["fit", "-c", str(tmp_path / "a.yaml")])

@@ -79,13 +79,6 @@ def test_metrics_of_the_harness_are_next_to_ours(tmp_path):
     assert ["RACE", "score,", "%", "50.0", "[30,", "70]"] in cells
 
 
-def test_damaged_files_are_named(tmp_path):
-    folder = write_evaluation(tmp_path / "a", FIRST)
-    (folder / "results.json").write_text("{")
-    with pytest.raises(ValueError, match="/a' is not a folder of `longce evaluate`, or is damaged"):
-        compare([folder])
-
-
 def test_unfinished_evaluations_are_named(tmp_path):
     (tmp_path / "killed").mkdir()
     (tmp_path / "killed" / "settings.json").write_text("{}")

@@ -153,13 +153,6 @@ def test_results_of_an_evaluator_whose_weights_were_replaced_are_not_correlated(
     assert not caplog.records
 
 
-def test_results_of_older_versions_are_correlated_with_one_warning(files, tmp_path, caplog):
-    said = correlate(files, str(tmp_path / "out"))
-    assert "longppl: evaluator e." in said
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "did not identify models by content" in caplog.text
-
-
 def test_a_model_with_several_names_is_reported(files, tmp_path):
     words = []
     for number, file in enumerate(files[:3]):

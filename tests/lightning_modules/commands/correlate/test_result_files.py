@@ -1,5 +1,6 @@
 import json
 import math
+import re
 
 import pytest
 
@@ -92,14 +93,6 @@ def test_folders_of_several_models_are_read(evaluation, tmp_path):
     assert [entry.model for entry in read_results([str(tmp_path / "runs")])] == ["a", "b"]
 
 
-def test_half_an_evaluation_is_refused(evaluation, tmp_path):
-    content = json.loads((tmp_path / "evaluation.json").read_text())
-    with pytest.raises(
-        ValueError, match="7 questions have no result: run the same `longce evaluate` again to complete them"
-    ):
-        read_results([write(tmp_path, "half.json", content | {"missing": 7})])
-
-
 def test_results_of_the_harness(harness_result):
     (entry,) = read_results([harness_result])
     assert entry.values == {
@@ -145,47 +138,33 @@ def test_a_folder_of_an_evaluation_is_read_for_its_results_alone(evaluation, har
     assert "LongBench" in theirs.values
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "word", "message"),
-    [
-        ("a.txt", "", "a.txt", "No results at"),
-        ("a.json", "[]", "a.json", "a dictionary of models"),
-        ("a.json", "{", "a.json", "is not JSON or CSV of results: Expecting"),
-        ("a.json", '{"m": 1}', "a.json", "a dictionary of models"),
-        ("a.json", '{"m": {"RULER": "x"}}', "a.json", "'RULER' must be a number, got 'x'"),
-        (
-            "a.json",
-            '{"tasks": {"vt": 3}, "average": {}}',
-            "a.json",
-            "of results: a key is missing or has the wrong type",
-        ),
-        ("a.json", '{"longppl": 2, "perplexity": 3, "documents": []}', "a.json", "does not name its model"),
-        ("a.csv", "name\n", "a.csv", "no column 'model'"),
-        ("a.csv", "", "a.csv", "no column 'model'"),
-        ("a.csv", "model,x\n", "a.csv", r"'a\.csv' is not .*: it has columns but no model"),
-        ("a.csv", "model,x,x\na,1,2\n", "a.csv", "or duplicate columns"),
-        ("a.csv", "model,x\na,1,7\n", "a.csv", r"a\.csv:2 has more than 2 cells"),
-        ("a.csv", "model,x\na,1\n ,2\n", "a.csv", r"a\.csv:3 does not name its model"),
-        ("a.csv", "model,x\na,1\nb,2\n", "m=a.csv", "has 2 models"),
-    ],
-)
-def test_bad_files_are_refused(tmp_path, monkeypatch, name, content, word, message):
+BAD_FILES = [
+    ("a.txt", "", "a.txt"),
+    ("a.json", "[]", "a.json"),
+    ("a.json", "{", "a.json"),
+    ("a.json", '{"m": {"RULER": "x"}}', "'RULER'"),
+    ("a.json", '{"tasks": {"vt": 3}, "average": {}}', "a.json"),
+    ("a.json", '{"longppl": 2, "perplexity": 3, "documents": []}', "a.json does not name its model"),
+    ("a.csv", "name\n", "'model'"),
+    ("a.csv", "model,x\n", "a.csv"),
+    ("a.csv", "model,x,x\na,1,2\n", "duplicate columns"),
+    ("a.csv", "model,x\na,1,7\n", "a.csv:2"),
+    ("a.csv", "model,x\na,1\n ,2\n", "a.csv:3"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "named"), BAD_FILES)
+def test_bad_files_are_refused(tmp_path, monkeypatch, name, content, named):
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=message):
-        read_results([word])
+    with pytest.raises(ValueError, match=re.escape(named)):
+        read_results([name])
 
 
 def test_spaces_around_cells_do_not_count(tmp_path):
     (tmp_path / "a.csv").write_text("model, longppl ,RULER\n a , 2.5,\n")
     (measured,) = read_results([str(tmp_path / "a.csv")])
     assert (measured.model, measured.values) == ("a", {"longppl": 2.5})
-
-
-def test_a_table_in_another_encoding_is_named(tmp_path):
-    (tmp_path / "a.csv").write_bytes("model,x\nModèle,1\n".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"a\.csv' is not JSON or CSV of results: 'utf-8'"):
-        read_results([str(tmp_path / "a.csv")])
 
 
 def test_scores_of_evaluate_keep_their_intervals(tmp_path):

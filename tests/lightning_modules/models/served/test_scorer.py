@@ -26,7 +26,7 @@ from lightning_modules.utilities.errors import IncompleteError
 from tests.support.servers import StubServer, stub_greedy, stub_server, stub_values
 
 BATCH = pack_sequence([torch.arange(20)])
-DIALECTS = ("longce", "vllm", "sglang")
+DIALECTS = ("vllm", "sglang")
 QUICK = {"timeout": 1.0, "patience": 5.0, "concurrency": 4}
 
 
@@ -118,7 +118,7 @@ def shifted_back(ids, model):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"owner": "llamacpp"}, r"GET /v1/models.*owned by 'llamacpp'.*longce, vllm, sglang"),
+        ({"owner": "llamacpp"}, r"GET /v1/models.*owned by 'llamacpp'.*vllm, sglang"),
         ({"owner": "transformers", "dialect": "vllm", "fault": "ignored"}, "'transformers'"),
         ({"fault": "ignored"}, r"asked POST .* 47 of 48 tokens, and sent"),
         ({"fault": "hello"}, r"GET /v1/models for a list of models, and answered .*hello"),
@@ -143,10 +143,10 @@ def test_an_explicit_dialect_overrides_the_owner_but_not_the_probe():
 
 
 def test_a_process_can_use_an_address_again_after_its_model_has_changed():
-    with stub_server("longce") as server:
+    with stub_server() as server:
         config = ModelConfig(server.address, server=ServerConfig(**QUICK))
         assert connect(config) is connect(config)
-        first, server.model = model_identity(config), "b"
+        first, server.name = model_identity(config), "other"
         with pytest.raises(ValueError, match="another model"):
             model_identity(config)
         assert model_identity(config) != first
@@ -203,61 +203,37 @@ def test_another_model_in_a_later_run_needs_another_claim(dialect):
         assert RemoteScorer([server.address], ServerConfig(claim="b@main", **QUICK)).identity != first
 
 
-def test_the_file_of_a_probe_belongs_to_one_model_and_stays_in_the_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("LONGCE_CACHE", str(tmp_path / "a" / "b"))
-    with stub_server("longce") as server:
-        for name in ("a:0", "b:0", "../../../c"):  # of other weights with the same numerics, and of an attacker
-            server.model = name
-            assert RemoteScorer([server.address], ServerConfig(**QUICK)).identity == f"served:id-{name}"
-    assert len(list((tmp_path / "a" / "b" / "served").glob("*.json"))) == len(list(tmp_path.rglob("*.json"))) == 3
-
-
-def test_two_servers_share_the_work_and_one_may_end():
+def test_two_servers_share_the_work():
     batch = random_batch([30 + index for index in range(60)])
-    with stub_server("vllm") as kept, stub_server("vllm") as ended:
-        kept.delay = ended.delay = 0.01
-        scorer = RemoteScorer([kept.address, ended.address], ServerConfig(**QUICK))
-        before = [len(kept.seen), len(ended.seen)]
-        timer = threading.Timer(0.08, vars(ended).update, [{"fault": "down"}])
-        timer.start()
+    with stub_server() as slow, stub_server() as fast:
+        slow.delay, fast.delay = 0.05, 0.01
+        scorer = RemoteScorer([slow.address, fast.address], ServerConfig(**QUICK))
+        before = [len(server.seen) for server in (slow, fast)]
         assert torch.equal(scorer(batch), expected_values(batch))
-        assert all(len(server.seen) > count for server, count in zip((kept, ended), before, strict=True))
-        assert "requests repeated" in scorer.report()
-        assert torch.equal(scorer(batch), expected_values(batch)), "without the other server"
-        ended.fault = None
-        for _ in range(100):
-            scorer(batch)
-            if "0 requests" not in (line := scorer.report().splitlines()[1]) and not scorer._endpoints[1].failed:
-                break
-            time.sleep(0.02)
-        else:
-            pytest.fail(f"the server is back, but not used: {line}")
+        after = [len(server.seen) for server in (slow, fast)]
+    answered = [end - start for start, end in zip(before, after, strict=True)]
+    assert sum(answered) >= 60  # and probes of new connections
+    assert 0 < answered[0] < answered[1], "the faster one scores more"
 
 
-def test_a_server_may_come_up_late_and_with_the_same_model_only(caplog):
+def test_a_server_that_is_away_for_a_moment_must_come_back_with_the_same_model():
     batch = random_batch([30 + index for index in range(20)])
-    with stub_server("vllm") as early, stub_server("vllm") as late:
-        late.fault, early.delay = "down", 0.02
-        scorer = RemoteScorer([late.address, early.address], ServerConfig(**QUICK))
-        assert late.address in caplog.text
+    with stub_server() as server:
+        scorer = RemoteScorer([server.address], ServerConfig(**QUICK))
+        server.fault = "down"
+        threading.Timer(0.3, vars(server).update, [{"fault": None}]).start()
         assert torch.equal(scorer(batch), expected_values(batch))
-        late.fault = None
+        server.fault = "down"
+        threading.Timer(0.3, vars(server).update, [{"fault": None}]).start()
         scorer.verify()
-        assert torch.equal(scorer(batch), expected_values(batch))
-        assert not re.search(f"{late.address}: 0 requests", scorer.report())
-        early.fault, late.fault = "down", "down"
-        timer = threading.Timer(0.3, vars(early).update, [{"fault": None}])
-        timer.start()
-        scorer.verify()  # the first one is still away
-        late.fault, late.model = None, "b"
-        with pytest.raises(ValueError, match=r"another model|nats differently"):
-            scorer.verify()
-        with pytest.raises(ValueError, match=r"another model|nats differently"):
-            scorer.verify()  # the other model is not taken for the one before
+        server.model = "b"
+        for _ in range(2):  # the other model is not taken for the one before
+            with pytest.raises(ValueError, match=r"another model|nats differently"):
+                scorer.verify()
 
 
 def test_a_fork_does_not_share_connections():
-    with stub_server("longce") as server:
+    with stub_server() as server:
         config = ModelConfig(server.address, server=ServerConfig(**QUICK))
         scorer = connect(config)
         with warnings.catch_warnings(action="ignore"):  # Python warns of forks with threads
@@ -273,25 +249,18 @@ def test_a_fork_does_not_share_connections():
 
 
 def test_two_servers_must_have_the_same_model():
-    with stub_server("longce") as one, stub_server("longce") as other:
-        other.model = "b"
-        with pytest.raises(ValueError, match="have different models"):
-            RemoteScorer([one.address, other.address], ServerConfig(**QUICK))
+    with stub_server() as one, stub_server() as other:
+        for change in ({"model": "b"}, {"name": "other"}):  # with other values, or of another name
+            vars(other).update(change)
+            with pytest.raises(ValueError, match=r"nats differently|have different models"):
+                RemoteScorer([one.address, other.address], ServerConfig(**QUICK))
         with pytest.raises(ValueError, match="named twice"):
             RemoteScorer([one.address, f" {one.address}/"], ServerConfig(**QUICK))
 
 
-def test_a_server_that_is_gone_does_not_end_what_another_computes():
-    with stub_server("longce") as slow, stub_server("longce") as gone:
-        scorer = RemoteScorer([slow.address, gone.address], ServerConfig(timeout=5, patience=0.1, concurrency=1))
-        gone.fault, slow.delay = "down", 0.6
-        batch = random_batch([30, 20])
-        assert torch.equal(scorer(batch), expected_values(batch))
-
-
 @pytest.mark.parametrize("fault", ["503", "500", "down"])
 def test_an_outage_ends_the_run_after_the_patience(fault):
-    with stub_server("longce") as server:
+    with stub_server() as server:
         scorer = RemoteScorer([server.address], ServerConfig(timeout=1, patience=0.3))
         server.fault = fault
         with pytest.raises(IncompleteError, match=r"`server.patience`.*same command again"):
@@ -299,11 +268,12 @@ def test_an_outage_ends_the_run_after_the_patience(fault):
 
 
 def test_a_request_that_always_fails_is_given_up_and_not_the_others():
-    with stub_server("longce") as server:
+    batch_of_two = random_batch([30, 20])
+    with stub_server() as server:
         scorer = RemoteScorer([server.address], ServerConfig(**QUICK))
-        server.poison = 4 * 30  # bytes
+        server.poison = ",".join(map(str, batch_of_two["input_ids"][0, :30].tolist())).encode()
         with pytest.raises(AnswerError, match="failed 4 times with 30 tokens"):
-            scorer(random_batch([30, 20]))
+            scorer(batch_of_two)
         batch = random_batch([20])
         assert torch.equal(scorer(batch), expected_values(batch))
 
@@ -345,8 +315,8 @@ def test_an_address_with_a_password_is_refused_wherever_a_model_is_named():
 
 
 def test_ipv6_and_trailing_slashes_of_an_address():
-    with stub_server("longce") as server:
-        assert RemoteScorer([f"{server.address}/"], ServerConfig(**QUICK)).identity == "served:id-a"
+    with stub_server() as server:
+        assert RemoteScorer([f"{server.address}/"], ServerConfig(**QUICK)).identity.startswith("served:")
     with pytest.raises(ValueError, match="No server answers"):
         RemoteScorer(["http://[::1]:9"], ServerConfig(**QUICK))
     with pytest.raises(ValueError, match=r"`server\.allow_http`"):
@@ -379,13 +349,15 @@ def test_the_key_is_sent_and_appears_nowhere(monkeypatch, caplog):
 
 
 def test_settings_out_of_range():
+    with pytest.raises(ValueError, match="`vllm serve MODEL`"):
+        ServerConfig(dialect="longce")
     for settings in ({"dialect": "tgi"}, {"concurrency": 0}, {"timeout": 0.0}, {"patience": -1.0}):
         with pytest.raises(ValueError, match=next(iter(settings))):
             ServerConfig(**settings)
 
 
 def test_ctrl_c_cancels_the_requests(monkeypatch):
-    server = StubServer("longce")
+    server = StubServer("vllm")
     scorer = RemoteScorer([server.address], ServerConfig(**QUICK))
     monkeypatch.setattr("concurrent.futures.Future.result", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):

@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.cli.registry import read_row
+from lightning_modules.commands.inspect import read_row
 from tests.conftest import make_text
 
 

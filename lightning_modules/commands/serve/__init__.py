@@ -1,1 +1,0 @@
-"""``longce serve``: a model's log-likelihoods over HTTP."""
