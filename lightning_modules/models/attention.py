@@ -84,6 +84,7 @@ def document_attention(
     function for whole sequences of which this process holds a shard; it does not support masks. An
     ``attention_window`` limits all layers, also those with a mask, and needs boundaries.
     """
+    # 1. A shard of sequences: Ulysses calls this function again, for whole sequences and some of the heads.
     if exchange is not None:
         if attention_mask is not None:
             raise ValueError(
@@ -92,24 +93,40 @@ def document_attention(
             )
         limits = {"document_boundaries": document_boundaries, "attention_window": attention_window}
         return exchange(module, query, key, value, **limits, **kwargs)
+    # 2. A mask of transformers already separates the documents.
     if document_boundaries is None or attention_mask is not None:
         mask = _narrow(attention_mask, attention_window)
         return _attend_with_mask(module, query, key, value, mask, **kwargs)
-    if (packed_lengths := getattr(document_boundaries, "packed_lengths", None)) is not None:
+    # 3. All documents of the batch by one call, on a GPU.
+    packed_lengths = getattr(document_boundaries, "packed_lengths", None)
+    if packed_lengths is not None:
         output = _attend_at_once(query, key, value, *packed_lengths, window=attention_window, **kwargs)
         if output is not None:
             return output, None
-    attend: Callable[..., Any] = sdpa_attention_forward
-    if attention_window is not None:
-        attend = partial(_attend_in_window, attention_window)
-    outputs = []
-    for row, boundaries in enumerate(document_boundaries):
-        documents = [
-            attend(module, *(states[row : row + 1, :, start:stop] for states in (query, key, value)), None, **kwargs)[0]
-            for start, stop in pairwise(boundaries)
-        ]
-        outputs.append(torch.cat(documents, dim=1))
+    # 4. Otherwise one document after another: causal attention of a slice needs no mask.
+    window = attention_window
+    attend: Callable[..., Any] = sdpa_attention_forward if window is None else partial(_attend_in_window, window)
+    outputs = [
+        _attend_one_by_one(attend, module, (query, key, value), row, boundaries, **kwargs)
+        for row, boundaries in enumerate(document_boundaries)
+    ]
     return torch.cat(outputs), None
+
+
+def _attend_one_by_one(
+    attend: Callable[..., Any],
+    module: nn.Module,
+    states: Sequence[Tensor],
+    row: int,
+    boundaries: Sequence[int],
+    **kwargs: Any,
+) -> Tensor:
+    """Return the ``[1, T, H, D]`` attention of a sequence, with one call for each of its documents."""
+    documents = []
+    for start, stop in pairwise(boundaries):
+        query, key, value = (each[row : row + 1, :, start:stop] for each in states)
+        documents.append(attend(module, query, key, value, None, **kwargs)[0])
+    return torch.cat(documents, dim=1)
 
 
 def _attend_in_window(
@@ -117,19 +134,18 @@ def _attend_in_window(
 ) -> tuple[Tensor, None]:
     """Return ``[1, T, H, D]`` attention of one document, for one block of queries and its keys at a time."""
     tokens, outputs = query.shape[2], []
-    if tokens <= window.size:
+    if tokens <= window.size:  # nothing is hidden but what follows: plain causal attention, which needs no mask
         return sdpa_attention_forward(module, query, key, value, None, **kwargs)
     for first, start, stop in _blocks(tokens, window.size):
+        # The keys of a block are its own window, and the sinks that lie before it.
         sinks = min(window.sinks, first)
-        keys, values = (
-            torch.cat([states[:, :, :sinks], states[:, :, first:stop]], dim=2) if sinks else states[:, :, first:stop]
-            for states in (key, value)
-        )
-        arange = partial(torch.arange, device=query.device)
-        mask = _visible(arange(start, stop), torch.cat([arange(sinks), arange(first, stop)]), window)
-        outputs.append(
-            sdpa_attention_forward(module, query[:, :, start:stop], keys, values, mask[None, None], **kwargs)[0]
-        )
+        index = torch.cat([torch.arange(sinks), torch.arange(first, stop)]).to(query.device)
+        keys, values = key[:, :, first:stop], value[:, :, first:stop]
+        if sinks:
+            keys = torch.cat([key[:, :, :sinks], keys], dim=2)
+            values = torch.cat([value[:, :, :sinks], values], dim=2)
+        mask = _visible(torch.arange(start, stop, device=query.device), index, window)[None, None]
+        outputs.append(sdpa_attention_forward(module, query[:, :, start:stop], keys, values, mask, **kwargs)[0])
     return torch.cat(outputs, dim=1), None
 
 
@@ -203,12 +219,13 @@ def _attend_at_once(
     **kwargs: Any,
 ) -> Tensor | None:
     """Return attention within all documents by one call, or None if torch's flash attention does not support it."""
-    if window is not None and window.sinks:
+    if window is not None and window.sinks:  # the kernel has a window, but no sinks
         return None
     device = query.device.type
     if torch.is_autocast_enabled(device):  # it does not know this function
         query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
     has_groups = query.shape[1] != key.shape[1]
+    # Without it torch would fall back to a kernel that computes, and stores, all pairs of tokens of all documents.
     supported = can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, has_groups))
     if not supported or query.shape[-1] % 8 or kwargs.get("dropout") or kwargs.get("position_bias") is not None:
         return None
@@ -217,6 +234,7 @@ def _attend_at_once(
     attend: Any = varlen_attn
     # torch 2.11 supports fewer keys than queries without being told.
     groups = {"enable_gqa": has_groups} if "enable_gqa" in inspect.signature(attend).parameters else {}
+    # ``[B, H, T, D]`` to ``[B * T, H, D]``: one long sequence, in which ``bounds`` separate the documents.
     flat = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
     before = -1 if window is None else window.size - 1
     sizes = (bounds, bounds, longest, longest)
@@ -293,6 +311,7 @@ def isolation_arguments(
                 " `attn_implementation` to sdpa, or `short_context: windows`."
             )
         return {}
+    # Lists of ends become one list over the whole batch, which flash attention reads from the accelerator.
     limits = {} if window is None else {"attention_window": window}
     # Padding after the last boundary becomes a document by itself, whose output is unused.
     covered = [

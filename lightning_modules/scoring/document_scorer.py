@@ -45,11 +45,13 @@ class DocumentScorer:
     def score(self, batch: PackedBatch, *, beta: float | None = None) -> list[TokenScores]:
         """Score a batch with one document per sequence, ``text`` and ``offsets``; for ``beta`` see `long_and_short`."""
         ladders: list[dict[int, Tensor]] = [{} for _ in batch["document_boundaries"]]
+        # One block for all passes: a process whose documents need fewer passes makes up for them once, at its end.
         with lockstep(self.backbone):
             sizes = {"context_length": self.context_length, "stride": self.stride}
             long, short = long_and_short(self.backbone, batch, **sizes, beta=beta)
             if self.context_lengths is not None:
                 ladders = self.context_lengths.log_likelihood(self.backbone, batch, long)
+        # Scores leave the accelerator here, or those of a corpus would fill it.
         fields: dict[str, Any] = {**sizes, "evaluator": self.name, "floor": -math.inf if beta is None else beta}
         in_contexts = [{context: scores.float().cpu() for context, scores in ladder.items()} for ladder in ladders]
         return [
@@ -66,6 +68,7 @@ class DocumentScorer:
         Raises:
             RuntimeError: If memory runs out while weights are sharded: the other processes wait for this one's shard.
         """
+        # 1. Leave out documents that are longer than the model's positions.
         results: list[TokenScores | Failed] = [Failed("") for _ in batch["document_boundaries"]]
         fitting = []
         for row, boundaries in enumerate(batch["document_boundaries"]):
@@ -74,9 +77,11 @@ class DocumentScorer:
                 fitting.append(row)
             except ValueError as error:
                 results[row] = Failed(str(error))
-        with lockstep(self.backbone):  # even if no document fits, because other processes may have some
+        # 2. Score the others. The block is entered even if no document fits, because other processes may have some.
+        with lockstep(self.backbone):
             if fitting:
                 scored = self._score_or_split(batch if len(fitting) == len(results) else select_rows(batch, fitting))
+                # 3. A log-likelihood of NaN or infinity must not reach a file: the document has failed instead.
                 for row, result in zip(fitting, scored, strict=True):
                     results[row] = result if isinstance(result, Failed) else check_possible(result)
         return results

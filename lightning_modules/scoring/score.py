@@ -65,6 +65,7 @@ def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any
     Raises:
         ValueError: If a file, a model or a number cannot be used; if possible before any model is loaded.
     """
+    # 1. Read the texts and check everything that needs no weights.
     config = ScoreConfig(model=model, evaluator=evaluator, **options)
     files = [files] if isinstance(files, str) else files
     texts, skipped = _read_texts(files)
@@ -72,24 +73,32 @@ def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any
         check_output(config.output)
     evaluated_model = EvaluatedModel(config.model_loading(model), find_device(config.device), config.model_tokenizer)
     evaluator_model = Evaluator(config.evaluator_config(config.key_token_rule))
-    if config.max_tokens is not None:  # in the evaluator's tokens, so that all models get the same text
+    # 2. Cut the texts by the evaluator's tokens, so that all models get the same ones, and tokenize them.
+    if config.max_tokens is not None:
         texts = {name: evaluator_model.cut(text, config.max_tokens, name=name) for name, text in texts.items()}
     trimmed = config.key_token_rule == "authors"
     documents = evaluated_model.read(texts, add_special_tokens=config.add_special_tokens, trimmed_offsets=trimmed)
     device = evaluated_model.device
     provenance = {"model": evaluated_model.provenance, "evaluator": evaluator_model.provenance(device)}
+    # 3. Find the key tokens of all documents, then free the evaluator. If it is the model and has read the same tokens,
+    #    its long pass is that of the model.
     same = provenance["model"].identity == provenance["evaluator"].identity
     scored = []
     sizes = {"context_length": config.context_length, "stride": config.stride}
     tokens = [count_tokens(document["labels"].numel(), **sizes) for document in documents]
     with show_progress(documents, "evaluator", tokens) as shown:
         for document in shown:
-            settings: dict[str, Any] = {"device": device, "key_tokens_only": config.key_tokens_only}
-            about, text = document_tokens(document), document["text"][0]
-            evaluated = evaluator_model.evaluate(text, about, name=document["names"][0], **settings)
+            evaluated = evaluator_model.evaluate(
+                document["text"][0],
+                document_tokens(document),
+                device=device,
+                name=document["names"][0],
+                key_tokens_only=config.key_tokens_only,
+            )
             reusable = same and torch.equal(evaluated.scores.token_ids, document["input_ids"][0])
             scored.append((document, evaluated, evaluated.scores.long.unsqueeze(0) if reusable else None))
     evaluator_model.release()
+    # 4. Score the documents with the model, and average over their key tokens.
     result = {
         **_evaluate(scored, evaluated_model),
         "skipped": skipped,
@@ -169,10 +178,12 @@ def _evaluate(
     started, tokens = time.monotonic(), [document["labels"].numel() for document, *_ in scored_documents]
     with show_progress(scored_documents, "model", tokens) as shown:
         for document, evaluated, reused in shown:
+            # 1. Score the whole document: LongPPL has no short context of the model, only of the evaluator.
             log_likelihood = model.log_likelihood(document) if reused is None else reused
             scored = document["labels"].ne(IGNORE_INDEX)
             key = evaluated.key & scored
             row: dict[str, Any] = {"file": document["names"][0], "text_sha256": evaluated.scores.text_sha256}
+            # 2. Sum over its key tokens, and over all tokens. The corpus is a mean over tokens, not over documents.
             for name, influence in (("longppl", key), ("perplexity", scored)):
                 sums[name].append(_long_perplexity_update(log_likelihood, influence))
                 row[name] = float(_long_perplexity_compute(*sums[name][-1]))
@@ -180,7 +191,8 @@ def _evaluate(
             row |= {"key_tokens": int(key.sum()), "tokens": scored.numel(), **_describe_bits(bits[-1])}
             row |= {"characters": len(document["text"][0]), "alignment": evaluated.alignment}
             rows.append(row | evaluated.coverage.fractions())
-            if len(tokens) > 1 and time.monotonic() > started + SECONDS:  # so that nobody waits for the first number
+            # 3. Show the numbers when they are known, if the whole takes a while.
+            if len(tokens) > 1 and time.monotonic() > started + SECONDS:
                 log.info("%(file)s: %(key_tokens)d key tokens, LongPPL %(longppl).4f, perplexity %(perplexity).4f", row)
     without = sum(row["key_tokens"] == 0 for row in rows)
     if without:
@@ -190,9 +202,10 @@ def _evaluate(
             without,
             len(rows),
         )
+    # 4. Add up the documents.
     totals: dict[str, Any] = {}
     for name, of_documents in sums.items():
-        total, weight, largest = (torch.stack(values) for values in zip(*of_documents, strict=True))
+        total, weight, largest = torch.stack([torch.stack(each) for each in of_documents]).unbind(1)
         totals[name] = float(_long_perplexity_compute(total.sum(), weight.sum(), largest.amax()))
     totals |= {name: sum(row[name] for row in rows) for name in ("key_tokens", "tokens", "characters")}
     totals |= _describe_bits(add_bits(bits))
