@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -80,6 +81,8 @@ def _convert(file: Path, folder: Path) -> None:
             (Path(place) / file.name).symlink_to(file.resolve())
             settings: dict[str, Any] = {"gguf_file": file.name}
             tokenizer = AutoTokenizer.from_pretrained(place, **settings)
+            if (gguf_config := getattr(transformers, "GgufConfig", None)) is not None:  # not in older versions
+                settings["quantization_config"] = gguf_config(dequantize=True)  # otherwise packed, for its GPU kernels
             model, report = AutoModelForCausalLM.from_pretrained(
                 place, **settings, dtype=dtype, output_loading_info=True
             )
