@@ -37,7 +37,6 @@ def add_picture_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", required=True, help="Text file, or a .jsonl or .parquet file with `--row`.")
     parser.add_argument("--row", type=int, help="Line or row of the document, from 0.")
     parser.add_argument("--text_column", default="text", help="Field or column of the text, with `--row`.")
-    parser.add_argument("--name", help="Name of the document on the page; by default that of the file.")
     parser.add_argument("--context_length", type=int, default=1024, help="Shortest short context, in tokens.")
     parser.add_argument("--stride", type=int, default=512, help="Tokens that share one short window.")
     parser.add_argument("--alpha", type=float, default=2.0, help="Key tokens have a larger LSD, in nats.")
@@ -52,7 +51,7 @@ def make_pictures(options: argparse.Namespace) -> None:
     row, file = options.row, options.text
     name, text = (Path(file).name, read_text(file)) if row is None else read_row(file, row, options.text_column)
     settings = {key: getattr(options, key) for key in ("context_length", "stride", "alpha", "beta", "max_tokens")}
-    inspection = inspect_document(text, options.evaluator, name=options.name or name, **settings)
+    inspection = inspect_document(text, options.evaluator, name=name, **settings)
     longest_short = options.context_length + options.stride - 1
     tokens = list_key_tokens(inspection.text, inspection.scores, alpha=options.alpha, beta=options.beta)
     token = choose_token(tokens, longest_short) if options.token is None else options.token

@@ -53,10 +53,17 @@ def show_progress(documents: Sequence[Document], name: str, tokens: Sequence[int
             yield document
             bar.update(end - bar.n)  # scores were stored, a server has computed them, or there were other windows
 
+    with advance(bar):
+        yield iterate()
+
+
+@contextmanager
+def advance(bar: tqdm) -> Iterator[None]:
+    """Let forward passes advance a bar by their tokens, and close it at the end."""
     previous = _bar.set(bar)
     try:
         with logging_redirect_tqdm():  # a message gets a line of its own
-            yield iterate()
+            yield
     finally:
         _bar.reset(previous)
         bar.close()

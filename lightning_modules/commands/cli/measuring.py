@@ -39,7 +39,9 @@ def score_command(arguments: Sequence[str]) -> None:
 
 def evaluate_command(arguments: Sequence[str]) -> None:
     """Run ``longce evaluate`` and print its table."""
-    description = "Evaluate a model on long-context tasks and tasks of lm-evaluation-harness. With several `--model`s or"
+    description = (
+        "Evaluate a model on long-context tasks and tasks of lm-evaluation-harness. With several `--model`s or"
+    )
     description += " `--context_extension`s, each has a folder in `output`, and they are compared with the first one."
     skip = ("tasks", "lengths", "depths")
     parser = make_parser("evaluate", description, EvaluationConfig, skip=skip)

@@ -10,6 +10,7 @@ from lightning_modules.commands.evaluate import evaluate
 from lightning_modules.commands.models import evaluate_models
 from lightning_modules.tasks.evaluation import evaluation
 from lightning_modules.tasks.evaluation.evaluation import ResultStore, read_results
+from tests.support.bars import replace_bars
 from tests.support.toy_tasks import GUESS, SEVERAL
 
 TASKS = {"tasks": [GUESS, SEVERAL], "lengths": [48, 64], "samples": 3, "depths": 3}
@@ -185,3 +186,15 @@ def test_methods_of_one_model_are_compared(guessing_dir, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([*words, words[-1]])
     assert f"the name '{name}-pi-512'" in capsys.readouterr().err
+
+
+@pytest.mark.limit(5)
+@pytest.mark.parametrize("mode", ["generate", "teacher_forced"])
+def test_progress_is_counted_in_tokens_within_a_question(mode, guessing_dir, tmp_path, monkeypatch):
+    bars = replace_bars(monkeypatch, evaluation)
+    evaluate(str(guessing_dir), str(tmp_path), mode=mode, **TASKS)
+    (bar,) = bars
+    assert bar.total == 12 * 48 + 12 * 64
+    assert bar.seen[-2:] == [bar.total, "closed"]
+    assert 0 < bar.seen[0] < 12 * 48  # before the first answers
+    assert bar.lines[-1] == "tasks, 24 of 24 questions answered"
