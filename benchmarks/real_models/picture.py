@@ -8,9 +8,12 @@ import shutil
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
+
+from PIL import Image
 
 from lightning_modules.scoring.key_tokens import evaluator_key_tokens
 from lightning_modules.scoring.token_scores import TokenScores
@@ -18,21 +21,25 @@ from lightning_modules.utilities.files import writable_folder
 from lightning_modules.visualization.page import Inspection
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-WIDTH, HEIGHT, SCALE = 1100, 680, 1.75
+WIDTH, HEIGHT, SCALE = 1110, 740, 1.7
 """Window in CSS pixels, and picture pixels in one of them; a README shows pictures about 900 pixels wide."""
+
+COLORS = 256
 
 SHORTEST_WORD = 4
 """In letters: below, the picture would show a syllable or "of"."""
 
 _WORD = re.compile(r"\w+(?:[.,'\u2019-]\w+)*")
+_POSSESSIVE = re.compile("['\\u2019]s$")
 
 _POINT = """async (token) => {
   while (performance.getEntriesByName("longce-complete").length === 0)
     await new Promise((done) => setTimeout(done, 20));
   const current = () => document.querySelector(".t.current")?.dataset.token;
   for (let step = 0; step <= 10000 && current() !== String(token); step++)
-    dispatchEvent(new KeyboardEvent("keydown", { key: "n" }));
-  document.activeElement?.blur();
+    document.body.dispatchEvent(new KeyboardEvent("keydown", { key: "n", bubbles: true }));
+  document.activeElement.blur();
+  return current() === String(token);
 }"""
 
 
@@ -58,6 +65,7 @@ class KeyToken(NamedTuple):
 def list_key_tokens(text: str, scores: TokenScores, *, alpha: float = 2.0, beta: float = -2.0) -> list[KeyToken]:
     """Return the key tokens of a document in order, each with the word that it is a part of."""
     words = list(_WORD.finditer(text))
+    names = [_POSSESSIVE.sub("", word[0]) for word in words]
     starts, spans = [word.start() for word in words], scores.offsets.tolist()
     # The word of each token by the token's first letter; the space before a word belongs to its token.
     places = [_find_word(text, span, starts, words) for span in spans]
@@ -65,7 +73,7 @@ def list_key_tokens(text: str, scores: TokenScores, *, alpha: float = 2.0, beta:
     distances: dict[int, int | None] = {}  # by word
     for index, place in enumerate(places):
         if place is not None and place not in distances:
-            word = words[place][0]
+            word = names[place]
             distances[place] = index - last_use[word] if word in last_use else None
             last_use[word] = index
     found = []
@@ -74,7 +82,7 @@ def list_key_tokens(text: str, scores: TokenScores, *, alpha: float = 2.0, beta:
         if place is None:
             found.append(KeyToken(index, lsd, "", None, starts_word=False))
             continue
-        found.append(KeyToken(index, lsd, words[place][0], distances[place], places[index - 1] != place))
+        found.append(KeyToken(index, lsd, names[place], distances[place], places[index - 1] != place))
     return found
 
 
@@ -133,8 +141,9 @@ def save_pictures(inspection: Inspection, token: int, folder: Path) -> list[Path
             size = {"width": WIDTH, "height": HEIGHT}
             page = browser.new_page(viewport=size, device_scale_factor=SCALE, color_scheme=scheme)
             page.goto(page_file.as_uri())
-            page.evaluate(_POINT, token)
+            assert page.evaluate(_POINT, token), "the key n reaches every key token"
             page.wait_for_timeout(300)  # it scrolls there over several frames
-            page.screenshot(path=path)
+            with Image.open(BytesIO(page.screenshot())) as picture:  # with few colors, so that it loads fast
+                picture.convert("RGB").quantize(COLORS, dither=Image.Dither.NONE).save(path, optimize=True)
         browser.close()
     return paths

@@ -75,7 +75,8 @@ def _convert(file: Path, folder: Path) -> None:
             f"Converting '{file}' needs {needed / 1e9:.1f} GB in {folder.parent}, which has {free / 1e9:.1f} GB: free"
             " some space, or set $LONGCE_CACHE to another disk."
         )
-    log.info("Converting '%s' (%.1f GB) once, into %s.", file, file.stat().st_size / 1e9, folder.parent)
+    size = file.stat().st_size / 1e9
+    log.info("Converting '%s' (%.1f GB) once, into %s: this takes a minute or two per GB.", file, size, folder.parent)
     try:
         with TemporaryDirectory() as place:  # because transformers also reads a config.json beside the file
             (Path(place) / file.name).symlink_to(file.resolve())
