@@ -32,7 +32,8 @@ def report_progress(decoder: nn.Module) -> None:
 def _advance(_module: nn.Module, _args: Any, output: Any, *, layers: int) -> None:
     if (bar := _bar.get()) is not None:
         hidden = output[0] if isinstance(output, tuple) else output
-        bar.update(hidden.shape[:-1].numel() / layers)
+        bar.n = round(bar.n + hidden.shape[:-1].numel() / layers, 3)  # the sum of all layers must not exceed the total
+        bar.update(0)
 
 
 @contextmanager
