@@ -1,5 +1,6 @@
 """Progress of forward passes over documents, in tokens and layer by layer: on a CPU, a pass may take minutes."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -32,8 +33,8 @@ def report_progress(decoder: nn.Module) -> None:
 def _advance(_module: nn.Module, _args: Any, output: Any, *, layers: int) -> None:
     if (bar := _bar.get()) is not None:
         hidden = output[0] if isinstance(output, tuple) else output
-        bar.n = round(bar.n + hidden.shape[:-1].numel() / layers, 3)  # the sum of all layers must not exceed the total
-        bar.update(0)
+        # Rounded down to a binary fraction, because tqdm warns if the sum of all layers exceeds the total.
+        bar.update(math.floor(2**20 * hidden.shape[:-1].numel() / layers) / 2**20)
 
 
 @contextmanager
