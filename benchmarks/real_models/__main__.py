@@ -1,10 +1,15 @@
-"""Command line of the benchmarks on real models: ``python -m benchmarks.real_models fetch FOLDER``."""
+"""Command line of the benchmarks on real models: ``python -m benchmarks.real_models fetch FOLDER``, or ``picture``."""
 
 import argparse
+import logging
 import sys
 from pathlib import Path
 
 from benchmarks.real_models.fetch import MODELS, fetch
+from benchmarks.real_models.picture import choose_token, describe_key_tokens, list_key_tokens, save_pictures
+from lightning_modules.commands.cli.registry import read_row
+from lightning_modules.utilities.text_files import read_text
+from lightning_modules.visualization.page import inspect_document
 
 
 def main() -> None:
@@ -14,11 +19,49 @@ def main() -> None:
     download = parts.add_parser("fetch", help="Download models as GGUF files, without a hub.")
     download.add_argument("folder", type=Path, help="Folder for the files; those that are there are kept.")
     download.add_argument("models", nargs="*", metavar="MODEL", help=f"By default all: {', '.join(MODELS)}.")
+    add_picture_options(parts.add_parser("picture", help="Make the README's picture, and count its key tokens."))
     options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        fetch(options.folder, options.models or list(MODELS))
+        if options.part == "fetch":
+            fetch(options.folder, options.models or list(MODELS))
+        else:
+            make_pictures(options)
     except ValueError as error:
         sys.exit(f"error: {error}")
+
+
+def add_picture_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``picture``."""
+    parser.add_argument("--evaluator", required=True, help="Hub id, folder or GGUF file of the evaluator.")
+    parser.add_argument("--text", required=True, help="Text file, or a .jsonl or .parquet file with `--row`.")
+    parser.add_argument("--row", type=int, help="Line or row of the document, from 0.")
+    parser.add_argument("--text_column", default="text", help="Field or column of the text, with `--row`.")
+    parser.add_argument("--context_length", type=int, default=1024, help="Shortest short context, in tokens.")
+    parser.add_argument("--stride", type=int, default=512, help="Tokens that share one short window.")
+    parser.add_argument("--alpha", type=float, default=2.0, help="Key tokens have a larger LSD, in nats.")
+    parser.add_argument("--beta", type=float, default=-2.0, help="Key tokens have a larger LCL, in nats.")
+    parser.add_argument("--max_tokens", type=int, help="Maximum number of tokens of the document.")
+    parser.add_argument("--token", type=int, help="Key token to show; by default the most instructive one.")
+    parser.add_argument("--output", type=Path, default=Path("docs/images"), help="Folder for the two pictures.")
+
+
+def make_pictures(options: argparse.Namespace) -> None:
+    """Score the document, save its pictures, and print its figures and the counts of its key tokens."""
+    row, file = options.row, options.text
+    name, text = (Path(file).name, read_text(file)) if row is None else read_row(file, row, options.text_column)
+    settings = {key: getattr(options, key) for key in ("context_length", "stride", "alpha", "beta", "max_tokens")}
+    inspection = inspect_document(text, options.evaluator, name=name, **settings)
+    longest_short = options.context_length + options.stride - 1
+    tokens = list_key_tokens(inspection.text, inspection.scores, alpha=options.alpha, beta=options.beta)
+    token = choose_token(tokens, longest_short) if options.token is None else options.token
+    shown = next((each for each in tokens if each.index == token), None)
+    if shown is None:
+        raise ValueError(f"Token {token} is not a key token of '{inspection.name}'.")
+    paths = save_pictures(inspection, token, options.output)
+    sys.stdout.write(f"{inspection.summary()}\n{describe_key_tokens(tokens, longest_short)}\n")
+    sys.stdout.write(f"shown: token {token} of '{shown.word}', last used {shown.distance} tokens before\n")
+    sys.stdout.writelines(f"{path} ({path.stat().st_size / 1e3:.0f} kB)\n" for path in paths)
 
 
 if __name__ == "__main__":

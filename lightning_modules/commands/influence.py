@@ -18,6 +18,7 @@ from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.config import ModelConfig, is_served
 from lightning_modules.models.identity import check_same_model, model_identity
 from lightning_modules.models.loading import check_model, load_backbone
+from lightning_modules.models.progress import count_tokens, report_progress, show_progress
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.served.scorer import connect
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
@@ -59,6 +60,7 @@ class InfluenceScorer(LightningModule):
         backbone = load_backbone(self._loading, device=device, autocast=autocast)
         check_same_model(self._identity, self._loading)
         self.backbone = backbone.eval().requires_grad_(False)
+        report_progress(backbone.decoder)
 
     @override
     def on_predict_start(self) -> None:
@@ -69,7 +71,10 @@ class InfluenceScorer(LightningModule):
         """Return ``[B, T]`` float32 token weights."""
         numbers, rows = batch
         weigh = compute_influence if self._transfer is None else self._transfer.compute_influence
-        influence = weigh(rows, self.backbone, **self._settings)
+        count, length = rows["labels"].shape
+        sizes = {name: self._settings[name] for name in ("context_length", "stride")}
+        with show_progress([rows], "sequences", [count * count_tokens(length, **sizes)]) as shown:
+            (influence,) = [weigh(each, self.backbone, **self._settings) for each in shown]
         if not torch.isfinite(influence).all():
             raise FloatingPointError(
                 f"The evaluator's token weights of sequence(s) {numbers} are not finite:"

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_modules.commands.compare.command import compare, compare_runs
 from lightning_modules.commands.compare.runs import make_scored_run
@@ -24,42 +24,64 @@ def score_models(models: Sequence[str], *, output: str | None = None, **options:
     The results of several models are written to files in the folder ``output``, and their perplexities are compared by
     ratios over the documents.
     """
-    extensions = [options.pop("context_extension", None), *options.pop("other_extensions", ())]
-    if len(models) == len(extensions) == 1:
-        yield table(score(model=models[0], output=output, context_extension=extensions[0], **options))
+    variants = _list_variants(models, options)
+    if len(variants) == 1:
+        yield table(score(model=models[0], output=output, context_extension=variants[0].extension, **options))
         return
-    variants = [
-        (f"{name}{_name_extension(extension)}", model, extension)
-        for name, model in zip(_name_models(models, **options), models, strict=True)
-        for extension in extensions
-    ]
-    names = [name for name, *_ in variants]
-    if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(
-            f"`context_extension` gives two models the name '{repeated}': give each method and length once."
-        )
+    names = [variant.name for variant in variants]
     if output is not None:
         writable_folder(Path(output).expanduser(), remedy="Choose another folder with `--output`.")
     files = [None if output is None else str(Path(output).expanduser() / f"{name}.json") for name in names]
     results = []
-    for (name, model, extension), file in zip(variants, files, strict=True):
-        results.append(score(model=model, output=file, context_extension=extension, **options))
-        yield f"{name}\n{table(results[-1])}\n"
+    for variant, file in zip(variants, files, strict=True):
+        results.append(score(model=variant.model, output=file, context_extension=variant.extension, **options))
+        yield f"{variant.name}\n{table(results[-1])}\n"
     yield compare_runs([*map(make_scored_run, names, results)])
 
 
 def evaluate_models(models: Sequence[str], *, output: str, **options: Any) -> str:
     """Evaluate one or more models on tasks, and return a table; ``options`` are those of `evaluate`.
 
-    Each of several models has a folder in ``output`` with its name.
+    Each model is evaluated with ``context_extension`` and with each of ``other_extensions``. Each of several has a
+    folder in ``output`` with its name.
     """
-    if len(models) == 1:
-        return evaluate(models[0], output, **options)
-    folders = [Path(output).expanduser() / name for name in _name_models(models, **options)]
-    for model, folder in zip(models, folders, strict=True):
-        evaluate(model, str(folder), **options)
+    variants = _list_variants(models, options)
+    if len(variants) == 1:
+        return evaluate(models[0], output, context_extension=variants[0].extension, **options)
+    folders = [Path(output).expanduser() / variant.name for variant in variants]
+    for variant, folder in zip(variants, folders, strict=True):
+        evaluate(variant.model, str(folder), context_extension=variant.extension, **options)
     reports = "".join(f"Report: {path}\n" for folder in folders if (path := folder / "report.html").is_file())
     return f"{compare(folders)}\n{reports}".rstrip()
+
+
+class _Variant(NamedTuple):
+    """A model with a context extension, and its name in results."""
+
+    name: str
+    model: str
+    extension: dict[str, Any] | None
+
+
+def _list_variants(models: Sequence[str], options: dict[str, Any]) -> list[_Variant]:
+    """Return each model with each context extension, which are removed from the options.
+
+    Several have different names, and their configs and weights are found before the first is loaded.
+    """
+    extensions = [options.pop("context_extension", None), *options.pop("other_extensions", ())]
+    if len(models) == len(extensions) == 1:
+        return [_Variant("", models[0], extensions[0])]
+    variants = [
+        _Variant(f"{name}{_name_extension(extension)}", model, extension)
+        for name, model in zip(_name_models(models, **options), models, strict=True)
+        for extension in extensions
+    ]
+    names = [variant.name for variant in variants]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(
+            f"`context_extension` gives two models the name '{repeated}': give each method and length once."
+        )
+    return variants
 
 
 def _name_extension(settings: Mapping[str, Any] | None) -> str:

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -74,12 +75,15 @@ def _convert(file: Path, folder: Path) -> None:
             f"Converting '{file}' needs {needed / 1e9:.1f} GB in {folder.parent}, which has {free / 1e9:.1f} GB: free"
             " some space, or set $LONGCE_CACHE to another disk."
         )
-    log.info("Converting '%s' (%.1f GB) once, into %s.", file, file.stat().st_size / 1e9, folder.parent)
+    size = file.stat().st_size / 1e9
+    log.info("Converting '%s' (%.1f GB) once, into %s: this takes a minute or two per GB.", file, size, folder.parent)
     try:
         with TemporaryDirectory() as place:  # because transformers also reads a config.json beside the file
             (Path(place) / file.name).symlink_to(file.resolve())
             settings: dict[str, Any] = {"gguf_file": file.name}
             tokenizer = AutoTokenizer.from_pretrained(place, **settings)
+            if (gguf_config := getattr(transformers, "GgufConfig", None)) is not None:  # not in older versions
+                settings["quantization_config"] = gguf_config(dequantize=True)  # otherwise packed, for its GPU kernels
             model, report = AutoModelForCausalLM.from_pretrained(
                 place, **settings, dtype=dtype, output_loading_info=True
             )

@@ -1,5 +1,6 @@
 """Progress of forward passes over documents, in tokens and layer by layer: on a CPU, a pass may take minutes."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -32,7 +33,8 @@ def report_progress(decoder: nn.Module) -> None:
 def _advance(_module: nn.Module, _args: Any, output: Any, *, layers: int) -> None:
     if (bar := _bar.get()) is not None:
         hidden = output[0] if isinstance(output, tuple) else output
-        bar.update(hidden.shape[:-1].numel() / layers)
+        # Rounded down to a binary fraction, because tqdm warns if the sum of all layers exceeds the total.
+        bar.update(math.floor(2**20 * hidden.shape[:-1].numel() / layers) / 2**20)
 
 
 @contextmanager
@@ -53,10 +55,17 @@ def show_progress(documents: Sequence[Document], name: str, tokens: Sequence[int
             yield document
             bar.update(end - bar.n)  # scores were stored, a server has computed them, or there were other windows
 
+    with advance(bar):
+        yield iterate()
+
+
+@contextmanager
+def advance(bar: tqdm) -> Iterator[None]:
+    """Let forward passes advance a bar by their tokens, and close it at the end."""
     previous = _bar.set(bar)
     try:
         with logging_redirect_tqdm():  # a message gets a line of its own
-            yield iterate()
+            yield
     finally:
         _bar.reset(previous)
         bar.close()

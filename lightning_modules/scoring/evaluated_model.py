@@ -69,6 +69,7 @@ class EvaluatedModel:
         """
         if self._backbone is None:
             identity = self.identity
+            log.info("Loading the model '%s'.", self.name)
             self._backbone = load_scorer(self.config, self.device)
             check_same_model(identity, self.config)
         self._backbone.check_batch(document)

@@ -132,7 +132,8 @@ def _hash_and_memoize(memo: Path, paths: list[str]) -> dict[str, str]:
         return {}
     size = sum(file_state(path)[0] for path in paths)
     if size >= _LOGGED_SIZE:
-        _log.info("Hashing %d files (%.1f GB) once, such as %s.", len(paths), size / 1e9, paths[0])
+        others = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        _log.info("Hashing %s%s (%.1f GB) once.", paths[0], others, size / 1e9)
     hashes: dict[str, str] = {}
     settled: dict[str, list[Any]] = {}
     stop, stored_at = threading.Event(), time.monotonic()

@@ -34,6 +34,9 @@ WORDS = {  # what stands in a command, and what stands in for it; folders and fi
     "meta-llama/Llama-3.1-8B": "evaluator",
     "HuggingFaceTB/SmolLM2-135M-Instruct": "model",
     "google/gemma-3-270m": "evaluator",
+    "models/smollm2-135m.gguf": "model",
+    "models/gemma-3-270m.gguf": "evaluator",
+    "notebooks/constitution.txt": "report1.txt",
     "report*.txt": "report1.txt report2.txt",
     "--model M": "--model model",
     "--evaluator E": "--evaluator evaluator",
@@ -113,6 +116,8 @@ COMMANDS = {
     # README.md
     "longce quickstart": Reading(elsewhere="tests/lightning_modules/commands/test_quickstart.py"),
     "longce score report.txt --model M --evaluator E": Reading(prints=SCORED),
+    "longce score notebooks/constitution.txt --model models/smollm2-135m.gguf --evaluator models/gemma-3-270m.gguf"
+    " --max_tokens 2048 --context_length 512 --stride 256": Reading(prints=SCORED),
     "longce fit -c configs/base.yaml -c configs/experiments/longce_pg19.yaml": TRAINED._replace(
         more="-c experiment.yaml"
     ),
@@ -332,7 +337,7 @@ def test_python_block(block, reader):
 
 def test_installation_is_what_ci_runs():
     """`.ci/run` takes the test command from between two markers; the quickstart's differs in the extra and the end."""
-    see, test = (block.strip() for block in blocks(README, "bash")[:2])
+    see, _, test = (block.strip() for block in blocks(README, "bash")[:3])
     extraction = re.search(r"^command=\$\((.*)\)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)[1]
     command = subprocess.run(["bash", "-c", extraction], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert command.strip() == test

@@ -14,6 +14,9 @@ class Bar:
 
     set_description_str = set_description
 
+    def set_postfix_str(self, line, refresh=True):
+        pass
+
     def update(self, count=1):
         self.n += count
         self.seen.append(self.n)

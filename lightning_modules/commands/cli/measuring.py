@@ -40,9 +40,9 @@ def score_command(arguments: Sequence[str]) -> None:
 def evaluate_command(arguments: Sequence[str]) -> None:
     """Run ``longce evaluate`` and print its table."""
     description = (
-        "Evaluate a model on long-context tasks and tasks of lm-evaluation-harness. With several `--model`s, each"
+        "Evaluate a model on long-context tasks and tasks of lm-evaluation-harness. With several `--model`s or"
     )
-    description += " has a folder in `output`."
+    description += " `--context_extension`s, each has a folder in `output`, and they are compared with the first one."
     skip = ("tasks", "lengths", "depths")
     parser = make_parser("evaluate", description, EvaluationConfig, skip=skip)
     names = "Names of tasks, groups and sets, import paths of your own tasks, and task files of lm-evaluation-harness."
@@ -52,11 +52,14 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     depths = "Number of evenly spaced answer depths, or the depths, from 0 (front) to 1 (end); random by default."
     parser.add_argument("--depths", nargs="+", type=NonNegativeFloat, help=depths)
     arguments, others = split_repeated(_read_flags(arguments), "--model")
+    arguments, extensions = split_repeated(arguments, "--context_extension")
     options = parse_options(parser, arguments)
     match options["depths"]:
         case [count] if count > 1 and count.is_integer():
             options["depths"] = int(count)
     EvaluationConfig(**options).check_names(others)
+    if extensions:
+        options["other_extensions"] = [yaml.safe_load(extension) for extension in extensions]
     from lightning_modules.commands.models import evaluate_models
 
     sys.stdout.write(evaluate_models([options.pop("model"), *others], **options) + "\n")

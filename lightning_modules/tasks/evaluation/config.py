@@ -150,7 +150,7 @@ class EvaluationConfig(TaskConfig, LoadingOptions):
         server: How a served model is asked.
         device: Device such as ``cuda:0`` or ``cpu``; ``auto`` is the GPU of this process, or the CPU.
         context_extension: Extend the model's context without training: arguments of
-            `lightning_modules.models.context_extension.methods.ContextExtension`.
+            `lightning_modules.models.context_extension.methods.ContextExtension`. Several are compared.
     """
 
     model: str

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.models.config import is_served
+from lightning_modules.models.progress import advance
 from lightning_modules.models.provenance import Provenance
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
@@ -88,14 +89,18 @@ class Evaluation:
             if not (keys := self.missing(rank, processes)):
                 return
             backbone.check_length(max(key.length for key in keys))
-            with progress_bar("tasks", unit=" questions", total=len(keys), scaled=False) as bar:
+            bar = progress_bar("tasks", unit=" tokens", total=sum(key.length for key in keys))
+            answered: list[Key] = []
 
-                def store(results: list[Any]) -> None:
-                    self.store.append(own, results)
-                    bar.update(len(results))
+            def store(results: list[Any]) -> None:
+                self.store.append(own, results)
+                answered.extend(result.key for result in results)
+                bar.set_description(f"tasks, {len(answered)} of {len(keys)} questions answered", refresh=False)
+                bar.update(sum(key.length for key in answered) - bar.n)  # passes count other tokens, or a server has
 
+            with advance(bar):
                 for chunk in _split_by_cell(keys):
-                    bar.set_postfix_str(f"{chunk[0].task}, {chunk[0].length} tokens")
+                    bar.set_postfix_str(f"{chunk[0].task}, {chunk[0].length} tokens", refresh=False)
                     questions = make_questions(chunk, self.tasks, self.prompter, self.config.seed)
                     options: Any = {"generation": self.config.generation, "done": store}
                     put_questions(backbone, self.prompter, questions, self.config.mode, **options)
