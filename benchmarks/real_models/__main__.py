@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.real_models.fetch import MODELS, fetch
 from benchmarks.real_models.picture import choose_token, describe_key_tokens, list_key_tokens, save_pictures
-from lightning_modules.commands.cli.registry import read_row
+from lightning_modules.commands.inspect import read_row
 from lightning_modules.utilities.text_files import read_text
 from lightning_modules.visualization.page import inspect_document
 

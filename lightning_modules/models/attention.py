@@ -139,12 +139,13 @@ def _attend_in_window(
     for first, start, stop in _blocks(tokens, window.size):
         # The keys of a block are its own window, and the sinks that lie before it.
         sinks = min(window.sinks, first)
-        index = torch.cat([torch.arange(sinks), torch.arange(first, stop)]).to(query.device)
+        arange = partial(torch.arange, device=query.device)  # on the device: the CPU would wait for a copy
+        index = torch.cat([arange(sinks), arange(first, stop)])
         keys, values = key[:, :, first:stop], value[:, :, first:stop]
         if sinks:
             keys = torch.cat([key[:, :, :sinks], keys], dim=2)
             values = torch.cat([value[:, :, :sinks], values], dim=2)
-        mask = _visible(torch.arange(start, stop, device=query.device), index, window)[None, None]
+        mask = _visible(arange(start, stop), index, window)[None, None]
         outputs.append(sdpa_attention_forward(module, query[:, :, start:stop], keys, values, mask, **kwargs)[0])
     return torch.cat(outputs, dim=1), None
 
