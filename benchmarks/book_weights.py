@@ -36,7 +36,7 @@ from lightning_modules.functional import key_token_mask, soft_influence
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.short_context import long_and_short
-from lightning_modules.statistics import TOKENS, corpus_mean, paired_ratio
+from lightning_modules.utilities.statistics import TOKENS, corpus_mean, paired_ratio
 
 SHORT, LENGTH, ROWS, K = 512, 1024, 2, 32  # tokens of a base model's row and of a run's, rows of a step, K
 ALPHA, BETA = 0.5, -4.0  # of key tokens; with the paper's, models of this size have hardly any

@@ -24,9 +24,9 @@ from torch import Tensor
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import ShortContext, key_token_mask, long_cross_entropy
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.checks import check_scoring
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.loading.checks import check_scoring
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.short_context import short_log_likelihood, sliding_window_log_likelihood
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.objectives import LongCE, Objective, StoredInfluence

@@ -29,8 +29,8 @@ from datamodules.packing.sequences import collate_rows, make_row
 from datamodules.recall import GET, SET, recall_documents, recall_tokenizer
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.optimizations import eval_mode
 from lightning_modules.objectives import CrossEntropy, LongCE
 

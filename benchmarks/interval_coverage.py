@@ -1,4 +1,4 @@
-"""Simulate how often 95% intervals of `lightning_modules.statistics` contain the true value.
+"""Simulate how often 95% intervals of `lightning_modules.utilities.statistics` contain the true value.
 
 Models are drawn from normal distributions with a known correlation; questions have a known chance of a right answer,
 which varies between texts with several questions; documents have numbers of tokens that are log-normal.
@@ -11,7 +11,12 @@ import math
 
 import numpy as np
 
-from lightning_modules.statistics import compare_correlations, correlate_values, score_interval, weighted_mean_interval
+from lightning_modules.utilities.statistics import (
+    compare_correlations,
+    correlate_values,
+    score_interval,
+    weighted_mean_interval,
+)
 from lightning_modules.visualization.report import Table, as_markdown_table
 
 CORRELATIONS = (0.0, -0.5, -0.8, -0.96, -0.99)

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.commands.evaluate import evaluate
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.tasks.questions.prompter import ForcedAnswer, Prompter
 from lightning_modules.tasks.questions.retrieval import Passkey
 

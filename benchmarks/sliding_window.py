@@ -14,9 +14,9 @@ import torch
 from cheaper_weights import Comparison, Outcome, key_token_agreement
 from torch.nn.functional import cosine_similarity
 
-from lightning_modules.models.checks import check_attention_window, check_scoring
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.loading.checks import check_attention_window, check_scoring
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 
 

@@ -55,7 +55,7 @@ from lightning_modules.models.short_context import (
     sliding_window_log_likelihood,
 )
 from lightning_modules.objectives import CrossEntropy, Interpolated, LongCE, Normalized, Objective
-from lightning_modules.statistics import weighted_mean_interval
+from lightning_modules.utilities.statistics import weighted_mean_interval
 
 DEEP, SMALL = {"size": 64, "layers": 4}, {"size": 32, "layers": 2}  # evaluators
 LENGTH, ROWS, K, FAR = 512, 4, 64, 128  # tokens of a row, rows of a step, K = d, and from where on an answer is far

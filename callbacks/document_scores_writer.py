@@ -17,8 +17,8 @@ from typing_extensions import override
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.influence import check_gamma, check_thresholds
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.models.config import is_served
-from lightning_modules.models.loading import choose_attention, load_config
+from lightning_modules.models.loading.config import is_served
+from lightning_modules.models.loading.load import choose_attention, load_config
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.scoring.corpus.failures import check_failures
 from lightning_modules.scoring.corpus.shards import (

@@ -29,8 +29,8 @@ from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import scan_token_mask, span_token_mask
 from lightning_modules.functional.checks import find_impossible
 from lightning_modules.functional.influence import check_gamma
+from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.models.progress import count_tokens, show_progress
-from lightning_modules.models.provenance import Provenance
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import EvaluatedDocument, Evaluator

@@ -10,11 +10,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from lightning_modules.export.model import check_export, check_replaceable, export_model
+from lightning_modules.export.options import ExportOptions
+from lightning_modules.export.upload import check_upload, upload_export
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
-from lightning_modules.training.export.model import check_export, check_replaceable, export_model
-from lightning_modules.training.export.options import ExportOptions
-from lightning_modules.training.export.upload import check_upload, upload_export
 
 
 class HuggingFaceExport(Callback):
@@ -26,7 +26,7 @@ class HuggingFaceExport(Callback):
     Args:
         output_dir: Folder to write. An earlier export there is replaced once the new one is complete; a folder with
             other files is refused.
-        options: Fields of `lightning_modules.training.export.options.ExportOptions`.
+        options: Fields of `lightning_modules.export.options.ExportOptions`.
     """
 
     def __init__(self, output_dir: str, **options: Any) -> None:

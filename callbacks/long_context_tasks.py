@@ -31,12 +31,11 @@ from lightning_modules.tasks.evaluation.summary import summarize
 from lightning_modules.tasks.harness import split_tasks
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.registry import find_tasks
-from lightning_modules.training.export.facts import loaded_tokenizer
+from lightning_modules.training.facts import loaded_tokenizer
 from lightning_modules.training.preemption import between_steps
 from lightning_modules.training.sequence_parallel import sequence_group
 from lightning_modules.utilities.collectives import gathered
-from lightning_modules.utilities.files import write_atomically
-from lightning_modules.utilities.plain_json import plain
+from lightning_modules.utilities.files import plain, write_atomically
 from lightning_modules.visualization.report import as_markdown_table
 
 if TYPE_CHECKING:

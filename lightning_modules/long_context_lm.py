@@ -15,10 +15,10 @@ from typing_extensions import override
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import ShortContext, long_cross_entropy
 from lightning_modules.metrics import LongPerplexity
-from lightning_modules.models.adapters import changes_base, frozen_fingerprint
-from lightning_modules.models.checks import check_attention_window
-from lightning_modules.models.config import DType, ModelConfig
-from lightning_modules.models.loading import has_weights
+from lightning_modules.models.loading.adapters import changes_base, frozen_fingerprint
+from lightning_modules.models.loading.checks import check_attention_window
+from lightning_modules.models.loading.config import DType, ModelConfig
+from lightning_modules.models.loading.load import has_weights
 from lightning_modules.models.sequence_group import SequenceGroup
 from lightning_modules.models.short_context import ShortContextConfig, ShortDType, ShortMethod
 from lightning_modules.objectives import LongCE, Objective
@@ -27,7 +27,7 @@ from lightning_modules.scoring.document_scorer import DocumentScorer, Failed, sc
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.training import checkpoint_contents, evaluation, preflight, step
 from lightning_modules.training.checkpoints.spans import Span
-from lightning_modules.training.export.facts import TrainingFacts, loading_facts, objective_facts, run_facts
+from lightning_modules.training.facts import TrainingFacts, loading_facts, objective_facts, run_facts
 from lightning_modules.training.fsdp import load_trainer_backbone, saves_shards
 from lightning_modules.training.monitoring.costs import StepCosts
 from lightning_modules.training.optimizers import Optimization, ParameterGroups, default_lr_scheduler, default_optimizer
@@ -59,7 +59,7 @@ class LongContextLM(LightningModule):
         lr_scheduler: Called with the optimizer, and stepped with it; the default warms up over 20 steps.
         parameter_groups: Other learning rates for some parameters, and weight decay for weights only.
         short_window_share: Earlier name of ``window_fraction``.
-        loading: The other fields of `lightning_modules.models.config.ModelConfig`, such as `lora`.
+        loading: The other fields of `lightning_modules.models.loading.config.ModelConfig`, such as `lora`.
     """
 
     # The command line sets these; checkpoints keep them.

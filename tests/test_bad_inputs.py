@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lightning_modules.commands.cli.main import main
-from lightning_modules.models.checks import check_weight_files
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.loading.checks import check_weight_files
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_backbone
 from tests.conftest import tiny_model
 
 BASE = str(Path(__file__).parent.parent / "configs" / "base.yaml")

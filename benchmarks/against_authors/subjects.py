@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from lightning_modules.batch import PackedBatch
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 

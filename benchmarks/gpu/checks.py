@@ -25,7 +25,7 @@ from callbacks import ExternalEvaluator, StepCheckpoint
 from lightning_modules.batch import PackedBatch, batch_to, pack_sequence
 from lightning_modules.functional import key_token_mask, long_cross_entropy
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO, newest_checkpoint
 

@@ -21,7 +21,7 @@ from datamodules.corpus.stream import CorpusLoader, CorpusRows, CorpusStream
 from datamodules.packing.loader import worker_options
 from lightning_modules.batch import DocumentRef
 from lightning_modules.functional.checks import MAX_PROCESSES, check_count
-from lightning_modules.models.config import is_served
+from lightning_modules.models.loading.config import is_served
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
 from lightning_modules.scoring.corpus.shards import ReadProgress
 from lightning_modules.utilities.collectives import gathered, patient_group

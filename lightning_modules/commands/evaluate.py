@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from lightning_modules.models.config import is_served
-from lightning_modules.models.identity import check_same_model, describe_model, model_identity
-from lightning_modules.models.loading import check_model, load_scorer
+from lightning_modules.models.loading.config import is_served
+from lightning_modules.models.loading.identity import check_same_model, describe_model, model_identity
+from lightning_modules.models.loading.load import check_model, load_scorer
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.config import tokenizer_name
 from lightning_modules.scoring.score import find_device

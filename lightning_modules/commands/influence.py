@@ -15,9 +15,9 @@ from typing_extensions import override
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.models.config import ModelConfig, is_served
-from lightning_modules.models.identity import check_same_model, model_identity
-from lightning_modules.models.loading import check_model, load_backbone
+from lightning_modules.models.loading.config import ModelConfig, is_served
+from lightning_modules.models.loading.identity import check_same_model, model_identity
+from lightning_modules.models.loading.load import check_model, load_backbone
 from lightning_modules.models.progress import count_tokens, report_progress, show_progress
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.served.scorer import connect

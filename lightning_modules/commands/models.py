@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from lightning_modules.commands.compare.command import compare, compare_runs
 from lightning_modules.commands.compare.runs import make_scored_run
 from lightning_modules.commands.evaluate import evaluate
-from lightning_modules.models.config import ModelConfig, ServerConfig
 from lightning_modules.models.context_extension.methods import ContextExtension
-from lightning_modules.models.loading import check_model
+from lightning_modules.models.loading.config import ModelConfig, ServerConfig
+from lightning_modules.models.loading.load import check_model
 from lightning_modules.scoring.score import score, table
 from lightning_modules.tasks.evaluation.lm_eval_results import sanitize_name
 from lightning_modules.utilities.files import writable_folder

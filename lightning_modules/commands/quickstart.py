@@ -20,7 +20,7 @@ from lightning_modules.commands.cli.lightning_cli import LongceCLI
 from lightning_modules.commands.compare.command import compare
 from lightning_modules.commands.compare.runs import read_runs
 from lightning_modules.commands.inspect import inspect_command
-from lightning_modules.statistics import corpus_mean
+from lightning_modules.utilities.statistics import corpus_mean
 
 DOCUMENT = "recall-7-1"
 """Validation document whose key tokens are shown: it has more of them than the others."""

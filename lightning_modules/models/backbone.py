@@ -17,7 +17,6 @@ from lightning_modules.functional import token_log_likelihood
 from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.functional.log_likelihood import Head
 from lightning_modules.functional.top_tokens import with_greedy
-from lightning_modules.models.adapters import active_module, is_peft_model
 from lightning_modules.models.attention import (
     AttentionWindow,
     Exchange,
@@ -26,6 +25,7 @@ from lightning_modules.models.attention import (
     isolation_arguments,
 )
 from lightning_modules.models.context_extension.rotary_checks import check_rotary, check_static
+from lightning_modules.models.loading.adapters import active_module, is_peft_model
 from lightning_modules.models.optimizations import last_layer_reads_from, no_autocast_cache
 from lightning_modules.models.scorer import Scorer
 

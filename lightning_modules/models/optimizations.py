@@ -12,9 +12,9 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lightning_modules.models.config import Checkpointing
 from lightning_modules.models.context_extension.patterns import PATTERNS
 from lightning_modules.models.context_extension.rope_types import wrap_attention
+from lightning_modules.models.loading.config import Checkpointing
 
 ATTENTION_OPERATORS = re.compile(
     r"aten::_scaled_dot_product_(flash|efficient|cudnn)_attention(_for_cpu)?"

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from typing_extensions import override
 
-from lightning_modules.models.config import DType, LoadingOptions, ModelConfig, ServerConfig, is_served
+from lightning_modules.models.loading.config import DType, LoadingOptions, ModelConfig, ServerConfig, is_served
 
 KeyTokenRule = Literal["paper", "authors"]
 """How key tokens are transferred from the evaluator's tokens to the model's."""

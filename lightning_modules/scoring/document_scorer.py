@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_modules.batch import PackedBatch
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.identity import model_identity
-from lightning_modules.models.loading import has_weights
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.identity import model_identity
+from lightning_modules.models.loading.load import has_weights
 from lightning_modules.models.lockstep import lockstep
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.served.dialects import AnswerError

@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.identity import check_same_model, describe_model, model_identity
-from lightning_modules.models.loading import check_model, load_scorer
-from lightning_modules.models.provenance import Provenance
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.identity import check_same_model, describe_model, model_identity
+from lightning_modules.models.loading.load import check_model, load_scorer
+from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.checks import check_log_likelihood, warn_of_chance

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.batch import PackedBatch, batch_to
-from lightning_modules.models.config import is_served
-from lightning_modules.models.identity import check_same_model, describe_model, model_identity
-from lightning_modules.models.loading import check_model, load_scorer
+from lightning_modules.models.loading.config import is_served
+from lightning_modules.models.loading.identity import check_same_model, describe_model, model_identity
+from lightning_modules.models.loading.load import check_model, load_scorer
+from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.models.lockstep import any_rank, lockstep
-from lightning_modules.models.provenance import Provenance
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.checks import check_log_likelihood, warn_of_chance

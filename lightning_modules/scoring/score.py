@@ -13,14 +13,14 @@ import torch
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional.long_perplexity import _long_perplexity_compute, _long_perplexity_update
 from lightning_modules.functional.text_bits import TextBits, add_bits, text_bits
+from lightning_modules.models.loading.provenance import Provenance, describe_key_tokens
 from lightning_modules.models.progress import SECONDS, count_tokens, show_progress
-from lightning_modules.models.provenance import Provenance, describe_key_tokens
 from lightning_modules.scoring.config import ScoreConfig
 from lightning_modules.scoring.evaluated_model import EvaluatedModel
 from lightning_modules.scoring.evaluator import EvaluatedDocument, Evaluator
 from lightning_modules.scoring.key_tokens import add_coverage, document_tokens
 from lightning_modules.scoring.token_scores import text_sha256
-from lightning_modules.utilities.plain_json import write_json
+from lightning_modules.utilities.files import write_json
 from lightning_modules.utilities.text_files import check_output, read_text
 
 _COLUMNS = {

@@ -33,7 +33,7 @@ class TokenScores:
 
     Attributes:
         text_sha256: Hash of the document's UTF-8 text.
-        evaluator: Identity of the model that scored it (`lightning_modules.models.identity`).
+        evaluator: Identity of the model that scored it (`lightning_modules.models.loading.identity`).
         context_length: Length K of the shortest short context, in tokens.
         stride: Number d of tokens that shared one window.
         token_ids: ``[N]`` int64 tokens of the document from the evaluator's tokenizer.

@@ -9,12 +9,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from transformers import PreTrainedModel
 
-from lightning_modules.models.adapters import check_same_scaling, trained_state
-from lightning_modules.models.config import ModelConfig
+from lightning_modules.models.loading.adapters import check_same_scaling, trained_state
+from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.tokenization.tokenizer import tokenizer_to_json
 from lightning_modules.training.checkpoints.io import RUN_ID
 from lightning_modules.training.checkpoints.spans import CONFIG_KEY, Span
-from lightning_modules.training.export.facts import TrainingFacts, builtin_tokenizer, loading_facts
+from lightning_modules.training.facts import TrainingFacts, builtin_tokenizer, loading_facts
 
 EXPORT_KEY = "longce_export"
 """Key in a checkpoint for everything except weights that an export needs, as JSON texts."""

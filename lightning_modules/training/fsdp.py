@@ -15,10 +15,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from typing_extensions import override
 
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.checks import check_scoring
-from lightning_modules.models.config import ModelConfig, is_served
-from lightning_modules.models.dtypes import scoring_config
-from lightning_modules.models.loading import load_backbone, load_config, load_frozen
+from lightning_modules.models.loading.checks import check_scoring
+from lightning_modules.models.loading.config import ModelConfig, is_served
+from lightning_modules.models.loading.dtypes import scoring_config
+from lightning_modules.models.loading.load import load_backbone, load_config, load_frozen
 from lightning_modules.models.served.scorer import connect
 from lightning_modules.training.checkpoints.io import check_integrity
 from lightning_modules.training.checkpoints.sharded import no_code, write_sharded

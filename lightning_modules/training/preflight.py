@@ -14,20 +14,20 @@ from transformers import PreTrainedConfig
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.checks import MAX_PROCESSES, check_count
 from lightning_modules.functional.windows import check_context
-from lightning_modules.models.adapters import find_adapters, quantization_config
 from lightning_modules.models.attention import DOCUMENT_SDPA
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.checks import check_scoring
-from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.context_extension.patterns import PATTERNS
 from lightning_modules.models.context_extension.rotary_checks import check_static
-from lightning_modules.models.loading import check_model, check_quantization, has_weights, load_backbone
+from lightning_modules.models.loading.adapters import find_adapters, quantization_config
+from lightning_modules.models.loading.checks import check_scoring
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import check_model, check_quantization, has_weights, load_backbone
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.sequence_group import SequenceGroup
 from lightning_modules.models.short_context import ShortContextConfig
 from lightning_modules.models.tokenization.tokenizer import warn_of_other_tokenizer
 from lightning_modules.objectives import Objective, unwrap
-from lightning_modules.training.export.facts import loaded_tokenizer
+from lightning_modules.training.facts import loaded_tokenizer
 
 
 def check_early(

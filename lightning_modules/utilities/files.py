@@ -1,8 +1,10 @@
-"""Atomic files and folders, and the cache directory."""
+"""Atomic files and folders, JSON files, and the cache directory."""
 
 import ctypes
 import errno
+import json
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -10,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 def default_cache_dir() -> Path:
@@ -155,3 +157,23 @@ def to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def plain(value: Any) -> Any:
+    """Convert a value for JSON: null for NaN and infinity, objects of named tuples, text for other objects."""
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = value._asdict()
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():  # a number; numpy is not imported
+        value = value.item()
+    if isinstance(value, dict):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file atomically, with null for numbers that are not finite."""
+    write_atomically(path, (json.dumps(plain(content), indent=1) + "\n").encode())

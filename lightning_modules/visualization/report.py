@@ -14,8 +14,7 @@ from urllib.parse import quote
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from lightning_modules.utilities.files import write_atomically
-from lightning_modules.utilities.plain_json import write_json
+from lightning_modules.utilities.files import write_atomically, write_json
 
 MAX_ROWS, MAX_FIGURES = 12, 6
 """Rows of a table, and figures in a row, that a page shows without a click."""

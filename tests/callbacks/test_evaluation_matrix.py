@@ -16,8 +16,8 @@ from callbacks import ExternalEvaluator
 from datamodules import TextDataModule
 from datamodules.packing.evaluation_documents import ValidationSet
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.identity import model_identity
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.identity import model_identity
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.score import score
 from tests.conftest import make_text

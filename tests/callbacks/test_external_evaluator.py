@@ -9,8 +9,8 @@ from callbacks import ExternalEvaluator
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import long_perplexity, span_token_mask, transfer_influence
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring import evaluator as evaluator_module
 from lightning_modules.scoring.config import EvaluatorConfig

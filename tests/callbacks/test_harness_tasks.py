@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader
 
 from callbacks import LongContextTasks
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.objectives import CrossEntropy
 from lightning_modules.tasks.evaluation.config import TaskConfig

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from callbacks import HuggingFaceExport, TokenScoresWriter, huggingface_export
 from lightning_modules.commands.cli.main import main
+from lightning_modules.export.checkpoint import export_checkpoint
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.token_scores import TokenScores, text_sha256
-from lightning_modules.training.export.checkpoint import export_checkpoint
 from tests.conftest import make_text, tiny_model
 from tests.support.distributed import run_distributed
 
@@ -179,8 +179,8 @@ def test_an_upload_that_fails_ends_neither_the_training_nor_the_export(base, doc
     def fail(*_, **__):
         raise ConnectionError("no route to the hub")
 
-    monkeypatch.setattr("lightning_modules.training.export.upload.is_offline_mode", lambda: False)
-    monkeypatch.setattr("lightning_modules.training.export.upload.get_token", lambda: "token")
+    monkeypatch.setattr("lightning_modules.export.upload.is_offline_mode", lambda: False)
+    monkeypatch.setattr("lightning_modules.export.upload.get_token", lambda: "token")
     monkeypatch.setattr("huggingface_hub.HfApi.create_repo", fail)
     trainer = make_trainer([HuggingFaceExport(str(tmp_path / "out"), push_to_hub="org/name")], tmp_path)
     with pytest.warns(UserWarning, match=r"no route to the hub\. To repeat it: hf upload org/name .*out --private"):

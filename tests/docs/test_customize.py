@@ -99,8 +99,8 @@ def test_module_is_trained_resumed_exported_and_scored(run, reader, capsys):  # 
 PLAIN = """
 import torch
 from lightning.pytorch import LightningModule
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_backbone
 
 class Plain(LightningModule):
     def __init__(self, path: str):

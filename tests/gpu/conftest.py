@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_modules.batch import batch_to, pack_sequence
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_backbone
 
 DEVICE = torch.device(os.environ.get("LONGCE_GPU_TESTS_ON", "cuda"))
 VOCABULARY = 512

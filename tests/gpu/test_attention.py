@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_modules.batch import pack_sequence
-from lightning_modules.models.checks import check_scoring
-from lightning_modules.models.loading import FLASH_3_KERNEL, _load_cached_kernel
+from lightning_modules.models.loading.checks import check_scoring
+from lightning_modules.models.loading.load import FLASH_3_KERNEL, _load_cached_kernel
 from lightning_modules.models.optimizations import ATTENTION_OPERATORS
 from tests.gpu.conftest import DEVICE, make_batch, similarity, train
 

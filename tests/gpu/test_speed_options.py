@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_modules.models.config import ModelConfig
+from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.training.fsdp import load_sharded_backbone
 from tests.gpu.conftest import DEVICE, make_batch, similarity, train

@@ -15,8 +15,8 @@ from lightning_modules.batch import IGNORE_INDEX, PackedBatch, known_scored, max
 from lightning_modules.functional import long_perplexity
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import short_context
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.short_context import long_and_short, sliding_window_log_likelihood
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.objectives import CrossEntropy, LongCE, StoredInfluence

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_modules.models.short_context import ShortContextConfig
 from lightning_modules.objectives import Interpolated, LongCE, Normalized, Scheduled
-from lightning_modules.training.export.facts import objective_facts
+from lightning_modules.training.facts import objective_facts
 from tests.conftest import tiny_model
 from tests.lightning_modules.test_long_context_lm import VOCABULARY, lm, loader, row, trainer
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.real_models.fetch import fetch
 from lightning_modules.commands.evaluate import evaluate
-from lightning_modules.models.gguf import convert_gguf
+from lightning_modules.models.loading.gguf import convert_gguf
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.score import score
 

@@ -26,17 +26,17 @@ from datamodules.sources.documents import with_text
 from datamodules.text import TextDataModule
 from datamodules.token_store.store import TokenStore
 from lightning_modules.commands.cli.main import main
-from lightning_modules.models.checks import check_weight_files
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import load_backbone, load_config
+from lightning_modules.export.card import model_card
+from lightning_modules.export.checkpoint import export_checkpoint
+from lightning_modules.export.options import ExportOptions
+from lightning_modules.models.loading.checks import check_weight_files
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_backbone, load_config
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.token_scores import TokenScores, read_key_spans
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO, check_checkpoint
 from lightning_modules.training.checkpoints.sharded import no_code
-from lightning_modules.training.export.card import model_card
-from lightning_modules.training.export.checkpoint import export_checkpoint
-from lightning_modules.training.export.facts import TrainingFacts
-from lightning_modules.training.export.options import ExportOptions
+from lightning_modules.training.facts import TrainingFacts
 
 ROOT = Path(__file__).parents[2]
 OURS = [path for name in ("lightning_modules", "datamodules", "callbacks") for path in (ROOT / name).rglob("*.py")]

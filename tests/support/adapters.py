@@ -2,11 +2,11 @@
 
 import torch
 
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import load_backbone
-from lightning_modules.training.export.facts import TrainingFacts
-from lightning_modules.training.export.model import export_model
-from lightning_modules.training.export.options import ExportOptions
+from lightning_modules.export.model import export_model
+from lightning_modules.export.options import ExportOptions
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_backbone
+from lightning_modules.training.facts import TrainingFacts
 from tests.conftest import tiny_model
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_modules.models.loading import FLASH_3_KERNEL
+from lightning_modules.models.loading.load import FLASH_3_KERNEL
 
 NAMESPACE = "_flash_attn3_cuda_9aa33c0"
 
@@ -76,7 +76,7 @@ def install(monkeypatch, **functions):
     kernel |= {"flash_attn_with_kvcache": flash_attn_func}
     for module in ("integrations.hub_kernels", "modeling_utils"):
         monkeypatch.setattr(f"transformers.{module}.is_kernels_available", lambda *_: True)
-    monkeypatch.setattr("lightning_modules.models.loading.is_kernels_available", lambda *_: True)
+    monkeypatch.setattr("lightning_modules.models.loading.load.is_kernels_available", lambda *_: True)
     monkeypatch.setattr("transformers.integrations.hub_kernels.get_kernel", lambda *_, **__: SimpleNamespace(**kernel))
     monkeypatch.setattr("transformers.modeling_flash_attention_utils._loaded_implementation", None)
     return FLASH_3_KERNEL

@@ -27,7 +27,7 @@ from lightning_modules.functional import (
     long_perplexity,
     short_context_windows,
 )
-from lightning_modules.statistics import correlate_values
+from lightning_modules.utilities.statistics import correlate_values
 
 
 def run_experiments(results: Results) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from lightning_modules.statistics import weighted_mean_interval
+from lightning_modules.utilities.statistics import weighted_mean_interval
 
 Outcome = Literal["reproduced", "not reproduced", "not testable at this size"]
 

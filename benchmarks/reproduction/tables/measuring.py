@@ -22,7 +22,7 @@ from benchmarks.reproduction.tables.results import ITSELF, DocumentResult, Resul
 from datamodules.sources.documents import Document
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import span_token_mask
-from lightning_modules.models.identity import model_identity
+from lightning_modules.models.loading.identity import model_identity
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.scoring.evaluated_model import EvaluatedModel
 from lightning_modules.scoring.evaluator import Evaluator

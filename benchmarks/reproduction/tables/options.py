@@ -5,7 +5,7 @@ from typing import Any
 
 from jsonargparse.typing import PositiveInt
 
-from lightning_modules.models.config import DType
+from lightning_modules.models.loading.config import DType
 from lightning_modules.scoring.config import CommandConfig
 
 FIXED = {"evaluator", "alpha", "beta", "add_special_tokens", "evaluator_add_special_tokens"}

@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.reproduction.tables.published import Cells, Intervals, Table
 from benchmarks.reproduction.tables.results import ITSELF, Result, mean_seconds, read_times, seconds_interval
 from benchmarks.reproduction.tables.scores import ScoreIntervals, Scores, without_steps
-from lightning_modules.statistics import Correlation, Interval, correlate_values, difference_interval
+from lightning_modules.utilities.statistics import Correlation, Interval, correlate_values, difference_interval
 
 DEFAULT = "alpha=2 beta=-2"
 Results = Mapping[tuple[str, str], Result]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
-from lightning_modules.statistics import Interval
+from lightning_modules.utilities.statistics import Interval
 from lightning_modules.visualization import report
 
 PUBLISHED = Path(__file__).with_name("published.yaml")

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lightning_modules.statistics import Interval, weighted_mean_interval
 from lightning_modules.utilities.files import write_atomically
+from lightning_modules.utilities.statistics import Interval, weighted_mean_interval
 
 FORMAT = "longce-reproduce-1"
 ITSELF = "itself"

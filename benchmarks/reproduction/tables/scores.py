@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.reproduction.tables.published import find_model, published
 from lightning_modules.commands.correlate.result_files import is_perplexity, read_results
-from lightning_modules.statistics import Interval
+from lightning_modules.utilities.statistics import Interval
 
 Scores = dict[str, dict[str, float]]
 """By model or run, and by benchmark."""

@@ -27,7 +27,7 @@ from lightning_modules.commands.cli.measuring import (
 )
 from lightning_modules.commands.inspect import inspect_command
 from lightning_modules.commands.select.config import SelectConfig
-from lightning_modules.training.export.options import ExportOptions
+from lightning_modules.export.options import ExportOptions
 from lightning_modules.utilities.files import writable_folder, write_atomically
 
 
@@ -42,7 +42,7 @@ def export_command(arguments: Sequence[str]) -> None:
     parser.add_argument("--tokenizer", type=str | None, help=tokenizer)
     parser.add_argument("--tokenizer_revision", type=str | None, help="Branch, tag or commit of the tokenizer.")
     options = parse_options(parser, arguments)
-    from lightning_modules.training.export.checkpoint import export_checkpoint
+    from lightning_modules.export.checkpoint import export_checkpoint
 
     sys.stdout.write(f"{export_checkpoint(**options)}\n")
 

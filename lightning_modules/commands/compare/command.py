@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from lightning_modules.commands.compare.evaluations import Evaluation, tabulate_evaluations
 from lightning_modules.commands.compare.runs import AXES, Run, read_compared
-from lightning_modules.statistics import TOKENS, UNITS, corpus_mean, paired_ratio
 from lightning_modules.utilities.files import write_atomically
+from lightning_modules.utilities.statistics import TOKENS, UNITS, corpus_mean, paired_ratio
 from lightning_modules.visualization.images import curves_as_svg
 from lightning_modules.visualization.report import Block, Heading, Picture, Table, Tone, as_html, as_text_table
 

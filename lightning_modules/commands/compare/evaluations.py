@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from lightning_modules.commands.correlate.result_files import FILES, OF_SETS, Cells, read_cells
-from lightning_modules.models.provenance import Provenance
-from lightning_modules.statistics import Interval, score_difference
+from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.tasks.evaluation.evaluation import read_results
 from lightning_modules.tasks.evaluation.report import describe_synthetic_text
 from lightning_modules.tasks.evaluation.summary import tabulate
+from lightning_modules.utilities.statistics import Interval, score_difference
 from lightning_modules.visualization.report import Table
 
 _QUESTIONS = ("mode", "seed", "documents", "haystack", "squad", "hotpot", "nq_open")  # settings that make questions

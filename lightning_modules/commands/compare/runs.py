@@ -14,11 +14,11 @@ from tensorboard.compat.proto.event_pb2 import Event
 
 from lightning_modules.commands.compare.evaluations import Evaluation, read_evaluation
 from lightning_modules.commands.correlate.result_files import FILES
-from lightning_modules.models.provenance import Provenance
-from lightning_modules.statistics import UNITS
+from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.tasks.evaluation.evaluation import SETTINGS
 from lightning_modules.training.checkpoints.spans import read_spans
 from lightning_modules.utilities.identity import shorten_hashes
+from lightning_modules.utilities.statistics import UNITS
 
 AXES = {"optimizer steps": "step", "tokens": "train/tokens", "GPU hours": "train/gpu_hours"}
 """Measures of the progress of a training, each with its scalar."""

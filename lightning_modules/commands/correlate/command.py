@@ -13,8 +13,10 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from lightning_modules.commands.correlate.result_files import Measured, is_perplexity, read_results
-from lightning_modules.models.provenance import Provenance
-from lightning_modules.statistics import (
+from lightning_modules.models.loading.provenance import Provenance
+from lightning_modules.utilities.files import writable_folder
+from lightning_modules.utilities.identity import shorten_hashes
+from lightning_modules.utilities.statistics import (
     MIN_FOR_INTERVAL,
     MIN_MODELS,
     Correlation,
@@ -22,8 +24,6 @@ from lightning_modules.statistics import (
     compare_correlations,
     correlate_values,
 )
-from lightning_modules.utilities.files import writable_folder
-from lightning_modules.utilities.identity import shorten_hashes
 from lightning_modules.visualization.images import COLORS, PANEL, STYLE, as_svg
 from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_text_table, write_report
 

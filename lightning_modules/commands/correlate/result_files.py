@@ -10,10 +10,10 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from lightning_modules.models.provenance import Provenance, describe_key_tokens
-from lightning_modules.statistics import TOKENS, UNITS, Interval, mean_interval
+from lightning_modules.models.loading.provenance import Provenance, describe_key_tokens
 from lightning_modules.tasks.evaluation.report import short
 from lightning_modules.tasks.questions.registry import GROUPS
+from lightning_modules.utilities.statistics import TOKENS, UNITS, Interval, mean_interval
 
 # Settings that values depend on: perplexities (LongPPL depends on all), and questions of our tasks and the harness's.
 _TEXTS = ("texts", "max_tokens", "add_special_tokens")

@@ -22,9 +22,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lightning_modules.models.adapters import add_adapters
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.rope_types import RopeTypeAttention, own_type
+from lightning_modules.models.loading.adapters import add_adapters
 from lightning_modules.models.optimizations import use_bfloat16_residual
 
 TOKENS = 10_007

@@ -24,7 +24,7 @@ from lightning_modules.commands.plan.settings import Experiment, read_experiment
 from lightning_modules.commands.plan.shapes import ModelShape
 from lightning_modules.commands.plan.transfers import WAITING, transfer_seconds
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.models.dtypes import stored_dtype
+from lightning_modules.models.loading.dtypes import stored_dtype
 from lightning_modules.training.monitoring.costs import PlannedStep
 
 # Table 7 of Fang et al. (2025): extra wall-clock time of LongCE over CE; Llama-2-7B, sequences of 32k tokens.

@@ -10,7 +10,7 @@ from lightning_modules.commands.plan.hardware import find_rates, recognize_gpu
 from lightning_modules.commands.plan.report import format_cost, format_duration
 from lightning_modules.commands.plan.shapes import ModelShape
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.models.loading import load_config
+from lightning_modules.models.loading.load import load_config
 
 
 def describe_scoring_time(

@@ -10,11 +10,11 @@ from lightning_modules.commands.plan.memory import QUANTIZED_BYTES, Training
 from lightning_modules.functional.checks import check_count
 from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.models.adapters import quantization_config
-from lightning_modules.models.config import ModelConfig, is_served
 from lightning_modules.models.context_extension.patterns import PATTERNS
-from lightning_modules.models.dtypes import stored_dtype
-from lightning_modules.models.loading import load_config
+from lightning_modules.models.loading.adapters import quantization_config
+from lightning_modules.models.loading.config import ModelConfig, is_served
+from lightning_modules.models.loading.dtypes import stored_dtype
+from lightning_modules.models.loading.load import load_config
 from lightning_modules.objectives import Scheduled
 from lightning_modules.training.preflight import check_influence, check_sequence_parallelism
 from lightning_modules.training.sequence_parallel import check_processes

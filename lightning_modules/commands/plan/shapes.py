@@ -8,8 +8,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from lightning_modules.commands.plan.activations import decoder_layers, meta_backbone
-from lightning_modules.models.adapters import active_module
 from lightning_modules.models.context_extension.patterns.settings import PATTERN_SETTINGS
+from lightning_modules.models.loading.adapters import active_module
 
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

@@ -16,8 +16,7 @@ import pyarrow.parquet
 import yaml
 
 from lightning_modules.scoring.corpus.shards import ScoreShards
-from lightning_modules.utilities.files import atomic_file, write_atomically
-from lightning_modules.utilities.plain_json import plain
+from lightning_modules.utilities.files import atomic_file, plain, write_atomically
 from lightning_modules.visualization.corpus.page import NO_SOURCE
 
 _WRITTEN_TOGETHER = 64  # documents

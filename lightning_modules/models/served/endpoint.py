@@ -14,7 +14,7 @@ import httpx2
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_modules.models.config import ServerConfig, is_served, read_key
+from lightning_modules.models.loading.config import ServerConfig, is_served, read_key
 from lightning_modules.models.served.dialects import DIALECTS, AnswerError, Dialect, Scores, Span, check_scores, quote
 from lightning_modules.utilities.errors import IncompleteError
 from lightning_modules.utilities.files import default_cache_dir, write_atomically

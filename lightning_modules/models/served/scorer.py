@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.models.config import ModelConfig, ServerConfig
+from lightning_modules.models.loading.config import ModelConfig, ServerConfig
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.served.dialects import Scores, Span
 from lightning_modules.models.served.endpoint import Endpoint

@@ -15,7 +15,7 @@ from transformers.utils import cached_file
 
 from lightning_modules.batch import PackedBatch, pack_sequence
 from lightning_modules.functional import character_units, unit_spans
-from lightning_modules.models.gguf import model_folder
+from lightning_modules.models.loading.gguf import model_folder
 
 _TOKENIZER_FILES = ("tokenizer.*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 """Patterns of file names, one of which matches in every folder with a tokenizer."""

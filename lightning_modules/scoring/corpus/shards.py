@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from lightning_modules.utilities.output_folder import OutputFolder
+from lightning_modules.scoring.corpus.output_folder import OutputFolder
 
 _log = logging.getLogger(__name__)
 

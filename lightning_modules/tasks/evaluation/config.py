@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
-from lightning_modules.models.config import LoadingOptions, ServerConfig
+from lightning_modules.models.loading.config import LoadingOptions, ServerConfig
 from lightning_modules.tasks.sampling import parse_gen_kwargs
 
 Mode = Literal["generate", "teacher_forced"]

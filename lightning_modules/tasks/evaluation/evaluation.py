@@ -12,9 +12,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from lightning_modules.models.config import is_served
+from lightning_modules.models.loading.config import is_served
+from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.models.progress import advance
-from lightning_modules.models.provenance import Provenance
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.tasks.evaluation.lm_eval_results import Parts, convert_summary
@@ -29,10 +29,9 @@ from lightning_modules.tasks.evaluation.questions import (
 from lightning_modules.tasks.evaluation.report import as_text, write_task_report
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.registry import find_tasks
-from lightning_modules.utilities.files import writable_folder
+from lightning_modules.utilities.files import writable_folder, write_json
 from lightning_modules.utilities.identity import combined_hash, content_hash
 from lightning_modules.utilities.locks import exclusive
-from lightning_modules.utilities.plain_json import write_json
 from lightning_modules.utilities.progress import progress_bar
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.tasks.evaluation.summary import Summary
-from lightning_modules.utilities.plain_json import write_json
+from lightning_modules.utilities.files import write_json
 
 SOURCE = "longce"
 

@@ -11,8 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lightning_modules.models.provenance import Provenance
-from lightning_modules.statistics import Interval
+from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.tasks.evaluation.questions import TaskResult
 from lightning_modules.tasks.evaluation.summary import (
     RULER_THRESHOLD,
@@ -23,6 +22,7 @@ from lightning_modules.tasks.evaluation.summary import (
     summarize,
 )
 from lightning_modules.tasks.questions.registry import IN_ESSAYS
+from lightning_modules.utilities.statistics import Interval
 from lightning_modules.visualization.images import COLORS, INK, PANEL, STYLE, as_svg
 from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_text_table, write_report
 

@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from lightning_modules.statistics import Interval, mean_interval, questions_needed, score_interval
 from lightning_modules.tasks.evaluation.questions import TaskResult, even_depths
 from lightning_modules.tasks.questions.registry import GROUPS
+from lightning_modules.utilities.statistics import Interval, mean_interval, questions_needed, score_interval
 
 RULER_THRESHOLD = 85.6
 """Score of Llama-2-7B (chat) at 4,096 tokens, averaged over RULER's 13 tasks (https://arxiv.org/abs/2404.06654)."""

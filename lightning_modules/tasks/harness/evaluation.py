@@ -19,17 +19,16 @@ from lm_eval.utils import sanitize_list
 from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.provenance import Provenance
+from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.models.tokenization.chat_templates import check_chat_template
-from lightning_modules.statistics import Interval, mean_interval
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.tasks.evaluation.evaluation import complete_settings
 from lightning_modules.tasks.evaluation.lm_eval_results import Parts, date_id
 from lightning_modules.tasks.harness.intervals import group_intervals, task_intervals
 from lightning_modules.tasks.harness.model import HarnessModel
 from lightning_modules.tasks.harness.tasks import SETS, load_tasks, seed
-from lightning_modules.utilities.files import write_atomically
-from lightning_modules.utilities.plain_json import plain, write_json
+from lightning_modules.utilities.files import plain, write_atomically, write_json
+from lightning_modules.utilities.statistics import Interval, mean_interval
 from lightning_modules.visualization.report import Table, as_text_table
 
 log = logging.getLogger(__name__)

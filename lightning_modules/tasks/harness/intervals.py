@@ -9,7 +9,7 @@ from lm_eval.api import metrics as aggregations
 from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 
-from lightning_modules.statistics import Interval, mean_interval, score_interval, weighted_mean_interval
+from lightning_modules.utilities.statistics import Interval, mean_interval, score_interval, weighted_mean_interval
 
 _OF_MEANS = {
     aggregations.perplexity: lambda mean: math.exp(-mean),

@@ -26,8 +26,8 @@ from lightning_modules.training.checkpoints.sharded import (
     write_error,
 )
 from lightning_modules.utilities.collectives import gathered, rank_and_size
+from lightning_modules.utilities.errors import refused_pickle
 from lightning_modules.utilities.files import atomic_file, remove_folder
-from lightning_modules.utilities.pickles import refused_pickle
 
 RUN_ID = "run_id"
 """Key in a checkpoint for the id of the run that wrote it."""

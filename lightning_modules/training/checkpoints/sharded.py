@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorSt
 from typing_extensions import override
 
 from lightning_modules.utilities.collectives import gathered
+from lightning_modules.utilities.errors import first_cause
 from lightning_modules.utilities.files import create_folder, publish_folder, to_disk, write_atomically
 from lightning_modules.utilities.identity import file_crc32
-from lightning_modules.utilities.pickles import first_cause
 
 Result = TypeVar("Result")
 

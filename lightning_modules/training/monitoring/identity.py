@@ -17,10 +17,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.identity import hub_commit, model_identity
-from lightning_modules.models.loading import has_weights
-from lightning_modules.training.export.facts import run_facts
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.identity import hub_commit, model_identity
+from lightning_modules.models.loading.load import has_weights
+from lightning_modules.training.facts import run_facts
 from lightning_modules.utilities.identity import combined_hash
 
 NOT_LOGGED = ("ckpt_path", "trainer.logger")  # where a run starts and logs is not what it computes; URLs have passwords

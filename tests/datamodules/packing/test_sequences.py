@@ -6,8 +6,8 @@ from transformers import DataCollatorWithFlattening
 from datamodules.packing.packing import pack_documents
 from datamodules.packing.sequences import PackedRowDataset, collate_examples, collate_rows, make_row
 from lightning_modules.batch import IGNORE_INDEX as NO
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_backbone
 from tests.conftest import tiny_model
 
 

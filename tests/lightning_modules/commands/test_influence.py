@@ -16,8 +16,8 @@ from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.commands import influence as influence_trainer
 from lightning_modules.commands.influence import InfluenceTrainer
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.objectives import CrossEntropy, LongCE, Normalized, StoredInfluence
 from tests.conftest import make_text

@@ -11,7 +11,7 @@ from lightning_modules.models import backbone as backbone_module
 from lightning_modules.models import short_context
 from lightning_modules.models.attention import isolation_arguments, register_document_attention
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.checks import check_scoring
+from lightning_modules.models.loading.checks import check_scoring
 from lightning_modules.models.short_context import long_and_short, short_log_likelihood
 from tests.conftest import tiny_config
 from tests.support import reference

@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.checks import check_scoring
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.loading.checks import check_scoring
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.optimizations import compile_layers, enable_checkpointing
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.tasks.generation import generate

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_modules.models import loading
-from lightning_modules.models.checks import check_scoring
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import (
+from lightning_modules.models.loading import load as loading
+from lightning_modules.models.loading.checks import check_scoring
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import (
     FLASH_3_KERNEL,
     choose_attention,
     load_backbone,

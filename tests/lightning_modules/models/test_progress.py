@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_modules.models import progress
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import load_frozen
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_frozen
 from lightning_modules.models.progress import count_tokens, show_progress
 from lightning_modules.scoring.evaluator import score_text
 from lightning_modules.scoring.score import score

@@ -13,8 +13,8 @@ from lightning_modules.models.attention import (
     register_document_attention,
 )
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.checks import check_attention_window
 from lightning_modules.models.context_extension.rope_types import register_rope_types
+from lightning_modules.models.loading.checks import check_attention_window
 from lightning_modules.models.short_context import short_log_likelihood, sliding_window_log_likelihood
 
 SIZES = {

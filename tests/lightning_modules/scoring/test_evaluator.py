@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring import evaluator as evaluator_module
 from lightning_modules.scoring import token_scores

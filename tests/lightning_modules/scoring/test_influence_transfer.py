@@ -9,8 +9,8 @@ from tokenizers import processors
 from datamodules.packing.packing import pack_documents
 from datamodules.packing.sequences import PackedRowDataset, collate_rows
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.tokenization.detokenization import TokenCharacters
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.influence_transfer import InfluenceTransfer, compute_influence, have_same_ids

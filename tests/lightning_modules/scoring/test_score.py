@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.compare.command import compare
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.identity import model_identity
-from lightning_modules.models.provenance import Provenance
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.identity import model_identity
+from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring import evaluated_model as model_module
 from lightning_modules.scoring import evaluator as evaluator_module

@@ -29,9 +29,9 @@ from lightning_modules.commands.evaluate import evaluate
 from lightning_modules.commands.influence import InfluenceTrainer
 from lightning_modules.functional.top_tokens import with_greedy
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.models import loading
-from lightning_modules.models.config import ModelConfig, ServerConfig
-from lightning_modules.models.loading import load_frozen
+from lightning_modules.models.loading import load as loading
+from lightning_modules.models.loading.config import ModelConfig, ServerConfig
+from lightning_modules.models.loading.load import load_frozen
 from lightning_modules.models.served.scorer import RemoteScorer
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.config import EvaluatorConfig, InspectConfig

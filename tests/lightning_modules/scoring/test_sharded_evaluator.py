@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_modules.models import lockstep as lockstep_module
-from lightning_modules.models.loading import load_backbone, load_scorer
+from lightning_modules.models.loading.load import load_backbone, load_scorer
 from lightning_modules.scoring import evaluator as evaluator_module
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator

@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightning_modules.models.adapters import add_adapters
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.methods import ContextExtension, extend_config
 from lightning_modules.models.context_extension.patterns import PATTERNS
+from lightning_modules.models.loading.adapters import add_adapters
 from lightning_modules.tasks import generation
 from lightning_modules.tasks.generation import cache_use, generate
 from tests.conftest import tiny_config, tiny_model

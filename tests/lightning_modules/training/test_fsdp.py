@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from lightning_modules.export.checkpoint import export_checkpoint
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.training import fsdp
-from lightning_modules.training.export.checkpoint import export_checkpoint
 from lightning_modules.training.fsdp import (
     FullyShardedStrategy,
     data_parallel_mesh,

@@ -18,8 +18,8 @@ from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import load_backbone, load_config
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_backbone, load_config
 from lightning_modules.objectives import CrossEntropy, LongCE
 from lightning_modules.training.preflight import check_sequence_parallelism
 from lightning_modules.training.sequence_parallel import (

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.reproduction.tables.ours import DEFAULT, measured_intervals, ours
 from benchmarks.reproduction.tables.published import find_table
 from benchmarks.reproduction.tables.results import ITSELF, DocumentResult, Result, save_times
-from lightning_modules.statistics import weighted_mean_interval
+from lightning_modules.utilities.statistics import weighted_mean_interval
 
 JUDGE = "Qwen2-72B-Instruct"
 NLL = {"M": 1.0, "N": 2.0, "O": 0.5, "P": 3.0}

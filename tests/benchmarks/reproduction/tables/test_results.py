@@ -16,7 +16,7 @@ from benchmarks.reproduction.tables.results import (
     save_times,
     seconds_interval,
 )
-from lightning_modules.statistics import weighted_mean_interval
+from lightning_modules.utilities.statistics import weighted_mean_interval
 
 SETTINGS = {"stride": 16, "documents": 2}
 

@@ -11,11 +11,11 @@ import pytest
 
 from callbacks import ExternalEvaluator, HuggingFaceExport, LongContextTasks
 from lightning_modules.commands.cli.registry import COMMANDS
+from lightning_modules.export.options import ExportOptions
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.models.config import ModelConfig
+from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.tasks.evaluation.config import TaskConfig
-from lightning_modules.training.export.options import ExportOptions
 
 LIGHT = """
 import sys

@@ -7,8 +7,8 @@ import pytest
 
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.compare.command import compare
-from lightning_modules.statistics import score_difference
 from lightning_modules.tasks.evaluation.questions import TaskResult
+from lightning_modules.utilities.statistics import score_difference
 
 FIRST = [1, 1, 0, 1, 1, 0, 1, 1, 0, 1]
 SECOND = [1, 0, 0, 1, 0, 0, 1, 1, 0, 0]

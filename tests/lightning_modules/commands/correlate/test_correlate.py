@@ -9,9 +9,9 @@ from benchmarks.reproduction.tables.published import published
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.correlate.command import correlate, join
 from lightning_modules.commands.correlate.result_files import Measured
-from lightning_modules.models.provenance import Provenance
-from lightning_modules.statistics import compare_correlations
+from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.utilities.identity import shorten_hashes
+from lightning_modules.utilities.statistics import compare_correlations
 from tests.support.browser import check_page, launch_chromium
 
 TABLE = published()["tables"]["table5"]

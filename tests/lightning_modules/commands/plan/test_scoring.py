@@ -9,7 +9,7 @@ from lightning_modules.commands.plan.hardware import GPUS, Rates
 from lightning_modules.commands.plan.scoring import describe_scoring_time
 from lightning_modules.commands.plan.shapes import ModelShape
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.models.loading import load_config
+from lightning_modules.models.loading.load import load_config
 
 
 def trainer(device, count=2):

@@ -4,11 +4,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, GPT2LMHeadModel
 
 from lightning_modules.commands.plan.shapes import ModelShape
-from lightning_modules.models.adapters import add_adapters
-from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.context_extension.methods import ContextExtension
 from lightning_modules.models.context_extension.rope_types import register_rope_types
-from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.loading.adapters import add_adapters
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_backbone
 from tests.conftest import tiny_config, tiny_model
 
 ADAPTERS = {"r": 4, "target_modules": "all-linear"}

@@ -12,7 +12,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.context_extension.eabf import entropy_scale
 from lightning_modules.models.context_extension.rope_types import (
     BACKENDS,
@@ -21,7 +20,8 @@ from lightning_modules.models.context_extension.rope_types import (
     register_rope_types,
 )
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
-from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.short_context import short_log_likelihood
 from tests.conftest import tiny_model
 from tests.lightning_modules.models.context_extension.test_methods import EXTRA

@@ -9,12 +9,12 @@ from transformers import AutoConfig
 
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.context_extension.methods import METHODS, ContextExtension
 from lightning_modules.models.context_extension.patterns import PATTERNS
 from lightning_modules.models.context_extension.rope_types import TYPE_ARCHITECTURES
 from lightning_modules.models.context_extension.rotary_checks import ARCHITECTURES, check_rotary
-from lightning_modules.models.loading import load_backbone, load_config
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_backbone, load_config
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.objectives import CrossEntropy
 from tests.conftest import tiny_config, tiny_model

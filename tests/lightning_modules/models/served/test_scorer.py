@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from lightning_modules.batch import IGNORE_INDEX, pack_sequence
-from lightning_modules.models.config import ModelConfig, ServerConfig
-from lightning_modules.models.identity import model_identity
-from lightning_modules.models.loading import load_config
+from lightning_modules.models.loading.config import ModelConfig, ServerConfig
+from lightning_modules.models.loading.identity import model_identity
+from lightning_modules.models.loading.load import load_config
 from lightning_modules.models.served.dialects import AnswerError
 from lightning_modules.models.served.scorer import RemoteScorer, connect
 from lightning_modules.scoring.config import EvaluatorConfig

@@ -7,9 +7,9 @@ import numpy as np
 import pyarrow
 import pytest
 
+from lightning_modules.scoring.corpus import output_folder
+from lightning_modules.scoring.corpus.output_folder import OutputFolder
 from lightning_modules.scoring.corpus.shards import ScoreShards, check_settings
-from lightning_modules.utilities import output_folder
-from lightning_modules.utilities.output_folder import OutputFolder
 
 
 @pytest.fixture(params=["local", "file", "memory"])

@@ -8,8 +8,8 @@ import pytest
 from lm_eval.api import metrics
 from scipy import stats
 
-from lightning_modules.statistics import score_interval
 from lightning_modules.tasks.harness.intervals import group_intervals, task_intervals
+from lightning_modules.utilities.statistics import score_interval
 
 LOSSES = [(-9.0, 4), (-2.0, 4), (-5.0, 4), (-3.0, 4), (-7.0, 4), (-4.0, 4)]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.tasks.evaluation.config import TaskConfig
 from lightning_modules.tasks.harness.evaluation import evaluate_task

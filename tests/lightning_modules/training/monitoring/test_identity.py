@@ -16,8 +16,8 @@ from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG, SESSION_START_I
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from lightning_modules.commands.cli.main import main
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.identity import model_identity
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.identity import model_identity
 from lightning_modules.training.monitoring import identity
 from lightning_modules.training.monitoring.identity import flatten_config, git_commit
 from tests.conftest import make_text

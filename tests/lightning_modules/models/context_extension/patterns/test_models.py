@@ -11,11 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.checks import check_scoring
-from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.context_extension.patterns import PATTERNS, blocks
 from lightning_modules.models.context_extension.rope_types import TYPE_ARCHITECTURES, register_rope_types
-from lightning_modules.models.loading import load_backbone, load_config
+from lightning_modules.models.loading.checks import check_scoring
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_backbone, load_config
 from lightning_modules.models.optimizations import enable_checkpointing
 from lightning_modules.models.short_context import short_log_likelihood
 from tests.conftest import tiny_model
@@ -231,7 +231,7 @@ def test_attention_that_a_pattern_cannot_replace(attention, folder):
 
 def test_flash_attention_is_not_chosen_for_a_pattern(folder, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    from lightning_modules.models.loading import choose_attention
+    from lightning_modules.models.loading.load import choose_attention
 
     plain, pattern = (
         load_config(ModelConfig(folder(), context_extension=settings)) for settings in (None, extension("xpos"))

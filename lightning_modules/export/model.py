@@ -12,11 +12,11 @@ import torch
 from safetensors import SafetensorError
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_modules.models.adapters import CONFIG_IN_BASE, changes_base, is_peft_model
-from lightning_modules.training.export.card import model_card
-from lightning_modules.training.export.facts import TrainingFacts
-from lightning_modules.training.export.options import ExportOptions
-from lightning_modules.training.export.rope import as_abf, guard_keys, legacy_rope_keys
+from lightning_modules.export.card import model_card
+from lightning_modules.export.options import ExportOptions
+from lightning_modules.export.rope import as_abf, guard_keys, legacy_rope_keys
+from lightning_modules.models.loading.adapters import CONFIG_IN_BASE, changes_base, is_peft_model
+from lightning_modules.training.facts import TrainingFacts
 from lightning_modules.utilities.files import atomic_folder, writable_folder
 from lightning_modules.utilities.locks import exclusive
 
@@ -82,7 +82,7 @@ def check_export(
             " set `adapters` to 'kept'."
         )
     elif is_peft_model(model):
-        from lightning_modules.training.export.weights import check_mergeable  # imports peft
+        from lightning_modules.export.weights import check_mergeable  # imports peft
 
         check_mergeable(model)
     config = _make_config(base.config, options)
@@ -120,7 +120,7 @@ def _write_merged(
     base = model.get_base_model() if is_peft_model(model) else model
     # One dtype for all weights: fully trained ones of a half-precision model may be float32.
     dtype = base.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
-    from lightning_modules.training.export.weights import drop_tied, merged_weights  # imports peft
+    from lightning_modules.export.weights import drop_tied, merged_weights  # imports peft
 
     weights = merged_weights(model, dtype)
     if drop_tied(weights, base):

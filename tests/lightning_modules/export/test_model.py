@@ -13,13 +13,13 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from lightning_modules.training.export import model
-from lightning_modules.training.export.facts import TrainingFacts
-from lightning_modules.training.export.model import check_export, export_model
-from lightning_modules.training.export.options import ExportOptions
+from lightning_modules.export import model
+from lightning_modules.export.model import check_export, export_model
+from lightning_modules.export.options import ExportOptions
+from lightning_modules.training.facts import TrainingFacts
 from lightning_modules.utilities import files
 from tests.conftest import tiny_model
-from tests.lightning_modules.training.export.test_weights import adapted, export, logits, run_card
+from tests.lightning_modules.export.test_weights import adapted, export, logits, run_card
 
 EXTENDED = {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}}
 

@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from lightning_modules.batch import pack_sequence
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.checks import check_scoring
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.identity import model_identity
-from lightning_modules.models.loading import check_model, load_backbone, load_config, load_frozen
+from lightning_modules.models.loading.checks import check_scoring
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.identity import model_identity
+from lightning_modules.models.loading.load import check_model, load_backbone, load_config, load_frozen
 from tests.conftest import tiny_config, tiny_model
 from tests.support.adapters import export_adapters
 
@@ -163,7 +163,7 @@ def test_flash_attention_only_where_it_runs(model_dir, monkeypatch, settings, fl
     chosen = []
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "flash_attn")
     monkeypatch.setattr(
-        "lightning_modules.models.loading._load_weights", lambda *a: chosen.append(a[-1]) or tiny_model()
+        "lightning_modules.models.loading.load._load_weights", lambda *a: chosen.append(a[-1]) or tiny_model()
     )
     device, dtype, autocast = settings
     load_backbone(ModelConfig(str(model_dir), dtype=dtype), device=device, autocast=autocast)
@@ -173,8 +173,8 @@ def test_flash_attention_only_where_it_runs(model_dir, monkeypatch, settings, fl
 @pytest.mark.parametrize(("package", "enough"), [("flash_attn", True), ("kernels", True), ("numpy", False)])
 def test_flash_attention_comes_from_either_package(model_dir, monkeypatch, package, enough):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == package or None)
-    monkeypatch.setattr("lightning_modules.models.loading.is_kernels_available", lambda: package == "kernels")
-    monkeypatch.setattr("lightning_modules.models.loading._load_weights", lambda *_: tiny_model())
+    monkeypatch.setattr("lightning_modules.models.loading.load.is_kernels_available", lambda: package == "kernels")
+    monkeypatch.setattr("lightning_modules.models.loading.load._load_weights", lambda *_: tiny_model())
     with nullcontext() if enough else pytest.raises(ValueError, match=r"the extra `flash`\) or .* or set `sdpa`"):
         load_backbone(ModelConfig(str(model_dir), attn_implementation="flash_attention_2"))
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from lightning_modules.models.config import DType, ModelConfig
+from lightning_modules.models.loading.config import DType, ModelConfig
 
 log = logging.getLogger(__name__)
 

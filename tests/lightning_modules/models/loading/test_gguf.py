@@ -14,11 +14,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from lightning_modules.commands.cli.main import main
-from lightning_modules.models import gguf
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.gguf import convert_gguf
-from lightning_modules.models.identity import model_identity
-from lightning_modules.models.loading import load_backbone, load_config
+from lightning_modules.models.loading import gguf
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.gguf import convert_gguf
+from lightning_modules.models.loading.identity import model_identity
+from lightning_modules.models.loading.load import load_backbone, load_config
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.score import score
 from tests.support.gguf_files import tiny_llama, write_gguf

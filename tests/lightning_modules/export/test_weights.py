@@ -7,12 +7,12 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lightning_modules.models.adapters import add_adapters
-from lightning_modules.training.export import model as export_module
-from lightning_modules.training.export.facts import TrainingFacts
-from lightning_modules.training.export.model import check_export, export_model
-from lightning_modules.training.export.options import ExportOptions
-from lightning_modules.training.export.weights import merge_layer
+from lightning_modules.export import model as export_module
+from lightning_modules.export.model import check_export, export_model
+from lightning_modules.export.options import ExportOptions
+from lightning_modules.export.weights import merge_layer
+from lightning_modules.models.loading.adapters import add_adapters
+from lightning_modules.training.facts import TrainingFacts
 from tests.conftest import tiny_model
 
 IDS = torch.arange(60).unsqueeze(0)

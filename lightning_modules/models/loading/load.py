@@ -14,29 +14,28 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 from transformers.utils.import_utils import KERNELS_MAX_VERSION, KERNELS_MIN_VERSION, is_kernels_available
 
-from lightning_modules.models.adapters import add_adapters, find_adapters, load_adapters, quantization_config
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.checks import (
+from lightning_modules.models.context_extension.methods import extend_config
+from lightning_modules.models.context_extension.rope_types import own_type
+from lightning_modules.models.context_extension.rotary_checks import check_rotary
+from lightning_modules.models.loading.adapters import add_adapters, find_adapters, load_adapters, quantization_config
+from lightning_modules.models.loading.checks import (
     check_config,
     check_quantized_files,
     check_scoring,
     check_sizes,
     check_weight_files,
 )
-from lightning_modules.models.config import ModelConfig, is_served
-from lightning_modules.models.context_extension.methods import extend_config
-from lightning_modules.models.context_extension.rope_types import own_type
-from lightning_modules.models.context_extension.rotary_checks import check_rotary
-from lightning_modules.models.dtypes import report_dtype, scoring_config, stored_dtype
-from lightning_modules.models.gguf import model_folder
+from lightning_modules.models.loading.config import ModelConfig, is_served
+from lightning_modules.models.loading.dtypes import report_dtype, scoring_config, stored_dtype
+from lightning_modules.models.loading.gguf import model_folder
 from lightning_modules.models.optimizations import compile_layers, enable_checkpointing, use_bfloat16_residual
 from lightning_modules.models.progress import report_progress
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.served.scorer import connect
 from lightning_modules.models.tokenization.tokenizer import not_loaded
-from lightning_modules.utilities.errors import did_you_mean
-from lightning_modules.utilities.pickles import refused_pickle
+from lightning_modules.utilities.errors import did_you_mean, refused_pickle
 
 log = logging.getLogger(__name__)
 

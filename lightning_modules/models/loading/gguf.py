@@ -14,7 +14,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from lightning_modules.models.config import is_gguf, local_or_hub
+from lightning_modules.models.loading.config import is_gguf, local_or_hub
 from lightning_modules.utilities.files import atomic_folder, default_cache_dir, writable_folder
 from lightning_modules.utilities.identity import content_hash
 from lightning_modules.utilities.locks import exclusive

@@ -9,20 +9,20 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-from lightning_modules.models.adapters import add_adapters, frozen_fingerprint, trained_state
+from lightning_modules.export.gguf import export_gguf
+from lightning_modules.export.model import check_export, check_replaceable, export_model
+from lightning_modules.export.options import ExportOptions
+from lightning_modules.export.upload import check_upload, upload_export
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.config import ModelConfig, is_gguf
 from lightning_modules.models.context_extension.methods import extend_config
-from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.loading.adapters import add_adapters, frozen_fingerprint, trained_state
+from lightning_modules.models.loading.config import ModelConfig, is_gguf
+from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_from_json
 from lightning_modules.training.checkpoint_contents import EXPORT_KEY, FINGERPRINT_KEY
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO, check_checkpoint, check_integrity
 from lightning_modules.training.checkpoints.sharded import load_unsharded
-from lightning_modules.training.export.facts import TrainingFacts
-from lightning_modules.training.export.gguf import export_gguf
-from lightning_modules.training.export.model import check_export, check_replaceable, export_model
-from lightning_modules.training.export.options import ExportOptions
-from lightning_modules.training.export.upload import check_upload, upload_export
+from lightning_modules.training.facts import TrainingFacts
 
 
 def export_checkpoint(

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from lightning_modules.training.export.options import ExportOptions
-from lightning_modules.training.export.upload import check_upload
+from lightning_modules.export.options import ExportOptions
+from lightning_modules.export.upload import check_upload
 
 ROOT = Path(__file__).parents[4]
 TOKEN = "hf_secret"
 UPLOAD = """
 import sys
 from pathlib import Path
-from lightning_modules.training.export.options import ExportOptions
-from lightning_modules.training.export.upload import check_upload, upload_export
+from lightning_modules.export.options import ExportOptions
+from lightning_modules.export.upload import check_upload, upload_export
 options = ExportOptions(push_to_hub="org/name", private=sys.argv[2] == "private")
 check_upload(options)
 try:
@@ -139,11 +139,11 @@ def test_names_that_are_not_of_a_repository(name):
 
 def test_an_upload_needs_a_token_and_a_network(monkeypatch):
     options = ExportOptions(push_to_hub="org/name")
-    monkeypatch.setattr("lightning_modules.training.export.upload.is_offline_mode", lambda: True)
+    monkeypatch.setattr("lightning_modules.export.upload.is_offline_mode", lambda: True)
     with pytest.raises(ValueError, match="HF_HUB_OFFLINE"):
         check_upload(options)
-    monkeypatch.setattr("lightning_modules.training.export.upload.is_offline_mode", lambda: False)
-    monkeypatch.setattr("lightning_modules.training.export.upload.get_token", lambda: None)
+    monkeypatch.setattr("lightning_modules.export.upload.is_offline_mode", lambda: False)
+    monkeypatch.setattr("lightning_modules.export.upload.get_token", lambda: None)
     with pytest.raises(ValueError, match="hf auth login"):
         check_upload(options)
     check_upload(ExportOptions())

@@ -7,10 +7,10 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from lightning_modules.export.options import ExportOptions
+from lightning_modules.export.rope import guard_keys, own_type_name
 from lightning_modules.models.context_extension.rope_types import register_rope_types
-from lightning_modules.training.export.facts import TrainingFacts
-from lightning_modules.training.export.options import ExportOptions
-from lightning_modules.training.export.rope import guard_keys, own_type_name
+from lightning_modules.training.facts import TrainingFacts
 
 TEMPLATE = Path(__file__).with_name("card.md")
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from lightning_modules.statistics import (
+from lightning_modules.utilities.statistics import (
     compare_correlations,
     correlate_values,
     mean_interval,

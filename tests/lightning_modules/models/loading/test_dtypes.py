@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lightning_modules.commands.cli.main import main
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.dtypes import report_dtype, scoring_config
-from lightning_modules.models.identity import describe_model
-from lightning_modules.models.loading import load_config, load_frozen
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.dtypes import report_dtype, scoring_config
+from lightning_modules.models.loading.identity import describe_model
+from lightning_modules.models.loading.load import load_config, load_frozen
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from tests.conftest import make_text, tiny_model
 

@@ -21,7 +21,7 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.rope_types import ROPE_TYPES, wrap_attention
 from lightning_modules.models.context_extension.rotary_checks import rope_parameter_sets
 from lightning_modules.models.optimizations import eval_mode, uncompiled
-from lightning_modules.utilities.pickles import refused_pickle
+from lightning_modules.utilities.errors import refused_pickle
 
 log = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
-from lightning_modules.models import identity as identity_of_models
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.loading import load_config
+from lightning_modules.models.loading import identity as identity_of_models
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_config
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator
-from lightning_modules.training.export.facts import loading_facts
+from lightning_modules.training.facts import loading_facts
 from lightning_modules.utilities import identity
 from tests.conftest import make_text, tiny_model
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, get_token, is_offline_mode
 
-from lightning_modules.training.export.options import ExportOptions
+from lightning_modules.export.options import ExportOptions
 
 log = logging.getLogger(__name__)
 

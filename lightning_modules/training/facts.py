@@ -11,8 +11,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 from transformers import PreTrainedTokenizerFast
 
-from lightning_modules.models.config import DType, ModelConfig
-from lightning_modules.models.identity import hub_commit
+from lightning_modules.models.loading.config import DType, ModelConfig
+from lightning_modules.models.loading.identity import hub_commit
 from lightning_modules.objectives import Objective
 
 PACKAGES = ("longce", "torch", "transformers", "peft", "lightning")

@@ -13,11 +13,11 @@ from huggingface_hub import is_offline_mode, resolve_revision, snapshot_download
 from huggingface_hub.errors import RevisionResolutionError
 from transformers import PreTrainedTokenizerFast
 
-from lightning_modules.models.adapters import find_adapters
-from lightning_modules.models.config import ModelConfig, is_gguf, is_served, local_or_hub
-from lightning_modules.models.dtypes import scoring_config, stored_dtype
-from lightning_modules.models.loading import choose_attention, load_config
-from lightning_modules.models.provenance import Provenance
+from lightning_modules.models.loading.adapters import find_adapters
+from lightning_modules.models.loading.config import ModelConfig, is_gguf, is_served, local_or_hub
+from lightning_modules.models.loading.dtypes import scoring_config, stored_dtype
+from lightning_modules.models.loading.load import choose_attention, load_config
+from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.models.served.scorer import connect
 from lightning_modules.models.tokenization.tokenizer import tokenizer_hash
 from lightning_modules.utilities.identity import combined_hash, content_hash

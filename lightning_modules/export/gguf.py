@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.gguf import model_folder
-from lightning_modules.models.identity import model_identity
-from lightning_modules.training.export.model import SHARD_SIZE, check_replaceable, export_folder
-from lightning_modules.training.export.options import ExportOptions
+from lightning_modules.export.model import SHARD_SIZE, check_replaceable, export_folder
+from lightning_modules.export.options import ExportOptions
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.gguf import model_folder
+from lightning_modules.models.loading.identity import model_identity
 
 
 def export_gguf(file: str, folder: Path, options: ExportOptions) -> Path:

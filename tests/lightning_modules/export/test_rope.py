@@ -4,13 +4,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lightning_modules.export.model import export_model
+from lightning_modules.export.options import ExportOptions
+from lightning_modules.export.rope import LEGACY_TYPES, as_abf, guard_keys, legacy_rope_keys
 from lightning_modules.models.context_extension.methods import ContextExtension, extend_config
-from lightning_modules.training.export.facts import TrainingFacts
-from lightning_modules.training.export.model import export_model
-from lightning_modules.training.export.options import ExportOptions
-from lightning_modules.training.export.rope import LEGACY_TYPES, as_abf, guard_keys, legacy_rope_keys
+from lightning_modules.training.facts import TrainingFacts
 from tests.conftest import tiny_config, tiny_model
-from tests.lightning_modules.training.export.test_weights import logits, run_card
+from tests.lightning_modules.export.test_weights import logits, run_card
 
 METHODS = ("none", "pi", "abf", "ntk", "llama3", "yarn", "dynamic_ntk", "longrope", "eabf")
 

@@ -8,10 +8,10 @@ from torch.utils.data import DataLoader
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.models import adapters
-from lightning_modules.models.adapters import add_adapters, embeddings_and_norms, quantization_config
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.checks import check_scoring
+from lightning_modules.models.loading import adapters
+from lightning_modules.models.loading.adapters import add_adapters, embeddings_and_norms, quantization_config
+from lightning_modules.models.loading.checks import check_scoring
 from lightning_modules.training.step import REFERENCE_TOKENS
 from tests.conftest import tiny_model
 from tests.support import reference

@@ -8,11 +8,11 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from lightning_modules.commands.cli.main import main
+from lightning_modules.export.checkpoint import export_checkpoint
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.training.checkpoint_contents import EXPORT_KEY
-from lightning_modules.training.export.checkpoint import export_checkpoint
 from tests.conftest import tiny_model
-from tests.lightning_modules.training.export.test_weights import logits, run_card
+from tests.lightning_modules.export.test_weights import logits, run_card
 
 
 class WithProbe(LongContextLM):
