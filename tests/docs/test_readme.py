@@ -140,8 +140,6 @@ COMMANDS = {
         elsewhere="tests/lightning_modules/commands/compare/test_compare.py"
     ),
     "longce score .. --evaluator http://127.0.0.1:8000": SERVED,
-    "longce score report.txt --model M --evaluator http://127.0.0.1:8000 --evaluator_tokenizer"
-    " meta-llama/Llama-3.1-8B": SERVED,
     "longce reproduce miniature": MINIATURE,
     "longce --help": Reading(prints="usage: longce COMMAND"),
     **{f"longce {name} --help": Reading(prints=f"usage: longce .*{name}") for name in PROGRAMS},
