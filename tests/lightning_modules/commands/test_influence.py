@@ -189,6 +189,7 @@ def _share(rank, world_size, model_dir, root, output):
         numbers.clear()
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_rows_and_equal_one(own, model_dir, texts):
     """Runs that were stopped left an even number of rows, and a single one, for which there are too many processes."""
     output, count = texts / "two", len(stored_rows(model_dir, texts, own))

@@ -152,6 +152,7 @@ def test_nothing_is_compiled_while_text_is_generated(graphs):
     assert graphs.runs == 2 * 5
 
 
+@pytest.mark.slow
 @pytest.mark.limit(6)
 def test_layers_that_are_compiled_wrongly_are_refused_before_the_first_step(graphs):
     right, wrong = build(layers=2), build(layers=2)

@@ -185,8 +185,8 @@ def test_a_warning_where_characters_decide_and_many_tokens_share_them():
 
 
 def test_an_unknown_rule_is_refused():
-    with pytest.raises(ValueError, match="`key_tokens` must be one of paper, authors, got 'both'"):
-        EvaluatorConfig("model", key_tokens="both")
+    with pytest.raises(ValueError, match="`key_token_rule`"):
+        EvaluatorConfig("model", key_token_rule="both")
 
 
 def test_scores_known_from_a_floor_on_answer_no_lower_threshold():

@@ -78,6 +78,7 @@ def served_config(address, model_dir, **settings):
     return EvaluatorConfig(address, tokenizer=str(model_dir), server=QUICK, **{**SETTINGS, **settings})
 
 
+@pytest.mark.slow
 @pytest.mark.limit(2)
 def test_an_evaluator_on_a_server_gives_the_scores_of_the_same_model_here(served, model_dir, text_file):
     address, server = served
@@ -114,6 +115,7 @@ def test_score_with_an_evaluator_and_a_model_on_servers(served, backbone, model_
         assert remote["perplexity"] == pytest.approx(local["perplexity"], rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.limit(6)
 @pytest.mark.parametrize(
     "spelled", [["--server.patience", "1"], ["--server.timeout=9.5"], ["--server", "{timeout: 9}"]]
@@ -164,6 +166,7 @@ def test_options_of_a_server_in_configs(served, model_dir, books, tmp_path, monk
         main(["predict", "-c", "b.yaml", *served_model, "--model.server.patence", "3"])
 
 
+@pytest.mark.slow
 @pytest.mark.limit(4)
 def test_adapters_are_scored_and_served_unmerged(tmp_path, tokenizer, text_file):
     export_adapters(tmp_path, tokenizer)
@@ -181,6 +184,7 @@ def test_adapters_are_scored_and_served_unmerged(tmp_path, tokenizer, text_file)
         LongContextLM(kept, **SETTINGS).check_early(64)
 
 
+@pytest.mark.slow
 def test_a_served_model_needs_its_tokenizer_and_has_no_logits(served, model_dir):
     address, _ = served
     with pytest.raises(ValueError, match="`--evaluator_tokenizer`"):
@@ -193,6 +197,7 @@ def test_a_served_model_needs_its_tokenizer_and_has_no_logits(served, model_dir)
         find_alternatives(Evaluator(served_config(address, model_dir)), make_text(60))
 
 
+@pytest.mark.slow
 def test_key_tokens_only_asks_for_fewer_windows(served, model_dir):
     address, server = served
     evaluator = Evaluator(served_config(address, model_dir))
@@ -467,6 +472,7 @@ def test_a_corpus_resumes_after_an_outage_and_refuses_another_model(model_dir, t
         assert "requests repeated" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_document_that_the_server_refuses_fails_alone(model_dir, tmp_path):
     write_corpus(tmp_path, 12)
     with stub_server("vllm") as server:
@@ -499,6 +505,7 @@ def test_token_weights_of_a_served_evaluator(served, model_dir, books, tmp_path)
     assert stored[0] == stored[1]
 
 
+@pytest.mark.slow
 @pytest.mark.limit(3)
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 def test_teacher_forced_tasks_on_a_server(dialect, backbone, model_dir, tmp_path):

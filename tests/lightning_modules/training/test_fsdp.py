@@ -180,6 +180,7 @@ def test_three_processes_with_a_divided_evaluator(setup, tmp_path, recwarn):
             assert_same(torch.load(tmp_path / f"rank {rank}.pt")[documents], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [True, False])
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(two, parts):
     for results in two:

@@ -209,6 +209,7 @@ def assert_same(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "variant"), RUNS)
 def test_losses_weights_and_metrics_are_those_of_whole_rows(two, one, strategy, variant):
     expected, widths = one(variant)
@@ -219,6 +220,7 @@ def test_losses_weights_and_metrics_are_those_of_whole_rows(two, one, strategy, 
         assert_same(results[strategy, variant], expected)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_shared_is_refused_by_all_processes(two):
     assert two[0]["messages"] == two[1]["messages"]
 

@@ -296,6 +296,7 @@ def folder(tmp_path):
     return str(tmp_path / "model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "precision", "strategy"),
     [

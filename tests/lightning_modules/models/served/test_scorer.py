@@ -80,6 +80,7 @@ REFUSED = ("400", "413", "ignored", "short", "nan", "positive", "clamped", "text
 ENDED = ("301", "403", "404")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("fault", [*RETRIED, *REFUSED, *ENDED])
 @pytest.mark.limit(2)

@@ -86,6 +86,7 @@ def test_the_frame_of_a_notebook_shows_the_page(browser, tokenizer, tmp_path):
     assert found["messages"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.limit(3)
 def test_the_page_is_sound_on_every_screen(browser, tokenizer, tmp_path):
     check_page(browser, make_inspection(tokenizer, name="a" * 200).save(tmp_path / "page.html"))
