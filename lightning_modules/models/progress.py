@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from itertools import accumulate
@@ -13,7 +13,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lightning_modules.functional import short_context_windows
-from lightning_modules.utilities.progress import progress_bar
+from lightning_modules.utilities.progress import LOG_SECONDS, progress_bar
 
 SECONDS = 3.0
 """Nothing is shown for less."""
@@ -69,6 +69,11 @@ def advance(bar: tqdm) -> Iterator[None]:
     finally:
         _bar.reset(previous)
         bar.close()
+
+
+def show_batch(name: str) -> AbstractContextManager[None]:
+    """Show how many tokens of a batch's forward passes are done, if they take more than half a minute."""
+    return advance(progress_bar(name, unit=" tokens", leave=False, delay=LOG_SECONDS))
 
 
 def count_tokens(length: int, *, context_length: int, stride: int) -> int:

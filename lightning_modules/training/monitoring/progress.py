@@ -2,6 +2,7 @@
 
 import math
 import time
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -9,6 +10,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 from typing_extensions import override
 
+from lightning_modules.models.progress import show_batch
 from lightning_modules.utilities.progress import progress_bar
 
 
@@ -24,6 +26,7 @@ class StepProgress(ProgressBar):
         self._documents: tqdm | None = None
         self._evaluated = ""  # result of the last evaluation
         self._first: tuple[int, float] | None = None  # step and time of the first batch of this process
+        self._batch = ExitStack()  # has the bar of the current batch
 
     @override
     def disable(self) -> None:
@@ -42,12 +45,19 @@ class StepProgress(ProgressBar):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self._first is None:  # not earlier: the evaluation before the first step takes long
             self._first = trainer.global_step, time.monotonic()
+        self._watch_batch(trainer, f"step {trainer.global_step:,}")
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self._batch.close()
         if self._steps is not None and (passed := trainer.global_step - self._steps.n):
             self._describe_step(trainer)
             self._steps.update(passed)
+
+    def _watch_batch(self, trainer: Trainer, name: str) -> None:
+        """Show the tokens of a batch's forward passes after half a minute: on a CPU, a batch may take longer."""
+        if trainer.is_global_zero and trainer.strategy.root_device.type == "cpu":
+            self._batch.enter_context(show_batch(name))
 
     def _describe_step(self, trainer: Trainer) -> None:
         """Set the line to ``step 37/200  18%  loss 2.41  LongPPL 3.1  41.2k tok/s  MFU 43%  3.1 h left``."""
@@ -83,7 +93,12 @@ class StepProgress(ProgressBar):
             self._documents = progress_bar("evaluation", unit="batch", total=known, leave=leave, scaled=False)
 
     @override
+    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self._watch_batch(trainer, "this batch")
+
+    @override
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self._batch.close()
         if self._documents is not None:
             self._documents.update()
 
@@ -102,13 +117,16 @@ class StepProgress(ProgressBar):
         if math.isfinite(total):  # that of a corpus is not known, and `DocumentScoresWriter` has its own bar
             self._documents = progress_bar("prediction", unit="batch", total=int(total), scaled=False)
 
+    on_predict_batch_start = on_validation_batch_start  # type: ignore[assignment]
     on_predict_batch_end = on_validation_batch_end  # type: ignore[assignment]
     on_predict_end = on_validation_end
     on_test_start = on_validation_start
+    on_test_batch_start = on_validation_batch_start  # type: ignore[assignment]
     on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]
     on_test_end = on_validation_end
 
     def _close(self) -> None:
+        self._batch.close()
         if self._documents is not None:
             self._documents.close()
         if self._steps is not None:

@@ -4,15 +4,22 @@ import logging
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
+from datamodules import RecallDataModule
+from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import progress
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_frozen
 from lightning_modules.models.progress import count_tokens, show_progress
 from lightning_modules.scoring.evaluator import score_text
 from lightning_modules.scoring.score import score
+from lightning_modules.training.monitoring.progress import StepProgress
 from tests.conftest import make_text
 from tests.support.bars import replace_bars
+
+TINY = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+TINY |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 1024}
 
 
 @pytest.fixture
@@ -80,3 +87,16 @@ def test_progress_does_not_change_numbers(model_dir, tokenizer):
         else:
             found.append(score_text(text, backbone, tokenizer, context_length=48, stride=16).short)
     torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "predict"])
+def test_a_batch_of_a_trainer_on_a_cpu_shows_its_tokens(bars, model_dir, tmp_path, stage):
+    data = RecallDataModule(sequence_length=64, train_documents=2, validation_documents=2, cache_dir=str(tmp_path))
+    module = LongContextLM(model_config=TINY, context_length=16, stride=16)
+    options = {"accelerator": "cpu", "callbacks": [StepProgress()], "logger": False, "max_steps": 1}
+    runner = Trainer(**options, enable_checkpointing=False, num_sanity_val_steps=0, default_root_dir=tmp_path)
+    getattr(runner, stage)(module, data)
+    # A long pass has 64 tokens, and the 2 windows of a short pass 32 each.
+    tokens = 64 if stage == "validate" else 64 + 2 * 32
+    assert {bar.name for bar in bars} == {"step 0" if stage == "fit" else "this batch"}
+    assert all(bar.seen[-1] == "closed" and bar.seen[-2] >= tokens for bar in bars)
