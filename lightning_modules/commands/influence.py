@@ -18,7 +18,7 @@ from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.loading.config import ModelConfig, is_served
 from lightning_modules.models.loading.identity import check_same_model, model_identity
 from lightning_modules.models.loading.load import check_model, load_backbone
-from lightning_modules.models.progress import count_tokens, show_progress
+from lightning_modules.models.progress import count_tokens, report_progress, show_progress
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.served.scorer import connect
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
@@ -60,6 +60,7 @@ class InfluenceScorer(LightningModule):
         backbone = load_backbone(self._loading, device=device, autocast=autocast)
         check_same_model(self._identity, self._loading)
         self.backbone = backbone.eval().requires_grad_(False)
+        report_progress(backbone.decoder)
 
     @override
     def on_predict_start(self) -> None:

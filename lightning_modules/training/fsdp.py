@@ -19,6 +19,7 @@ from lightning_modules.models.loading.checks import check_scoring
 from lightning_modules.models.loading.config import ModelConfig, is_served
 from lightning_modules.models.loading.dtypes import scoring_config
 from lightning_modules.models.loading.load import load_backbone, load_config, load_frozen
+from lightning_modules.models.progress import report_progress
 from lightning_modules.models.served.scorer import connect
 from lightning_modules.training.checkpoints.io import check_integrity
 from lightning_modules.training.checkpoints.sharded import no_code, write_sharded
@@ -124,6 +125,12 @@ def load_trainer_backbone(trainer: Trainer | None, config: ModelConfig) -> Backb
         return cast(Backbone, connect(config))  # evaluation only needs what both have
     if trainer is None:
         return load_backbone(config)
+    backbone = _load_for_strategy(trainer, config)
+    report_progress(backbone.decoder)
+    return backbone
+
+
+def _load_for_strategy(trainer: Trainer, config: ModelConfig) -> Backbone:
     if trainer.strategy.root_device.type == "mps":
         raise ValueError("Apple's GPUs do not support float64, which corpus sums need: set `trainer.accelerator: cpu`.")
     device, precision = trainer.strategy.root_device, str(trainer.precision)

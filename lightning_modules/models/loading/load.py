@@ -82,7 +82,6 @@ def load_backbone(
     backbone = Backbone(model)
     if config.compile:
         compile_layers(backbone.decoder)
-    report_progress(backbone.decoder)
     return backbone
 
 
@@ -97,6 +96,7 @@ def load_frozen(config: ModelConfig, device: torch.device | str) -> Backbone:
         report_dtype(stored_dtype(stored), stored_dtype(stored, config.dtype))
     backbone = load_backbone(config, device=device).eval().requires_grad_(False).to(device)
     check_scoring(backbone)
+    report_progress(backbone.decoder)  # after the check, whose passes are no progress
     return backbone
 
 
