@@ -39,7 +39,7 @@ class TextBits(NamedTuple):
 
         ``bits_per_byte`` is that of lm-evaluation-harness. ``key_bits_per_byte`` is the same over the key spans.
         ``longppl_per_evaluator_token`` spreads their bits over the evaluator's key tokens; for a model with the
-        evaluator's tokens it is LongPPL.
+        evaluator's tokens it is LongPPL, apart from tokens that share a character.
         """
         per_token = _divide(self.key_bits, self.evaluator_key_tokens)
         return {

@@ -17,9 +17,9 @@ NAMES = {"smollm2": "smollm2-135m", "gemma": "gemma-3-270m", "qwen": "qwen2.5-co
 """Models by what the tests call them; tests of all but the first are release tests."""
 
 STORY = (
-    "图书馆管理员陈丽华在旧书里发现了一张地图🗺️，上面写着「龙门客栈」。👩‍👩‍👧‍👦 家族の友人である田中さんは、"  # noqa: RUF001
-    "その地図を見て驚いた😮。“三天后我们去龙门客栈吧🐉！”陈丽华说。한국에서 온 친구 민준도 함께 가기로 했다 🇰🇷🎉。\n"  # noqa: RUF001
-    "路上下了很大的雨☔，他们在桥边等了两个小时。民宿の主人は温かいお茶🍵と餃子🥟を出してくれた。\n"  # noqa: RUF001
+    "图书馆管理员陈丽华在旧书里发现了一张地图🗺️、上面写着「龙门客栈」。👩‍👩‍👧‍👦 家族の友人である田中さんは、"
+    "その地図を見て驚いた😮。“三天后我们去龙门客栈吧🐉。”陈丽华说。한국에서 온 친구 민준도 함께 가기로 했다 🇰🇷🎉。\n"
+    "路上下了很大的雨☔、他们在桥边等了两个小时。民宿の主人は温かいお茶🍵と餃子🥟を出してくれた。\n"
 )
 """Chinese, Japanese and Korean with emoji. Told twice, it has key tokens."""
 

@@ -1,4 +1,4 @@
-"""SmolLM2-135M from its GGUF file: its digits, and a passkey."""
+"""A real model: SmolLM2-135M from its GGUF file, as its users meet it."""
 
 import pytest
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from callbacks import HuggingFaceExport
@@ -76,7 +77,7 @@ def test_loss_and_gradients_are_those_of_the_formula_on_full_logits(model, licen
 
 
 def fit(root, folder, ids, rank, processes, strategy, **settings):
-    """Losses, gradient norms and updates of three steps on four sequences each."""
+    """Losses, gradient norms and updates of a few steps on two sequences each."""
     logged = []
     module = LongContextLM(str(folder), context_length=32, stride=32, dtype="float32", optimizer=sgd)
     module.log_dict = lambda values, **_: logged.append({name: float(values[f"train/{name}"]) for name in LOGGED})
@@ -122,6 +123,7 @@ def one(model, sequences, tmp_path_factory):
     return SimpleNamespace(module=module, result=result, export=root / "export")
 
 
+@pytest.mark.long
 def test_two_processes_train_like_one(model, sequences, one, tmp_path):
     run_distributed(_fit_shared, tmp_path, model, sequences)
     start = plain_model(model)
@@ -133,7 +135,8 @@ def test_two_processes_train_like_one(model, sequences, one, tmp_path):
             for name in SHOWN:
                 before = start.get_parameter(name).detach()
                 updates = [each["weights"][name] - before for each in (found, one.result)]
-                assert relative_error(*updates) < 1e-3, (strategy, rank, name)
+                # Both weights are rounded to float32, and the update is small.
+                assert relative_error(*updates) < 2e-3, (strategy, rank, name)
 
 
 @torch.no_grad()
@@ -141,6 +144,7 @@ def logits(network, ids):
     return network.eval()(input_ids=ids.unsqueeze(0)).logits[0]
 
 
+@pytest.mark.long
 def test_the_exported_model_has_the_logits_of_the_trained_one(model, one, sequences):
     exported, ids = plain_model(one.export), sequences[0]
     trained = logits(one.module.backbone.model, ids)
@@ -165,7 +169,7 @@ def config(model, license_text, tmp_path):
             "context_length": 32,
             "stride": 16,
             "dtype": "float32",
-            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.001}},
+            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.005}},
         },
         "data": {
             "class_path": "datamodules.TextDataModule",
@@ -190,9 +194,9 @@ def config(model, license_text, tmp_path):
     }
 
 
-def check_killed(config, folder):
+def check_killed(config, folder, **options):
     """Two runs, of which one is killed and goes on, have the same batches, losses and last checkpoint; return that."""
-    test_resume.compare(config, folder, kills=1, workers={"undisturbed": 0, "killed": 0}, distinct=15)
+    test_resume.compare(config, folder, kills=1, workers={"undisturbed": 0, "killed": 0}, distinct=15, **options)
     files = [test_resume.last_checkpoint(folder / name) for name in ("undisturbed", "killed")]
     first, second = (torch.load(file, weights_only=True) for file in files)
     assert first["global_step"] == second["global_step"] == 10
@@ -215,11 +219,8 @@ def test_adapters_are_trained_bit_for_bit_after_a_kill_and_merged(config, model,
             assert product.norm() > 0
             network.get_parameter(target).data += ADAPTERS["lora_alpha"] / ADAPTERS["r"] * product
     torch.testing.assert_close(logits(merged, sequences[0]), logits(network, sequences[0]), rtol=1e-4, atol=1e-4)
-    targets = sequences[0][1:]
-    loss_before, loss_after = (
-        torch.nn.functional.cross_entropy(each[:-1], targets) for each in (before, logits(merged, sequences[0]))
-    )
-    assert loss_after < loss_before, "it has learned its training text"
+    losses = [F.cross_entropy(each[:-1], sequences[0][1:]) for each in (before, logits(merged, sequences[0]))]
+    assert losses[1] < 0.95 * losses[0], "it has learned its training text"
     text = "Items\n\n2019"
     assert load_tokenizer(str(tmp_path / "merged"))(text)["input_ids"] == load_tokenizer(str(model))(text)["input_ids"]
 
@@ -227,7 +228,7 @@ def test_adapters_are_trained_bit_for_bit_after_a_kill_and_merged(config, model,
 @pytest.mark.long
 def test_all_weights_are_trained_bit_for_bit_after_a_kill(config, sequences, tmp_path, capsys):
     config["model"]["optimizer"]["init_args"]["lr"] = 1e-5
-    file, state = check_killed(config, tmp_path)
+    file, state = check_killed(config, tmp_path, every=2)
     main(["export", str(file), str(tmp_path / "export")])
     capsys.readouterr()
     exported = plain_model(tmp_path / "export")

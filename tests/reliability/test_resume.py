@@ -81,15 +81,15 @@ def train_and_kill(folder, kills, rng):
         sys.exit((folder / "log.txt").read_text()[-3000:])
 
 
-def write_config(folder, config, num_workers):
-    """The config of a run that records and saves each step in its own folder."""
+def write_config(folder, config, num_workers, every=1):
+    """The config of a run that records each step in its own folder, and saves every so many."""
     folder.mkdir()
     config = copy.deepcopy(config)
     config["data"]["init_args"]["num_workers"] = num_workers
     save = {
         "dirpath": str(folder),
         "filename": "step{step}",
-        "every_n_train_steps": 1,
+        "every_n_train_steps": every,
         "auto_insert_metric_name": False,
     }
     config["trainer"]["default_root_dir"] = str(folder)
@@ -144,10 +144,10 @@ def config(tmp_path, corpus, model_dir):
     }
 
 
-def compare(config, folder, kills, workers=WORKERS, distinct=20):
+def compare(config, folder, kills, workers=WORKERS, *, distinct=20, every=1):
     """Killed runs train on the batches of the undisturbed one, with its losses."""
     for name, num_workers in workers.items():
-        write_config(folder / name, config, num_workers)
+        write_config(folder / name, config, num_workers, every)
     command = [sys.executable, "-m", "tests.reliability.test_resume", str(folder), str(kills)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
