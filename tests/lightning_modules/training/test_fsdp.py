@@ -279,19 +279,19 @@ def _strategy(kind, tensor_parallel=1):
 
 
 @pytest.mark.parametrize(
-    ("trainer", "message"),
+    ("trainer", "named"),
     [
-        (_strategy(FSDPStrategy), r"FSDP1 .*FullyShardedStrategy"),
-        (_strategy(DeepSpeedStrategy), r"DeepSpeed ZeRO is not supported.*FullyShardedStrategy"),
-        (_strategy(ModelParallelStrategy, 4), r"of size 4 in .*set .*FullyShardedStrategy"),
-        (_strategy(FullyShardedStrategy), r"inference_mode: false"),
+        (_strategy(FSDPStrategy), "FSDP1"),
+        (_strategy(DeepSpeedStrategy), "DeepSpeed"),
+        (_strategy(ModelParallelStrategy, 4), "size 4"),
+        (_strategy(FullyShardedStrategy), "inference_mode: false"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(trainer, message):
-    with pytest.raises(ValueError, match=message):
+def test_what_cannot_be_divided_is_refused(trainer, named):
+    with pytest.raises(ValueError, match=named):
         data_parallel_mesh(trainer)
 
 
-def test_quantised_weights_are_refused_before_anything_is_loaded():
-    with pytest.raises(ValueError, match="use DDP"):
+def test_quantized_weights_are_refused_before_anything_is_loaded():
+    with pytest.raises(ValueError, match="`quantization`"):
         load_sharded_backbone(ModelConfig("model", quantization={"load_in_4bit": True}), None, device="cpu")
