@@ -45,10 +45,8 @@ def _use_loopback(trainer: Trainer) -> None:
         return
     wanted = os.environ.get("MASTER_PORT", "0")
     try:
-        if not 0 <= (port := int(wanted)) < 2**16:
-            raise ValueError(wanted)
-        server = socket.create_server((LOOPBACK, port))
-    except (ValueError, OSError) as error:
+        server = socket.create_server((LOOPBACK, int(wanted)))
+    except (ValueError, OverflowError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a port number"
         raise ValueError(
             f"`MASTER_PORT` = {wanted!r} cannot be used: {reason}. Unset it to use any free port, or set another number"

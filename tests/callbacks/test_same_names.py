@@ -29,10 +29,10 @@ def test_two_evaluators(model_dir, evaluator_dir, tmp_path, stage):
     (tmp_path / "spans").mkdir()
     first = ExternalEvaluator(str(evaluator_dir), context_length=48, stride=16)
     second = OwnEvaluator(key_spans=str(tmp_path / "spans"))
-    with pytest.raises(ValueError, match=r"2 `ExternalEvaluator` callbacks .* give each another `name`, got \[None"):
+    with pytest.raises(ValueError, match="`ExternalEvaluator`"):
         check(model_dir, tmp_path, first, second, stage=stage)
     first.name = second.name = "same"
-    with pytest.raises(ValueError, match=r"got \['same', 'same'\]"):
+    with pytest.raises(ValueError, match="'same', 'same'"):
         check(model_dir, tmp_path, first, second, stage=stage)
 
 
@@ -42,17 +42,17 @@ def test_two_evaluators(model_dir, evaluator_dir, tmp_path, stage):
         (
             lambda: LongContextTasks([GUESS], [48]),
             lambda: LongContextTasks([SEVERAL], [48], every_n_steps=2),
-            r"2 `LongContextTasks` callbacks \(.*Guess and .*Several\) log under the same names \(tasks/seconds",
+            "`LongContextTasks`.*Guess and .*Several.*tasks/seconds",
         ),
         (
             lambda: LongContextTasks(["hellaswag"]),
             lambda: LongContextTasks(["piqa", "arc_easy"], every_n_steps=2),
-            r"2 `LongContextTasks` callbacks \(hellaswag and piqa, arc_easy\) log under the same names \(tasks/seconds",
+            "`LongContextTasks`.*hellaswag and piqa, arc_easy.*tasks/seconds",
         ),
         (
             lambda: KeyTokenInspector(documents=1),
             lambda: KeyTokenInspector(documents=["a"]),
-            r"2 `KeyTokenInspector` callbacks \(1 and \['a'\]\) log under the same names \(val/power_law",
+            "`KeyTokenInspector`.*1 and .*'a'.*val/power_law",
         ),
     ],
 )

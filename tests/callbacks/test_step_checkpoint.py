@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 from callbacks import StepCheckpoint
 from lightning_modules.training.checkpoints.sharded import CheckpointError
+from tests.support.trainers import quiet_trainer
 
 BATCHES, ACCUMULATE = 7, 3  # the last step of an epoch has one batch
 
@@ -50,9 +51,8 @@ class Numbers:
 
 
 def fit(module, steps, callback, checkpoint=None, **options):
-    silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    settings = {"accumulate_grad_batches": ACCUMULATE, "num_sanity_val_steps": 0, **silent, **options}
-    trainer = Trainer(max_steps=steps, callbacks=[callback], **settings)
+    settings = {"accumulate_grad_batches": ACCUMULATE, "num_sanity_val_steps": 0, "enable_checkpointing": True}
+    trainer = quiet_trainer(callback.dirpath, callback, max_steps=steps, **settings | options)
     trainer.fit(module, Numbers(), DataLoader(range(BATCHES)), ckpt_path=checkpoint)
     return trainer
 
@@ -184,11 +184,11 @@ def test_nothing_is_saved_before_the_first_step_of_a_resumed_run(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options", [{}, {"every_n_train_steps": 1}])
 def test_a_validation_in_the_middle_of_a_step_is_saved_when_the_step_is_complete(tmp_path, options):
-    silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     for callback in (StepCheckpoint, ModelCheckpoint):
         folder = tmp_path / callback.__name__
         save = callback(folder, filename="{step}", monitor="weight", save_top_k=-1, **options)
-        trainer = Trainer(max_steps=6, accumulate_grad_batches=3, val_check_interval=2, callbacks=[save], **silent)
+        settings = {"accumulate_grad_batches": 3, "val_check_interval": 2, "enable_checkpointing": True}
+        trainer = quiet_trainer(folder, save, max_steps=6, **settings)
         trainer.fit(Line(), DataLoader(range(BATCHES)), DataLoader(range(2)))
         saved = [batches_done(torch.load(path)["loops"]["fit_loop"]) for path in sorted(folder.iterdir())]
         assert saved, "validation metrics lead to checkpoints"

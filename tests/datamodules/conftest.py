@@ -36,6 +36,12 @@ def wide_tokenizer(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def numbered_tokenizer(tmp_path_factory):
+    """Like ``word_tokenizer`` with the words ``w0`` 9, ``w1`` 10, .. ``w199``; no end-of-text token."""
+    return _saved(word_backend(words=200), tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
 def bos_eos_tokenizer(tmp_path_factory):
     """Like ``word_tokenizer``; its special tokens are ``h`` (8) before and ``<eos>`` (0) behind a text."""
     backend = word_backend()

@@ -3,7 +3,6 @@ import gzip
 import http.server
 import json
 import threading
-from types import SimpleNamespace
 
 import fsspec
 import jsonargparse
@@ -16,6 +15,7 @@ from lightning import LightningDataModule
 
 from datamodules import TextDataModule
 from datamodules.sources.hub import HubDataset
+from tests.support.trainers import seen_trainer
 
 TEXTS = ["a b c d", "e f g", "h"]
 
@@ -73,18 +73,8 @@ def test_files_on_the_web(kind, web, word_tokenizer):
     write_corpus(folder, kind)
     source = TextDataModule(word_tokenizer, train=f"{address}/x{kind}").source("train")
     assert [document.text for document in source] == TEXTS
-    assert (
-        TextDataModule(word_tokenizer, train=f"{address}/x{kind}").source("train").fingerprint() == source.fingerprint()
-    )
-
-
-def ready(module, stage="fit"):
-    module.trainer = SimpleNamespace(
-        global_rank=0, world_size=1, distributed_sampler_kwargs=None, state=SimpleNamespace(fn=stage)
-    )
-    module.prepare_data()
-    module.setup(stage)
-    return module
+    again = TextDataModule(word_tokenizer, train=f"{address}/x{kind}").source("train")
+    assert again.fingerprint() == source.fingerprint()
 
 
 @pytest.mark.filterwarnings("ignore:The server of these .* reports neither checksums")
@@ -93,7 +83,10 @@ def test_training_and_validation_end_to_end(tmp_path, word_tokenizer):
     write(f"memory:/{tmp_path}/val.jsonl", json_lines(["g h"]))
     paths = {"train": f"memory:/{tmp_path}/train", "validation": f"memory:/{tmp_path}/*.jsonl"}
     options = {"name_field": "id", "sequence_length": 3, "cache_dir": str(tmp_path / "cache")}
-    module = ready(TextDataModule(word_tokenizer, **paths, **options))
+    module = TextDataModule(word_tokenizer, **paths, **options)
+    module.trainer = seen_trainer()
+    module.prepare_data()
+    module.setup("fit")
     rows = sorted(batch["input_ids"][0].tolist() for batch in module.train_dataloader())
     assert rows == [[1, 2, 3], [4, 0, 5], [6, 7, 0]]
     assert [(batch["names"], batch["text"]) for batch in module.val_dataloader()] == [(["n0"], ["g h"])]
@@ -119,26 +112,34 @@ def test_hub_datasets_and_what_is_asked_of_them(word_tokenizer):
     assert held_out.source("validation").source == HubDataset("owner/name", "train")
 
 
-def test_what_makes_no_sense_is_refused(tmp_path, word_tokenizer):
-    module = functools.partial(TextDataModule, word_tokenizer)
-    (tmp_path / "x.jsonl").touch()
-    with pytest.raises(ValueError, match="`holdout` must be at least 3"):
-        module(train=str(tmp_path / "x.jsonl"), holdout=2).source("train")
-    (tmp_path / "x.jsonl").unlink()
-    for more in ({"validation": "y"}, {"test": "y"}, {"train": None}):
-        with pytest.raises(ValueError, match="set `train`, and remove"):
-            module(**{"train": "x", "holdout": 5, **more})
-    with pytest.raises(ValueError, match="no validation documents: set `validation`, or a `holdout`"):
-        module(train="x").source("validation")
-    assert module(validation="x").source("train") is None
-    write_corpus(tmp_path, ".txt")
-    with pytest.raises(ValueError, match=r"`where` = \('a', 'b'\) needs documents with fields"):
-        module(train=str(tmp_path), where=("a", "b")).source("train")
-    write_corpus(tmp_path, ".jsonl")
-    with pytest.raises(ValueError, match=r"different kinds, such as 0\.txt and x\.jsonl"):
-        module(train=str(tmp_path)).source("train")
-    with pytest.raises(FileNotFoundError, match="not a local file or folder"):
-        module(train=str(tmp_path / "none.jsonl")).source("train").fingerprint()
+@pytest.mark.parametrize(
+    ("options", "error", "named"),
+    [
+        ({"train": "{}/x.jsonl", "holdout": 2}, ValueError, "`holdout`"),
+        ({"train": "x", "holdout": 5, "validation": "y"}, ValueError, "`holdout`"),
+        ({"train": "x", "holdout": 5, "test": "y"}, ValueError, "`holdout`"),
+        ({"train": None, "holdout": 5}, ValueError, "`holdout`"),
+        ({"train": "{}/*.txt", "where": ("a", "b")}, ValueError, "`where`"),
+        ({"train": "{}"}, ValueError, "x.jsonl"),
+        ({"train": "{}/none.jsonl"}, FileNotFoundError, "none.jsonl"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path, word_tokenizer, options, error, named):
+    for kind in (".txt", ".jsonl"):  # of which a source can have one
+        write_corpus(tmp_path, kind)
+
+    def refused(train, **options):
+        train = train and train.format(tmp_path)
+        TextDataModule(word_tokenizer, train=train, **options).source("train").fingerprint()
+
+    with pytest.raises(error, match=named):
+        refused(**options)
+
+
+def test_a_module_has_the_documents_that_were_named(word_tokenizer):
+    assert TextDataModule(word_tokenizer, validation="x").source("train") is None
+    with pytest.raises(ValueError, match="`validation`"):
+        TextDataModule(word_tokenizer, train="x").source("validation")
 
 
 def test_yaml():

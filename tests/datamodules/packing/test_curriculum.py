@@ -7,6 +7,7 @@ from datamodules import RecallDataModule
 from datamodules.packing.curriculum import LengthCurriculum, cut_rows
 from datamodules.packing.sequences import collate_rows, make_row
 from lightning_modules.batch import IGNORE_INDEX
+from tests.support.trainers import Recorder, quiet_trainer
 
 
 def slow_cut(row, ends, length):
@@ -37,50 +38,16 @@ def test_pieces_equal_a_slow_reference(length, seed):
         tokens = rng.integers(1, 99, size)
         rows.append(make_row(tokens, np.array(ends)))
         expected += slow_cut(tokens.tolist(), ends, length)
-    cut = cut_rows(collate_rows(rows), length)
+    batch = collate_rows(rows)
+    before = batch["labels"].clone()
+    cut = cut_rows(batch, length)
+    assert torch.equal(batch["labels"], before), "the batch is left alone"
     keys = ("input_ids", "labels", "position_ids")
     found = zip(*(cut[key].tolist() for key in keys), cut["document_boundaries"], strict=True)
     assert list(found) == expected
 
 
-def test_no_token_is_lost_or_doubled_and_the_batch_is_left_alone():
-    batch = collate_rows([make_row(np.arange(8), np.array([3, 8])), make_row(np.arange(8, 16), np.array([8]))])
-    before = batch["labels"].clone()
-    assert cut_rows(batch, 4)["input_ids"].flatten().tolist() == list(range(16))
-    assert torch.equal(batch["labels"], before)
-
-
-class Recorder(lightning.LightningModule):
-    """Write down the shapes of batches."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.shapes = []
-
-    def training_step(self, batch, batch_idx):
-        self.shapes.append(tuple(batch["input_ids"].shape))
-        return self.weight * batch["input_ids"].sum()
-
-    def validation_step(self, batch, batch_idx):
-        assert batch["input_ids"].shape == (1, 12)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-def shapes_trained_on(folder, checkpoint=None, accumulate=1, share=0.5, **limits):
-    trainer = lightning.Trainer(
-        **limits,
-        accelerator="cpu",
-        accumulate_grad_batches=accumulate,
-        use_distributed_sampler=False,
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
+def shapes_trained_on(folder, checkpoint=None, share=0.5, **settings):
     data = RecallDataModule(
         train_documents=5,  # rows, and batches in an epoch
         sequence_length=12,
@@ -88,10 +55,12 @@ def shapes_trained_on(folder, checkpoint=None, accumulate=1, share=0.5, **limits
         cache_dir=str(folder),
         curriculum=LengthCurriculum(sequence_length=4, share=share),
     )
-    recorder = Recorder()
+    recorder = Recorder(lambda batch: tuple(batch["input_ids"].shape))
+    trainer = quiet_trainer(folder, num_sanity_val_steps=0, **settings)
     trainer.fit(recorder, data, ckpt_path=checkpoint)
     trainer.save_checkpoint(folder / "last.ckpt")
-    return recorder.shapes
+    assert all(batch["input_ids"].shape == (1, 12) for batch in data.val_dataloader())
+    return recorder.seen
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -102,7 +71,7 @@ def shapes_trained_on(folder, checkpoint=None, accumulate=1, share=0.5, **limits
         ({"max_steps": 7, "share": 0.8}, 6, 1),
         ({"max_epochs": 2}, 5, 5),
         ({"max_epochs": 4, "max_steps": 6}, 3, 3),
-        ({"max_steps": 4, "accumulate": 2}, 4, 3),  # the last of an epoch's three steps has one batch
+        ({"max_steps": 4, "accumulate_grad_batches": 2}, 4, 3),  # the last of an epoch's three steps has one batch
     ],
 )
 def test_rows_are_short_in_the_first_share_of_the_steps(tmp_path, options, short, long):
@@ -112,19 +81,19 @@ def test_rows_are_short_in_the_first_share_of_the_steps(tmp_path, options, short
 @pytest.mark.filterwarnings("ignore")
 def test_a_resumed_run_has_the_switch_of_its_own_length_and_warns_of_it(tmp_path):
     shapes_trained_on(tmp_path, max_steps=4)
-    with pytest.warns(UserWarning, match="after step 3; when the checkpoint was saved, it ended after step 2"):
+    with pytest.warns(UserWarning, match="step 3.*step 2"):
         assert shapes_trained_on(tmp_path, checkpoint=tmp_path / "last.ckpt", max_steps=6) == [(1, 12)] * 2
 
 
 def test_what_makes_no_sense_is_refused():
     endless = RecallDataModule(sequence_length=12, curriculum=LengthCurriculum(sequence_length=4, share=0.5))
     endless.trainer = lightning.Trainer(max_epochs=-1, accelerator="cpu", logger=False)
-    with pytest.raises(ValueError, match=r"set `trainer\.max_steps` or `max_epochs`"):
+    with pytest.raises(ValueError, match=r"`trainer\.max_steps`"):
         endless.check_trainer()
     for share in (1.0, 1.5):
-        with pytest.raises(ValueError, match="between 0 and 1"):
+        with pytest.raises(ValueError, match=r"`curriculum\.share`"):
             LengthCurriculum(sequence_length=4, share=share)
     for length in (4, 6, 2):
-        with pytest.raises(ValueError, match="must divide `sequence_length`"):
+        with pytest.raises(ValueError, match=r"`curriculum\.sequence_length`"):
             LengthCurriculum(sequence_length=4, share=0.5).check(length)
     LengthCurriculum(sequence_length=4, share=0.5).check(8)

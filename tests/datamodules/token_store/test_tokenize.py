@@ -66,11 +66,6 @@ def test_an_error_of_the_tokenizer_stops_the_reading():
     assert len(pulled) <= 8
 
 
-def test_text_bytes_are_those_of_utf_8(byte_tokenizer):
-    encoder = Encoder(load_tokenizer(byte_tokenizer), add_special_tokens=False)
-    assert encoder([Document("1", "naïve"), Document("2", "🙂")]).text_bytes == 6 + 4
-
-
 PROMPTS = [
     ("the cat ", "sat on the mat"),  # a token " sat" would cross the border
     ("the cat", " sat on the mat"),
@@ -79,6 +74,7 @@ PROMPTS = [
     ("", "the cat"),
     ("\n\n", "\n\n the"),
     ("the c", "at"),
+    *(("Call me Ishmael. the cat"[:end], "Call me Ishmael. the cat"[end:]) for end in range(1, 24)),
 ]
 
 
@@ -95,21 +91,5 @@ def test_the_prompt_is_the_tokens_that_end_in_it(kind, request):
     assert found.prompt_lengths.tolist() == expected
     plain = encoder([Document("", prompt + response) for prompt, response in PROMPTS])
     assert np.array_equal(found.tokens, plain.tokens)
+    assert found.text_bytes == sum(len((prompt + response).encode()) for prompt, response in PROMPTS)
     assert not plain.prompt_lengths.any()
-
-
-def test_a_token_across_the_border_belongs_to_the_response(byte_tokenizer):
-    tokenizer, text = load_tokenizer(byte_tokenizer), "Call me Ishmael. the cat sat on the mat"
-    encoder = Encoder(tokenizer, add_special_tokens=False)
-    tokens = encoder([Document("", text)]).tokens[:-1].tolist()
-    ends = [len(tokenizer.decode(tokens[: count + 1])) for count in range(len(tokens))]
-    batch = encoder([Document("", text, prompt_end) for prompt_end in range(1, len(text) + 1)])
-    assert batch.prompt_lengths.tolist() == [sum(e <= prompt for e in ends) for prompt in range(1, len(text) + 1)]
-    assert len(ends) < len(text) - 10  # there are tokens to fall into
-
-
-def test_special_tokens_in_front_and_the_end_of_the_text(bos_eos_tokenizer):
-    encoder = Encoder(load_tokenizer(bos_eos_tokenizer), add_special_tokens=True)
-    batch = encoder([Document("", "a b c", 3), Document("", "a b c", 5), Document("", "a b c")])
-    assert batch.tokens.tolist() == [8, 1, 2, 3, 0] * 3
-    assert batch.prompt_lengths.tolist() == [3, 5, 0]

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from lightning_modules.training.random_states import RandomStates, random_states, set_random_states
+from lightning_modules.training.random_states import RandomStates, random_states
 
 
 def after(batches):
@@ -23,17 +23,24 @@ def through_a_file(path, content):
     return torch.load(path, weights_only=True)
 
 
-def test_draws_repeat_after_a_way_through_a_file(tmp_path):
+def test_checkpoints_hold_the_states_of_the_last_whole_step(tmp_path, caplog):
     np.random.randn()  # leaves the second of a pair
     random.gauss(0, 1)
-    states = through_a_file(tmp_path / "a", random_states())
+    callback = RandomStates()
+    callback.on_train_batch_end(after(2))
     expected = draws()
+    callback.on_train_batch_end(after(3))
+    state = through_a_file(tmp_path / "a", callback.state_dict())
     torch.manual_seed(9)
     np.random.seed(9)
     random.seed(9)
     assert draws() != expected
-    set_random_states(states)
+    resumed = RandomStates()
+    resumed.load_state_dict(state)
+    resumed.on_train_batch_start(None)
     assert draws() == expected
+    RandomStates().load_state_dict({"states": [random_states()] * 3})
+    assert "3 processes" in caplog.text
 
 
 def test_an_evaluation_changes_no_draw_of_training(tmp_path):
@@ -54,21 +61,3 @@ def test_an_evaluation_changes_no_draw_of_training(tmp_path):
 
     assert batches(evaluation) == batches(lambda callback: None)
     assert batches(lambda callback: torch.rand(5)) != batches(lambda callback: None)
-
-
-def test_checkpoints_hold_the_states_of_the_last_whole_step(tmp_path):
-    torch.manual_seed(3)
-    callback = RandomStates()
-    callback.on_train_batch_end(after(2))
-    expected = draws()
-    callback.on_train_batch_end(after(3))
-    state = through_a_file(tmp_path / "a", callback.state_dict())
-    resumed = RandomStates()
-    resumed.load_state_dict(state)
-    resumed.on_train_batch_start(None)
-    assert draws() == expected
-
-
-def test_another_number_of_processes_is_said(tmp_path, caplog):
-    RandomStates().load_state_dict({"states": [random_states()] * 3})
-    assert "from 3 processes, and this run has 1" in caplog.text

@@ -42,44 +42,34 @@ def configs(folder):
 
 def test_a_run_is_recorded_once(tmp_path):
     folder = tmp_path / "run"
-    identity = start(folder)
+    identity = start(folder, config=yaml.safe_dump({"seed_everything": 7}))
     content = (folder / RUN_FILE).read_bytes()
-    assert json.loads(content)["id"] == identity
-    assert json.loads(content)["seed"] == 7
-    assert json.loads(content)["config_sha256"] == hashlib.sha256(b"model: 1\n").hexdigest()
+    record, saved = json.loads(content), (folder / "config.yaml").read_bytes()
+    assert (record["id"], record["seed"]) == (identity, 7)
+    assert record["config_sha256"] == hashlib.sha256(saved).hexdigest()
     last = save(folder, 8, identity)
     assert start(folder, last, "model: 2\n") == start(folder, last, "model: 3\n") == identity
     assert (folder / RUN_FILE).read_bytes() == content
-    assert configs(folder) == {
-        "config.yaml": "model: 1\n",
-        "config-resumed-at-step-8.yaml": "model: 2\n",
-        "config-resumed-at-step-8-2.yaml": "model: 3\n",
-    }
+    resumed = {"config-resumed-at-step-8.yaml": "model: 2\n", "config-resumed-at-step-8-2.yaml": "model: 3\n"}
+    assert configs(folder) == {"config.yaml": saved.decode(), **resumed}
+    assert start(folder, save(tmp_path / "backup", 9, identity)) == identity
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "config.yaml").write_text("mine")
+    assert start(tmp_path / "own") != identity, "two runs have two identities"
+    assert configs(tmp_path / "own") == {"config.yaml": "mine", "config-resumed-at-step-0.yaml": "model: 1\n"}
+    assert read_run(tmp_path / "own")["config"] == "config-resumed-at-step-0.yaml"
 
 
-def test_two_runs_have_two_identities(tmp_path):
-    assert start(tmp_path / "a") != start(tmp_path / "b")
-
-
-def test_a_config_of_the_users_own_is_left_alone(tmp_path):
-    (tmp_path / "config.yaml").write_text("mine")
-    start(tmp_path)
-    assert configs(tmp_path) == {"config.yaml": "mine", "config-resumed-at-step-0.yaml": "model: 1\n"}
-    assert read_run(tmp_path)["config"] == "config-resumed-at-step-0.yaml"
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"{}", b"[]"])
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]"])
 def test_a_damaged_record_is_named(tmp_path, content):
     (tmp_path / RUN_FILE).write_bytes(content)
-    with pytest.raises(ValueError, match=r"run.json' is damaged \(.*delete it"):
+    with pytest.raises(ValueError, match=r"run\.json"):
         start(tmp_path)
 
 
 def test_a_training_from_scratch_does_not_mix_with_an_earlier_one(tmp_path):
     save(tmp_path, 8, start(tmp_path))
-    with pytest.raises(
-        ValueError, match=r"an earlier training \(step-8.ckpt\): resume it with `--ckpt_path .*checkpoints`"
-    ):
+    with pytest.raises(ValueError, match=r"step-8\.ckpt.*`--ckpt_path"):
         start(tmp_path)
     assert list(configs(tmp_path)) == ["config.yaml"]
 
@@ -87,37 +77,21 @@ def test_a_training_from_scratch_does_not_mix_with_an_earlier_one(tmp_path):
 def test_a_checkpoint_of_another_run_is_refused_in_a_run(tmp_path):
     save(tmp_path / "a", 8, start(tmp_path / "a"))
     other = save(tmp_path / "b", 9, start(tmp_path / "b"))
-    with pytest.raises(ValueError, match="checkpoints of 2 runs"):
-        start(tmp_path / "a", other)
-    old = save(tmp_path / "old", 9)
-    with pytest.raises(ValueError, match=r"contains other checkpoints than '.*old"):
-        start(tmp_path / "a", old)
+    for checkpoint, named in ((other, "2 runs"), (save(tmp_path / "old", 9), "old")):
+        with pytest.raises(ValueError, match=named):
+            start(tmp_path / "a", checkpoint)
     assert start(tmp_path / "c", other) != read_run(tmp_path / "b")["id"], "a new run"
-
-
-def test_a_backup_of_a_run_resumes_it(tmp_path):
-    identity = start(tmp_path / "a")
-    save(tmp_path / "a", 8, identity)
-    assert start(tmp_path / "a", save(tmp_path / "backup", 9, identity)) == identity
 
 
 def test_going_back_is_refused_while_later_checkpoints_would_win(tmp_path):
     identity = start(tmp_path)
     early, late = save(tmp_path, 8, identity), save(tmp_path, 12, identity)
-    with pytest.raises(
-        ValueError, match=r"goes back to step 8, but '.*step-12.ckpt' of step 12 would still be the newest"
-    ):
+    with pytest.raises(ValueError, match=r"`ckpt_path`.* step 8.*step-12\.ckpt"):
         start(tmp_path, early, named=True)
+    start(tmp_path, early)  # the newest good one is known, and damage that the record does not show is passed over
     late.write_bytes(late.read_bytes()[:-50])
     start(tmp_path, early, named=True)
     assert "config-resumed-at-step-8.yaml" in configs(tmp_path)
-
-
-def test_damage_that_the_record_does_not_show_is_passed_over(tmp_path):
-    """The newest good one is known by then; the process that loads it compares its content."""
-    identity = start(tmp_path)
-    early, _ = save(tmp_path, 8, identity), save(tmp_path, 12, identity)
-    start(tmp_path, early)
 
 
 def test_checkpoints_kept_elsewhere_stay_with_their_run(tmp_path):
@@ -219,9 +193,3 @@ def test_what_killed_processes_have_left_is_removed(tmp_path):
     (folder / ".building-step-9.ckpt@here-xyz").touch()
     start(tmp_path)
     assert not folder.exists(), "empty"
-
-
-def test_a_saved_config_can_be_compared_with_its_hash(tmp_path):
-    start(tmp_path, config=yaml.safe_dump({"seed_everything": 7}))
-    saved = (tmp_path / "config.yaml").read_bytes()
-    assert read_run(tmp_path)["config_sha256"] == hashlib.sha256(saved).hexdigest()

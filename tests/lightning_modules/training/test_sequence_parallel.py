@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -31,7 +30,7 @@ from lightning_modules.training.sequence_parallel import (
 )
 from tests.conftest import make_text, tiny_config, tiny_model
 from tests.support.distributed import run_distributed
-from tests.support.runs import logged_values
+from tests.support.runs import assert_same, logged_values, whole
 
 # One of the books is too short for a key token.
 pytestmark = pytest.mark.filterwarnings("ignore:1 of 5 val documents have no key token")
@@ -47,7 +46,7 @@ VARIANTS = {
     },
 }
 VARIANTS["sliding window"] = {**VARIANTS["longce"], "short_context": "sliding_window", "sink_tokens": 2}
-RUNS = [("ddp", "longce"), ("ddp", "sliding window"), ("ddp", "cross entropy"), ("fsdp", "lora")]
+RUNS = [("ddp", "longce"), ("fsdp", "lora")]
 STRATEGIES = {"ddp": UlyssesStrategy, "fsdp": FullyShardedUlyssesStrategy}
 
 
@@ -134,16 +133,11 @@ def seen_tokens(module):
     return widths
 
 
-def whole(tensor):
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
-
-
 def other_rows(group):
     """What is said of processes that share a row and were given different ones."""
     tokens = torch.full((1, 4), group.rank)
     batch = PackedBatch(input_ids=tokens, labels=tokens, position_ids=tokens, document_boundaries=[[0, 4]])
-    with pytest.raises(ValueError, match=r"but got different ones: .*distributed_sampler_kwargs") as error:
+    with pytest.raises(ValueError, match="distributed_sampler_kwargs") as error:
         group.check_same_batch(batch)
     group.check_same_batch(batch | {"input_ids": torch.zeros(1, 4)})
     return str(error.value)
@@ -155,10 +149,10 @@ def looks_elsewhere(setup, group):
     group.check_backbone(backbone)
     assert backbone.decoder.layers[0].self_attn.num_key_value_groups == 4, "passes that are not shared would use it"
     backbone.decoder.layers[0].mlp.register_forward_hook(lambda _, __, output: output.cumsum(1))
-    with pytest.raises(ValueError, match=r"change by .* nats .* without `sequence_parallel_size`") as error:
+    with pytest.raises(ValueError, match="`sequence_parallel_size`") as error:
         group.check_backbone(backbone)
     backbone.base_model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="with 'eager' attention: it needs"):
+    with pytest.raises(ValueError, match="'eager'"):
         group.check_backbone(backbone)
     return str(error.value)
 
@@ -205,11 +199,6 @@ def one(setup, root):
     return functools.cache(lambda variant, accumulated=2: train(setup, root / "one", variant, accumulated=accumulated))
 
 
-def assert_same(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9, equal_nan=True)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "variant"), RUNS)
 def test_losses_weights_and_metrics_are_those_of_whole_rows(two, one, strategy, variant):
     expected, widths = one(variant)
@@ -220,7 +209,6 @@ def test_losses_weights_and_metrics_are_those_of_whole_rows(two, one, strategy, 
         assert_same(results[strategy, variant], expected)
 
 
-@pytest.mark.slow
 def test_what_cannot_be_shared_is_refused_by_all_processes(two):
     assert two[0]["messages"] == two[1]["messages"]
 
@@ -228,11 +216,12 @@ def test_what_cannot_be_shared_is_refused_by_all_processes(two):
 @pytest.mark.slow
 def test_two_groups_of_two_processes(setup, one, tmp_path):
     pytest.importorskip("deepspeed")
-    runs = [("ddp", "longce"), ("fsdp", "longce"), ("fsdp", "lora")]
+    same = [("ddp", "longce"), ("fsdp", "longce"), ("ddp", "sliding window"), ("ddp", "cross entropy")]
+    runs = [*same, ("fsdp", "lora")]
     run_distributed(_train, setup, tmp_path, runs, 1, world_size=4)
     for rank in range(4):
         results = torch.load(tmp_path / f"rank {rank}.pt")
-        for strategy, variant in runs[:2]:  # the groups draw other windows than a single process does
+        for strategy, variant in same:  # the groups draw other windows than a single process does
             assert_same(results[strategy, variant], one(variant)[0])
         assert results["fsdp", "lora"]["losses"].isfinite().all()
 
@@ -258,38 +247,35 @@ def test_parts_are_the_tokens_and_what_they_predict():
 
 
 @pytest.mark.parametrize(
-    ("size", "settings", "attention", "message"),
+    ("size", "settings", "attention", "named"),
     [
-        (3, {}, "auto", "3 must divide the model's 4 attention heads"),
-        (8, {}, "auto", "8 must divide the model's 4 attention heads"),
-        (4, {"num_attention_heads": 24, "num_key_value_heads": 6}, "auto", "its 6 key-value heads"),
-        (2, {}, "flash_attention_2", "not 'flash_attention_2': set `attn_implementation: sdpa`"),
-        (2, {"architecture": "mistral", "sliding_window": 64}, "auto", "a sliding window of 64"),
-        (2, {"architecture": "gemma3_text"}, "auto", "this model has sliding_attention"),
+        (3, {}, "auto", "= 3 must divide"),
+        (8, {}, "auto", "= 8 must divide"),
+        (4, {"num_attention_heads": 24, "num_key_value_heads": 6}, "auto", "6 key-value heads"),
+        (2, {}, "flash_attention_2", "`sdpa`"),
+        (2, {"architecture": "mistral", "sliding_window": 64}, "auto", "sliding window of 64"),
+        (2, {"architecture": "gemma3_text"}, "auto", "sliding_attention"),
+        (2, {"rope_parameters": {"rope_type": "rerope", "rope_theta": 1e4}}, "auto", "'rerope'"),
     ],
 )
-def test_models_whose_rows_cannot_be_shared(size, settings, attention, message):
+def test_models_whose_rows_cannot_be_shared(size, settings, attention, named):
     config = tiny_config(**({"hidden_size": 48} | settings))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=named):
         check_sequence_parallelism(config, size, attention)
     check_sequence_parallelism(config, 1, attention)
 
 
 def test_models_whose_rows_can_be_shared(tmp_path):
     for size, heads, key_heads in [(2, 4, 2), (4, 4, 2), (4, 8, 8), (8, 8, 1)]:
-        check_sequence_parallelism(
-            tiny_config(num_attention_heads=heads, num_key_value_heads=key_heads, hidden_size=64), size
-        )
+        config = tiny_config(num_attention_heads=heads, num_key_value_heads=key_heads, hidden_size=64)
+        check_sequence_parallelism(config, size)
     tiny_config("qwen2").save_pretrained(tmp_path)
     check_sequence_parallelism(load_config(ModelConfig(str(tmp_path), context_extension=EABF)), 2)
-    pattern = {"method": "rerope", "original_length": 4096, "target_length": 8192}
-    with pytest.raises(ValueError, match="attention pattern 'rerope'"):
-        check_sequence_parallelism(load_config(ModelConfig(str(tmp_path), context_extension=pattern)), 2)
 
 
 def test_groups_need_their_processes():
     check_processes(4, 8)
-    with pytest.raises(ValueError, match="= 4 must divide the number of processes, 6"):
+    with pytest.raises(ValueError, match="`sequence_parallel_size` = 4"):
         check_processes(4, 6)
 
 
@@ -298,7 +284,7 @@ def test_each_process_has_rows_of_its_own_without_it(monkeypatch):
     assert sequence_parallel_size(trainer) == 1
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     trainer.strategy = UlyssesStrategy(sequence_parallel_size=2)
-    with pytest.raises(ValueError, match="needs the deepspeed package: pip install"):
+    with pytest.raises(ValueError, match="deepspeed"):
         sequence_parallel_size(trainer)
 
 
@@ -306,7 +292,7 @@ def test_a_mask_of_a_part_is_refused():
     backbone = Backbone(tiny_model())
     backbone.base_model.set_attn_implementation(register_document_attention())
     assert AttentionInterface()["sdpa"] is not None
-    with pytest.raises(ValueError, match="needs an attention mask: set `sequence_parallel_size: 1`"):
+    with pytest.raises(ValueError, match="`sequence_parallel_size: 1`"):
         backbone.decoder(
             input_ids=torch.zeros(1, 4, dtype=torch.long),
             attention_mask=torch.tensor([[0, 1, 1, 1]]),

@@ -1,7 +1,4 @@
-import multiprocessing
 import os
-import signal
-import time
 
 import pytest
 
@@ -13,15 +10,6 @@ from lightning_modules.utilities.files import (
     writable_folder,
     write_atomically,
 )
-
-
-def test_the_folder_appears_whole(tmp_path):
-    with atomic_folder(tmp_path / "target") as folder:
-        (folder / "file").write_text("content")
-        assert not (tmp_path / "target").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["target"]
-    assert (tmp_path / "target" / "file").read_text() == "content"
-    assert (tmp_path / "target").stat().st_mode & 0o777 == 0o755
 
 
 @pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700), (0, 0o666, 0o777)])
@@ -53,44 +41,22 @@ def test_who_publishes_first_wins(tmp_path):
         (late / "file").write_text("late")
         with atomic_folder(tmp_path / "target") as early:
             (early / "file").write_text("early")
+            assert not (tmp_path / "target").exists(), "it appears whole"
     assert (tmp_path / "target" / "file").read_text() == "early"
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
-
-
-def test_a_folder_is_removed_with_all_that_is_in_it(tmp_path):
-    for content in ([], ["one", "two"]):
-        (tmp_path / "target").mkdir()
-        for name in content:
-            (tmp_path / "target" / name).touch()
-        remove_folder(tmp_path / "target")
-        assert list(tmp_path.iterdir()) == []
-
-
-def _fill_and_wait(target):
-    with atomic_folder(target) as folder:
-        (folder / "file").write_text("half")
-        time.sleep(60)
-
-
-def test_a_killed_process_leaves_only_litter(tmp_path):
-    process = multiprocessing.get_context("fork").Process(target=_fill_and_wait, args=(tmp_path / "target",))
-    process.start()
-    while not list(tmp_path.glob(".building-*/file")):
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert [path.name[:10] for path in tmp_path.iterdir()] == [".building-"]
+    remove_folder(tmp_path / "target")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_names_the_remedy(tmp_path):
     with pytest.raises(OSError) as error, atomic_folder(tmp_path / "target"):  # noqa: PT011 - the note is checked below
         raise OSError(28, "No space left on device")
-    assert "set `cache_dir` or $LONGCE_CACHE to another disk" in error.value.__notes__[0]
+    assert "`cache_dir`" in error.value.__notes__[0]
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"Cannot write to the folder .*/file/cache .* Set `cache_dir`"):
+    with pytest.raises(ValueError, match="`cache_dir`"):
         writable_folder(tmp_path / "file" / "cache")
 
 

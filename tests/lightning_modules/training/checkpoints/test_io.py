@@ -62,54 +62,39 @@ def test_a_changed_byte_is_harmless_or_found(tmp_path):
     assert torch.load(path, weights_only=True)["weight"][0] != 0, "torch itself does not look"
 
 
-def test_every_cut_is_found(tmp_path):
-    path = save(tmp_path / "a.ckpt", {"weight": torch.arange(40.0)})
-    whole = path.read_bytes()
-    for length in range(0, len(whole), 7):
-        path.write_bytes(whole[:length])
-        os.utime(path, ns=(length, length))
-        with pytest.raises(ValueError, match="is truncated"):
-            check_checkpoint(path)
-
-
 def test_a_damaged_file_is_refused_with_the_newest_good_one_beside_it(tmp_path):
     save(tmp_path / "step-1.ckpt", age=30)
     save(tmp_path / "step-2.ckpt", age=20)
     save(tmp_path / "weights-3.ckpt", {"state_dict": {}}, age=10)
     last = save(tmp_path / "step-3.ckpt")
     assert newest_checkpoint(tmp_path) == last
-    last.write_bytes(last.read_bytes()[:-2000])
-    for refusing in (check_checkpoint, CheckedCheckpointIO().load_checkpoint):
-        with pytest.raises(
-            ValueError, match=r"step-3.ckpt' is truncated.* newest intact one in its folder is .*step-2.ckpt"
-        ):
-            refusing(last)
-    with pytest.raises(ValueError, match=r"'.*none.ckpt' does not exist. The newest intact"):
+    whole = last.read_bytes()
+    for length in (0, 7, len(whole) // 2, len(whole) - 2000, len(whole) - 1):
+        last.write_bytes(whole[:length])
+        for refusing in (check_checkpoint, check_integrity, CheckedCheckpointIO().load_checkpoint):
+            with pytest.raises(ValueError, match=r"`ckpt_path`.*step-3\.ckpt.*step-2\.ckpt"):
+                refusing(last)
+    with pytest.raises(ValueError, match=r"none\.ckpt"):
         check_checkpoint(tmp_path / "none.ckpt")
 
 
 def test_the_newest_that_is_good_is_chosen_and_the_log_says_what_was_passed_over(tmp_path, caplog):
     assert newest_checkpoint(tmp_path) is None
-    good = save(tmp_path / "checkpoints" / "step-9.ckpt", age=30)
-    torn = save(tmp_path / "checkpoints" / "step-10.ckpt")
-    torn.write_bytes(b"PK")
-    os.utime(torn, (time.time() - 20,) * 2)
-    (tmp_path / "checkpoints" / "last.ckpt").symlink_to("step-10.ckpt")
-    (tmp_path / "checkpoints" / "step-11.ckpt").mkdir()  # what a sharded strategy has begun
+    folder = tmp_path / "checkpoints"
+    good = save(folder / "step-9.ckpt", age=30)
+    save(folder / "step-10.ckpt").write_bytes(b"PK")
+    (folder / "last.ckpt").symlink_to("step-10.ckpt")
+    (folder / "step-11.ckpt").mkdir()  # what a sharded strategy has begun
     assert newest_checkpoint(tmp_path) == good
-    assert [record.getMessage().split("/")[-1].split(":")[0] for record in caplog.records] == [
-        "step-11.ckpt",
-        "step-10.ckpt",
-    ]
-    index = pickle.dumps(Metadata(state_dict_metadata={}, storage_data={}))
-    (tmp_path / "checkpoints" / "step-11.ckpt" / ".metadata").write_bytes(index)
+    skipped = [record.getMessage().split("/")[-1].split(":")[0] for record in caplog.records]
+    assert skipped == ["step-11.ckpt", "step-10.ckpt"]
+    (folder / "step-11.ckpt").rmdir()
+    sharded(folder / "step-11.ckpt")
+    assert newest_checkpoint(tmp_path) == folder / "step-11.ckpt"
+    (folder / "step-11.ckpt" / "meta.pt").unlink()
     assert newest_checkpoint(tmp_path) == good, "without what is not divided"
-    torch.save({}, tmp_path / "checkpoints" / "step-11.ckpt" / "meta.pt")
-    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-11.ckpt"
     good.unlink()
-    (tmp_path / "checkpoints" / "step-11.ckpt" / ".metadata").unlink()
-    caplog.clear()
-    with pytest.raises(ValueError, match=r"No checkpoint in .* can be used: step-11.ckpt is not a complete sharded"):
+    with pytest.raises(ValueError, match=r"step-11\.ckpt.*step-10\.ckpt"):
         newest_checkpoint(tmp_path)
 
 
@@ -122,12 +107,8 @@ def sharded(path):
 
 
 def test_a_sharded_checkpoint_names_the_strategy_that_loads_it(tmp_path):
-    whole = sharded(tmp_path / "step-1.ckpt")
-    with pytest.raises(ValueError, match=r"is a sharded checkpoint: set `trainer.strategy`"):
-        CheckedCheckpointIO().load_checkpoint(whole)
-    (whole / "meta.pt").unlink()
-    with pytest.raises(ValueError, match="is not a complete sharded checkpoint"):
-        CheckedCheckpointIO().load_checkpoint(whole)
+    with pytest.raises(ValueError, match=r"`trainer\.strategy`"):
+        CheckedCheckpointIO().load_checkpoint(sharded(tmp_path / "step-1.ckpt"))
 
 
 def test_files_folders_and_links_are_removed(tmp_path):
@@ -142,6 +123,8 @@ def test_files_folders_and_links_are_removed(tmp_path):
 def test_what_is_no_file_is_no_checkpoint(tmp_path):
     assert find_damage(Path("/dev/zero")) == "is not a file"
     assert find_damage(Path("a\0b")) == "does not exist"
+    with pytest.raises(ValueError, match="web"):
+        CheckedCheckpointIO().load_checkpoint("https://example.org/a.ckpt")
 
 
 def test_weights_alone_are_evaluated_and_not_trained_on(tmp_path):
@@ -149,10 +132,9 @@ def test_weights_alone_are_evaluated_and_not_trained_on(tmp_path):
     weights = save(tmp_path / "step-2.ckpt", {"state_dict": {}})
     check_checkpoint(weights)
     check_checkpoint(whole, resume=True)
-    with pytest.raises(ValueError, match=r"`x` '.*step-2.ckpt' contains weights only"):
+    with pytest.raises(ValueError, match=r"`x`.*step-2\.ckpt"):
         check_checkpoint(weights, "x", resume=True)
     assert newest_checkpoint(tmp_path, resume=False) == weights
-    assert newest_checkpoint(tmp_path) == whole
     save(tmp_path / "step-3.ckpt", {"optimizer_states": []})
     assert newest_checkpoint(tmp_path) == whole, "no weights"
 
@@ -169,37 +151,49 @@ def test_content_is_compared_when_it_is_loaded_and_not_before(tmp_path):
     check_checkpoint(flipped)
     assert newest_checkpoint(tmp_path) == flipped
     for refusing in (check_integrity, CheckedCheckpointIO().load_checkpoint):
-        with pytest.raises(
-            ValueError, match=r"is damaged: the checksum of '.*' in it is wrong. .*intact .*step-1.ckpt"
-        ):
+        with pytest.raises(ValueError, match=r"checksum.*step-1\.ckpt"):
             refusing(flipped)
     check_integrity(good)
-    (torn := tmp_path / "step-3.ckpt").write_bytes(b"PK")
-    for refusing in (check_checkpoint, check_integrity):
-        with pytest.raises(ValueError, match=r"is truncated.*in its folder is .*step-1.ckpt"):
-            refusing(torn)
 
 
-@pytest.mark.parametrize("content", [3, {}, {"state_dict": 1}])
-def test_only_checkpoints_with_weights_are_accepted(tmp_path, content):
-    torch.save(content, tmp_path / "a.ckpt")
-    with pytest.raises(ValueError, match=r"`x` '.*a.ckpt' was not written by `longce fit`"):
-        check_checkpoint(tmp_path / "a.ckpt", "x")
-    torch.save({"state_dict": {}}, tmp_path / "a.ckpt")
-    check_checkpoint(tmp_path / "a.ckpt")
-
-
-def test_an_archive_of_others_is_refused(tmp_path):
-    with zipfile.ZipFile(tmp_path / "a.ckpt", "w") as archive:
+def others_archive(path):
+    with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a", "b")
-    flip_tensor_bit(save(tmp_path / "b.ckpt"))
-    with pytest.raises(ValueError, match=r"cannot be loaded .* Use another one."):
-        check_checkpoint(tmp_path / "a.ckpt")
-    (tmp_path / "b.ckpt").unlink()
-    with pytest.raises(ValueError, match="cannot be loaded"):
-        CheckedCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")
-    with pytest.raises(ValueError, match=r"a.ckpt cannot be loaded"):
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: torch.save(3, path),
+        lambda path: torch.save({}, path),
+        lambda path: torch.save({"state_dict": 1}, path),
+        others_archive,
+        lambda path: torch.save({"optimizer_states": Evil(f"{path}.ran")}, path),
+        lambda path: path.write_bytes(pickle.dumps(Evil(f"{path}.ran"))),
+    ],
+)
+def test_only_checkpoints_with_weights_are_accepted_and_no_code_runs(tmp_path, monkeypatch, write):
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    write(tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match=r"`x` '.*a\.ckpt'"):
+        check_checkpoint(tmp_path / "a.ckpt", "x")
+    with pytest.raises(ValueError, match=r"a\.ckpt"):
         newest_checkpoint(tmp_path)
+    if write is others_archive:
+        with pytest.raises(ValueError, match=r"`ckpt_path`.*a\.ckpt"):
+            CheckedCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def test_code_runs_only_where_that_is_asked_for(tmp_path):
+    path = tmp_path / "a.ckpt"
+    torch.save({"x": Evil(str(tmp_path / "ran"))}, path)
+    for asked in (None, True):
+        with pytest.raises(ValueError, match="code"):
+            CheckedCheckpointIO().load_checkpoint(path, weights_only=asked)
+    assert not (tmp_path / "ran").exists()
+    CheckedCheckpointIO().load_checkpoint(path, weights_only=False)
+    assert (tmp_path / "ran").exists()
 
 
 def test_what_is_saved_can_be_checked_whatever_torch_was_told(tmp_path):
@@ -210,17 +204,8 @@ def test_what_is_saved_can_be_checked_whatever_torch_was_told(tmp_path):
         torch.serialization.set_crc32_options(True)
     check_integrity(path)
     flip_tensor_bit(path)
-    with pytest.raises(ValueError, match="the checksum of"):
+    with pytest.raises(ValueError, match="checksum"):
         check_integrity(path)
-
-
-def test_what_no_disk_is_to_blame_for_is_raised_as_it_is(tmp_path, monkeypatch):
-    def failing(*_):
-        raise RuntimeError("not the disk")
-
-    monkeypatch.setattr(torch, "save", failing)
-    with pytest.raises(RuntimeError, match="not the disk"):
-        CheckedCheckpointIO().save_checkpoint(STATE, tmp_path / "a.ckpt")
 
 
 def test_addresses_and_options_are_lightnings(tmp_path, monkeypatch):
@@ -247,17 +232,6 @@ def memory():
     return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) << 10
 
 
-def test_code_runs_only_where_that_is_asked_for(tmp_path):
-    path = tmp_path / "a.ckpt"
-    torch.save({"x": Evil(str(tmp_path / "ran"))}, path)
-    for asked in (None, True):
-        with pytest.raises(ValueError, match="contains code and must not be loaded"):
-            CheckedCheckpointIO().load_checkpoint(path, weights_only=asked)
-    assert not (tmp_path / "ran").exists()
-    CheckedCheckpointIO().load_checkpoint(path, weights_only=False)
-    assert (tmp_path / "ran").exists()
-
-
 def test_only_unfinished_checkpoints_are_removed(tmp_path):
     (tmp_path / f"{files.BUILDING}a.ckpt@here-1").touch()
     sharded(tmp_path / f"{files.BUILDING}b.ckpt@elsewhere-2")
@@ -267,37 +241,25 @@ def test_only_unfinished_checkpoints_are_removed(tmp_path):
     assert sorted(tmp_path.iterdir()) == sorted(kept)
 
 
-def test_no_code_of_a_checkpoint_runs(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    path = tmp_path / "a.ckpt"
-    torch.save({"optimizer_states": Evil(str(tmp_path / "ran"))}, path)
-    with pytest.raises(ValueError, match="must not be loaded"):
-        CheckedCheckpointIO().load_checkpoint(path)
-    with pytest.raises(ValueError, match="can be used"):
-        newest_checkpoint(tmp_path)
-    path.write_bytes(pickle.dumps(Evil(str(tmp_path / "ran"))))
-    with pytest.raises(ValueError, match="truncated or not a checkpoint"):
-        CheckedCheckpointIO().load_checkpoint(path)
-    with pytest.raises(ValueError, match="not loaded from the web"):
-        CheckedCheckpointIO().load_checkpoint("https://example.org/a.ckpt")
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("fails", ["fsync", "write"])
+@pytest.mark.parametrize("fails", ["fsync", "write", "torch"])
 def test_a_full_disk_leaves_the_old_checkpoint_and_says_what_to_do(tmp_path, monkeypatch, fails):
     path = save(tmp_path / "a.ckpt")
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    def no_fault_of_the_disk(*_):
+        raise RuntimeError("torch")
+
     if fails == "fsync":
         monkeypatch.setattr(files.os, "fsync", full)
+    elif fails == "torch":
+        monkeypatch.setattr(torch, "save", no_fault_of_the_disk)
     else:
         stream = type("Stream", (io.BytesIO,), {"write": full, "fileno": lambda self: 0})
         monkeypatch.setattr(files.os, "fdopen", lambda descriptor, mode: os.close(descriptor) or stream())
-    with pytest.raises(
-        CheckpointError, match=r"a.ckpt could not be written \(No space left on device\).*free some space"
-    ):
+    error, named = (RuntimeError, "torch") if fails == "torch" else (CheckpointError, r"a\.ckpt.*No space left")
+    with pytest.raises(error, match=named):
         CheckedCheckpointIO().save_checkpoint({"other": 1}, path)
     monkeypatch.undo()
     assert same(CheckedCheckpointIO().load_checkpoint(path), STATE)
@@ -332,11 +294,9 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
 
 def load_damaged(rank, world_size, whole, damaged, folder):
     assert same(CheckedCheckpointIO().load_checkpoint(whole), STATE)
-    with pytest.raises(
-        ValueError, match=r"is damaged: the checksum of .* is wrong.*intact one in its folder is .*whole.ckpt"
-    ):
+    with pytest.raises(ValueError, match=r"checksum.*whole\.ckpt"):
         CheckedCheckpointIO().load_checkpoint(damaged)
-    with pytest.raises(ValueError, match=r"is damaged: the checksum of 'meta.pt' in it is wrong"):
+    with pytest.raises(ValueError, match=r"'meta\.pt'"):
         check_integrity(folder)
 
 

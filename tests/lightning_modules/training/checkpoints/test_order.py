@@ -27,24 +27,13 @@ def save_sharded(path, step, *, time):
     return path
 
 
-def test_the_largest_step_is_the_newest_whatever_the_times(tmp_path):
-    newest = save(tmp_path / "checkpoints" / "step-100.ckpt", 100, time=10)
-    save(tmp_path / "checkpoints" / "step-20.ckpt", 20, time=4e9)  # a clock that was ahead
-    save(tmp_path / "checkpoints" / "step-9.ckpt", 9, time=5)
-    assert newest_checkpoint(tmp_path) == newest
-
-
-def test_sharded_checkpoints_are_ordered_by_step_as_well(tmp_path):
+def test_the_largest_step_is_the_newest_whatever_the_times_and_names(tmp_path):
     save_sharded(tmp_path / "a.ckpt", 8, time=20)
     save_sharded(tmp_path / "b.ckpt", 12, time=10)
-    save(tmp_path / "step-10.ckpt", 10, time=30)
-    assert [one.step for one in find_checkpoints(tmp_path)] == [12, 10, 8]
-
-
-def test_a_checkpoint_is_what_it_records_not_what_it_is_named(tmp_path):
-    save(tmp_path / "step-99.ckpt", 3)
-    newest = save(tmp_path / "best loss.ckpt", 4)
-    assert newest_checkpoint(tmp_path) == newest
+    save(tmp_path / "step-99.ckpt", 10, time=4e9)  # a clock that was ahead
+    save(tmp_path / "checkpoints" / "step-9.ckpt", 100, time=5)
+    assert [one.step for one in find_checkpoints(tmp_path)] == [100, 12, 10, 8]
+    assert newest_checkpoint(tmp_path).name == "step-9.ckpt"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +57,7 @@ def test_checkpoints_of_two_runs_in_a_folder_are_refused(tmp_path):
     save(tmp_path / "step-2.ckpt", 2, None)  # of an earlier version
     assert newest_checkpoint(tmp_path).name == "step-3.ckpt"
     save(tmp_path / "step-4.ckpt", 4, "b")
-    with pytest.raises(ValueError, match=r"checkpoints of 2 runs \(step-3.ckpt of run a, step-4.ckpt of run b\)"):
+    with pytest.raises(ValueError, match=r"step-3\.ckpt of run a.*step-4\.ckpt of run b"):
         newest_checkpoint(tmp_path)
 
 

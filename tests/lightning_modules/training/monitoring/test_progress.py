@@ -11,6 +11,7 @@ from datamodules import RecallDataModule
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.training.monitoring.progress import StepProgress
 from tests.support.bars import Bar, replace_bars
+from tests.support.trainers import quiet_trainer
 
 TINY = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
 TINY |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 1024}
@@ -22,21 +23,10 @@ def bars(monkeypatch):
 
 
 def fit(root, checkpoint=None, **options):
-    trainer = Trainer(
-        accelerator="cpu",
-        callbacks=[StepProgress()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-        default_root_dir=root,
-        **options,
-    )
+    trainer = quiet_trainer(root, StepProgress(), num_sanity_val_steps=0, enable_progress_bar=True, **options)
     torch.manual_seed(0)
-    data = RecallDataModule(
-        sequence_length=64, train_documents=12, validation_documents=3, cache_dir=str(root / "cache")
-    )
+    documents = {"train_documents": 12, "validation_documents": 3, "test_documents": 3}
+    data = RecallDataModule(sequence_length=64, cache_dir=str(root / "cache"), **documents)
     trainer.fit(LongContextLM(model_config=TINY, context_length=16, stride=16), data, ckpt_path=checkpoint)
     return trainer
 
@@ -58,13 +48,6 @@ def test_steps_are_those_of_the_optimizer_with_accumulation_and_after_a_resume(b
     assert bars[0].lines[0] == "step 2/5  40%"
     assert any(re.fullmatch(LINE.format("4/5", 80) + r"  \d+ s left", line) for line in bars[0].lines)
     assert re.fullmatch(LINE.format("5/5", 100), bars[0].lines[-1])
-
-
-def test_the_total_is_known_of_epochs_as_well(bars, tmp_path):
-    fit(tmp_path, max_epochs=2, accumulate_grad_batches=5, limit_val_batches=0)  # 12 batches, the last step has two
-    (steps,) = bars
-    assert steps.seen == [1, 2, 3, 4, 5, 6, "closed"]
-    assert steps.lines[-1].startswith("step 6/6  100%")
 
 
 @pytest.mark.parametrize(
@@ -101,16 +84,12 @@ def test_the_time_left_has_a_fitting_unit(seconds, expected):
     assert progress._describe_rest(seconds) == f"{expected} left"
 
 
-def test_predictions_are_counted(bars, tmp_path):
-    data = RecallDataModule(
-        sequence_length=64,
-        train_documents=4,
-        test_documents=3,
-        validation_documents=1,
-        cache_dir=str(tmp_path / "cache"),
-    )
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
-    trainer = Trainer(accelerator="cpu", callbacks=[StepProgress()], use_distributed_sampler=False, **quiet)
-    trainer.predict(LongContextLM(model_config=TINY, context_length=16, stride=16), data)
+def test_epochs_and_predictions_are_counted(bars, tmp_path):
+    trainer = fit(tmp_path, max_epochs=2, accumulate_grad_batches=5, limit_val_batches=0)  # the last step has two
+    (steps,) = bars
+    assert steps.seen == [1, 2, 3, 4, 5, 6, "closed"]
+    assert steps.lines[-1].startswith("step 6/6  100%")
+    bars.clear()
+    trainer.predict(trainer.lightning_module, trainer.datamodule, return_predictions=False)
     (bar,) = bars
     assert (bar.name, bar.total, bar.seen) == ("prediction", 3, [1, 2, 3, "closed"])
