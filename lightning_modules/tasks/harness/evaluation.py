@@ -27,7 +27,7 @@ from lightning_modules.tasks.evaluation.evaluation import complete_settings
 from lightning_modules.tasks.evaluation.lm_eval_results import Parts, date_id
 from lightning_modules.tasks.harness.intervals import group_intervals, task_intervals
 from lightning_modules.tasks.harness.model import HarnessModel
-from lightning_modules.tasks.harness.tasks import SETS, load_tasks, seed
+from lightning_modules.tasks.harness.tasks import SETS, Metric, load_tasks, seed
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.utilities.plain_json import plain, write_json
 from lightning_modules.visualization.report import Table, as_text_table
@@ -35,7 +35,6 @@ from lightning_modules.visualization.report import Table, as_text_table
 log = logging.getLogger(__name__)
 
 _OF_TASKS = ("results", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
-_PARTS = (*_OF_TASKS, "group_subtasks", "groups")
 """Tables of the harness's results that have an entry for each task."""
 
 
@@ -88,33 +87,37 @@ class HarnessEvaluation:
 
         In the file, ``intervals`` are 95% intervals of tasks, groups and sets.
         """
-        found = {name: self.results.read(name, file) for name, file in self.loaded.files.items()}
-        tasks = {name: result for name, result in found.items() if result is not None}
-        parts: dict[str, dict[str, Any]] = {name: {} for name in _PARTS}
-        for result in tasks.values():
-            for name, by_task in result.pop("lm_eval", {}).items():
-                parts[name] |= by_task
+        tasks: dict[str, dict[str, Any]] = {}
+        metrics: dict[str, Any] = {}
+        intervals: dict[str, Any] = {}
+        parts: dict[str, dict[str, Any]] = {name: {} for name in (*_OF_TASKS, "group_subtasks", "groups")}
+        for name, file in self.loaded.files.items():
+            result = self.results.read(name, file)
+            if result is None:
+                continue
+            for part, by_task in result.pop("lm_eval", {}).items():
+                parts[part] |= by_task
+            tasks[name], metrics[name], intervals[name] = result, result["metrics"], result.get("intervals", {})
         groups = aggregate(self.loaded.groups, tasks)
-        metrics = {**{name: entry["metrics"] for name, entry in tasks.items()}, **groups}
-        intervals = {name: entry.get("intervals", {}) for name, entry in tasks.items()}
-        intervals |= {name: group_intervals(self.loaded.groups[name], tasks) for name in groups}
-        scores, of_sets = set_scores(self.words, metrics, intervals)
-        result = {
+        for name in groups:
+            metrics[name], intervals[name] = groups[name], group_intervals(self.loaded.groups[name], tasks)
+        scores, set_intervals = set_scores(self.words, metrics, intervals)
+        content = {
             "model": self.config.model,
             "scores": scores,
             "tasks": tasks,
             "groups": groups,
-            "intervals": intervals | of_sets,
+            "intervals": intervals | set_intervals,
             "settings": self.results.settings,
         }
-        write_json(self.results.folder / "harness.json", result)
+        write_json(self.results.folder / "harness.json", content)
         for name, group in self.loaded.groups.items():
             parts["group_subtasks"][name] = group.child_names
             if name in groups:
                 entry = {"name": name, "alias": group.alias or name, **groups[name]}
                 parts["results"][name] = parts["groups"][name] = entry
                 parts["versions"][name] = group.version
-        return table(result), {name: part for name, part in parts.items() if part or name != "groups"}
+        return table(content), {name: part for name, part in parts.items() if part or name != "groups"}
 
 
 def evaluate_task(model: HarnessModel, name: str, task: Task, *, bootstrap_iters: int = 0) -> dict[str, Any]:
@@ -124,6 +127,8 @@ def evaluate_task(model: HarnessModel, name: str, task: Task, *, bootstrap_iters
     task's ``metrics`` as the harness returns them, by name and filter, their ``intervals``, ``lm_eval`` with all
     results in the harness's schema, and ``samples`` if they are logged.
     """
+    # `evaluate` and not `simple_evaluate`, which returns None in every process but the first of a machine: all of them
+    # log the metrics.
     config, before, started = model.task_config, model.truncated, time.perf_counter()
     with isolate_rng(), torch.no_grad():
         seed()
@@ -172,15 +177,23 @@ def set_scores(
     """Return the scores in percent of all sets among the words whose metrics are all known, and their intervals."""
     known: dict[str, float] = {}
     ends: dict[str, Interval] = {}
+
+    def look_up(part: Metric | str, scores: Mapping[str, Any], by_task: Mapping[str, Mapping[str, Any]]) -> Any:
+        """Return another score of the set, or a metric of a task; None if it is not known."""
+        if isinstance(part, str):
+            return scores.get(part)
+        task, metric = part
+        return by_task.get(task, {}).get(metric)
+
     for word in words:
-        for name, parts in SETS[word].scores.items() if word in SETS else ():
-            values = [known.get(p) if isinstance(p, str) else metrics.get(p[0], {}).get(p[1]) for p in parts]
-            numbers = [value for value in values if isinstance(value, int | float)]
-            if len(numbers) < len(values):
+        scores = SETS[word].scores if word in SETS else {}
+        for name, parts in scores.items():
+            values = [look_up(part, known, metrics) for part in parts]
+            if None in values:
                 continue
-            known[name] = sum(numbers) / len(numbers)
-            own = [ends.get(p) if isinstance(p, str) else intervals.get(p[0], {}).get(p[1]) for p in parts]
-            if (interval := mean_interval(numbers, own)) is not None:
+            known[name] = sum(values) / len(values)
+            interval = mean_interval(values, [look_up(part, ends, intervals) for part in parts])
+            if interval is not None:
                 ends[name] = interval
     percent = {name: (100 * low, 100 * high) for name, (low, high) in ends.items()}
     return {name: 100 * value for name, value in known.items()}, percent
