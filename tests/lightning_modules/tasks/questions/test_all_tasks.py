@@ -60,31 +60,15 @@ def length_of(name):
 
 def read_answer(name, prompt):
     """Answers from the prompt alone, as a perfect model would."""
-    if name.startswith("niah"):
-        queries = re.search(r"What (?:is|are all) the special magic \w+ for (.+) mentioned in the", prompt)[1]
-        keys = re.split(r", and |, ", queries)
-        return ", ".join(
-            v for k in keys for v in re.findall(rf"One of the special magic \w+ for {k} is: (\S+)\.", prompt)
-        )
-    if name == "longeval_lines":
-        key = re.search(r"in line (\S+)\? I need the number", prompt)[1]
-        return f" <{re.search(rf'line {key}: REGISTER_CONTENT is <(.+)>', prompt)[1]}>.\nline x-y: is <7>"
-    if name == "passkey":
-        return f" {re.search('The pass key is (.+?). Remember it', prompt)[1]}. Remember it. 12345"
-    if name == "needle":
-        return " " + re.search(r"The best thing to do in San Francisco is[^.]*\.", prompt)[0]
-    if name == "first_sentence":
-        return f" {prompt.partition('. ')[0]}. And so on, and on."
-    if name == "qa_1":
-        return re.search(rf"The colour of {re.search(r'What colour is (.*)[?]$', prompt)[1]} is (.*)\.", prompt)[1]
-    if name == "qa_2":
-        owner = re.search(r"the bird of (.*)[?]$", prompt)[1]
-        bird = re.search(rf"{owner} keeps (\w+)\.", prompt)[1]
-        return re.search(rf"The colour of {bird} is (.*)\.", prompt)[1]
+    if name in RETRIEVAL:
+        return read_hidden(name.partition("_")[0], prompt)
+    if name.startswith("qa"):
+        subject = re.search(r"What colour is (.*)[?]$", prompt)[1]
+        if name == "qa_2":
+            subject = re.search(rf"{subject.removeprefix('the bird of ')} keeps (\w+)\.", prompt)[1]
+        return re.search(rf"The colour of {subject} is (.*)\.", prompt)[1]
     if name == "nq_open":
         return re.search(rf"Who of {re.search(r'who of (.*)', prompt)[1]} is (.*)\.", prompt)[1]
-    if name.startswith("key_values"):
-        return f' "{json_object(prompt)[re.findall("Key: .(.+).", prompt)[-1]]}"'
     readers = {
         "vt": answerers.track_variables,
         "cwe": answerers.count_words,
@@ -92,6 +76,26 @@ def read_answer(name, prompt):
         "multi_document_qa": answerers.read_lives,
     }
     return readers[name](prompt)
+
+
+def read_hidden(kind, prompt):
+    if kind == "niah":
+        queries = re.search(r"What (?:is|are all) the special magic \w+ for (.+) mentioned in the", prompt)[1]
+        found = [
+            re.findall(rf"One of the special magic \w+ for {key} is: (\S+)\.", prompt)
+            for key in re.split(r", and |, ", queries)
+        ]
+        return ", ".join(value for values in found for value in values)
+    if kind == "longeval":
+        key = re.search(r"in line (\S+)\? I need the number", prompt)[1]
+        return f" <{re.search(rf'line {key}: REGISTER_CONTENT is <(.+)>', prompt)[1]}>.\nline x-y: is <7>"
+    if kind == "passkey":
+        return f" {re.search('The pass key is (.+?). Remember it', prompt)[1]}. Remember it. 12345"
+    if kind == "needle":
+        return " " + re.search(r"The best thing to do in San Francisco is[^.]*\.", prompt)[0]
+    if kind == "first":
+        return f" {prompt.partition('. ')[0]}. And so on, and on."
+    return f' "{json_object(prompt)[re.findall("Key: .(.+).", prompt)[-1]]}"'
 
 
 def json_object(prompt):
