@@ -132,7 +132,7 @@ def test_results_of_other_settings_or_texts_are_refused(guessing_dir, tmp_path):
     (essays / "a.txt").write_text("ba ce. Di fo gu. Ka le.")
     run(guessing_dir, tmp_path / "out", haystack=str(essays))
     run(guessing_dir, tmp_path / "out", haystack=str(essays.rename(moved)))
-    with pytest.raises(ValueError, match="mode = 'teacher_forced'.*'generate'"):
+    with pytest.raises(ValueError, match=r"mode = 'teacher_forced'.*'generate'"):
         run(guessing_dir, tmp_path / "out", haystack=str(moved), mode="generate")
     (moved / "a.txt").write_text("ba ce. Di fo gu. Ka mi.")
     with pytest.raises(ValueError, match="haystack = "):
