@@ -1,5 +1,6 @@
 """Tasks while a model is trained: what is logged, when, and that training does not notice."""
 
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -48,8 +49,8 @@ def fit(setup, root, *callbacks, **settings):
     return SimpleNamespace(losses=losses.values, weights=weights, trainer=trainer, module=module)
 
 
-def rounds(monkeypatch):
-    """At which step how many questions were put."""
+def record_rounds(monkeypatch):
+    """The numbers of questions that were asked together, and the mode."""
     seen, put = [], long_context_tasks.put_questions
 
     def watched(backbone, prompter, questions, mode, **options):
@@ -63,18 +64,24 @@ def rounds(monkeypatch):
 
 
 @pytest.mark.slow
-def test_training_does_not_change(setup, tmp_path, monkeypatch):
-    seen = rounds(monkeypatch)
-    plain = fit(setup, tmp_path)
+def test_training_does_not_change(setup, task_dir, tmp_path, monkeypatch):
+    """The harness resets every random generator, and switches the model to eval mode."""
+    seen = record_rounds(monkeypatch)
+    random.seed(5)
+    plain, state = fit(setup, tmp_path), random.getstate()
     assert len(plain.losses) == 4
+    options = {**TASKS, "tasks": [*TASKS["tasks"], "letter"], "include_path": str(task_dir), "limit": 2}
     for tasks in (
-        LongContextTasks(**TASKS, mode="generate", every_n_steps=1, at_start=True),
-        LongContextTasks(**TASKS, mode="teacher_forced"),
+        LongContextTasks(**options, mode="generate", every_n_steps=1, at_start=True),
+        LongContextTasks(**options, mode="teacher_forced"),
     ):
+        random.seed(5)
         watched = fit(setup, tmp_path, tasks)
+        assert random.getstate() == state
         assert watched.losses == plain.losses
         assert torch.equal(watched.weights, plain.weights)
         assert watched.module.backbone.training
+    assert "harness/letter/acc" in watched.trainer.callback_metrics
     assert seen.count((8, "generate")) == 5
     assert seen.count((8, "teacher_forced")) == 2
 
@@ -124,7 +131,7 @@ def test_validation_alone_runs_the_tasks(setup, tmp_path):
 
 
 def test_the_time_of_tasks_is_not_training_time(setup, tmp_path, monkeypatch):
-    seen = rounds(monkeypatch)
+    seen = record_rounds(monkeypatch)
     run = fit(setup, tmp_path, LongContextTasks(**TASKS, every_n_steps=1), limit_val_batches=0)
     assert len(seen) == 4
     assert run.module.costs._started is None  # since the round behind the last step

@@ -23,7 +23,7 @@ from lightning_modules.models.provenance import Provenance
 from lightning_modules.models.tokenization.chat_templates import check_chat_template
 from lightning_modules.statistics import Interval, mean_interval
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
-from lightning_modules.tasks.evaluation.evaluation import complete_settings
+from lightning_modules.tasks.evaluation.evaluation import check_same_settings
 from lightning_modules.tasks.evaluation.lm_eval_results import Parts, date_id
 from lightning_modules.tasks.harness.intervals import group_intervals, task_intervals
 from lightning_modules.tasks.harness.model import HarnessModel
@@ -64,8 +64,7 @@ class HarnessEvaluation:
         # The default, also if it is given explicitly, is null.
         multiturn = None if config.as_multiturn == config.chat_template else config.as_multiturn
         settings |= {"fewshot_as_multiturn": multiturn, "gen_kwargs": config.generation or None}
-        asked = {"dtype": config.dtype, "attention": config.attn_implementation}
-        self.results = Results(config.output_folder, settings, asked)
+        self.results = Results(config.output_folder, settings)
         options: Any = {"include_path": config.include_path, "num_fewshot": config.num_fewshot}
         self.loaded = load_tasks(tasks, **options, done=self.results.read)
 
@@ -211,10 +210,8 @@ class Results:
     Reading a result of other settings, or of another version of the user's task file, raises a ``ValueError``.
     """
 
-    def __init__(
-        self, folder: Path, settings: Mapping[str, Any], asked: Mapping[str, str] = MappingProxyType({})
-    ) -> None:
-        self.folder, self.settings, self.asked = folder, dict(settings), asked
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        self.folder, self.settings = folder, dict(settings)
 
     def write(self, name: str, result: Mapping[str, Any], task_file: str | None = None) -> None:
         """Write the result of a task, and its questions and answers, if any, to a separate file."""
@@ -232,13 +229,7 @@ class Results:
             settings = content.pop("settings")
         except (ValueError, KeyError, AttributeError) as error:
             raise ValueError(f"'{path}' is damaged ({error}): remove it, and the task runs again.") from error
-        known = self._settings_of(task_file)
-        if "identity" not in settings:  # older versions have it under another name
-            settings["identity"] = settings.get("model")
-        settings = complete_settings(settings, known, path, self.asked)
-        if other := [name for name, value in known.items() if settings.get(name) != value]:
-            there = ", ".join(f"{name}={settings.get(name)!r} (now {known[name]!r})" for name in other)
-            raise ValueError(f"'{path}' has other settings: {there}. Restore them, or choose another `output`.")
+        check_same_settings(path, settings, self._settings_of(task_file))
         return dict(content)
 
     def _result_path(self, name: str) -> Path:

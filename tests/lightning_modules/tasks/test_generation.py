@@ -115,6 +115,7 @@ def test_models_without_padding_or_cache_support_are_detected(monkeypatch, caplo
     decoder, forward = backbone.decoder, backbone.decoder.forward
     monkeypatch.setattr(decoder, "forward", lambda *a, **k: forward(*a, **{**k, "attention_mask": None}))
     assert cache_use(backbone) == "alone"
+    assert not caplog.text
     backbone.cache_use = None
     monkeypatch.setattr(decoder, "forward", lambda *a, **k: forward(*a, **{**k, "past_key_values": None}))
     assert cache_use(backbone) == "none"

@@ -86,35 +86,6 @@ def test_other_settings_are_refused_by_name(tmp_path, name):
         ResultStore(tmp_path, {**MODEL_SETTINGS, name: "other"})
 
 
-@pytest.fixture
-def older(tmp_path):
-    """A folder of a version that recorded neither the dtype that was loaded nor the attention."""
-    settings = SETTINGS | {"identity": "a", "tokenizer": "t", "dtype": "auto"}
-    (tmp_path / "settings.json").write_text(json.dumps(settings))
-    (tmp_path / "results-00000-of-00001.jsonl").write_text(json.dumps(vars(GRID[0])) + "\n")
-    return tmp_path
-
-
-def test_a_folder_of_an_older_version_is_completed_with_one_warning(older, caplog):
-    for _ in range(2):
-        store = ResultStore(older, MODEL_SETTINGS)
-        store.append(store.path(0, 1), GRID[1:2])
-    assert len(read_results(older)) == 2
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    with pytest.raises(ValueError, match="attention"):
-        ResultStore(older, MODEL_SETTINGS | {"attention": "eager"})
-
-
-@pytest.mark.parametrize("asked", [{"dtype": "bfloat16"}, {"attention": "eager"}])
-def test_requested_settings_are_not_assumed_of_an_older_version(asked, older):
-    before = (older / "settings.json").read_text()
-    with pytest.raises(ValueError, match=f"have {next(iter(asked))} = "):
-        ResultStore(older, MODEL_SETTINGS | asked, asked)
-    with pytest.raises(ValueError, match="have seed = 0"):  # before anything is written
-        ResultStore(older, MODEL_SETTINGS | asked | {"seed": 1})
-    assert (older / "settings.json").read_text() == before
-
-
 def test_settings_without_results_can_be_replaced(tmp_path):
     first = ResultStore(tmp_path, SETTINGS)
     other = ResultStore(tmp_path, {**SETTINGS, "seed": 1})
