@@ -104,7 +104,7 @@ class Sampler:
         self._random = random.Random(digest)
         # The classes and their order are those of `transformers.generate`.
         self._warpers: list[Any] = []
-        if sampling.temperature not in (0, 1):
+        if sampling.temperature > 0:
             self._warpers.append(warpers.TemperatureLogitsWarper(float(sampling.temperature)))
         if sampling.top_k > 0:
             self._warpers.append(warpers.TopKLogitsWarper(sampling.top_k))

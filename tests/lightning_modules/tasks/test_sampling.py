@@ -2,7 +2,9 @@
 
 import math
 from collections import Counter
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -38,6 +40,16 @@ def test_token_frequencies_match_the_formula(settings):
         assert counts[token] / draws == pytest.approx(probability, abs=4 * math.sqrt(0.25 / draws))
 
 
+@pytest.mark.parametrize("number", [0.0, 0.3, 0.5, 0.9, 1 - 2**-53])
+def test_draws_invert_the_cumulative_distribution_in_float64(number):
+    logits = torch.randn(50_000, generator=torch.Generator().manual_seed(0))
+    sampler = Sampler(Sampling(temperature=1.0), [1])
+    sampler._random = SimpleNamespace(random=lambda: number)
+    probabilities = np.exp(logits.double().numpy())
+    cumulative = np.cumsum(probabilities / probabilities.sum())
+    assert sampler(logits) == min(np.searchsorted(cumulative, number), len(logits) - 1)
+
+
 def test_a_continuation_does_not_depend_on_its_group():
     backbone = Backbone(tiny_model("llama", 50))
     prompts = [[3, 4, 5], [6], [7, 8, 9, 10, 11], [6]]
@@ -51,6 +63,8 @@ def test_a_continuation_does_not_depend_on_its_group():
     assert [ask([prompt])[0] for prompt in prompts[:3]] == together[:3]
     assert ask(prompts[::-1])[::-1][0] == together[0]
     assert make_samplers([Sampling()] * 4, prompts) is None
+    greedy, _ = make_samplers([Sampling(), Sampling(temperature=1.0)], prompts[:2])
+    assert {greedy(torch.tensor(LOGITS)) for _ in range(20)} == {0}
 
 
 def test_gen_kwargs_are_parsed_like_the_harness():
@@ -62,7 +76,7 @@ def test_gen_kwargs_are_parsed_like_the_harness():
         "temperature": 1.0,
         "max_gen_toks": 3,
     }
-    assert parse_gen_kwargs("temperature=0,max_tokens=3") == {"temperature": 0, "max_gen_toks": 3}
+    assert parse_gen_kwargs(" temperature=0,max_tokens=3 ") == {"temperature": 0, "max_gen_toks": 3}
     given = parse_gen_kwargs("temperature=0.8,top_p=0.95 top_k=-1,until=['.', \",\"],max_gen_toks=64")
     expected = {"temperature": 0.8, "top_p": 0.95, "top_k": -1, "until": [".", ","], "max_gen_toks": 64}
     assert given == expected | {"do_sample": True}

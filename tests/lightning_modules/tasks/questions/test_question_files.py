@@ -37,7 +37,7 @@ def test_the_gold_passage_is_found_in_both_formats(tmp_path):
     retrieved["nq_annotated_gold"] = {"title": "Annotated", "chunked_long_answer": "Winner1 it is."}
     for passage in retrieved["ctxs"]:
         del passage["isgold"]
-    (tmp_path / "nq.jsonl").write_text(f"{json.dumps(marked)}\n\n{json.dumps(retrieved)}\n")
+    (tmp_path / "nq.jsonl").write_text(f"{json.dumps(marked)}\n \n{json.dumps(retrieved)}\n")
     first, second = read_nq_open(tmp_path / "nq.jsonl")
     assert first.gold == Passage("Gold 0", "The Dr. Who of 0 is Winner0.")
     assert second.gold == Passage("Annotated", "Winner1 it is.")
@@ -70,7 +70,7 @@ def test_unusable_files_are_refused_by_name(tmp_path, kind, suffix, damage, mess
     path = tmp_path / f"questions.json{suffix}"
     if damage is not None:  # or the file is missing
         path.write_bytes(damage(content(kind).encode()))
-    with pytest.raises(ValueError, match=rf"questions\.json.*{message}"):
+    with pytest.raises(ValueError, match=rf"^'[^']*questions\.json[^']*' .*{message}"):
         READERS[kind](path)
 
 
@@ -81,8 +81,9 @@ def test_files_without_questions_are_refused(tmp_path, kind, empty):
         READERS[kind](tmp_path / "empty.json")
 
 
-def test_a_damaged_line_is_named(tmp_path):
-    (tmp_path / "nq.jsonl").write_text(content("nq_open") + "\n{")
+@pytest.mark.parametrize("line", ["{", json.dumps({**answerers.nq_open_record(0), "answers": [""]})])
+def test_a_damaged_line_is_named(tmp_path, line):
+    (tmp_path / "nq.jsonl").write_text(f"{content('nq_open')}\n{line}")
     with pytest.raises(ValueError, match=r"nq\.jsonl, line 2"):
         read_nq_open(tmp_path / "nq.jsonl")
 
