@@ -4,10 +4,17 @@ Prefill runs one prompt at a time, without padding or a mask. Then the caches of
 length, and the group decodes together, one token per pass. A trial run detects models that do not support this.
 """
 
+# Why not `transformers.generate` (measured with 5.23): it reads a padded batch with a [B, 1, T, T] mask, 1 GiB for each
+# prompt of 32k tokens; it takes unset options from the model's `generation_config` even if it is given one, so that a
+# `repetition_penalty` changes greedy answers; its samples depend on the other prompts of the batch; and with FSDP2,
+# `synced_gpus` counts the passes of one call, so that ranks with different numbers of prompts wait for each other
+# forever.
+
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +40,8 @@ def generate(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int | Sequence[int],
     *,
-    done: Callable[[dict[int, list[int]]], None] | None = None,
-    stopped: Callable[[int, list[int]], bool] | None = None,
+    done: Callable[[dict[int, list[int]]], None] = lambda _: None,
+    stopped: Callable[[int, list[int]], bool] = lambda _, __: False,
     samplers: Sequence[Sampler] | None = None,
 ) -> list[list[int]]:
     """Continue each prompt greedily, as ``transformers.generate(do_sample=False)`` does, or with samplers.
@@ -53,119 +60,114 @@ def generate(
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     if not all(prompts):
         raise ValueError("A prompt is empty: it must have at least one token.")
-    backbone.check_length(max((len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)), default=0))
-    results: list[list[int]] = [[] for _ in prompts]
+    rows = [_Row(number, *row) for number, row in enumerate(zip(prompts, limits, strict=True))]
+    backbone.check_length(max((row.max_length for row in rows), default=0))
     # Rows of a group decode until the last one is done, so group prompts with similar limits and lengths.
-    order = sorted(range(len(prompts)), key=lambda index: (limits[index], len(prompts[index])), reverse=True)
-    with torch.no_grad(), no_autocast_cache(), eval_mode(backbone):
-        decoder = _Decoder(backbone, stopped, samplers)
-        with lockstep(backbone) as run:
-            rows = (_Row(index, prompts[index], limits[index]) for index in order)
-            for group in decoder.continue_rows(run, rows):
-                for number, tokens in group.items():
-                    results[number] = tokens
-                if done is not None:
-                    done(group)
-    return results
+    longest_first = sorted(rows, key=lambda row: (row.limit, len(row.prompt)), reverse=True)
+    with torch.no_grad(), no_autocast_cache(), eval_mode(backbone), lockstep(backbone) as run:
+        decoder = _Decoder(backbone, run, stopped, samplers)
+        for group in decoder.continue_rows(longest_first):
+            done({row.number: row.continuation for row in group})
+    return [row.continuation for row in rows]
 
 
-class _Row(NamedTuple):
+@dataclass
+class _Row:
+    """A prompt and its continuation so far."""
+
     number: int
     prompt: Sequence[int]
     limit: int
+    continuation: list[int] = field(default_factory=list)
+    is_active: bool = True
+
+    @property
+    def max_length(self) -> int:
+        return len(self.prompt) + self.limit
 
 
 class _Decoder:
-    """Decoder with a model in eval mode; the arguments are those of `generate`."""
+    """Decoder with a model in eval mode; the arguments are those of `generate` and `lockstep`."""
 
     def __init__(
         self,
         backbone: Backbone,
-        stopped: Callable[[int, list[int]], bool] | None,
+        run: Callable[..., Any],
+        stopped: Callable[[int, list[int]], bool],
         samplers: Sequence[Sampler] | None,
     ) -> None:
         self.backbone = backbone
+        self.run = run
         self.samplers = samplers
         self.end_tokens = _find_end_tokens(backbone)
         self.stopped = stopped
         self.use = cache_use(backbone)
 
-    def continue_rows(self, run: Callable[..., Any], rows: Iterator[_Row]) -> Iterator[dict[int, list[int]]]:
-        """Yield the continuations of groups of rows, which must be sorted, the longest first."""
-        # 1. A model without a usable cache computes every token from scratch.
-        if self.use == "none":
-            for row in rows:
-                yield {row.number: self._continue_uncached(run, row)}
-            return
+    def continue_rows(self, rows: Sequence[_Row]) -> Iterator[list[_Row]]:
+        """Continue rows, which must be sorted, the longest first; yield each group that is done."""
         room = _cache_bytes(self.backbone.device)
         group: list[_Row] = []
         caches: list[Cache] = []
         first: list[Tensor] = []
         for row in rows:
-            # 2. Decode the group when the next row's cache would not fit.
-            if group and self._is_full(group, caches[0], row, room):
-                yield self._continue_group(run, group, caches, first)
+            # 1. Decode the group when the next row's cache would not fit.
+            if group and self._is_full(group, caches, row, room):
+                self._continue_group(group, caches, torch.cat(first))
+                yield group
                 group, caches, first = [], [], []
-            # 3. Prefill: read the prompt, and keep its cache and the logits of its next token.
-            logits, cache = read_prompt(self.backbone, run, row.prompt)
+            # 2. Prefill: read the prompt, and keep its cache and the logits of its next token.
             group.append(row)
-            caches.append(cache)
-            first.append(logits)
+            if self.use == "none":
+                first.append(_uncached_logits(self.backbone, self.run, row.prompt))
+            else:
+                logits, cache = read_prompt(self.backbone, self.run, row.prompt)
+                caches.append(cache)
+                first.append(logits)
         if group:
-            yield self._continue_group(run, group, caches, first)
+            self._continue_group(group, caches, torch.cat(first))
+            yield group
 
-    def _is_full(self, group: list[_Row], cache: Cache, row: _Row, room: int) -> bool:
+    def _is_full(self, group: list[_Row], caches: list[Cache], row: _Row, room: int) -> bool:
         """Return whether the padded caches of a group leave no memory for another row."""
-        if self.use == "alone" or len(group) == MAX_GROUP:
+        if self.use != "together" or len(group) == MAX_GROUP:
             return True
-        longest = max(len(one.prompt) for one in (*group, row))
-        tokens = longest + max(one.limit for one in (*group, row))
-        return (len(group) + 1) * tokens * _count_bytes(cache) / len(group[0].prompt) > room
+        longest_prompt = max(len(one.prompt) for one in (*group, row))
+        tokens = longest_prompt + max(one.limit for one in (*group, row))
+        bytes_per_token = _count_bytes(caches[0]) / len(group[0].prompt)
+        return (len(group) + 1) * tokens * bytes_per_token > room
 
-    def _continue_group(
-        self, run: Callable[..., Any], group: list[_Row], caches: list[Cache], first: list[Tensor]
-    ) -> dict[int, list[int]]:
-        """Return the continuations of a group after prefill; its caches are consumed."""
-        # 1. Join the caches, and take the first token of each row from the logits of the prefill.
+    def _continue_group(self, group: list[_Row], caches: list[Cache], logits: Tensor) -> None:
+        """Continue a group after prefill, given the ``[B, V]`` logits of its first tokens; its caches are consumed."""
+        cache = _stack_caches(caches) if caches else None
         lengths = [len(row.prompt) for row in group]
-        last = self._choose_tokens(torch.cat(first), group)
-        cache, caches[:] = _stack_caches(caches), []
-        continuations: list[list[int]] = [[] for _ in group]
-        active = set(range(len(group)))
         for step in range(max(row.limit for row in group)):
-            # 2. Append the newest tokens. Finished rows stay in the batch, but their tokens are ignored.
-            for index, token in enumerate(last.tolist()):
-                if index in active and not self._append_token(group[index], continuations[index], token):
-                    active.discard(index)
-            if not active:
-                break
-            # 3. Run the newest token of each row through the model.
-            last = self._choose_tokens(next_logits(self.backbone, run, last, lengths, step, cache), group)
-        return {row.number: tokens for row, tokens in zip(group, continuations, strict=True)}
+            # 1. Append the next token of each row. Finished rows stay in the batch, but their tokens are ignored.
+            last = self._choose_tokens(logits, group)
+            for row, token in zip(group, last.tolist(), strict=True):
+                if row.is_active:
+                    self._append_token(row, token)
+            if not any(row.is_active for row in group):
+                return
+            # 2. Run the newest tokens through the model; without a cache, all tokens of the only row.
+            if cache is None:
+                logits = _uncached_logits(self.backbone, self.run, [*group[0].prompt, *group[0].continuation])
+            else:
+                logits = next_logits(self.backbone, self.run, last, lengths, step, cache)
 
-    def _continue_uncached(self, run: Callable[..., Any], row: _Row) -> list[int]:
-        tokens = torch.tensor([row.prompt], device=self.backbone.device)
-        continuation: list[int] = []
-        while True:
-            token = self._choose_tokens(_uncached_logits(self.backbone, run, tokens), [row])
-            if not self._append_token(row, continuation, int(token)):
-                return continuation
-            tokens = torch.cat([tokens, token[None]], dim=1)
-
-    def _choose_tokens(self, logits: Tensor, rows: Sequence[_Row]) -> Tensor:
+    def _choose_tokens(self, logits: Tensor, group: Sequence[_Row]) -> Tensor:
         """Return the ``[B]`` next tokens of rows, given their ``[B, V]`` logits."""
         if self.samplers is None:
             return logits.argmax(-1)
-        drawn = [self.samplers[row.number](own) for row, own in zip(rows, logits, strict=True)]
+        drawn = [self.samplers[row.number](own) for row, own in zip(group, logits, strict=True)]
         return torch.tensor(drawn, device=logits.device)
 
-    def _append_token(self, row: _Row, continuation: list[int], token: int) -> bool:
-        """Append a token to a continuation, unless it is an end token; return whether to continue."""
+    def _append_token(self, row: _Row, token: int) -> None:
+        """Append a token to a row, unless it is an end token, and mark the row if it is finished."""
         if token in self.end_tokens:
-            return False
-        continuation.append(token)
-        is_stopped = self.stopped is not None and self.stopped(row.number, continuation)
-        return not is_stopped and len(continuation) < row.limit
+            row.is_active = False
+            return
+        row.continuation.append(token)
+        row.is_active = len(row.continuation) < row.limit and not self.stopped(row.number, row.continuation)
 
 
 def read_prompt(backbone: Backbone, run: Callable[..., Any], prompt: Sequence[int]) -> tuple[Tensor, Cache]:
@@ -208,10 +210,11 @@ def _last_logits(
     return backbone.logits(hidden_states[:, -1])
 
 
-def _uncached_logits(backbone: Backbone, run: Callable[..., Any], tokens: Tensor) -> Tensor:
-    """Return ``[1, V]`` logits of the token after ``[1, T]`` tokens."""
-    positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-    return run(backbone.unsharded, lambda: _last_logits(backbone, tokens, positions, None))
+def _uncached_logits(backbone: Backbone, run: Callable[..., Any], tokens: Sequence[int]) -> Tensor:
+    """Return ``[1, V]`` logits of the token after all these tokens."""
+    batch = padded_rows([tokens], backbone.device)
+    backbone.check_batch(batch)
+    return run(backbone.unsharded, lambda: _last_logits(backbone, batch["input_ids"], batch["position_ids"], None))
 
 
 def _stack_caches(caches: list[Cache]) -> Cache:
@@ -261,27 +264,28 @@ def cache_use(backbone: Backbone) -> CacheUse:
 def _try_cache(backbone: Backbone) -> CacheUse:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(backbone.vocabulary_size, (14,), generator=generator).tolist()
-    prompts, last = [tokens[:7], tokens[7:12]], torch.tensor(tokens[12:], device=backbone.device)
+    prompts, last = [tokens[:7], tokens[7:12]], tokens[12:]
     with lockstep(backbone) as run:
-        whole = ([*prompt, token] for prompt, token in zip(prompts, tokens[12:], strict=True))
-        expected = torch.cat([_uncached_logits(backbone, run, last.new_tensor([row])) for row in whole])
+        whole = [[*prompt, token] for prompt, token in zip(prompts, last, strict=True)]
+        expected = torch.cat([_uncached_logits(backbone, run, row) for row in whole]).double()
+
+        def continue_from_caches(group: list[int]) -> Tensor:
+            caches = [read_prompt(backbone, run, prompts[row])[1] for row in group]
+            newest = torch.tensor([last[row] for row in group], device=backbone.device)
+            return next_logits(backbone, run, newest, [len(prompts[row]) for row in group], 0, _stack_caches(caches))
 
         def agrees(groups: list[list[int]]) -> bool:
             try:
-                caches = [read_prompt(backbone, run, prompt)[1] for prompt in prompts]
-                logits = []
-                for group in groups:
-                    lengths, cache = [len(prompts[i]) for i in group], _stack_caches([caches[i] for i in group])
-                    logits.append(next_logits(backbone, run, last[group], lengths, 0, cache))
+                logits = torch.cat([continue_from_caches(group) for group in groups])
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # models without support for a cache or for padding may raise anything
                 log.info("The trial of %s with groups %s failed: %r", type(backbone.base_model).__name__, groups, error)
                 return False
             # In half precision, rounding depends on the shapes; the error of a missing mask or position is far larger.
-            tolerance = 1e-3 if expected.dtype in (torch.float32, torch.float64) else 0.2
-            difference = (torch.cat(logits).double() - expected.double()).abs().max()
-            return bool(difference <= tolerance * expected.double().std().clamp(min=1e-6))
+            tolerance = 1e-3 if logits.dtype in (torch.float32, torch.float64) else 0.2
+            difference = (logits.double() - expected).abs().max()
+            return bool(difference <= tolerance * expected.std().clamp(min=1e-6))
 
         if _can_be_stacked(backbone) and agrees([[0, 1]]):
             return "together"

@@ -1,7 +1,6 @@
 """Random sampling of answers, with the arguments of lm-evaluation-harness (`gen_kwargs`); importable without torch."""
 
 import hashlib
-import math
 import random
 import re
 from collections import Counter
@@ -9,6 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
+from jsonargparse.typing import (
+    ClosedUnitInterval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    restricted_number_type,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +22,15 @@ if TYPE_CHECKING:
 MAX_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the limit of new tokens, by precedence."""
 
-_KNOWN = ("do_sample", "temperature", "top_k", "top_p", "min_p", "seed", "until", *MAX_TOKENS)
+_TYPES: dict[str, Any] = {
+    "temperature": NonNegativeFloat,
+    "top_k": NonNegativeInt,
+    "top_p": restricted_number_type(None, float, [(">", 0), ("<=", 1)]),
+    "min_p": ClosedUnitInterval,
+    "seed": NonNegativeInt,
+    **dict.fromkeys(MAX_TOKENS, PositiveInt),
+}
+_KNOWN = ("do_sample", "until", *_TYPES)
 
 
 class Sampling(NamedTuple):
@@ -35,41 +49,44 @@ def parse_gen_kwargs(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
     The result replaces arguments of tasks, so it has the limit of tokens as ``max_gen_toks``, which takes precedence,
     and ``do_sample`` if a temperature is given: most tasks have ``do_sample: false``, under which it has no effect.
     """
-    if isinstance(given, str) and given.lstrip().startswith("{"):
-        given = dict(yaml.safe_load(given))
     if isinstance(given, str):
-        pairs = [part.partition("=") for part in re.split(r"[,\s]+(?=\w+=)", given.strip())]
-        if not all(name and equals for name, equals, _ in pairs):
-            raise ValueError(f"`gen_kwargs` must be such as 'temperature=0.8,top_p=0.95', got {given!r}.")
-        given = {name: yaml.safe_load(value) for name, _, value in pairs}
-    if unknown := [name for name in given or {} if name not in _KNOWN]:
+        given = _parse_text(given)
+    found = dict(given or {})
+    if unknown := [name for name in found if name not in _KNOWN]:
         raise ValueError(f"`gen_kwargs` has unknown names: {', '.join(unknown)}. There are {', '.join(_KNOWN)}.")
-    sampling, found = read_sampling(given or {}), dict(given or {})
-    if limits := [limit for limit in (found.pop(name, None) for name in MAX_TOKENS) if limit is not None]:
-        found["max_gen_toks"] = limits[0]
-    return found | ({"do_sample": True, "temperature": sampling.temperature} if sampling.temperature else {})
+    temperature = read_sampling(found).temperature
+    limits = [found.pop(name, None) for name in MAX_TOKENS]
+    limit = next((value for value in limits if value is not None), None)
+    if limit is not None:
+        found["max_gen_toks"] = limit
+    return found | ({"do_sample": True, "temperature": temperature} if temperature else {})
+
+
+def _parse_text(text: str) -> dict[str, Any]:
+    if text.lstrip().startswith("{"):
+        return dict(yaml.safe_load(text))
+    pairs = [part.partition("=") for part in re.split(r"[,\s]+(?=\w+=)", text.strip())]
+    if not all(name and equals for name, equals, _ in pairs):
+        raise ValueError(f"`gen_kwargs` must be such as 'temperature=0.8,top_p=0.95', got {text!r}.")
+    return {name: yaml.safe_load(value) for name, _, value in pairs}
 
 
 def read_sampling(arguments: Mapping[str, Any]) -> Sampling:
     """Return how tokens are drawn; as in the harness, a temperature is enough, and `do_sample` alone has one of 1."""
+    given = {name: arguments[name] for name in _TYPES if arguments.get(name) is not None}
     sampled = arguments.get("do_sample")
-    given = {name: arguments[name] for name in Sampling._fields if arguments.get(name) is not None}
-    found = Sampling(
-        **({"temperature": 1.0} if sampled else {}) | given | ({"temperature": 0.0} if sampled is False else {})
-    )
-    found = found._replace(top_k=0) if found.top_k == -1 else found  # as vLLM spells it
-    limits = {name: arguments[name] for name in MAX_TOKENS if arguments.get(name) is not None}
-    ranges = {"temperature": (0, 100), "top_k": (0, None), "top_p": (1e-9, 1), "min_p": (0, 1), "seed": (0, None)}
-    whole = {"top_k", "seed", *limits}
-    for name, value in (found._asdict() | limits).items():
-        low, high = ranges.get(name, (1, None))
-        valid = isinstance(value, int if name in whole else int | float) and not isinstance(value, bool)
-        if not valid or not low <= value <= (math.inf if high is None else high):
-            limit = f"from {low} to {high}" if high is not None else f"{low} or more"
-            raise ValueError(
-                f"`{name}` of a generation must be {'a whole number, ' * (name in whole)}{limit}, got {value!r}."
-            )
-    return found
+    if sampled:
+        given.setdefault("temperature", 1.0)
+    elif sampled is False:
+        given["temperature"] = 0.0
+    if given.get("top_k") == -1:  # as vLLM spells it
+        given["top_k"] = 0
+    for name, value in given.items():
+        try:
+            given[name] = _TYPES[name](value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"`{name}` of a generation: {error}.") from None
+    return Sampling(**{name: given[name] for name in Sampling._fields if name in given})
 
 
 class Sampler:
@@ -86,16 +103,15 @@ class Sampler:
         digest = hashlib.sha256(repr((sampling.seed, repeat, list(prompt))).encode()).digest()
         self._random = random.Random(digest)
         # The classes and their order are those of `transformers.generate`.
-        self._warpers = [
-            warper(value)
-            for warper, value, used in (
-                (warpers.TemperatureLogitsWarper, float(sampling.temperature), sampling.temperature not in (0, 1)),
-                (warpers.TopKLogitsWarper, sampling.top_k, sampling.top_k > 0),
-                (warpers.TopPLogitsWarper, float(sampling.top_p), sampling.top_p < 1),
-                (warpers.MinPLogitsWarper, float(sampling.min_p), sampling.min_p > 0),
-            )
-            if used and sampling.temperature > 0
-        ]
+        self._warpers: list[Any] = []
+        if sampling.temperature > 0:
+            self._warpers.append(warpers.TemperatureLogitsWarper(float(sampling.temperature)))
+        if sampling.top_k > 0:
+            self._warpers.append(warpers.TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            self._warpers.append(warpers.TopPLogitsWarper(float(sampling.top_p)))
+        if sampling.min_p > 0:
+            self._warpers.append(warpers.MinPLogitsWarper(float(sampling.min_p)))
 
     def __call__(self, logits: "Tensor") -> int:
         """Return the next token, given its ``[V]`` logits."""

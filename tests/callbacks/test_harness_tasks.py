@@ -1,9 +1,6 @@
 import json
-import random
 
 import pytest
-import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
@@ -12,38 +9,13 @@ from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
-from lightning_modules.objectives import CrossEntropy
 from lightning_modules.tasks.evaluation.config import TaskConfig
 from lightning_modules.tasks.harness.evaluation import evaluate_task
 from lightning_modules.tasks.harness.model import HarnessModel
 from lightning_modules.tasks.harness.tasks import load_tasks
 from tests.conftest import make_text
-from tests.support.harness_tasks import write_tasks
+from tests.support.runs import make_trainer
 from tests.support.toy_tasks import GUESS
-
-
-@pytest.fixture(scope="module")
-def task_dir(tmp_path_factory):
-    return write_tasks(tmp_path_factory.mktemp("tasks"))
-
-
-@pytest.fixture(autouse=True)
-def _datasets_elsewhere(tmp_path_factory, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
-
-
-def make_trainer(callback, tmp_path, **settings):
-    return Trainer(
-        accelerator="cpu",
-        logger=CSVLogger(tmp_path / str(len(list(tmp_path.iterdir())))),
-        callbacks=[callback],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        log_every_n_steps=1,
-        default_root_dir=tmp_path,
-        **settings,
-    )
 
 
 @pytest.fixture
@@ -53,10 +25,10 @@ def rows(tokenizer):
 
 
 @pytest.mark.parametrize("stage", ["validate", "test"])
-def test_logs_what_the_tasks_give(model_dir, task_dir, tmp_path, rows, stage):
+def test_logged_values_match_the_tasks(model_dir, task_dir, tmp_path, rows, stage):
     tasks = ["both", "rolling", GUESS]
     callback = LongContextTasks(tasks, [48], include_path=str(task_dir), limit=4, log_samples=True)
-    trainer = make_trainer(callback, tmp_path)
+    trainer = make_trainer(tmp_path, 1, "auto", callbacks=[callback], logger=CSVLogger(tmp_path / "logs"))
     (logged,) = getattr(trainer, stage)(LongContextLM(str(model_dir)), rows, verbose=False)
     model = HarnessModel(
         load_backbone(ModelConfig(str(model_dir))), load_tokenizer(str(model_dir)), TaskConfig(limit=4)
@@ -74,46 +46,8 @@ def test_logs_what_the_tasks_give(model_dir, task_dir, tmp_path, rows, stage):
     assert json.loads(lines[0])["arguments"]
 
 
-@pytest.mark.filterwarnings("ignore:The model has dropout")  # to see that the random states are kept
-def test_training_goes_on_as_if_nobody_had_asked(model_dir, task_dir, tmp_path, rows, monkeypatch):
-    steps = []
-    monkeypatch.setattr(
-        LongContextTasks,
-        "_run_tasks",
-        lambda self, trainer, module, ask=LongContextTasks._run_tasks: (
-            steps.append(trainer.global_step) or ask(self, trainer, module)
-        ),
-    )
-
-    def train(callbacks):
-        torch.manual_seed(0)
-        random.seed(5)
-        module = LongContextLM(str(model_dir), CrossEntropy(), model_config={"attention_dropout": 0.5}, dtype="float64")
-        callback = callbacks or LongContextTasks(["letter"], include_path=str(task_dir), every_n_steps=100)
-        trainer = make_trainer(callback, tmp_path, max_steps=4, accumulate_grad_batches=2, max_epochs=2)
-        trainer.fit(module, rows)
-        return module, trainer, (random.random(), float(torch.rand(())))
-
-    asked = LongContextTasks(["letter"], include_path=str(task_dir), every_n_steps=2, limit=2)
-    with_tasks, trainer, states = train(asked)
-    assert steps == [2, 4]
-    assert with_tasks.backbone.training
-    logged = trainer.logger.experiment.metrics_keys
-    assert {"harness/letter/acc", "harness/seconds"} <= set(logged)
-    without, _, expected = train(None)
-    assert steps == [2, 4]
-    assert states == expected
-    for one, other in zip(with_tasks.parameters(), without.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-def test_bad_arguments_are_refused(model_dir, task_dir, tmp_path, rows, monkeypatch):
-    with pytest.raises(ValueError, match="`tasks` must be a non-empty list, got 'letter'"):
-        LongContextTasks("letter")
+def test_missing_data_is_refused_before_the_model_is_loaded(model_dir, task_dir, tmp_path, rows, monkeypatch):
     away = LongContextTasks(["away"], include_path=str(task_dir))
-    monkeypatch.setattr(LongContextLM, "configure_model", None)  # no model is loaded by then
-    with pytest.raises(ValueError, match="The data of the task 'away'"):
-        make_trainer(away, tmp_path).validate(LongContextLM(str(model_dir)), rows)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"Unknown task 'letter'.* need the extra `eval`"):
-        LongContextTasks(["letter"])
+    monkeypatch.setattr(LongContextLM, "configure_model", None)
+    with pytest.raises(ValueError, match="'away'"):
+        make_trainer(tmp_path, 1, "auto", callbacks=[away]).validate(LongContextLM(str(model_dir)), rows)

@@ -1,20 +1,20 @@
 """Tasks while a model is trained: what is logged, when, and that training does not notice."""
 
+import random
 from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from callbacks import LongContextTasks, long_context_tasks
-from datamodules import PG19DataModule
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.tasks.evaluation.questions import put_questions
 from lightning_modules.tasks.evaluation.summary import summarize
 from tests.conftest import make_text
+from tests.support.runs import Losses, make_data, make_trainer
 from tests.support.toy_tasks import GUESS, SEVERAL
 
 pytestmark = pytest.mark.filterwarnings("ignore:The model has dropout")  # which shows that random states are kept
@@ -32,37 +32,25 @@ def setup(model_dir, tmp_path_factory):
     return SimpleNamespace(model=str(model_dir), books=str(folder), cache=str(tmp_path_factory.mktemp("cache")))
 
 
-def fit(setup, root, *callbacks, logger=False, **settings):
-    """Losses and final weights of four steps with dropout."""
+def make_run(setup):
     torch.manual_seed(0)
     module = LongContextLM(setup.model, context_length=16, stride=16, model_config={"attention_dropout": 0.1})
-    data = PG19DataModule(setup.model, path=setup.books, sequence_length=64, cache_dir=setup.cache)
-    losses, compute = [], module._statistics.compute
+    return module, make_data(setup)
 
-    def kept(strategy, norm):
-        values = compute(strategy, norm)
-        losses.append(values["loss"].item())
-        return values
 
-    module._statistics.compute = kept
-    trainer = Trainer(
-        accelerator="cpu",
-        log_every_n_steps=1,
-        logger=logger,
-        callbacks=list(callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=root,
-        num_sanity_val_steps=1,
-        **{"enable_checkpointing": False, "max_steps": 4, "val_check_interval": 2, **settings},
-    )
+def fit(setup, root, *callbacks, **settings):
+    """Losses and final weights of four steps with dropout."""
+    module, data = make_run(setup)
+    losses = Losses(module)
+    settings = {"max_steps": 4, "val_check_interval": 2, "log_every_n_steps": 1} | settings
+    trainer = make_trainer(root, 1, "auto", callbacks=list(callbacks), **settings)
     trainer.fit(module, data)
     weights = torch.cat([part.detach().flatten() for part in module.parameters()])
-    return SimpleNamespace(losses=losses, weights=weights, trainer=trainer, module=module, data=data)
+    return SimpleNamespace(losses=losses.values, weights=weights, trainer=trainer, module=module)
 
 
-def rounds(monkeypatch):
-    """At which step how many questions were put."""
+def record_rounds(monkeypatch):
+    """The numbers of questions that were asked together, and the mode."""
     seen, put = [], long_context_tasks.put_questions
 
     def watched(backbone, prompter, questions, mode, **options):
@@ -76,24 +64,30 @@ def rounds(monkeypatch):
 
 
 @pytest.mark.slow
-def test_training_is_the_same_bit_for_bit(setup, tmp_path, monkeypatch):
-    seen = rounds(monkeypatch)
-    plain = fit(setup, tmp_path)
+def test_training_does_not_change(setup, task_dir, tmp_path, monkeypatch):
+    """The harness resets every random generator, and switches the model to eval mode."""
+    seen = record_rounds(monkeypatch)
+    random.seed(5)
+    plain, state = fit(setup, tmp_path), random.getstate()
     assert len(plain.losses) == 4
+    options = {**TASKS, "tasks": [*TASKS["tasks"], "letter"], "include_path": str(task_dir), "limit": 2}
     for tasks in (
-        LongContextTasks(**TASKS, mode="generate", every_n_steps=1, at_start=True),
-        LongContextTasks(**TASKS, mode="teacher_forced"),
+        LongContextTasks(**options, mode="generate", every_n_steps=1, at_start=True),
+        LongContextTasks(**options, mode="teacher_forced"),
     ):
+        random.seed(5)
         watched = fit(setup, tmp_path, tasks)
+        assert random.getstate() == state
         assert watched.losses == plain.losses
         assert torch.equal(watched.weights, plain.weights)
         assert watched.module.backbone.training
+    assert "harness/letter/acc" in watched.trainer.callback_metrics
     assert seen.count((8, "generate")) == 5
     assert seen.count((8, "teacher_forced")) == 2
 
 
 @pytest.mark.slow
-def test_what_is_logged(setup, tmp_path):
+def test_logged_values_and_figures(setup, tmp_path):
     logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
     saver = ModelCheckpoint(tmp_path / "best", monitor="tasks/average/64", mode="max")
     tasks = LongContextTasks(**TASKS, depths=3)
@@ -121,7 +115,7 @@ def test_what_is_logged(setup, tmp_path):
 
 
 @pytest.mark.slow
-def test_every_so_many_steps_instead_of_at_validation(setup, tmp_path):
+def test_every_n_steps_instead_of_at_validation(setup, tmp_path):
     logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
     fit(setup, tmp_path, LongContextTasks(**TASKS, every_n_steps=3, at_start=True), logger=logger)
     events = EventAccumulator(logger.log_dir)
@@ -129,44 +123,32 @@ def test_every_so_many_steps_instead_of_at_validation(setup, tmp_path):
     assert [event.step for event in events.Scalars("tasks/average/64")] == [0, 3]
 
 
-def test_validation_by_itself(setup, tmp_path):
-    module = LongContextLM(setup.model, context_length=16, stride=16)
-    data = PG19DataModule(setup.model, path=setup.books, sequence_length=64, cache_dir=setup.cache)
-    options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = Trainer(callbacks=[LongContextTasks(**TASKS, every_n_steps=5)], default_root_dir=tmp_path, **options)
-    (logged,) = trainer.validate(module, data, verbose=False)
+def test_validation_alone_runs_the_tasks(setup, tmp_path):
+    trainer = make_trainer(tmp_path, 1, "auto", callbacks=[LongContextTasks(**TASKS, every_n_steps=5)])
+    (logged,) = trainer.validate(*make_run(setup), verbose=False)
     assert "tasks/average/48" in logged
     assert "tasks/time_share" not in logged
 
 
-def test_the_time_of_a_round_is_no_training_time(setup, tmp_path, monkeypatch):
-    seen = rounds(monkeypatch)
+def test_the_time_of_tasks_is_not_training_time(setup, tmp_path, monkeypatch):
+    seen = record_rounds(monkeypatch)
     run = fit(setup, tmp_path, LongContextTasks(**TASKS, every_n_steps=1), limit_val_batches=0)
     assert len(seen) == 4
     assert run.module.costs._started is None  # since the round behind the last step
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"lengths": [8]}, "8 tokens is too short for 'guess'"),
-        ({"chat_template": True}, "has no chat template"),
-    ],
-)
-def test_what_cannot_be_put_is_refused_before_training(setup, tmp_path, settings, message):
-    with pytest.raises(ValueError, match=message):
-        fit(setup, tmp_path, LongContextTasks(**{**TASKS, **settings}))
+@pytest.mark.parametrize(("option", "value", "named"), [("lengths", [8], "8 tokens"), ("chat_template", True, "chat")])
+def test_unusable_options_are_refused_before_training(setup, tmp_path, option, value, named):
+    with pytest.raises(ValueError, match=named):
+        fit(setup, tmp_path, LongContextTasks(**{**TASKS, option: value}))
 
 
-def test_a_length_beyond_the_models_positions_is_told_before_training(setup, tmp_path):
-    with pytest.warns(UserWarning, match="A document of 5000 tokens is longer than the 4096 positions"):
+def test_a_length_beyond_the_positions_gives_a_warning_before_training(setup, tmp_path):
+    with pytest.warns(UserWarning, match="5000 tokens .* 4096 positions"):
         fit(setup, tmp_path, LongContextTasks([GUESS], [5000], samples=1), max_steps=1, val_check_interval=1)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"tasks": []}, "`tasks` must be a non-empty list"), ({"depths": 1}, "2 or more"), ({"lengths": []}, "`lengths`")],
-)
-def test_bad_settings_are_refused_at_once(settings, message):
-    with pytest.raises(ValueError, match=message):
-        LongContextTasks(**{**TASKS, **settings})
+@pytest.mark.parametrize(("option", "value"), [("tasks", []), ("tasks", "letter"), ("depths", 1), ("lengths", [])])
+def test_invalid_options_are_refused_at_once(option, value):
+    with pytest.raises(ValueError, match=f"`{option}`"):
+        LongContextTasks(**{**TASKS, option: value})

@@ -68,11 +68,6 @@ aggregate_metric_list:
   - {metric: acc, weight_by_size: false}
 metadata: {version: 1.0}
 """,
-    "sampled": """
-include: answer.yaml
-task: sampled
-generation_kwargs: {until: ["."], do_sample: true, temperature: 1.0}
-""",
     "away": """
 task: away
 dataset_path: nobody/has-this

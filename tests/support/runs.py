@@ -35,12 +35,11 @@ def make_trainer(root, processes, strategy, **settings):
         devices=processes,
         inference_mode=False,
         use_distributed_sampler=False,
-        logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=1,
         default_root_dir=root,
-        **{"enable_checkpointing": False, **settings},
+        **{"enable_checkpointing": False, "logger": False, **settings},
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -69,7 +69,7 @@ class TaskConfig:
         log_samples: Keep the questions and answers of harness tasks.
 
     Raises:
-        ValueError: If `tasks` or `lengths` is empty, the mode is unknown, or options contradict each other.
+        ValueError: If `tasks` or `lengths` is empty, or options contradict each other.
     """
 
     tasks: Sequence[str] = ("ruler_synthetic",)
@@ -100,8 +100,6 @@ class TaskConfig:
         for name in ("tasks", "lengths"):
             if isinstance(value := getattr(self, name), str) or not value:
                 raise ValueError(f"`{name}` must be a non-empty list, got {value!r}.")
-        if self.mode not in get_args(Mode):
-            raise ValueError(f"`mode` must be one of {', '.join(get_args(Mode))}, got '{self.mode}'.")
         if self.fewshot_as_multiturn and not self.chat_template:
             raise ValueError("`fewshot_as_multiturn` needs turns: add `chat_template`, or remove it.")
         parse_gen_kwargs(self.gen_kwargs)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from itertools import groupby
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -74,8 +73,7 @@ class Evaluation:
             "documents": config.documents,
             **{name: None if path is None else _hash_texts(Path(path)) for name, path in sources.items()},
         }
-        asked = {"dtype": config.dtype, "attention": config.attn_implementation}
-        self.store = ResultStore(config.output_folder, settings, asked)
+        self.store = ResultStore(config.output_folder, settings)
 
     def missing(self, rank: int = 0, processes: int = 1) -> list[Key]:
         """Return the questions of this process that have no result yet."""
@@ -131,24 +129,17 @@ def _hash_texts(path: Path) -> str:
 class ResultStore:
     """Folder of results that several processes and machines may share: each writes one file and reads all files.
 
-    All results have the same settings. Settings may be replaced until there is a result. ``asked`` are the requested
-    ``dtype`` and ``attention``, which tell whether results of an older version may have had those of today.
+    All results have the same settings. Settings may be replaced until there is a result.
     """
 
-    def __init__(
-        self, folder: Path, settings: Mapping[str, Any], asked: Mapping[str, str] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.folder = writable_folder(folder, remedy="Choose another folder with `--output`.")
         self.settings = settings
         begun = any(path.stat().st_size for path in self.folder.glob("results-*.jsonl"))
         with exclusive(folder / SETTINGS):
             if not (begun and (folder / SETTINGS).is_file()):
                 write_json(folder / SETTINGS, settings)
-            stored = _read_settings(folder)
-            completed = complete_settings(stored, settings, folder, asked)
-            _check_same(folder, completed, settings)
-            if completed != stored:
-                write_json(folder / SETTINGS, completed)
+            check_same_settings(folder, _read_settings(folder), settings)
 
     def path(self, rank: int, processes: int) -> Path:
         """Return the file of one of several processes."""
@@ -159,7 +150,7 @@ class ResultStore:
 
         An unfinished line of a killed process is removed first.
         """
-        _check_same(self.folder, _read_settings(self.folder), self.settings)
+        check_same_settings(self.folder, _read_settings(self.folder), self.settings)
         settings = _hash_settings(self.folder)
         lines = "".join(json.dumps({**asdict(result), "settings": settings}) + "\n" for result in results)
         with path.open("ab+") as stream:
@@ -188,7 +179,7 @@ def read_results(folder: Path) -> list[TaskResult]:
 def _parse_result(line: bytes, path: Path, number: int, settings: str) -> TaskResult:
     try:
         values = json.loads(line)
-        if values.pop("settings", settings) != settings:  # older versions did not write them
+        if values.pop("settings", settings) != settings:
             raise ValueError("its settings are not those of the folder")
         return TaskResult(**{**values, "answers": tuple(values["answers"])})
     except (ValueError, TypeError, KeyError) as error:
@@ -212,29 +203,11 @@ def _hash_settings(folder: Path) -> str:
     return combined_hash(_read_settings(folder))[:16] if (folder / SETTINGS).is_file() else ""
 
 
-def complete_settings(
-    stored: Mapping[str, Any], settings: Mapping[str, Any], place: Path, asked: Mapping[str, str]
-) -> dict[str, Any]:
-    """Add what older versions did not record of the model to stored settings, with a warning.
-
-    What is ``asked`` for today by another word than ``auto`` is not added, because nobody knows what it was.
-    """
-    unknown = [name for name in Provenance._fields if name in settings and stored.get(name, "auto") == "auto"]
-    added = {name: settings[name] for name in unknown if asked.get(name, "auto") == "auto"}
-    if not added:
-        return dict(stored)
-    log.warning(
-        "'%s' has results of an older version, which did not record %s: they are taken to be those of today.",
-        place,
-        ", ".join(added),
-    )
-    return {**stored, **added}
-
-
-def _check_same(folder: Path, stored: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def check_same_settings(place: Path, stored: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Raise a ``ValueError`` that names the first setting that differs."""
     for name in dict.fromkeys((*stored, *settings)):
         if stored.get(name) != settings.get(name):
             raise ValueError(
-                f"The results in '{folder}' have {name} = {stored.get(name)!r}, but this evaluation has"
+                f"The results in '{place}' have {name} = {stored.get(name)!r}, but this evaluation has"
                 f" {settings.get(name)!r}: restore it, or choose another folder with `--output`."
             )

@@ -44,17 +44,16 @@ class Question(NamedTuple):
 
 def question_keys(tasks: Sequence[Task], lengths: Sequence[int], samples: int, depths: Depths = None) -> list[Key]:
     """Return all questions in order: ``samples`` of each task and length, and of each depth if the task varies it."""
-    for name, values in (("lengths", list(lengths)), ("tasks", [task.name for task in tasks])):
-        if len(set(values)) < len(values):
-            raise ValueError(f"`{name}` has duplicates: {values}. Remove them.")
+    names = [task.name for task in tasks]
+    if len(set(names)) < len(names):  # classes of the user, whose results would be mixed up
+        raise ValueError(f"Several `tasks` have the same name: {', '.join(names)}. Rename them.")
     chosen = _space_depths(depths)
     if chosen != [None] and not any(task.varies_depth for task in tasks):
-        names = ", ".join(task.name for task in tasks)
-        raise ValueError(f"`depths` has no effect on {names}: remove it.")
+        raise ValueError(f"`depths` has no effect on {', '.join(names)}: remove it.")
     return [
         Key(task.name, length, depth, index)
         for task in tasks
-        for length in sorted(lengths)
+        for length in sorted(set(lengths))
         for depth in (chosen if task.varies_depth else [None])
         for index in range(samples)
     ]
@@ -178,8 +177,7 @@ def _generate_answers(
     generation: Mapping[str, Any],
     take: Take,
 ) -> None:
-    if not isinstance(backbone, Backbone):
-        raise ValueError("A served model cannot generate answers: set `mode` to 'teacher_forced', or load the model.")
+    assert isinstance(backbone, Backbone), "`longce evaluate` refuses to generate with a served model"
     prompts = [prompter.encode(example.prompt, example.answer_prefix) for _, example in questions]
     end = prompter.tokenizer.eos_token_id  # it ends the turn of a chat, whatever the model's config specifies
 

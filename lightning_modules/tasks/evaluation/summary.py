@@ -216,10 +216,10 @@ def _average_interval(scores: Mapping[tuple[str, int], Score], length: int) -> I
 
 
 def _ruler_length(averages: Mapping[int, float], intervals: Mapping[int, Interval | None]) -> EffectiveLength:
-    low, high = (
-        {length: averages[length] if interval is None else interval[end] for length, interval in intervals.items()}
-        for end in (0, 1)
-    )
+    low, high = dict(averages), dict(averages)  # without an interval, the average itself
+    for length, interval in intervals.items():
+        if interval is not None:
+            low[length], high[length] = interval
     return EffectiveLength(effective_length(averages), effective_length(low), effective_length(high))
 
 

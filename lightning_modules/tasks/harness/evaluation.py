@@ -22,11 +22,11 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.models.tokenization.chat_templates import check_chat_template
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
-from lightning_modules.tasks.evaluation.evaluation import complete_settings
+from lightning_modules.tasks.evaluation.evaluation import check_same_settings
 from lightning_modules.tasks.evaluation.lm_eval_results import Parts, date_id
 from lightning_modules.tasks.harness.intervals import group_intervals, task_intervals
 from lightning_modules.tasks.harness.model import HarnessModel
-from lightning_modules.tasks.harness.tasks import SETS, load_tasks, seed
+from lightning_modules.tasks.harness.tasks import SETS, Metric, load_tasks, seed
 from lightning_modules.utilities.files import plain, write_atomically, write_json
 from lightning_modules.utilities.statistics import Interval, mean_interval
 from lightning_modules.visualization.report import Table, as_text_table
@@ -34,7 +34,6 @@ from lightning_modules.visualization.report import Table, as_text_table
 log = logging.getLogger(__name__)
 
 _OF_TASKS = ("results", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
-_PARTS = (*_OF_TASKS, "group_subtasks", "groups")
 """Tables of the harness's results that have an entry for each task."""
 
 
@@ -64,8 +63,7 @@ class HarnessEvaluation:
         # The default, also if it is given explicitly, is null.
         multiturn = None if config.as_multiturn == config.chat_template else config.as_multiturn
         settings |= {"fewshot_as_multiturn": multiturn, "gen_kwargs": config.generation or None}
-        asked = {"dtype": config.dtype, "attention": config.attn_implementation}
-        self.results = Results(config.output_folder, settings, asked)
+        self.results = Results(config.output_folder, settings)
         options: Any = {"include_path": config.include_path, "num_fewshot": config.num_fewshot}
         self.loaded = load_tasks(tasks, **options, done=self.results.read)
 
@@ -87,33 +85,37 @@ class HarnessEvaluation:
 
         In the file, ``intervals`` are 95% intervals of tasks, groups and sets.
         """
-        found = {name: self.results.read(name, file) for name, file in self.loaded.files.items()}
-        tasks = {name: result for name, result in found.items() if result is not None}
-        parts: dict[str, dict[str, Any]] = {name: {} for name in _PARTS}
-        for result in tasks.values():
-            for name, by_task in result.pop("lm_eval", {}).items():
-                parts[name] |= by_task
+        tasks: dict[str, dict[str, Any]] = {}
+        metrics: dict[str, Any] = {}
+        intervals: dict[str, Any] = {}
+        parts: dict[str, dict[str, Any]] = {name: {} for name in (*_OF_TASKS, "group_subtasks", "groups")}
+        for name, file in self.loaded.files.items():
+            result = self.results.read(name, file)
+            if result is None:
+                continue
+            for part, by_task in result.pop("lm_eval", {}).items():
+                parts[part] |= by_task
+            tasks[name], metrics[name], intervals[name] = result, result["metrics"], result.get("intervals", {})
         groups = aggregate(self.loaded.groups, tasks)
-        metrics = {**{name: entry["metrics"] for name, entry in tasks.items()}, **groups}
-        intervals = {name: entry.get("intervals", {}) for name, entry in tasks.items()}
-        intervals |= {name: group_intervals(self.loaded.groups[name], tasks) for name in groups}
-        scores, of_sets = set_scores(self.words, metrics, intervals)
-        result = {
+        for name in groups:
+            metrics[name], intervals[name] = groups[name], group_intervals(self.loaded.groups[name], tasks)
+        scores, set_intervals = set_scores(self.words, metrics, intervals)
+        content = {
             "model": self.config.model,
             "scores": scores,
             "tasks": tasks,
             "groups": groups,
-            "intervals": intervals | of_sets,
+            "intervals": intervals | set_intervals,
             "settings": self.results.settings,
         }
-        write_json(self.results.folder / "harness.json", result)
+        write_json(self.results.folder / "harness.json", content)
         for name, group in self.loaded.groups.items():
             parts["group_subtasks"][name] = group.child_names
             if name in groups:
                 entry = {"name": name, "alias": group.alias or name, **groups[name]}
                 parts["results"][name] = parts["groups"][name] = entry
                 parts["versions"][name] = group.version
-        return table(result), {name: part for name, part in parts.items() if part or name != "groups"}
+        return table(content), {name: part for name, part in parts.items() if part or name != "groups"}
 
 
 def evaluate_task(model: HarnessModel, name: str, task: Task, *, bootstrap_iters: int = 0) -> dict[str, Any]:
@@ -123,6 +125,8 @@ def evaluate_task(model: HarnessModel, name: str, task: Task, *, bootstrap_iters
     task's ``metrics`` as the harness returns them, by name and filter, their ``intervals``, ``lm_eval`` with all
     results in the harness's schema, and ``samples`` if they are logged.
     """
+    # `evaluate` and not `simple_evaluate`, which returns None in every process but the first of a machine: all of them
+    # log the metrics.
     config, before, started = model.task_config, model.truncated, time.perf_counter()
     with isolate_rng(), torch.no_grad():
         seed()
@@ -171,15 +175,23 @@ def set_scores(
     """Return the scores in percent of all sets among the words whose metrics are all known, and their intervals."""
     known: dict[str, float] = {}
     ends: dict[str, Interval] = {}
+
+    def look_up(part: Metric | str, scores: Mapping[str, Any], by_task: Mapping[str, Mapping[str, Any]]) -> Any:
+        """Return another score of the set, or a metric of a task; None if it is not known."""
+        if isinstance(part, str):
+            return scores.get(part)
+        task, metric = part
+        return by_task.get(task, {}).get(metric)
+
     for word in words:
-        for name, parts in SETS[word].scores.items() if word in SETS else ():
-            values = [known.get(p) if isinstance(p, str) else metrics.get(p[0], {}).get(p[1]) for p in parts]
-            numbers = [value for value in values if isinstance(value, int | float)]
-            if len(numbers) < len(values):
+        scores = SETS[word].scores if word in SETS else {}
+        for name, parts in scores.items():
+            values = [look_up(part, known, metrics) for part in parts]
+            if None in values:
                 continue
-            known[name] = sum(numbers) / len(numbers)
-            own = [ends.get(p) if isinstance(p, str) else intervals.get(p[0], {}).get(p[1]) for p in parts]
-            if (interval := mean_interval(numbers, own)) is not None:
+            known[name] = sum(values) / len(values)
+            interval = mean_interval(values, [look_up(part, ends, intervals) for part in parts])
+            if interval is not None:
                 ends[name] = interval
     percent = {name: (100 * low, 100 * high) for name, (low, high) in ends.items()}
     return {name: 100 * value for name, value in known.items()}, percent
@@ -197,10 +209,8 @@ class Results:
     Reading a result of other settings, or of another version of the user's task file, raises a ``ValueError``.
     """
 
-    def __init__(
-        self, folder: Path, settings: Mapping[str, Any], asked: Mapping[str, str] = MappingProxyType({})
-    ) -> None:
-        self.folder, self.settings, self.asked = folder, dict(settings), asked
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        self.folder, self.settings = folder, dict(settings)
 
     def write(self, name: str, result: Mapping[str, Any], task_file: str | None = None) -> None:
         """Write the result of a task, and its questions and answers, if any, to a separate file."""
@@ -218,13 +228,7 @@ class Results:
             settings = content.pop("settings")
         except (ValueError, KeyError, AttributeError) as error:
             raise ValueError(f"'{path}' is damaged ({error}): remove it, and the task runs again.") from error
-        known = self._settings_of(task_file)
-        if "identity" not in settings:  # older versions have it under another name
-            settings["identity"] = settings.get("model")
-        settings = complete_settings(settings, known, path, self.asked)
-        if other := [name for name, value in known.items() if settings.get(name) != value]:
-            there = ", ".join(f"{name}={settings.get(name)!r} (now {known[name]!r})" for name in other)
-            raise ValueError(f"'{path}' has other settings: {there}. Restore them, or choose another `output`.")
+        check_same_settings(path, settings, self._settings_of(task_file))
         return dict(content)
 
     def _result_path(self, name: str) -> Path:

@@ -54,18 +54,18 @@ def _interval(aggregation: Any, values: Sequence[Any]) -> Interval | None:
 
 def group_intervals(group: Group, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Interval]:
     """Return the intervals of a group's means over its tasks, by name and filter, from results of `evaluate_task`."""
+    tasks = [results[task.task_name] for task in group.get_all_tasks()]
     found = {}
     for metric in group.aggregate_metric_list or ():
-        tasks = [results[task.task_name] for task in group.get_all_tasks()]
-        for key in dict.fromkeys(
-            key for task in tasks for key in task["metrics"] if key.startswith(f"{metric.metric},")
-        ):
-            own = [task for task in tasks if key in task["metrics"]]
-            weights = [task["questions"] if metric.weight_by_size else 1 for task in own]
-            means, intervals = (
-                [task["metrics"][key] for task in own],
-                [task.get("intervals", {}).get(key) for task in own],
-            )
-            if metric.aggregation == "mean" and (interval := mean_interval(means, intervals, weights)) is not None:
+        if metric.aggregation != "mean":
+            continue
+        names = dict.fromkeys(key for task in tasks for key in task["metrics"])
+        for key in (name for name in names if name.startswith(f"{metric.metric},")):
+            measured = [task for task in tasks if key in task["metrics"]]
+            means = [task["metrics"][key] for task in measured]
+            intervals = [task.get("intervals", {}).get(key) for task in measured]
+            weights = [task["questions"] if metric.weight_by_size else 1 for task in measured]
+            interval = mean_interval(means, intervals, weights)
+            if interval is not None:
                 found[key] = interval
     return found

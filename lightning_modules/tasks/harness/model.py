@@ -56,13 +56,6 @@ class HarnessModel(TemplateLM):
 
     def __init__(self, backbone: Backbone, tokenizer: PreTrainedTokenizerFast, config: TaskConfig) -> None:
         super().__init__()
-        if not isinstance(backbone, Backbone):
-            raise ValueError("Tasks of lm-evaluation-harness need a loaded model, not a served one: remove the tasks.")
-        if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
-            raise ValueError(
-                f"The tokenizer '{tokenizer.name_or_path}' has neither a `bos_token` nor an `eos_token`, but texts"
-                " without a prompt need one of them: set one in its tokenizer_config.json."
-            )
         self.backbone = backbone
         self.tokenizer = tokenizer
         self.task_config = config
@@ -124,14 +117,16 @@ class HarnessModel(TemplateLM):
         """Return log-likelihoods of whole texts in nats, scored in disjoint windows of maximum length."""
         _check_same(requests)
         windows: list[Continuation] = []
-        texts = []
-        for request in requests:
-            (text,) = request.args
-            rolling = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
-            windows += [Continuation(*make_disjoint_window(window)) for window in rolling]
-            texts.append(len(windows))
-        found = [score.log_likelihood for score in self._score_requests(windows)]
-        return [sum(found[start:stop]) for start, stop in zip([0, *texts], texts, strict=False)]
+        window_texts: list[int] = []  # the text of each window
+        for number, request in enumerate(requests):
+            tokens = self.tok_encode(request.args[0])
+            for window in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1):
+                windows.append(Continuation(*make_disjoint_window(window)))
+                window_texts.append(number)
+        totals = [0.0] * len(requests)
+        for number, score in zip(window_texts, self._score_requests(windows), strict=True):
+            totals[number] += score.log_likelihood
+        return totals
 
     @override
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -154,10 +149,9 @@ class HarnessModel(TemplateLM):
             samplers=None if samplers is None else [samplers[index] for index in order],
         )
         decoded = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        found = {
-            index: postprocess_generated_text(text, stops[index], None)
-            for index, text in zip(order, decoded, strict=True)
-        }
+        found = {}
+        for index, text in zip(order, decoded, strict=True):
+            found[index] = postprocess_generated_text(text, stops[index], None)
         texts = merge_answers(found)
         return [texts[index] for index in range(len(requests))]
 
@@ -209,22 +203,22 @@ def score_continuations(
     """
     rows: dict[tuple[int, ...], list[int]] = {}
     for index, (context, tokens) in enumerate(continuations):
-        if len(context) == 0:
-            raise ValueError(f"Continuation {index} has no context: it needs at least one token.")
         if len(tokens):
             rows.setdefault((*context, *tokens[:-1]), []).append(index)  # the last token is only predicted
     texts = list(rows)
     found: dict[int, ContinuationScore] = {}
     with torch.no_grad(), no_autocast_cache(), eval_mode(backbone), lockstep(backbone) as run:
-        for group in group_rows(list(map(len, texts)), batch_tokens)[own_slice()]:
+        for group in group_rows([len(text) for text in texts], batch_tokens)[own_slice()]:
             batch = [texts[row] for row in group]
             members = [(row, index) for row, text in enumerate(batch) for index in rows[text]]
             asked = [(row, continuations[index]) for row, index in members]
-            scores = run(backbone.unsharded, partial(_score_pass, backbone, batch, asked))
-            sizes = [len(continuation.tokens) for _, continuation in asked]
-            by_continuation = zip(*(values.cpu().split(sizes) for values in scores), strict=True)
-            for (_, index), (log_likelihood, likeliest) in zip(members, by_continuation, strict=True):
-                found[index] = ContinuationScore(math.fsum(log_likelihood.tolist()), bool(likeliest.all()))
+            log_likelihoods, is_likeliest = run(backbone.unsharded, partial(_score_pass, backbone, batch, asked))
+            start = 0
+            for _, index in members:
+                own = slice(start, start + len(continuations[index].tokens))
+                total = math.fsum(log_likelihoods[own].tolist())
+                found[index] = ContinuationScore(total, bool(is_likeliest[own].all()))
+                start = own.stop
     found = merge_answers(found)
     return [found.get(index, ContinuationScore(0.0, True)) for index in range(len(continuations))]
 
@@ -252,4 +246,5 @@ def _score_pass(
         hidden_states = backbone.hidden_states(batch)
     predicting = [hidden_states[row, len(c.context) - 1 :][: len(c.tokens)] for row, c in asked]
     targets = torch.tensor([token for _, continuation in asked for token in continuation.tokens])
-    return greedy_targets(torch.cat(predicting), backbone.head, targets.to(backbone.device))
+    log_likelihoods, is_likeliest = greedy_targets(torch.cat(predicting), backbone.head, targets.to(backbone.device))
+    return log_likelihoods.cpu(), is_likeliest.cpu()

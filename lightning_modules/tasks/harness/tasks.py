@@ -126,9 +126,16 @@ def find_names(words: Sequence[str], include_path: str | None = None) -> tuple[T
     if include_path is not None and not Path(include_path).expanduser().is_dir():
         raise ValueError(f"`include_path` must be a folder of task files (YAML), got '{include_path}'.")
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
-    names = dict.fromkeys(name for word in words for name in (SETS[word].tasks if word in SETS else (word,)))
+    names: dict[str, None] = {}
+    folders: list[str] = []
+    for word in words:
+        if word in SETS:
+            names.update(dict.fromkeys(SETS[word].tasks))
+            folders += [str(_ROOT / folder) for folder in SETS[word].folders]
+        else:
+            names[word] = None
     own = [str(Path(include_path).expanduser())] if include_path is not None else []
-    folders = [str(_ROOT / folder) for word in words if word in SETS for folder in SETS[word].folders]
+    # Index as few folders as possible, because indexing all of them is slow.
     manager = TaskManager(include_path=[*folders, *own], include_defaults=False)
     if not all(_is_known(manager, name) for name in names):
         manager = TaskManager(include_path=own)

@@ -3,12 +3,11 @@
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
-
-T = TypeVar("T")
+from typing import Any, NamedTuple
 
 
 class DocumentQuestion(NamedTuple):
@@ -48,9 +47,8 @@ def read_squad(path: str | Path) -> Collection:
 
     As in RULER, questions without an answer (2.0) are skipped. Related documents are the article's other paragraphs.
     """
-
-    def collection(data: Any) -> Collection:
-        articles = [article["paragraphs"] for article in data["data"]]
+    with _expect(path, "SQuAD, which is JSON with `data`, `paragraphs`, `context`, `qas`"):
+        articles = [article["paragraphs"] for article in json.loads(_read(path))["data"]]
         documents = _distinct_texts(paragraph["context"] for article in articles for paragraph in article)
         number = {document: index for index, document in enumerate(documents)}
         questions = []
@@ -61,10 +59,8 @@ def read_squad(path: str | Path) -> Collection:
                 related = tuple(index for index in of_article if index != own)
                 for asked in paragraph["qas"]:
                     answers = _distinct_answers(answer["text"] for answer in asked["answers"])
-                    questions.append(DocumentQuestion(_checked_text(asked["question"]), answers, (own,), related))
-        return Collection(documents, [question for question in questions if question.answers])
-
-    return _read_collection(path, "SQuAD", "`data`, `paragraphs`, `context`, `qas`", collection)
+                    questions.append(DocumentQuestion(_check_text(asked["question"]), answers, (own,), related))
+        return _collect(documents, questions)
 
 
 def read_hotpot(path: str | Path) -> Collection:
@@ -72,22 +68,17 @@ def read_hotpot(path: str | Path) -> Collection:
 
     As in RULER, a document is a title, a line break and the sentences; all ten of a question belong to it.
     """
-
-    def collection(data: Any) -> Collection:
-        contexts = [[f"{_checked_text(title)}\n{''.join(text)}" for title, text in asked["context"]] for asked in data]
+    with _expect(path, "HotpotQA, which is JSON with `question`, `answer`, `context`"):
+        data = json.loads(_read(path))
+        contexts = [[f"{_check_text(title)}\n{''.join(text)}" for title, text in asked["context"]] for asked in data]
         documents = _distinct_texts(document for context in contexts for document in context)
         number = {document: index for index, document in enumerate(documents)}
-        questions = [
-            DocumentQuestion(
-                _checked_text(asked["question"]),
-                _distinct_answers([asked["answer"]]),
-                tuple(dict.fromkeys(number[document] for document in context)),
-            )
-            for asked, context in zip(data, contexts, strict=True)
-        ]
-        return Collection(documents, [question for question in questions if question.answers and question.documents])
-
-    return _read_collection(path, "HotpotQA", "`question`, `answer`, `context`", collection)
+        questions = []
+        for asked, context in zip(data, contexts, strict=True):
+            own = tuple(dict.fromkeys(number[document] for document in context))
+            answers = _distinct_answers([asked["answer"]])
+            questions.append(DocumentQuestion(_check_text(asked["question"]), answers, own))
+        return _collect(documents, questions)
 
 
 @lru_cache(maxsize=1)  # tasks that differ in the place of the question share the passages
@@ -97,13 +88,16 @@ def read_nq_open(path: str | Path) -> tuple[OpenQuestion, ...]:
     Such as ``nq-open-20_total_documents_gold_at_0.jsonl.gz`` of https://github.com/nelson-liu/lost-in-the-middle, or
     its retrieval results. The place of the gold passage in the file does not matter.
     """
+    content = "Lost in the Middle, which has JSON with `question`, `answers`, `ctxs` in each line"
     questions = []
-    for number, line in enumerate(_read_lines(path), 1):
+    with _expect(path, content):
+        lines = _read(path).split(b"\n")
+    for number, line in enumerate(lines, 1):
         if line.strip():
-            place, fields = f"{path}, line {number}", "`question`, `answers`, `ctxs`"
-            questions.append(_parse_content(line, place, "Lost in the Middle", fields, _open_question))
+            with _expect(f"{path}, line {number}", content):
+                questions.append(_open_question(json.loads(line)))
     if not questions:
-        raise ValueError(f"{path} has no question. Expected a file such as those of Lost in the Middle's `qa_data`.")
+        raise ValueError(f"'{path}' has no question: it must be a file of {content}.")
     return tuple(questions)
 
 
@@ -113,49 +107,47 @@ def _open_question(record: Any) -> OpenQuestion:
     if gold is None:
         annotated = record["nq_annotated_gold"]
         gold = {"title": annotated["title"], "text": annotated["chunked_long_answer"]}
-    others = (passage for passage in passages if not passage.get("isgold") and passage["hasanswer"] is False)
+    others = [passage for passage in passages if not passage.get("isgold") and passage["hasanswer"] is False]
     answers = _distinct_answers(record["answers"])
     if not answers:
         raise ValueError("`answers` is empty")
-    first, *rest = (
-        Passage(_checked_text(passage["title"]), _checked_text(passage["text"])) for passage in (gold, *others)
-    )
-    return OpenQuestion(_checked_text(record["question"]), answers, first, tuple(rest))
+    first, *rest = [Passage(_check_text(one["title"]), _check_text(one["text"])) for one in (gold, *others)]
+    return OpenQuestion(_check_text(record["question"]), answers, first, tuple(rest))
 
 
-def _read_collection(path: str | Path, name: str, fields: str, build: Callable[[Any], Collection]) -> Collection:
-    collection = _parse_content(b"".join(_read_lines(path)), str(path), name, fields, build)
-    if not collection.questions:
-        raise ValueError(f"{path} has no question with an answer. Expected a file of {name}.")
-    return collection
-
-
-def _parse_content(content: bytes, place: str, name: str, fields: str, build: Callable[[Any], T]) -> T:
+@contextmanager
+def _expect(place: str | Path, content: str) -> Iterator[None]:
+    """Name the place, such as a file, and its expected content if it cannot be read."""
     try:
-        return build(json.loads(content))
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{place}: not in the format of {name}, which is JSON with {fields} ({reason}).") from error
+        yield
+    except (OSError, EOFError, zlib.error, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"'{place}' is damaged or not a file of {content} ({reason}).") from error
 
 
-def _read_lines(path: str | Path) -> list[bytes]:
-    try:
-        with gzip.open(path) if Path(path).suffix == ".gz" else open(path, "rb") as stream:
-            return stream.readlines()
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"Cannot read {path} ({error}): name an undamaged local file.") from error
+def _read(path: str | Path) -> bytes:
+    content = Path(path).read_bytes()
+    return gzip.decompress(content) if Path(path).suffix == ".gz" else content
+
+
+def _collect(documents: list[str], questions: list[DocumentQuestion]) -> Collection:
+    """Return the questions that have an answer and documents."""
+    usable = [question for question in questions if question.answers and question.documents]
+    if not usable:
+        raise ValueError("it has no question with an answer")
+    return Collection(documents, usable)
 
 
 def _distinct_texts(documents: Iterable[str]) -> list[str]:
-    return sorted({_checked_text(document) for document in documents})
+    return sorted({_check_text(document) for document in documents})
 
 
 def _distinct_answers(texts: Iterable[Any]) -> tuple[str, ...]:
     """Return each wording once, without empty ones, which every text would contain."""
-    return tuple(dict.fromkeys(text for text in map(_checked_text, texts) if text.strip()))
+    return tuple(dict.fromkeys(text for text in map(_check_text, texts) if text.strip()))
 
 
-def _checked_text(value: Any) -> str:
+def _check_text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"expected text, got {value!r:.40}")
     return value

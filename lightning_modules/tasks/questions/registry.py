@@ -85,8 +85,6 @@ def find_tasks(names: Sequence[str], *, haystack: str | None = None, **sources: 
     Names are those of `TASKS` and `GROUPS`, and import paths such as ``package.module.Class`` of classes that derive
     from `Task` and take no arguments. ``haystack`` is the folder of `Essays`; ``sources`` are the other `Sources`.
     """
-    if not names:
-        raise ValueError(f"`tasks` is empty. {_list_choices()}")
     texts = Sources(Essays(haystack), **sources)
     single = dict.fromkeys(name for group in names for name in GROUPS.get(group, (group,)))
     check_names(single)
@@ -99,11 +97,10 @@ def check_names(names: Iterable[str]) -> None:
         if name not in TASKS and name not in GROUPS and "." not in name:
             near = difflib.get_close_matches(name, [*TASKS, *GROUPS], n=1)
             hint = f" Did you mean '{near[0]}'?" if near else ""
-            raise ValueError(f"Unknown task '{name}'.{hint} {_list_choices()}")
-
-
-def _list_choices() -> str:
-    return f"Tasks: {', '.join(TASKS)}. Groups: {', '.join(GROUPS)}. Or use a class of your own: package.module.Class."
+            raise ValueError(
+                f"Unknown task '{name}'.{hint} Tasks: {', '.join(TASKS)}. Groups: {', '.join(GROUPS)}. Or use a class"
+                " of your own: package.module.Class."
+            )
 
 
 def _import_task(path: str) -> Task:
@@ -113,9 +110,4 @@ def _import_task(path: str) -> Task:
         raise ValueError(f"The task '{path}' cannot be imported ({error}): is its folder on PYTHONPATH?") from None
     if not (isinstance(kind, type) and issubclass(kind, Task)):
         raise ValueError(f"'{path}' is not a subclass of lightning_modules.tasks.questions.task.Task.")
-    try:
-        return kind()
-    except TypeError as error:
-        raise ValueError(
-            f"The task '{path}' cannot be created without arguments ({error}): give them defaults."
-        ) from None
+    return kind()

@@ -52,7 +52,7 @@ def by_transformers(backbone, prompt, limit):
 
 
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
-def test_a_group_goes_on_as_each_prompt_alone_and_as_in_transformers(name, monkeypatch):
+def test_groups_match_single_prompts_and_transformers(name, monkeypatch):
     monkeypatch.setattr(generation, "WINDOWED_CHUNK", 16)  # several for a long prompt
     backbone = make_backbone(name)
     together = generate(backbone, prompts(), LIMITS)
@@ -63,7 +63,7 @@ def test_a_group_goes_on_as_each_prompt_alone_and_as_in_transformers(name, monke
     assert max(lengths) == 9
 
 
-def test_some_continuations_end_before_their_limit():
+def test_an_end_token_stops_a_continuation():
     whole = generate(make_backbone(ends=[]), prompts(), 8)
     end = whole[1][4]
     cut = generate(make_backbone(ends=[end]), prompts(), 8)
@@ -71,7 +71,7 @@ def test_some_continuations_end_before_their_limit():
     assert len(cut[1]) < 8
 
 
-def test_every_logit_is_that_of_all_tokens_at_once(monkeypatch):
+def test_every_logit_matches_a_pass_over_all_tokens(monkeypatch):
     """Not just the likeliest one: with windows, of rows that are padded, far beyond the window."""
     monkeypatch.setattr(generation, "WINDOWED_CHUNK", 16)
     backbone = make_backbone("gemma3", ends=[])
@@ -88,7 +88,7 @@ def test_every_logit_is_that_of_all_tokens_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["eabf", "yarn", *PATTERNS])
-def test_extended_contexts_go_on_from_a_cache(method):
+def test_extended_contexts_support_a_cache(method):
     options = {"longnet": {"segment_lengths": [8, 16], "dilation_rates": [1, 2]}}.get(method, {})
     extension = ContextExtension(method=method, original_length=16, target_length=64, **options)
     config = tiny_config("llama", max_position_embeddings=16, num_hidden_layers=3)
@@ -103,25 +103,26 @@ def test_extended_contexts_go_on_from_a_cache(method):
 
 
 @pytest.mark.parametrize("use", ["alone", "none"])
-def test_slower_ways_give_the_same(use):
+def test_results_do_not_depend_on_cache_use(use):
     backbone = make_backbone("qwen2")
     together = generate(backbone, prompts(), LIMITS)
     backbone.cache_use = use
     assert generate(backbone, prompts(), LIMITS) == together
 
 
-def test_models_that_bear_no_padding_or_no_cache_are_found_out(monkeypatch, caplog):
+def test_models_without_padding_or_cache_support_are_detected(monkeypatch, caplog):
     backbone = make_backbone("llama")
     decoder, forward = backbone.decoder, backbone.decoder.forward
     monkeypatch.setattr(decoder, "forward", lambda *a, **k: forward(*a, **{**k, "attention_mask": None}))
     assert cache_use(backbone) == "alone"
+    assert not caplog.text
     backbone.cache_use = None
     monkeypatch.setattr(decoder, "forward", lambda *a, **k: forward(*a, **{**k, "past_key_values": None}))
     assert cache_use(backbone) == "none"
     assert "does not support a key-value cache" in caplog.text
 
 
-def test_little_memory_makes_smaller_groups_and_the_same_tokens(monkeypatch):
+def test_less_memory_gives_smaller_groups_and_the_same_tokens(monkeypatch):
     backbone, groups = make_backbone(), []
     whole = generate(backbone, prompts(), LIMITS)
     per_token = 2 * 2 * 2 * 8 * 8  # keys and values, layers, heads, width, bytes
@@ -130,7 +131,7 @@ def test_little_memory_makes_smaller_groups_and_the_same_tokens(monkeypatch):
     assert [[LENGTHS[row] for row in group] for group in groups] == [[13, 40], [24, 1, 13], [3]]
 
 
-def test_adapters_take_part_and_training_is_left_as_it_was():
+def test_adapters_are_used_and_training_state_is_restored():
     model = tiny_model("llama", dtype=torch.float64)
     plain = generate(Backbone(model), prompts(), 8)
     model = add_adapters(model, {"r": 4, "target_modules": ["q_proj", "lm_head"], "lora_dropout": 0.5})
@@ -148,28 +149,36 @@ def test_adapters_take_part_and_training_is_left_as_it_was():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_other_precisions(dtype):
+def test_lower_precisions(dtype):
     backbone = make_backbone(dtype=dtype, ends=[])
     assert [len(tokens) for tokens in generate(backbone, prompts(), LIMITS)] == list(LIMITS)
     assert cache_use(backbone) == "together"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("name", "prompts", "message"),
     [
-        (([[]], 4), "prompt is empty"),
-        (([[1], [400]], 4), "id 400 is beyond the embedding of 400"),
+        ("ours", [[]], "prompt is empty"),
+        ("ours", [[1], [400]], "400"),  # beyond the vocabulary
+        ("gpt2", [[1] * 60], "64 learned positions"),
     ],
 )
-def test_bad_input(arguments, message):
+@pytest.mark.parametrize("use", [None, "none"])
+def test_invalid_prompts_are_refused(name, prompts, message, use):
+    backbone = make_backbone(name)
+    backbone.cache_use = use
     with pytest.raises(ValueError, match=message):
-        generate(make_backbone(), *arguments)
+        generate(backbone, prompts, 5)
 
 
-def test_learned_positions_end():
-    with pytest.raises(ValueError, match="64 learned positions"):
-        generate(make_backbone("gpt2"), [[1] * 60], 5)
-
-
-def test_nothing_to_do():
+def test_no_prompts():
     assert generate(make_backbone(), [], 4) == []
+
+
+def test_a_repetition_penalty_of_the_model_changes_no_greedy_answer():
+    """`transformers.generate` would apply it."""
+    backbone = make_backbone(ends=[])
+    plain = generate(backbone, prompts(), 8)
+    backbone.base_model.generation_config.repetition_penalty = 5.0
+    assert generate(backbone, prompts(), 8) == plain
+    assert by_transformers(backbone, prompts()[1], 8) != plain[1]

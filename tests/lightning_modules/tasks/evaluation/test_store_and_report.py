@@ -21,6 +21,7 @@ from lightning_modules.tasks.evaluation.summary import summarize
 from tests.support.browser import check_page, launch_chromium
 
 SETTINGS = {"model": "a/b", "seed": 0, "mode": "teacher_forced"}
+MODEL_SETTINGS = SETTINGS | {"identity": "a", "tokenizer": "t", "dtype": "float32", "attention": "sdpa"}
 
 
 def result(task="niah", length=1024, depth=0.0, index=0, score=1.0):
@@ -43,7 +44,7 @@ def store(tmp_path):
     return ResultStore(tmp_path / "folder", SETTINGS)
 
 
-def test_results_survive_and_come_back_each_once(store):
+def test_each_result_is_read_once(store):
     store.append(store.path(0, 2), GRID[:5])
     store.append(store.path(0, 2), GRID[5:8])
     store.append(store.path(1, 2), [GRID[7], *GRID[8:]])
@@ -51,7 +52,7 @@ def test_results_survive_and_come_back_each_once(store):
     assert sorted(map(str, found)) == sorted(map(str, GRID))
 
 
-def test_a_torn_last_line_is_no_result_and_is_written_over(store):
+def test_an_unfinished_last_line_is_overwritten(store):
     path = store.path(0, 1)
     store.append(path, GRID[:3])
     whole = path.read_bytes()
@@ -63,71 +64,29 @@ def test_a_torn_last_line_is_no_result_and_is_written_over(store):
         assert path.read_bytes().endswith(b"\n")
 
 
-def test_a_damaged_line_is_named(store):
+def test_damaged_lines_and_lines_of_other_evaluations_are_refused(store, tmp_path):
     store.append(store.path(0, 1), GRID[:2])
-    store.path(0, 1).write_bytes(store.path(0, 1).read_bytes() + b'{"task": 1}\n')
-    with pytest.raises(ValueError, match=r"results-00000-of-00001.jsonl', line 3, is not a result"):
+    whole = store.path(0, 1).read_bytes()
+    store.path(0, 1).write_bytes(whole + b'{"task": 1}\n')
+    with pytest.raises(ValueError, match=r"results-00000-of-00001.jsonl', line 3"):
         read_results(store.folder)
-
-
-def test_other_settings_are_refused_by_name(store):
-    store.append(store.path(0, 1), GRID[:1])
-    with pytest.raises(ValueError, match="have seed = 0, but this evaluation has 1"):
-        ResultStore(store.folder, {**SETTINGS, "seed": 1})
-    with pytest.raises(ValueError, match="have extra = None, but this evaluation has 3"):
-        ResultStore(store.folder, {**SETTINGS, "extra": 3})
-
-
-def test_results_of_another_evaluation_are_refused(store, tmp_path):
+    store.path(0, 1).write_bytes(whole)
     other = ResultStore(tmp_path / "other", {**SETTINGS, "seed": 1})
     other.append(other.path(0, 2), GRID[:2])
     shutil.copy(other.path(0, 2), store.folder)
-    with pytest.raises(ValueError, match=r"results-00000-of-00002.jsonl', line 1, is not a result of this evaluation"):
+    with pytest.raises(ValueError, match=r"results-00000-of-00002.jsonl', line 1"):
         read_results(store.folder)
 
 
-@pytest.mark.parametrize("changed", [{"identity": "other"}, {"dtype": "bfloat16"}, {"attention": "eager"}])
-def test_a_resumed_evaluation_has_the_same_model_and_numerics(tmp_path, changed):
-    settings = SETTINGS | {"identity": "a", "tokenizer": "t", "dtype": "float32", "attention": "sdpa"}
-    store = ResultStore(tmp_path, settings)
+@pytest.mark.parametrize("name", ["seed", "extra", "identity", "dtype", "attention"])
+def test_other_settings_are_refused_by_name(tmp_path, name):
+    store = ResultStore(tmp_path, MODEL_SETTINGS)
     store.append(store.path(0, 1), GRID[:1])
-    with pytest.raises(ValueError, match=f"have {next(iter(changed))} = "):
-        ResultStore(tmp_path, settings | changed)
+    with pytest.raises(ValueError, match=f"have {name} = .*'other'"):
+        ResultStore(tmp_path, {**MODEL_SETTINGS, name: "other"})
 
 
-def test_a_folder_of_an_older_version_is_completed_with_one_warning(tmp_path, caplog):
-    settings = SETTINGS | {"identity": "a", "tokenizer": "t", "dtype": "float32", "attention": "sdpa"}
-    (tmp_path / "settings.json").write_text(json.dumps(SETTINGS | {"identity": "a", "tokenizer": "t", "dtype": "auto"}))
-    (tmp_path / "results-00000-of-00001.jsonl").write_text(json.dumps(vars(GRID[0])) + "\n")
-    for _ in range(2):
-        store = ResultStore(tmp_path, settings)
-        store.append(store.path(0, 1), GRID[1:2])
-    assert len(read_results(tmp_path)) == 2
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    with pytest.raises(ValueError, match="have attention = 'sdpa', but this evaluation has 'eager'"):
-        ResultStore(tmp_path, settings | {"attention": "eager"})
-
-
-@pytest.mark.parametrize(
-    ("asked", "refused"),
-    [
-        ({"dtype": "bfloat16"}, "have dtype = 'auto', but this evaluation has 'bfloat16'"),
-        ({"attention": "eager"}, "have attention = None, but this evaluation has 'eager'"),
-    ],
-)
-def test_what_an_older_version_may_not_have_had_is_not_added(asked, refused, tmp_path):
-    older = SETTINGS | {"identity": "a", "tokenizer": "t", "dtype": "auto"}
-    (tmp_path / "settings.json").write_text(json.dumps(older))
-    (tmp_path / "results-00000-of-00001.jsonl").write_text(json.dumps(vars(GRID[0])) + "\n")
-    settings = SETTINGS | {"identity": "a", "tokenizer": "t", "dtype": "float32", "attention": "sdpa"} | asked
-    with pytest.raises(ValueError, match=refused):
-        ResultStore(tmp_path, settings, asked)
-    with pytest.raises(ValueError, match="have seed = 0"):  # before anything is written
-        ResultStore(tmp_path, settings | {"seed": 1})
-    assert json.loads((tmp_path / "settings.json").read_text()) == older
-
-
-def test_settings_without_results_bind_nobody(tmp_path):
+def test_settings_without_results_can_be_replaced(tmp_path):
     first = ResultStore(tmp_path, SETTINGS)
     other = ResultStore(tmp_path, {**SETTINGS, "seed": 1})
     with pytest.raises(ValueError, match="have seed = 1, but this evaluation has 0"):
@@ -136,7 +95,7 @@ def test_settings_without_results_bind_nobody(tmp_path):
     assert len(read_results(other.folder)) == 1
 
 
-def test_the_summary_of_a_grid():
+def test_summary_of_a_grid():
     summary = summarize(GRID)
     assert summary.scores["niah", 1024].mean == 100.0
     assert summary.averages == {1024: 100.0, 2048: 40.0}
@@ -152,7 +111,7 @@ def test_the_summary_of_a_grid():
     json.dumps(summary.as_json())
 
 
-def test_what_was_not_measured_is_missing_and_not_0():
+def test_unmeasured_values_are_missing_and_not_0():
     summary = summarize([*GRID[:4], result("vt", 4096, None, 0, 0.0)])
     assert summary.averages == {}
     assert not [name for name in summary.logged() if name.startswith(("average", "weighted", "effective"))]
@@ -177,13 +136,13 @@ def test_perplexities_by_length_and_task():
 
 
 @pytest.mark.parametrize(("nll", "perplexity"), [(4e6, math.inf), (math.nan, math.nan)])
-def test_a_model_that_has_diverged_stops_no_training(nll, perplexity):
+def test_perplexities_of_a_diverged_model(nll, perplexity):
     assert summarize([replace(GRID[0], other_nll=nll)]).logged()["other_perplexity"] == pytest.approx(
         perplexity, nan_ok=True
     )
 
 
-def test_tasks_without_a_choice_of_depth_make_no_depth_easier():
+def test_tasks_without_requested_depths_do_not_bias_the_heat_map():
     """Or the front would look hard because of a task that is hard and always there."""
     hard = [
         replace(result("first", length, 0.0, index, 0.0), asked_depth=None)
@@ -197,7 +156,7 @@ def test_tasks_without_a_choice_of_depth_make_no_depth_easier():
     assert summarize(drawn).heat_maps["all"].scores[1, 5] == 0
 
 
-def test_the_report_holds_numbers_answers_and_figures(tmp_path):
+def test_the_report_has_numbers_answers_and_figures(tmp_path):
     write_task_report(tmp_path, GRID, SETTINGS, missing=3)
     numbers = json.loads((tmp_path / "results.json").read_text())
     assert numbers["average"] == {"1024": 100.0, "2048": 40.0}
@@ -218,30 +177,27 @@ def test_the_report_holds_numbers_answers_and_figures(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_report_is_sound_on_every_screen(tmp_path):
+def test_the_report_fits_every_screen(tmp_path):
     write_task_report(tmp_path, GRID, {**SETTINGS, "haystack": None}, missing=0)
     with launch_chromium() as browser:
         check_page(browser, tmp_path / "report.html")
 
 
-def test_an_answer_without_words_is_said_to_be_one():
+def test_blank_answers_are_marked():
     rows = [replace(result(), prediction=text) for text in ("", " \n", "<|im_end|>")]
     assert [row[-1] for row in answer_table(rows).rows] == ["(nothing)", "(only white space)", "`<|im_end|>`"]
     assert answer_table(rows).head[-1] == "likeliest tokens"
     assert answer_table([replace(row, answer_nll=None) for row in rows]).head[-1] == "answer"
 
 
-def test_the_table_for_a_terminal():
+def test_table_for_a_terminal():
     lines = as_text(summarize(GRID), 0, SETTINGS).splitlines()
     assert lines[0].split() == ["task", "1k", "2k"]
     assert lines[2].split() == ["niah", "100.0", "[34,", "100]", "40.0", "[1,", "98]"]
-    assert not any(line.startswith("Effective length") for line in lines)  # that of RULER's tasks only
-    assert any(
-        re.match(r"For intervals of at most 5 points to each side: about [\d,]+ questions", line) for line in lines
-    )
+    assert any(re.match(r"For intervals of at most 5 points .* [\d,]+ questions", line) for line in lines)
 
 
-def test_made_up_text_is_named():
+def test_synthetic_text_is_reported():
     results = [result("niah_single_2", 1024, None, 0, 1.0), result("niah_single_1", 1024, None, 0, 1.0)]
     assert "the needles of niah_single_2 is made up: these are no scores of RULER" in as_text(summarize(results), 0, {})
     assert "made up" not in as_text(summarize(results), 0, {"haystack": "sha256:1"})
@@ -251,7 +207,7 @@ def test_made_up_text_is_named():
     assert describe_synthetic_text({"multi_document_qa"}, {"nq_open": "sha256:1"}) == []
 
 
-def test_figures_of_little_or_nothing():
+def test_figures_of_few_or_no_results():
     assert figures(summarize([])) == {}
     few = figures(summarize([result(depth=None)]))
     assert list(few) == ["lengths"]

@@ -46,21 +46,21 @@ PUBLISHED = [  # RULER's table: effective length, scores, weighted averages (inc
 
 
 @pytest.mark.parametrize(("longest", "scores", "increasing", "decreasing"), PUBLISHED)
-def test_agrees_with_the_published_table(longest, scores, increasing, decreasing):
+def test_matches_the_published_table(longest, scores, increasing, decreasing):
     averages = dict(reversed(list(zip(LENGTHS, scores, strict=True))))  # the order in which they come does not matter
     assert effective_length(averages) == longest
     assert weighted_average(averages, increasing=True) == pytest.approx(increasing, abs=0.051)
     assert weighted_average(averages, increasing=False) == pytest.approx(decreasing, abs=0.051)
 
 
-def test_the_threshold_has_to_be_exceeded_and_only_at_the_longest():
+def test_only_the_longest_length_must_exceed_the_threshold():
     assert effective_length({4096: 85.6}) is None
     assert effective_length({4096: 80.0, 8192: 85.7}) == 8192
     assert effective_length({4096: 80.0, 8192: 85.7}, threshold=79.4) == 8192
     assert effective_length({}) is None
 
 
-def test_means_intervals_and_counts_by_hand():
+def test_means_and_intervals_match_wilson():
     scores = [1.0, 0.5, 0.5, 0.0, 1.0]
     rows = [Row("vt", 4096, None, score) for score in scores] + [Row("cwe", 8192, 0.5, 0.25)]
     found = mean_scores(table(rows))
@@ -81,7 +81,7 @@ def test_depths_of_one_text_are_dependent():
     assert suggest_questions({(): narrow}) == pytest.approx(110 * ((narrow.interval[1] - 50) / 5) ** 2, abs=1)
 
 
-def test_only_the_tasks_of_ruler_have_an_effective_length():
+def test_only_ruler_has_an_effective_length():
     results = [
         TaskResult(task, length, None, index, None, float(length == 4096 or index < 17), ("a",), "a", 9)
         for task in GROUPS["ruler"]
@@ -96,7 +96,7 @@ def test_only_the_tasks_of_ruler_have_an_effective_length():
     assert summarize(results[:-40]).effective_length is None  # without one of the tasks
 
 
-def test_all_tasks_count_the_same_and_none_may_be_missing():
+def test_averages_weigh_tasks_equally_and_need_all_of_them():
     rows = [Row("vt", 4096, None, 1.0)] * 9 + [Row("cwe", 4096, None, 0.0)]
     assert length_averages(table(rows)) == {4096: 50}
     assert length_averages(table([*rows, Row("vt", 8192, None, 1.0)])) == {4096: 50}
@@ -104,7 +104,7 @@ def test_all_tasks_count_the_same_and_none_may_be_missing():
     assert math.isnan(weighted_average({}, increasing=True))
 
 
-def test_positions_count_for_the_nearest_depth_and_missing_ones_stay_missing():
+def test_questions_count_at_the_nearest_depth():
     rows = [
         Row("needle", 4096, depth, score)
         for depth, score in [(0, 1.0), (0.04, 0.0), (0.06, 1.0), (0.5, 0.5), (0.96, 0.0), (1, 0.0), (None, 1.0)]
@@ -122,7 +122,7 @@ def test_positions_count_for_the_nearest_depth_and_missing_ones_stay_missing():
     assert np.isnan(matrix.low[0, 3])
 
 
-def test_a_grid_of_depths_stays_apart():
+def test_evenly_spaced_depths_have_bins_of_their_own():
     for bins in (2, 5, 11, 21, 40):
         rows = [Row("needle", 4096, number / (bins - 1), number / 100) for number in range(bins)]
         assert depth_matrix(table(rows), bins=bins).scores.tolist() == [pytest.approx(list(range(bins)))]

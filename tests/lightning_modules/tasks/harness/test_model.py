@@ -35,7 +35,7 @@ def pair(request, model_dir):
 
 
 @pytest.mark.slow
-def test_same_answers_and_metrics(pair, task_dir):
+def test_answers_and_metrics_match_the_harness(pair, task_dir):
     ours, theirs = pair
     loaded = load_tasks(NAMES, include_path=str(task_dir))
     found = {name: evaluate_task(ours, name, task) for name, task in loaded.tasks.items()}
@@ -59,35 +59,30 @@ def test_same_answers_and_metrics(pair, task_dir):
     assert both["acc,none"] == pytest.approx(expected["results"]["both"]["acc,none"])
 
 
-def test_whole_prompts_are_read_unless_they_are_too_long(pair):
-    ours, _ = pair
-    before = ours.truncated
-    ours.generate_until([Instance("generate_until", {}, ("ba ce", {"max_gen_toks": 4, "until": []}), 0)])
-    assert ours.truncated == before
-
-
-def test_what_is_too_long_loses_its_middle(model_dir, tokenizer, monkeypatch):
+def test_long_prompts_lose_their_middle(tokenizer, monkeypatch):
     model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), tokenizer, TaskConfig(max_length=20))
-    read = []
+    read, asked = [], []
     monkeypatch.setattr(
         "lightning_modules.tasks.harness.model.generate", lambda _, prompts, *__, **___: [read.extend(prompts)] and [[]]
     )
+    monkeypatch.setattr(model, "_score_requests", lambda continuations: asked.extend(continuations) or [])
     text = "".join(f"{number} ba " for number in range(30))
     ids = model.tok_encode(text)
-    model.generate_until([Instance("generate_until", {}, (text, {"max_gen_toks": 5}), 0)])
-    assert read == [ids[:7] + ids[-8:]]
-    assert model.truncated == 1
-    asked = []
-    monkeypatch.setattr(model, "_score_requests", lambda continuations: asked.extend(continuations) or [])
+
+    def answer(prompt, tokens):
+        model.generate_until([Instance("generate_until", {}, (prompt, {"max_gen_toks": tokens, "until": []}), 0)])
+
+    answer("ba ce", 4)
+    assert (read.pop(), model.truncated) == (model.tok_encode("ba ce"), 0)
+    answer(text, 5)
+    assert (read.pop(), model.truncated) == (ids[:7] + ids[-8:], 1)
     model._loglikelihood_tokens([(("", ""), ids, [5, 6, 7])])
     assert asked[0].context == ids[:9] + ids[-9:]  # the last token of the continuation is predicted, not read
-    with pytest.raises(
-        ValueError, match="generates 20 tokens, which leaves no room for the prompt in `max_length` = 20"
-    ):
-        model.generate_until([Instance("generate_until", {}, (text, {"max_gen_toks": 20}), 0)])
+    with pytest.raises(ValueError, match="max_length"):
+        answer(text, 20)
 
 
-def test_generation_stops_at_a_sequence_across_tokens(model_dir, tokenizer):
+def test_generation_stops_at_a_sequence_across_tokens(tokenizer):
     model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer), seed=1)), tokenizer, TaskConfig())
     whole = Instance("generate_until", {}, ("ba ce di", {"max_gen_toks": 40, "until": []}), 0)
     (text,) = model.generate_until([whole])
@@ -99,7 +94,7 @@ def test_generation_stops_at_a_sequence_across_tokens(model_dir, tokenizer):
     assert len(passes) < 30
 
 
-def test_samples_differ_between_repeats_and_come_back_for_a_seed(model_dir, tokenizer):
+def test_samples_differ_between_repeats_and_repeat_for_a_seed(tokenizer):
     model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), tokenizer, TaskConfig())
 
     def sample(**arguments):
@@ -114,8 +109,10 @@ def test_samples_differ_between_repeats_and_come_back_for_a_seed(model_dir, toke
     assert sample(top_k=1) == sample(do_sample=False)
 
 
-def test_random_states_and_modes_come_back(model_dir, tokenizer, task_dir):
+def test_random_states_and_modes_are_restored(tokenizer, task_dir):
     network = tiny_model("llama", len(tokenizer)).train()
+    network.model.layers[0].mlp.eval()
+    modes = [module.training for module in network.modules()]
     model = HarnessModel(Backbone(network), tokenizer, TaskConfig(log_samples=True))
     before = (random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state())
     loaded = load_tasks(["choice"], include_path=str(task_dir))
@@ -123,7 +120,7 @@ def test_random_states_and_modes_come_back(model_dir, tokenizer, task_dir):
     assert random.getstate() == before[0]
     np.testing.assert_array_equal(np.random.get_state()[1], before[1])
     torch.testing.assert_close(torch.get_rng_state(), before[2])
-    assert network.training
+    assert [module.training for module in network.modules()] == modes
     again = evaluate_task(model, "choice", loaded.tasks["choice"])
     assert [sample["arguments"] for sample in again["samples"]] == [sample["arguments"] for sample in first["samples"]]
 
@@ -189,19 +186,12 @@ def test_matches_one_token_at_a_time(small, batch_tokens):
     assert sum(rows for rows, _, _ in used) == 6  # the seven about one text share a row; one asks nothing
 
 
-def test_modes_come_back_and_dropout_is_off():
-    model = tiny_model("llama", 60, attention_dropout=0.5).train()
-    model.model.layers[0].mlp.eval()
-    modes = [module.training for module in model.modules()]
-    asked = [Continuation([1, 2, 3], [4, 5])]
-    assert score_continuations(Backbone(model), asked) == score_continuations(Backbone(model), asked)
-    assert [module.training for module in model.modules()] == modes
+def test_dropout_is_off():
+    backbone, asked = Backbone(tiny_model("llama", 60, attention_dropout=0.5).train()), [Continuation([1, 2, 3], [4])]
+    assert score_continuations(backbone, asked) == score_continuations(backbone, asked)
 
 
-def test_bad_input_is_refused(small):
-    backbone = Backbone(small)
-    with pytest.raises(ValueError, match="Continuation 1 has no context"):
-        score_continuations(backbone, [Continuation([1], [1]), Continuation([], [1])])
-    with pytest.raises(ValueError, match="id 60 is beyond the embedding of 60"):
-        score_continuations(backbone, [Continuation([60], [1])])
-    assert score_continuations(backbone, []) == []
+def test_tokens_beyond_the_vocabulary_are_refused(small):
+    with pytest.raises(ValueError, match="60"):
+        score_continuations(Backbone(small), [Continuation([60], [1])])
+    assert score_continuations(Backbone(small), []) == []

@@ -30,7 +30,7 @@ def test_score(match, answers, prediction, score):
     assert judged(match, answers, prediction) == score
 
 
-def test_rouge_l_is_the_longest_common_subsequence_of_as_many_words():
+def test_rouge_l_matches_the_longest_common_subsequence():
     rng = random.Random(0)
     for _ in range(50):
         answer = rng.choices("abcde", k=rng.randint(1, 9))

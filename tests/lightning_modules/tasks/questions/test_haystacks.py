@@ -22,14 +22,14 @@ def test_splits_into_sentences(text, sentences):
     assert split_sentences(text) == sentences
 
 
-def test_text_without_full_stops_is_cut():
+def test_text_without_periods_is_cut():
     words = "word " * 1000 + "x" * 2500
     sentences = split_sentences(words)
     assert max(map(len, sentences)) <= LONGEST_SENTENCE
     assert "".join(sentences).replace(" ", "") == words.replace(" ", "")
 
 
-def test_essays_come_from_the_files_in_order_and_again_when_short(tmp_path):
+def test_essays_are_read_in_order_and_repeated(tmp_path):
     (tmp_path / "b.txt").write_text("\ufeffThree.\nFour.", encoding="utf-8")
     (tmp_path / "a.txt").write_text("One. Two.")
     (tmp_path / "c.md").write_text("Never.")
@@ -38,26 +38,25 @@ def test_essays_come_from_the_files_in_order_and_again_when_short(tmp_path):
     assert essays.sentences(6, start=3) == ["Four.", "One.", "Two.", "Three.", "Four.", "One."]
 
 
-def test_essays_are_read_as_far_as_needed(tmp_path):
+def test_essays_are_read_only_as_far_as_needed(tmp_path):
     (tmp_path / "a.txt").write_text("One. Two.")
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00")
     essays = Essays(tmp_path)
     assert essays.sentences(2) == ["One.", "Two."]
-    with pytest.raises(ValueError, match=r"b\.txt' is not UTF-8 .*: convert it"):
+    with pytest.raises(ValueError, match=r"b\.txt"):
         essays.sentences(3)
 
 
-def test_unusable_folders_are_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match=r"The haystack '.*nowhere' must be a folder"):
-        Essays(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"must be a folder with \.txt files"):
-        Essays(tmp_path)
+def test_folders_without_text_are_refused(tmp_path):
+    for folder in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(ValueError, match=str(folder)):
+            Essays(folder)
     (tmp_path / "a.txt").write_text("\n")
-    with pytest.raises(ValueError, match=f"The text files in '{tmp_path}' are empty"):
+    with pytest.raises(ValueError, match=str(tmp_path)):
         Essays(tmp_path).sentences(1)
 
 
-def test_made_up_essays_never_end_and_hold_no_answer():
+def test_synthetic_essays_are_endless_and_have_no_answer():
     sentences = Essays().sentences(2500)
     assert sentences == Essays().sentences(3000)[:2500]
     assert Essays().sentences(10, start=1500) == sentences[1500:1510]
@@ -66,7 +65,7 @@ def test_made_up_essays_never_end_and_hold_no_answer():
     assert split_sentences(" ".join(sentences)) == sentences
 
 
-def test_what_is_drawn_is_kept():
+def test_drawn_units_are_kept():
     numbers = iter(range(100))
     drawn = Drawn(lambda: str(next(numbers)))
     assert drawn.first(3) == ["0", "1", "2"]

@@ -40,7 +40,7 @@ def passages(prompt, query="after"):
 
 
 @pytest.mark.parametrize("query", ["before", "after", "both"])
-def test_the_question_stands_where_it_shall(nq_open, prompter, query):
+def test_the_question_is_where_it_is_requested(nq_open, prompter, query):
     task = MultiDocumentQA(nq_open, query=query)
     assert task.name == ("multi_document_qa" if query == "after" else f"multi_document_qa_query_{query}")
     example = task.example(prompter, 600, 3, depth=0)
@@ -52,7 +52,7 @@ def test_the_question_stands_where_it_shall(nq_open, prompter, query):
 
 
 @pytest.mark.parametrize("depth", [0, 0.3, 0.5, 1])
-def test_the_gold_passage_stands_at_the_depth_that_was_asked_for(nq_open, prompter, depth):
+def test_the_gold_passage_is_at_the_requested_depth(nq_open, prompter, depth):
     for task in (MultiDocumentQA(nq_open), MultiDocumentQA(nq_open, documents=5), MultiDocumentQA()):
         example = task.example(prompter, 1000, 1, depth=depth)
         found, _ = passages(example.prompt)
@@ -62,14 +62,14 @@ def test_the_gold_passage_stands_at_the_depth_that_was_asked_for(nq_open, prompt
         assert example.depth == place / (len(found) - 1)
 
 
-def test_the_passages_found_for_the_question_come_first_and_in_their_order(nq_open, prompter):
+def test_retrieved_passages_come_first_and_in_order(nq_open, prompter):
     for index in range(5):
         found, question = passages(MultiDocumentQA(nq_open, documents=4).example(prompter, 600, index, depth=1).prompt)
         number = re.search(r"\d+", question)[0]
         assert [title for title, _ in found] == [*(f"Distractor {number} {n}" for n in range(3)), f"Gold {number}"]
 
 
-def test_longer_texts_take_passages_of_other_questions(nq_open, prompter):
+def test_longer_texts_use_passages_of_other_questions(nq_open, prompter):
     found, question = passages(MultiDocumentQA(nq_open).example(prompter, 1500, 0, depth=0).prompt)
     number = re.search(r"\d+", question)[0]
     titles = [title for title, _ in found]
@@ -79,7 +79,7 @@ def test_longer_texts_take_passages_of_other_questions(nq_open, prompter):
     assert max(own) > 6  # shuffled among the others
 
 
-def test_passages_of_other_questions_neither_repeat_nor_answer(tmp_path, prompter):
+def test_passages_of_other_questions_have_no_answer_and_do_not_repeat(tmp_path, prompter):
     records = [answerers.nq_open_record(number) for number in range(2)]
     shared = records[0]["ctxs"][0]
     for record in records:
@@ -99,21 +99,19 @@ def test_passages_of_other_questions_neither_repeat_nor_answer(tmp_path, prompte
     assert seen == {"0", "1"}
 
 
-def test_drawn_depths_are_everywhere(prompter):
+def test_random_depths_cover_all_places(prompter):
     depths = [MultiDocumentQA(documents=10).example(prompter, 1500, index).depth for index in range(40)]
     assert {0, 1} < set(depths)
     assert len(set(depths)) == 10
 
 
-def test_bad_settings_are_refused(nq_open, prompter):
-    with pytest.raises(ValueError, match="must be 2 or more"):
-        MultiDocumentQA(documents=1)
-    with pytest.raises(ValueError, match=r"nq\.jsonl has too few passages .* cannot have 50000 tokens of passages"):
-        MultiDocumentQA(nq_open).example(prompter, 50_000, 0)
-    with pytest.raises(ValueError, match=r"nq\.jsonl has too few passages .* cannot have 500 passages"):
-        MultiDocumentQA(nq_open, documents=500).example(prompter, 50_000, 0)
-    with pytest.raises(ValueError, match="A length of 200 tokens is too short"):
-        MultiDocumentQA(nq_open, documents=20).example(prompter, 200, 0)
+@pytest.mark.parametrize(
+    ("documents", "length", "message"),
+    [(1, 600, "documents"), (None, 50_000, "50000"), (500, 50_000, "500 passages"), (20, 200, "200")],
+)
+def test_impossible_numbers_of_documents_are_refused(nq_open, prompter, documents, length, message):
+    with pytest.raises(ValueError, match=message):
+        MultiDocumentQA(nq_open, documents).example(prompter, length, 0)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +126,7 @@ def test_bad_settings_are_refused(nq_open, prompter):
         ("", ["x"], False),
     ],
 )
-def test_answers_are_found_after_normalisation(text, answers, found):
+def test_answers_are_normalized(text, answers, found):
     assert contains_answer(text, answers) is found
 
 
@@ -138,7 +136,7 @@ def test_only_the_first_line_counts(nq_open, prompter):
     assert example.score(f"no\n{example.answers[0]}") == 0
 
 
-def test_made_up_lives_share_no_name():
+def test_synthetic_lives_have_distinct_names():
     lives = itertools.islice(synthetic_lives(random.Random(0)), 1500)
     flat = []
     for life in lives:

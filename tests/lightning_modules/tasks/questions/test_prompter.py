@@ -17,7 +17,7 @@ def chat(tokenizer):
     return Prompter(own, chat_template=True)
 
 
-def test_first_token_comes_once(tokenizer, chat):
+def test_the_first_token_is_added_once(tokenizer, chat):
     first = tokenizer.bos_token_id
     assert Prompter(tokenizer).encode("ba ce", " di").count(first) == 1
     assert Prompter(tokenizer, add_special_tokens=False).encode("ba ce", " di").count(first) == 0
@@ -31,13 +31,13 @@ def test_a_system_instruction_is_a_turn_or_a_paragraph(tokenizer, chat):
     assert Prompter(tokenizer, system_instruction="fo").text("ba", " di") == "fo\n\nba di"
     strict = copy.deepcopy(chat.tokenizer)
     strict.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    with pytest.raises(ValueError, match=r"fails \(no system role\).* remove `system_instruction`"):
+    with pytest.raises(ValueError, match="system_instruction"):
         Prompter(strict, chat_template=True, system_instruction="fo")
-    with pytest.raises(ValueError, match=r"has no chat template.*set `chat_template` to false, or evaluate"):
+    with pytest.raises(ValueError, match="chat_template"):
         Prompter(tokenizer, chat_template=True)
 
 
-def test_no_answer_comes_behind_the_end_of_a_text(tokenizer):
+def test_a_final_end_token_is_removed(tokenizer):
     ending = copy.deepcopy(tokenizer)
     ending.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
@@ -47,7 +47,7 @@ def test_no_answer_comes_behind_the_end_of_a_text(tokenizer):
     assert ended.force("ba ce", " di", " fo", ["fo"]) == plain.force("ba ce", " di", " fo", ["fo"])
 
 
-def test_forced_answer_spans_its_tokens_alone(tokenizer):
+def test_spans_have_only_tokens_of_answers(tokenizer):
     prompter = Prompter(tokenizer)
     forced = prompter.force("ba ce 4711", " It is", " 4711, and 12", ["4711", "12"])
     assert forced.input_ids[: forced.answer_start] == prompter.encode("ba ce 4711", " It is")
@@ -55,7 +55,7 @@ def test_forced_answer_spans_its_tokens_alone(tokenizer):
     assert [text.strip() for text in texts] == ["4711", "12"]
 
 
-def test_turn_of_a_chat_begins_without_a_space(chat, tokenizer):
+def test_a_chat_turn_begins_without_a_space(chat, tokenizer):
     """No chat model would begin its turn with one, so that a right answer would count as wrong."""
     forced = chat.force("ba", "", " ce", ["ce"])
     assert chat.tokenizer.decode(forced.input_ids) == "<s>[ba]:ce"

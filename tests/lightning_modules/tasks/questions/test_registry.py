@@ -25,39 +25,38 @@ def importable(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def test_names_and_groups_are_found_once_in_order():
+def test_names_and_groups_give_each_task_once():
     names = [task.name for task in find_tasks(["passkey", "niah", "retrieval", "niah_single_2"])]
     assert names == ["passkey", *GROUPS["niah"], "needle", "first_sentence", "longeval_lines", "key_values"]
 
 
-def test_every_group_is_made_of_tasks():
+def test_groups_consist_of_tasks():
     for group, names in GROUPS.items():
         assert set(names) <= set(TASKS), group
         assert group not in TASKS
         assert len(set(names)) == len(names)
 
 
-def test_ones_own_task_is_found_by_its_path(importable):
+def test_a_custom_task_is_imported(importable):
     assert find_tasks(["own_tasks.Own"])[0].name == "own"
 
 
 @pytest.mark.parametrize(
-    ("names", "message"),
+    ("name", "error", "hint"),
     [
-        ([], "`tasks` is empty. Tasks: niah_single_1, .* Groups: "),
-        (["niah_singel_1"], "Unknown task 'niah_singel_1'. Did you mean 'niah_single_1'.* Tasks: "),
-        (["@"], "Unknown task '@'. Tasks: "),
-        (["nowhere.Task"], "'nowhere.Task' cannot be imported .*PYTHONPATH"),
-        (["own_tasks.Missing"], "'own_tasks.Missing' cannot be imported"),
-        (["own_tasks.Configured"], "cannot be created without arguments .*'size'.*give them defaults"),
-        (["os.path"], "'os.path' is not a subclass of"),
+        ("niah_singel_1", ValueError, "niah_single_1"),
+        ("@", ValueError, ""),
+        ("nowhere.Task", ValueError, ""),
+        ("own_tasks.Missing", ValueError, ""),
+        ("own_tasks.Configured", TypeError, "size"),
+        ("os.path", ValueError, ""),
     ],
 )
-def test_other_names_are_refused(names, message, importable):
-    with pytest.raises(ValueError, match=message):
-        find_tasks(names)
+def test_other_names_are_refused(name, error, hint, importable):
+    with pytest.raises(error, match=rf"{name.rpartition('.')[2]}.*{hint}"):
+        find_tasks([name])
 
 
-def test_a_haystack_reaches_the_tasks(tmp_path):
-    with pytest.raises(ValueError, match=r"must be a folder with \.txt files"):
+def test_tasks_use_the_haystack(tmp_path):
+    with pytest.raises(ValueError, match=str(tmp_path)):
         find_tasks(["needle"], haystack=str(tmp_path))

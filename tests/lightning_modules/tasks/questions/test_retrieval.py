@@ -62,7 +62,7 @@ def test_first_sentence(prompter):
         assert example.depth is None
 
 
-def test_first_sentence_passes_over_headings_and_what_is_too_long(prompter, tmp_path):
+def test_first_sentence_skips_headings_and_long_sentences(prompter, tmp_path):
     (tmp_path / "a.txt").write_text(f"A heading.\n\nThis {'very ' * 30}long one.\n\nThis is what is asked for.")
     for index in range(6):
         example = FirstSentence(Essays(tmp_path)).example(prompter, 1000, index)
@@ -71,7 +71,7 @@ def test_first_sentence_passes_over_headings_and_what_is_too_long(prompter, tmp_
 
 def test_first_sentence_needs_a_sentence(prompter, tmp_path):
     (tmp_path / "headings.txt").write_text("One.\n\nTwo.\n\nThree.")
-    with pytest.raises(ValueError, match=f"'{tmp_path}' has no sentence of at least 5 words"):
+    with pytest.raises(ValueError, match=str(tmp_path)):
         FirstSentence(Essays(tmp_path)).example(prompter, 1000, 0)
 
 
@@ -94,7 +94,7 @@ def test_longeval_lines(prompter):
     assert example.score(f" <{example.answers[0]}>\nline x: <77>") == 1  # a base model goes on
 
 
-def test_longeval_has_no_other_line_with_the_number_asked_for(prompter, monkeypatch):
+def test_only_one_longeval_line_has_the_requested_number(prompter, monkeypatch):
     monkeypatch.setattr("lightning_modules.tasks.questions.retrieval.LONGEVAL_LARGEST", 3)
     for index in range(5):
         example = LongEvalLines().example(prompter, 2000, index)
@@ -102,7 +102,7 @@ def test_longeval_has_no_other_line_with_the_number_asked_for(prompter, monkeypa
         assert set(re.findall(r"<(\d)>", example.prompt)) == {"1", "2", "3"}
 
 
-def test_longeval_has_lines_without_end(prompter, monkeypatch):
+def test_longeval_never_runs_out_of_lines(prompter, monkeypatch):
     monkeypatch.setattr("lightning_modules.tasks.questions.words.ADJECTIVES", ("odd",))
     monkeypatch.setattr("lightning_modules.tasks.questions.words.NOUNS", ("oak", "elm"))
     lines = re.findall(r"line (\S+):", LongEvalLines().example(prompter, 2000, 0).prompt)
@@ -110,7 +110,7 @@ def test_longeval_has_lines_without_end(prompter, monkeypatch):
     assert len(set(lines)) == len(lines)
 
 
-def test_longeval_of_a_chat_model_counts_the_last_number(tokenizer, monkeypatch):
+def test_longeval_scores_the_last_number_of_a_chat_model(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages %}<u>{{ m.content }}<a>{% endfor %}")
     example = LongEvalLines().example(Prompter(tokenizer, chat_template=True), 2000, 0)
     assert example.answer_prefix == ""

@@ -5,14 +5,14 @@ from uuid import UUID
 from lightning_modules.tasks.questions.words import ADJECTIVES, NOUNS, key_word, number, synthetic_words, uuid
 
 
-def test_words_are_many_and_plain():
+def test_word_lists():
     for words in (ADJECTIVES, NOUNS):
         assert len(words) > 500
         assert len(set(words)) == len(words)
         assert all(re.fullmatch("[a-z]+", word) for word in words)
 
 
-def test_what_is_drawn_has_its_shape():
+def test_drawn_words_have_the_right_format():
     rng = random.Random(0)
     for _ in range(200):
         adjective, noun = key_word(rng).split("-")
@@ -23,7 +23,7 @@ def test_what_is_drawn_has_its_shape():
     assert {number(rng)[0] for _ in range(300)} == set("123456789")
 
 
-def test_made_up_words_are_distinct_and_in_order():
+def test_synthetic_words_are_distinct_and_reproducible():
     words = synthetic_words(random.Random(1), 20_000)
     assert len(set(words)) == 20_000
     assert synthetic_words(random.Random(1), 100) == words[:100]
@@ -31,7 +31,7 @@ def test_made_up_words_are_distinct_and_in_order():
     assert all(re.fullmatch("[a-z]+", word) for word in words)
 
 
-def test_made_up_words_have_no_end(monkeypatch):
+def test_synthetic_words_never_run_out(monkeypatch):
     monkeypatch.setattr("lightning_modules.tasks.questions.words._ONSETS", ("b",))
     monkeypatch.setattr("lightning_modules.tasks.questions.words._RHYMES", ("a",))
     assert sorted(synthetic_words(random.Random(1), 5), key=len) == ["ba" * syllables for syllables in range(2, 7)]

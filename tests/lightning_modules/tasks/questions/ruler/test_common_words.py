@@ -31,7 +31,7 @@ def listed(text):
     ("length", "shown", "asked"),
     [(2000, (20, 3, 1), (6, 1)), (4096, (40, 10, 3), (30, 3))],
 )
-def test_words_come_as_often_as_in_the_original(prompters, length, shown, asked):
+def test_words_repeat_as_in_ruler(prompters, length, shown, asked):
     example = CommonWords().example(prompters["words"], length, 0)
     whole = re.fullmatch(rf"{TEXT}{re.escape(PREFIX)} (.*)\n{TEXT}", example.prompt)
     first, answer, second = (listed(text) for text in whole.groups())
@@ -47,7 +47,7 @@ def test_words_come_as_often_as_in_the_original(prompters, length, shown, asked)
     assert listed(example.target.strip()) == Counter(example.answers)
 
 
-def test_the_shortest_list_has_as_many_other_words_as_common_ones(prompters):
+def test_the_shortest_list_has_ten_other_words(prompters):
     def words(length):
         try:
             prompt = CommonWords().example(prompters["words"], length, 0).prompt
@@ -60,7 +60,7 @@ def test_the_shortest_list_has_as_many_other_words_as_common_ones(prompters):
     assert [count for count in found if count is not None] == [20, 21, 22, 23]
 
 
-def test_words_are_real_as_long_as_there_are_enough(prompters):
+def test_long_lists_have_synthetic_words(prompters):
     lengths = (4096, 10_000, 13_000, 30_000)
     for length, real in zip(lengths, (True, True, False, False), strict=True):
         prompt = CommonWords().example(prompters["words"], length, 0).prompt

@@ -14,7 +14,7 @@ def prompters():
     return answerers.prompters(["Read the following coded text. Question: Answer: ... ... abcdef ..."] * 3)
 
 
-def test_is_worded_as_the_original(prompters):
+def test_wording_matches_ruler(prompters):
     example = FrequentWords().example(prompters["bytes"], 2000, 0)
     text = (
         r"Read the following coded text and track the frequency of each coded word\. Find the three most frequently"
@@ -38,7 +38,7 @@ def test_frequencies_fall_with_the_square_of_the_rank():
     assert sum(word != after for word, after in pairwise(text)) > 50_000  # shuffled, not word by word
 
 
-def test_the_answers_are_ahead_of_all_others_from_the_least_number_of_words_on():
+def test_answers_are_more_frequent_from_the_minimum_number_of_words():
     vocabulary = ["...", *coded_words(random.Random(0), 9)]
     for words in range(MIN_WORDS, 400):
         counts = [count for _, count in Counter(coded_text(vocabulary, words, random.Random(1)).split()).most_common(5)]

@@ -30,7 +30,7 @@ def prompter(tokenizer):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_is_worded_as_the_original(name, prompter):
+def test_wording_matches_ruler(name, prompter):
     hidden, asked, key, value = SETTINGS[name]
     example = find_tasks([name])[0].example(prompter, 4000, 0)
     plural = "uuids" if value == UUID else "numbers"
@@ -66,7 +66,7 @@ def test_noise_repeats_one_line(prompter):
     assert NOISE == "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
 
-def test_needles_in_essays_stand_at_one_of_40_depths(prompter):
+def test_needles_in_essays_are_at_40_depths(prompter):
     task = find_tasks(["niah_multikey_1"])[0]
     for index in range(10):
         context = task.example(prompter, 4000, index).prompt.split("\n")[1]
@@ -77,7 +77,7 @@ def test_needles_in_essays_stand_at_one_of_40_depths(prompter):
         assert {place - before for before, place in enumerate(places)} <= allowed
 
 
-def test_no_other_needle_has_the_key_or_the_value_asked_for(prompter, monkeypatch):
+def test_other_needles_have_other_keys_and_values(prompter, monkeypatch):
     # As few numbers and words as make others collide with what is asked for.
     monkeypatch.setattr("lightning_modules.tasks.questions.words.ADJECTIVES", ("odd", "even"))
     monkeypatch.setattr("lightning_modules.tasks.questions.words.NOUNS", ("oak", "elm"))
@@ -88,7 +88,7 @@ def test_no_other_needle_has_the_key_or_the_value_asked_for(prompter, monkeypatc
     assert len(re.findall(f"is: {example.answers[0]}\\.", example.prompt)) == 1
 
 
-def test_depth_counts_all_other_sentences_of_the_text(prompter):
+def test_depth_0_is_the_front_and_1_the_end(prompter):
     task = find_tasks(["niah_multikey_1"])[0]
     first = task.example(prompter, 3000, 0, depth=0)
     last = task.example(prompter, 3000, 0, depth=1)

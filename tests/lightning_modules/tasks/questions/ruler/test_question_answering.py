@@ -51,7 +51,7 @@ def test_documents_of_the_same_article_come_first(files, prompter):
     assert len(set(articles)) > 2  # not the first paragraphs of the file
 
 
-def test_every_question_is_asked_once_before_one_comes_again_and_all_lengths_ask_the_same(files, prompter):
+def test_questions_repeat_only_after_all_were_asked(files, prompter):
     task = QuestionAnswering("qa_1", files / "squad.json")
     asked = [documents(task.example(prompter, 400, index).prompt)[1] for index in range(48)]
     assert len(set(asked)) == 48
@@ -60,7 +60,7 @@ def test_every_question_is_asked_once_before_one_comes_again_and_all_lengths_ask
     assert documents(task.example(prompter, 400, 0, seed=1).prompt)[1] != asked[0]
 
 
-def test_all_ten_documents_of_a_hotpot_question_are_there(files, prompter):
+def test_prompts_have_all_documents_of_a_hotpot_question(files, prompter):
     task = QuestionAnswering("qa_2", files / "hotpot.json")
     made = {asked["question"]: asked for asked in answerers.hotpot_file()}
     example = task.example(prompter, 700, 0)
@@ -71,7 +71,7 @@ def test_all_ten_documents_of_a_hotpot_question_are_there(files, prompter):
     assert example.depth is None
 
 
-def test_a_length_that_does_not_hold_all_ten_is_refused(files, prompter):
+def test_lengths_below_ten_documents_are_refused(files, prompter):
     task = QuestionAnswering("qa_2", files / "hotpot.json")
     found = []
     for length in range(150, 300, 10):
@@ -84,13 +84,13 @@ def test_a_length_that_does_not_hold_all_ten_is_refused(files, prompter):
     assert next(count for count in found if count) == 10
 
 
-def test_places_of_the_gold_document_are_drawn(files, prompter):
+def test_the_gold_document_is_at_random_depths(files, prompter):
     task = QuestionAnswering("qa_1", files / "squad.json")
     depths = [task.example(prompter, 500, index).depth for index in range(40)]
     assert min(depths) < 0.2
     assert max(depths) > 0.8
 
 
-def test_a_file_that_is_too_small_is_said_to_be(files, prompter):
-    with pytest.raises(ValueError, match=r"The 48 documents of .*squad.json are too few for 'qa_1' with 90000 tok"):
+def test_a_file_with_too_few_documents_is_refused(files, prompter):
+    with pytest.raises(ValueError, match=r"squad\.json.*90000"):
         QuestionAnswering("qa_1", files / "squad.json").example(prompter, 90_000, 0)

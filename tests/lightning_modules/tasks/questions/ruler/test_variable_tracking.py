@@ -19,7 +19,7 @@ def prompters():
     return answerers.prompters([f"Memorize and track the chain(s). Question: Find Answer: VAR ABC = 123\n{NOISE}"] * 3)
 
 
-def test_is_worded_as_the_original(prompters):
+def test_wording_matches_ruler(prompters):
     example = VariableTracking().example(prompters["bytes"], 3000, 0)
     text = (
         r"Memorize and track the chain\(s\) of variable assignment hidden in the following text\.\n\n(.*)\n"
