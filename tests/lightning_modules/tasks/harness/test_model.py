@@ -72,14 +72,24 @@ def test_long_prompts_lose_their_middle(tokenizer, monkeypatch):
     def answer(prompt, tokens):
         model.generate_until([Instance("generate_until", {}, (prompt, {"max_gen_toks": tokens, "until": []}), 0)])
 
-    answer("ba ce", 4)
-    assert (read.pop(), model.truncated) == (model.tok_encode("ba ce"), 0)
+    short = model.tok_encode("ba ce")
+    for tokens in (4, 20 - len(short)):
+        answer("ba ce", tokens)
+        assert (read.pop(), model.truncated) == (short, 0)
     answer(text, 5)
     assert (read.pop(), model.truncated) == (ids[:7] + ids[-8:], 1)
     model._loglikelihood_tokens([(("", ""), ids, [5, 6, 7])])
     assert asked[0].context == ids[:9] + ids[-9:]  # the last token of the continuation is predicted, not read
     with pytest.raises(ValueError, match="max_length"):
         answer(text, 20)
+
+
+def test_each_text_has_the_sum_of_its_windows(tokenizer):
+    model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), tokenizer, TaskConfig(max_length=20))
+    requests = [Instance("loglikelihood_rolling", {}, ("ba ce di " * count,), 0) for count in (1, 20, 5)]
+    together = model.loglikelihood_rolling(requests)
+    assert together == pytest.approx([model.loglikelihood_rolling([request])[0] for request in requests])
+    assert together[1] < together[2] < together[0] < 0
 
 
 def test_generation_stops_at_a_sequence_across_tokens(tokenizer):
