@@ -209,11 +209,16 @@ def _compare(before: Any, after: Any, name: str, changed: dict[str, tuple[Any, A
 
 
 def _merge_model(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the model's settings the same names whether or not the config names its class."""
+    """Give the model's settings the same names, whether or not the config names its class or is an earlier one."""
     model = config.get("model")
     if not isinstance(model, dict):
         return dict(config)
-    return {**config, "model": {**model, **(model.get("init_args") or {}), "init_args": None}}
+    settings = {**model, **(model.get("init_args") or {}), "init_args": None}
+    # An option that was renamed has the value of its earlier name.
+    earlier = settings.pop("short_window_share", None)
+    if earlier is not None:
+        settings["window_fraction"] = earlier
+    return {**config, "model": settings}
 
 
 def _has_objects(value: Any) -> bool:

@@ -269,3 +269,23 @@ def test_copies_stand_behind_the_whole_corpus_and_are_reported(caplog):
 def test_a_weight_below_one_is_refused():
     with pytest.raises(ValueError, match=r"`long_documents\.weight`"):
         LongDocuments(longer_than=3, weight=0.5)
+
+
+@given(lengths=LENGTHS, size=SEQUENCE_LENGTH)
+def test_best_fit_cuts_only_what_is_longer_than_a_row(lengths, size):
+    boundaries = borders_of(lengths)
+    packed = best_fit(boundaries, size)
+    whole = {tuple(segment) for segment in packed.segments.tolist()}
+    for begin, length in zip(boundaries.tolist(), lengths, strict=False):
+        if 0 < length <= size:
+            assert (begin, begin + length) in whole
+    assert packed.truncated_documents == sum(length > size for length in lengths)
+
+
+@given(REPEATED)
+def test_the_order_of_the_corpus_changes_nothing(lengths):
+    boundaries = borders_of(lengths)
+    plain = pack_documents(boundaries, 4)
+    ordered = pack_in_order(boundaries, np.arange(len(lengths)), 4)
+    assert np.array_equal(plain.segments, ordered.segments)
+    assert np.array_equal(plain.row_boundaries, ordered.row_boundaries)
