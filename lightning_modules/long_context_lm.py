@@ -117,13 +117,13 @@ class LongContextLM(LightningModule):
     @override
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
         group, objective = self._sequence_group, self.objective.at_step(self.global_step)
-        # `batch_idx` restarts in each epoch.
-        number = self.trainer.fit_loop.epoch_loop.total_batch_idx if self._trainer else batch_idx
         preflight.check_batch(batch, self.backbone, self.objective, self.short_context, group)
         # 1. Score the tokens in their short contexts, without gradient. This comes first, so that its buffers are free
         #    again before the long pass allocates activations.
         short = None
         if objective.uses_short_context:
+            # Other windows are drawn for each batch of all epochs; `batch_idx` restarts in each.
+            number = self.trainer.fit_loop.epoch_loop.total_batch_idx if self._trainer else batch_idx
             seed = step.window_seed(number, self.global_rank)
             short = self.short_context.score(self.backbone, batch, seed=seed, group=group)
         # 2. Score the whole documents, with gradient.
@@ -158,12 +158,13 @@ class LongContextLM(LightningModule):
         losses = self._losses
         self._start_step()
         # 2. Refuse the step if a loss is not finite: after 1, so that no process waits for one that has stopped. The
-        #    CPU waits for the accelerator here and in 1, nowhere else.
+        #    CPU waits for the accelerator here and in 1, and nowhere else in this hook.
         preflight.check_finite(losses, self, mean=values["loss"])
-        # 3. Divide the gradients by the number of tokens of the step.
+        # 3. Turn the gradients into those of the mean over the tokens of the step, and their norm with them.
         batches = self.trainer.accumulate_grad_batches * self.trainer.world_size
         divisor = float(self._statistics.step_divisor)
-        values["gradient_norm"] /= step.normalize_gradients(self.parameters(), divisor, batches=batches)
+        scale = step.normalize_gradients(self.parameters(), divisor, batches=batches)
+        values["gradient_norm"] /= scale
         # 4. Log the means and costs.
         self.log_dict({f"train/{name}": value for name, value in values.items()}, batch_size=1)
         self.log("loss", values["loss"], prog_bar=True, logger=False, batch_size=1)

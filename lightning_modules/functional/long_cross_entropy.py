@@ -23,7 +23,7 @@ def long_cross_entropy(
             number is not known before the last batch of an optimizer step.
 
     Returns:
-        Scalar loss in nats per scored token; 0 when no token is scored.
+        Scalar loss in nats per scored token, or with ``divisor`` in nats divided by it; 0 when no token is scored.
 
     Raises:
         ValueError: If the shapes differ.

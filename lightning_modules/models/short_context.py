@@ -127,6 +127,7 @@ def short_log_likelihood(
     """
     # 1. Place the windows of all sequences, and leave out those that are not needed.
     backbone.check_compares_contexts()
+    # The dtype is known before a window is scored: a process without windows must have the same one in step 3.
     short = torch.zeros_like(batch["labels"], dtype=backbone.log_likelihood_dtype)
     has_short_context = torch.zeros_like(batch["labels"], dtype=torch.bool)
     windows = batch_windows(batch["document_boundaries"], context_length=context_length, stride=stride)
@@ -145,7 +146,6 @@ def short_log_likelihood(
     if shared_by is not None:
         windows = windows[shared_by.rank() :: shared_by.size()]
     for group, log_likelihood in score_windows(backbone, batch, windows):
-        short = short.to(log_likelihood.dtype)
         for scores, (row, (start, scored, stop)) in zip(log_likelihood, group, strict=True):
             short[row, scored:stop] = scores[scored - start : stop - start]
     # 3. Collect the windows of the other processes. Each token is scored by one of them and 0 elsewhere.

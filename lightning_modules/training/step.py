@@ -33,7 +33,9 @@ def normalize_gradients(parameters: Iterable[Tensor], divisor: float, *, batches
     Args:
         parameters: Parameters with the gradients :math:`g`; those without a gradient are skipped.
         divisor: Divisor N of the step: its number of scored tokens, or the sum of their weights.
-        batches: Number B of batches of all processes in the step.
+        batches: Number B that the gradients were divided by: the nominal number of batches of all processes in a step,
+            also for a shorter last one. In a sequence group, each process has the gradients of its own tokens, and N
+            counts every token once.
 
     Returns:
         The number that the gradients were divided by, N / (R B).
@@ -81,7 +83,7 @@ class TrainingStatistics:
         largest = torch.tensor(math.inf if cap is None else cap, dtype=token_weights.dtype)
         sums = {
             "loss": loss,
-            "nll": -long.double().sum(),
+            "nll": -long.double().sum(),  # 0 for a token that is not scored
             "tokens": loss.new_full((), labels.numel(), dtype=torch.float64),
             "scored": scored.sum(),
             "weights": weights.sum(),
