@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from lightning_modules.commands.compare.evaluations import Evaluation, tabulate_evaluations
-from lightning_modules.commands.compare.runs import AXES, Run, read_compared
+from lightning_modules.commands.compare.evaluations import ComparedEvaluation, tabulate_evaluations
+from lightning_modules.commands.compare.runs import AXES, ComparedRun, read_compared
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.utilities.statistics import TOKENS, UNITS, corpus_mean, paired_ratio
 from lightning_modules.visualization.images import curves_as_svg
@@ -42,12 +42,12 @@ def compare(runs: Sequence[str | Path], output: str | Path | None = None) -> str
     Folders of ``longce evaluate`` have one table, of their scores.
     """
     found = read_compared(runs)
-    if evaluations := [each for each in found if isinstance(each, Evaluation)]:
+    if evaluations := [each for each in found if isinstance(each, ComparedEvaluation)]:
         return _compare_evaluations(evaluations, output)
-    return compare_runs([each for each in found if isinstance(each, Run)], output)
+    return compare_runs([each for each in found if isinstance(each, ComparedRun)], output)
 
 
-def _compare_evaluations(found: Sequence[Evaluation], output: str | Path | None) -> str:
+def _compare_evaluations(found: Sequence[ComparedEvaluation], output: str | Path | None) -> str:
     table, notes = tabulate_evaluations(found)
     texts = [as_text_table(table, left=(0, 1)), "", *notes] if table.rows else ["No scores yet."]
     if output is not None:
@@ -57,7 +57,7 @@ def _compare_evaluations(found: Sequence[Evaluation], output: str | Path | None)
     return "\n".join(texts) + "\n"
 
 
-def compare_runs(found: Sequence[Run], output: str | Path | None = None) -> str:
+def compare_runs(found: Sequence[ComparedRun], output: str | Path | None = None) -> str:
     """Compare runs or scored models, as `compare` does."""
     baseline, *others = found if len(found) > 1 else [_first_evaluation(found[0]), *found]
     tables = {
@@ -76,12 +76,12 @@ def compare_runs(found: Sequence[Run], output: str | Path | None = None) -> str:
     return "\n".join(texts or ["These runs have logged nothing yet.\n"])
 
 
-def _first_evaluation(run: Run) -> Run:
+def _first_evaluation(run: ComparedRun) -> ComparedRun:
     first = {cell: dict([min(steps.items())]) for cell, steps in run.evaluations.items() if len(steps) > 1}
-    return Run(f"step {min(map(min, first.values()), default=0)}", first, {}, {})
+    return ComparedRun(f"step {min(map(min, first.values()), default=0)}", first, {}, {})
 
 
-def _make_page(runs: Sequence[Run], tables: Mapping[str, Table]) -> str:
+def _make_page(runs: Sequence[ComparedRun], tables: Mapping[str, Table]) -> str:
     blocks: list[Block] = [_EXPLANATION]
     for heading, table in tables.items():
         blocks += [Heading(heading), table] if table.rows else []
@@ -97,7 +97,7 @@ def _make_page(runs: Sequence[Run], tables: Mapping[str, Table]) -> str:
     return as_html(f"{'Runs' if len(runs) > 1 else 'Run'} {', '.join(run.name for run in runs)}", blocks, pictures)
 
 
-def draw_curves(runs: Sequence[Run], axis: str) -> dict[str, str]:
+def draw_curves(runs: Sequence[ComparedRun], axis: str) -> dict[str, str]:
     """Return figures as SVG by title: LongPPL, perplexity, loss and learning rate of the runs that logged the axis."""
     curves = {run.name: _find_curves(run) if AXES[axis] in run.scalars else {} for run in runs}
     figures = {}
@@ -111,7 +111,7 @@ def draw_curves(runs: Sequence[Run], axis: str) -> dict[str, str]:
     return figures
 
 
-def _find_curves(run: Run) -> dict[str, Mapping[int, float]]:
+def _find_curves(run: ComparedRun) -> dict[str, Mapping[int, float]]:
     """Return the values of each quantity by optimizer step."""
     curves: dict[str, Mapping[int, float]] = {}
     for kind, name in (("longppl", "LongPPL"), ("perplexity", "Perplexity")):
@@ -131,7 +131,7 @@ def place_points(curve: Mapping[int, float], axis: Mapping[int, float]) -> NDArr
     return np.array([part.mean(axis=0) for part in np.array_split(points, _POINTS) if len(part)]).reshape(-1, 2)
 
 
-def _rank_runs(runs: Sequence[Run], baseline: Run) -> Table:
+def _rank_runs(runs: Sequence[ComparedRun], baseline: ComparedRun) -> Table:
     """Return the last evaluation of each run by cell, the best one first, those that have other documents last."""
     titles = [title for name in _TITLES.values() for title in (name, f"{name} / {baseline.name}'s")]
     head = ["set, evaluator, thresholds", "run", *titles, "step", "documents", "note"]
@@ -160,7 +160,7 @@ def _rank_runs(runs: Sequence[Run], baseline: Run) -> Table:
     return _drop_empty_columns(head, cells)._replace(badges=best)
 
 
-def _tabulate_costs(runs: Sequence[Run]) -> Table:
+def _tabulate_costs(runs: Sequence[ComparedRun]) -> Table:
     rows = []
     for run in runs:
         last = (max(run.scalars.get(scalar, {}).values(), default=None) for scalar in AXES.values())
@@ -172,7 +172,7 @@ def _tabulate_costs(runs: Sequence[Run]) -> Table:
     )
 
 
-def _compare_settings(runs: Sequence[Run]) -> Table:
+def _compare_settings(runs: Sequence[ComparedRun]) -> Table:
     runs = [run for run in runs if run.config]
     keys = sorted({key for run in runs for key in run.config})
     rows = [[key, *(run.config.get(key, "") for run in runs)] for key in keys]
@@ -200,7 +200,7 @@ def shared_documents(
     return both[same]
 
 
-def _find_changed_documents(runs: Sequence[Run], baseline: Run) -> dict[str, Table]:
+def _find_changed_documents(runs: Sequence[ComparedRun], baseline: ComparedRun) -> dict[str, Table]:
     found = []
     for run in runs:
         for cell in run.evaluations.keys() & baseline.evaluations.keys():

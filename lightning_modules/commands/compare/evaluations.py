@@ -22,7 +22,7 @@ _UNITS = "Scores in percent (metrics of lm-evaluation-harness as they are), with
 _KEY = ["task", "length", "asked_depth", "index"]
 
 
-class Evaluation(NamedTuple):
+class ComparedEvaluation(NamedTuple):
     """Scores of a model, the answered questions of longce's tasks, and the number of those without an answer."""
 
     name: str
@@ -32,7 +32,7 @@ class Evaluation(NamedTuple):
     missing: int
 
 
-def read_evaluation(name: str, folder: Path) -> Evaluation:
+def read_evaluation(name: str, folder: Path) -> ComparedEvaluation:
     """Read a folder; a ``ValueError`` if its files are damaged."""
     try:
         found = [json.loads((folder / file).read_bytes()) for file in FILES if (folder / file).is_file()]
@@ -43,19 +43,19 @@ def read_evaluation(name: str, folder: Path) -> Evaluation:
             if place[0] != "average" or len(content["tasks"]) > 1
         }
         questions = tabulate(read_results(folder)).astype({"length": str})
-        return Evaluation(name, cells, questions, found[0]["settings"], found[0].get("missing", 0))
+        return ComparedEvaluation(name, cells, questions, found[0]["settings"], found[0].get("missing", 0))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"'{folder}' is not a folder of `longce evaluate`, or is damaged ({error!r}).") from error
 
 
-def tabulate_evaluations(evaluations: Sequence[Evaluation]) -> tuple[Table, list[str]]:
+def tabulate_evaluations(evaluations: Sequence[ComparedEvaluation]) -> tuple[Table, list[str]]:
     """Return a table of scores with 95% intervals, and notes on how to read it.
 
     With longce's tasks it has the differences from the first model over the same questions, if these are the same.
     """
     baseline, *others = evaluations
     notes: list[str] = []
-    paired: list[Evaluation] = []
+    paired: list[ComparedEvaluation] = []
     for other in others:
         if baseline.questions.empty or other.questions.empty:
             continue
@@ -80,12 +80,12 @@ def tabulate_evaluations(evaluations: Sequence[Evaluation]) -> tuple[Table, list
     return Table(head, rows), notes
 
 
-def _differing_settings(one: Evaluation, other: Evaluation) -> str:
+def _differing_settings(one: ComparedEvaluation, other: ComparedEvaluation) -> str:
     pairs = [(name, one.settings.get(name), other.settings.get(name)) for name in _QUESTIONS]
     return ", ".join(f"{name} = {first!r} and {second!r}" for name, first, second in pairs if first != second)
 
 
-def _subtract_scores(one: Evaluation, other: Evaluation, place: tuple[str, str]) -> str:
+def _subtract_scores(one: ComparedEvaluation, other: ComparedEvaluation, place: tuple[str, str]) -> str:
     """Return the difference of the scores in percent, over the questions that both have answered."""
     tables = [each.questions[(each.questions[["task", "length"]] == [*place]).all(axis=1)] for each in (one, other)]
     both = tables[0].merge(tables[1], on=_KEY)

@@ -12,7 +12,7 @@ import pandas as pd
 import yaml
 from tensorboard.compat.proto.event_pb2 import Event
 
-from lightning_modules.commands.compare.evaluations import Evaluation, read_evaluation
+from lightning_modules.commands.compare.evaluations import ComparedEvaluation, read_evaluation
 from lightning_modules.commands.correlate.result_files import FILES
 from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.tasks.evaluation.evaluation import SETTINGS
@@ -31,7 +31,7 @@ _KEY_TOKENS = ("alpha", "beta", "context_length", "stride", "key_token_rule")
 _STAGES = {"val": "validation", "test": "test"}
 
 
-class Run(NamedTuple):
+class ComparedRun(NamedTuple):
     """A run, or a model that was scored.
 
     Evaluations are tables of documents, by set, evaluator and thresholds, which a text names, and by optimizer step.
@@ -47,7 +47,7 @@ class Run(NamedTuple):
         return max(self.evaluations[cell].items(), key=lambda each: each[0])
 
 
-def read_compared(words: Sequence[str | Path]) -> list[Run | Evaluation]:
+def read_compared(words: Sequence[str | Path]) -> list[ComparedRun | ComparedEvaluation]:
     """Read what is compared, each given as ``PATH`` or ``NAME=PATH``.
 
     A path is the folder of a run, a folder of ``longce evaluate``, a result of ``longce score``, or a folder of such
@@ -71,9 +71,9 @@ def read_compared(words: Sequence[str | Path]) -> list[Run | Evaluation]:
     return [kinds[path](name, path) for name, path in zip(names, paths, strict=True)]
 
 
-def read_runs(words: Sequence[str | Path]) -> list[Run]:
+def read_runs(words: Sequence[str | Path]) -> list[ComparedRun]:
     """Read runs and results of ``longce score``, as `read_compared` does."""
-    return [run for run in read_compared(words) if isinstance(run, Run)]
+    return [run for run in read_compared(words) if isinstance(run, ComparedRun)]
 
 
 def _find_files(word: str) -> Iterator[tuple[str, Path]]:
@@ -101,7 +101,7 @@ def _is_evaluation(path: Path) -> bool:
     return any((path / file).is_file() for file in FILES)
 
 
-def _read_run(name: str, folder: Path) -> Run:
+def _read_run(name: str, folder: Path) -> ComparedRun:
     hparams = yaml.safe_load((folder / "hparams.yaml").read_text()) if (folder / "hparams.yaml").is_file() else {}
     names = {key: key.replace(".init_args", "").removesuffix(".class_path") for key in hparams if not _PATHS.match(key)}
     config = {name: str(hparams[key]) for key, name in names.items()} | _describe_resumes(folder)
@@ -121,7 +121,7 @@ def _read_run(name: str, folder: Path) -> Run:
                 row = pd.DataFrame([{"document": "all documents", "tokens": 1.0, "key_tokens": 1.0}])
                 steps.setdefault(step, _index(row))[found[3]] = value
     scalars["step"] = {step: step for steps in (*scalars.values(), *evaluations.values()) for step in steps}
-    return Run(name, dict(evaluations), config, dict(scalars))
+    return ComparedRun(name, dict(evaluations), config, dict(scalars))
 
 
 def _describe_resumes(folder: Path) -> dict[str, str]:
@@ -173,7 +173,7 @@ def _read_evaluators(config: Path) -> dict[str, dict[str, Any]]:
     return {each.get("name") or "evaluator": each for each in arguments}
 
 
-def _read_score(name: str, file: Path) -> Run:
+def _read_score(name: str, file: Path) -> ComparedRun:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         return make_scored_run(name, content)
@@ -181,14 +181,16 @@ def _read_score(name: str, file: Path) -> Run:
         raise ValueError(f"'{file}' is not a run or a result of `longce score --output` ({error!r}).") from error
 
 
-def make_scored_run(name: str, content: Mapping[str, Any]) -> Run:
+def make_scored_run(name: str, content: Mapping[str, Any]) -> ComparedRun:
     """Return a result of `longce score` as a run with one evaluation."""
     rows = pd.DataFrame(content["documents"]).rename(columns={"file": "document"})
     rows["tokens"] -= 1  # the first token of a document is not scored
     settings, models = content["settings"], content.get("provenance", {})
     cell = _name_cell(f"texts {settings['texts'][:8]}", "", "", settings, Provenance.read(models.get("evaluator", {})))
     config = settings | {f"{kind}.{key}": value for kind, found in models.items() for key, value in found.items()}
-    return Run(name, {cell: {0: _index(rows)}}, {key: shorten_hashes(str(value)) for key, value in config.items()}, {})
+    return ComparedRun(
+        name, {cell: {0: _index(rows)}}, {key: shorten_hashes(str(value)) for key, value in config.items()}, {}
+    )
 
 
 def _name_cell(

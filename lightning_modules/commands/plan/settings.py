@@ -32,7 +32,7 @@ _MOMENTS = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Lion": 1, "Rprop": 2, "Adafac
 
 
 @dataclass(frozen=True)
-class Evaluator:
+class PlannedEvaluator:
     """The evaluator of an experiment."""
 
     name: str  # hub id, folder or config file
@@ -56,7 +56,7 @@ class Experiment:
     max_steps: int | None = None  # None if the run is limited otherwise
     optimizer: str = "AdamW"
     precision: str = "bf16-mixed"
-    evaluator: Evaluator | None = None
+    evaluator: PlannedEvaluator | None = None
     notes: tuple[str, ...] = ()  # assumptions, and settings that the plan ignores
 
 
@@ -187,7 +187,7 @@ def _read_distribution(
     }
 
 
-def _read_evaluator(name: str | None, callbacks: Any, model: LongContextLM) -> Evaluator | None:
+def _read_evaluator(name: str | None, callbacks: Any, model: LongContextLM) -> PlannedEvaluator | None:
     """Return the evaluator of the command line, or else that of the callback."""
     components = map(_read_component, callbacks or [])
     settings = next((arguments for kind, arguments in components if kind == "ExternalEvaluator"), {})
@@ -198,4 +198,4 @@ def _read_evaluator(name: str | None, callbacks: Any, model: LongContextLM) -> E
     remote = bool(settings.get("trust_remote_code"))
     config = load_config(ModelConfig(name, revision=settings.get("revision"), trust_remote_code=remote))
     context_length, stride = (settings.get(key) or getattr(model, key) for key in ("context_length", "stride"))
-    return Evaluator(name, config, context_length, stride, stored_dtype(config, settings.get("dtype", "auto")))
+    return PlannedEvaluator(name, config, context_length, stride, stored_dtype(config, settings.get("dtype", "auto")))

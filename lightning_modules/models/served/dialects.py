@@ -22,7 +22,7 @@ class AnswerError(ValueError):
     """Raised for an answer without usable log-likelihoods; asking again would not help."""
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """Tokens that a server reads, and what it should return for them."""
 
     ids: NDArray[np.int32]
@@ -51,14 +51,14 @@ class Dialect(ABC):
     field: str
 
     @abstractmethod
-    def body(self, span: Span, model: str) -> dict[str, Any]:
+    def body(self, span: TokenSpan, model: str) -> dict[str, Any]:
         """Return the JSON of the request for the scores of a span."""
 
     @abstractmethod
-    def _find(self, span: Span, answer: Any) -> tuple[Iterable[Any], Iterable[int]]:
+    def _find(self, span: TokenSpan, answer: Any) -> tuple[Iterable[Any], Iterable[int]]:
         """Return the log-likelihoods and likeliest tokens; other answers may raise any error of their parsing."""
 
-    def read(self, span: Span, body: bytes) -> Scores:
+    def read(self, span: TokenSpan, body: bytes) -> Scores:
         """Return the scores of a span; raise an `AnswerError` if they are not there."""
         try:
             found, greedy = self._find(span, json.loads(body))
@@ -84,12 +84,12 @@ class Vllm(Dialect):
     name, path, field = "vllm", "/v1/completions", "prompt_logprobs"
 
     @override
-    def body(self, span: Span, model: str) -> dict[str, Any]:
+    def body(self, span: TokenSpan, model: str) -> dict[str, Any]:
         settings = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": int(span.greedy > 0)}
         return {"model": model, "prompt": span.ids.tolist(), **settings}
 
     @override
-    def _find(self, span: Span, answer: Any) -> tuple[Iterable[Any], Iterable[int]]:
+    def _find(self, span: TokenSpan, answer: Any) -> tuple[Iterable[Any], Iterable[int]]:
         (choice,) = answer["choices"]
         first, *entries = choice["prompt_logprobs"]
         if first is not None:
@@ -113,7 +113,7 @@ class Sglang(Dialect):
     name, path, field = "sglang", "/generate", "meta_info.input_token_logprobs"
 
     @override
-    def body(self, span: Span, model: str) -> dict[str, Any]:
+    def body(self, span: TokenSpan, model: str) -> dict[str, Any]:
         return {
             "input_ids": span.ids.tolist(),
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},
@@ -123,7 +123,7 @@ class Sglang(Dialect):
         }
 
     @override
-    def _find(self, span: Span, answer: Any) -> tuple[Iterable[Any], Iterable[int]]:
+    def _find(self, span: TokenSpan, answer: Any) -> tuple[Iterable[Any], Iterable[int]]:
         pairs = [(value, token) for value, token, *_ in answer["meta_info"]["input_token_logprobs"]]
         if [token for _, token in pairs] != span.ids[span.scored_from - 1 :].tolist() or pairs[0][0] is not None:
             raise ValueError("they belong to other tokens than those that were sent")
@@ -143,7 +143,7 @@ def find_greedy(candidates: Iterable[tuple[float, int]]) -> int:
 DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (Vllm(), Sglang())}
 
 
-def check_scores(span: Span, scores: Scores) -> Scores:
+def check_scores(span: TokenSpan, scores: Scores) -> Scores:
     """Return the scores of a span; raise an `AnswerError` if some are missing or impossible."""
     values, count = scores.log_likelihood, len(span.ids) - span.scored_from
     if (len(values), len(scores.greedy)) != (count, span.greedy) or (scores.greedy < 0).any():

@@ -15,7 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_modules.models.loading.config import ServerConfig, is_served, read_key
-from lightning_modules.models.served.dialects import DIALECTS, AnswerError, Dialect, Scores, Span, check_scores, quote
+from lightning_modules.models.served.dialects import (
+    DIALECTS,
+    AnswerError,
+    Dialect,
+    Scores,
+    TokenSpan,
+    check_scores,
+    quote,
+)
 from lightning_modules.utilities.errors import IncompleteError
 from lightning_modules.utilities.files import default_cache_dir, write_atomically
 from lightning_modules.utilities.identity import combined_hash
@@ -94,7 +102,7 @@ class Endpoint:
             ) from None
         self._is_unverified = False
 
-    async def score(self, span: Span) -> Scores:
+    async def score(self, span: TokenSpan) -> Scores:
         """Return the scores of a span, and ask again while the server does not answer.
 
         A value that comes through a new connection is returned after a probe: behind the same address, there may be
@@ -209,7 +217,7 @@ class Endpoint:
         """Raise a ``ValueError`` unless each value depends on its token and the preceding ones, and on no others."""
         half = len(_PROBE) // 2
         changed = [await self._probe(last) for last in _PROBE[[3, 8, 15]]]
-        tail = (await self._score(Span(_PROBE, half))).log_likelihood
+        tail = (await self._score(TokenSpan(_PROBE, half))).log_likelihood
         before = max(float(np.abs(values[:-1] - self.probe[:-1]).max()) for values in changed)
         own = max(float(abs(values[-1] - self.probe[-1])) for values in changed)
         if before > _CAUSAL_TOLERANCE or own < 1e-4 or np.abs(tail - self.probe[half - 1 :]).mean() > TOLERANCE:
@@ -220,9 +228,9 @@ class Endpoint:
 
     async def _probe(self, last: np.int32 = _PROBE[-1]) -> NDArray[np.float32]:
         """Return ``[47]`` log-likelihoods of the fixed text, with another last token."""
-        return (await self._score(Span(np.append(_PROBE[:-1], last), 1))).log_likelihood
+        return (await self._score(TokenSpan(np.append(_PROBE[:-1], last), 1))).log_likelihood
 
-    async def _score(self, span: Span) -> Scores:
+    async def _score(self, span: TokenSpan) -> Scores:
         path, count = self.dialect.path, len(span.ids) - span.scored_from
         body = self.dialect.body(span, self._model)
         answer = await self._send("POST", path, body, _BYTES_PER_TOKEN * len(span.ids) + _OVERHEAD)

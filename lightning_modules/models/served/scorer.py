@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.models.loading.config import ModelConfig, ServerConfig
 from lightning_modules.models.scorer import Scorer
-from lightning_modules.models.served.dialects import Scores, Span
+from lightning_modules.models.served.dialects import Scores, TokenSpan
 from lightning_modules.models.served.endpoint import Endpoint
 
 Result = TypeVar("Result")
@@ -70,7 +70,7 @@ class RemoteScorer(Scorer):
         """
         ids, scored = batch["input_ids"].cpu(), batch["labels"].ne(IGNORE_INDEX).cpu()
         found: list[tuple[int, int, int]] = []
-        spans: list[Span] = []
+        spans: list[TokenSpan] = []
         for row, boundaries in enumerate(batch["document_boundaries"]):
             for start, stop in pairwise(boundaries):
                 wanted = scored[row, start:stop].nonzero()
@@ -82,7 +82,7 @@ class RemoteScorer(Scorer):
                 tokens = ids[row, start:last].numpy().astype(np.int32)
                 greedy = last - max(first, places[row].start) if places[row].stop == last else 0
                 found.append((row, first, last))
-                spans.append(Span(tokens, first - start, greedy))
+                spans.append(TokenSpan(tokens, first - start, greedy))
         values, greedy = torch.zeros(scored.shape), torch.zeros_like(ids)
         for (row, first, last), answer in zip(found, self._run(self._score(spans)), strict=True):
             values[row, first:last] = torch.tensor(answer.log_likelihood)
@@ -152,7 +152,7 @@ class RemoteScorer(Scorer):
     async def _verify(self) -> None:
         await asyncio.gather(*(endpoint.verify_patiently() for endpoint in self._endpoints))
 
-    async def _score(self, spans: Sequence[Span]) -> list[Scores]:
+    async def _score(self, spans: Sequence[TokenSpan]) -> list[Scores]:
         """Return the log-likelihoods of spans in their order; the longest are scored first, so that none is last."""
         answers: dict[int, Scores] = {}
         longest_first = sorted(range(len(spans)), key=lambda index: -len(spans[index].ids))

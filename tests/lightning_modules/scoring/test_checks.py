@@ -10,7 +10,7 @@ from callbacks import ExternalEvaluator
 from datamodules import TextDataModule
 from lightning_modules.functional.checks import find_impossible
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.models.served.dialects import AnswerError, Sglang, Span, Vllm
+from lightning_modules.models.served.dialects import AnswerError, Sglang, TokenSpan, Vllm
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator
@@ -149,7 +149,7 @@ def test_weights_that_are_all_zero_are_warned_of(part, model_dir, tmp_path, text
 
 @pytest.mark.parametrize("value", ["false", "true", '"-1.5"', "[]"])
 def test_json_that_is_not_a_number_is_not_a_log_likelihood(value):
-    span = Span(torch.tensor([5, 6, 7]).numpy(), 1, 0)
+    span = TokenSpan(torch.tensor([5, 6, 7]).numpy(), 1, 0)
     entries = f'[null, {{"6": {{"logprob": -1}}}}, {{"7": {{"logprob": {value}}}}}]'
     vllm = f'{{"choices": [{{"prompt_logprobs": {entries}}}]}}'
     sglang = f'{{"meta_info": {{"input_token_logprobs": [[null, 5, null], [-1, 6, null], [{value}, 7, null]]}}}}'

@@ -16,7 +16,7 @@ from lightning_modules.commands.plan.flops import ce_step_flops, necessary_flops
 from lightning_modules.commands.plan.hardware import GPUS, Rates
 from lightning_modules.commands.plan.memory import Training
 from lightning_modules.commands.plan.plan import PAPER_OVERHEAD, Planner, plan_run
-from lightning_modules.commands.plan.settings import Evaluator, Experiment
+from lightning_modules.commands.plan.settings import Experiment, PlannedEvaluator
 from lightning_modules.commands.plan.shapes import ModelShape
 
 CONFIGS = Path(__file__).parents[4] / "configs"
@@ -193,7 +193,7 @@ def test_fewer_windows_or_stored_weights_cost_less(llamas):
 @pytest.mark.slow
 def test_an_evaluator_with_windows_of_its_own(llamas):
     seven, eight = llamas.values()
-    run = replace(experiment(seven), evaluator=Evaluator("e", eight, 1024, 1024, torch.bfloat16))
+    run = replace(experiment(seven), evaluator=PlannedEvaluator("e", eight, 1024, 1024, torch.bfloat16))
     scoring = Planner(run, GPUS["H200"], Rates()).plan()["scoring"]
     assert (scoring["context_length"], scoring["stride"]) == (1024, 1024)
     beside, alone = scoring["memory"]["evaluator within a fit"], scoring["memory"]["evaluator"]
