@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from callbacks.same_names import check_single
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.tasks.evaluation.config import Mode, TaskConfig
 from lightning_modules.tasks.evaluation.questions import (
@@ -153,6 +154,12 @@ class LongContextTasks(Callback):
                 " `longce evaluate` on the exported model."
             )
         config, data = self.config, getattr(trainer, "datamodule", None)
+        generates = config.mode == "generate" or bool(self._theirs)
+        if generates and not isinstance(pl_module.backbone, Backbone):
+            raise ValueError(
+                "A model on a server cannot generate: give LongContextTasks `mode: teacher_forced`, and no tasks of"
+                " lm-evaluation-harness."
+            )
         model = str(pl_module.loading.pretrained_model_name_or_path)
         self._prompter = Prompter(self.tokenizer or loaded_tokenizer(data) or load_tokenizer(model), **config.prompting)
         if not self.keys:

@@ -15,7 +15,7 @@ IGNORE_INDEX = -100
 BoolArray = NDArray[np.bool_]
 
 MAX_SEQUENCE_LENGTH = 2**27
-"""Longest sequence in tokens: a thousand times what is trained on today, and short enough to plan and pack."""
+"""Length in tokens that no sequence reaches: a thousand times what is trained on today."""
 
 
 class DocumentRef(NamedTuple):

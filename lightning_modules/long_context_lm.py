@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from typing_extensions import override
@@ -20,7 +19,7 @@ from lightning_modules.models.loading.checks import check_attention_window
 from lightning_modules.models.loading.config import DType, ModelConfig
 from lightning_modules.models.loading.load import has_weights
 from lightning_modules.models.sequence_group import SequenceGroup
-from lightning_modules.models.short_context import ShortContextConfig, ShortDType, ShortMethod
+from lightning_modules.models.short_context import ShortContextConfig, ShortDType, ShortMethod, use_earlier_name
 from lightning_modules.objectives import LongCE, Objective
 from lightning_modules.scoring.context_lengths import ContextLadder
 from lightning_modules.scoring.document_scorer import DocumentScorer, Failed, scoring_settings
@@ -86,12 +85,10 @@ class LongContextLM(LightningModule):
         **loading: Any,
     ) -> None:
         super().__init__()
+        if short_window_share not in (None, 1.0):  # 1.0 was the default, and is in all earlier checkpoints and configs
+            window_fraction = use_earlier_name(window_fraction, short_window_share)
         self.save_hyperparameters(ignore=[*_OBJECTS, "server", "short_window_share"])
         self.objective, self.ladder = objective, ladder
-        if short_window_share not in (None, 1.0):  # 1.0 is in all earlier checkpoints
-            message = "`short_window_share` is now called `window_fraction`: please rename it."
-            rank_zero_warn(message, category=FutureWarning)
-            window_fraction = short_window_share
         self.context_length, self.stride = context_length, stride
         self.short_context = ShortContextConfig(
             context_length, stride, short_context, sink_tokens, short_dtype, window_fraction

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from itertools import accumulate
@@ -60,11 +60,11 @@ def show_progress(documents: Sequence[Document], name: str, tokens: Sequence[int
 
 
 @contextmanager
-def advance(bar: tqdm) -> Iterator[None]:
-    """Let forward passes advance a bar by their tokens, and close it at the end."""
+def advance(bar: tqdm, *, redirect: bool = True) -> Iterator[None]:
+    """Let forward passes advance a bar by their tokens, and close it at the end; messages get lines of their own."""
     previous = _bar.set(bar)
     try:
-        with logging_redirect_tqdm():  # a message gets a line of its own
+        with logging_redirect_tqdm() if redirect else nullcontext():
             yield
     finally:
         _bar.reset(previous)
@@ -73,7 +73,8 @@ def advance(bar: tqdm) -> Iterator[None]:
 
 def show_batch(name: str) -> AbstractContextManager[None]:
     """Show how many tokens of a batch's forward passes are done, if they take more than half a minute."""
-    return advance(progress_bar(name, unit=" tokens", leave=False, delay=LOG_SECONDS))
+    # Messages are not redirected: handlers that a callback adds to the loggers within a batch would be lost.
+    return advance(progress_bar(name, unit=" tokens", leave=False, delay=LOG_SECONDS), redirect=False)
 
 
 def count_tokens(length: int, *, context_length: int, stride: int) -> int:

@@ -1,5 +1,6 @@
 """Short log-likelihoods: windows of a batch, or one pass with a limited attention; in eval mode, without gradient."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -33,6 +34,18 @@ ShortMethod = Literal["windows", "sliding_window"]
 
 ShortDType = Literal["bfloat16"]
 """Dtype of the short pass, by autocast."""
+
+
+def use_earlier_name(window_fraction: float, short_window_share: float) -> float:
+    """Return the value of ``short_window_share``, the earlier name, with a warning; raise a ``ValueError`` for two."""
+    if window_fraction not in (1.0, short_window_share):
+        raise ValueError(
+            f"`window_fraction` is {window_fraction} and `short_window_share`, its earlier name, {short_window_share}:"
+            " remove one."
+        )
+    message = "`short_window_share` is now called `window_fraction`: please rename it."
+    warnings.warn(message, FutureWarning, stacklevel=3)
+    return short_window_share
 
 
 @dataclass(frozen=True)

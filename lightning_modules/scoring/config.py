@@ -23,11 +23,18 @@ def tokenizer_name(model: str, tokenizer: str | None, option: str) -> str:
 
 
 def _rename_rule(config: "EvaluatorConfig | ScoreConfig") -> None:
-    """Move a value of ``key_tokens`` to ``key_token_rule``, with a warning."""
-    if config.key_tokens is not None:
-        warnings.warn("`key_tokens` is now called `key_token_rule`: please rename it.", FutureWarning, stacklevel=4)
-        object.__setattr__(config, "key_token_rule", config.key_tokens)  # frozen
-        object.__setattr__(config, "key_tokens", None)
+    """Move a value of ``key_tokens`` to ``key_token_rule``, with a warning; raise a ``ValueError`` if they differ.
+
+    The value ``paper`` says nothing: it was the default, so all earlier configs have it.
+    """
+    earlier, rule = config.key_tokens, config.key_token_rule
+    object.__setattr__(config, "key_tokens", None)  # frozen
+    if earlier in (None, "paper"):
+        return
+    if rule not in ("paper", earlier):
+        raise ValueError(f"`key_token_rule` is {rule!r} and `key_tokens`, its earlier name, {earlier!r}: remove one.")
+    warnings.warn("`key_tokens` is now called `key_token_rule`: please rename it.", FutureWarning, stacklevel=4)
+    object.__setattr__(config, "key_token_rule", earlier)
 
 
 @dataclass(frozen=True)

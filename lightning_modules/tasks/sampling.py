@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 from jsonargparse.typing import (
     ClosedUnitInterval,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
     restricted_number_type,
@@ -23,7 +22,7 @@ MAX_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_to
 """Names of the limit of new tokens, by precedence."""
 
 _TYPES: dict[str, Any] = {
-    "temperature": NonNegativeFloat,
+    "temperature": restricted_number_type(None, float, [(">=", 0), ("<=", 100)]),
     "top_k": NonNegativeInt,
     "top_p": restricted_number_type(None, float, [(">", 0), ("<=", 1)]),
     "min_p": ClosedUnitInterval,
@@ -55,6 +54,7 @@ def parse_gen_kwargs(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
     if unknown := [name for name in found if name not in _KNOWN]:
         raise ValueError(f"`gen_kwargs` has unknown names: {', '.join(unknown)}. There are {', '.join(_KNOWN)}.")
     temperature = read_sampling(found).temperature
+    found |= {name: _convert(name, found[name]) for name in MAX_TOKENS if found.get(name) is not None}
     limits = [found.pop(name, None) for name in MAX_TOKENS]
     limit = next((value for value in limits if value is not None), None)
     if limit is not None:
@@ -81,12 +81,15 @@ def read_sampling(arguments: Mapping[str, Any]) -> Sampling:
         given["temperature"] = 0.0
     if given.get("top_k") == -1:  # as vLLM spells it
         given["top_k"] = 0
-    for name, value in given.items():
-        try:
-            given[name] = _TYPES[name](value)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"`{name}` of a generation: {error}.") from None
+    given = {name: _convert(name, value) for name, value in given.items()}
     return Sampling(**{name: given[name] for name in Sampling._fields if name in given})
+
+
+def _convert(name: str, value: Any) -> Any:
+    try:
+        return _TYPES[name](value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`{name}` of a generation: {error}.") from None
 
 
 class Sampler:

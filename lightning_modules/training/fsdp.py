@@ -186,6 +186,7 @@ def load_sharded_frozen(config: ModelConfig, device: torch.device | str) -> Back
     config = scoring_config(config, load_config(config), device)
     backbone = load_sharded_backbone(config, mesh, device=device).eval().requires_grad_(False)
     check_scoring(backbone)
+    report_progress(backbone.decoder)
     return backbone
 
 

@@ -427,10 +427,18 @@ def test_a_share_of_windows_without_a_meaning_is_refused(folder, share):
 
 def test_the_earlier_names_of_options_work_and_warn(folder):
     with pytest.warns(FutureWarning, match="`window_fraction`"):
-        assert LongContextLM(folder, short_window_share=0.5).short_context.window_fraction == 0.5
+        module = LongContextLM(folder, short_window_share=0.5)
+    assert module.short_context.window_fraction == module.hparams["window_fraction"] == 0.5
     with pytest.warns(FutureWarning, match="`key_token_rule`"):
         config = EvaluatorConfig("evaluator", key_tokens="authors")
     assert config == EvaluatorConfig("evaluator", key_token_rule="authors")
+
+
+def test_two_names_of_an_option_that_differ_are_refused_but_for_earlier_defaults(folder):
+    with pytest.raises(ValueError, match=r"`window_fraction` is 0\.25"):
+        LongContextLM(folder, window_fraction=0.25, short_window_share=0.5)
+    assert LongContextLM(folder, window_fraction=0.25, short_window_share=1.0).short_context.window_fraction == 0.25
+    assert EvaluatorConfig("e", key_token_rule="authors", key_tokens="paper").key_token_rule == "authors"
 
 
 @pytest.mark.limit(2)  # five trainings

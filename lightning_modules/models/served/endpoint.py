@@ -61,7 +61,7 @@ class Endpoint:
         identity: What identifies the served model, without its address.
         max_length: Limit of a document in tokens, if the server reports one.
         probe: ``[47]`` log-likelihoods of a fixed text.
-        last_answer: Time of the last answered request for scores; the patience with the server begins there.
+        last_answer: Time of the last answer, or of the first failure of a request; the patience begins there.
         requests, tokens, repeated: Numbers of answered requests, of tokens read for them, and of unanswered requests.
     """
 
@@ -125,6 +125,8 @@ class Endpoint:
                         await self.verify()
                 break
             except Unavailable as error:
+                if failures == 0:  # this request alone may have taken longer than the patience, until its timeout
+                    self.last_answer = time.monotonic()
                 blamed, failures = blamed + error.blamed, failures + 1
                 await self._wait(error, failures)
         self.requests, self.tokens = self.requests + 1, self.tokens + len(span.ids)

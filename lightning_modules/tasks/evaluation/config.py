@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -100,6 +100,8 @@ class TaskConfig:
         for name in ("tasks", "lengths"):
             if isinstance(value := getattr(self, name), str) or not value:
                 raise ValueError(f"`{name}` must be a non-empty list, got {value!r}.")
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"`mode` must be one of {', '.join(get_args(Mode))}, got {self.mode!r}.")
         if self.fewshot_as_multiturn and not self.chat_template:
             raise ValueError("`fewshot_as_multiturn` needs turns: add `chat_template`, or remove it.")
         parse_gen_kwargs(self.gen_kwargs)

@@ -177,7 +177,8 @@ def _generate_answers(
     generation: Mapping[str, Any],
     take: Take,
 ) -> None:
-    assert isinstance(backbone, Backbone), "`longce evaluate` refuses to generate with a served model"
+    if not isinstance(backbone, Backbone):
+        raise ValueError("A served model cannot generate answers: set `mode` to 'teacher_forced', or load the model.")
     prompts = [prompter.encode(example.prompt, example.answer_prefix) for _, example in questions]
     end = prompter.tokenizer.eos_token_id  # it ends the turn of a chat, whatever the model's config specifies
 

@@ -174,6 +174,10 @@ def describe_for_checkpoint(config: str) -> str:
     return yaml.safe_dump(values, sort_keys=False)
 
 
+_EARLIER_NAMES = {"short_window_share": ("window_fraction", 1.0), "key_tokens": ("key_token_rule", "paper")}
+"""New names of renamed options, with their defaults."""
+
+
 def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ between two configs, with both values, by dotted name.
 
@@ -185,7 +189,7 @@ def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[st
         {'model.gamma': (5, 3), 'model.lora': (None, {'r': 8})}
     """
     changed: dict[str, tuple[Any, Any]] = {}
-    _compare(_merge_model(before), _merge_model(after), "", changed)
+    _compare(_use_new_names(_merge_model(before)), _use_new_names(_merge_model(after)), "", changed)
     return changed
 
 
@@ -209,16 +213,25 @@ def _compare(before: Any, after: Any, name: str, changed: dict[str, tuple[Any, A
 
 
 def _merge_model(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the model's settings the same names, whether or not the config names its class or is an earlier one."""
+    """Give the model's settings the same names whether or not the config names its class."""
     model = config.get("model")
     if not isinstance(model, dict):
         return dict(config)
-    settings = {**model, **(model.get("init_args") or {}), "init_args": None}
-    # An option that was renamed has the value of its earlier name.
-    earlier = settings.pop("short_window_share", None)
-    if earlier is not None:
-        settings["window_fraction"] = earlier
-    return {**config, "model": settings}
+    return {**config, "model": {**model, **(model.get("init_args") or {}), "init_args": None}}
+
+
+def _use_new_names(value: Any) -> Any:
+    """Give options their new names everywhere in a config; a new name that has its default has the earlier value."""
+    if isinstance(value, list):
+        return [_use_new_names(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    renamed = {name: _use_new_names(item) for name, item in value.items()}
+    for earlier, (name, default) in _EARLIER_NAMES.items():
+        given = renamed.pop(earlier, None)
+        if given is not None and renamed.get(name, default) == default:
+            renamed[name] = given
+    return renamed
 
 
 def _has_objects(value: Any) -> bool:

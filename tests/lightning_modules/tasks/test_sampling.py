@@ -105,3 +105,13 @@ def test_gen_kwargs_are_parsed_like_the_harness():
 def test_invalid_arguments_are_refused(given, name):
     with pytest.raises(ValueError, match=f"`.*{name}"):
         parse_gen_kwargs(given)
+
+
+def test_the_values_that_were_checked_are_those_that_are_used():
+    assert parse_gen_kwargs({"max_new_tokens": "5", "temperature": "0.5"}) == {
+        "max_gen_toks": 5,
+        "temperature": 0.5,
+        "do_sample": True,
+    }
+    with pytest.raises(ValueError, match="temperature"):
+        parse_gen_kwargs({"temperature": float("inf")})

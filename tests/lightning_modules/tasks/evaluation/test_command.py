@@ -179,7 +179,7 @@ def test_methods_of_one_model_are_compared(guessing_dir, tmp_path, capsys):
 @pytest.mark.parametrize("mode", ["generate", "teacher_forced"])
 def test_progress_is_counted_in_tokens_within_a_question(mode, guessing_dir, tmp_path, monkeypatch):
     bars = replace_bars(monkeypatch, evaluation)
-    evaluate(str(guessing_dir), str(tmp_path), mode=mode, **TASKS)
+    evaluate(str(guessing_dir), str(tmp_path), **(TASKS | {"mode": mode}))
     (bar,) = bars
     assert bar.total == 12 * 48 + 12 * 64
     assert bar.seen[-2:] == [bar.total, "closed"]

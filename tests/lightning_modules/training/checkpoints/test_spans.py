@@ -288,3 +288,11 @@ def test_a_renamed_option_is_no_change_and_its_value_may_be():
     )
     assert find_changes(before, same) == {}
     assert find_changes(before, {"model": {"window_fraction": 1.0}}) == {"model.window_fraction": (0.5, 1.0)}
+
+    def evaluator(**options):
+        return {"trainer": {"callbacks": [{"class_path": "callbacks.ExternalEvaluator", "init_args": options}]}}
+
+    new = evaluator(key_token_rule="paper", key_tokens=None)
+    assert find_changes(evaluator(key_tokens="paper"), new) == {}
+    (changed,) = find_changes(evaluator(key_tokens="authors"), new).values()
+    assert changed == ("authors", "paper")
