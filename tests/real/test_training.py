@@ -205,6 +205,7 @@ def check_killed(config, folder, **options):
     return files[1], second["state_dict"]
 
 
+@pytest.mark.long
 def test_adapters_are_trained_bit_for_bit_after_a_kill_and_merged(config, model, sequences, tmp_path, capsys):
     config["model"]["lora"] = ADAPTERS
     file, state = check_killed(config, tmp_path)
