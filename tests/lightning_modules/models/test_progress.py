@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 
 from datamodules import RecallDataModule
 from lightning_modules.long_context_lm import LongContextLM
@@ -89,14 +90,21 @@ def test_progress_does_not_change_numbers(model_dir, tokenizer):
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
+BATCHES = ("train", "validation", "predict")
+
+
 @pytest.mark.parametrize("stage", ["fit", "validate", "predict"])
 def test_a_batch_of_a_trainer_on_a_cpu_shows_its_tokens(bars, model_dir, tmp_path, stage):
     data = RecallDataModule(sequence_length=64, train_documents=2, validation_documents=2, cache_dir=str(tmp_path))
     module = LongContextLM(model_config=TINY, context_length=16, stride=16)
-    options = {"accelerator": "cpu", "callbacks": [StepProgress()], "logger": False, "max_steps": 1}
+    left_open = []
+    hooks = {f"on_{name}_batch_end": lambda *_: left_open.append(progress._bar.get()) for name in BATCHES}
+    callbacks = [StepProgress(), LambdaCallback(**hooks)]
+    options = {"accelerator": "cpu", "callbacks": callbacks, "logger": False, "max_steps": 1}
     runner = Trainer(**options, enable_checkpointing=False, num_sanity_val_steps=0, default_root_dir=tmp_path)
     getattr(runner, stage)(module, data)
     # A long pass has 64 tokens, and the 2 windows of a short pass 32 each.
     tokens = 64 if stage == "validate" else 64 + 2 * 32
     assert {bar.name for bar in bars} == {"step 0" if stage == "fit" else "this batch"}
     assert all(bar.seen[-1] == "closed" and bar.seen[-2] >= tokens for bar in bars)
+    assert left_open == [None] * len(bars), "each bar is closed with its batch"
