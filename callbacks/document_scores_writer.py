@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +32,7 @@ from lightning_modules.scoring.corpus.shards import (
 from lightning_modules.scoring.corpus.table import ScoreTable, TokenType, count_rows, find_reserved_names
 from lightning_modules.scoring.document_scorer import Failed
 from lightning_modules.scoring.token_scores import TokenScores
+from lightning_modules.training.monitoring.progress import watch_batch
 from lightning_modules.training.preemption import StopSignal
 from lightning_modules.utilities.collectives import gathered, patient_group
 from lightning_modules.utilities.errors import IncompleteError
@@ -89,6 +91,7 @@ class DocumentScoresWriter(Callback):
         self._existing: ExistingScores | None = None
         self._lock: RunLock | None = None
         self._table: ScoreTable | None = None  # while documents are scored
+        self._batch = ExitStack()  # has the bar of the current batch
         self._signal = StopSignal("every batch is now written immediately; another SIGTERM ends the run")
 
     def existing_scores(self) -> ExistingScores:
@@ -174,10 +177,15 @@ class DocumentScoresWriter(Callback):
         self._signal.listen(trainer, signal.SIGTERM)  # the process continues: on its own, it would leave others waiting
 
     @override
+    def on_predict_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self._batch.enter_context(watch_batch(trainer, "this batch"))
+
+    @override
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PackedBatch, *_: Any
     ) -> None:
         assert self._table is not None
+        self._batch.close()
         # 1. Add a row for each document, scored or failed. An idle process has outputs without references.
         scored: Sequence[TokenScores | Failed] = outputs
         for ref, scores in zip(batch["document_refs"], scored, strict=False):
@@ -282,6 +290,7 @@ class DocumentScoresWriter(Callback):
                 self._write_shard(trainer)
         finally:
             self._table = None
+            self._batch.close()
             self._release_lock()
 
     @override

@@ -25,6 +25,7 @@ from callbacks.document_scores_writer import _checkpoint_identity
 from datamodules import DocumentCorpus, TextDataModule
 from lightning_modules.commands.select.command import select
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models import progress as model_progress
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.context_lengths import ContextLadder
@@ -38,6 +39,7 @@ from lightning_modules.utilities.errors import IncompleteError
 from lightning_modules.utilities.files import BUILDING
 from lightning_modules.visualization.corpus.page import PAGE
 from tests.conftest import make_text, tiny_model
+from tests.support.bars import replace_bars
 from tests.support.trainers import quiet_trainer
 
 ROOT = Path(__file__).parents[2]
@@ -525,3 +527,17 @@ def test_the_same_rows_after_many_kills(record_property):
     found = outcome(5)
     record_property("documents at the kills", found["killed at"])
     check_outcome(found, 5)
+
+
+def test_a_batch_on_a_cpu_shows_its_tokens_also_if_it_fails(run, monkeypatch):
+    bars = replace_bars(monkeypatch, model_progress)
+    run()
+    assert {bar.name for bar in bars} == {"this batch"}
+    assert all(bar.seen[-1] == "closed" for bar in bars)
+    assert sum(bar.n for bar in bars) >= sum(LENGTHS)
+    bars.clear()
+    monkeypatch.setattr(LongContextLM, "predict_step", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(output="again")
+    assert bars[0].seen == ["closed"]
+    assert model_progress._bar.get() is None

@@ -2,7 +2,7 @@
 
 import math
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -45,7 +45,7 @@ class StepProgress(ProgressBar):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self._first is None:  # not earlier: the evaluation before the first step takes long
             self._first = trainer.global_step, time.monotonic()
-        self._watch_batch(trainer, f"step {trainer.global_step:,}")
+        self._batch.enter_context(watch_batch(trainer, f"step {trainer.global_step:,}"))
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -53,11 +53,6 @@ class StepProgress(ProgressBar):
         if self._steps is not None and (passed := trainer.global_step - self._steps.n):
             self._describe_step(trainer)
             self._steps.update(passed)
-
-    def _watch_batch(self, trainer: Trainer, name: str) -> None:
-        """Show the tokens of a batch's forward passes after half a minute: on a CPU, a batch may take longer."""
-        if trainer.is_global_zero and trainer.strategy.root_device.type == "cpu":
-            self._batch.enter_context(show_batch(name))
 
     def _describe_step(self, trainer: Trainer) -> None:
         """Set the line to ``step 37/200  18%  loss 2.41  LongPPL 3.1  41.2k tok/s  MFU 43%  3.1 h left``."""
@@ -94,7 +89,7 @@ class StepProgress(ProgressBar):
 
     @override
     def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        self._watch_batch(trainer, "this batch")
+        self._batch.enter_context(watch_batch(trainer, "this batch"))
 
     @override
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -133,6 +128,12 @@ class StepProgress(ProgressBar):
             self._steps.refresh()  # the last step, also in a log file
             self._steps.close()
         self._documents = self._steps = None
+
+
+def watch_batch(trainer: Trainer, name: str) -> AbstractContextManager[None]:
+    """Show the tokens of a batch's forward passes after half a minute: on a CPU, a batch may take longer."""
+    is_shown = trainer.is_global_zero and trainer.strategy.root_device.type == "cpu"
+    return show_batch(name) if is_shown else nullcontext()
 
 
 def _describe_evaluation(trainer: Trainer) -> str:
