@@ -1,0 +1,99 @@
+"""What the studies share: texts, question sheets and evaluators' scores, and how a result is kept."""
+
+import json
+import logging
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.real_models.correlate import SYSTEMS, EvaluatorScores, correlate_systems, measure_system
+from benchmarks.real_models.questions import QuestionSheet, make_sheets
+from benchmarks.real_models.systems import System, score_system
+from benchmarks.real_models.texts import Text, read_texts
+from benchmarks.results import FOLDER, LIBRARIES, ROOT, describe_machine
+from lightning_modules.scoring.config import EvaluatorConfig
+from lightning_modules.scoring.evaluator import Evaluator
+from lightning_modules.scoring.token_scores import TokenScores
+from lightning_modules.utilities.files import write_json
+from lightning_modules.utilities.identity import combined_hash
+
+TOKENS = 4096
+"""Tokens of each text, of the first evaluator."""
+
+CHARACTERS = 15_000
+"""Characters of the question sheets: about as many tokens."""
+
+CONTEXT_LENGTH, STRIDE = 512, 512
+EVALUATORS = ("gemma-3-270m", "qwen2.5-coder-0.5b")
+SHEETS = 3  # of each task
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Study:
+    """Folders of a study: models (``fetch``), data, and what was scored, so that a run resumes."""
+
+    models: Path
+    data: Path
+    work: Path
+
+    def evaluator(self, name: str, *, context_length: int = CONTEXT_LENGTH, dtype: str = "auto") -> Evaluator:
+        """Return an evaluator, whose scores are kept in the cache of longce."""
+        settings: dict[str, Any] = {"context_length": context_length, "stride": STRIDE, "dtype": dtype}
+        return Evaluator(EvaluatorConfig(str(self.models / f"{name}.gguf"), **settings))
+
+    @cached_property
+    def texts(self) -> list[Text]:
+        """The 24 texts."""
+        return read_texts(self.data, self.evaluator(EVALUATORS[0]), TOKENS)
+
+    @cached_property
+    def sheets(self) -> list[QuestionSheet]:
+        """The 12 question sheets."""
+        return make_sheets(self.data / "haystack" / "2944.txt", characters=CHARACTERS, sheets=SHEETS)
+
+    def score_texts(self, evaluator: Evaluator, texts: Sequence[Text]) -> dict[str, TokenScores]:
+        """Return an evaluator's scores of texts by name; those in the cache are not computed again."""
+        scores = {}
+        for text in texts:
+            started = time.process_time()
+            scores[text.name] = evaluator.scores(text.text, name=text.name)
+            if (seconds := time.process_time() - started) > 1:
+                log.info("%s, %s: %.0f CPU s", Path(evaluator.name).stem, text.name, seconds)
+        evaluator.release()
+        return scores
+
+    def correlate(self, models: Sequence[str]) -> None:
+        """Score the systems of the named models, by default all; with all of them, keep the result."""
+        for system in SYSTEMS:
+            if not models or system.model in models:
+                score_system(system, self.models, self.texts, self.sheets, self.work)
+        if models:
+            return
+        evaluators = [EvaluatorScores(name, self.score_texts(self.evaluator(name), self.texts)) for name in EVALUATORS]
+        results = [measure_system(system, self.texts, self.sheets, evaluators, self.work) for system in SYSTEMS]
+        self.keep("real_correlate", {"systems": results, "correlations": correlate_systems(results, EVALUATORS)})
+
+    def keep(self, name: str, numbers: dict[str, Any]) -> None:
+        """Write the raw numbers of a study, with how they came about, to ``benchmarks/results/NAME.json``."""
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True)
+        result = {
+            "command": f"python -m benchmarks.real_models {name.removeprefix('real_')}",
+            "commit": commit.stdout.strip(),
+            "date": datetime.now(UTC).date().isoformat(),
+            "machine": describe_machine(),
+            "versions": {"python": platform.python_version(), **{library: version(library) for library in LIBRARIES}},
+            "texts": combined_hash({text.name: text.text for text in self.texts}),
+            "numbers": numbers,
+        }
+        write_json(FOLDER / f"{name}.json", result)
+        sys.stdout.write(json.dumps({"kept": str(FOLDER / f"{name}.json")}) + "\n")

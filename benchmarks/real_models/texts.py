@@ -1,0 +1,57 @@
+"""Real texts of the studies: reports, books and papers, all cut to the same length once, so that every model reads the same."""
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning_modules.scoring.evaluator import Evaluator
+
+REPORTS = "govreport/govreport_longbench_sample.jsonl"
+PAPERS = "pile-arxiv/arxiv_like.jsonl"
+BOOKS = "pg19/test"
+
+BOOK_NUMBERS = (860, 2544, 3129, 5396, 5770, 5962)
+"""The six smallest numbers of the test split of PG-19."""
+
+PAPER_LINES = (3, 13, 22, 36, 48, 49)
+"""One paper or chapter of each source."""
+
+BOOK_START = 20_000
+"""Characters of a book that are left out: title pages and tables of contents."""
+
+
+class Text(NamedTuple):
+    """A document of the studies."""
+
+    name: str
+    kind: str  # reports, books or papers
+    text: str
+
+
+def read_texts(data: Path, evaluator: Evaluator, tokens: int) -> list[Text]:
+    """Read 12 reports, 6 books and 6 papers, each cut to its first ``tokens`` tokens of an evaluator.
+
+    Raises:
+        OSError: If the folder lacks one of the files.
+        ValueError: If a text is shorter.
+    """
+    found = [Text(f"report {number}", "reports", text) for number, text in enumerate(_read_lines(data / REPORTS, "input"))]
+    for number in BOOK_NUMBERS:
+        book = (data / BOOKS / f"{number}.txt").read_text(encoding="utf-8")
+        found.append(Text(f"book {number}", "books", book[BOOK_START:]))
+    papers = _read_lines(data / PAPERS, "text")
+    found += [Text(f"paper {line}", "papers", papers[line]) for line in PAPER_LINES]
+    return [each._replace(text=_cut(each, evaluator, tokens)) for each in found]
+
+
+def _cut(text: Text, evaluator: Evaluator, tokens: int) -> str:
+    batch = evaluator.encode(text.text, name=text.name, max_tokens=tokens)
+    if (length := batch["input_ids"].shape[1]) < tokens:
+        raise ValueError(f"'{text.name}' has only {length:,} of {tokens:,} tokens.")
+    return batch["text"][0]
+
+
+def _read_lines(file: Path, field: str) -> list[str]:
+    with file.open(encoding="utf-8") as lines:
+        return [json.loads(line)[field] for line in islice(lines, 100)]
