@@ -1,4 +1,4 @@
-"""Command line of the benchmarks on real models: ``python -m benchmarks.real_models fetch FOLDER``, or ``picture``."""
+"""Command line of the benchmarks on real models: ``python -m benchmarks.real_models fetch FOLDER``, and the studies."""
 
 import argparse
 import logging
@@ -6,10 +6,17 @@ import sys
 from pathlib import Path
 
 from benchmarks.real_models.fetch import MODELS, fetch
-from benchmarks.real_models.picture import choose_token, describe_key_tokens, list_key_tokens, save_pictures
+from benchmarks.real_models.picture import choose_token, describe_key_tokens, save_pictures
+from benchmarks.real_models.study import Study
+from benchmarks.real_models.tokens import describe_tokens
 from lightning_modules.commands.inspect import read_row
 from lightning_modules.utilities.text_files import read_text
 from lightning_modules.visualization.page import inspect_document
+
+STUDIES = {
+    "anatomy": "Which tokens of real text are key, and how far evaluators and settings agree.",
+    "correlate": "Whether LongPPL predicts accuracy on long-context questions, and perplexity does not.",
+}
 
 
 def main() -> None:
@@ -19,16 +26,28 @@ def main() -> None:
     download = parts.add_parser("fetch", help="Download models as GGUF files, without a hub.")
     download.add_argument("folder", type=Path, help="Folder for the files; those that are there are kept.")
     download.add_argument("models", nargs="*", metavar="MODEL", help=f"By default all: {', '.join(MODELS)}.")
+    for name, purpose in STUDIES.items():
+        add_study_options(parts.add_parser(name, help=purpose))
     add_picture_options(parts.add_parser("picture", help="Make the README's picture, and count its key tokens."))
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         if options.part == "fetch":
             fetch(options.folder, options.models or list(MODELS))
-        else:
+        elif options.part == "picture":
             make_pictures(options)
-    except ValueError as error:
+        else:
+            study = Study(options.models, options.data, options.work)
+            getattr(study, options.part)()
+    except (ValueError, FileNotFoundError) as error:
         sys.exit(f"error: {error}")
+
+
+def add_study_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a study, which resumes if its folders are the same."""
+    parser.add_argument("--models", type=Path, required=True, help="Folder that `fetch` wrote.")
+    parser.add_argument("--data", type=Path, required=True, help="Folder with govreport, pg19, pile-arxiv, haystack.")
+    parser.add_argument("--work", type=Path, required=True, help="Folder for what has been scored.")
 
 
 def add_picture_options(parser: argparse.ArgumentParser) -> None:
@@ -53,14 +72,15 @@ def make_pictures(options: argparse.Namespace) -> None:
     settings = {key: getattr(options, key) for key in ("context_length", "stride", "alpha", "beta", "max_tokens")}
     inspection = inspect_document(text, options.evaluator, name=name, **settings)
     longest_short = options.context_length + options.stride - 1
-    tokens = list_key_tokens(inspection.text, inspection.scores, alpha=options.alpha, beta=options.beta)
+    tokens = describe_tokens(inspection.text, inspection.scores, alpha=options.alpha, beta=options.beta)
     token = choose_token(tokens, longest_short) if options.token is None else options.token
-    shown = next((each for each in tokens if each.index == token), None)
-    if shown is None:
+    shown = tokens[tokens["key"] & (tokens["token"] == token)]
+    if shown.empty:
         raise ValueError(f"Token {token} is not a key token of '{inspection.name}'.")
     paths = save_pictures(inspection, token, options.output)
     sys.stdout.write(f"{inspection.summary()}\n{describe_key_tokens(tokens, longest_short)}\n")
-    sys.stdout.write(f"shown: token {token} of '{shown.word}', last used {shown.distance} tokens before\n")
+    found = shown.iloc[0]
+    sys.stdout.write(f"shown: token {token} of '{found['word']}', last used {found['distance']:.0f} tokens before\n")
     sys.stdout.writelines(f"{path} ({path.stat().st_size / 1e3:.0f} kB)\n" for path in paths)
 
 

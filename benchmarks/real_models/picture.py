@@ -3,20 +3,14 @@
 It needs a real evaluator, and Chromium for playwright (the extra ``dev``).
 """
 
-import re
 import shutil
-from bisect import bisect_right
-from collections import Counter
-from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
+import pandas as pd
 from PIL import Image
 
-from lightning_modules.scoring.key_tokens import evaluator_key_tokens
-from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.utilities.files import writable_folder
 from lightning_modules.visualization.page import Inspection
 
@@ -29,9 +23,6 @@ COLORS = 256
 SHORTEST_WORD = 4
 """In letters: below, the picture would show a syllable or "of"."""
 
-_WORD = re.compile(r"\w+(?:[.,'\u2019-]\w+)*")
-_POSSESSIVE = re.compile("['\\u2019]s$")
-
 _POINT = """async (token) => {
   while (performance.getEntriesByName("longce-complete").length === 0)
     await new Promise((done) => setTimeout(done, 20));
@@ -43,80 +34,29 @@ _POINT = """async (token) => {
 }"""
 
 
-class KeyToken(NamedTuple):
-    """A key token: its index and LSD, its word, and how many tokens ago the word was last used; None if never."""
-
-    index: int
-    lsd: float
-    word: str
-    distance: int | None
-    starts_word: bool
-
-    @property
-    def kind(self) -> str:
-        """What the token is a part of."""
-        if not self.word:
-            return "punctuation"
-        if any(letter.isdigit() for letter in self.word):
-            return "numbers"
-        return "capitalized words" if self.word[0].isupper() else "other words"
-
-
-def list_key_tokens(text: str, scores: TokenScores, *, alpha: float = 2.0, beta: float = -2.0) -> list[KeyToken]:
-    """Return the key tokens of a document in order, each with the word that it is a part of."""
-    words = list(_WORD.finditer(text))
-    names = [_POSSESSIVE.sub("", word[0]) for word in words]
-    starts, spans = [word.start() for word in words], scores.offsets.tolist()
-    # The word of each token by the token's first letter; the space before a word belongs to its token.
-    places = [_find_word(text, span, starts, words) for span in spans]
-    last_use: dict[str, int] = {}
-    distances: dict[int, int | None] = {}  # by word
-    for index, place in enumerate(places):
-        if place is not None and place not in distances:
-            word = names[place]
-            distances[place] = index - last_use[word] if word in last_use else None
-            last_use[word] = index
-    found = []
-    for index in evaluator_key_tokens(scores, alpha=alpha, beta=beta).nonzero().flatten().tolist():
-        place, lsd = places[index], float(scores.long[index] - scores.short[index])
-        if place is None:
-            found.append(KeyToken(index, lsd, "", None, starts_word=False))
-            continue
-        found.append(KeyToken(index, lsd, names[place], distances[place], places[index - 1] != place))
-    return found
-
-
-def _find_word(text: str, span: Sequence[int], starts: list[int], words: list[re.Match[str]]) -> int | None:
-    """Return which word has the first letter or digit of a character span; None for punctuation and white space."""
-    first = next((place for place in range(*span) if text[place].isalnum()), None)
-    if first is None:
-        return None
-    place = bisect_right(starts, first) - 1
-    return place if place >= 0 and first < words[place].end() else None
-
-
-def choose_token(tokens: Sequence[KeyToken], longest_short: int) -> int:
+def choose_token(tokens: pd.DataFrame, longest_short: int) -> int:
     """Return the index of the token to show: the largest LSD of those that begin a long word from the far context.
 
     Raises:
         ValueError: If the document has no such key token.
     """
-    instructive = [
-        token
-        for token in tokens
-        if token.starts_word and len(token.word) >= SHORTEST_WORD and (token.distance or 0) > longest_short
+    instructive = tokens[
+        tokens["key"]
+        & tokens["starts_word"]
+        & (tokens["word"].str.len() >= SHORTEST_WORD)
+        & (tokens["distance"] > longest_short)
     ]
-    if not instructive:
+    if instructive.empty:
         raise ValueError("No key token begins a word that only the far context has: choose another text or `--token`.")
-    return max(instructive, key=lambda token: token.lsd).index
+    return int(instructive.loc[instructive["lsd"].idxmax(), "token"])
 
 
-def describe_key_tokens(tokens: Sequence[KeyToken], longest_short: int) -> str:
+def describe_key_tokens(tokens: pd.DataFrame, longest_short: int) -> str:
     """Return counts of key tokens by kind, and how many repeat a word that only the far context has."""
-    counts = Counter(token.kind for token in tokens)
-    far = sum((token.distance or 0) > longest_short for token in tokens)
-    kinds = ", ".join(f"{count} of {kind}" for kind, count in counts.most_common())
-    return f"{len(tokens)} key tokens: {kinds}; {far} of a word last used more than {longest_short:,} tokens before"
+    key = tokens[tokens["key"]]
+    kinds = ", ".join(f"{count} of {kind}" for kind, count in key["kind"].value_counts().items())
+    far = int((key["distance"] > longest_short).sum())
+    return f"{len(key)} key tokens: {kinds}; {far} of a word last used more than {longest_short:,} tokens before"
 
 
 def save_pictures(inspection: Inspection, token: int, folder: Path) -> list[Path]:

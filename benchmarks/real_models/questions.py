@@ -54,7 +54,9 @@ def make_sheets(haystack: Path, *, characters: int, sheets: int, seed: int = 0) 
             prefixes = [question.format(name=name) for name, _ in asked]
             answers = [value for _, value in asked]
             # The text from one answer to the next: the rest of its line, and the next question.
-            target = answers[0] + "".join(f".\n{prefix}{value}" for prefix, value in zip(prefixes[1:], answers[1:], strict=True))
+            target = answers[0] + "".join(
+                f".\n{prefix}{value}" for prefix, value in zip(prefixes[1:], answers[1:], strict=True)
+            )
             found.append(QuestionSheet(f"{task} {number}", document, f"\n\n{prefixes[0]}", target, answers))
     return found
 

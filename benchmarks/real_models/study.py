@@ -14,13 +14,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.real_models.anatomy import choose_examples, compare_evaluators, describe_key_tokens, describe_texts
 from benchmarks.real_models.correlate import SYSTEMS, EvaluatorScores, correlate_systems, measure_system
 from benchmarks.real_models.questions import QuestionSheet, make_sheets
-from benchmarks.real_models.systems import System, score_system
+from benchmarks.real_models.systems import LoadedSystem, System, score_system
 from benchmarks.real_models.texts import Text, read_texts
 from benchmarks.results import FOLDER, LIBRARIES, ROOT, describe_machine
 from lightning_modules.scoring.config import EvaluatorConfig
-from lightning_modules.scoring.evaluator import Evaluator
+from lightning_modules.scoring.evaluator import Evaluator, score_text
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.utilities.files import write_json
 from lightning_modules.utilities.identity import combined_hash
@@ -34,6 +35,9 @@ CHARACTERS = 15_000
 CONTEXT_LENGTH, STRIDE = 512, 512
 EVALUATORS = ("gemma-3-270m", "qwen2.5-coder-0.5b")
 SHEETS = 3  # of each task
+
+SUBSET = (0, 1, 12, 13, 18, 19)
+"""The first two reports, books and papers, which are scored with other settings as well."""
 
 log = logging.getLogger(__name__)
 
@@ -72,16 +76,52 @@ class Study:
         evaluator.release()
         return scores
 
-    def correlate(self, models: Sequence[str]) -> None:
-        """Score the systems of the named models, by default all; with all of them, keep the result."""
+    def correlate(self) -> None:
+        """Score all systems, and keep their metrics, accuracies and correlations."""
         for system in SYSTEMS:
-            if not models or system.model in models:
-                score_system(system, self.models, self.texts, self.sheets, self.work)
-        if models:
-            return
+            score_system(system, self.models, self.texts, self.sheets, self.work)
         evaluators = [EvaluatorScores(name, self.score_texts(self.evaluator(name), self.texts)) for name in EVALUATORS]
         results = [measure_system(system, self.texts, self.sheets, evaluators, self.work) for system in SYSTEMS]
         self.keep("real_correlate", {"systems": results, "correlations": correlate_systems(results, EVALUATORS)})
+
+    def anatomy(self) -> None:
+        """Describe the key tokens of both evaluators, compare them with each other and with other settings; keep it."""
+        found = {name: self.score_texts(self.evaluator(name), self.texts) for name in EVALUATORS}
+        tables = {name: describe_texts(self.texts, scores) for name, scores in found.items()}
+        own, other = found.values()
+        chosen = [self.texts[number] for number in SUBSET]
+        first = EVALUATORS[0]
+        settings = {
+            "float32": self.score_texts(self.evaluator(first, dtype="float32"), chosen),
+            "K = 1,024": self.score_texts(self.evaluator(first, context_length=2 * CONTEXT_LENGTH), chosen),
+            "4 bits": self._score_rounded(4, chosen),
+            "3 bits": self._score_rounded(3, chosen),
+        }
+        stability = {name: compare_evaluators(chosen, own, scores) for name, scores in settings.items()}
+        for alpha in (1.0, 3.0):
+            stability[f"alpha = {alpha:g}"] = compare_evaluators(chosen, own, own, other_alpha=alpha)
+        stability["the other evaluator"] = compare_evaluators(chosen, own, other)
+        numbers = {
+            "evaluators": {name: describe_key_tokens(table) for name, table in tables.items()},
+            "agreement": compare_evaluators(self.texts, own, other),
+            "stability": stability,
+            "examples": choose_examples(tables[first], self.texts),
+        }
+        self.keep("real_anatomy", numbers)
+
+    def _score_rounded(self, bits: int, texts: Sequence[Text]) -> dict[str, TokenScores]:
+        """Return the scores of the first evaluator with rounded weights, which the cache of longce does not know."""
+        loaded = LoadedSystem(System(EVALUATORS[0], f"evaluator {bits} bits", bits=bits), self.models)
+        scores = {}
+        for text in texts:
+            file = self.work / loaded.system.path / f"{text.name.replace(' ', '_')}.safetensors"
+            if not file.exists():
+                sizes = {"context_length": CONTEXT_LENGTH, "stride": STRIDE}
+                computed = score_text(text.text, loaded.backbone, loaded.tokenizer, name=text.name, **sizes)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                computed.save(file)
+            scores[text.name] = TokenScores.load(file)
+        return scores
 
     def keep(self, name: str, numbers: dict[str, Any]) -> None:
         """Write the raw numbers of a study, with how they came about, to ``benchmarks/results/NAME.json``."""

@@ -109,14 +109,23 @@ def score_system(
             scores = loaded.log_likelihoods(text)
             write_atomically(file, save({name: values.contiguous() for name, values in scores.items()}))
             mean = float(scores["log_likelihood"][1:].mean())
-            log.info("%s, %s: %.3f nats a token, %.0f CPU s", system.path, text.name, mean, time.process_time() - started)
+            log.info(
+                "%s, %s: %.3f nats a token, %.0f CPU s", system.path, text.name, mean, time.process_time() - started
+            )
     for sheet in sheets:
         file = place / f"{sheet.name.replace(' ', '_')}.json"
         if not file.exists():
             started = time.process_time()
             right = loaded.answers(sheet)
             write_json(file, {"right": right})
-            log.info("%s, %s: %d of %d, %.0f CPU s", system.path, sheet.name, sum(right), len(right), time.process_time() - started)
+            log.info(
+                "%s, %s: %d of %d, %.0f CPU s",
+                system.path,
+                sheet.name,
+                sum(right),
+                len(right),
+                time.process_time() - started,
+            )
 
 
 def read_scores(system: System, text: Text, folder: Path) -> dict[str, Tensor]:

@@ -36,7 +36,9 @@ def read_texts(data: Path, evaluator: Evaluator, tokens: int) -> list[Text]:
         OSError: If the folder lacks one of the files.
         ValueError: If a text is shorter.
     """
-    found = [Text(f"report {number}", "reports", text) for number, text in enumerate(_read_lines(data / REPORTS, "input"))]
+    found = [
+        Text(f"report {number}", "reports", text) for number, text in enumerate(_read_lines(data / REPORTS, "input"))
+    ]
     for number in BOOK_NUMBERS:
         book = (data / BOOKS / f"{number}.txt").read_text(encoding="utf-8")
         found.append(Text(f"book {number}", "books", book[BOOK_START:]))

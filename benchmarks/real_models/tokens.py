@@ -28,7 +28,7 @@ def describe_tokens(text: str, scores: TokenScores, *, alpha: float = 2.0, beta:
 
     Returns:
         The columns ``token`` (index), ``start`` and ``end`` (characters), ``key``, ``lsd`` in nats, ``kind`` and ``word``
-        (empty for punctuation), ``distance`` (tokens since the word was last used; NaN at its first use), ``visible``
+        (empty for punctuation), ``starts_word``, ``distance`` (tokens since the word was last used; NaN at its first use), ``visible``
         (tokens of its short context), ``bytes``, and ``repeat_2`` to ``repeat_5``: whether the token ends an n-gram that
         occurs earlier in the text, but not in the short context.
     """
@@ -48,6 +48,7 @@ def describe_tokens(text: str, scores: TokenScores, *, alpha: float = 2.0, beta:
             "lsd": (scores.long - scores.short).double().numpy(),
             "kind": ["punctuation" if place is None else words[place].kind for place in places],
             "word": ["" if place is None else words[place].name for place in places],
+            "starts_word": [place is not None and places[index - 1] != place for index, place in enumerate(places)],
             "distance": [np.nan if place is None else distances.get(place, np.nan) for place in places],
             "visible": visible,
             "bytes": [len(text[start:end].encode()) for start, end in offsets],

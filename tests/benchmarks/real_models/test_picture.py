@@ -4,12 +4,14 @@ import json
 import shutil
 import sys
 
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
 
 from benchmarks.real_models.__main__ import main
-from benchmarks.real_models.picture import BROWSERS, KeyToken, choose_token, describe_key_tokens, list_key_tokens
+from benchmarks.real_models.picture import BROWSERS, choose_token, describe_key_tokens
+from benchmarks.real_models.tokens import describe_tokens
 from lightning_modules.scoring.token_scores import TokenScores
 
 TEXT = "The Navy paid $1,250.5 for ships. Then Navy's ships, and the Navy sank $1,250.5!"
@@ -26,39 +28,44 @@ def make_scores(key):
 
 
 def test_key_tokens_are_counted_by_their_words():
-    tokens = list_key_tokens(TEXT, make_scores({2, 5, 6, 12, 13, 17, 18, 19, 20, 21}))
-    found = [(TEXT[slice(*SPANS[token.index])], token.word, token.kind, token.distance) for token in tokens]
+    tokens = describe_tokens(TEXT, make_scores({6, 7, 12, 13, 17, 18, 19, 20, 21}))
+    key = tokens[tokens["key"]].astype({"distance": object})
+    found = [
+        (TEXT[row.start : row.end], row.word, row.kind, None if pd.isna(row.distance) else row.distance)
+        for row in key.itertuples()
+    ]
     assert found == [
-        ("vy", "Navy", "capitalized words", None),
-        ("1,250.", "1,250.5", "numbers", None),
         ("5", "1,250.5", "numbers", None),
-        ("'s", "Navy", "capitalized words", 10),
+        (" for", "for", "other words", None),
+        ("'s", "Navy", "names", 10),
         (" ships", "ships", "other words", 5),
-        (" Navy", "Navy", "capitalized words", 6),
+        (" Navy", "Navy", "names", 6),
         (" sank", "sank", "other words", None),
         (" $", "", "punctuation", None),
         ("1,250.5", "1,250.5", "numbers", 15),
         ("!", "", "punctuation", None),
     ]
-    assert [token.starts_word for token in tokens[:3]] == [False, True, False]
+    assert key["starts_word"].tolist()[:3] == [False, True, False]
     assert describe_key_tokens(tokens, longest_short=5) == (
-        "10 key tokens: 3 of capitalized words, 3 of numbers, 2 of other words, 2 of punctuation;"
+        "9 key tokens: 3 of other words, 2 of numbers, 2 of names, 2 of punctuation;"
         " 3 of a word last used more than 5 tokens before"
     )
 
 
 def test_the_token_shown_begins_a_long_word_of_the_far_context():
-    tokens = [
-        KeyToken(3, 9.0, "Fed", 90, True),  # short
-        KeyToken(4, 8.0, "Navy", 90, False),  # the end of a word
-        KeyToken(5, 7.0, "Navy", 10, True),  # also near
-        KeyToken(6, 6.0, "sank", None, True),  # new
-        KeyToken(7, 5.0, "Navy", 90, True),
-        KeyToken(8, 4.0, "Navy", 90, True),
+    rows = [
+        (3, 9.0, "Fed", 90, True, True),  # short
+        (4, 8.0, "Navy", 90, False, True),  # the end of a word
+        (5, 7.0, "Navy", 10, True, True),  # also near
+        (6, 6.0, "sank", None, True, True),  # new
+        (9, 6.0, "Navy", 90, True, False),  # not key
+        (7, 5.0, "Navy", 90, True, True),
+        (8, 4.0, "Navy", 90, True, True),
     ]
+    tokens = pd.DataFrame(rows, columns=["token", "lsd", "word", "distance", "starts_word", "key"])
     assert choose_token(tokens, longest_short=10) == 7
     with pytest.raises(ValueError, match="--token"):
-        choose_token(tokens[:4], longest_short=10)
+        choose_token(tokens[:5], longest_short=10)
 
 
 @pytest.mark.slow

@@ -1,0 +1,137 @@
+"""Systems and question sheets of the study of correlations, on tiny models."""
+
+import math
+
+import pytest
+import torch
+
+from benchmarks.real_models import systems as module
+from benchmarks.real_models.anatomy import (
+    compare_evaluators,
+    compare_key_characters,
+    describe_key_tokens,
+    describe_texts,
+)
+from benchmarks.real_models.correlate import EvaluatorScores, correlate_systems, measure_system
+from benchmarks.real_models.questions import ANSWERS, make_sheets
+from benchmarks.real_models.systems import LoadedSystem, System, round_weights, score_system
+from benchmarks.real_models.texts import Text
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_frozen
+from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from lightning_modules.scoring.config import EvaluatorConfig
+from lightning_modules.scoring.evaluator import Evaluator
+from lightning_modules.scoring.score import score
+
+SIZES = {"context_length": 16, "stride": 8}
+
+
+@pytest.fixture
+def sheets(tmp_path):
+    (tmp_path / "essays.txt").write_text("A man is what he thinks all day long. " * 1000)
+    return make_sheets(tmp_path / "essays.txt", characters=2000, sheets=2)
+
+
+def test_each_question_is_answered_by_its_document(sheets):
+    assert len(sheets) == 8
+    for sheet in sheets:
+        lines = f"{sheet.first_prefix}{sheet.target}".strip().split("\n")
+        assert len(lines) == len(sheet.answers) == ANSWERS
+        for line, answer in zip(lines, sheet.answers, strict=True):
+            assert answer in line
+            if sheet.name.startswith("variables"):
+                name = line.split()[4]
+                (source,) = [
+                    s.rpartition(" ")[2] for s in sheet.document.split(". ") if s.startswith(f"VAR {name} = VAR")
+                ]
+                assert f"VAR {source} = {answer}" in sheet.document
+                assert sheet.document.index(f"VAR {source} =") < sheet.document.index(f"VAR {name} =")
+            elif sheet.name.startswith("lines"):
+                assert f"line {line.split()[4]}: REGISTER_CONTENT is <{answer}>" in sheet.document.split("\n")
+            else:
+                assert sheet.document.count(line.rstrip(".")) == 1  # the fact has the words of the question
+    assert sheets[0].answers != sheets[1].answers
+
+
+def test_rounded_weights_have_few_values_and_stay_in_their_range(model_dir):
+    backbone = load_frozen(ModelConfig(str(model_dir), dtype="float32"), "cpu")
+    before = {name: weight.clone() for name, weight in backbone.named_parameters()}
+    round_weights(backbone, 2)
+    for name, weight in backbone.named_parameters():
+        if "proj" in name:
+            assert all(len(row.unique()) <= 4 * math.ceil(row.numel() / 64) for row in weight)
+            assert not torch.equal(weight, before[name])
+            assert (weight - before[name]).abs().max() <= (before[name].max() - before[name].min()) / 2
+        else:
+            assert torch.equal(weight, before[name])
+
+
+def test_a_study_measures_what_the_command_measures(tmp_path, monkeypatch, corpus, model_dir, evaluator_dir, sheets):
+    """The same question asked of `longce score` has the same answer."""
+    texts = [Text("report 0", "reports", corpus[0]), Text("book 1", "books", corpus[1])]
+    monkeypatch.setattr(LoadedSystem, "__init__", _load_from(model_dir))
+    system = System("tiny", "as it is")
+    score_system(system, tmp_path, texts, sheets[:1], tmp_path)
+    evaluator = Evaluator(EvaluatorConfig(str(evaluator_dir), **SIZES))
+    scores = {text.name: evaluator.scores(text.text) for text in texts}
+    found = measure_system(system, texts, sheets[:1], [EvaluatorScores("evaluator", scores)], tmp_path)["metrics"]
+    files = [tmp_path / f"{text.name}.txt" for text in texts]
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(text.text)
+    asked = score(list(map(str, files)), str(model_dir), str(evaluator_dir), add_special_tokens=True, **SIZES)
+    assert found["evaluator"]["key_tokens"] == asked["key_tokens"]
+    for name in ("longppl", "longppl_per_evaluator_token", "key_bits_per_byte"):
+        assert found["evaluator"][name] == pytest.approx(asked[name], nan_ok=True)
+    for name in ("perplexity", "bits_per_byte"):
+        assert found[name] == pytest.approx(asked[name])
+    # What is stored is not scored again.
+    monkeypatch.setattr(module, "load_frozen", None)
+    score_system(system, tmp_path, texts, sheets[:1], tmp_path)
+    # An evaluator agrees with itself.
+    table = describe_texts(texts, scores)
+    described = describe_key_tokens(table)
+    assert sum(kind["all"] for kind in described["kinds"].values()) == pytest.approx(1)
+    assert compare_evaluators(texts, scores, scores)["mean"] in (1.0, pytest.approx(math.nan, nan_ok=True))
+
+
+def _load_from(folder):
+    def load(self, system, models):
+        self.system, self.file, self._backbone = system, str(folder), None
+        self.tokenizer = load_tokenizer(str(folder))
+
+    return load
+
+
+def test_characters_of_key_spans():
+    spans = torch.tensor([[0, 4], [10, 12]])
+    assert compare_key_characters(spans, spans) == 1.0
+    assert compare_key_characters(spans, torch.tensor([[2, 8]])) == 2 / 10
+    assert math.isnan(compare_key_characters(spans[:0], spans[:0]))
+
+
+def test_correlations_find_the_metric_that_follows_accuracy():
+    draw = torch.Generator().manual_seed(0)
+    results = []
+    for number in range(12):
+        right = (torch.rand(40, generator=draw) < number / 12).tolist()
+        noise = float(torch.rand((), generator=draw))
+        results.append(
+            {
+                "model": "ab"[number % 2],
+                "right": right,
+                "accuracy_all": sum(right) / 40,
+                "metrics": {
+                    "perplexity": 10 + noise,
+                    "bits_per_byte": 1 + noise,
+                    "judge": dict.fromkeys(
+                        ("longppl", "longppl_per_evaluator_token", "key_bits_per_byte", "soft_longppl"), 20.0 - number
+                    ),
+                },
+            }
+        )
+    found = correlate_systems(results, ["judge"])
+    assert found["over all"]["judge: longppl"]["spearman"]["value"] < -0.9
+    assert abs(found["over all"]["perplexity"]["spearman"]["value"]) < 0.7
+    assert found["against perplexity"]["judge: longppl"]["p"] < 0.05
+    assert set(found["within"]) == {"a", "b"}
+    assert found["twenty questions"]["judge: longppl"] < -0.85 < 0 < found["twenty questions"]["20 questions"]
