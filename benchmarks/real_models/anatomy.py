@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from torch import Tensor
 
 from benchmarks.real_models.texts import Text
@@ -62,7 +61,7 @@ def _compare_share(table: pd.DataFrame, chosen: "pd.Series[bool]") -> dict[str, 
 
 
 def _measure_counter(table: pd.DataFrame, n: int) -> dict[str, float]:
-    """Return which fraction of key tokens a counter of repeated n-grams finds, and which fraction of its finds is key."""
+    """Return which fraction of the key tokens a counter of repeated n-grams finds, and of its finds is key."""
     found, key = table[f"repeat_{n}"], table["key"]
     both = int((found & key).sum())
     return {"recall": both / max(int(key.sum()), 1), "precision": both / max(int(found.sum()), 1)}

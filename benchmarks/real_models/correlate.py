@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.real_models.questions import QuestionSheet
 from benchmarks.real_models.systems import System, read_scores
 from benchmarks.real_models.texts import Text
-from lightning_modules.functional import long_perplexity, merge_spans, span_token_mask, transfer_influence
+from lightning_modules.functional import long_perplexity, merge_spans, transfer_influence
 from lightning_modules.functional.text_bits import add_bits, text_bits
 from lightning_modules.scoring.key_tokens import Tokens, find_key_tokens, key_spans
 from lightning_modules.scoring.token_scores import TokenScores
@@ -34,7 +34,7 @@ def _limit(original: int, window: int) -> dict[str, Any]:
     return {
         "method": "streaming_llm",
         "original_length": original,
-        "target_length": original,
+        "target_length": 2 * original,
         "sinks": 4,
         "window": window,
     }
@@ -168,10 +168,9 @@ def _text_bits(text: Text, own: dict[str, Tensor], spans: Tensor, evaluator_offs
     return text_bits(text.text, own["log_likelihood"], own["offsets"].long(), scored, spans, evaluator_offsets)
 
 
-def correlate_systems(results: Sequence[dict[str, Any]], evaluators: Sequence[str]) -> dict[str, Any]:
-    """Return correlations of each metric with accuracy: over all systems, and within the models that have several."""
-    accuracy = [result["accuracy_all"] for result in results]
-    metrics: dict[str, list[float]] = {
+def collect_metrics(results: Sequence[dict[str, Any]], evaluators: Sequence[str]) -> dict[str, list[float]]:
+    """Return the logarithm of each metric of all systems; those of an evaluator begin with its name."""
+    metrics = {
         name: [math.log(result["metrics"][name]) for result in results] for name in ("perplexity", "bits_per_byte")
     }
     for evaluator in evaluators:
@@ -179,6 +178,13 @@ def correlate_systems(results: Sequence[dict[str, Any]], evaluators: Sequence[st
             if not name.startswith("key_tokens"):
                 values = [math.log(result["metrics"][evaluator][name]) for result in results]
                 metrics[f"{evaluator}: {name}"] = values
+    return metrics
+
+
+def correlate_systems(results: Sequence[dict[str, Any]], evaluators: Sequence[str]) -> dict[str, Any]:
+    """Return correlations of each metric with accuracy: over all systems, and within the models that have several."""
+    accuracy = [result["accuracy_all"] for result in results]
+    metrics = collect_metrics(results, evaluators)
     found: dict[str, Any] = {"over all": {}, "within": {}, "against perplexity": {}}
     for name, values in metrics.items():
         found["over all"][name] = {

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from benchmarks.real_models.questions import QuestionSheet
 from benchmarks.real_models.texts import Text
+from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_frozen
-from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.tasks.questions.prompter import ForcedAnswer, Prompter
 from lightning_modules.tasks.teacher_forcing import teacher_forced

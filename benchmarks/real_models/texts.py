@@ -1,4 +1,4 @@
-"""Real texts of the studies: reports, books and papers, all cut to the same length once, so that every model reads the same."""
+"""Real texts of the studies: reports, books and papers, cut once to one length, so that all models read the same."""
 
 import json
 from itertools import islice

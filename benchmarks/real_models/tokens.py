@@ -27,10 +27,10 @@ def describe_tokens(text: str, scores: TokenScores, *, alpha: float = 2.0, beta:
     """Describe the scored tokens of a document that have a short context, one per row.
 
     Returns:
-        The columns ``token`` (index), ``start`` and ``end`` (characters), ``key``, ``lsd`` in nats, ``kind`` and ``word``
-        (empty for punctuation), ``starts_word``, ``distance`` (tokens since the word was last used; NaN at its first use), ``visible``
-        (tokens of its short context), ``bytes``, and ``repeat_2`` to ``repeat_5``: whether the token ends an n-gram that
-        occurs earlier in the text, but not in the short context.
+        The columns ``token`` (index), ``start`` and ``end`` (characters), ``key``, ``lsd`` in nats, ``kind``, ``word``
+        (empty for punctuation), ``starts_word``, ``distance`` (tokens since the word was last used; NaN at its first
+        use), ``visible`` (tokens of its short context), ``bytes``, and ``repeat_2`` to ``repeat_5``: whether the token
+        ends an n-gram that occurs earlier in the text, but not in the short context.
     """
     words = _find_words(text)
     offsets = scores.offsets.tolist()
