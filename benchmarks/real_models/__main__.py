@@ -16,6 +16,7 @@ from lightning_modules.visualization.page import inspect_document
 STUDIES = {
     "anatomy": "Which tokens of real text are key, and how far evaluators and settings agree.",
     "correlate": "Whether LongPPL predicts accuracy on long-context questions, and perplexity does not.",
+    "extend": "How SmolLM2 reads beyond its 8,192 positions, by each method of context extension.",
 }
 
 

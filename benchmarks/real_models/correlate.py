@@ -4,7 +4,6 @@ Figure 2 and Tables 1 and 6 of Fang et al. (2025), https://arxiv.org/abs/2410.23
 with hypotheses and decision rules, is in `docs/real.md`.
 """
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.real_models.questions import QuestionSheet
-from benchmarks.real_models.systems import System, read_scores
+from benchmarks.real_models.systems import System, read_answers, read_scores
 from benchmarks.real_models.texts import Text
 from lightning_modules.functional import long_perplexity, merge_spans, transfer_influence
 from lightning_modules.functional.text_bits import add_bits, text_bits
@@ -93,7 +92,7 @@ def measure_system(
     right: list[bool] = []
     groups: list[str] = []
     for sheet in sheets:
-        answers = json.loads((folder / system.path / f"{sheet.name.replace(' ', '_')}.json").read_text())["right"]
+        answers = read_answers(system, sheet.name, folder)
         result["accuracy"].setdefault(sheet.name.rpartition(" ")[0], []).append(sum(answers) / len(answers))
         right += answers
         groups += [sheet.name] * len(answers)

@@ -16,9 +16,10 @@ from typing import Any
 
 from benchmarks.real_models.anatomy import choose_examples, compare_evaluators, describe_key_tokens, describe_texts
 from benchmarks.real_models.correlate import SYSTEMS, EvaluatorScores, correlate_systems, measure_system
+from benchmarks.real_models.extend import METHODS, TARGET, measure_methods
 from benchmarks.real_models.questions import QuestionSheet, make_sheets
 from benchmarks.real_models.systems import LoadedSystem, System, score_system
-from benchmarks.real_models.texts import Text, read_texts
+from benchmarks.real_models.texts import LONG_BOOKS, Text, read_books, read_texts
 from benchmarks.results import FOLDER, LIBRARIES, ROOT, describe_machine
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator, score_text
@@ -31,6 +32,9 @@ TOKENS = 4096
 
 CHARACTERS = 15_000
 """Characters of the question sheets: about as many tokens."""
+
+LONG_CHARACTERS = 68_000
+"""Characters of the sheets of ``extend``: about 16k tokens."""
 
 CONTEXT_LENGTH, STRIDE = 512, 512
 EVALUATORS = ("gemma-3-270m", "qwen2.5-coder-0.5b")
@@ -108,6 +112,18 @@ class Study:
             "examples": choose_examples(tables[first], self.texts),
         }
         self.keep("real_anatomy", numbers)
+
+    def extend(self) -> None:
+        """Score long books and passkeys by each method of context extension, and keep the numbers."""
+        tokenizer = LoadedSystem(METHODS[0], self.models).tokenizer
+        books = read_books(self.data, LONG_BOOKS, tokenizer, TARGET)
+        essays = self.data / "haystack" / "3020.txt"
+        sheets = make_sheets(essays, characters=LONG_CHARACTERS, sheets=2)[:2]
+        for method in METHODS:
+            score_system(method, self.models, books, sheets, self.work)
+        evaluator = self.score_texts(self.evaluator(EVALUATORS[0]), books)
+        numbers = measure_methods(books, evaluator, [sheet.name for sheet in sheets], self.work)
+        self.keep("real_extend", numbers)
 
     def _score_rounded(self, bits: int, texts: Sequence[Text]) -> dict[str, TokenScores]:
         """Return the scores of the first evaluator with rounded weights, which the cache of longce does not know."""

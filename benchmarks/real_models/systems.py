@@ -1,5 +1,6 @@
 """Real models, as they are or with a limited, stretched or roughly rounded context: what the studies compare."""
 
+import json
 import logging
 import time
 from collections.abc import Sequence
@@ -131,3 +132,8 @@ def score_system(
 def read_scores(system: System, text: Text, folder: Path) -> dict[str, Tensor]:
     """Return what `score_system` stored of a text."""
     return load_file(folder / system.path / f"{text.name.replace(' ', '_')}.safetensors")
+
+
+def read_answers(system: System, sheet: str, folder: Path) -> list[bool]:
+    """Return which answers of a sheet, given by name, were right."""
+    return json.loads((folder / system.path / f"{sheet.replace(' ', '_')}.json").read_text())["right"]

@@ -1,10 +1,14 @@
 """Real texts of the studies: reports, books and papers, cut once to one length, so that all models read the same."""
 
 import json
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from transformers import PreTrainedTokenizerFast
+
+from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.scoring.evaluator import Evaluator
 
 REPORTS = "govreport/govreport_longbench_sample.jsonl"
@@ -16,6 +20,9 @@ BOOK_NUMBERS = (860, 2544, 3129, 5396, 5770, 5962)
 
 PAPER_LINES = (3, 13, 22, 36, 48, 49)
 """One paper or chapter of each source."""
+
+LONG_BOOKS = (2544, 5396, 5962, 10146, 10321)
+"""The smallest numbers of the books with 16k tokens and more."""
 
 BOOK_START = 20_000
 """Characters of a book that are left out: title pages and tables of contents."""
@@ -45,6 +52,17 @@ def read_texts(data: Path, evaluator: Evaluator, tokens: int) -> list[Text]:
     papers = _read_lines(data / PAPERS, "text")
     found += [Text(f"paper {line}", "papers", papers[line]) for line in PAPER_LINES]
     return [each._replace(text=_cut(each, evaluator, tokens)) for each in found]
+
+
+def read_books(data: Path, numbers: Sequence[int], tokenizer: PreTrainedTokenizerFast, tokens: int) -> list[Text]:
+    """Read books, each cut to its first ``tokens`` tokens of a tokenizer."""
+    found = []
+    for number in numbers:
+        book = (data / BOOKS / f"{number}.txt").read_text(encoding="utf-8")[BOOK_START:]
+        name = f"long book {number}"
+        text = encode_document(book, tokenizer, name=name, max_tokens=tokens)["text"][0]
+        found.append(Text(name, "books", text))
+    return found
 
 
 def _cut(text: Text, evaluator: Evaluator, tokens: int) -> str:

@@ -1,0 +1,92 @@
+"""How SmolLM2 reads beyond its 8,192 positions without training, by each method of context extension.
+
+The protocol, with hypotheses and decision rules, is in `docs/real.md`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from benchmarks.real_models.systems import System, read_answers, read_scores
+from benchmarks.real_models.texts import Text
+from lightning_modules.scoring.key_tokens import Tokens, find_key_tokens
+from lightning_modules.scoring.token_scores import TokenScores
+from lightning_modules.utilities.statistics import weighted_mean_interval
+
+MODEL, LENGTH, TARGET = "smollm2-135m", 8192, 16384
+
+RANGES = {"below 8k": (1, 8192), "8k to 12k": (8192, 12288), "12k to 16k": (12288, 16384), "beyond 8k": (8192, 16384)}
+"""Positions of the tokens of which numbers are the mean."""
+
+
+def _extend(method: str, **options: Any) -> dict[str, Any]:
+    return {"method": method, "original_length": LENGTH, "target_length": TARGET, **options}
+
+
+METHODS = (
+    System(MODEL, "none"),
+    System(MODEL, "PI", _extend("pi")),
+    System(MODEL, "NTK", _extend("ntk")),
+    System(MODEL, "YaRN", _extend("yarn")),
+    System(MODEL, "EABF", _extend("eabf")),
+    System(MODEL, "StreamingLLM", _extend("streaming_llm", sinks=4, window=4092)),
+    System(MODEL, "Dual Chunk", _extend("dual_chunk", chunk=6144)),
+    System(MODEL, "ReRoPE", _extend("rerope", window=4096)),
+    System(MODEL, "Self-Extend", _extend("self_extend", group=4, window=1024)),
+)
+"""The first is the model as it is."""
+
+
+def measure_methods(
+    books: Sequence[Text], evaluator: Mapping[str, TokenScores], sheets: Sequence[str], folder: Path
+) -> dict[str, Any]:
+    """Return LongPPL and perplexity by method and range, their ratios to the first method, and right answers."""
+    tables = {method.name: _sum_losses(method, books, evaluator, folder) for method in METHODS}
+    baseline = tables[METHODS[0].name]
+    found: dict[str, Any] = {"methods": {}}
+    for method in METHODS:
+        answers = [right for sheet in sheets for right in read_answers(method, sheet, folder)]
+        ranges = {name: _measure_range(tables[method.name], baseline, name) for name in RANGES}
+        found["methods"][method.name] = {"ranges": ranges, "right": sum(answers), "questions": len(answers)}
+    for kind in ("longppl", "perplexity"):
+        values = [each["ranges"]["beyond 8k"][kind] for each in found["methods"].values()]
+        found[f"spread of log {kind} beyond 8k"] = float(np.std(np.log(values), ddof=1))
+    return found
+
+
+def _sum_losses(
+    method: System, books: Sequence[Text], evaluator: Mapping[str, TokenScores], folder: Path
+) -> pd.DataFrame:
+    """Return the loss in nats and the number of tokens by book, range and kind of tokens."""
+    rows = []
+    for book in books:
+        own = read_scores(method, book, folder)
+        loss = -own["log_likelihood"].double().numpy()
+        tokens = Tokens(own["token_ids"].long(), own["offsets"].long())
+        key = find_key_tokens(evaluator[book.name], tokens).mask.numpy()
+        for name, (first, stop) in RANGES.items():
+            place = slice(first, stop)
+            rows.append((book.name, name, "perplexity", loss[place].sum(), len(loss[place])))
+            rows.append((book.name, name, "longppl", loss[place][key[place]].sum(), key[place].sum()))
+    return pd.DataFrame(rows, columns=["book", "range", "kind", "loss", "tokens"])
+
+
+def _measure_range(table: pd.DataFrame, baseline: pd.DataFrame, name: str) -> dict[str, Any]:
+    """Return both numbers of a range, and their ratios to the baseline's with intervals over books."""
+    found: dict[str, Any] = {}
+    for kind in ("longppl", "perplexity"):
+        chosen, other = (each[(each["range"] == name) & (each["kind"] == kind)] for each in (table, baseline))
+        tokens = chosen["tokens"].to_numpy(dtype=np.float64)
+        counted = tokens > 0
+        loss = chosen["loss"].to_numpy()
+        found[kind] = math.exp(loss.sum() / tokens.sum())
+        found[f"{kind} tokens"] = int(tokens.sum())
+        differences = (loss - other["loss"].to_numpy())[counted] / tokens[counted]
+        interval = weighted_mean_interval(differences, tokens[counted])
+        ratio = math.exp(np.average(differences, weights=tokens[counted]))
+        found[f"{kind} ratio"] = [ratio, *(map(math.exp, interval) if interval else (None, None))]
+    return found
