@@ -50,16 +50,24 @@ STYLE: Any = {
 """Settings for ``matplotlib.rc_context``, both for drawing and for saving figures."""
 
 
-def curves_as_svg(curves: Iterable[tuple[str, Any, Any]], *, x: str, y: str) -> str:
-    """Draw curves as SVG text: the legend, the x values and the y values of each."""
+def curves_as_svg(curves: Iterable[tuple[str, Any, Any]], *, x: str, y: str, log: bool = False) -> str:
+    """Draw curves as SVG text: the legend, the x values and the y values of each.
+
+    The y axis may be ``log``. A ring marks a curve's value at 0, which is that of the model before training.
+    """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=PANEL, layout="constrained")
         plot = figure.subplots()
         plot.set(xlabel=x, ylabel=y)
         for (name, xs, ys), line in zip(curves, cycle(("-", "--", "-.", ":")), strict=False):
-            plot.plot(xs, ys, line, marker="o" if len(xs) < 30 else "", markersize=3, label=name)
+            (drawn,) = plot.plot(xs, ys, line, marker="o" if len(xs) < 30 else "", markersize=3, label=name)
+            if len(xs) > 1 and not isinstance(xs[0], str) and xs[0] == 0:
+                plot.plot(xs[0], ys[0], "o", color=drawn.get_color(), markersize=7, markerfacecolor="none")
         if not plot.xaxis.have_units():  # numbers, not names
             plot.locator_params("x", nbins=5)
+        if log:
+            plot.set_yscale("log")
+            plot.yaxis.set_major_formatter("{x:g}")
         figure.legend(loc="outside upper left", ncols=2)
         return as_svg(figure)
 

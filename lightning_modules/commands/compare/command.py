@@ -1,7 +1,8 @@
 """``longce compare``: final LongPPL, costs, differing settings and curves of several runs."""
 
 import math
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,9 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from lightning_modules.commands.compare.evaluations import ComparedEvaluation, tabulate_evaluations
+from lightning_modules.commands.compare.ratios import WITHOUT_TOKENS, have_same_tokens, shared_documents
 from lightning_modules.commands.compare.runs import AXES, ComparedRun, read_compared
+from lightning_modules.commands.compare.verdict import Ratio, draw_ratios, drawn_ratios, measure_ratios, write_verdict
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.utilities.statistics import TOKENS, UNITS, corpus_mean, paired_ratio
 from lightning_modules.visualization.images import curves_as_svg
@@ -28,9 +31,12 @@ _TITLES = {
     "perplexity": "perplexity",
     "bits_per_byte": "bits/byte",
 }
-_WITHOUT_TOKENS = ("longppl_per_evaluator_token", "key_bits_per_byte", "bits_per_byte")
-"""What models with different tokenizers are compared by."""
-_WIDTH = 100  # of a cell in a terminal
+FINAL = "Final numbers"
+_RATIOS_CAPTION = (
+    "Numbers of the last evaluations over the baseline's, with 95% intervals. Left of the line is better; a filled dot"
+    " has an interval that excludes a tie."
+)
+_WIDTH = 100  # of a cell and of the verdict in a terminal
 _CHANGED = 10  # documents that changed most
 _POINTS = 200  # of a curve; longer ones are averaged
 
@@ -61,17 +67,20 @@ def compare_runs(found: Sequence[ComparedRun], output: str | Path | None = None)
     """Compare runs or scored models, as `compare` does."""
     baseline, *others = found if len(found) > 1 else [_first_evaluation(found[0]), *found]
     tables = {
-        "Final numbers": _rank_runs([baseline, *others], baseline),
+        FINAL: _rank_runs([baseline, *others], baseline)._replace(folded=False),
         "Cost": _tabulate_costs(found),
         "Settings that differ": _compare_settings(found),
     }
-    texts = []
+    verdict = write_verdict([baseline, *others], baseline, tables["Settings that differ"].rows)
+    texts = [f"{textwrap.fill(' '.join(verdict).replace('`', ''), _WIDTH)}\n"] if verdict else []
     for heading, table in tables.items():
         short = [[cell if len(cell) <= _WIDTH else f"…{cell[1 - _WIDTH :]}" for cell in row] for row in table.rows]
         left = range(len(table.head))
         texts += [f"{heading}\n{as_text_table(Table(table.head, short), left=left)}\n"] if short else []
     if output is not None:
-        write_atomically(Path(output), _make_page(found, tables | _find_changed_documents(others, baseline)).encode())
+        ratios = measure_ratios(others, baseline)
+        tables |= _find_changed_documents(others, baseline)
+        write_atomically(Path(output), _make_page(found, verdict, ratios, tables).encode())
         texts.append(f"Page: {output}\n")
     return "\n".join(texts or ["These runs have logged nothing yet.\n"])
 
@@ -81,11 +90,18 @@ def _first_evaluation(run: ComparedRun) -> ComparedRun:
     return ComparedRun(f"step {min(map(min, first.values()), default=0)}", first, {}, {})
 
 
-def _make_page(runs: Sequence[ComparedRun], tables: Mapping[str, Table]) -> str:
-    blocks: list[Block] = [_EXPLANATION]
+def _make_page(
+    runs: Sequence[ComparedRun], verdict: Sequence[str], ratios: Sequence[Ratio], tables: Mapping[str, Table]
+) -> str:
+    """Return the page: the verdict and its picture, the tables, and curves over each axis."""
+    blocks: list[Block] = [*verdict]
+    pictures: dict[str, str] = {}
+    if drawn := drawn_ratios(ratios):
+        pictures["ratios"] = draw_ratios(drawn)
+        blocks.append(Picture("ratios", _RATIOS_CAPTION))
     for heading, table in tables.items():
         blocks += [Heading(heading), table] if table.rows else []
-    pictures: dict[str, str] = {}
+        blocks += [_EXPLANATION] if heading == FINAL and table.rows else []
     for axis in AXES:
         figures = {f"{axis}, {title}": (title, svg) for title, svg in draw_curves(runs, axis).items()}
         pictures |= {name: svg for name, (_, svg) in figures.items()}
@@ -107,8 +123,14 @@ def draw_curves(runs: Sequence[ComparedRun], axis: str) -> dict[str, str]:
         }
         if any(map(len, placed.values())):
             points = ((name, *own.T) for name, own in placed.items())
-            figures[title] = curves_as_svg(points, x=axis, y=title.partition(":")[0])
+            figures[title] = curves_as_svg(points, x=axis, y=title.partition(":")[0], log=_span(placed.values()) > 10)
     return figures
+
+
+def _span(curves: Iterable[NDArray[np.float64]]) -> float:
+    """Return the ratio of the largest to the smallest value of curves; 1 if they are not all above 0."""
+    values = np.concatenate([points[:, 1] for points in curves])
+    return float(values.max() / values.min()) if values.min() > 0 else 1.0
 
 
 def _find_curves(run: ComparedRun) -> dict[str, Mapping[int, float]]:
@@ -139,7 +161,7 @@ def _rank_runs(runs: Sequence[ComparedRun], baseline: ComparedRun) -> Table:
     for cell in sorted({cell for run in runs for cell in run.evaluations}):
         ranked = []
         evaluated = [run for run in runs if cell in run.evaluations]
-        compared = tuple(TOKENS) if _have_same_tokens([run.last(cell)[1] for run in evaluated]) else _WITHOUT_TOKENS
+        compared = tuple(TOKENS) if have_same_tokens([run.last(cell)[1] for run in evaluated]) else WITHOUT_TOKENS
         for run in evaluated:
             step, documents = run.last(cell)
             reference = baseline.last(cell)[1] if cell in baseline.evaluations else documents
@@ -149,15 +171,24 @@ def _rank_runs(runs: Sequence[ComparedRun], baseline: ComparedRun) -> Table:
             numbers = []
             for kind in _TITLES:
                 ratio = _format_ratio(shared, kind) if kind in compared and reference is not documents else ""
-                numbers += [_format_number(values.get(kind, math.nan)), ratio]
+                absent = kind == compared[0] and kind in TOKENS and not documents[UNITS[kind]].sum()
+                numbers += ["no key tokens" if absent else _format_number(values.get(kind, math.nan)), ratio]
             order = [bool(note), *(math.inf if math.isnan(values[kind]) else values[kind] for kind in compared)]
-            ranked.append((order, [cell, run.name, *numbers, str(step or ""), str(len(documents)), note]))
-        ranked.sort()
-        if len(ranked) > 1 and not ranked[1][0][0]:
+            cells_of_run = [cell, run.name, *numbers, str(step or ""), str(len(documents)), note]
+            ranked.append((order, cells_of_run, run))
+        ranked.sort(key=lambda each: each[:2])
+        if len(ranked) > 1 and not ranked[1][0][0] and _is_better(*(run for *_, run in ranked[:2]), cell, compared[0]):
             ranked[0][1][1] += " (best)"
-        cells += [row if number == 0 else ["", *row[1:]] for number, (_, row) in enumerate(ranked)]
+        cells += [row if number == 0 else ["", *row[1:]] for number, (_, row, _) in enumerate(ranked)]
     best: dict[str, Tone] = {f"{run.name} (best)": "good" for run in runs}
     return _drop_empty_columns(head, cells)._replace(badges=best)
+
+
+def _is_better(run: ComparedRun, other: ComparedRun, cell: str, kind: str) -> bool:
+    """Return whether the interval of the ratio of two runs excludes a tie, or nothing but infinity is on one side."""
+    shared = shared_documents(run.last(cell)[1], other.last(cell)[1], (kind,))
+    value, interval = paired_ratio(shared, kind)
+    return value == 0 if interval is None else interval[1] < 1
 
 
 def _tabulate_costs(runs: Sequence[ComparedRun]) -> Table:
@@ -179,25 +210,6 @@ def _compare_settings(runs: Sequence[ComparedRun]) -> Table:
     differing = [row for row in rows if len({*row[1:]}) > 1]
     absent = tuple(f"{row[0]}." for row in differing if "" in row)  # such as a callback that a run lacks
     return Table(["setting", *(run.name for run in runs)], [row for row in differing if not row[0].startswith(absent)])
-
-
-def _have_same_tokens(tables: Sequence[pd.DataFrame]) -> bool:
-    """Return whether the documents of equal texts have equal numbers of tokens in all tables."""
-    found = pd.concat(tables)
-    counts = found[found["text_sha256"] != ""].groupby("text_sha256")["tokens"].nunique()
-    return bool((counts <= 1).all())
-
-
-def shared_documents(
-    documents: pd.DataFrame, baseline: pd.DataFrame, kinds: Sequence[str] = tuple(TOKENS)
-) -> pd.DataFrame:
-    """Return the numbers of the documents that have equal texts, and that ``kinds`` are per equally many units of."""
-    both = documents.merge(baseline, left_index=True, right_index=True, suffixes=("", "_baseline"))
-    hashes = both["text_sha256"], both["text_sha256_baseline"]
-    same = (hashes[0] == hashes[1]) | (hashes[0] == "") | (hashes[1] == "")  # older versions did not record them
-    for name in (UNITS[kind] for kind in kinds):
-        same &= both[name] == both[f"{name}_baseline"]
-    return both[same]
 
 
 def _find_changed_documents(runs: Sequence[ComparedRun], baseline: ComparedRun) -> dict[str, Table]:

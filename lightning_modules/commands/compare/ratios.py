@@ -1,0 +1,34 @@
+"""Which numbers and which documents of two runs can be compared."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from lightning_modules.utilities.statistics import TOKENS, UNITS
+
+WITHOUT_TOKENS = ("longppl_per_evaluator_token", "key_bits_per_byte", "bits_per_byte")
+"""What models with different tokenizers are compared by."""
+
+
+def have_same_tokens(tables: Sequence[pd.DataFrame]) -> bool:
+    """Return whether the documents of equal texts have equal numbers of tokens in all tables."""
+    found = pd.concat(tables)
+    counts = found[found["text_sha256"] != ""].groupby("text_sha256")["tokens"].nunique()
+    return bool((counts <= 1).all())
+
+
+def compared_kinds(tables: Sequence[pd.DataFrame]) -> tuple[str, str]:
+    """Return the number of key tokens and that of all tokens by which these evaluations are compared."""
+    return ("longppl", "perplexity") if have_same_tokens(tables) else ("key_bits_per_byte", "bits_per_byte")
+
+
+def shared_documents(
+    documents: pd.DataFrame, baseline: pd.DataFrame, kinds: Sequence[str] = tuple(TOKENS)
+) -> pd.DataFrame:
+    """Return the numbers of the documents that have equal texts, and that ``kinds`` are per equally many units of."""
+    both = documents.merge(baseline, left_index=True, right_index=True, suffixes=("", "_baseline"))
+    hashes = both["text_sha256"], both["text_sha256_baseline"]
+    same = (hashes[0] == hashes[1]) | (hashes[0] == "") | (hashes[1] == "")  # older versions did not record them
+    for name in (UNITS[kind] for kind in kinds):
+        same &= both[name] == both[f"{name}_baseline"]
+    return both[same]

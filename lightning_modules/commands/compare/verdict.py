@@ -1,0 +1,236 @@
+"""What a comparison shows, in words and as a picture: which run is better, on what, and how sure that is."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from lightning_modules.commands.compare.ratios import compared_kinds, shared_documents
+from lightning_modules.commands.compare.runs import AXES, ComparedRun
+from lightning_modules.utilities.statistics import UNITS, Interval, paired_ratio
+from lightning_modules.visualization.images import COLORS, INK, STYLE, as_svg
+
+NAMES = {
+    "longppl": "LongPPL",
+    "perplexity": "perplexity",
+    "key_bits_per_byte": "key bits per byte",
+    "bits_per_byte": "bits per byte",
+}
+_SMALLEST = 1e-3
+"""Ratio from which a picture shows it."""
+_SETTINGS = 3
+"""Differing settings that the verdict names."""
+
+Outcome = Literal["better", "worse", "tie", "unknown"]
+
+
+class Ratio(NamedTuple):
+    """A run's number over the baseline's, over the documents that both have."""
+
+    cell: str  # set, evaluator and thresholds
+    run: str
+    kind: str  # of `NAMES`
+    value: float
+    interval: Interval | None
+    documents: int
+    units: int  # tokens or bytes that the run's number is over
+
+    @property
+    def outcome(self) -> Outcome:
+        """Whether the interval excludes a tie."""
+        if self.value in (0, math.inf):  # one of the models has diverged
+            return "better" if self.value == 0 else "worse"
+        if self.interval is None:
+            return "unknown"
+        return "better" if self.interval[1] < 1 else "worse" if self.interval[0] > 1 else "tie"
+
+    def __str__(self) -> str:
+        if self.value in (0, math.inf):
+            return f"infinite for the {'baseline' if self.value == 0 else 'run'}"
+        if self.interval is None:
+            count = f"{self.documents} document{'s' if self.documents > 1 else ''}"
+            return f"{_times(self.value)} times as large ({count}: too few for an interval)"
+        between = " to ".join(map(_times, self.interval))
+        return f"{_times(self.value)} times as large (95% interval {between})"
+
+
+def measure_ratios(runs: Sequence[ComparedRun], baseline: ComparedRun) -> list[Ratio]:
+    """Return the ratios of the last evaluations: of key tokens first, then of all tokens, where both runs have some."""
+    found = []
+    for cell in sorted(baseline.evaluations):
+        reference = baseline.last(cell)[1]
+        own = {run.name: run.last(cell)[1] for run in runs if cell in run.evaluations and run is not baseline}
+        key_kind, all_kind = compared_kinds([reference, *own.values()])
+        for name, documents in own.items():
+            shared = shared_documents(documents, reference, (key_kind, all_kind))
+            for kind in (key_kind, all_kind):
+                counted = shared[shared[UNITS[kind]] > 0]
+                value, interval = paired_ratio(shared, kind)
+                if not math.isnan(value):
+                    units = int(counted[UNITS[kind]].sum())
+                    found.append(Ratio(cell, name, kind, value, interval, len(counted), units))
+    return found
+
+
+def write_verdict(runs: Sequence[ComparedRun], baseline: ComparedRun, differing: Sequence[Sequence[str]]) -> list[str]:
+    """Return sentences on which run is better; ``differing`` are the settings that differ, with a value of each run."""
+    ratios = measure_ratios(runs, baseline)
+    sentences = []
+    for run in runs:
+        own = [ratio for ratio in ratios if ratio.run == run.name]
+        if own:
+            sentences.append(_judge(run.name, baseline.name, own))
+    if not sentences:
+        return []
+    sentences += _compare_training(runs) + _name_settings(differing)
+    sentences.append("Intervals are about the choice of documents; another seed of the training may change more.")
+    return sentences
+
+
+def _judge(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
+    """Return what the ratios of one run show: key tokens first, because they are what a long context is for."""
+    of_key = [ratio for ratio in ratios if ratio.kind in ("longppl", "key_bits_per_byte")]
+    of_all = [ratio for ratio in ratios if ratio not in of_key]
+    if not of_key:
+        return f"`{name}` and `{baseline}` share no key tokens. {_judge_all_tokens(of_all)}"
+    if len(of_key) > 1:
+        return f"{_judge_cells(name, baseline, of_key)} {_judge_all_tokens(of_all)}"
+    (ratio,) = of_key
+    claim = {
+        "better": f"`{name}` predicts key tokens better than `{baseline}`",
+        "worse": f"`{name}` predicts key tokens worse than `{baseline}`",
+        "tie": f"`{name}` and `{baseline}` cannot be told apart on key tokens",
+        "unknown": f"`{name}` and `{baseline}` were compared on too few documents to tell",
+    }[ratio.outcome]
+    over = f"{ratio.documents:,} documents with {ratio.units:,} key {'tokens' if ratio.kind == 'longppl' else 'bytes'}"
+    return f"{claim}: {NAMES[ratio.kind]} is {ratio}, over {over} ({ratio.cell}). {_judge_all_tokens(of_all)}"
+
+
+def _judge_cells(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
+    """Return what the ratios of several sets, evaluators and thresholds show together."""
+    counts = Counter(ratio.outcome for ratio in ratios)
+    better, worse, total = counts["better"], counts["worse"], len(ratios)
+    if better and not worse:
+        claim = f"`{name}` predicts key tokens better than `{baseline}`"
+    elif worse and not better:
+        claim = f"`{name}` predicts key tokens worse than `{baseline}`"
+    elif better:
+        claim = f"Whether `{name}` predicts key tokens better than `{baseline}` depends on the evaluation"
+    else:
+        claim = f"`{name}` and `{baseline}` cannot be told apart on key tokens"
+    values = [ratio.value for ratio in ratios]
+    between = f"{_times(min(values))} to {_times(max(values))}"
+    return (
+        f"{claim}: of {total} evaluations (sets, evaluators, thresholds), {better} show it better and {worse} worse,"
+        f" and {total - better - worse} do not tell; {NAMES[ratios[0].kind]} is {between} times as large."
+    )
+
+
+def _judge_all_tokens(ratios: Sequence[Ratio]) -> str:
+    """Return one sentence on all tokens, which hardly need the long context."""
+    distinct = list({(ratio.value, ratio.interval): ratio for ratio in ratios}.values())
+    if not distinct:
+        return ""
+    name = NAMES[distinct[0].kind].capitalize()
+    if len(distinct) > 1:
+        values = [ratio.value for ratio in distinct]
+        return f"{name}, over all tokens, is {_times(min(values))} to {_times(max(values))} times as large."
+    (ratio,) = distinct
+    meaning = {"better": "better", "worse": "worse", "tie": "no difference is shown", "unknown": "too few documents"}
+    return f"{name}, over all tokens, is {ratio}: {meaning[ratio.outcome]}."
+
+
+def _compare_training(runs: Sequence[ComparedRun]) -> list[str]:
+    """Return a sentence if the runs were trained unequally."""
+    unequal = []
+    for axis, scalar in AXES.items():
+        last = {run.name: max(run.scalars[scalar].values()) for run in runs if run.scalars.get(scalar)}
+        if axis != "GPU hours" and len({round(value) for value in last.values()}) > 1:
+            values = ", ".join(f"`{name}` {value:,.0f}" for name, value in last.items())
+            unequal.append(f"{axis} ({values})")
+    return [f"They were not trained equally: {' and '.join(unequal)}."] if unequal else []
+
+
+def _name_settings(differing: Sequence[Sequence[str]]) -> list[str]:
+    """Return a sentence on the settings that differ, the model's first."""
+    if not differing:
+        return []
+    ordered = sorted(differing, key=lambda row: not row[0].startswith("model."))
+    named = [f"`{row[0]}` ({', '.join(_shorten(value) for value in row[1:])})" for row in ordered[:_SETTINGS]]
+    rest = len(ordered) - len(named)
+    more = f" and {rest} more setting{'s' if rest > 1 else ''} (below)" if rest else ""
+    return [f"They differ in {', '.join(named)}{more}."]
+
+
+def _shorten(value: str) -> str:
+    """Return a class without its modules, and at most 30 characters of other values."""
+    value = (
+        value.rpartition(".")[2] if value.startswith(("lightning_modules.", "callbacks.", "datamodules.")) else value
+    )
+    return f"{value[:29]}…" if len(value) > 30 else value or "absent"
+
+
+def _times(value: float) -> str:
+    return f"{value:.2f}" if 0.1 <= value < 100 else f"{value:.2g}"
+
+
+def drawn_ratios(ratios: Sequence[Ratio]) -> list[Ratio]:
+    """Return the ratios that a picture can show: not those of a model that has diverged."""
+    return [ratio for ratio in ratios if _SMALLEST < ratio.value < 1 / _SMALLEST]
+
+
+@matplotlib.rc_context(STYLE)
+def draw_ratios(ratios: Sequence[Ratio]) -> str:
+    """Draw the ratios and their intervals as SVG text, on a log axis: a line for each evaluation, run and kind."""
+    labels = _label_ratios(ratios)
+    figure = Figure(figsize=(6.8, 0.7 + 0.23 * len(ratios)), layout="constrained")
+    plot = figure.subplots()
+    places = np.arange(len(ratios))[::-1]
+    plot.axvline(1, color=INK, linewidth=0.8)
+    for place, ratio in zip(places, ratios, strict=True):
+        color = COLORS[0] if ratio.kind in ("longppl", "key_bits_per_byte") else COLORS[-1]
+        filled = ratio.outcome in ("better", "worse")
+        plot.plot(ratio.value, place, "o", color=color, markersize=5, markerfacecolor=color if filled else "none")
+        if ratio.interval is not None:
+            plot.plot(ratio.interval, (place, place), color=color, linewidth=1.6)
+    plot.set_xscale("log")
+    # Tick labels in plain numbers, also where the range is narrow.
+    ends = [end for ratio in ratios for end in (ratio.value, *(ratio.interval or ()))] + [1.0]
+    low, high = max(min(ends), _SMALLEST), min(max(ends), 1 / _SMALLEST)
+    margin = max((high / low) ** 0.08, 1.01)
+    plot.set_xlim(low / margin, high * margin)
+    ticks = np.unique(np.append(np.geomspace(low, high, 5).round(2 if high / low > 1.1 else 3), 1.0))
+    plot.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    plot.minorticks_off()
+    plot.set_yticks(places, labels)
+    plot.set_ylim(-0.7, len(ratios) - 0.3)
+    plot.grid(axis="y", visible=False)
+    plot.set_xlabel("← better     ratio to the baseline     worse →")
+    return as_svg(figure)
+
+
+def _label_ratios(ratios: Sequence[Ratio]) -> list[str]:
+    """Label each ratio by what differs among them: the run if there are several, the evaluation, and the kind."""
+    runs = {ratio.run for ratio in ratios}
+    cells = {ratio.cell for ratio in ratios}
+    labels = []
+    for ratio in ratios:
+        parts = [ratio.run] if len(runs) > 1 else []
+        parts += [_shorten_cell(ratio.cell)] if len(cells) > 1 else []
+        labels.append(" · ".join([*parts, NAMES[ratio.kind]]))
+    return labels
+
+
+def _shorten_cell(cell: str) -> str:
+    """Return the set, the evaluator's name and the thresholds, without what identifies the evaluator's weights.
+
+    Example:
+        >>> _shorten_cell("books, judge: qwen (sha256:aa, K 64), loose (1, -2)")
+        'books, judge: qwen, loose (1, -2)'
+    """
+    before, _, rest = cell.partition(" (")
+    return f"{before},{rest.partition('),')[2]}" if "), " in rest else cell

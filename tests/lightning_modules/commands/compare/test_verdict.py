@@ -1,0 +1,101 @@
+"""The words and the picture at the top of a comparison."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from lightning_modules.commands.compare.runs import ComparedRun
+from lightning_modules.commands.compare.verdict import Ratio, draw_ratios, measure_ratios, write_verdict
+from lightning_modules.utilities.statistics import paired_ratio
+
+DOCUMENTS = 12
+
+
+def make_run(name, factor, *, cells=("books, judge (K 64), (2, -2)",), noise=0.02, key_tokens=20, steps=None, seed=0):
+    draw = np.random.default_rng(seed)
+    evaluations = {}
+    for cell in cells:
+        values = np.linspace(3, 9, DOCUMENTS) * factor * np.exp(noise * draw.standard_normal(DOCUMENTS))
+        columns = {"longppl": values, "perplexity": np.linspace(20, 30, DOCUMENTS), "key_tokens": key_tokens}
+        table = pd.DataFrame({**columns, "tokens": 1000.0, "text_sha256": [f"{n}" for n in range(DOCUMENTS)]})
+        table.index = pd.MultiIndex.from_tuples([(f"doc {n}", 0) for n in range(DOCUMENTS)])
+        evaluations[cell] = {100: table}
+    scalars = {"step": {steps: steps}, "train/tokens": {steps: 1000 * steps}} if steps else {}
+    return ComparedRun(name, evaluations, {}, scalars)
+
+
+@pytest.mark.parametrize(
+    ("factor", "noise", "claim", "outcome"),
+    [
+        (0.8, 0.02, "`new` predicts key tokens better than `old`: LongPPL is 0.8", "better"),
+        (1.3, 0.02, "`new` predicts key tokens worse than `old`: LongPPL is 1.", "worse"),
+        (1.0, 0.3, "`new` and `old` cannot be told apart on key tokens: LongPPL is ", "tie"),
+    ],
+)
+def test_one_evaluation_is_judged_by_its_interval(factor, noise, claim, outcome):
+    old, new = make_run("old", 1.0, noise=0.0), make_run("new", factor, noise=noise)
+    first, *_ = write_verdict([old, new], old, [])
+    assert first.startswith(claim)
+    assert "over 12 documents with 240 key tokens (books, judge (K 64), (2, -2))." in first
+    assert first.endswith(
+        "Perplexity, over all tokens, is 1.00 times as large (95% interval 1.00 to 1.00): no difference is shown."
+    )
+    ratio = measure_ratios([new], old)[0]
+    assert ratio.outcome == outcome
+    # The numbers are those of the table.
+    merged = new.last(ratio.cell)[1].merge(
+        old.last(ratio.cell)[1], left_index=True, right_index=True, suffixes=("", "_baseline")
+    )
+    assert (ratio.value, ratio.interval) == paired_ratio(merged, "longppl")
+
+
+def test_several_evaluations_are_counted():
+    cells = tuple(f"books, judge {n} (K 64), (2, -2)" for n in range(4))
+    old, new = make_run("old", 1.0, cells=cells, noise=0.0), make_run("new", 0.8, cells=cells)
+    first, *_ = write_verdict([old, new], old, [])
+    assert "of 4 evaluations (sets, evaluators, thresholds), 4 show it better and 0 worse, and 0 do not tell" in first
+    mixed = new._replace(
+        evaluations=new.evaluations | {cells[0]: make_run("new", 1.3, cells=cells[:1]).evaluations[cells[0]]}
+    )
+    assert "depends on the evaluation" in write_verdict([old, mixed], old, [])[0]
+
+
+def test_few_documents_no_key_tokens_and_diverged_models():
+    old, new = make_run("old", 1.0), make_run("new", 0.5)
+    few = new._replace(evaluations={cell: {1: steps[100][:3]} for cell, steps in new.evaluations.items()})
+    assert "compared on too few documents to tell: LongPPL is 0.5" in write_verdict([old, few], old, [])[0]
+    blind = make_run("blind", 1.0, key_tokens=0)
+    assert "share no key tokens" in write_verdict([blind, make_run("new", 1.0, key_tokens=0)], blind, [])[0]
+    wild = make_run("wild", math.inf)
+    assert "worse than `old`: LongPPL is infinite for the run" in write_verdict([old, wild], old, [])[0]
+    assert write_verdict([old], old, []) == []
+
+
+def test_unequal_training_and_settings_are_named():
+    old, new = make_run("old", 1.0, steps=100), make_run("new", 0.8, steps=200)
+    rows = [["trainer.max_steps", "100", "200"], ["data.seed", "1", "2"], ["optimizer", "a", "b"]]
+    rows.append(["model.objective", "lightning_modules.objectives.CrossEntropy", "lightning_modules.objectives.LongCE"])
+    verdict = " ".join(write_verdict([old, new], old, rows))
+    assert (
+        "not trained equally: optimizer steps (`old` 100, `new` 200) and tokens (`old` 100,000, `new` 200,000)."
+        in verdict
+    )
+    assert "They differ in `model.objective` (CrossEntropy, LongCE), `trainer.max_steps` (100, 200)" in verdict
+    assert "and 1 more setting (below)" in verdict
+    assert "equally" not in " ".join(write_verdict([old, make_run("new", 0.8, steps=100)], old, []))
+
+
+def test_the_picture_labels_what_differs():
+    cell = "books, judge: qwen (sha256:aa, K 64), (2, -2)"
+    ratios = [
+        Ratio(cell, "new", "longppl", 0.8, (0.7, 0.9), 9, 90),
+        Ratio(cell, "new", "perplexity", 1.0, (0.99, 1.01), 9, 900),
+        Ratio("reports, judge: gemma (sha256:bb, K 64), (2, -2)", "new", "longppl", 0.9, None, 3, 9),
+    ]
+    svg = draw_ratios(ratios)
+    assert "books, judge: qwen, (2, -2) · LongPPL" in svg
+    assert "reports, judge: gemma, (2, -2) · LongPPL" in svg
+    assert "new ·" not in svg
+    assert "better" in svg
