@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from lightning_modules.commands.compare.ratios import compared_kinds, shared_documents
 from lightning_modules.commands.compare.runs import AXES, ComparedRun
@@ -22,6 +23,8 @@ NAMES = {
 }
 _SMALLEST = 1e-3
 """Ratio from which a picture shows it."""
+_WIDTH = 4.4
+"""Width of the picture in inches."""
 _SETTINGS = 3
 """Differing settings that the verdict names."""
 
@@ -53,9 +56,9 @@ class Ratio(NamedTuple):
             return f"infinite for the {'baseline' if self.value == 0 else 'run'}"
         if self.interval is None:
             count = f"{self.documents} document{'s' if self.documents > 1 else ''}"
-            return f"{_times(self.value)} times as large ({count}: too few for an interval)"
-        between = " to ".join(map(_times, self.interval))
-        return f"{_times(self.value)} times as large (95% interval {between})"
+            return f"{_describe_change(self.value)} ({count}: too few for an interval)"
+        between = " to ".join(map(_format_ratio, self.interval))
+        return f"{_describe_change(self.value)} (ratio {_format_ratio(self.value)}, 95% interval {between})"
 
 
 def measure_ratios(runs: Sequence[ComparedRun], baseline: ComparedRun) -> list[Ratio]:
@@ -107,7 +110,8 @@ def _judge(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
         "unknown": f"`{name}` and `{baseline}` were compared on too few documents to tell",
     }[ratio.outcome]
     over = f"{ratio.documents:,} documents with {ratio.units:,} key {'tokens' if ratio.kind == 'longppl' else 'bytes'}"
-    return f"{claim}: {NAMES[ratio.kind]} is {ratio}, over {over} ({ratio.cell}). {_judge_all_tokens(of_all)}"
+    place = _shorten_cell(ratio.cell)
+    return f"{claim}: {NAMES[ratio.kind]} is {ratio}, over {over} ({place}). {_judge_all_tokens(of_all)}"
 
 
 def _judge_cells(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
@@ -123,7 +127,7 @@ def _judge_cells(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
     else:
         claim = f"`{name}` and `{baseline}` cannot be told apart on key tokens"
     values = [ratio.value for ratio in ratios]
-    between = f"{_times(min(values))} to {_times(max(values))}"
+    between = f"{_format_ratio(min(values))} to {_format_ratio(max(values))}"
     return (
         f"{claim}: of {total} evaluations (sets, evaluators, thresholds), {better} show it better and {worse} worse,"
         f" and {total - better - worse} do not tell; {NAMES[ratios[0].kind]} is {between} times as large."
@@ -138,7 +142,9 @@ def _judge_all_tokens(ratios: Sequence[Ratio]) -> str:
     name = NAMES[distinct[0].kind].capitalize()
     if len(distinct) > 1:
         values = [ratio.value for ratio in distinct]
-        return f"{name}, over all tokens, is {_times(min(values))} to {_times(max(values))} times as large."
+        return (
+            f"{name}, over all tokens, is {_format_ratio(min(values))} to {_format_ratio(max(values))} times as large."
+        )
     (ratio,) = distinct
     meaning = {"better": "better", "worse": "worse", "tie": "no difference is shown", "unknown": "too few documents"}
     return f"{name}, over all tokens, is {ratio}: {meaning[ratio.outcome]}."
@@ -174,8 +180,17 @@ def _shorten(value: str) -> str:
     return f"{value[:29]}…" if len(value) > 30 else value or "absent"
 
 
-def _times(value: float) -> str:
-    return f"{value:.2f}" if 0.1 <= value < 100 else f"{value:.2g}"
+def _describe_change(ratio: float) -> str:
+    """Return a ratio as a change, in percent unless it is more than a factor of 2."""
+    if abs(ratio - 1) < 0.0005:
+        return "the same"
+    if 0.5 <= ratio <= 2:
+        return f"{abs(ratio - 1):.1%} {'lower' if ratio < 1 else 'higher'}"
+    return f"{_format_ratio(1 / ratio if ratio < 1 else ratio)} times {'lower' if ratio < 1 else 'higher'}"
+
+
+def _format_ratio(value: float) -> str:
+    return f"{value:.3f}" if 0.9 < value < 1.1 else f"{value:.2f}" if 0.1 <= value < 100 else f"{value:.2g}"
 
 
 def drawn_ratios(ratios: Sequence[Ratio]) -> list[Ratio]:
@@ -187,7 +202,7 @@ def drawn_ratios(ratios: Sequence[Ratio]) -> list[Ratio]:
 def draw_ratios(ratios: Sequence[Ratio]) -> str:
     """Draw the ratios and their intervals as SVG text, on a log axis: a line for each evaluation, run and kind."""
     labels = _label_ratios(ratios)
-    figure = Figure(figsize=(6.8, 0.7 + 0.23 * len(ratios)), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, 0.6 + 0.2 * len(ratios)), layout="constrained")
     plot = figure.subplots()
     places = np.arange(len(ratios))[::-1]
     plot.axvline(1, color=INK, linewidth=0.8)
@@ -198,18 +213,20 @@ def draw_ratios(ratios: Sequence[Ratio]) -> str:
         if ratio.interval is not None:
             plot.plot(ratio.interval, (place, place), color=color, linewidth=1.6)
     plot.set_xscale("log")
-    # Tick labels in plain numbers, also where the range is narrow.
     ends = [end for ratio in ratios for end in (ratio.value, *(ratio.interval or ()))] + [1.0]
     low, high = max(min(ends), _SMALLEST), min(max(ends), 1 / _SMALLEST)
     margin = max((high / low) ** 0.08, 1.01)
     plot.set_xlim(low / margin, high * margin)
-    ticks = np.unique(np.append(np.geomspace(low, high, 5).round(2 if high / low > 1.1 else 3), 1.0))
+    # Ticks in plain numbers: round ones where the range is narrow, else 1, 2, 5 times powers of ten.
+    narrow = MaxNLocator(4).tick_values(low, high)
+    wide = [digit * 10.0**power for power in range(-3, 4) for digit in ((1, 2, 5) if high / low < 100 else (1,))]
+    ticks = [tick for tick in (narrow if high / low < 3 else wide) if low / margin <= tick <= high * margin]
     plot.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     plot.minorticks_off()
     plot.set_yticks(places, labels)
     plot.set_ylim(-0.7, len(ratios) - 0.3)
     plot.grid(axis="y", visible=False)
-    plot.set_xlabel("← better     ratio to the baseline     worse →")
+    plot.set_xlabel("← better (ratio to the baseline) worse →")
     return as_svg(figure)
 
 

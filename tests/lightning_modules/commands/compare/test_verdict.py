@@ -29,8 +29,8 @@ def make_run(name, factor, *, cells=("books, judge (K 64), (2, -2)",), noise=0.0
 @pytest.mark.parametrize(
     ("factor", "noise", "claim", "outcome"),
     [
-        (0.8, 0.02, "`new` predicts key tokens better than `old`: LongPPL is 0.8", "better"),
-        (1.3, 0.02, "`new` predicts key tokens worse than `old`: LongPPL is 1.", "worse"),
+        (0.8, 0.02, "`new` predicts key tokens better than `old`: LongPPL is ", "better"),
+        (1.3, 0.02, "`new` predicts key tokens worse than `old`: LongPPL is ", "worse"),
         (1.0, 0.3, "`new` and `old` cannot be told apart on key tokens: LongPPL is ", "tie"),
     ],
 )
@@ -38,12 +38,13 @@ def test_one_evaluation_is_judged_by_its_interval(factor, noise, claim, outcome)
     old, new = make_run("old", 1.0, noise=0.0), make_run("new", factor, noise=noise)
     first, *_ = write_verdict([old, new], old, [])
     assert first.startswith(claim)
-    assert "over 12 documents with 240 key tokens (books, judge (K 64), (2, -2))." in first
+    assert "over 12 documents with 240 key tokens (books, judge, (2, -2))." in first
     assert first.endswith(
-        "Perplexity, over all tokens, is 1.00 times as large (95% interval 1.00 to 1.00): no difference is shown."
+        "Perplexity, over all tokens, is the same (ratio 1.000, 95% interval 1.000 to 1.000): no difference is shown."
     )
     ratio = measure_ratios([new], old)[0]
     assert ratio.outcome == outcome
+    assert f"{abs(ratio.value - 1):.1%} {'lower' if ratio.value < 1 else 'higher'}" in first
     # The numbers are those of the table.
     merged = new.last(ratio.cell)[1].merge(
         old.last(ratio.cell)[1], left_index=True, right_index=True, suffixes=("", "_baseline")
@@ -65,7 +66,7 @@ def test_several_evaluations_are_counted():
 def test_few_documents_no_key_tokens_and_diverged_models():
     old, new = make_run("old", 1.0), make_run("new", 0.5)
     few = new._replace(evaluations={cell: {1: steps[100][:3]} for cell, steps in new.evaluations.items()})
-    assert "compared on too few documents to tell: LongPPL is 0.5" in write_verdict([old, few], old, [])[0]
+    assert "compared on too few documents to tell: LongPPL is 2.0" in write_verdict([old, few], old, [])[0]
     blind = make_run("blind", 1.0, key_tokens=0)
     assert "share no key tokens" in write_verdict([blind, make_run("new", 1.0, key_tokens=0)], blind, [])[0]
     wild = make_run("wild", math.inf)
