@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import matplotlib
-import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -200,46 +200,55 @@ def drawn_ratios(ratios: Sequence[Ratio]) -> list[Ratio]:
 
 @matplotlib.rc_context(STYLE)
 def draw_ratios(ratios: Sequence[Ratio]) -> str:
-    """Draw the ratios and their intervals as SVG text, on a log axis: a line for each evaluation, run and kind."""
-    labels = _label_ratios(ratios)
-    figure = Figure(figsize=(_WIDTH, 0.6 + 0.2 * len(ratios)), layout="constrained")
+    """Draw the ratios and their intervals as SVG text, on a log axis: a labeled line for each evaluation and run."""
+    lines: dict[str, list[Ratio]] = {}
+    for ratio in ratios:
+        lines.setdefault(_label_ratio(ratio, ratios), []).append(ratio)
+    figure = Figure(figsize=(_WIDTH, 0.75 + 0.42 * len(lines)), layout="constrained")
     plot = figure.subplots()
-    places = np.arange(len(ratios))[::-1]
-    plot.axvline(1, color=INK, linewidth=0.8)
-    for place, ratio in zip(places, ratios, strict=True):
-        color = COLORS[0] if ratio.kind in ("longppl", "key_bits_per_byte") else COLORS[-1]
-        filled = ratio.outcome in ("better", "worse")
-        plot.plot(ratio.value, place, "o", color=color, markersize=5, markerfacecolor=color if filled else "none")
-        if ratio.interval is not None:
-            plot.plot(ratio.interval, (place, place), color=color, linewidth=1.6)
     plot.set_xscale("log")
-    ends = [end for ratio in ratios for end in (ratio.value, *(ratio.interval or ()))] + [1.0]
-    low, high = max(min(ends), _SMALLEST), min(max(ends), 1 / _SMALLEST)
-    margin = max((high / low) ** 0.08, 1.01)
-    plot.set_xlim(low / margin, high * margin)
-    # Ticks in plain numbers: round ones where the range is narrow, else 1, 2, 5 times powers of ten.
-    narrow = MaxNLocator(4).tick_values(low, high)
-    wide = [digit * 10.0**power for power in range(-3, 4) for digit in ((1, 2, 5) if high / low < 100 else (1,))]
-    ticks = [tick for tick in (narrow if high / low < 3 else wide) if low / margin <= tick <= high * margin]
-    plot.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    plot.minorticks_off()
-    plot.set_yticks(places, labels)
-    plot.set_ylim(-0.7, len(ratios) - 0.3)
-    plot.grid(axis="y", visible=False)
+    plot.axvline(1, color=INK, linewidth=0.8)
+    kinds = list(dict.fromkeys(ratio.kind for ratio in ratios))
+    for place, (label, own) in enumerate(lines.items()):
+        plot.text(0, -place + 0.32, label, transform=plot.get_yaxis_transform(), va="center")
+        for ratio in own:
+            color, height = COLORS[kinds.index(ratio.kind)], -place - 0.22 * kinds.index(ratio.kind)
+            face = color if ratio.outcome in ("better", "worse") else "none"
+            plot.plot(ratio.value, height, "o", color=color, markersize=5, markerfacecolor=face)
+            if ratio.interval is not None:
+                plot.plot(ratio.interval, (height, height), color=color, linewidth=1.6)
+    _set_ratio_ticks(plot, [end for ratio in ratios for end in (ratio.value, *(ratio.interval or ()))] + [1.0])
+    plot.set_yticks([])
+    plot.set_ylim(-len(lines) + 0.4, 0.6)
+    plot.spines["left"].set_visible(False)
     plot.set_xlabel("← better (ratio to the baseline) worse →")
+    for color, kind in zip(COLORS, kinds, strict=False):
+        plot.plot([], [], "o-", color=color, markersize=5, label=NAMES[kind])
+    figure.legend(loc="outside upper left", ncols=len(kinds))
     return as_svg(figure)
 
 
-def _label_ratios(ratios: Sequence[Ratio]) -> list[str]:
-    """Label each ratio by what differs among them: the run if there are several, the evaluation, and the kind."""
-    runs = {ratio.run for ratio in ratios}
-    cells = {ratio.cell for ratio in ratios}
-    labels = []
-    for ratio in ratios:
-        parts = [ratio.run] if len(runs) > 1 else []
-        parts += [_shorten_cell(ratio.cell)] if len(cells) > 1 else []
-        labels.append(" · ".join([*parts, NAMES[ratio.kind]]))
-    return labels
+def _set_ratio_ticks(plot: Axes, ends: Sequence[float]) -> None:
+    """Set limits and ticks in plain numbers: round ones if the range is narrow, else 1, 2, 5 times powers of ten."""
+    low, high = max(min(ends), _SMALLEST), min(max(ends), 1 / _SMALLEST)
+    margin = max((high / low) ** 0.08, 1.01)
+    plot.set_xlim(low / margin, high * margin)
+    narrow = MaxNLocator(4).tick_values(low, high)
+    wide = [digit * 10.0**power for power in range(-3, 4) for digit in ((1, 2, 5) if high / low < 100 else (1,))]
+    apart = (high / low) ** 0.12  # of ticks, so that their labels do not touch
+    ticks = [1.0] + [
+        tick
+        for tick in (narrow if high / low < 3 else wide)
+        if low / margin <= tick <= high * margin and max(tick, 1 / tick) > apart
+    ]
+    plot.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    plot.minorticks_off()
+
+
+def _label_ratio(ratio: Ratio, ratios: Sequence[Ratio]) -> str:
+    """Label a ratio by what differs among all: the run if there are several, and the evaluation."""
+    parts = [ratio.run] if len({each.run for each in ratios}) > 1 else []
+    return " · ".join([*parts, _shorten_cell(ratio.cell)])
 
 
 def _shorten_cell(cell: str) -> str:

@@ -96,7 +96,7 @@ def test_the_picture_labels_what_differs():
         Ratio("reports, judge: gemma (sha256:bb, K 64), (2, -2)", "new", "longppl", 0.9, None, 3, 9),
     ]
     svg = draw_ratios(ratios)
-    assert "books, judge: qwen, (2, -2) · LongPPL" in svg
-    assert "reports, judge: gemma, (2, -2) · LongPPL" in svg
+    assert "books, judge: qwen, (2, -2)" in svg
+    assert "reports, judge: gemma, (2, -2)" in svg
     assert "new ·" not in svg
     assert "better" in svg
