@@ -16,6 +16,7 @@ from benchmarks.real_models.correlate import EvaluatorScores, correlate_systems,
 from benchmarks.real_models.questions import ANSWERS, make_sheets
 from benchmarks.real_models.systems import LoadedSystem, System, round_weights, score_system
 from benchmarks.real_models.texts import Text
+from benchmarks.real_models.verdicts import judge_correlate
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_frozen
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
@@ -135,3 +136,24 @@ def test_correlations_find_the_metric_that_follows_accuracy():
     assert found["against perplexity"]["judge: longppl"]["p"] < 0.05
     assert set(found["within"]) == {"a", "b"}
     assert found["twenty questions"]["judge: longppl"] < -0.85 < 0 < found["twenty questions"]["20 questions"]
+
+
+def test_verdicts_are_recomputed_without_longce():
+    draw = torch.Generator().manual_seed(1)
+    systems = []
+    for number in range(9):
+        noise = torch.rand(3, generator=draw).tolist()
+        judge = {"longppl": 30 - number + noise[0], "longppl_per_evaluator_token": 20 + noise[0]}
+        judge |= {"key_bits_per_byte": 3 - number / 9 + noise[1] / 9, "soft_longppl": 9 + noise[2]}
+        right = (torch.rand(30, generator=draw) < number / 9).tolist()
+        metrics = {"perplexity": 10 + noise[2], "bits_per_byte": 1 + noise[1], "judge": judge}
+        system = {"model": "a", "right": right, "accuracy_all": sum(right) / 30, "metrics": metrics}
+        systems.append(system)
+    correlations = correlate_systems(systems, ["judge"])
+    verdicts = list(judge_correlate({"systems": systems, "correlations": correlations}))
+    assert [claim[0] for claim, *_ in verdicts] == list("12345")
+    first, second, *_ = verdicts
+    assert first[1]
+    p = correlations["against perplexity"]["judge: longppl"]["p"]
+    assert f"p {p:.4f}" in second[2]
+    assert second[1] == (p < 0.05)
