@@ -2,6 +2,7 @@
 
 const STEPS = [0.5, 1, 2, 4, 8];  // nats from which each color applies
 const UNSEEN_ONLY = /^(?:(?![\t\r\n])[\p{C}\p{Zl}\p{Zp}])*$/u;  // control characters, direction marks, zero-width spaces
+const WRAPPED = 0.7, LONGEST_LINE = 100;  // a wrapped line is at least this part of the usual width, and not longer
 const BLOCK = 220, LONGEST_BLOCK = 660;  // tokens
 
 /** The class of a colour: h1 .. h5 for a token that is helped, w1 .. w5 for one that is worse off. */
@@ -21,7 +22,7 @@ function mayEnd(before, after, size) {
 
 /** Cuts the document behind line breaks, and a long line where `mayEnd` allows it. */
 function cutBlocks(data) {
-  const { text, start, stop, count } = data, firsts = [0];
+  const { shown: text, start, stop, count } = data, firsts = [0];
   let reached = 0;  // end of the characters of all tokens so far: never cut a character that has several tokens
   for (let token = 1; token < count; token++) {
     reached = Math.max(reached, stop[token - 1]);
@@ -65,6 +66,21 @@ function inside(text, graphemes) {
   return positions;
 }
 
+/** Joins lines that a text wraps at a width, as Project Gutenberg does, for display only: each line break within a
+ *  paragraph becomes a space, so that positions stay the same. Short lines (verse, lists, code) are kept. */
+function joinLines(text) {
+  const within = /[^\n]\n(?=[^\s])/g, lengths = [];  // breaks between two lines that are not blank or indented
+  const lengthBefore = (at) => at - text.lastIndexOf("\n", at - 1) - 1;
+  for (const { index } of text.matchAll(within)) lengths.push(lengthBefore(index + 1));
+  const width = lengths.toSorted((one, other) => one - other)[Math.floor(0.9 * lengths.length)];
+  const wrapped = lengths.filter((length) => length >= WRAPPED * width && length <= width + 12).length;
+  if (lengths.length < 10 || width > LONGEST_LINE || wrapped < 0.5 * lengths.length) return text;
+  return text.replace(within, (found, index) => {
+    const length = lengthBefore(index + 1);
+    return length >= WRAPPED * width && length <= LONGEST_LINE ? `${found[0]} ` : found;
+  });
+}
+
 class DocumentView {
   constructor(data, mask, article) {
     Object.assign(this, { data, mask, article, current: null, filled: new Set() });
@@ -72,9 +88,9 @@ class DocumentView {
     this.blocks = cutBlocks(data);
     const columns = Math.max(20, Math.min(article.clientWidth, 700) / 8.1), fragment = new DocumentFragment();
     for (const block of this.blocks) {
-      const text = data.text.slice(block.from, block.to), element = document.createElement("div");
+      const text = data.shown.slice(block.from, block.to), element = document.createElement("div");
       const lines = text.split("\n").reduce((sum, line) => sum + Math.max(1, Math.ceil(line.length / columns)), 0);
-      element.className = block.to < data.text.length && !text.endsWith("\n") ? "block soft" : "block";
+      element.className = block.to < data.shown.length && !text.endsWith("\n") ? "block soft" : "block";
       element.style.containIntrinsicSize = `auto ${Math.round(29.2 * (lines - text.endsWith("\n")))}px`;
       element.textContent = text;
       element.dataset.block = block.index;
@@ -104,9 +120,9 @@ class DocumentView {
     const fragment = new DocumentFragment();
     let at = block.from;
     for (const cell of block.cells) {
-      if (cell.from > at) fragment.append(this.data.text.slice(at, cell.from));
+      if (cell.from > at) fragment.append(this.data.shown.slice(at, cell.from));
       cell.element = document.createElement("span");
-      cell.element.textContent = this.data.text.slice(cell.from, cell.to);
+      cell.element.textContent = this.data.shown.slice(cell.from, cell.to);
       cell.element.dataset.token = cell.first;
       cell.name = "";
       cell.style = this.styleOf(cell);
@@ -114,7 +130,7 @@ class DocumentView {
       fragment.append(cell.element);
       at = Math.max(at, cell.to);
     }
-    fragment.append(this.data.text.slice(at, block.to));
+    fragment.append(this.data.shown.slice(at, block.to));
     block.element.replaceChildren(fragment);
     this.filled.add(block);
   }
@@ -124,7 +140,7 @@ class DocumentView {
     const held = (this.current && block.cells?.includes(this.current))
       || (selection.rangeCount > 0 && !selection.isCollapsed && selection.containsNode(block.element, true));
     if (!this.filled.has(block) || held) return;
-    block.element.textContent = this.data.text.slice(block.from, block.to);
+    block.element.textContent = this.data.shown.slice(block.from, block.to);
     this.filled.delete(block);
     block.cells = null;
   }
@@ -133,7 +149,7 @@ class DocumentView {
   styleOf(cell) {
     let lsd = 0;
     for (let token = cell.first; token < cell.last; token++) lsd += this.data.lsd[token];
-    const text = this.data.text.slice(cell.from, cell.to);
+    const text = this.data.shown.slice(cell.from, cell.to);
     const sight = /^\s*\n\s*$/.test(text) ? "newline" : UNSEEN_ONLY.test(text) ? "hidden" : "";
     return ["t", shade(lsd), cell.last <= this.data.first_short ? "n" : "", sight].filter(Boolean).join(" ");
   }
@@ -169,13 +185,13 @@ class DocumentView {
   }
 
   /** Makes a token the current one and brings it into view. */
-  select(token, { scroll = true } = {}) {
+  select(token, { scroll = true, focus = true } = {}) {
     const last = this.current;
     this.current = this.cellOf(token);
     if (last?.element) this.paint(last);
     this.paint(this.current);
     this.current.element.tabIndex = -1;
-    this.current.element.focus({ preventScroll: true });
+    if (focus) this.current.element.focus({ preventScroll: true });
     if (scroll) this.reveal(this.current, 4);
     return this.current;
   }

@@ -40,6 +40,7 @@ async function readScores() {
     ...facts, text: decode(arrays.text), count: lsd.length, vocabulary: JSON.parse(decode(arrays.vocabulary)),
     token: arrays.token, long: arrays.long, short: arrays.short, lsd, ...spans(arrays.advance, arrays.length),
   };
+  data.shown = joinLines(data.text);
   // An infinite threshold is null, because JSON has no infinity.
   data.beta = data.beta ?? -Infinity;
   if (facts.model !== null) {

@@ -101,8 +101,8 @@ class Page {
     const { keys } = this, current = this.view.current;
     const before = current ? this.after(current.last) : 0;
     const on = current && this.view.isKey(current);
-    find("place").textContent = on ? `${whole.format(before)} of ${whole.format(keys.length)}`
-      : `${whole.format(keys.length)} key token${keys.length === 1 ? "" : "s"}`;
+    const all = `${whole.format(keys.length)} key token${keys.length === 1 ? "" : "s"}`;
+    find("place").textContent = on ? `${whole.format(before)} of ${all}` : all;
     find("next").disabled = find("previous").disabled = keys.length === 0;
   }
 
@@ -116,8 +116,8 @@ class Page {
     return low;
   }
 
-  go(token) {
-    this.show(this.view.select(token));
+  go(token, options) {
+    this.show(this.view.select(token, options));
     this.timeline.current = token;
     this.place();
     this.soon("timeline", () => this.timeline.draw());
@@ -193,6 +193,11 @@ class Page {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { seen(); this.scatter.draw(); });
   }
 
+  /** Opens the page at the first key token, without taking the keyboard from a notebook around it. */
+  begin() {
+    if (this.keys.length > 0) this.go(this.keys[0], { focus: false });
+  }
+
   /** What can wait until the document stands there. */
   async later() {
     this.card.distances = distancesToEqual(this.data);
@@ -204,6 +209,7 @@ class Page {
 
 async function open() {
   const page = new Page(await readScores());
+  page.begin();
   performance.mark("longce-ready");
   (window.requestIdleCallback ?? setTimeout)(() => page.later());
 }

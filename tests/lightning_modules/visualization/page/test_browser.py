@@ -1,10 +1,12 @@
 """The page in a real browser."""
 
+import textwrap
+
 import pytest
 
 from lightning_modules.functional import key_token_mask, long_perplexity
 from tests.conftest import make_text
-from tests.lightning_modules.visualization.page.conftest import NASTY, make_inspection
+from tests.lightning_modules.visualization.page.conftest import NASTY, make_inspection, unpacked
 from tests.support.browser import check_page, launch_chromium, run_in_page
 
 COMPLETE = 'performance.getEntriesByName("longce-complete").length > 0'
@@ -73,8 +75,11 @@ def test_sliders_and_keys_move_through_key_tokens(browser, tokenizer, tmp_path):
     assert (count, alpha) == (f"{int(key.sum()):,}", "4.5")
     assert longppl == f"{long_perplexity(inspection.scores.long, key):.3f}"
     tokens = key.nonzero().squeeze(-1).tolist()
-    assert [place for place, _, _ in places] == [f"{number} of {len(tokens)}" for number in (1, 2, 3, 2)]
-    assert [token for _, token, _ in places] == [tokens[0], tokens[1], tokens[2], tokens[1]]
+    (opened,) = key_token_mask(inspection.scores.long, inspection.scores.short).nonzero()[:1, 0].tolist()
+    first = next(number for number, token in enumerate(tokens) if token > opened)  # where the page opens, without alpha
+    order = [first, first + 1, first + 2, first + 1]
+    assert [place for place, _, _ in places] == [f"{number + 1} of {len(tokens)} key tokens" for number in order]
+    assert [token for _, token, _ in places] == [tokens[number] for number in order]
     assert all(is_key for _, _, is_key in places)
 
 
@@ -157,3 +162,38 @@ def test_everything_can_be_done_from_the_keyboard(browser, tokenizer, tmp_path):
     page.focus("#reset")
     page.keyboard.press("Enter")
     wait_until(page, f"document.getElementById('count').textContent === '{counted}'")
+
+
+def test_the_page_opens_at_the_first_key_token_and_keeps_the_keyboard(browser, tokenizer, tmp_path):
+    inspection = make_inspection(tokenizer, text=make_text(400))
+    page = browser.new_page(viewport={"width": 1200, "height": 700})
+    page.goto(inspection.save(tmp_path / "page.html").as_uri())
+    wait_until(page, COMPLETE)
+    key = key_token_mask(inspection.scores.long, inspection.scores.short).nonzero().flatten().tolist()
+    assert page.evaluate("Number(document.querySelector('.current').dataset.token)") == key[0]
+    assert page.inner_text("#place") == f"1 of {len(key)} key tokens"
+    assert page.evaluate("document.activeElement === document.body")
+    box = page.evaluate(
+        "(({ top, bottom }) => [top, bottom])(document.querySelector('.current').getBoundingClientRect())"
+    )
+    assert 0 < box[0] < box[1] < 700
+    page.keyboard.press("n")
+    assert page.inner_text("#place") == f"2 of {len(key)} key tokens"
+
+
+def test_lines_that_a_text_wraps_are_joined_on_the_page_only(browser, tokenizer, tmp_path):
+    words = make_text(300).replace("\n", " ")
+    paragraph = textwrap.fill(words, 70)
+    verse = "Roses are red\nviolets are blue\n"
+    text = f"{paragraph}\n\n{verse}\n{paragraph}\n"
+    inspection = make_inspection(tokenizer, text=text)
+    found = run_in_page(
+        browser,
+        inspection.save(tmp_path / "page.html"),
+        f"{LOADED} return document.getElementById('document').textContent;",
+    )["result"]
+    last = paragraph.splitlines()[-2:]
+    joined = paragraph.replace("\n", " ") if len(last[0]) >= 49 else None
+    assert len(found) == len(text)
+    assert found == f"{joined}\n\n{verse}\n{joined}\n"
+    assert unpacked(inspection.html(), "scores")["text"].tobytes().decode() == text
