@@ -155,7 +155,11 @@ def test_longppl_stands_beside_perplexity(run):
     layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
     charts = {chart.title: list(chart.multiline.tag) for chart in layout.category[0].chart}
     tags = set(run[-1].Tags()["scalars"])
-    assert list(charts.values())[:2] == [["^val/longppl$"], ["^val/perplexity$"]]
+    (longppl,), (perplexity,) = list(charts.values())[:2]
+    for cell in ("", "books/", "books/judge/", "books/judge/loose/"):
+        assert re.fullmatch(longppl.strip("^$"), f"val/{cell}longppl")
+        assert re.fullmatch(perplexity.strip("^$"), f"val/{cell}perplexity")
+    assert not re.fullmatch(longppl.strip("^$"), "val/longppl_soft")
     assert all(any(re.fullmatch(tag, known) for known in tags) for chart in charts.values() for tag in chart)
 
 

@@ -63,6 +63,8 @@ class RunIdentity(Callback):
             return
         metrics = trainer.callback_metrics
         found = [name for name in metrics if re.fullmatch(r"val/(.+/)?(longppl|perplexity)", name)]
+        # A set without key tokens has no LongPPL: its columns would be empty.
+        found = [name for name in found if not metrics[name].isnan() or name.replace("val/", "best/", 1) in self._best]
         found.sort(key=lambda name: name.endswith("perplexity"))  # LongPPL first
         bests = {name: name.replace("val/", "best/", 1) for name in found}
         for name, best in bests.items():

@@ -17,9 +17,9 @@ from lightning_modules.visualization.tensorboard.sums import PositionSums
 
 CUSTOM_SCALARS = {
     "validation": {
-        "LongPPL (key tokens)": ["Multiline", ["^val/longppl$"]],
-        "perplexity (all tokens)": ["Multiline", ["^val/perplexity$"]],
-        "soft LongPPL (all tokens, weighted)": ["Multiline", ["^val/longppl_soft$"]],
+        "LongPPL (key tokens)": ["Multiline", [r"^val/(.+/)?longppl$"]],
+        "perplexity (all tokens)": ["Multiline", [r"^val/(.+/)?perplexity$"]],
+        "soft LongPPL (all tokens, weighted)": ["Multiline", [r"^val/(.+/)?longppl_soft$"]],
     },
     "training": {
         "loss": ["Multiline", ["^train/loss$"]],
@@ -28,12 +28,13 @@ CUSTOM_SCALARS = {
     },
     "tasks": {"average by length": ["Multiline", ["^tasks/average/.*$"]]},
     "test": {
-        "LongPPL (key tokens), test": ["Multiline", ["^test/longppl$"]],
-        "perplexity (all tokens), test": ["Multiline", ["^test/perplexity$"]],
-        "soft LongPPL, test": ["Multiline", ["^test/longppl_soft$"]],
+        "LongPPL (key tokens), test": ["Multiline", [r"^test/(.+/)?longppl$"]],
+        "perplexity (all tokens), test": ["Multiline", [r"^test/(.+/)?perplexity$"]],
+        "soft LongPPL, test": ["Multiline", [r"^test/(.+/)?longppl_soft$"]],
     },
 }
-"""Layout for ``SummaryWriter.add_custom_scalars``: LongPPL next to perplexity. Charts without data stay empty."""
+"""Layout for ``SummaryWriter.add_custom_scalars``: LongPPL next to perplexity, a curve for each set, evaluator and
+thresholds. Charts without data stay empty."""
 
 COLUMNS = (
     "token",

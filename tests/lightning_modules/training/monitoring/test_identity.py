@@ -4,11 +4,13 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
+import torch
 import yaml
-from lightning.pytorch.loggers import MLFlowLogger
+from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG, SESSION_START_INFO_TAG
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -17,7 +19,7 @@ from lightning_modules.commands.cli.main import main
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.identity import model_identity
 from lightning_modules.training.monitoring import identity
-from lightning_modules.training.monitoring.identity import flatten_config, git_commit
+from lightning_modules.training.monitoring.identity import RunIdentity, flatten_config, git_commit
 from tests.conftest import make_text
 
 BASE = Path(__file__).parents[4] / "configs" / "base.yaml"
@@ -173,3 +175,23 @@ def test_a_local_model_is_known_by_its_files_and_one_of_the_hub_by_its_commit(mo
     monkeypatch.setattr(identity, "hub_commit", lambda *arguments, **options: asked.append(arguments) or "abc")
     assert identity.identify_model(ModelConfig("org/model", revision="v1")) == "abc"
     assert asked == [("org/model", "v1")]
+
+
+def test_a_set_without_key_tokens_has_no_columns(tmp_path):
+    logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
+    values = {"val/books/longppl": 3.0, "val/books/perplexity": 9.0, "val/notes/longppl": float("nan")}
+    metrics = {name: torch.tensor(value) for name, value in values.items()}
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=1))
+    trainer = SimpleNamespace(sanity_checking=False, callback_metrics=metrics, loggers=[logger], fit_loop=loop)
+    identity = RunIdentity()
+    identity._values = {"model.objective": "LongCE"}
+    identity.on_validation_end(trainer, None)
+    metrics["val/books/longppl"] = torch.tensor(float("nan"))  # it diverges, but had a value
+    identity.on_validation_end(trainer, None)
+    logger.experiment.flush()
+    events = EventAccumulator(logger.log_dir).Reload()
+    content = HParamsPluginData.FromString(events.SummaryMetadata(EXPERIMENT_TAG).plugin_data.content)
+    shown = {metric.name.tag for metric in content.experiment.metric_infos}
+    assert shown == {f"{kind}/books/{name}" for kind in ("val", "best") for name in ("longppl", "perplexity")}
+    assert [each.value for each in events.Scalars("best/books/longppl")] == [3.0, 3.0]
+    assert "best/notes/longppl" not in events.Tags()["scalars"]
