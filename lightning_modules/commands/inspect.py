@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jsonargparse.typing import NonNegativeInt
 
-from lightning_modules.commands.cli.measuring import make_parser, parse_options
+from lightning_modules.commands.cli.measuring import make_parser, parse_options, split_repeated
 from lightning_modules.scoring.config import InspectConfig
 from lightning_modules.utilities.text_files import check_output, read_text
 
@@ -15,11 +15,13 @@ from lightning_modules.utilities.text_files import check_output, read_text
 def inspect_command(arguments: Sequence[str]) -> None:
     """Run ``longce inspect``, write its page and print the path."""
     description = "Show the key tokens of a document, and its likelihoods in long and short context, as an HTML page."
+    description += " Several `--model`s are shown side by side."
     parser = make_parser("inspect", description, InspectConfig)
     parser.add_argument("file", type=str, help="UTF-8 text file, or a file of a corpus with `--row`.")
     parser.add_argument("--row", type=NonNegativeInt | None, help="Row of a .parquet file, or line of a .jsonl file.")
     parser.add_argument("--text_column", type=str, default="text", help="Column or field of the text, with `--row`.")
     parser.add_argument("--output", type=str | None, help="HTML file; by default FILE.html in the working directory.")
+    arguments, others = split_repeated(arguments, "--model")
     options = parse_options(parser, arguments)
     file, row, column = (options.pop(name) for name in ("file", "row", "text_column"))
     name, text = (Path(file).name, read_text(file)) if row is None else read_row(file, row, column)
@@ -27,10 +29,11 @@ def inspect_command(arguments: Sequence[str]) -> None:
     check_output(output)
     if Path(output).exists() and Path(file).exists() and Path(output).samefile(file):
         raise ValueError(f"`output` '{output}' is the document itself: write the page to another file.")
-    InspectConfig(**options).check_names()
+    for model in [options["model"], *others]:
+        InspectConfig(**{**options, "model": model}).check_names()
     from lightning_modules.visualization.page.document import inspect_document
 
-    inspection = inspect_document(text, name=name, **options)
+    inspection = inspect_document(text, name=name, other_models=others, **options)
     sys.stdout.write(f"{inspection.summary()}\n{output} ({inspection.save(output).stat().st_size / 1e6:.1f} MB)\n")
 
 

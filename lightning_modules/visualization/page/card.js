@@ -126,10 +126,15 @@ class Card {
     return [element("div", "where", "Previous occurrence: ", link, beyond)];
   }
 
-  /** The evaluated model's tokens that share characters with it. */
+  /** The evaluated models' tokens that share characters with it, side by side. */
   judged(token) {
-    const { data } = this, judged = data.judged, from = data.start[token], to = data.stop[token];
-    if (!judged || from === to) return [];
+    const { data } = this;
+    if (data.judged.length === 0 || data.start[token] === data.stop[token]) return [];
+    return [element("div", "columns", ...data.judged.map((model) => this.judgedBy(model, token)))];
+  }
+
+  judgedBy(judged, token) {
+    const { data } = this, from = data.start[token], to = data.stop[token];
     let low = 0, high = judged.start.length;
     while (low < high) {
       const middle = (low + high) >> 1;
@@ -142,7 +147,8 @@ class Card {
       const says = low === 0 ? "not scored" : percent(Math.exp(judged.long[low]));
       found.push(element("li", "", text, element("span", "", says)));
     }
-    return [element("div", "columns", element("div", "", element("h2", "", "evaluated model"), element("ol", "", ...found)))];
+    const title = data.judged.length > 1 ? judged.name : "evaluated model";
+    return element("div", "", element("h2", "", title), element("ol", "", ...found));
   }
 
   alternatives(token) {

@@ -43,9 +43,9 @@ async function readScores() {
   data.shown = joinLines(data.text);
   // An infinite threshold is null, because JSON has no infinity.
   data.beta = data.beta ?? -Infinity;
-  if (facts.model !== null) {
-    data.judged = { long: arrays.model_long, ...spans(arrays.model_advance, arrays.model_length) };
-  }
+  data.judged = facts.models.map((model, number) => ({
+    ...model, long: arrays[`model_${number}_long`], ...spans(arrays[`model_${number}_advance`], arrays[`model_${number}_length`]),
+  }));
   return data;
 }
 

@@ -1,5 +1,6 @@
 """Score a document for its page of key tokens."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,10 +16,13 @@ from lightning_modules.visualization.page.alternatives import find_alternatives
 from lightning_modules.visualization.page.page import Inspection, ModelScores
 
 
-def inspect_document(text: str, evaluator: str, *, name: str = "document", **options: Any) -> Inspection:
+def inspect_document(
+    text: str, evaluator: str, *, name: str = "document", other_models: Sequence[str] = (), **options: Any
+) -> Inspection:
     """Show the key tokens of a document, and its likelihoods in long and short context, on a page.
 
-    A notebook displays the page, and `Inspection.save` writes it to a file. Options are the other fields of
+    A notebook displays the page, and `Inspection.save` writes it to a file. ``other_models`` are evaluated next to
+    ``model``, one after another, with the same settings. Options are the other fields of
     `lightning_modules.scoring.config.InspectConfig`. The evaluator's scores are stored and shared with `score`; the
     alternatives need another pass over the text.
     """
@@ -27,11 +31,10 @@ def inspect_document(text: str, evaluator: str, *, name: str = "document", **opt
     scorer = Evaluator(config.evaluator_config())
     if config.max_tokens is not None:
         text = scorer.cut(text, config.max_tokens, name=name)
-    model = None
-    if config.model is not None:
-        model = EvaluatedModel(config.model_loading(config.model), device, config.model_tokenizer)
-    # Find errors of the model and its tokens before the evaluator is loaded.
-    document = None if model is None else model.read({name: text}, add_special_tokens=config.add_special_tokens)[0]
+    names = [each for each in (config.model, *other_models) if each is not None]
+    models = [EvaluatedModel(config.model_loading(each), device, config.model_tokenizer) for each in names]
+    # Find errors of the models and their tokens before the evaluator is loaded.
+    documents = [model.read({name: text}, add_special_tokens=config.add_special_tokens)[0] for model in models]
     length = scorer.encode(text, name=name)["labels"].numel()
     passes = count_tokens(length, context_length=config.context_length, stride=config.stride)
     with show_progress([text], "evaluator", [passes * (2 if config.alternatives else 1)]):
@@ -40,13 +43,14 @@ def inspect_document(text: str, evaluator: str, *, name: str = "document", **opt
             found = find_alternatives(scorer, text, count=config.alternatives, device=device, name=name)
     scorer.release()
     ids = torch.cat([scores.token_ids, *(part.token_ids.flatten() for part in found or ())]).unique().tolist()
-    evaluated = None
-    if model is not None and document is not None:
+    evaluated = []
+    while models:  # each is freed before the next one is loaded
+        model, document = models.pop(0), documents.pop(0)
         with show_progress([document], "model", [document["labels"].numel()]):
             log_likelihood = model.log_likelihood(document)[0].float()
         tokens = document_tokens(document)
         key = scorer.evaluate(text, tokens, device=device, name=name).key
-        evaluated = ModelScores(model.name, tokens, log_likelihood, key, str(model.provenance))
+        evaluated.append(ModelScores(model.name, tokens, log_likelihood, key, str(model.provenance)))
     return Inspection(
         name=name,
         text=text,
@@ -56,6 +60,6 @@ def inspect_document(text: str, evaluator: str, *, name: str = "document", **opt
         alpha=config.alpha,
         beta=config.beta,
         alternatives=found,
-        model=evaluated,
+        models=evaluated,
         provenance=str(scorer.provenance(device)),
     )

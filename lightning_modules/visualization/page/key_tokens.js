@@ -61,14 +61,14 @@ function keySpans(data, alpha, beta) {
   return joined;
 }
 
-/** The evaluated model's key tokens: the evaluator's own if both read the same, else those inside its key spans.
+/** An evaluated model's key tokens: the evaluator's own if both read the same, else those inside its key spans.
  *  Token 0 is not scored. */
-function judgedKeyTokens(data, keys, alpha, beta) {
-  if (data.same_tokens !== null) {
-    const [first, stop, own] = data.same_tokens;
+function judgedKeyTokens(data, judged, keys, alpha, beta) {
+  if (judged.same_tokens !== null) {
+    const [first, stop, own] = judged.same_tokens;
     return keys.filter((token) => token >= first && token < stop).map((token) => token - first + own).filter(Boolean);
   }
-  const unit = characterUnits(data.judged), units = unitSpans(data.judged, unit), inside = [];
+  const unit = characterUnits(judged), units = unitSpans(judged, unit), inside = [];
   const joined = keySpans(data, alpha, beta);
   let next = 0;
   const isInside = units.map(([from, to]) => {

@@ -89,11 +89,12 @@ class Page {
     find("count").textContent = whole.format(keys.length);
     find("share").textContent = `${number((100 * keys.length) / data.count)} %`;
     find("longppl").textContent = perplexity(longPerplexity(data.long, keys));
-    if (data.judged) {
-      const inside = judgedKeyTokens(data, keys, this.scatter.alpha, this.scatter.beta);
-      find("model-longppl").textContent = perplexity(longPerplexity(data.judged.long, inside));
-      find("model-longppl").title = `${whole.format(inside.length)} of its own tokens`;
-    }
+    data.judged.forEach((judged, number) => {
+      const inside = judgedKeyTokens(data, judged, keys, this.scatter.alpha, this.scatter.beta);
+      const figure = find(`model-longppl-${number}`);
+      figure.textContent = perplexity(longPerplexity(judged.long, inside));
+      figure.title = `${whole.format(inside.length)} of its own tokens`;
+    });
   }
 
   /** Where the current token is among the key tokens. */

@@ -4,6 +4,7 @@ import html
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -55,7 +56,7 @@ class Inspection:
 
     A notebook displays it. The page has sliders for the thresholds: key tokens have a long-short difference above
     ``alpha`` and a long-context log-likelihood above ``beta``, in nats. ``token_texts`` has the text of each token that
-    the page names, by id; ``model`` is evaluated on the key tokens. ``provenance`` identifies the evaluator's content
+    the page names, by id; ``models`` are evaluated on the key tokens. ``provenance`` identifies the evaluator's content
     and numerics for readers.
     """
 
@@ -67,7 +68,7 @@ class Inspection:
     alpha: float = 2.0
     beta: float = -2.0
     alternatives: Alternatives | None = None
-    model: ModelScores | None = None
+    models: Sequence[ModelScores] = ()
     provenance: str = ""
 
     def html(self) -> str:
@@ -94,8 +95,7 @@ class Inspection:
         shown = self._page_texts()
         parts = [f"{shown['tokens']} tokens", f"{shown['key_tokens']} key tokens ({shown['share']})"]
         parts += [f"LongPPL {shown['longppl']}", f"perplexity {shown['perplexity']}"]
-        if model := shown["model"]:
-            parts.append("{name}: LongPPL {longppl}, perplexity {perplexity}".format(**model))
+        parts += ["{name}: LongPPL {longppl}, perplexity {perplexity}".format(**model) for model in shown["models"]]
         return f"{self.name}: {', '.join(parts)}"
 
     def _repr_html_(self) -> str:
@@ -111,14 +111,12 @@ class Inspection:
         return min(self.scores.context_length + self.scores.stride, len(self.scores.long))
 
     def _page_texts(self) -> dict[str, Any]:
-        scores, model = self.scores, None
-        if self.model is not None:
-            names = ("longppl", "perplexity")
-            model = dict(
-                zip(names, map(_format_perplexity, self.model.perplexities()), strict=True),
-                name=self.model.name,
-                provenance=self.model.provenance,
-            )
+        scores, models = self.scores, []
+        for model in self.models:
+            longppl, perplexity = map(_format_perplexity, model.perplexities())
+            # A file or folder is known by its last name, as long as no other model has it.
+            numbers = {"longppl": longppl, "perplexity": perplexity, "short_name": self._shorten(model.name)}
+            models.append({"name": model.name, "provenance": model.provenance, **numbers})
         key = evaluator_key_tokens(scores, alpha=self.alpha, beta=self.beta)
         longppl, perplexity = map(_format_perplexity, perplexities(scores.long, key))
         longest_short = scores.context_length + scores.stride - 1
@@ -136,8 +134,13 @@ class Inspection:
             "share": f"{100 * float(key.double().mean()):.2f}%",
             "longppl": longppl,
             "perplexity": perplexity,
-            "model": model,
+            "models": models,
         }
+
+    def _shorten(self, name: str) -> str:
+        last = [Path(model.name).stem if "/" in model.name else model.name for model in self.models]
+        own = last[[model.name for model in self.models].index(name)]
+        return own if last.count(own) == 1 else name
 
     def _script_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return everything that the script needs to show the document and to count key tokens."""
@@ -153,9 +156,10 @@ class Inspection:
             "advance": advance,
             "length": length,
         }
-        if self.model is not None:
-            arrays["model_advance"], arrays["model_length"] = span_arrays(self.text, self.model.tokens.offsets)
-            arrays["model_long"] = self.model.log_likelihood.numpy()
+        for number, model in enumerate(self.models):
+            advance, length = span_arrays(self.text, model.tokens.offsets)
+            arrays[f"model_{number}_advance"], arrays[f"model_{number}_length"] = advance, length
+            arrays[f"model_{number}_long"] = model.log_likelihood.numpy()
         return arrays
 
     def _script_settings(self) -> dict[str, Any]:
@@ -167,14 +171,15 @@ class Inspection:
             "beta": None if self.beta == -math.inf else self.beta,
             "alternatives": 0 if self.alternatives is None else self.alternatives.long.token_ids.shape[-1],
             "steps_per_nat": STEPS_PER_NAT,
-            "model": None if self.model is None else self.model.name,
-            "same_tokens": self._same_tokens(),
+            "models": [
+                {"name": self._shorten(model.name), "same_tokens": self._same_tokens(model)} for model in self.models
+            ],
         }
 
-    def _same_tokens(self) -> list[int] | None:
-        """Return the range of the evaluator's tokens that the model shares, and the model's index of the first one."""
+    def _same_tokens(self, model: ModelScores) -> list[int] | None:
+        """Return the range of the evaluator's tokens that a model shares, and the model's index of the first one."""
         own = Tokens(self.scores.token_ids, self.scores.offsets)
-        if self.model is None or (same := match_tokens(own, self.model.tokens)) is None:
+        if (same := match_tokens(own, model.tokens)) is None:
             return None
         return [same[0].start, same[0].stop, same[1].start]
 

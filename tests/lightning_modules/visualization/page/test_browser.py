@@ -1,10 +1,15 @@
 """The page in a real browser."""
 
+import re
 import textwrap
+from dataclasses import replace
 
 import pytest
+import torch
 
 from lightning_modules.functional import key_token_mask, long_perplexity
+from lightning_modules.scoring.key_tokens import Tokens
+from lightning_modules.visualization.page import ModelScores
 from tests.conftest import make_text
 from tests.lightning_modules.visualization.page.conftest import NASTY, make_inspection, unpacked
 from tests.support.browser import check_page, launch_chromium, run_in_page
@@ -197,3 +202,19 @@ def test_lines_that_a_text_wraps_are_joined_on_the_page_only(browser, tokenizer,
     assert len(found) == len(text)
     assert found == f"{joined}\n\n{verse}\n{joined}\n"
     assert unpacked(inspection.html(), "scores")["text"].tobytes().decode() == text
+
+
+def test_models_are_shown_side_by_side(browser, tokenizer, tmp_path):
+    inspection = make_inspection(tokenizer, text=make_text(400))
+    tokens = Tokens(inspection.scores.token_ids, inspection.scores.offsets)
+    key = key_token_mask(inspection.scores.long, inspection.scores.short)
+    likelihoods = [torch.full((len(key),), probability).log() for probability in (0.25, 0.75)]
+    models = [ModelScores(f"hub/model-{n}", tokens, each, key) for n, each in enumerate(likelihoods)]
+    path = replace(inspection, models=models).save(tmp_path / "page.html")
+    page = browser.new_page(viewport={"width": 1200, "height": 900})
+    page.goto(path.as_uri())
+    wait_until(page, COMPLETE)
+    card = page.inner_text("#card")
+    assert re.search(r"model-0\s+\S*\s*.*25\.0 %\s+model-1\s+\S*\s*.*75\.0 %", card)
+    assert page.inner_text("#model-longppl-0") == "4.000"
+    assert page.inner_text("#model-longppl-1") == "1.333"

@@ -30,7 +30,8 @@ def file(tmp_path, monkeypatch):
 
 
 def test_command_writes_the_page_of_the_evaluators_scores(file, model_dir, evaluator_dir, capsys):
-    main(["inspect", file, "--evaluator", str(evaluator_dir), "--model", str(model_dir), *OPTIONS])
+    models = ["--model", str(model_dir), "--model", str(evaluator_dir)]
+    main(["inspect", file, "--evaluator", str(evaluator_dir), *models, *OPTIONS])
     out = capsys.readouterr().out.splitlines()
     page = Path("a report.txt.html").read_text(encoding="utf-8")
     assert out[1] == f"a report.txt.html ({len(page.encode()) / 1e6:.1f} MB)"
@@ -46,6 +47,9 @@ def test_command_writes_the_page_of_the_evaluators_scores(file, model_dir, evalu
     assert out[0].startswith(f"a report.txt: {len(key)} tokens, {int(key.sum())} key tokens")
     assert f"LongPPL {judged['longppl']:.1f}, perplexity {judged['perplexity']:.1f}" in out[0]
     assert str(model_dir) in out[0]
+    own = as_json(arrays["facts"])["models"]
+    assert [model["name"] for model in own] == [model_dir.name, evaluator_dir.name]
+    assert np.array_equal(arrays["model_1_long"], scores.long.numpy())
 
 
 def test_alternatives_are_those_of_the_model(file, evaluator_dir):

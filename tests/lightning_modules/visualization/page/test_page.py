@@ -64,7 +64,7 @@ def test_numbers_in_the_page_are_those_of_the_scores_to_the_bit(inspection):
     assert inspection.summary().startswith(f"nasty.txt: {len(key):,} tokens, {int(key.sum()):,} key tokens (")
     facts = as_json(arrays["facts"])
     assert (facts["context_length"], facts["stride"], facts["first_short"]) == (32, 16, 48)
-    assert (facts["alpha"], facts["beta"], facts["model"]) == (2.0, -2.0, None)
+    assert (facts["alpha"], facts["beta"], facts["models"]) == (2.0, -2.0, [])
 
 
 def test_spans_are_those_of_the_characters_as_a_script_counts_them(inspection):
@@ -148,14 +148,16 @@ def test_a_judged_model_has_figures_of_its_own(tokenizer, other_tokenizer):
     log_likelihood = -torch.rand(len(tokens.ids), generator=torch.Generator().manual_seed(5))
     inside, _ = find_key_tokens(make_inspection(tokenizer, text=text).scores, tokens)
     model = ModelScores("<b>judged</b>", tokens, log_likelihood, inside)
-    inspection = make_inspection(tokenizer, text=text, model=model)
+    inspection = make_inspection(tokenizer, text=text, models=[model, model._replace(name="hub/other")])
     assert inside[1:].sum() > 5
     expected = long_perplexity(log_likelihood[1:], inside[1:])
     page = inspection.html()
-    assert f'<dd id="model-longppl">{expected:.3f}</dd>' in page
+    assert f'<dd id="model-longppl-0">{expected:.3f}</dd>' in page
     assert f"&lt;b&gt;judged&lt;/b&gt;: LongPPL {expected:.3f}" in html.escape(inspection.summary())
     assert "&lt;b&gt;judged&lt;/b&gt;" in page
-    assert np.array_equal(unpacked(page, "scores")["model_long"], log_likelihood.numpy())
+    assert "LongPPL of other" in page
+    for number in range(2):
+        assert np.array_equal(unpacked(page, "scores")[f"model_{number}_long"], log_likelihood.numpy())
 
 
 def test_it_shows_itself_in_a_frame_that_may_only_run_its_script(inspection):

@@ -44,7 +44,7 @@ def run(inspection, body):
 def test_key_tokens_are_those_of_torch_for_any_thresholds(alignment, tokenizer, other_tokenizer):
     tokens = document_tokens(encode_document(NASTY, tokenizer if alignment == "tokens" else other_tokenizer))
     log_likelihood = -torch.rand(len(tokens.ids), generator=torch.Generator().manual_seed(5))
-    inspection = make_inspection(tokenizer, model=ModelScores("judged", tokens, log_likelihood, log_likelihood < 0))
+    inspection = make_inspection(tokenizer, models=[ModelScores("judged", tokens, log_likelihood, log_likelihood < 0)])
     scores = inspection.scores
     # At the thresholds themselves, which float32 rounds: a comparison in float64 would take or leave other tokens.
     scores.long[200:203] = torch.tensor([-0.5, -1.7, -0.05])
@@ -56,8 +56,8 @@ def test_key_tokens_are_those_of_torch_for_any_thresholds(alignment, tokenizer, 
         return {asked}.map(([alpha, beta]) => {{
           const mask = new Uint8Array(data.count);
           markKeyTokens(data, alpha, beta ?? -Infinity, mask);
-          const keys = keyTokens(mask), inside = judgedKeyTokens(data, keys, alpha, beta ?? -Infinity);
-          const longppl = longPerplexity(data.long, keys), model = longPerplexity(data.judged.long, inside);
+          const keys = keyTokens(mask), inside = judgedKeyTokens(data, data.judged[0], keys, alpha, beta ?? -Infinity);
+          const longppl = longPerplexity(data.long, keys), model = longPerplexity(data.judged[0].long, inside);
           return {{ keys, inside, longppl, model }};
         }});""",
     )
