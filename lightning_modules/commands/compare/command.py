@@ -177,7 +177,7 @@ def _rank_runs(runs: Sequence[ComparedRun], baseline: ComparedRun) -> Table:
             cells_of_run = [cell, run.name, *numbers, str(step or ""), str(len(documents)), note]
             ranked.append((order, cells_of_run, run))
         ranked.sort(key=lambda each: each[:2])
-        if len(ranked) > 1 and not ranked[1][0][0] and _is_better(*(run for *_, run in ranked[:2]), cell, compared[0]):
+        if len(ranked) > 1 and not ranked[1][0][0] and _is_better(ranked[0][2], ranked[1][2], cell, compared[0]):
             ranked[0][1][1] += " (best)"
         cells += [row if number == 0 else ["", *row[1:]] for number, (_, row, _) in enumerate(ranked)]
     best: dict[str, Tone] = {f"{run.name} (best)": "good" for run in runs}

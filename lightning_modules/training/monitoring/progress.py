@@ -1,12 +1,15 @@
 """Progress of training and evaluation, in optimizer steps and documents."""
 
 import math
+import re
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.utilities import rank_zero_info
 from tqdm import tqdm
 from typing_extensions import override
 
@@ -103,6 +106,8 @@ class StepProgress(ProgressBar):
             self._documents.close()
             self._documents = None
             self._evaluated = _describe_evaluation(trainer)
+            for line in describe_cells(trainer.callback_metrics, "test" if trainer.testing else "val"):
+                rank_zero_info(line)
             if self._steps is not None:
                 self._describe_step(trainer)
 
@@ -136,12 +141,38 @@ def watch_batch(trainer: Trainer, name: str) -> AbstractContextManager[None]:
     return show_batch(name) if is_shown else nullcontext()
 
 
+def describe_cells(metrics: Mapping[str, Any], stage: str) -> list[str]:
+    """Return an aligned line for each set, evaluator and thresholds: LongPPL, key tokens, and the set's perplexity.
+
+    Example:
+        >>> values = {"val/books/longppl": 5.3, "val/books/key_tokens": 240, "val/books/perplexity": 24.8}
+        >>> describe_cells(values | {"val/notes/longppl": math.nan, "val/notes/key_tokens": 0}, "val")
+        ['val/books  LongPPL   5.3  over 240 key tokens  perplexity 24.8', 'val/notes  no key tokens']
+    """
+    cells = [name.removesuffix("/longppl") for name in metrics if re.fullmatch(rf"{stage}/(.+/)?longppl", name)]
+    width = max(map(len, cells), default=0)
+    lines = []
+    for cell in cells:
+        key_tokens = int(metrics.get(f"{cell}/key_tokens", 0))
+        # The perplexity is that of the set: evaluators and thresholds do not change it.
+        parts = cell.split("/")
+        places = ("/".join([*parts[:length], "perplexity"]) for length in range(len(parts), 0, -1))
+        perplexity = next((f"  perplexity {metrics[place]:.4g}" for place in places if place in metrics), "")
+        numbers = f"LongPPL {metrics[f'{cell}/longppl']:>5.4g}  over {key_tokens:,} key tokens{perplexity}"
+        lines.append(f"{cell:<{width}}  {numbers if key_tokens else 'no key tokens'}")
+    return lines
+
+
 def _describe_evaluation(trainer: Trainer) -> str:
-    """Return the value of the metric that a checkpoint callback monitors, or else the first LongPPL or perplexity."""
+    """Return the value of the metric that a checkpoint callback monitors, or else the first LongPPL or perplexity.
+
+    A metric that is NaN, because its set has no key tokens, is the last choice.
+    """
     metrics = {name: value for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
     monitored: list[Any] = [getattr(callback, "monitor", None) for callback in trainer.checkpoint_callbacks]
     ranked = sorted(metrics, key=lambda name: [not name.endswith(f"/{kind}") for kind in ("longppl", "perplexity")])
-    chosen = next((name for name in [*monitored, *ranked] if name in metrics), None)
+    known = sorted((name for name in [*monitored, *ranked] if name in metrics), key=lambda name: metrics[name].isnan())
+    chosen = next(iter(known), None)
     if chosen is None:
         return ""
     _, *place, kind = chosen.split("/")

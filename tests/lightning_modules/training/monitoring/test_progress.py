@@ -1,3 +1,4 @@
+import math
 import re
 from types import SimpleNamespace
 
@@ -93,3 +94,17 @@ def test_epochs_and_predictions_are_counted(bars, tmp_path):
     trainer.predict(trainer.lightning_module, trainer.datamodule, return_predictions=False)
     (bar,) = bars
     assert (bar.name, bar.total, bar.seen) == ("prediction", 3, [1, 2, 3, "closed"])
+
+
+def test_each_cell_has_an_aligned_line_and_the_step_shows_one_with_key_tokens():
+    values = {"val/a/judge/loose/longppl": 5.0, "val/a/judge/loose/key_tokens": 1240.0, "val/a/perplexity": 20.0}
+    values |= {"val/bb/judge/loose/longppl": math.nan, "val/bb/judge/loose/key_tokens": 0.0, "val/bb/perplexity": 9.0}
+    values |= {"val/a/judge/loose/longppl_soft": 7.0, "test/a/longppl": 1.0}
+    metrics = {name: torch.tensor(value) for name, value in values.items()}
+    assert progress.describe_cells(metrics, "val") == [
+        "val/a/judge/loose   LongPPL     5  over 1,240 key tokens  perplexity 20",
+        "val/bb/judge/loose  no key tokens",
+    ]
+    monitor = ModelCheckpoint(monitor="val/bb/judge/loose/longppl")
+    trainer = SimpleNamespace(callback_metrics=metrics, checkpoint_callbacks=[monitor])
+    assert progress._describe_evaluation(trainer) == "LongPPL 5 (a/judge/loose)"
