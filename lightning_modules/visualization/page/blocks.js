@@ -169,13 +169,13 @@ class DocumentView {
   }
 
   /** Makes a token the current one and brings it into view. */
-  select(token, { scroll = true } = {}) {
+  select(token, { scroll = true, focus = true } = {}) {
     const last = this.current;
     this.current = this.cellOf(token);
     if (last?.element) this.paint(last);
     this.paint(this.current);
     this.current.element.tabIndex = -1;
-    this.current.element.focus({ preventScroll: true });
+    if (focus) this.current.element.focus({ preventScroll: true });
     if (scroll) this.reveal(this.current, 4);
     return this.current;
   }

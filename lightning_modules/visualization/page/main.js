@@ -116,8 +116,8 @@ class Page {
     return low;
   }
 
-  go(token) {
-    this.show(this.view.select(token));
+  go(token, options) {
+    this.show(this.view.select(token, options));
     this.timeline.current = token;
     this.place();
     this.soon("timeline", () => this.timeline.draw());
@@ -198,6 +198,9 @@ class Page {
     this.card.distances = distancesToEqual(this.data);
     if (this.data.alternatives) this.card.arrays = await unpack("alternatives");
     this.card.refresh(true);
+    // A link to a token, such as page.html#token-123. In a frame, the page around it keeps the focus.
+    const token = Number(/^#token-(\d+)$/.exec(location.hash)?.[1] ?? -1);
+    if (token >= 0 && token < this.data.count) this.go(token, { focus: window === parent });
     performance.mark("longce-complete");
   }
 }

@@ -78,6 +78,16 @@ def test_sliders_and_keys_move_through_key_tokens(browser, tokenizer, tmp_path):
     assert all(is_key for _, _, is_key in places)
 
 
+@pytest.mark.parametrize(("token", "shown"), [("7", "7"), ("99999", None), ("x", None)])
+def test_a_link_leads_to_a_token(browser, tokenizer, tmp_path, token, shown):
+    path = make_inspection(tokenizer, text=make_text(400)).save(tmp_path / "page.html")
+    page = browser.new_page()
+    page.goto(f"{path.as_uri()}#token-{token}")
+    wait_until(page, COMPLETE)
+    assert page.evaluate("document.querySelector('.current')?.dataset.token ?? null") == shown
+    page.close()
+
+
 def test_the_frame_of_a_notebook_shows_the_page(browser, tokenizer, tmp_path):
     frame = tmp_path / "notebook.html"
     frame.write_text(f"<!doctype html><meta charset=utf-8>{make_inspection(tokenizer)._repr_html_()}", encoding="utf-8")
