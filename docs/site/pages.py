@@ -40,7 +40,7 @@ API: dict[str, dict[str, tuple[str, ...]]] = {
 """Modules of each page of the API, with their public names; without names, all that a module exports."""
 
 FRAME = """\
-<iframe class="inspect" src="images/inspect.html#token-7110" title="Key tokens of a report on Bosnia" loading="lazy"></iframe>
+<iframe class="inspect" src="images/inspect.html#token-7110" title="Key tokens of a report"></iframe>
 
 *Point at a word or tap it; the keys `n` and `p` go to the next and the previous key token.
 [Open the page in full](images/inspect.html#token-7110).*
@@ -95,7 +95,7 @@ def linked_files(files: Files) -> set[str]:
 
 
 def describe(modules: dict[str, tuple[str, ...]]) -> str:
-    """Return a page in Markdown that shows the public names of modules with their docstrings, read without an import."""
+    """Return a page in Markdown that shows the docstrings of public names, which are read without an import."""
     sections = []
     for module, names in modules.items():
         exports = exported_names(module)
