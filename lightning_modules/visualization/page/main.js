@@ -194,9 +194,12 @@ class Page {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { seen(); this.scatter.draw(); });
   }
 
-  /** Opens the page at the first key token, without taking the keyboard from a notebook around it. */
+  /** Opens the page at the token of a link such as page.html#token-123, else at the first key token, without taking the
+   *  keyboard from a page around it. */
   begin() {
-    if (this.keys.length > 0) this.go(this.keys[0], { focus: false });
+    const linked = Number(/^#token-(\d+)$/.exec(location.hash)?.[1] ?? -1), isLinked = linked >= 0 && linked < this.data.count;
+    if (isLinked) this.go(linked, { focus: window === parent });
+    else if (this.keys.length > 0) this.go(this.keys[0], { focus: false });
   }
 
   /** What can wait until the document stands there. */

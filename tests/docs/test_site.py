@@ -1,0 +1,116 @@
+"""The site of `docs`, as the command of README and CONTRIBUTING builds it."""
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+
+from tests.docs.test_docs import ROOT
+from tests.support.browser import launch_chromium
+
+pytest.importorskip("material", reason="the site needs the extra `docs`")
+pytestmark = [pytest.mark.slow, pytest.mark.limit(60)]
+
+LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "srcset", "link": "href"}
+API = {
+    "functional": "lightning_modules.functional.long_perplexity.long_perplexity",
+    "metrics": "lightning_modules.metrics.long_perplexity.LongPerplexity",
+    "objectives": "lightning_modules.objectives.LongCE",
+    "score": "lightning_modules.scoring.score.score",
+    "page": "lightning_modules.visualization.page.document.inspect_document",
+    "callbacks": "callbacks.external_evaluator.ExternalEvaluator",
+    "datamodules": "datamodules.corpora.PG19DataModule",
+}
+
+
+class Loads(HTMLParser):
+    """Collects the addresses that a page loads when it is opened."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        if tag in LOADED and attributes.get("rel") != "canonical" and (target := attributes.get(LOADED[tag])):
+            self.found.append(target)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with launch_chromium() as browser:
+        yield browser
+
+
+def test_all_pages_are_there_and_load_nothing_from_elsewhere(site):
+    pages = {path.relative_to(site).as_posix(): path.read_text() for path in site.rglob("*.html")}
+    assert {f"{path.stem}.html" for path in (ROOT / "docs").glob("*.md")} | {"index.html"} <= set(pages)
+    assert not list((site / "site").glob("*.py"))
+    for name, text in pages.items():
+        assert not [target for target in Loads(text).found if re.match(r"(\w+:)?//", target)], name
+    for path in site.rglob("*.css"):
+        assert not re.search(r"url\([\"']?(https?:)?//|@import", path.read_text()), path
+
+
+def test_links_lead_to_files_of_the_site(site):
+    for path in site.rglob("*.html"):
+        for target in re.findall(r'(?:href|src)="([^"#?]+)', path.read_text()):
+            if path.name != "404.html" and not re.match(r"\w+:", target):
+                assert (path.parent / target).exists(), f"{target} of {path}"
+
+
+def test_the_search_knows_pages_and_functions(site):
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    places = {entry["location"] for entry in index["docs"]}
+    assert {f"{path.stem}.html" for path in (ROOT / "docs").glob("*.md")} <= places
+    assert {f"api/{page}.html#{name}" for page, name in API.items()} <= places
+
+
+@pytest.mark.parametrize("page", API)
+def test_public_names_have_signature_and_docstring(site, page):
+    text = (site / "api" / f"{page}.html").read_text()
+    assert f'id="{API[page]}"' in text
+    assert "doc-signature" in text
+    assert ".. math::" not in text
+    assert ":class:" not in text
+
+
+@pytest.mark.parametrize("page", ["index", "api/functional"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1440])
+def test_pages_opened_as_files_are_accessible_on_every_screen(browser, site, page, scheme, width):
+    opened = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    messages, requests = [], []
+    opened.on("console", lambda message: messages.append(message.text))
+    opened.on("pageerror", lambda error: messages.append(str(error)))
+    opened.on("request", lambda request: requests.append(request.url))
+    opened.goto((site / f"{page}.html").as_uri())
+    opened.wait_for_selector(".md-code__nav[aria-label]")  # the theme's script has run
+    assert opened.evaluate("document.documentElement.scrollWidth") <= width
+    assert messages == []
+    assert Axe().run(opened).response["violations"] == []  # logs messages about the frame
+    assert not [url for url in requests if not re.match("file:|data:|blob:", url)]
+    opened.close()
+
+
+def test_the_search_answers_in_a_page_opened_as_a_file(browser, site):
+    opened = browser.new_page(viewport={"width": 1440, "height": 900})
+    opened.goto((site / "index.html").as_uri())
+    opened.click(".md-search input")
+    opened.keyboard.type("soft_influence")
+    opened.wait_for_selector(".md-search-result__link[href*='api/functional.html']")
+    opened.close()
