@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from lightning_modules.commands.compare.evaluations import ComparedEvaluation, tabulate_evaluations
+from lightning_modules.commands.compare.evaluations import ComparedEvaluation, draw_scores, tabulate_evaluations
 from lightning_modules.commands.compare.ratios import WITHOUT_TOKENS, have_same_tokens, shared_documents
 from lightning_modules.commands.compare.runs import AXES, ComparedRun, read_compared
 from lightning_modules.commands.compare.verdict import Ratio, draw_ratios, drawn_ratios, measure_ratios, write_verdict
@@ -58,7 +58,9 @@ def _compare_evaluations(found: Sequence[ComparedEvaluation], output: str | Path
     texts = [as_text_table(table, left=(0, 1)), "", *notes] if table.rows else ["No scores yet."]
     if output is not None:
         title = f"Scores of {', '.join(each.name for each in found)}"
-        write_atomically(Path(output), as_html(title, [table, *notes], {}).encode())
+        pictures = draw_scores(found)
+        blocks = [*(Picture(name, f"{name} by length, with 95% intervals.") for name in pictures), table, *notes]
+        write_atomically(Path(output), as_html(title, blocks, pictures).encode())
         texts.append(f"Page: {output}")
     return "\n".join(texts) + "\n"
 

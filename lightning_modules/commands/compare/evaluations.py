@@ -3,17 +3,21 @@
 import json
 import math
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib
 import pandas as pd
+from matplotlib.figure import Figure
 
 from lightning_modules.commands.correlate.result_files import FILES, OF_SETS, Cells, read_cells
 from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.tasks.evaluation.evaluation import read_results
-from lightning_modules.tasks.evaluation.report import describe_synthetic_text
+from lightning_modules.tasks.evaluation.report import describe_synthetic_text, short
 from lightning_modules.tasks.evaluation.summary import tabulate
 from lightning_modules.utilities.statistics import Interval, score_difference
+from lightning_modules.visualization.images import PANEL, STYLE, as_svg
 from lightning_modules.visualization.report import Table
 
 _QUESTIONS = ("mode", "seed", "documents", "haystack", "squad", "hotpot", "nq_open")  # settings that make questions
@@ -78,6 +82,38 @@ def tabulate_evaluations(evaluations: Sequence[ComparedEvaluation]) -> tuple[Tab
         scores = [_format_score(*each.cells.get(place, (math.nan, None)), digits) for each in evaluations]
         rows.append([*place, *scores, *(_subtract_scores(other, baseline, place) for other in paired)])
     return Table(head, rows), notes
+
+
+def draw_scores(evaluations: Sequence[ComparedEvaluation]) -> dict[str, str]:
+    """Draw the scores of each task at several lengths, and their average, as SVG text by name: a line per model."""
+    lengths: dict[str, set[int]] = {"average": set()}  # the average first, because it is what tells models apart
+    for each in evaluations:
+        for task, length in each.cells:
+            if length.isdigit():
+                lengths.setdefault(task, set()).add(int(length))
+    return {
+        task.capitalize(): _draw_task(evaluations, task, sorted(own)) for task, own in lengths.items() if len(own) > 1
+    }
+
+
+@matplotlib.rc_context(STYLE)
+def _draw_task(evaluations: Sequence[ComparedEvaluation], task: str, lengths: Sequence[int]) -> str:
+    figure = Figure(figsize=PANEL, layout="constrained")
+    plot = figure.subplots()
+    for number, (each, line) in enumerate(zip(evaluations, cycle(("-", "--", "-.", ":")), strict=False)):
+        cells = {length: each.cells[task, str(length)] for length in lengths if (task, str(length)) in each.cells}
+        # Lines are a little apart, so that intervals do not hide each other.
+        places = [length * 1.02**number for length in cells]
+        (drawn,) = plot.plot(places, [mean for mean, _ in cells.values()], f"o{line}", markersize=3, label=each.name)
+        ends = [(place, *interval) for place, (_, interval) in zip(places, cells.values(), strict=True) if interval]
+        for place, low, high in ends:
+            plot.vlines(place, low, high, color=drawn.get_color(), linewidth=0.9)
+    plot.set_xscale("log", base=2)
+    plot.set_xticks(lengths, [short(length) for length in lengths])
+    plot.set_xticks([], minor=True)
+    plot.set(xlabel="length (tokens)", ylabel="score (%)", ylim=(-3, 103))
+    figure.legend(loc="outside upper left", ncols=2)
+    return as_svg(figure)
 
 
 def _differing_settings(one: ComparedEvaluation, other: ComparedEvaluation) -> str:

@@ -34,6 +34,8 @@ _CAPTIONS = {
     "depths": "Score by depth of the answer, with 95% intervals.",
 }
 _COLUMNS = 2
+MIN_QUESTIONS = 10
+"""Questions below which a cell of a heat map stays empty: the 95% interval of 9 is up to 60 points wide."""
 
 
 def write_task_report(
@@ -51,7 +53,7 @@ def write_task_report(
         score_table(summary)._replace(folded=False),
         *_describe_summary(summary, missing, settings),
         *([Heading("Curves and maps")] if pictures else ()),
-        *(Picture(name, _CAPTIONS[name]) for name in pictures),
+        *(Picture(name, f"{_CAPTIONS[name]}{_describe_cells(name, summary)}") for name in pictures),
     ]
     if summary.perplexities:
         blocks += [Heading("Perplexity of answer tokens / of all other tokens"), perplexity_table(summary)]
@@ -172,13 +174,37 @@ def figures(summary: Summary) -> dict[str, Figure]:
     found: dict[str, Figure] = {}
     if summary.scores:
         found["lengths"] = score_by_length(summary.scores, summary.averages)
+    drawn = drawn_heat_maps(summary)
     if summary.heat_maps:
         name, matrix = next(iter(summary.heat_maps.items()))
-        found["heat_map"] = heat_maps({"all tasks with a depth" if name == "all" else name: matrix})
+        if name in drawn:
+            found["heat_map"] = heat_maps({"all tasks with a depth" if name == "all" else name: drawn.pop(name)})
         found["depths"] = position_curves(matrix)
-    if len(summary.heat_maps) > 1:
-        found["heat_maps"] = heat_maps(dict(list(summary.heat_maps.items())[1:]))
+    if drawn:
+        found["heat_maps"] = heat_maps(drawn)
     return found
+
+
+def drawn_heat_maps(summary: Summary) -> dict[str, Matrix]:
+    """Return the heat maps that have a cell of `MIN_QUESTIONS` questions or more, without their other cells."""
+    found = {}
+    for name, matrix in summary.heat_maps.items():
+        enough = matrix.questions >= MIN_QUESTIONS
+        if enough.any():
+            found[name] = matrix._replace(scores=np.where(enough, matrix.scores, np.nan))
+    return found
+
+
+def _describe_cells(name: str, summary: Summary) -> str:
+    """Return how many questions a cell of a heat map has; nothing for other figures."""
+    maps = list(summary.heat_maps.values())
+    shown = {"heat_map": maps[:1], "heat_maps": maps[1:]}.get(name)
+    if not shown:
+        return ""
+    counts = np.concatenate([matrix.questions[matrix.questions > 0] for matrix in shown])
+    between = f"{counts.min()}" if counts.min() == counts.max() else f"{counts.min()} to {counts.max()}"
+    empty = f" Cells of fewer than {MIN_QUESTIONS} are empty." if counts.min() < MIN_QUESTIONS else ""
+    return f" A cell has {between} questions.{empty}"
 
 
 def score_by_length(scores: Mapping[tuple[str, int], Score], averages: Mapping[int, float]) -> Figure:
@@ -231,7 +257,7 @@ def position_curves(matrix: Matrix) -> Figure:
     figure = Figure(figsize=PANEL, layout="constrained")
     axis = figure.subplots()
     lengths = [short(length) for length in matrix.lengths]
-    for color, length, scores, low, high in zip(cycle(COLORS), lengths, *matrix[2:], strict=False):
+    for color, length, scores, low, high in zip(cycle(COLORS), lengths, *matrix[2:5], strict=False):
         known = ~np.isnan(scores)
         depths = 100 * np.array(matrix.depths)[known]
         axis.plot(depths, scores[known], "o-", color=color, markersize=3, label=length)

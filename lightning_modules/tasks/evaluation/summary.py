@@ -42,13 +42,17 @@ class EffectiveLength(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """``[L, D]`` mean scores in percent and the ends of their 95% intervals, by length and depth; NaN if unknown."""
+    """``[L, D]`` mean scores in percent, the ends of their 95% intervals (NaN if unknown) and numbers of questions.
+
+    Rows are lengths, columns depths.
+    """
 
     lengths: list[int]
     depths: list[float]
     scores: NDArray[np.float64]
     low: NDArray[np.float64]
     high: NDArray[np.float64]
+    questions: NDArray[np.int64]
 
 
 class Perplexities(NamedTuple):
@@ -191,10 +195,12 @@ def depth_matrix(table: pd.DataFrame, *, bins: int = BINS) -> Matrix:
     table = table.assign(bin=(table["depth"].astype(float) * (bins - 1) + 0.5).astype(int))
     lengths = sorted(table["length"].unique())
     values = np.full((3, len(lengths), bins), math.nan)
+    questions = np.zeros((len(lengths), bins), dtype=np.int64)
     for (length, place), rows in table.groupby(["length", "bin"]):
         score = _mean_score(rows)
         values[:, lengths.index(length), place] = [score.mean, *(score.interval or (math.nan, math.nan))]
-    return Matrix([int(length) for length in lengths], even_depths(bins), *values)
+        questions[lengths.index(length), place] = len(rows)
+    return Matrix([int(length) for length in lengths], even_depths(bins), *values, questions)
 
 
 def mean_scores(table: pd.DataFrame) -> dict[tuple[str, int], Score]:

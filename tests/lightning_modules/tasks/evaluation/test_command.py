@@ -50,7 +50,7 @@ def test_command_line(guessing_dir, tmp_path, capsys):
     assert numbers["missing"] == 0
     assert numbers["tasks"]["guess"]["48"]["questions"] == 9
     assert 0 < numbers["average"]["48"] <= 100
-    assert (tmp_path / "out" / "figures" / "heat_map.svg").is_file()
+    assert (tmp_path / "out" / "figures" / "depths.svg").is_file()
 
 
 @pytest.mark.slow

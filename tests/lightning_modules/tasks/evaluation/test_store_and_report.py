@@ -14,6 +14,7 @@ from lightning_modules.tasks.evaluation.report import (
     answer_table,
     as_text,
     describe_synthetic_text,
+    drawn_heat_maps,
     figures,
     write_task_report,
 )
@@ -157,6 +158,12 @@ def test_tasks_without_requested_depths_do_not_bias_the_heat_map():
 
 
 def test_the_report_has_numbers_answers_and_figures(tmp_path):
+    more = [replace(one, index=one.index + 100 * copy) for one in GRID for copy in range(1, 10)]
+    few = [one for one in more if one.task != "lines" or one.length == 1024 or one.index < 300]
+    assert not set(drawn_heat_maps(summarize(GRID)))  # a cell has two questions
+    write_task_report(tmp_path / "more", [*GRID, *few], SETTINGS, missing=0)
+    report = (tmp_path / "more" / "report.md").read_text()
+    assert re.search(r"A cell has \d+ to \d+ questions. Cells of fewer than 10 are empty.", report)
     write_task_report(tmp_path, GRID, SETTINGS, missing=3)
     numbers = json.loads((tmp_path / "results.json").read_text())
     assert numbers["average"] == {"1024": 100.0, "2048": 40.0}
@@ -166,7 +173,7 @@ def test_the_report_has_numbers_answers_and_figures(tmp_path):
     assert "&lt;b&gt;" in page
     assert "<b>" not in page
     assert "3 questions have no result yet" in page
-    assert page.count("data:image/svg+xml") == 4
+    assert page.count("data:image/svg+xml") == 2
     assert not re.search(r"(src|href)=.?https?:", page)
     text = (tmp_path / "report.md").read_text()
     assert r"4\|7" in text
