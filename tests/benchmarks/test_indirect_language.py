@@ -5,7 +5,6 @@ from collections import Counter
 import pytest
 
 from benchmarks.indirect_language import indirect_records
-from datamodules.recall import recall_tokenizer
 from datamodules.recall.language import ABOUT, SAME, SET, THEME, VERBS, value_forms
 
 EVENTS = {SET: 3, SAME: 3, THEME: 2, ABOUT: 2, **dict.fromkeys(VERBS, 3)}
@@ -77,15 +76,3 @@ def test_counting_which_word_followed_does_not_find_far_answers(records):
             after |= dict.fromkeys(contexts, word.text)
     assert hits.total() > 400
     assert hits[True] / hits.total() < 0.6
-
-
-def test_the_spans_of_a_kind_of_answer_are_its_words(records):
-    record = records[0]
-    spans = record.spans("answer", farther_than=FAR, inference="hops")
-    words = [word for word in record.words if word.distance > FAR and word.inference == "hops"]
-    assert [record.text[start:stop] for start, stop in spans] == [word.text for word in words] != []
-
-
-def test_it_has_no_unknown_word(records):
-    tokenizer = recall_tokenizer()
-    assert tokenizer.unk_token_id not in tokenizer(records[0].text).input_ids
