@@ -151,20 +151,6 @@ def test_the_text_column_of_a_parquet_file_must_be_text(tmp_path):
         assert all_of(find_corpus([str(tmp_path)], COLUMNS)) == {("b.parquet", 0): "x"}
 
 
-def test_files_without_text_pass_only_where_all_failures_are_allowed(tmp_path, word_tokenizer):
-    write_lines(tmp_path / "a.jsonl", {"body": "x"})
-    write_lines(tmp_path / "b.jsonl", {"text": "x"})
-    with pytest.raises(ValueError, match=r"a\.jsonl"):
-        DocumentCorpus(str(tmp_path), tokenizer=word_tokenizer, allowed_failures=0.99).setup("predict")
-    DocumentCorpus(str(tmp_path), tokenizer=word_tokenizer, allowed_failures=1).setup("predict")
-
-
-def test_a_source_is_a_file_or_the_folder_of_text_files():
-    corpus = DocumentCorpus("x")
-    files = {"a.jsonl": "a.jsonl", "web/a.parquet": "web/a.parquet", "books/1.txt": "books", "2.txt.gz": "."}
-    assert {file: corpus.source(file) for file in files} == files
-
-
 def test_a_broken_document_keeps_its_key_and_columns(tmp_path):
     write_parquet(tmp_path / "a.parquet", ["fine", None], id=["p", "q"], n=[1, 2])
     files = find_corpus([str(tmp_path)], CorpusColumns("text", "id", ("n",)))
@@ -191,18 +177,6 @@ def test_keys_and_columns_that_no_table_takes_are_reasons(tmp_path):
         stream.write("x")
     with pytest.raises(ValueError, match="udcff"):
         find_corpus([str(tmp_path)], COLUMNS)
-
-
-def test_lines_are_counted_by_their_length(tmp_path, word_tokenizer):
-    for number in range(50):
-        write_lines(tmp_path / f"{number}.jsonl", *({"text": "a" * 40} for _ in range(100)))
-    (tmp_path / "t.txt").write_text("a")
-    corpus = DocumentCorpus(str(tmp_path), tokenizer=word_tokenizer, num_workers=0)
-    versions = find_corpus(corpus.files, COLUMNS).versions()
-    done = {"3.jsonl": np.arange(60), "t.txt": np.array([0])}
-    written = ExistingScores(done, {name: versions[name] for name in done}, {}, {}, 1)
-    attached(corpus, Keeper(written)).setup("predict")
-    assert corpus.expected() == 5000 - 60
 
 
 def test_broken_rows_have_a_reason_and_the_others_are_read(tmp_path, monkeypatch):
@@ -414,6 +388,7 @@ def set_up_slowly(rank, port, folder):
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_processes_wait_for_the_one_that_hashes(folder):
     context = multiprocessing.get_context("fork")
     with socket.socket() as probe:

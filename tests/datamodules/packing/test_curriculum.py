@@ -28,8 +28,8 @@ def slow_cut(row, ends, length):
     return pieces
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 6, 12])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("length", [1, 3, 4, 12])
+@pytest.mark.parametrize("seed", range(3))
 def test_pieces_equal_a_slow_reference(length, seed):
     rng = np.random.default_rng(seed)
     rows, expected = [], []
