@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.indirect_language import indirect_records
-from datamodules.recall.language import ABOUT, SAME, SET, THEME, VERBS, value_forms
+from benchmarks.indirect_language import indirect_records, value_forms
+from datamodules.recall.language import ABOUT, SAME, SET, THEME, VERBS
 
 EVENTS = {SET: 3, SAME: 3, THEME: 2, ABOUT: 2, **dict.fromkeys(VERBS, 3)}
 FAR = 128
