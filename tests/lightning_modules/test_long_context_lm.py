@@ -239,7 +239,7 @@ def test_dropout_and_checkpointing_are_on_in_training(folder, tmp_path, monkeypa
     trainer(tmp_path).fit(module, loader(row(0), row(1)), loader(row(2)))
     assert modes == [True, True]
     module.backbone.eval()
-    with pytest.raises(RuntimeError, match="eval mode"):
+    with pytest.raises(RuntimeError):
         module.on_train_batch_start(row(0), 0)
 
 

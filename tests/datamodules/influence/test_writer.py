@@ -95,6 +95,7 @@ def test_float16_keeps_what_is_at_the_cap_and_rounds_the_rest(cap):
     [
         ("w", {"evaluator": "b"}, "`evaluator` = a, not b"),
         ("thesis", {}, "thesis.tex"),
+        ("v", {"gamma": 1e6}, "`gamma`"),
     ],
 )
 def test_other_weights_are_not_mixed_in(tmp_path, rows, folder, changes, named):
