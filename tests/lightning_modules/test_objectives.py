@@ -10,7 +10,6 @@ from lightning_modules.functional import (
     top_fraction_weights,
 )
 from lightning_modules.objectives import (
-    CrossEntropy,
     Interpolated,
     LongCE,
     MutualInformation,
@@ -21,12 +20,6 @@ from lightning_modules.objectives import (
     Wrapper,
 )
 from lightning_modules.training.preflight import check_cap, check_drawn_windows, check_influence
-
-
-def test_influences():
-    long, short = -torch.rand(2, 5), -3 * torch.rand(2, 5)
-    assert torch.equal(CrossEntropy().token_weights(long, short, {}), torch.ones(2, 5))
-    assert torch.equal(LongCE(2.0).token_weights(long, short, {}), soft_influence(long, short, gamma=2.0))
 
 
 def test_stored_influence_is_taken_as_it_is_and_capped():

@@ -2,7 +2,6 @@ import functools
 import http.server
 import json
 import os
-import pickle
 import threading
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from datamodules import StreamingTextDataModule
-from datamodules.packing.streaming import StreamingLoader
 from tests.support.trainers import Recorder, quiet_trainer, seen_trainer
 
 LENGTH = 5
@@ -253,10 +251,3 @@ def test_empty_documents_are_left_out_and_counted_in_the_cursor(tmp_path, number
         rows_of(module(tmp_path, numbered_tokenizer, train=path, validation=path).train_dataloader()) for path in paths
     ]
     assert rows[0] == rows[1]
-
-
-def test_spawned_workers_can_have_the_stream(corpus_folder, numbered_tokenizer):
-    loader = module(corpus_folder, numbered_tokenizer).train_dataloader()
-    rows = pickle.loads(pickle.dumps(loader.rows))
-    copy = StreamingLoader(rows, batch_size=1, batches=12)
-    assert rows_of(copy) == rows_of(loader)

@@ -27,19 +27,6 @@ def test_reads_a_split_of_parquet_files(parquet_folder):
     assert documents == [Document("A", "a of test"), Document("test:1", "b of test")]
 
 
-@pytest.mark.parametrize(
-    ("split", "options", "named"),
-    [
-        ("train", {"where": ("meta.pile_set_name", "GitHub")}, "'GitHub'"),
-        ("train", {"text_column": "report"}, "'report'"),
-        ("validation", {}, "'validation'"),
-    ],
-)
-def test_what_a_dataset_does_not_have_is_named(parquet_folder, split, options, named):
-    with pytest.raises(ValueError, match=named):
-        list(HubDataset(parquet_folder, split, **options))
-
-
 @pytest.mark.parametrize("path", ["/nowhere/pg19", "./pg19", "data/books/pg19", "~/pg19", None])
 def test_a_path_that_is_no_dataset_is_refused_without_asking_the_hub(path, monkeypatch, tmp_path):
     (tmp_path / "book.txt").write_text("`datasets` would make a document of each line")

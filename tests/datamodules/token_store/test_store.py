@@ -132,14 +132,6 @@ def test_address_depends_on_all_that_matters(word_tokenizer, bos_eos_tokenizer, 
     assert len({store.folder for store in stores}) == 5
 
 
-def test_unwritable_cache_is_found_before_anything_is_read(word_tokenizer, tmp_path):
-    (tmp_path / "file").touch()
-    source = Texts(["a"])
-    with pytest.raises(ValueError, match="file"):
-        build(source, word_tokenizer, tmp_path / "file")
-    assert source.reads == []
-
-
 def content(store):
     return {name: (store.folder / name).read_bytes() for name in FILES}
 

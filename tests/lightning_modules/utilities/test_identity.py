@@ -135,9 +135,7 @@ def test_a_clock_that_was_moved_makes_no_old_hash_true(tmp_path, monkeypatch, ho
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda text: "",
         lambda text: text[: len(text) // 2],
-        lambda text: "null",
         lambda text: "[" * 100_000,
         lambda text: json.dumps({path: [1] for path in json.loads(text)}),
         lambda text: json.dumps(dict.fromkeys(json.loads(text), 5)),

@@ -15,18 +15,6 @@ def corpus(text):
     return HaystackCorpus(str(text), vocabulary_size=340)
 
 
-@pytest.mark.slow
-def test_the_tokenizer_keeps_the_text_and_says_where_each_token_stands(corpus):
-    tokenizer = corpus.tokenizer()
-    assert len(tokenizer) == 340
-    for record in corpus.documents(5, 200):
-        encoded = tokenizer(record.text, return_offsets_mapping=True)
-        assert encoded.input_ids[0] == tokenizer.bos_token_id
-        assert tokenizer.decode(encoded.input_ids, skip_special_tokens=True).strip() == record.text
-        joined = "".join(record.text[start:end] for start, end in encoded.offset_mapping)
-        assert joined == record.text.replace(" ", "")  # no token has the space before it
-
-
 @pytest.mark.limit(3)  # the first one trains the tokenizer
 @pytest.mark.parametrize("tokens", [64, 65, 200])
 def test_documents_have_exactly_the_tokens_asked_for(corpus, tokens):

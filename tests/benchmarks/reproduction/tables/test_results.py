@@ -13,7 +13,6 @@ from benchmarks.reproduction.tables.results import (
     read_times,
     result_path,
     save_times,
-    seconds_interval,
 )
 from lightning_modules.utilities.statistics import weighted_mean_interval
 
@@ -88,10 +87,3 @@ def test_intervals_are_over_documents():
     assert low < result.value("all", "tokens") < high
     assert Result("M", "E", {}, documents=documents[:4]).interval("all", "tokens") is None
     assert Result("M", "E", {}).interval("all", "tokens") is None
-
-
-def test_times_are_added_by_document():
-    first, second = [9.0, 1.0, 2.0, 3.0, 4.0, 5.0], [9.0, 10.0, 20.0, 30.0, 40.0, 50.0]
-    assert seconds_interval(first, second) == weighted_mean_interval(np.array([11.0, 22, 33, 44, 55]), np.ones(5))
-    assert seconds_interval(first, second[1:]) is None
-    assert seconds_interval(first[:5]) is None

@@ -12,8 +12,6 @@ from benchmarks.reproduction.tables.published import find_table, published
 from benchmarks.reproduction.tables.training import CONFIGS, Run, script, table_runs
 from lightning_modules.commands.cli.main import main
 
-ALL = sorted({run for name in published()["tables"] for run in find_table(name).runs.values()})
-
 
 def longce(words, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["longce", *words])
@@ -70,17 +68,6 @@ def test_the_commands_mean_what_the_paper_says(name, tmp_path, monkeypatch):
 def test_every_run_has_configs_that_exist():
     for entry in published()["runs"].values():
         assert all((CONFIGS / "experiments" / f"{layer}.yaml").is_file() for layer in entry["configs"])
-
-
-def test_runs_of_a_table_and_their_steps(tmp_path):
-    runs = {run.name: run.steps for run in table_runs(find_table("table3"), tmp_path)}
-    assert runs == dict.fromkeys(("A-CE", "A-LongCE", "B-CE", "B-LongCE", "C-CE", "C-LongCE"), (50, 100, 200))
-    assert {run.name: run.steps for run in table_runs(find_table("table8"), tmp_path)} == runs
-    assert [(run.name, run.steps) for run in table_runs(find_table("table10"), tmp_path)] == [
-        ("A-CE", (200,)),
-        ("A-LongCE", (200,)),
-    ]
-    assert len(table_runs(find_table("table7"), tmp_path)) == 5
 
 
 def test_the_script_passes_over_what_is_done(tmp_path):
