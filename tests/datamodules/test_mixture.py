@@ -124,9 +124,7 @@ def changed(folder, **values):
         ({"sequence_length": 8}, "`sequence_length`"),
         ({"tokenizer": "other"}, "`tokenizer`"),
         ({"batch_size": 8}, "'batch_size'"),
-        ({"train_path": "x"}, "train_path"),
         ({"class_path": "datamodules.Nothing"}, "Nothing"),
-        ({"class_path": "torch.nn.Linear"}, ""),
     ],
 )
 def test_bad_sources_are_named(corpora, word_tokenizer, values, named):

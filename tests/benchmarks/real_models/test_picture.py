@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from benchmarks.real_models.__main__ import main
-from benchmarks.real_models.picture import BROWSERS, KeyToken, choose_token, describe_key_tokens, list_key_tokens
+from benchmarks.real_models.picture import BROWSERS, describe_key_tokens, list_key_tokens
 from lightning_modules.scoring.token_scores import TokenScores
 
 TEXT = "The Navy paid $1,250.5 for ships. Then Navy's ships, and the Navy sank $1,250.5!"
@@ -45,20 +45,6 @@ def test_key_tokens_are_counted_by_their_words():
         "10 key tokens: 3 of capitalized words, 3 of numbers, 2 of other words, 2 of punctuation;"
         " 3 of a word last used more than 5 tokens before"
     )
-
-
-def test_the_token_shown_begins_a_long_word_of_the_far_context():
-    tokens = [
-        KeyToken(3, 9.0, "Fed", 90, True),  # short
-        KeyToken(4, 8.0, "Navy", 90, False),  # the end of a word
-        KeyToken(5, 7.0, "Navy", 10, True),  # also near
-        KeyToken(6, 6.0, "sank", None, True),  # new
-        KeyToken(7, 5.0, "Navy", 90, True),
-        KeyToken(8, 4.0, "Navy", 90, True),
-    ]
-    assert choose_token(tokens, longest_short=10) == 7
-    with pytest.raises(ValueError, match="--token"):
-        choose_token(tokens[:4], longest_short=10)
 
 
 @pytest.mark.slow

@@ -67,12 +67,9 @@ def test_scored_tokens_are_those_with_labels(module, packing, loss_on_prompt, is
 def test_the_rows_that_are_asked_for_are_shown(module, options, numbers):
     lines = module(sequence_length=2).inspect(**options).splitlines()
     assert [int(line.split()[1]) for line in lines if line.startswith("sequence ")] == numbers
-
-
-@pytest.mark.parametrize("rows", [[7], [0, -1]])
-def test_rows_that_are_not_there_are_refused(module, rows):
-    with pytest.raises(ValueError, match="`rows`"):
-        module(sequence_length=2).inspect(rows)
+    for rows in ([7], [0, -1]):
+        with pytest.raises(ValueError, match="`rows`"):
+            module(sequence_length=2).inspect(rows)
 
 
 @pytest.mark.parametrize("text", ["", "0123456789", "日本🙂\n" * 30, "\u200b\u2028\u202e\ufeff\\"])
