@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 
 from typing_extensions import override
 
@@ -10,16 +11,27 @@ from datamodules.recall.documents import Inference, RecallRecord, Word, Writer
 from datamodules.recall.language import (
     ABOUT,
     FIELDS,
-    FORMS,
     GENRES,
     SAME,
     SET,
     THEME,
     VERBS,
     WORDS_PER_GENRE,
+    field_values,
     genre_words,
-    value_forms,
 )
+
+FORMS = 3  # of a value
+
+
+@cache
+def value_forms() -> tuple[tuple[str, ...], ...]:
+    """Return the three forms of each of 80 values: values of five fields."""
+    tables, each = list(field_values().values()), len(FIELDS) // FORMS
+    groups = [
+        [word for table in tables[first : first + each] for word in table] for first in range(0, each * FORMS, each)
+    ]
+    return tuple(zip(*groups, strict=True))
 
 
 def indirect_records(count: int, *, length: int, slot: int = 16, seed: int = 0) -> Iterator[RecallRecord]:

@@ -277,7 +277,8 @@ def update(model: torch.nn.Module, loss: Tensor, optimizer: Any, schedule: Any) 
 
 @cache
 def answer_words() -> frozenset[str]:
-    from datamodules.recall.language import GENRES, value_forms
+    from benchmarks.indirect_language import value_forms
+    from datamodules.recall.language import GENRES
 
     return frozenset([*GENRES, *(form for forms in value_forms() for form in forms)])
 

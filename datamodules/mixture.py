@@ -73,8 +73,6 @@ class MixtureDataModule(PackedTextDataModule):
         super().__init__(tokenizer, **kwargs)
         if self.influence:
             raise ValueError("A mixture does not support stored token weights: remove `influence`.")
-        if not sources:
-            raise ValueError("`sources` is empty: name at least one data module.")
         if weights is not None and (other := sorted(set(weights) ^ set(sources))):
             raise ValueError(
                 f"`weights` and `sources` must name the same sources, but {other} are only in one of them."

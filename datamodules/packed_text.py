@@ -186,15 +186,13 @@ class PackedTextDataModule(LightningDataModule, ABC):
     def val_dataloader(self) -> DataLoader[Row]:
         if isinstance(self.validation, NamedDocuments) and self.trainer:
             self.validation.check_limit(self.trainer, self.validation_batch_size)
-        return self._evaluation_loader(self.validation, "validate")
+        return self._evaluation_loader(self.validation)
 
     @override
     def test_dataloader(self) -> DataLoader[Row]:
-        return self._evaluation_loader(self.test, "test")
+        return self._evaluation_loader(self.test)
 
-    @override
-    def predict_dataloader(self) -> DataLoader[Row]:
-        return self._evaluation_loader(self.test, "predict")
+    predict_dataloader = test_dataloader
 
     @override
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -293,9 +291,8 @@ class PackedTextDataModule(LightningDataModule, ABC):
         limit, special = None if length == "whole" else length or self.sequence_length, self.add_special_tokens
         return DocumentDataset(islice(source, count), self.tokenizer, length=limit, add_special_tokens=special)
 
-    def _evaluation_loader(self, documents: DocumentDataset | NamedDocuments | None, stage: str) -> DataLoader[Row]:
-        if documents is None:
-            raise RuntimeError(f"{type(self).__name__} has read no documents yet: call `setup({stage!r})` first.")
+    def _evaluation_loader(self, documents: DocumentDataset | NamedDocuments | None) -> DataLoader[Row]:
+        assert documents is not None, "call `setup` first"
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         # All processes need the same number of documents, or some would wait forever: indices past the end are empty.
         numbers = range(rank, -(-len(documents) // world_size) * world_size, world_size)

@@ -57,6 +57,7 @@ class Objective(ABC):
         If only a random sample of the windows was scored, the weights are scaled up so that their expected value is
         right: ``1 + (I - 1) / fraction`` for LongCE. They can be negative.
         """
+        # A token without a short context has equal log-likelihoods, and so a difference of 0.
         weights = self.token_weights(long, long if short is None else short.fill_missing(long), batch)
         if not isinstance(weights, Tensor) or weights.shape != long.shape:  # it would be broadcast
             found = list(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
@@ -65,7 +66,8 @@ class Objective(ABC):
                 f" {list(long.shape)}, got {found}."
             )
         if short is not None and short.window_fraction < 1:
-            # Scale the difference from the weight that a token has without a short context.
+            # Scale the difference from the weight that a token has without a short context. Each window is drawn with
+            # probability `window_fraction`, so the expected weight is that of all windows.
             without_short = self.token_weights(long, long, batch)
             weights = without_short + (weights - without_short) / short.window_fraction
         return weights.to(long.dtype).masked_fill(batch["labels"].eq(IGNORE_INDEX), 0)
@@ -94,7 +96,7 @@ class LongCE(Objective):
 
     def __init__(self, gamma: float = 5.0) -> None:
         check_gamma(gamma)
-        self.gamma = self.largest_weight = gamma
+        self.gamma = self.largest_weight = gamma  # `soft_influence` assigns this number exactly
 
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
         """Return the `soft_influence`, capped at ``gamma``."""
@@ -115,6 +117,7 @@ class StoredInfluence(LongCE):
 
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
         """Return the stored weights of the batch, capped at ``gamma``."""
+        # Computed in advance with a cap of at least `gamma`, which the preflight checks.
         return batch["influence"].clamp(max=self.gamma)
 
 
@@ -162,6 +165,7 @@ class Sparse(Objective):
 
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
         """Return the `threshold_weights` or `top_fraction_weights`."""
+        # A threshold looks at each token alone, a fraction at its whole sequence (`pointwise`).
         if self.fraction is None:
             return threshold_weights(long, short, threshold=self.threshold)
         return top_fraction_weights(long, short, batch["labels"].ne(IGNORE_INDEX), fraction=self.fraction)
@@ -187,6 +191,7 @@ class Wrapper(Objective):
         inner = self.objective.at_step(step)
         if inner is self.objective:
             return self
+        # A copy: the objective itself is the same in all steps.
         wrapper = copy.copy(self)
         wrapper.objective = inner
         wrapper.uses_short_context = inner.uses_short_context
@@ -216,6 +221,7 @@ class Normalized(Wrapper):
         super().__init__(objective)
         self.mean_over = mean_over
         self.normalized = mean_over == "step"
+        # A mean over a sequence needs all of its tokens, and scales the cap differently in each.
         if not self.normalized:
             self.pointwise, self.largest_weight = False, None
 
@@ -224,6 +230,7 @@ class Normalized(Wrapper):
         weights = self.objective.token_weights(long, short, batch)
         if self.normalized:
             return weights
+        # Multiply by the number of scored tokens over the sum of their weights ([B, 1]): the mean becomes 1.
         scored = batch["labels"].ne(IGNORE_INDEX)
         total = weights.masked_fill(~scored, 0).sum(-1, keepdim=True)
         return torch.where(total > 0, weights * scored.sum(-1, keepdim=True) / total, 1.0)
@@ -261,6 +268,7 @@ class Interpolated(Wrapper):
 
     def at_step(self, step: int) -> Objective:
         """Return the interpolation with the other objective of the step."""
+        # A new one rather than a copy: its cap follows from that of the other objective.
         return Interpolated(self.objective.at_step(step), self.cross_entropy_share)
 
 
@@ -295,6 +303,7 @@ class Scheduled(Wrapper):
         """Return cross entropy, the objective, or an interpolation of both during the warm-up."""
         if step < self.start or (self.stop is not None and step >= self.stop):
             return CrossEntropy()
+        # Step k of a warm-up of n steps has k / n of the weights, so step 0 has none and needs no short pass.
         objective, passed = self.objective.at_step(step), step - self.start
         if passed >= self.warmup:
             return objective

@@ -143,19 +143,13 @@ class DocumentCorpus(LightningDataModule):
     @property
     def stream(self) -> CorpusStream:
         """Documents of this process; available after `setup`."""
-        if self._stream is None:
-            raise RuntimeError("DocumentCorpus has not searched for files yet: call `setup('predict')` first.")
+        assert self._stream is not None
         return self._stream
 
     def versions(self, files: Iterable[str]) -> dict[str, str]:
         """Return the content identities of files by name; raise a ``ValueError`` if one changed during this run."""
         found = self.stream.corpus.versions(files)
-        if changed := sorted(name for name, version in found.items() if self._versions[name] != version):
-            raise ValueError(
-                f"{len(changed)} file(s) changed while their documents were scored, such as {changed[:_NAMED_FILES]}."
-                " Delete the shards that have them in the column `file`, if any, and start again when nothing writes to"
-                " these files."
-            )
+        _check_unchanged(found, self._versions)
         return found
 
     @property
@@ -238,8 +232,7 @@ def _check_unchanged(written: Mapping[str, str], versions: Mapping[str, str]) ->
     changed = sorted(name for name, version in written.items() if versions[name] != version)
     if changed:
         raise ValueError(
-            f"{len(changed)} file(s) have changed since their documents were scored, such as"
-            f" {changed[:_NAMED_FILES]}, or were scored by a version that did not identify files by content. Restore"
-            " them; or delete the shards that have them in the column `file`, to score their documents again; or write"
-            " to another folder."
+            f"{len(changed)} file(s) have changed since their documents were scored, such as {changed[:_NAMED_FILES]}:"
+            " restore them; or delete the shards that have them in the column `file`, to score their documents again;"
+            " or write to another folder."
         )

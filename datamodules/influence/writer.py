@@ -49,7 +49,7 @@ class InfluenceWriter:
     """
 
     def __init__(self, folder: Path, made_from: dict[str, Any], rows: PackedRows, tokens: int) -> None:
-        if made_from["gamma"] > float(np.finfo(DTYPE).max):
+        if made_from["gamma"] > float(np.finfo(DTYPE).max):  # or likely tokens would have infinite weights
             raise ValueError(
                 f"Stored weights are float16: `gamma` must be at most {np.finfo(DTYPE).max}, got {made_from['gamma']}."
             )

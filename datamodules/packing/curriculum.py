@@ -7,7 +7,6 @@ from jsonargparse.typing import PositiveFloat, PositiveInt
 
 from datamodules.packing.sequences import collate_rows, make_row, padded_row
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.functional.checks import check_count
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,6 @@ class LengthCurriculum:
     share: PositiveFloat
 
     def __post_init__(self) -> None:
-        check_count("`curriculum.sequence_length`", self.sequence_length)
         if not 0 < self.share < 1:
             raise ValueError(
                 f"`curriculum.share` is the fraction of steps with short sequences and must be between 0 and 1, got"

@@ -11,8 +11,6 @@ from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.pytorch.utilities import rank_zero_only
 from numpy.typing import NDArray
 
-from lightning_modules.functional.checks import check_count
-
 _log = logging.getLogger(__name__)
 
 Packing = Literal["chunk", "concat", "best_fit"]
@@ -95,7 +93,6 @@ class LongDocuments:
     weight: PositiveFloat
 
     def __post_init__(self) -> None:
-        check_count("`long_documents.longer_than`", self.longer_than)
         if not 1 <= self.weight <= 1000:
             raise ValueError(f"`long_documents.weight` must be between 1 and 1000, got {self.weight}.")
 

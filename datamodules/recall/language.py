@@ -30,7 +30,6 @@ Dialect = Literal[0, 1]
 
 VALUES_PER_FIELD = 16
 WORDS_PER_GENRE = 12
-FORMS = 3  # of a value of `IndirectWriter`
 _SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 _LOCAL_WORDS = 256
 _SUCCESSORS = 24  # words that may follow a local word
@@ -58,16 +57,6 @@ def recall_tokenizer() -> PreTrainedTokenizerFast:
 def field_values() -> dict[str, tuple[str, ...]]:
     """Return the possible values of each field; no two fields share one."""
     return {field: tuple(field[:3] + end for end in _list_syllables()[:VALUES_PER_FIELD]) for field in FIELDS}
-
-
-@cache
-def value_forms() -> tuple[tuple[str, ...], ...]:
-    """Return the three forms of each of 80 values: values of five fields."""
-    tables, each = list(field_values().values()), len(FIELDS) // FORMS
-    groups = [
-        [word for table in tables[first : first + each] for word in table] for first in range(0, each * FORMS, each)
-    ]
-    return tuple(zip(*groups, strict=True))
 
 
 @cache

@@ -16,6 +16,7 @@ from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.loading.config import ModelConfig, is_served
+from lightning_modules.models.loading.dtypes import scoring_config
 from lightning_modules.models.loading.identity import check_same_model, model_identity
 from lightning_modules.models.loading.load import check_model, load_backbone
 from lightning_modules.models.progress import count_tokens, report_progress, show_progress
@@ -107,7 +108,9 @@ class InfluenceTrainer(Trainer):
         config = InfluenceConfig(evaluator, **options)
         settings = self._check_settings(model, datamodule)
         name = tokenizer_name(evaluator, config.evaluator_tokenizer, "`evaluator_tokenizer`")
-        check_model(loading := config.loading())
+        loading = config.loading()
+        if (stored := check_model(loading)) is not None:  # like other scoring, float32 on a CPU slow in the stored type
+            loading = scoring_config(loading, stored, self.strategy.root_device)
         source: dict[str, Any] = {"revision": loading.revision, "trust_remote_code": loading.trust_remote_code}
         tokenizer = load_tokenizer(name, **source)
         rows_tokenizer: PreTrainedTokenizerFast = datamodule.tokenizer  # type: ignore[attr-defined]
@@ -118,7 +121,7 @@ class InfluenceTrainer(Trainer):
             "evaluator_model_config": config.evaluator_model_config,
             "evaluator_tokenizer": None if transfer is None else tokenizer_hash(tokenizer),
             "evaluator_add_special_tokens": None if transfer is None else config.evaluator_add_special_tokens,
-            "evaluator_dtype": config.evaluator_dtype,
+            "evaluator_dtype": loading.dtype,
             "evaluator_attn_implementation": config.evaluator_attn_implementation,
             "precision": str(self.precision),
         }

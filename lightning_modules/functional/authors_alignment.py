@@ -46,11 +46,11 @@ def scan_token_mask(offsets: Tensor, spans: Tensor) -> Tensor:
     token = span = 0
     while token < len(tokens) and span < len(bounds):
         (start, end), (first, last) = tokens[token], bounds[span]
-        if start >= first and end <= last:
+        if start >= first and end <= last:  # the token is inside; the next one may be in the same span
             mask[token] = True
             token += 1
-        elif start < first:
+        elif start < first:  # it begins before the span, so no later span contains it
             token += 1
-        else:
+        else:  # it reaches beyond the span, which is never tried again, also for a token that overlaps this one
             span += 1
     return mask.to(offsets.device)

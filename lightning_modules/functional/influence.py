@@ -35,6 +35,7 @@ def long_short_difference(long: Tensor, short: Tensor) -> Tensor:
         tensor([0., 3.])
     """
     check_pair(long, short)
+    # Equation 2. Not detached: the functions below detach, so that no gradient flows through a weight.
     return long - short
 
 
@@ -65,6 +66,7 @@ def key_token_mask(long: Tensor, short: Tensor, *, alpha: float = 2.0, beta: flo
         tensor([False,  True, False])
     """
     check_thresholds(alpha, beta)
+    # Equation 4. Both comparisons are strict, and NaN compares as false: such a token is not key.
     return (long_short_difference(long, short) > alpha) & (long > beta)
 
 
@@ -145,6 +147,7 @@ def mutual_information(long: Tensor, short: Tensor, *, part: Part = "positive", 
     difference = long_short_difference(long.detach(), short.detach())
     if part == "absolute":
         return difference.abs()
+    # A likelihood ratio of `shift` is a difference of log(shift) nats: where it is smaller, the weight is 0.
     return ((difference if part == "positive" else -difference) - math.log(shift)).clamp(min=0)
 
 
@@ -218,7 +221,10 @@ def top_fraction_weights(long: Tensor, short: Tensor, scored: Tensor, *, fractio
         tensor([[0., 0., 1., 1.]])
     """
     check_fraction("`fraction`", fraction)
+    # 1. Rank the scored tokens of each sequence by the size of their difference; the others count as unchanged.
     change = long_short_difference(long.detach(), short.detach()).abs().masked_fill(~scored, 0)
+    # 2. The difference of the last selected token is the threshold q. A sequence has at least one selected token.
     count = (fraction * scored.sum(-1, keepdim=True)).round().long().clamp(1, change.shape[-1])
     threshold = change.sort(dim=-1, descending=True).values.gather(-1, count - 1)
+    # 3. Compare with q instead of using the ranks: equal differences must have equal weights.
     return ((change >= threshold) & (change > 0)).to(long.dtype)

@@ -66,7 +66,9 @@ def likeliest_tokens(
     """
     check_chunk_size(chunk_size)
     check_count("`count`", count)
+    # 1. Select the hidden states that predict a scored token; they are already shifted by one.
     predicting, _, index = select_scored(hidden_states, labels, scored)
+    # 2. Take the candidates of each chunk. Only the chosen logits are normalized: log softmax(z)[i] = z[i] - lse(z).
     token_ids, log_likelihood = [], []
     for chunk in predicting.split(chunk_size or default_chunk_size(hidden_states)):
         logits = wide_logits(chunk, head)
@@ -75,6 +77,7 @@ def likeliest_tokens(
         token_ids.append(tokens)
         log_likelihood.append(largest - logits.logsumexp(-1, keepdim=True))
 
+    # 3. Put the results where the tokens are.
     def put_in_place(results: list[Tensor]) -> Tensor:
         """Return ``[B, T, count]`` results, 0 where a token is not scored."""
         of_scored = torch.cat(results)

@@ -61,9 +61,11 @@ def short_context_windows(
     check_context(context_length, stride)
     if any(stop < start for start, stop in pairwise(document_boundaries)):
         raise ValueError(f"`document_boundaries` must ascend, got {list(document_boundaries)!r:.200}.")
+    # Windows start every d tokens and score the d tokens after their first K; the last one of a document is cut.
     return [
         Window(start, start + context_length, min(start + context_length + stride, end))
         for begin, end in pairwise(document_boundaries)
+        # From `stride` on: the window at `begin` sees the same context as the long pass.
         for start in range(begin + stride, end - context_length, stride)
     ]
 
@@ -103,6 +105,7 @@ def draw_windows(
     count = max(1, round(fraction * len(windows)))
     if count >= len(windows):
         return list(windows), 1.0
+    # A generator on the CPU, so that the draw is the same on all devices and leaves the global random state alone.
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))
     return [windows[index] for index in order[:count].sort().values.tolist()], count / len(windows)
 
@@ -126,8 +129,9 @@ def window_batch(batch: PackedBatch, windows: Sequence[tuple[int, Window]]) -> P
     # Each is ``[W, 1]``, so that it broadcasts over the tokens of a window.
     row, start, scored, stop = torch.tensor([(row, *window) for row, window in windows]).unsqueeze(-1).unbind(1)
     width = int((stop - start).max())
-    token = start + torch.arange(width)
+    token = start + torch.arange(width)  # [W, width]
     is_scored = (token >= scored) & (token < stop)
+    # Padding after a row's last token repeats that token, because indexing needs valid places.
     token.clamp_(max=length - 1)
     place = send(row, device), send(token, device)
     result = PackedBatch(

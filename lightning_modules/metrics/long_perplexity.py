@@ -40,6 +40,7 @@ class LongPerplexity(Metric):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        # Float64: float32 stops counting single tokens at 2**24.
         self.add_state("log_likelihood", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("influence", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("largest", torch.tensor(-torch.inf, dtype=torch.float64), dist_reduce_fx="max")
@@ -65,6 +66,7 @@ class LongPerplexity(Metric):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> "LongPerplexity":
         """Move with the module but stay float64: `precision: bf16-true` would sum in bfloat16."""
+        # Kept aside before the base class casts them.
         sums = {name: getattr(self, name) for name in self._defaults}
         super()._apply(fn, exclude_state)
         for name, value in sums.items():

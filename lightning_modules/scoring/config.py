@@ -208,7 +208,7 @@ class InfluenceConfig:
             the tokenizer of the training data, the evaluator scores the text and weights are mapped by characters.
         evaluator_revision: Branch, tag or commit on the hub.
         evaluator_add_special_tokens: Whether the evaluator's tokenizer adds special tokens to a text.
-        evaluator_dtype: Type of the evaluator's weights; ``auto`` keeps the stored type.
+        evaluator_dtype: Type of the weights; ``auto`` is the stored type, or float32 on a CPU that is slow in that.
         evaluator_attn_implementation: The evaluator's attention, as in transformers.
         evaluator_model_config: Values that replace those of the evaluator's config, such as ``rope_parameters``.
         evaluator_trust_remote_code: Run code from the evaluator's repository; only for repositories that you trust.

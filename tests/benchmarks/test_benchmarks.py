@@ -4,9 +4,7 @@ import importlib.util
 import logging
 import random
 import sys
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,15 +107,6 @@ def test_cheaper_weights_of_a_model(run, model_dir, evaluator_dir, tmp_path):
 
 
 @pytest.mark.slow
-def test_rounding_errors_of_a_model(run, model_dir, tmp_path):
-    (tmp_path / "text.txt").write_text(make_text(80))
-    files = ("--model", model_dir, "--files", tmp_path / "text.txt")
-    table = run("residual_dtype", *files, "--context_length", 32, "--stride", 8)
-    wide, narrow, _ = (float(line[1]) for line in table if line[0].startswith("bf16"))
-    assert 0 < wide < 2 * narrow
-
-
-@pytest.mark.slow
 def test_extended_contexts(run):
     options = ("--seeds", 1, "--base_steps", 2, "--steps", 2, "--questions", 3, "--methods", "none", "eabf")
     rows = [line for line in run("extended_contexts", *options) if line[0] in ("none", "eabf")]
@@ -151,21 +140,6 @@ def test_soak(run):
     assert "Too short to say anything." in table[-1]
 
 
-def test_what_a_soak_says_of_growth():
-    spec = importlib.util.spec_from_file_location("soak", FOLDER / "soak.py")
-    soak = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(soak)
-
-    def samples(megabytes=lambda minute: 500.0, files=lambda minute: 20):
-        return [soak.Sample(60 * m, 1000 * m, megabytes(m), files(m), 9, 1) for m in range(30)]
-
-    assert soak.verdict(samples()).startswith("Flat: resident memory +0.00 MB")
-    assert soak.verdict(samples(lambda minute: 500 + 100 * (minute < 8))).startswith("Flat")
-    assert soak.verdict(samples(lambda minute: 500 + 3 * minute)).startswith("NOT FLAT: resident memory +3.00 MB")
-    assert soak.verdict(samples(files=lambda minute: 20 + minute // 20)).endswith("more at the end: files.")
-    assert soak.verdict(samples(files=lambda minute: 20 + 3 * (minute == 25))).startswith("Flat")
-
-
 def test_rules_of_token_weights():
     batch = collate_examples([{"input_ids": [5, 6, *range(10, 80), 5, 6], "position_ids": range(74)}] * 2)
     weights = token_weights.lexical_weights(batch, None, 64)
@@ -183,14 +157,6 @@ def test_rules_of_token_weights():
     at = batch["labels"].ne(IGNORE_INDEX)
     assert not shuffled[at].equal(stored[at])
     assert shuffled[at].sort().values.equal(stored[at].sort().values)
-
-
-def test_rows_are_selected_by_their_weights():
-    rows = torch.arange(64).reshape(8, 8)
-    batches = [token_weights.batch_of(part) for part in rows.split(4)]
-    sums = torch.tensor([0.0, 5.0, 1.0, 6.0, 7.0, 2.0, 3.0, 8.0])
-    (chosen,) = token_weights.select_rows(batches, list((sums[:, None] / 8).expand(8, 8).split(4)), 1)
-    assert chosen["input_ids"].equal(rows[[1, 3, 4, 7]])
 
 
 @pytest.mark.slow
@@ -213,25 +179,6 @@ def test_token_weights_end_to_end(tmp_path, monkeypatch, capsys):
     assert "| LongCE | operations |" in capsys.readouterr().out
     monkeypatch.setattr(comparison, "_train", lambda *_: pytest.fail("what is there is read"))
     assert str(token_weights.report([comparison], rates)) == str(rows)  # as text, because nan is not equal to itself
-
-
-def test_gains_are_over_the_best_and_the_tuned_rate_of_cross_entropy(monkeypatch):
-    far = {("CE", 1e-3): 0.5, ("CE", 2e-3): 0.7, ("LongCE", 1e-3): 0.8}
-    names = ("repeat", "paraphrase", "hops", "gist", "perplexity", "longppl")
-
-    def result(base, name, _, rate, seed):
-        value = far[name, rate] + seed / 100 + (base / 10 if name == "LongCE" else 0)
-        return dict.fromkeys(names, 1.0) | {"steps": 2, "far answers": value}
-
-    arms = (("CE", "steps"), ("LongCE", "steps"))
-    for name, value in {"ARMS": arms, "CE_RATES": (1e-3, 2e-3), "TEST_SEEDS": (0, 1)}.items():
-        monkeypatch.setattr(token_weights, name, value)
-    bases = [SimpleNamespace(result=partial(result, base)) for base in (0, 1)]
-    ce, row = token_weights.report(bases, dict.fromkeys(arms, 1e-3))
-    assert (ce["rate"], ce["gains"]["best"][0]) == (2e-3, 0.0)
-    assert row["gains"]["best"][0] == pytest.approx(0.8 + 0.05 - 0.7)
-    assert row["gains"]["tuned"][0] == pytest.approx(0.8 + 0.05 - 0.5)
-    assert row["gains by base"] == pytest.approx([0.1, 0.2])
 
 
 @pytest.mark.slow

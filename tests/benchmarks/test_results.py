@@ -35,16 +35,6 @@ def test_a_stored_result_says_how_it_came_about(path):
     assert not any(argument.startswith("/") for argument in arguments), "a path of one machine"
 
 
-def test_printed_text_and_tables_are_told_apart():
-    text = "Two lines\nof text.\n\n| a | b |\n|---|---|\n| 1 |  |\n| 2 | 3 |\n\nDirectly above\n| c |\n|---|\n| 4 |\n"
-    assert results.parse_output(text) == [
-        {"text": "Two lines\nof text."},
-        {"head": ["a", "b"], "rows": [["1", ""], ["2", "3"]]},
-        {"text": "Directly above"},
-        {"head": ["c"], "rows": [["4"]]},
-    ]
-
-
 def test_a_run_is_recorded_and_a_failed_one_is_not(tmp_path, monkeypatch):
     changes = ""
     git = {"status": lambda: changes, "rev-parse": lambda: "c" * 40}

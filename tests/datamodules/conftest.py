@@ -1,12 +1,7 @@
 import datasets
-import hypothesis
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
-
-# The same examples in every run, however busy the machine is.
-hypothesis.settings.register_profile("steady", deadline=None, database=None, derandomize=True)
-hypothesis.settings.load_profile("steady")
 
 LINES = ["the cat sat on the mat", "naïve café, 日本 and 🙂 smiles", "Call me Ishmael. Some years ago"]
 

@@ -32,11 +32,6 @@ def test_original_layout(books):
     assert next(iter(books.val_dataloader()))["names"] == ["3 Moby Dick; or The Whale"]
 
 
-def test_without_metadata_the_name_is_the_number(books):
-    (Path(books.path) / "metadata.csv").unlink()
-    assert [document.name for document in books.source("test")] == ["4"]
-
-
 def test_a_missing_split_is_named_before_anything_is_tokenized(books):
     (Path(books.path) / "validation" / "3.txt").unlink()
     with pytest.raises(FileNotFoundError, match="validation"):

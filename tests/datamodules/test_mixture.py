@@ -1,11 +1,7 @@
 import json
-import os
 
-import jsonargparse
 import pytest
 import torch
-import yaml
-from lightning import LightningDataModule
 
 from datamodules import MixtureDataModule
 from tests.support.trainers import seen_trainer
@@ -103,12 +99,6 @@ def test_evaluation_documents_of_all_or_of_some(corpora, word_tokenizer):
     assert not (corpora / "cache").exists(), "validation tokenises nothing"
 
 
-def test_a_source_to_evaluate_on_only(corpora, word_tokenizer):
-    module = ready(corpora, word_tokenizer, changed(corpora, train=None), evaluate_on=["a"])
-    assert first_tokens(module.train_dataloader()) == 8 * [2]
-    assert [batch["text"] for batch in module.val_dataloader()] == [["a c d"]]
-
-
 def test_a_source_has_the_settings_of_the_mixture_and_some_of_its_own(corpora, word_tokenizer):
     changed = sources(corpora)
     changed["b"]["init_args"]["long_documents"] = {"longer_than": 2, "weight": 2}
@@ -134,9 +124,7 @@ def changed(folder, **values):
         ({"sequence_length": 8}, "`sequence_length`"),
         ({"tokenizer": "other"}, "`tokenizer`"),
         ({"batch_size": 8}, "'batch_size'"),
-        ({"train_path": "x"}, "train_path"),
         ({"class_path": "datamodules.Nothing"}, "Nothing"),
-        ({"class_path": "torch.nn.Linear"}, ""),
     ],
 )
 def test_bad_sources_are_named(corpora, word_tokenizer, values, named):
@@ -164,22 +152,3 @@ def test_what_makes_no_sense_is_refused(corpora, word_tokenizer, byte_tokenizer,
 
     with pytest.raises(ValueError, match=named):
         refused(**options)
-
-
-def test_yaml(corpora, word_tokenizer):
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(LightningDataModule, "data")
-    arguments = {
-        "tokenizer": word_tokenizer,
-        "sources": sources(corpora, b=2.5),
-        "long_documents": {"longer_than": 3, "weight": 1.5},
-        "curriculum": {"sequence_length": 16, "share": 0.8},
-        "sequence_length": 32,
-    }
-    config = {"data": {"class_path": "datamodules.MixtureDataModule", "init_args": arguments}}
-    parsed = parser.parse_string(yaml.safe_dump(config))
-    module = parser.instantiate(parser.parse_string(parser.dump(parsed))).data
-    assert module.weights == {"a": 1.0, "b": 2.5}
-    assert module.curriculum.share == 0.8
-    assert all(each.long_documents.weight == 1.5 and each.curriculum is None for each in module.modules.values())
-    assert os.fspath(module.modules["a"].paths["train"]).endswith("a.jsonl")

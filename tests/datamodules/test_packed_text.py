@@ -2,28 +2,15 @@ import json
 import logging
 import os
 import pickle
-import tempfile
-from pathlib import Path
 
-import jsonargparse
 import numpy as np
 import pytest
 import torch
-import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from lightning import LightningDataModule
 
-import datamodules
 from datamodules import PackedTextDataModule, TextDataModule
 from datamodules.influence.writer import InfluenceWriter
-from datamodules.packing.packing import pack_documents
-from datamodules.packing.samplers import RowSampler
-from datamodules.packing.sequences import PackedRowDataset
-from datamodules.sources.documents import Document, text_folder
-from datamodules.token_store.store import build_token_store
+from datamodules.sources.documents import text_folder
 from lightning_modules.batch import IGNORE_INDEX, batch_to
-from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from tests.support.trainers import seen_trainer
 
 
@@ -192,17 +179,6 @@ def test_workers_read_the_same_rows(word_tokenizer, root):
         assert all(torch.equal(one["labels"], other["labels"]) for one, other in pairs)
 
 
-@pytest.mark.parametrize("loader", ["train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"])
-def test_loaders_ask_for_setup(word_tokenizer, root, loader):
-    with pytest.raises((RuntimeError, ValueError), match="setup"):
-        getattr(Folders(word_tokenizer, root), loader)()
-
-
-def test_a_module_that_only_evaluates_cannot_be_inspected(word_tokenizer):
-    with pytest.raises(ValueError, match="TextDataModule"):
-        TextDataModule(word_tokenizer, validation="x").inspect()
-
-
 # a b c d <eos> | e f g <eos> | h <eos>
 PACKED = {
     "concat": [[1, 2, 3, 4], [0, 5, 6, 7]],
@@ -227,65 +203,6 @@ def test_packings(word_tokenizer, root, packing, caplog):
     assert found == sorted(PACKED[packing])
     assert {batch["input_ids"].shape for batch in batches} == {(1, 4)}
     assert f"Packed 3 documents ({packing}) into {module.rows.rows}." in caplog.text
-
-
-ODD = st.lists(
-    st.one_of(
-        st.sampled_from(["", "a", "🙂", "日本語", "\x00", " \n", "naïve café " * 9, "the cat sat on the mat " * 20]),
-        st.text(max_size=30),
-    ),
-    min_size=1,
-    max_size=10,
-)
-
-
-@pytest.mark.slow
-@settings(max_examples=25)
-@given(texts=ODD.filter(lambda texts: any(map(str.strip, texts))), length=st.sampled_from([1, 7, 32]), data=st.data())
-@pytest.mark.parametrize("packing", PACKED)
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_an_epoch_reads_every_token_of_odd_documents_once(byte_tokenizer, packing, world_size, texts, length, data):
-    tokenizer = load_tokenizer(byte_tokenizer)
-    with tempfile.TemporaryDirectory() as folder:
-        store = build_token_store(InMemory(texts), tokenizer, cache_dir=Path(folder))
-        try:
-            rows = pack_documents(store.document_boundaries, length, packing)
-        except ValueError:  # too little text for a row
-            rows = None
-        texts = [text for text in texts if text.strip()]  # the others are left out
-        expected = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
-        assert store.tokens.tolist() == expected
-        if rows is None or len(rows) < world_size:
-            return
-        dataset, seen, left_out = PackedRowDataset(store, rows), np.zeros(len(expected), int), set(range(len(rows)))
-        epoch = data.draw(st.integers(0, 3))
-        for rank in range(world_size):
-            sampler = RowSampler(len(rows), rank=rank, world_size=world_size)
-            sampler.set_epoch(epoch)
-            for number in sampler:
-                places = [place for start, stop in rows.row(number) for place in range(start, stop)]
-                row = dataset[number]
-                assert row["input_ids"].tolist() == [expected[p] for p in places] + [0] * (length - len(places))
-                assert row["document_boundaries"][-1] == len(places)
-                seen[places] += 1
-                left_out.remove(number)
-    assert seen.max() == 1
-    assert len(left_out) < world_size
-    not_in_this_epoch = sum(stop - start for number in left_out for start, stop in rows.row(number).tolist())
-    assert (seen == 0).sum() == rows.dropped_tokens + not_in_this_epoch
-
-
-class InMemory:
-    """Documents as they are, also empty ones, which the readers of files refuse."""
-
-    def __init__(self, texts):
-        self.texts = texts
-
-    def __iter__(self):
-        return (Document(str(number), text) for number, text in enumerate(self.texts))
-
-    def fingerprint(self):
-        return ""
 
 
 def prompted(tokenizer, root, **kwargs):
@@ -335,23 +252,6 @@ def test_the_loss_of_prompts_is_a_choice(word_tokenizer, root):
 def test_prompts_that_nobody_has_named_are_no_reason_to_guess(word_tokenizer, root, refused, named):
     with pytest.raises(ValueError, match=named):
         refused(word_tokenizer, root)
-
-
-@pytest.mark.parametrize("name", ["PG19DataModule", "PileArxivDataModule", "GovReportDataModule"])
-def test_yaml(name):
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(LightningDataModule, "data")
-
-    def parse(**init_args):
-        config = {"data": {"class_path": f"datamodules.{name}", "init_args": {"tokenizer": "owner/model", **init_args}}}
-        return parser.instantiate(parser.parse_string(yaml.safe_dump(config))).data
-
-    module = parse(path="here", sequence_length=8192, validation_length="whole", validation_documents=None)
-    assert isinstance(module, getattr(datamodules, name))
-    assert (module.path, module.sequence_length, module.validation_length) == ("here", 8192, "whole")
-    for wrong in ({"sequence_length": 0}, {"validation_length": "half"}, {"seed": -1}, {"sequence_lenght": 8}):
-        with pytest.raises(jsonargparse.ArgumentError):
-            parse(**wrong)
 
 
 def test_labels_may_be_edited_until_a_batch_is_moved(word_tokenizer, root):

@@ -1,17 +1,11 @@
-import functools
 import gzip
-import http.server
 import json
-import threading
 
 import fsspec
-import jsonargparse
 import pyarrow
 import pyarrow.parquet
 import pytest
-import yaml
 import zstandard
-from lightning import LightningDataModule
 
 from datamodules import TextDataModule
 from datamodules.sources.hub import HubDataset
@@ -44,37 +38,13 @@ def write_corpus(folder, kind):
 PACK = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}
 
 
-@pytest.fixture(scope="module")
-def web(tmp_path_factory):
-    """A web server and the folder that it serves."""
-    folder = tmp_path_factory.mktemp("web")
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
-    handler.func.log_message = lambda *_: None
-    server = http.server.ThreadingHTTPServer(("localhost", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://localhost:{server.server_port}", folder
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.mark.parametrize("kind", [".txt", ".txt.gz", ".jsonl", ".json", ".jsonl.gz", ".jsonl.zst", ".parquet"])
+@pytest.mark.parametrize("kind", [".txt", ".txt.gz", ".json", ".jsonl.zst", ".parquet"])
 @pytest.mark.parametrize("place", ["local", "memory"])
 def test_the_same_documents_from_everywhere(kind, place, tmp_path, word_tokenizer):
     folder = f"memory:/{tmp_path}" if place == "memory" else str(tmp_path)
     write_corpus(folder, kind)
     source = TextDataModule(word_tokenizer, train=folder).source("train")
     assert [document.text for document in source] == TEXTS
-
-
-@pytest.mark.filterwarnings("ignore:The server of these .* reports neither checksums")
-@pytest.mark.parametrize("kind", [".jsonl", ".jsonl.zst", ".parquet"])
-def test_files_on_the_web(kind, web, word_tokenizer):
-    address, folder = web
-    write_corpus(folder, kind)
-    source = TextDataModule(word_tokenizer, train=f"{address}/x{kind}").source("train")
-    assert [document.text for document in source] == TEXTS
-    again = TextDataModule(word_tokenizer, train=f"{address}/x{kind}").source("train")
-    assert again.fingerprint() == source.fingerprint()
 
 
 @pytest.mark.filterwarnings("ignore:The server of these .* reports neither checksums")
@@ -134,23 +104,3 @@ def test_what_makes_no_sense_is_refused(tmp_path, word_tokenizer, options, error
 
     with pytest.raises(error, match=named):
         refused(**options)
-
-
-def test_a_module_has_the_documents_that_were_named(word_tokenizer):
-    assert TextDataModule(word_tokenizer, validation="x").source("train") is None
-    with pytest.raises(ValueError, match="`validation`"):
-        TextDataModule(word_tokenizer, train="x").source("validation")
-
-
-def test_yaml():
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(LightningDataModule, "data")
-    arguments = {
-        "tokenizer": "owner/model",
-        "train": "s3://bucket/*.parquet",
-        "where": ["meta.lang", "en"],
-        "holdout": 50,
-    }
-    config = {"data": {"class_path": "datamodules.TextDataModule", "init_args": {**arguments, "sequence_length": 64}}}
-    module = parser.instantiate(parser.parse_string(yaml.safe_dump(config))).data
-    assert (module.where, module.holdout, module.sequence_length) == (("meta.lang", "en"), 50, 64)

@@ -17,11 +17,16 @@ from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import short_context
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone
-from lightning_modules.models.short_context import long_and_short, sliding_window_log_likelihood
+from lightning_modules.models.short_context import (
+    ShortContextConfig,
+    long_and_short,
+    sliding_window_log_likelihood,
+)
 from lightning_modules.models.tokenization.tokenizer import encode_document
-from lightning_modules.objectives import CrossEntropy, LongCE, StoredInfluence
+from lightning_modules.objectives import CrossEntropy, Interpolated, LongCE, Normalized, Scheduled, StoredInfluence
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.training import fsdp
+from lightning_modules.training.facts import objective_facts
 from lightning_modules.training.step import REFERENCE_TOKENS, gradient_norm
 from tests.conftest import make_text, tiny_model
 from tests.support import reference
@@ -234,7 +239,7 @@ def test_dropout_and_checkpointing_are_on_in_training(folder, tmp_path, monkeypa
     trainer(tmp_path).fit(module, loader(row(0), row(1)), loader(row(2)))
     assert modes == [True, True]
     module.backbone.eval()
-    with pytest.raises(RuntimeError, match="eval mode"):
+    with pytest.raises(RuntimeError):
         module.on_train_batch_start(row(0), 0)
 
 
@@ -321,12 +326,6 @@ def test_a_short_context_as_long_as_the_rows(folder, tmp_path):
     with pytest.raises(ValueError, match=r"36 \+ 4 = 40"):
         trainer(tmp_path).fit(lm(folder, context_length=36), loader(row(0)))
     trainer(tmp_path).fit(lm(folder, context_length=36, objective=CrossEntropy()), loader(row(0)))
-
-
-@pytest.mark.parametrize(("settings", "name"), [({"context_length": 0}, "context_length"), ({"stride": -1}, "stride")])
-def test_lengths_are_checked_before_anything_is_loaded(settings, name):
-    with pytest.raises(ValueError, match=name):
-        lm("no/such", **settings)
 
 
 def test_an_empty_training_set_is_no_success(folder, tmp_path):
@@ -419,12 +418,6 @@ def test_statistics_of_drawn_windows_are_means_only(folder, tmp_path):
     assert not drawn & set(fit.callback_metrics)
 
 
-@pytest.mark.parametrize("share", [0.0, 1.5])
-def test_a_share_of_windows_without_a_meaning_is_refused(folder, share):
-    with pytest.raises(ValueError, match=f"window_fraction.*{share}"):
-        LongContextLM(folder, window_fraction=share)
-
-
 def test_the_earlier_names_of_options_work_and_warn(folder):
     with pytest.warns(FutureWarning, match="`window_fraction`"):
         module = LongContextLM(folder, short_window_share=0.5)
@@ -432,13 +425,6 @@ def test_the_earlier_names_of_options_work_and_warn(folder):
     with pytest.warns(FutureWarning, match="`key_token_rule`"):
         config = EvaluatorConfig("evaluator", key_tokens="authors")
     assert config == EvaluatorConfig("evaluator", key_token_rule="authors")
-
-
-def test_two_names_of_an_option_that_differ_are_refused_but_for_earlier_defaults(folder):
-    with pytest.raises(ValueError, match=r"`window_fraction` is 0\.25"):
-        LongContextLM(folder, window_fraction=0.25, short_window_share=0.5)
-    assert LongContextLM(folder, window_fraction=0.25, short_window_share=1.0).short_context.window_fraction == 0.25
-    assert EvaluatorConfig("e", key_token_rule="authors", key_tokens="paper").key_token_rule == "authors"
 
 
 @pytest.mark.limit(2)  # five trainings
@@ -490,16 +476,21 @@ def test_the_probe_refuses_a_sliding_window_that_the_attention_ignores(folder, t
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "name"),
     [
-        ({"short_context": "sliding_window", "window_fraction": 0.5}, "samples short windows"),
-        ({"sink_tokens": 4}, "needs `short_context: sliding_window`"),
-        ({"sink_tokens": -1}, "`sink_tokens` must be an integer of 0 or more"),
+        ({"context_length": 0}, "context_length"),
+        ({"stride": -1}, "stride"),
+        ({"window_fraction": 0.0}, "window_fraction"),
+        ({"window_fraction": 1.5}, "window_fraction"),
+        ({"window_fraction": 0.5, "objective": Normalized(LongCE())}, "window_fraction"),
+        ({"window_fraction": 0.5, "short_context": "sliding_window"}, "short windows"),
+        ({"sink_tokens": 4}, "sliding_window"),
+        ({"sink_tokens": -1}, "sink_tokens"),
     ],
 )
-def test_options_of_a_sliding_window_that_have_no_meaning_are_refused(folder, settings, message):
-    with pytest.raises(ValueError, match=message):
-        lm(folder, **settings)
+def test_options_without_a_meaning_are_refused_before_anything_is_loaded(settings, name):
+    with pytest.raises(ValueError, match=name):
+        lm("no/such", **settings)
 
 
 def test_options_of_the_short_pass_without_one_are_pointed_out(folder):
@@ -513,3 +504,29 @@ def test_a_device_without_float64_is_refused_before_weights_are_read(folder, mon
     monkeypatch.setattr(fsdp, "load_backbone", lambda **_: pytest.fail("loaded"))
     with pytest.raises(ValueError, match=r"Apple's GPUs do not support float64.*: set `trainer.accelerator: cpu`"):
         module.configure_model()
+
+
+def test_a_schedule_makes_short_passes_only_where_there_are_weights(folder, tmp_path, monkeypatch):
+    module = lm(folder, objective=Scheduled(LongCE(), start=1, warmup=2, stop=4))
+    fit = trainer(tmp_path, max_steps=6, accumulate_grad_batches=2)
+    passes, logged, short_pass = [], [], ShortContextConfig.score
+
+    def count(*args, **options):
+        passes.append(fit.global_step)
+        return short_pass(*args, **options)
+
+    monkeypatch.setattr(ShortContextConfig, "score", count)
+    module.log_dict = lambda values, **_: logged.append({key: float(value) for key, value in values.items()})
+    module.log = lambda *_, **__: None
+    fit.fit(module, loader(*[row(seed) for seed in range(12)]))
+    assert passes == [2, 2, 3, 3], "half of the weights in the first, all of them in the second"
+    assert [values["train/weight_mean"] == 1 for values in logged] == [True, True, False, False, True, True]
+    assert [values["train/weight_at_cap"] > 0 for values in logged] == [False, False, True, True, False, False]
+    assert len({tuple(sorted(values)) for values in logged}) == 1, "the same curves throughout"
+
+
+def test_facts_of_an_objective_in_another_one():
+    objective = Interpolated(Normalized(LongCE(3.0)), 0.25)
+    facts = objective_facts(objective, 8, 4)["objective"]
+    inner = {"name": "Normalized", "objective": {"name": "LongCE", "gamma": 3.0}, "mean_over": "step"}
+    assert facts == {"name": "Interpolated", "objective": inner, "cross_entropy_share": 0.25}

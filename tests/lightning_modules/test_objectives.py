@@ -10,30 +10,16 @@ from lightning_modules.functional import (
     top_fraction_weights,
 )
 from lightning_modules.objectives import (
-    CrossEntropy,
     Interpolated,
     LongCE,
     MutualInformation,
     Normalized,
-    Objective,
     Scheduled,
     Sparse,
     StoredInfluence,
     Wrapper,
 )
 from lightning_modules.training.preflight import check_cap, check_drawn_windows, check_influence
-
-
-def test_influences():
-    long, short = -torch.rand(2, 5), -3 * torch.rand(2, 5)
-    assert torch.equal(CrossEntropy().token_weights(long, short, {}), torch.ones(2, 5))
-    assert torch.equal(LongCE(2.0).token_weights(long, short, {}), soft_influence(long, short, gamma=2.0))
-
-
-@pytest.mark.parametrize("gamma", [0.5, -1.0, float("nan"), float("inf")])
-def test_gamma_is_checked_when_the_objective_is_made(gamma):
-    with pytest.raises(ValueError, match="gamma"):
-        LongCE(gamma)
 
 
 def test_stored_influence_is_taken_as_it_is_and_capped():
@@ -46,15 +32,6 @@ def test_stored_influence_is_taken_as_it_is_and_capped():
     ]
     with pytest.raises(ValueError, match="gamma"):
         StoredInfluence(0.5)
-
-
-def test_stored_influence_and_its_objective_belong_together():
-    check_influence(StoredInfluence(), "in 'x'")
-    check_influence(LongCE(), None)
-    with pytest.raises(ValueError, match=r"StoredInfluence needs stored.*`longce influence`.*`data.influence`"):
-        check_influence(StoredInfluence(), None)
-    with pytest.raises(ValueError, match=r"LongCE would ignore the stored token weights in 'x'"):
-        check_influence(LongCE(), "in 'x'")
 
 
 def test_stored_weights_capped_lower_than_the_objective_says_are_refused():
@@ -207,11 +184,3 @@ def test_sparse_weights_of_a_fraction_and_means_over_each_sequence():
     torch.testing.assert_close(weights, chosen * 4)
     uniform = objective(PAIR[0], ShortContext(PAIR[0], scored), BATCH)
     assert torch.equal(uniform, scored.to(uniform.dtype)), "no token differs"
-
-
-def test_one_function_is_enough():
-    class Mine(Objective):
-        def token_weights(self, long, short, batch):
-            return 1 + (long - short).clamp(0, 3)
-
-    assert Mine().uses_short_context

@@ -5,11 +5,9 @@ import os
 
 import pytest
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.distributed.tensor import DTensor
 
 from lightning_modules.batch import IGNORE_INDEX
-from lightning_modules.functional import long_cross_entropy, soft_influence
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.objectives import (
@@ -23,7 +21,6 @@ from lightning_modules.objectives import (
 )
 from lightning_modules.training.fsdp import FullyShardedStrategy
 from lightning_modules.training.sequence_parallel import UlyssesStrategy
-from lightning_modules.training.step import REFERENCE_TOKENS
 from tests.conftest import tiny_model
 from tests.lightning_modules.test_long_context_lm import LENGTH, VOCABULARY, Recorder, loader, row, trainer
 from tests.support import reference
@@ -257,44 +254,6 @@ def test_a_step_in_two_processes(strategy, tmp_path):
     register_document_attention()  # which the models that come back name
     for number, case in enumerate(cases):
         check(case, *torch.load(tmp_path / f"{number}.pt", weights_only=False))
-
-
-@pytest.fixture
-def module(tmp_path):
-    tiny_model("llama", VOCABULARY, seed=6).save_pretrained(tmp_path / "model")
-    module = LongContextLM(str(tmp_path / "model"), context_length=K, stride=D)
-    module.configure_model()
-    module.backbone.train()
-    return module
-
-
-def test_training_calls_the_loss_of_the_paper(module, monkeypatch):
-    def broken(log_likelihood, token_weights, labels, *, divisor=None):
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(long_cross_entropy, "__code__", broken.__code__)
-    with pytest.raises(ZeroDivisionError):
-        module.training_step(row(0), 0)
-
-
-def test_a_changed_equation_changes_the_loss(module, monkeypatch):
-    before = module.training_step(row(0), 0)
-
-    def changed(long, short, *, gamma=5.0):
-        return (short - long).detach().exp().clamp(max=gamma)
-
-    changed.__globals__.setdefault("torch", torch)
-    monkeypatch.setattr(soft_influence, "__code__", changed.__code__)
-    assert abs(module.training_step(row(0), 0) / before - 1) > 0.01
-
-
-def test_the_logged_loss_is_that_of_the_function(module, monkeypatch):
-    monkeypatch.setattr(
-        "lightning_modules.long_context_lm.long_cross_entropy", lambda long, *_, **__: long.sum() * 0 + 3
-    )
-    module.training_step(row(0), 0)
-    means = module._statistics.compute(SingleDeviceStrategy("cpu"))
-    assert means["loss"].item() == pytest.approx(3 * REFERENCE_TOKENS / module._statistics.step_divisor.item())
 
 
 def test_a_normalized_step_without_any_weight_changes_nothing(tmp_path):

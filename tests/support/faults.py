@@ -54,6 +54,9 @@ HEADER = (
 )
 
 
+NAMES = {signal.SIGKILL: "kill -9", signal.SIGTERM: "SIGTERM"}
+
+
 class Faults:
     """Each method makes one kind of fault happen, then lets training end and compares it with an undisturbed one."""
 
@@ -95,23 +98,31 @@ class Faults:
         outcome.lost = max(outcome.lost, run.lost())
         return outcome
 
-    def killed(self, what: str, trials: int, workers: int = 0) -> Outcome:
-        """kill -9 a random while after a moment of `what` is done there."""
-        run = self._new_run(workers=workers)
-        outcome = Outcome(f"kill -9 in {what}" + (f", {workers} workers" if workers else ""))
+    def interrupted(
+        self, number: int, when: str, trials: int, *, ranks: int = 1, workers: int = 0, sharded: bool = False
+    ) -> Outcome:
+        """Send a signal to one process, a random while after a moment of `when`; by SIGTERM all end with 0."""
+        run = self._new_run(ranks, workers, sharded)
+        details = f", {workers} workers" * bool(workers) + f", {ranks} processes" * (ranks > 1) + ", FSDP2" * sharded
+        outcome = Outcome(f"{NAMES[number]} in {when}{details}")
         while outcome.trials < trials:
-            if what == "writing the token cache":
+            if when == "writing the token cache":
                 shutil.rmtree(run.cache, ignore_errors=True)
-            if what == "evaluator scoring":
+            if when == "evaluator scoring":
                 shutil.rmtree(run.cache / "token_scores", ignore_errors=True)
             run.start()
-            if not run.until(self._moment(what, run)):
+            if not run.until(self._moment(when, run)):
                 self._compare(outcome, run)  # trained to its end: begin again
-                run = self._new_run(workers=workers)
+                run = self._new_run(ranks, workers, sharded)
                 continue
-            time.sleep(self.rng.uniform(0, 0.01 if what != "training" else 0.03))
-            os.kill(run.processes[0], signal.SIGKILL)
-            outcome.trials += run.wait()[0] == [-signal.SIGKILL]
+            time.sleep(self.rng.uniform(0, 0.03 if when == "training" else 0.01))
+            os.kill(run.processes[self.rng.randrange(ranks)], number)
+            statuses, seconds = run.wait()
+            outcome.seconds = max(outcome.seconds, seconds)
+            outcome.trials += number == signal.SIGTERM or -signal.SIGKILL in statuses
+            if number == signal.SIGTERM:
+                outcome.message = last_words(run)
+                outcome.wrong += [f"exit statuses {statuses}: {run.log()[-2000:]}"] if any(statuses) else []
         return self._finish(outcome, run)
 
     def _moment(self, what: str, run: Run) -> Callable[[], bool]:
@@ -125,79 +136,27 @@ class Faults:
             return lambda: any((run.cache / "token_scores").rglob("*safetensors*"))
         return lambda: any(run.cache.glob(".building-*"))
 
-    def stopped(self, trials: int, ranks: int = 1, when: str = "training") -> Outcome:
-        """SIGTERM to one process: all end with 0 and nothing is lost."""
-        outcome = Outcome(f"SIGTERM in {when}, {ranks} process{'es' if ranks > 1 else ''}")
-        run = self._new_run(ranks)
-        while outcome.trials < trials:
-            if when == "evaluator scoring":
-                shutil.rmtree(run.cache / "token_scores", ignore_errors=True)
-            run.start()
-            if not run.until(self._moment(when, run)):
-                self._compare(outcome, run)
-                run = self._new_run(ranks)
-                continue
-            time.sleep(self.rng.uniform(0, 0.02))
-            os.kill(run.processes[self.rng.randrange(ranks)], signal.SIGTERM)
-            statuses, seconds = run.wait()
-            outcome.seconds = max(outcome.seconds, seconds)
-            outcome.message = last_words(run)
-            if any(statuses):
-                outcome.wrong.append(f"exit statuses {statuses}: {run.log()[-2000:]}")
-            outcome.trials += 1
-        return self._finish(outcome, run)
-
-    def broken(self, fault: str, patch: Callable[[int], None], *, ranks: int = 1, status: int | None) -> Outcome:
-        """Something fails in the code: all processes end, and training goes on from the last checkpoint."""
+    def broken(
+        self,
+        fault: str,
+        act: Callable[[Run], None] = lambda run: None,
+        *,
+        patch: Callable[[int], None] = lambda rank: None,
+        ranks: int = 1,
+        workers: int = 0,
+        status: int | None = None,
+    ) -> Outcome:
+        """Something fails in the code, or by `act`: all end, and training resumes from the last checkpoint."""
         outcome = Outcome(fault, trials=1)
-        run = self._new_run(ranks)
+        run = self._new_run(ranks, workers)
         run.start(patch=patch)
-        run.until(lambda: bool(run.records()))
+        run.until(lambda: len(run.records()) >= 5)
+        if run.alive():
+            act(run)
         statuses, outcome.seconds = run.wait()
         outcome.message = last_words(run)
-        if status not in statuses or 0 in statuses:
+        if status is not None and (status not in statuses or 0 in statuses):
             outcome.wrong.append(f"exit statuses {statuses}: {run.log()[-2000:]}")
-        return self._finish(outcome, run)
-
-    def rank_killed(self, rank: int) -> Outcome:
-        """kill -9 for one of two processes."""
-        outcome = Outcome(f"kill -9 of process {rank} of 2 in training", trials=1)
-        run = self._new_run(2)
-        run.start()
-        run.until(lambda: len(run.records()) >= 5)
-        os.kill(run.processes[rank], signal.SIGKILL)
-        _, outcome.seconds = run.wait()
-        outcome.message = last_words(run)
-        return self._finish(outcome, run)
-
-    def loader_killed(self) -> Outcome:
-        """kill -9 for a process that loads the data, as the system does when memory runs out."""
-        outcome = Outcome("kill -9 of a loader process", trials=1)
-        run = self._new_run(workers=2)
-        run.start()
-        run.until(lambda: len(run.records()) >= 5)
-        tasks = Path(f"/proc/{run.processes[0]}/task").glob("*/children")
-        os.kill(min(int(child) for task in tasks for child in task.read_text().split()), signal.SIGKILL)
-        statuses, outcome.seconds = run.wait()
-        outcome.message = last_words(run)
-        if statuses != [1]:
-            outcome.wrong.append(f"exit statuses {statuses}: {run.log()[-2000:]}")
-        return self._finish(outcome, run)
-
-    def parts_killed(self, trials: int) -> Outcome:
-        """kill -9 for one of two processes that each write their part of a checkpoint."""
-        outcome = Outcome("kill -9 of one of 2 in checkpointing (FSDP2)")
-        run = self._new_run(2, sharded=True)
-        while outcome.trials < trials:
-            run.start()
-            if not run.until(self._moment("checkpointing", run)):
-                self._compare(outcome, run)
-                run = self._new_run(2, sharded=True)
-                continue
-            time.sleep(self.rng.uniform(0, 0.02))
-            os.kill(run.processes[self.rng.randrange(2)], signal.SIGKILL)
-            outcome.seconds = max(outcome.seconds, run.wait()[1])
-            outcome.trials += 1
         return self._finish(outcome, run)
 
     def damaged_part(self, kind: str) -> Outcome:
@@ -335,6 +294,16 @@ def last_words(run: Run) -> str:
     return " ".join(lines[found[-1] :][:4])[:700] if found else " ".join(lines[-2:])[:700]
 
 
+def kill_rank(rank: int, run: Run) -> None:
+    os.kill(run.processes[rank], signal.SIGKILL)
+
+
+def kill_loader(run: Run) -> None:
+    """As the system does when memory runs out."""
+    tasks = Path(f"/proc/{run.processes[0]}/task").glob("*/children")
+    os.kill(min(int(child) for task in tasks for child in task.read_text().split()), signal.SIGKILL)
+
+
 def evaluator_out_of_memory(rank: int) -> None:
     def score_text(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
@@ -361,19 +330,20 @@ def kinds(faults: Faults, trials: int) -> list[Callable[[], Outcome]]:
     nowhere = ("--trainer.callbacks.dirpath", "/proc/longce")
     logs = ("--trainer.logger.init_args.save_dir", "/proc/longce", "--trainer.callbacks.dirpath", "checkpoints")
     export = ("--trainer.callbacks+", "callbacks.HuggingFaceExport", "--trainer.callbacks.output_dir", "/proc/longce")
+    kill, stop = (partial(faults.interrupted, number) for number in (signal.SIGKILL, signal.SIGTERM))
     return [
-        lambda: faults.killed("training", trials, workers=2),
-        lambda: faults.killed("checkpointing", trials),
-        lambda: faults.stopped(trials, when="evaluator scoring"),
+        lambda: kill("training", trials, workers=2),
+        lambda: kill("checkpointing", trials),
+        lambda: stop("evaluator scoring", trials),
         lambda: faults.damaged_checkpoint(10 * trials, "flipped bit"),
-        lambda: faults.broken("evaluator out of memory", evaluator_out_of_memory, status=1),
-        lambda: faults.broken("NaN in one of 2 processes", loss_not_finite, ranks=2, status=2),
+        lambda: faults.broken("evaluator out of memory", patch=evaluator_out_of_memory, status=1),
+        lambda: faults.broken("NaN in one of 2 processes", patch=loss_not_finite, ranks=2, status=2),
         lambda: faults.refused("folder that cannot be written to", *nowhere),
-        lambda: faults.killed("training", trials),
-        lambda: faults.killed("evaluator scoring", trials),
-        lambda: faults.killed("writing the token cache", trials),
-        lambda: faults.stopped(trials),
-        lambda: faults.stopped(trials, ranks=2),
+        lambda: kill("training", trials),
+        lambda: kill("evaluator scoring", trials),
+        lambda: kill("writing the token cache", trials),
+        lambda: stop("training", trials),
+        lambda: stop("training", trials, ranks=2),
         lambda: faults.refused("full disk: checkpoints", patch=partial(limit_files, 100_000)),
         lambda: faults.refused("full disk: token cache", patch=partial(limit_files, 2_000)),
         lambda: faults.refused("full disk: token scores", patch=no_room_for_scores, status=0),
@@ -383,11 +353,13 @@ def kinds(faults: Faults, trials: int) -> list[Callable[[], Outcome]]:
         lambda: faults.damaged_checkpoint(10 * trials, "cut short"),
         lambda: faults.damaged_cache("token scores", "token_scores/*/*.safetensors", trials),
         lambda: faults.damaged_cache("token cache", "*/*.bin", trials),
-        lambda: faults.broken("NaN", loss_not_finite, status=2),
-        lambda: faults.loader_killed(),
-        lambda: faults.rank_killed(0),
-        lambda: faults.rank_killed(1),
-        lambda: faults.parts_killed(max(1, trials // 4)),
+        lambda: faults.broken("NaN", patch=loss_not_finite, status=2),
+        lambda: faults.broken("kill -9 of a loader process", kill_loader, workers=2, status=1),
+        *(
+            partial(faults.broken, f"kill -9 of process {rank} of 2", partial(kill_rank, rank), ranks=2)
+            for rank in (0, 1)
+        ),
+        lambda: kill("checkpointing", max(1, trials // 4), ranks=2, sharded=True),
         lambda: faults.damaged_part("cut short"),
         lambda: faults.damaged_part("flipped bit"),
     ]
@@ -405,6 +377,16 @@ def table(folder: Path, trials: int, chosen: slice) -> list[Outcome]:
     return outcomes
 
 
+class Evil:
+    """Creates the folder ``marker`` when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = str(marker)
+
+    def __reduce__(self):
+        return (os.mkdir, (self.marker,))
+
+
 if __name__ == "__main__":
     import tempfile
 
@@ -415,13 +397,3 @@ if __name__ == "__main__":
             first = int(sys.argv[3])
         outcomes = table(Path(name), int(sys.argv[1]), slice(first, last))
         sys.exit(any(outcome.wrong for outcome in outcomes))
-
-
-class Evil:
-    """Creates the folder ``marker`` when it is unpickled."""
-
-    def __init__(self, marker):
-        self.marker = str(marker)
-
-    def __reduce__(self):
-        return (os.mkdir, (self.marker,))

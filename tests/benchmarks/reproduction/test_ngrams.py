@@ -30,8 +30,3 @@ def test_matches_a_search_over_all_earlier_words(length, seed):
     assert marked == slow(text, length)
     assert sum(marked) > 50
     assert spans.equal(merge_spans(spans))
-
-
-def test_short_texts_repeat_nothing():
-    assert repeated_ngram_spans("two words").shape == (0, 2)
-    assert repeated_ngram_spans("").shape == (0, 2)

@@ -2,12 +2,8 @@
 
 import gzip
 import json
-import multiprocessing
 import os
-import socket
-import time
 from collections import Counter
-from datetime import timedelta
 from itertools import chain
 from types import SimpleNamespace
 
@@ -16,7 +12,6 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -151,28 +146,6 @@ def test_the_text_column_of_a_parquet_file_must_be_text(tmp_path):
         assert all_of(find_corpus([str(tmp_path)], COLUMNS)) == {("b.parquet", 0): "x"}
 
 
-def test_files_without_text_pass_only_where_all_failures_are_allowed(tmp_path, word_tokenizer):
-    write_lines(tmp_path / "a.jsonl", {"body": "x"})
-    write_lines(tmp_path / "b.jsonl", {"text": "x"})
-    with pytest.raises(ValueError, match=r"a\.jsonl"):
-        DocumentCorpus(str(tmp_path), tokenizer=word_tokenizer, allowed_failures=0.99).setup("predict")
-    DocumentCorpus(str(tmp_path), tokenizer=word_tokenizer, allowed_failures=1).setup("predict")
-
-
-def test_a_source_is_a_file_or_the_folder_of_text_files():
-    corpus = DocumentCorpus("x")
-    files = {"a.jsonl": "a.jsonl", "web/a.parquet": "web/a.parquet", "books/1.txt": "books", "2.txt.gz": "."}
-    assert {file: corpus.source(file) for file in files} == files
-
-
-def test_a_broken_document_keeps_its_key_and_columns(tmp_path):
-    write_parquet(tmp_path / "a.parquet", ["fine", None], id=["p", "q"], n=[1, 2])
-    files = find_corpus([str(tmp_path)], CorpusColumns("text", "id", ("n",)))
-    _, (broken, _) = files.read(files.parts[0], lambda _: True)
-    assert (broken.key, broken.columns) == ("q", {"n": 2})
-    assert "no text" in broken.error
-
-
 def test_keys_and_columns_that_no_table_takes_are_reasons(tmp_path):
     """Half a surrogate pair, which JSON can spell, and durations that Python has not: Arrow refuses the whole shard."""
     write_lines(tmp_path / "a.jsonl", *({"text": "x", "id": key, "s": key} for key in ("fine", "\ud800")))
@@ -191,18 +164,6 @@ def test_keys_and_columns_that_no_table_takes_are_reasons(tmp_path):
         stream.write("x")
     with pytest.raises(ValueError, match="udcff"):
         find_corpus([str(tmp_path)], COLUMNS)
-
-
-def test_lines_are_counted_by_their_length(tmp_path, word_tokenizer):
-    for number in range(50):
-        write_lines(tmp_path / f"{number}.jsonl", *({"text": "a" * 40} for _ in range(100)))
-    (tmp_path / "t.txt").write_text("a")
-    corpus = DocumentCorpus(str(tmp_path), tokenizer=word_tokenizer, num_workers=0)
-    versions = find_corpus(corpus.files, COLUMNS).versions()
-    done = {"3.jsonl": np.arange(60), "t.txt": np.array([0])}
-    written = ExistingScores(done, {name: versions[name] for name in done}, {}, {}, 1)
-    attached(corpus, Keeper(written)).setup("predict")
-    assert corpus.expected() == 5000 - 60
 
 
 def test_broken_rows_have_a_reason_and_the_others_are_read(tmp_path, monkeypatch):
@@ -390,41 +351,3 @@ def test_processes_in_step_get_an_idle_row_until_all_are_done(folder, word_token
 def test_settings_that_cannot_be_meant_are_refused(folder, refused, error, named):
     with pytest.raises(error, match=named):
         refused(str(folder))
-
-
-def set_up_slowly(rank, port, folder):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    limit = timedelta(seconds=1)  # in place of half an hour
-    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=limit)
-
-    def broadcast(value):
-        values = [value]
-        dist.broadcast_object_list(values)
-        return values[0]
-
-    corpus = DocumentCorpus(str(folder))
-    corpus.tokenizer = object()
-    corpus.trainer = SimpleNamespace(
-        global_rank=rank, world_size=2, callbacks=[], strategy=SimpleNamespace(broadcast=broadcast)
-    )
-    found = corpus._find_documents
-    corpus._find_documents = lambda: time.sleep(2) or found()
-    corpus.setup("predict")
-    assert set(corpus.stream.corpus.names) == set(corpus._versions)
-    dist.barrier()
-
-
-def test_processes_wait_for_the_one_that_hashes(folder):
-    context = multiprocessing.get_context("fork")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = [context.Process(target=set_up_slowly, args=(rank, port, folder)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-    assert codes == [0, 0]

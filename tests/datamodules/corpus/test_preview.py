@@ -1,7 +1,5 @@
 """The summary of a corpus: exact where the corpus is as small as the sample, and an error where nothing has text."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -67,14 +65,6 @@ def test_lines_are_counted_by_the_length_of_those_of_their_own_file(tmp_path, to
     assert sum(size > 100 for size in found.sizes) < 20, "files are sampled by their numbers of documents"
 
 
-def test_a_language_that_only_some_files_have(tmp_path, tokenizer):
-    write_parquet(tmp_path / "a.parquet", ["fine"] * 3, lang=["de"] * 3)
-    write_parquet(tmp_path / "b.parquet", ["good"] * 3)
-    found = preview(tmp_path, tokenizer)
-    assert len(found.sizes) == 6
-    assert dict(found.contents) == {"de": 3}
-
-
 def test_scripts_of_texts_without_a_language(tmp_path, tokenizer):
     write_lines(tmp_path / "a.jsonl", {"text": "где что"}, {"text": "abcd 漢字"}, {"text": "  "}, b"{broken")
     found = preview(tmp_path, tokenizer)
@@ -89,10 +79,3 @@ def test_a_corpus_without_text_is_refused(tmp_path, tokenizer, text, named):
         preview(tmp_path, tokenizer)
     columns = CorpusColumns("body", None, ())
     assert preview(tmp_path, tokenizer, columns).documents == pytest.approx(3)
-
-
-def test_a_damaged_file_is_left_to_the_run(tmp_path, tokenizer):
-    write_parquet(tmp_path / "a.parquet", ["fine"])
-    content = json.dumps({"text": "ok"}).encode()
-    (tmp_path / "b.jsonl.gz").write_bytes(b"no gzip" + content)
-    assert preview(tmp_path, tokenizer).sizes == [4]

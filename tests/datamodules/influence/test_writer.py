@@ -5,7 +5,6 @@ import pickle
 import numpy as np
 import pytest
 
-from datamodules.influence import writer as influence_writer
 from datamodules.influence.store import HEADER, WEIGHTS, InfluenceStore
 from datamodules.influence.writer import InfluenceWriter, influence_folder, narrow
 from datamodules.packing.packing import PackedRows, pack_documents
@@ -106,21 +105,6 @@ def test_other_weights_are_not_mixed_in(tmp_path, rows, folder, changes, named):
     with pytest.raises(ValueError, match=named):
         writer(tmp_path / folder, rows, **changes)
     assert influence_folder(tmp_path, MADE_FROM) != influence_folder(tmp_path, {**MADE_FROM, "evaluator": "b"})
-
-
-def test_another_process_may_make_the_folder_at_the_same_moment(tmp_path, rows, monkeypatch):
-    real, others = influence_writer.read_header, []
-
-    def read_header(folder):
-        header = real(folder)
-        if not others:  # it comes between our two looks
-            others.append(None)
-            others.append(writer(folder, rows))
-        return header
-
-    monkeypatch.setattr(influence_writer, "read_header", read_header)
-    mine = writer(tmp_path / "w", rows)
-    assert mine.header == others[1].header
 
 
 def test_what_a_kill_while_finishing_left_is_swept(tmp_path, rows, monkeypatch):

@@ -13,7 +13,7 @@ def dataset(tokenizer, *texts, **kwargs):
     return DocumentDataset(documents, load_tokenizer(tokenizer), **{"length": None, **kwargs})
 
 
-@pytest.mark.parametrize("length", [*range(1, 40), None])
+@pytest.mark.parametrize("length", [*range(1, 40, 3), None])
 def test_text_is_exactly_that_of_the_kept_tokens(byte_tokenizer, length):
     row = dataset(byte_tokenizer, TEXT, length=length)[0]
     offsets, text = row["offsets"].tolist(), row["text"]
@@ -27,16 +27,6 @@ def test_text_is_exactly_that_of_the_kept_tokens(byte_tokenizer, length):
         assert decoded == text[start:end] or "\ufffd" in decoded  # a token may be a part of a character
     if length is None:
         assert text == TEXT == tokenizer.decode(row["input_ids"])
-
-
-def test_row_written_out(word_tokenizer):
-    row = dataset(word_tokenizer, "a b  c d", length=3)[0]
-    assert row["input_ids"].tolist() == [1, 2, 3]
-    assert row["labels"].tolist() == [IGNORE_INDEX, 2, 3]
-    assert row["position_ids"].tolist() == [0, 1, 2]
-    assert row["document_boundaries"] == [0, 3]
-    assert row["offsets"].tolist() == [[0, 1], [2, 3], [5, 6]]
-    assert (row["text"], row["name"]) == ("a b  c", "name 0")
 
 
 def test_special_tokens_stand_for_no_characters(bos_eos_tokenizer):

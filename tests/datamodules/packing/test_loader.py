@@ -1,12 +1,10 @@
-import sys
 import tempfile
-import warnings
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from datamodules.packing.loader import ResumableLoader, worker_options
+from datamodules.packing.loader import ResumableLoader
 from datamodules.packing.samplers import RowSampler
 from tests.support.trainers import Recorder, quiet_trainer
 
@@ -56,18 +54,6 @@ def test_state_of_another_order_is_not_used(caplog):
     assert "The epoch starts over" in caplog.text
     assert "'seed': (3, 4)" in caplog.text
     assert len(list(other)) == 5
-
-
-@pytest.mark.parametrize(
-    ("version", "workers", "warns"), [((3, 11, 9), 2, True), ((3, 11, 9), 0, False), ((3, 11, 10), 2, False)]
-)
-def test_versions_of_python_whose_forks_may_hang_are_named(version, workers, warns, monkeypatch):
-    monkeypatch.setattr(sys, "version_info", version)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        assert worker_options(workers)["num_workers"] == workers
-    assert any("3.11.10 or later" in str(warning.message) for warning in found) == warns
 
 
 @pytest.mark.filterwarnings("ignore")

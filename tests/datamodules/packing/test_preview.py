@@ -49,10 +49,9 @@ sequence 1   tokens 5, documents 2, padding 0
     )
 
 
-@pytest.mark.parametrize("packing", ["concat", "chunk", "best_fit"])
-@pytest.mark.parametrize("loss_on_prompt", [True, False])
-@pytest.mark.parametrize("isolate", [True, False])
-@pytest.mark.parametrize("length", [1, 3, 8])
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+@pytest.mark.parametrize(("loss_on_prompt", "isolate"), [(True, True), (False, True), (False, False)])
+@pytest.mark.parametrize("length", [1, 3])
 def test_scored_tokens_are_those_with_labels(module, packing, loss_on_prompt, isolate, length):
     settings = {"packing": packing, "loss_on_prompt": loss_on_prompt, "isolate_documents": isolate}
     data = module(sequence_length=length, **settings)
@@ -68,40 +67,13 @@ def test_scored_tokens_are_those_with_labels(module, packing, loss_on_prompt, is
 def test_the_rows_that_are_asked_for_are_shown(module, options, numbers):
     lines = module(sequence_length=2).inspect(**options).splitlines()
     assert [int(line.split()[1]) for line in lines if line.startswith("sequence ")] == numbers
+    for rows in ([7], [0, -1]):
+        with pytest.raises(ValueError, match="`rows`"):
+            module(sequence_length=2).inspect(rows)
 
 
-@pytest.mark.parametrize("rows", [[7], [0, -1]])
-def test_rows_that_are_not_there_are_refused(module, rows):
-    with pytest.raises(ValueError, match="`rows`"):
-        module(sequence_length=2).inspect(rows)
-
-
-def test_names_are_read_no_further_than_needed(module, monkeypatch):
-    data = module(sequence_length=2)
-    data.training_rows()
-    read = []
-    source = data.source("train")
-
-    class Counted:
-        def __iter__(self):
-            for document in source:
-                read.append(document.name)
-                yield document
-
-        fingerprint = source.fingerprint
-
-    monkeypatch.setattr(data, "source", lambda split: Counted())
-    assert "(" not in data.inspect([3]).split("sequence 3")[1]
-    assert read == []
-    assert "(three)" in data.inspect([3], names=True)
-    assert read == ["one", "t\two", "three"]
-    read.clear()
-    data.inspect([0], names=True)
-    assert read == ["one"]
-
-
-@pytest.mark.parametrize("text", ["", "x", "0123456789", "a\nb" * 40, "日本🙂" * 30, "\u200b\u2028\u202e\ufeff\\"])
-@pytest.mark.parametrize("width", [1, 2, 9, 10, 11])
+@pytest.mark.parametrize("text", ["", "0123456789", "日本🙂\n" * 30, "\u200b\u2028\u202e\ufeff\\"])
+@pytest.mark.parametrize("width", [1, 9, 10])
 def test_shortened_keeps_both_ends(text, width):
     short = shortened(text, width)
     assert short.isprintable()

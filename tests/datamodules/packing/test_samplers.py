@@ -72,12 +72,6 @@ def test_order_is_a_function_of_seed_and_epoch_and_weights():
     assert sorted(order()) != sorted(order(epoch=2))
 
 
-def test_the_smallest_example_by_hand():
-    sampler = MixtureSampler({"a": 4, "b": 2}, {"a": 3, "b": 1})
-    assert sampler.counts == {"a": 4, "b": 1}  # 5 rows: 3.75 and 1.25
-    assert source_of(sampler.rows_of, sampler.epoch_order(0)).tolist() == [0, 0, 1, 0, 0]
-
-
 @pytest.mark.parametrize(
     ("refused", "named"),
     [
@@ -101,3 +95,16 @@ def test_order_depends_on_seed_and_epoch_only():
     assert sorted(order(1, 2)) == list(range(50))
     # 0 + 1 == 1 + 0: the two must not be added up
     assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
+
+
+@pytest.mark.parametrize(("rows", "world_size"), [(1, 1), (7, 1), (9, 3), (10, 3), (11, 3)])
+def test_an_epoch_has_every_row_once_but_those_left_out_for_evenness(rows, world_size):
+    left_out = []
+    for epoch in range(12):
+        readers = [RowSampler(rows, rank=rank, world_size=world_size) for rank in range(world_size)]
+        for reader in readers:
+            reader.set_epoch(epoch)
+        seen = [row for reader in readers for row in reader]
+        assert len(set(seen)) == len(seen) == rows // world_size * world_size
+        left_out.append(frozenset(range(rows)) - set(seen))
+    assert len(set(left_out)) > 1 or rows % world_size == 0, "other ones in other epochs"

@@ -110,7 +110,7 @@ def test_a_row_that_is_not_full_is_padded_behind_its_last_border():
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "chunk"])
-@pytest.mark.parametrize("sequence_length", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("sequence_length", [2, 3, 6])
 @pytest.mark.parametrize("isolate", [True, False])
 def test_prompts_are_not_scored_wherever_rows_cut_them(packing, sequence_length, isolate):
     prompts = {10, 11, 13, 14, 15}

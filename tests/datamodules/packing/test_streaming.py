@@ -2,7 +2,6 @@ import functools
 import http.server
 import json
 import os
-import pickle
 import threading
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from datamodules import StreamingTextDataModule
-from datamodules.packing.streaming import StreamingLoader
 from tests.support.trainers import Recorder, quiet_trainer, seen_trainer
 
 LENGTH = 5
@@ -253,29 +251,3 @@ def test_empty_documents_are_left_out_and_counted_in_the_cursor(tmp_path, number
         rows_of(module(tmp_path, numbered_tokenizer, train=path, validation=path).train_dataloader()) for path in paths
     ]
     assert rows[0] == rows[1]
-
-
-@pytest.mark.slow
-def test_goes_on_again_and_again_within_a_document(corpus_folder, numbered_tokenizer):
-    made = functools.partial(module, corpus_folder, numbered_tokenizer, max_steps=30)
-    rows, state = [], made().train_dataloader().state_dict()
-    for _ in range(30):
-        loader = made().train_dataloader()
-        loader.load_state_dict(state)
-        rows += rows_of(first_of(loader, 1))
-        state = loader.state_dict()
-    assert rows == rows_of(made().train_dataloader())
-
-
-def test_neighbours_that_read_the_same_save_their_place_once(corpus_folder, numbered_tokenizer, monkeypatch):
-    loader = module(corpus_folder, numbered_tokenizer, world_size=2).train_dataloader()
-    cursors = ["first", "first", "second", "second"]
-    monkeypatch.setattr("datamodules.packing.streaming.gathered", lambda _: cursors)
-    assert loader.state_dict()["cursors"] == ["first", "second"]
-
-
-def test_spawned_workers_can_have_the_stream(corpus_folder, numbered_tokenizer):
-    loader = module(corpus_folder, numbered_tokenizer).train_dataloader()
-    rows = pickle.loads(pickle.dumps(loader.rows))
-    copy = StreamingLoader(rows, batch_size=1, batches=12)
-    assert rows_of(copy) == rows_of(loader)

@@ -1,9 +1,7 @@
 import hashlib
-import itertools
 from itertools import islice
 
 import pytest
-from transformers import AutoTokenizer
 
 from datamodules.recall import ABOUT, GET, SET, RecallDataModule, recall_documents, recall_tokenizer
 from datamodules.recall.documents import recall_questions, recall_records
@@ -20,13 +18,6 @@ def documents() -> list[list[str]]:
 def events(words: list[str], marker: str) -> list[int]:
     """Where the marker stands with its whole event behind it; the document's end may cut the last one."""
     return [index for index, word in enumerate(words[:-2]) if word == marker]
-
-
-def test_same_seed_same_documents_and_each_depends_on_its_index_only():
-    five = list(recall_documents(5, length=60, seed=1))
-    assert five == list(recall_documents(5, length=60, seed=1))
-    assert five[:2] == list(recall_documents(2, length=60, seed=1))
-    assert len(set(five)) == 5
 
 
 @pytest.mark.parametrize("length", [1, 2, 63, 511])
@@ -64,17 +55,6 @@ def test_one_token_per_word_with_offsets_and_no_unknown_word():
         assert [text[start:end] for start, end in encoded.offset_mapping[1:]] == text.split(" ")
         assert tokenizer.decode(encoded.input_ids, skip_special_tokens=True) == text
     assert sorted(tokenizer.get_vocab().values()) == list(range(len(tokenizer))), "no two words share a token"
-
-
-def test_the_saved_tokenizer_opens_with_auto_tokenizer(tmp_path):
-    tokenizer = recall_tokenizer()
-    tokenizer.save_pretrained(tmp_path)
-    assert {"tokenizer.json", "tokenizer_config.json"} <= {path.name for path in tmp_path.iterdir()}
-    opened = AutoTokenizer.from_pretrained(tmp_path)
-    text = next(islice(recall_documents(1, length=100), 1))
-    assert opened(text).input_ids == tokenizer(text).input_ids
-    for name in ("bos", "eos", "unk", "pad"):
-        assert getattr(opened, f"{name}_token_id") == getattr(tokenizer, f"{name}_token_id") is not None
 
 
 def test_rows_of_the_data_module_are_one_document_each(tmp_path):
@@ -123,22 +103,6 @@ def test_records_know_what_each_word_is_and_where_it_stands(options):
         assert len(record.spans("answer")) > len(spans)
         far += len(spans)
     assert far > 10
-
-
-def local_pairs(**options):
-    return {
-        pair
-        for record in recall_records(20, length=400, slot=40, seed=6, **options)
-        for pair in itertools.pairwise(word.text for word in record.words if word.kind == "local")
-    }
-
-
-def test_dialects_differ_in_what_follows_a_word():
-    first, second = local_pairs(), local_pairs(second_dialect=1.0)
-    assert len(first & second) < 0.25 * len(first)
-    mixed = local_pairs(second_dialect=0.5)
-    assert len(mixed & first) > 0.3 * len(mixed)
-    assert len(mixed & second) > 0.3 * len(mixed)
 
 
 @pytest.mark.parametrize("length", [8, 9, 20, 511])

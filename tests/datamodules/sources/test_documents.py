@@ -13,7 +13,6 @@ from datamodules.sources.documents import (
     NoDocumentError,
     RecordFiles,
     TextFiles,
-    text_bytes,
     text_folder,
     with_text,
 )
@@ -151,16 +150,6 @@ def test_fingerprint_is_the_content_and_not_the_name_or_time(tmp_path):
     kinds = [TextFiles(tuple(files)), TextFiles(tuple(files[::-1])), RecordFiles(tuple(files))]
     kinds += [RecordFiles(tuple(files[::-1])), RecordFiles(tuple(files), where=ARXIV)]
     assert len({source.fingerprint() for source in kinds}) == 5, "the order of files, and what is taken of them"
-
-
-def test_size_of_the_texts_is_told_where_it_is_known(tmp_path):
-    (tmp_path / "a.txt").write_text("naïve")
-    (tmp_path / "b.txt").write_text("two")
-    assert text_bytes(text_folder(tmp_path)) == 6 + 3
-    plain = write_lines(tmp_path / "a.jsonl", {"text": "one"})
-    assert text_bytes(plain) == len('{"text": "one"}\n')
-    assert text_bytes(RecordFiles(plain.files, where=ARXIV)) is None
-    assert text_bytes(RecordFiles((tmp_path / "a.jsonl.zst",))) is None
 
 
 def test_prompt_and_response_are_joined_as_they_are(tmp_path):

@@ -27,24 +27,6 @@ def test_reads_a_split_of_parquet_files(parquet_folder):
     assert documents == [Document("A", "a of test"), Document("test:1", "b of test")]
 
 
-def test_filter_on_a_nested_column(parquet_folder):
-    source = HubDataset(parquet_folder, "train", where=("meta.pile_set_name", "ArXiv"))
-    assert [document.text for document in source] == ["a of train"]
-
-
-@pytest.mark.parametrize(
-    ("split", "options", "named"),
-    [
-        ("train", {"where": ("meta.pile_set_name", "GitHub")}, "'GitHub'"),
-        ("train", {"text_column": "report"}, "'report'"),
-        ("validation", {}, "'validation'"),
-    ],
-)
-def test_what_a_dataset_does_not_have_is_named(parquet_folder, split, options, named):
-    with pytest.raises(ValueError, match=named):
-        list(HubDataset(parquet_folder, split, **options))
-
-
 @pytest.mark.parametrize("path", ["/nowhere/pg19", "./pg19", "data/books/pg19", "~/pg19", None])
 def test_a_path_that_is_no_dataset_is_refused_without_asking_the_hub(path, monkeypatch, tmp_path):
     (tmp_path / "book.txt").write_text("`datasets` would make a document of each line")
@@ -68,19 +50,3 @@ def test_an_edited_local_file_is_read_again_though_its_time_is_the_old_one(parqu
     assert after.fingerprint() != first
     assert after.fingerprint() == HubDataset(parquet_folder, "train").fingerprint()
     assert after.fingerprint() != HubDataset(parquet_folder, "test").fingerprint()
-
-
-@pytest.mark.parametrize(
-    ("cause", "kind"),
-    [
-        (ConnectionError("Couldn't reach 'owner/name' on the Hub"), FileNotFoundError),
-        (RuntimeError("Dataset scripts are no longer supported"), ValueError),
-    ],
-)
-def test_what_the_hub_says_is_passed_on(cause, kind, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise cause
-
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(kind, match=f"'owner/name'.*{cause}"):
-        HubDataset("owner/name", "train").fingerprint()

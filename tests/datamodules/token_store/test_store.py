@@ -3,7 +3,6 @@ import os
 import pickle
 import shutil
 import time
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -133,22 +132,6 @@ def test_address_depends_on_all_that_matters(word_tokenizer, bos_eos_tokenizer, 
     assert len({store.folder for store in stores}) == 5
 
 
-def test_interrupted_build_leaves_no_store(word_tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenising, "BATCH_DOCUMENTS", 1)
-    with pytest.raises(KeyboardInterrupt):
-        build(Texts(["a", "b", KeyboardInterrupt()]), word_tokenizer, tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    assert build(Texts(["a", "b"]), word_tokenizer, tmp_path).tokens.tolist() == [1, 0, 2, 0]
-
-
-def test_unwritable_cache_is_found_before_anything_is_read(word_tokenizer, tmp_path):
-    (tmp_path / "file").touch()
-    source = Texts(["a"])
-    with pytest.raises(ValueError, match="file"):
-        build(source, word_tokenizer, tmp_path / "file")
-    assert source.reads == []
-
-
 def content(store):
     return {name: (store.folder / name).read_bytes() for name in FILES}
 
@@ -263,15 +246,6 @@ def test_ids_beyond_the_vocabulary_are_refused(word_tokenizer, tmp_path, monkeyp
     monkeypatch.setattr(tokenising, "vocabulary_size", lambda _: 3)
     with pytest.raises(ValueError, match="token 3"):
         build(Texts(["a b c"]), word_tokenizer, tmp_path)
-
-
-def test_long_documents_are_no_reason_to_warn(byte_tokenizer, tmp_path, caplog, capfd):
-    tokenizer = load_tokenizer(byte_tokenizer)
-    tokenizer.model_max_length = 4
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        build_token_store(Texts(["the cat sat on the mat " * 9]), tokenizer, cache_dir=tmp_path)
-    assert "maximum" not in caplog.text + "".join(capfd.readouterr())
 
 
 def test_prompt_lengths_are_kept_where_there_are_prompts(word_tokenizer, tmp_path):

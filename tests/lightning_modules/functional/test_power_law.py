@@ -53,10 +53,6 @@ def test_a_fit_is_determined_if_it_explains_the_loss_and_the_loss_bounds_the_exp
     assert fit.is_determined == determined
 
 
-def test_three_contexts_never_determine_the_exponent():
-    assert fit_power_law(CONTEXT[:3], (8 / CONTEXT[:3]) ** 0.5 + 2)[4:] == pytest.approx((0.01, 7.94), abs=0.01)
-
-
 def test_the_interval_covers_the_exponent_in_95_of_100_samples_or_a_few_more():
     generator = torch.Generator().manual_seed(0)
     contexts = torch.logspace(1.3, 4, 12)
@@ -80,12 +76,3 @@ def test_the_interval_covers_the_exponent_in_95_of_100_samples_or_a_few_more():
 def test_what_cannot_be_fitted_is_refused(context, loss, message):
     with pytest.raises(ValueError, match=message):
         fit_power_law(torch.tensor(context), torch.tensor(loss))
-
-
-def test_a_fit_that_explains_little_is_not_determined_although_its_exponent_is_bounded():
-    contexts = torch.logspace(1.3, 4, 100)
-    noise = 0.25 * torch.randn(100, generator=torch.Generator().manual_seed(0))
-    fit = fit_power_law(contexts, (50 / contexts) ** 0.6 + 2 + noise)
-    assert 0.02 < fit.b_low < fit.b_high < 4
-    assert 0.5 < fit.r_squared < 0.9
-    assert not fit.is_determined

@@ -62,17 +62,13 @@ def test_only_scored_tokens_have_logits_and_half_precision_gives_float32(problem
     assert not nothing.token_ids.any()
 
 
-@pytest.mark.parametrize("count", [0, -1, 2.0, True, VOCABULARY + 1])
-def test_a_count_without_a_meaning_is_refused(problem, count):
-    with pytest.raises(ValueError, match="`count` must be an integer"):
-        likeliest_tokens(*problem, count=count)
-
-
 def test_bad_arguments_are_refused_before_there_are_logits(problem):
     hidden, _, labels = problem
-    for arguments, name in (({"count": 0}, "`count`"), ({"chunk_size": 0}, "`chunk_size`")):
-        with pytest.raises(ValueError, match=f"{name} must be an integer"):
-            likeliest_tokens(hidden, lambda rows: pytest.fail("the head was called"), labels, **arguments)
+    for name, value in (("count", 0), ("count", True), ("chunk_size", 0)):
+        with pytest.raises(ValueError, match=name):
+            likeliest_tokens(hidden, lambda rows: pytest.fail("the head was called"), labels, **{name: value})
+    with pytest.raises(ValueError, match="count"):
+        likeliest_tokens(*problem, count=VOCABULARY + 1)
 
 
 def test_five_tokens_by_default(problem):

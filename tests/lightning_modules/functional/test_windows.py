@@ -31,14 +31,6 @@ def test_windows_stay_inside_documents():
         assert any(a <= window.start and window.stop <= b for a, b in itertools.pairwise(boundaries))
 
 
-@pytest.mark.parametrize(
-    ("context_length", "stride", "name"), [(0, 1, "context_length"), (4, 0, "stride"), (4, -8, "stride")]
-)
-def test_lengths_are_checked(context_length, stride, name):
-    with pytest.raises(ValueError, match=name):
-        short_context_windows([0, 9], context_length=context_length, stride=stride)
-
-
 def test_a_context_that_is_never_short_is_refused():
     check_context(4, 3, 8)
     with pytest.raises(ValueError, match=r"4 \+ 3 = 7"):
@@ -93,12 +85,6 @@ def test_all_windows_or_none_need_no_draw():
     assert draw_windows(WINDOWS, 1.0, seed=0) == (WINDOWS, 1.0)
     assert draw_windows([], 0.5, seed=0) == ([], 1.0)
     assert draw_windows(WINDOWS, 0.5, seed=1)[0] != draw_windows(WINDOWS, 0.5, seed=2)[0]
-
-
-@pytest.mark.parametrize("share", [0.0, -0.1, 1.01, float("nan")])
-def test_a_share_without_a_meaning_is_refused(share):
-    with pytest.raises(ValueError, match="window_fraction"):
-        draw_windows(WINDOWS, share, seed=0)
 
 
 def test_trimmed_windows_score_every_wanted_token_and_end_at_the_last():

@@ -1,5 +1,4 @@
 import math
-import pickle
 
 import pytest
 import torch
@@ -82,21 +81,6 @@ def test_every_sum_moves_with_the_module():
     assert {getattr(metric, name).device.type for name in metric._defaults} == {"meta"}
     metric.reset()
     assert {getattr(metric, name).device.type for name in metric._defaults} == {"meta"}
-
-
-def test_pickles_and_keeps_out_of_checkpoints():
-    metric = LongPerplexity()
-    metric.update(torch.tensor([-1.0]), torch.tensor([True]))
-    assert float(pickle.loads(pickle.dumps(metric)).compute()) == pytest.approx(math.e)
-    assert metric.state_dict() == {}
-
-
-def test_plot():
-    metric = LongPerplexity()
-    values = [metric(*document) for document in documents(3)]
-    figure, axes = metric.plot(values)
-    assert len(axes.lines[0].get_ydata()) == 3
-    assert figure is not None
 
 
 def _uneven_documents(rank, world_size, expected):

@@ -59,12 +59,3 @@ def test_short_work_and_other_processes_log_nothing(stream, monkeypatch, caplog)
     work()
     assert caplog.messages == []
     assert output.getvalue() == ""
-
-
-def test_a_line_is_not_logged_twice(caplog):
-    caplog.set_level("INFO")
-    with progress_bar("", unit="step") as bar:
-        bar.bar_format = "{desc}"
-        for line in ("step 1", "step 2", "step 2"):
-            bar.set_description_str(line)
-    assert caplog.messages == ["step 1", "step 2"]

@@ -1,7 +1,6 @@
 import pytest
 
 from benchmarks.reproduction.miniature.haystack import HaystackCorpus
-from datamodules.recall.documents import Word
 from datamodules.recall.language import FIELDS, GENRES, GET, SET, field_values
 
 
@@ -14,25 +13,6 @@ def text(book_folder):
 def corpus(text):
     """Its values are several tokens: the vocabulary is too small for all."""
     return HaystackCorpus(str(text), vocabulary_size=340)
-
-
-@pytest.mark.slow
-def test_values_are_several_tokens_here(corpus):
-    sizes = [corpus.size(value) for values in field_values().values() for value in values]
-    assert min(sizes) < max(sizes)
-    assert sum(size > 1 for size in sizes) > 100
-
-
-@pytest.mark.slow
-def test_the_tokenizer_keeps_the_text_and_says_where_each_token_stands(corpus):
-    tokenizer = corpus.tokenizer()
-    assert len(tokenizer) == 340
-    for record in corpus.documents(5, 200):
-        encoded = tokenizer(record.text, return_offsets_mapping=True)
-        assert encoded.input_ids[0] == tokenizer.bos_token_id
-        assert tokenizer.decode(encoded.input_ids, skip_special_tokens=True).strip() == record.text
-        joined = "".join(record.text[start:end] for start, end in encoded.offset_mapping)
-        assert joined == record.text.replace(" ", "")  # no token has the space before it
 
 
 @pytest.mark.limit(3)  # the first one trains the tokenizer
@@ -53,27 +33,6 @@ def tokens_of(corpus, record):
         inside = [t for t, (s, e) in enumerate(offsets) if t and start <= s and e <= end]
         found.append((inside[0], inside[-1]))
     return found
-
-
-def test_local_words_stand_in_a_book_of_the_split(corpus, text):
-    books = {split: (text / split / "0.txt").read_text().split() for split in ("train", "test")}
-    for split, other in (("train", "test"), ("test", "train")):
-        local = [w.text for i in range(10) for w in corpus.record(split, 200, (1, i), 16).words if w.kind == "local"]
-        assert split in local
-        assert other not in local
-        assert set(local) <= {*books[split]}
-
-
-def test_one_dialect_reads_on_in_a_book_and_the_other_does_not(corpus, text):
-    doubled = [" ".join(2 * file.read_text().split()) for file in (text / "train").iterdir()]
-
-    def in_order(second_dialect):
-        records = [corpus.record("train", 150, (2, i), 16, second_dialect) for i in range(10)]
-        runs = [" ".join(word.text for word in record.words[:-12] if word.kind == "local") for record in records]
-        return sum(any(run in book for book in doubled) for run in runs)
-
-    assert (in_order(0.0), in_order(1.0)) == (10, 0)
-    assert 0 < in_order(0.5) < 10
 
 
 def test_events_are_whole_and_answers_are_known_in_tokens(corpus):
@@ -140,40 +99,3 @@ def test_questions_are_answered_in_one_place_at_the_depth_asked_for(corpus):
             assert record.words[-1].distance == distance > 100
             last = 400 * (1 - 120 / 400)
             assert last * number / 4 - 20 <= places[named[0] - 1][0] <= last * (number + 1) / 4 + 2
-
-
-def test_rows_of_the_data_module_are_the_documents(corpus, tmp_path):
-    settings = {"sequence_length": 60, "slot": 5, "second_dialect": 0.5, "batch_size": 2, "seed": 1}
-    data = corpus.training_data(6, document_rows=2, cache_dir=str(tmp_path), **settings)
-    data.prepare_data()
-    data.setup("fit")
-    rows = [data.rows[index]["input_ids"].tolist() for index in range(len(data.rows))]
-    assert len(rows) == 6
-    ids = [corpus.tokenizer()(corpus.record("train", 120, (1, i), 5, 0.5).text).input_ids for i in range(3)]
-    assert rows == [part for document in ids for part in (document[:60], document[60:])]
-
-
-@pytest.mark.slow
-def test_other_text_is_another_corpus(text, corpus, tmp_path):
-    assert corpus.fingerprint() == HaystackCorpus(str(text), vocabulary_size=340).fingerprint()
-    assert corpus.fingerprint() != HaystackCorpus(str(text), vocabulary_size=350).fingerprint()
-    for split in ("train", "test"):
-        (tmp_path / split).mkdir()
-        (tmp_path / split / "1.txt").write_text((text / split / "1.txt").read_text())
-    assert corpus.fingerprint() != HaystackCorpus(str(tmp_path), vocabulary_size=340).fingerprint()
-
-
-@pytest.mark.slow
-def test_what_cannot_be_a_haystack_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="name a folder"):
-        HaystackCorpus()
-    with pytest.raises(ValueError, match="above 257, the tokens of bytes, got 200"):
-        HaystackCorpus(str(tmp_path), vocabulary_size=200)
-    with pytest.raises(FileNotFoundError, match="train"):
-        HaystackCorpus(str(tmp_path))
-    for split in ("train", "test"):
-        (tmp_path / split).mkdir()
-        (tmp_path / split / "1.txt").write_text("Donaudampfschifffahrtsgesellschaft " * 50 + "ßüö" * 40)
-    corpus = HaystackCorpus(str(tmp_path), vocabulary_size=300)
-    with pytest.raises(ValueError, match="hardly a word of one token"):
-        corpus._fitting(iter([[Word("ßüö" * 40)]] * 3), 7)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.reproduction.miniature.haystack import HaystackCorpus
 from benchmarks.reproduction.miniature.measure import Examination, Tokens, token_metrics
 from benchmarks.reproduction.miniature.recall_corpus import RecallCorpus
 from lightning_modules.models.backbone import Backbone
@@ -64,32 +63,6 @@ def test_right_answers_are_the_likeliest_words(examination, backbone):
     examination.questions(64)[1]["input_ids"][:, -1] = backbone.base_model(batch["input_ids"]).logits[:, -2].argmax(-1)
     assert examination.right_answers(backbone, 64)[1] == 1.0
     batch["input_ids"][:, -1] = answers
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_an_answer_of_several_tokens_is_right_if_each_is(settings, book_folder):
-    corpus = HaystackCorpus(str(book_folder), vocabulary_size=340)
-    examination = Examination(corpus, settings)
-    torch.manual_seed(1)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=340, initializer_range=1.0, **sizes)
-    backbone = Backbone(AutoModelForCausalLM.from_config(config))
-    assert examination.right_answers(backbone, 64) == [0.0, 0.0]
-    (batch, _), by_depth = examination.questions(64), corpus.questions(5, 64, depths=2, distance=0)
-    lengths = [corpus.size(record.words[-1].text) for record in by_depth[0]]
-    assert max(lengths) > 1
-    for row, length in enumerate(lengths):
-        for place in range(64 - length, 64):  # put in what the model says, one token behind the other
-            ids = batch["input_ids"]
-            ids[row, place] = backbone.base_model(ids[row : row + 1]).logits[0, place - 1].argmax()
-        assert examination.right_answers(backbone, 64)[0] == pytest.approx((row + 1) / len(lengths))
-    row = lengths.index(max(lengths))
-    for wrong in range(64 - lengths[row], 64):
-        ids = batch["input_ids"].clone()
-        batch["input_ids"][row, wrong] += 1  # the later tokens may be wrong then, too; the row is
-        assert examination.right_answers(backbone, 64)[0] == pytest.approx(1 - 1 / len(lengths))
-        batch["input_ids"].copy_(ids)
 
 
 @torch.no_grad()

@@ -25,14 +25,6 @@ def test_the_first_documents_that_are_long_enough_are_cut(tokenizer):
     assert all(100 <= length <= 150 for length in lengths([document.text for document in chosen], tokenizer))
 
 
-def test_too_few_long_documents_are_refused(tokenizer):
-    source = [Document("a", make_text(60))]
-    with pytest.raises(ValueError, match="Only 1 of the documents have 50 tokens, but 2 are needed"):
-        select_documents(source, tokenizer, count=2, min_tokens=50, max_tokens=90)
-    with pytest.raises(ValueError, match="`min_tokens` must be from 1 to `max_tokens`, got 91 and 90"):
-        select_documents(source, tokenizer, count=1, min_tokens=91, max_tokens=90)
-
-
 def test_influences_token_by_token(tokenizer, other_tokenizer):
     text = make_text(60, seed=3) + " " + make_text(12, seed=3)
     document = encode_document(text, tokenizer)

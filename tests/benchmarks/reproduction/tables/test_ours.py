@@ -80,8 +80,3 @@ def test_scores_of_runs_with_gains_and_averages():
     cells = ours(find_table("table10"), {}, scores, [])
     assert cells["Llama-2-7B", "Avg."] == 12.5
     assert {row: column for row, column in cells if row != "Llama-2-7B"} == {"+CE (baseline)": "MMLU"}
-
-
-def test_accuracies_by_prompt_length():
-    cells = ours(find_table("table9"), {}, {"Yi-6B-200k": {"LongEval 2k": 98.0}}, [])
-    assert cells == {("Yi-6B-200k: LongEval accuracy", "2k"): 98.0}

@@ -8,17 +8,6 @@ import pytest
 from benchmarks.reproduction.tables.published import as_json, find_model, find_table, markdown, published
 
 NAMES = list(published()["tables"])
-COUNTS = {"table1": 9, "table2": 12, "table3": 81, "table4": 54, "table5": 36, "table5-package": 36, "table6": 9}
-COUNTS |= {
-    "figure6": 3,
-    "figure8": 3,
-    "table7": 50,
-    "table8": 126,
-    "table9": 90,
-    "table10": 21,
-    "table11": 9,
-    "table12": 6,
-}
 ROUNDING = 0.05 + 1e-9  # of a number printed with one digit
 
 
@@ -29,7 +18,6 @@ def cells(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_row_is_full_and_refers_to_what_exists(name):
     table = find_table(name)
-    assert len(table.cells()) == COUNTS[name]
     assert name == "figure8" or all(map(math.isfinite, table.cells().values()))  # it has no printed numbers
     for row in (*table.measures, *table.runs, *table.gains, *table.overhead):
         assert row in table.rows
@@ -73,37 +61,6 @@ def test_tables_repeat_each_other():
     assert find_table("table1").rows["PPL"] != find_table("table11").rows["PPL"]
 
 
-def test_overheads_in_time():
-    table = find_table("table7")
-    hours = {row: values[0] for row, values in table.rows.items()}
-    for row, percent in table.overhead.items():
-        assert round(100 * (hours[row] / hours["CE"] - 1)) == percent
-    table = find_table("table12")
-    for row, (ppl, *longppl) in table.rows.items():
-        for seconds, (more, percent), excess in zip(longppl, table.overhead[row], (0, 100), strict=True):
-            assert seconds - ppl == pytest.approx(more)
-            assert round(100 * more / ppl) + excess == percent  # the remark: the second is the ratio of the times
-
-
-def test_accuracies_on_longeval_are_of_50_cases():
-    of_50 = [values for row, values in find_table("table9").rows.items() if "accuracy" in row]
-    names = {"table3": "LongEval", "table4": "LongEval", "table7": "LongEval"}
-    of_50 += [[value] for name, part in names.items() for (_, column), value in cells(name).items() if part in column]
-    assert all(value % 2 == 0 for values in of_50 for value in values)
-
-
-def test_the_package_publishes_lower_values_than_the_paper():
-    paper, package = cells("table5"), cells("table5-package")
-    assert set(paper) == set(package)
-    assert all(package[cell] < paper[cell] for cell in paper)
-
-
-@pytest.mark.parametrize("word", ["Mistral-7B-32k", "Mistral", "mistralai/Mistral-7B-Instruct-v0.2"])
-def test_models_by_any_of_their_names(word):
-    model = find_model(word)
-    assert (model.name, model.path) == ("Mistral-7B-32k", "mistralai/Mistral-7B-Instruct-v0.2")
-
-
 def test_models_of_ones_own(tmp_path):
     assert vars(find_model(f"Mistral={tmp_path}")) == {"name": "Mistral-7B-32k", "path": str(tmp_path)}
     assert find_model(f"mine={tmp_path}").path == str(tmp_path)
@@ -112,18 +69,6 @@ def test_models_of_ones_own(tmp_path):
     for word in ("Mistrol", "=x", "x="):
         with pytest.raises(ValueError, match=word):
             find_model(word)
-
-
-def test_unknown_tables_are_refused():
-    with pytest.raises(ValueError, match=r"table13.*table12"):
-        find_table("table13")
-
-
-def test_names_and_hub_ids_differ():
-    models = published()["models"]
-    names = [name for known, entry in models.items() for name in (known, entry["path"], *entry.get("also", ()))]
-    assert len(names) == len(set(names))
-    assert len(models) == 15  # Table 13
 
 
 def test_ours_stand_beside_theirs_and_unknown_cells_are_blank():

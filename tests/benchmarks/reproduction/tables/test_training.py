@@ -9,10 +9,8 @@ import pytest
 import yaml
 
 from benchmarks.reproduction.tables.published import find_table, published
-from benchmarks.reproduction.tables.training import CONFIGS, Run, carry_out, script, table_runs
+from benchmarks.reproduction.tables.training import CONFIGS, Run, script, table_runs
 from lightning_modules.commands.cli.main import main
-
-ALL = sorted({run for name in published()["tables"] for run in find_table(name).runs.values()})
 
 
 def longce(words, monkeypatch):
@@ -72,17 +70,6 @@ def test_every_run_has_configs_that_exist():
         assert all((CONFIGS / "experiments" / f"{layer}.yaml").is_file() for layer in entry["configs"])
 
 
-def test_runs_of_a_table_and_their_steps(tmp_path):
-    runs = {run.name: run.steps for run in table_runs(find_table("table3"), tmp_path)}
-    assert runs == dict.fromkeys(("A-CE", "A-LongCE", "B-CE", "B-LongCE", "C-CE", "C-LongCE"), (50, 100, 200))
-    assert {run.name: run.steps for run in table_runs(find_table("table8"), tmp_path)} == runs
-    assert [(run.name, run.steps) for run in table_runs(find_table("table10"), tmp_path)] == [
-        ("A-CE", (200,)),
-        ("A-LongCE", (200,)),
-    ]
-    assert len(table_runs(find_table("table7"), tmp_path)) == 5
-
-
 def test_the_script_passes_over_what_is_done(tmp_path):
     table = find_table("table10")
     text = script(table_runs(table, tmp_path / "my runs", ["--trainer.devices", "2"]), table)
@@ -98,53 +85,3 @@ def test_the_script_passes_over_what_is_done(tmp_path):
     calls = [shlex.split(line)[:1] for line in (tmp_path / "calls").read_text().splitlines()]
     assert calls == [["fit"], ["fit"], ["export"]]
     assert "--trainer.devices 2" in (tmp_path / "calls").read_text()
-
-
-@pytest.fixture
-def debug_run(tmp_path, model_dir, corpus):
-    """Setting A as a run of two steps with a tiny model, whose weights are kept after each."""
-    for split, text in (("train", "".join(corpus[:3])), ("validation", corpus[4])):
-        (tmp_path / "books" / split).mkdir(parents=True)
-        (tmp_path / "books" / split / "1.txt").write_text(text)
-    data = {"path": str(tmp_path / "books"), "tokenizer": str(model_dir), "sequence_length": 128}
-    keep = {"filename": "weights-{step}", "auto_insert_metric_name": False, "monitor": "step", "save_top_k": -1}
-    keep |= {"every_n_train_steps": 1, "save_weights_only": True}
-    kept = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": keep}
-    own = tmp_path / "own.yaml"
-    trainer = {"callbacks": [kept], "enable_progress_bar": False}
-    own.write_text(
-        yaml.safe_dump({"data": {"class_path": "datamodules.PG19DataModule", "init_args": data}, "trainer": trainer})
-    )
-    options = ("-c", "configs/debug.yaml", "-c", str(own))
-    return Run("A-LongCE", (1, 2), tmp_path / "out", options)
-
-
-@pytest.mark.slow
-def test_a_tiny_run_is_trained_and_exported(debug_run, monkeypatch):
-    monkeypatch.chdir(CONFIGS.parent)
-    assert carry_out([debug_run], lambda words: longce(words, monkeypatch)) == []
-    for step in (1, 2):
-        assert (debug_run.output / "models" / f"A-LongCE-{step}" / "model.safetensors").is_file()
-    assert carry_out([debug_run], None) == []  # nothing is left to do
-
-
-def test_a_run_that_fails_is_named_and_the_next_goes_on(tmp_path):
-    calls = []
-
-    def call(words):
-        calls.append(words[0])
-        if str(tmp_path / "runs" / "A-CE") in " ".join(words) or "A-CE" in words:
-            raise subprocess.CalledProcessError(1, "longce")
-
-    failed = carry_out(table_runs(find_table("table10"), tmp_path), call)
-    assert len(failed) == 1
-    assert failed[0].startswith("A-CE: ")
-    assert calls == ["fit", "fit", "export"]
-
-
-@pytest.mark.slow
-def test_the_plan_of_a_run_has_the_options_of_plan(tmp_path, capsys, monkeypatch):
-    words = shlex.split(Run("A-LongCE", (200,), tmp_path, ("-c", "configs/debug.yaml")).plan())
-    monkeypatch.chdir(CONFIGS.parent)
-    longce(words[1:], monkeypatch)
-    assert "A100" in capsys.readouterr().out
