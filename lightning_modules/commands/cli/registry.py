@@ -98,7 +98,7 @@ def plan_command(arguments: Sequence[str]) -> None:
     plan = make_planner(cli.make("model"), options, gpu).plan()
     sys.stdout.write(report(plan) + "\n")
     if options.output is not None:
-        write_atomically(Path(options.output), (json.dumps(plan, indent=2) + "\n").encode())
+        write_atomically(Path(options.output), (json.dumps(plan, indent=2, default=str) + "\n").encode())
 
 
 def data_command(arguments: Sequence[str]) -> None:
