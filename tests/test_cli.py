@@ -24,7 +24,7 @@ from lightning_modules.commands.plan.scoring import describe_scoring_time
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import short_context
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
-from tests.conftest import make_text, tiny_config, tiny_model
+from tests.conftest import make_text, tiny_model
 from tests.support.runs import TIMES
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -506,21 +506,6 @@ def test_the_settings_of_the_paper_in_layers(name, tmp_path, monkeypatch):
     assert len(list((tmp_path / "runs").rglob("config.yaml"))) == 1
 
 
-def test_weights_of_the_reported_steps_are_kept(tmp_path):
-    """The callbacks of setting A, with a save each step for one in 50."""
-    config = yaml.safe_load((CONFIGS / "experiments/longce_pg19.yaml").read_text())
-    own = [call for call in config["trainer"]["callbacks+"] if "ModelCheckpoint" in call["class_path"]]
-    own[0]["init_args"]["every_n_train_steps"] = 1
-    (tmp_path / "own.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks+": own}}))
-    base = yaml.safe_load(Path(BASE).read_text())
-    (tmp_path / "base.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": base["trainer"]["callbacks"]}}))
-    layers = [BASE, DEBUG, str(tmp_path / "base.yaml"), str(tmp_path / "own.yaml")]
-    options = [word for layer in layers for word in ("-c", layer)]
-    longce("fit", *options, "--trainer.max_steps", "3")
-    kept = sorted(path.name for path in (tmp_path / "runs").rglob("weights-*.ckpt"))
-    assert kept == ["weights-1.ckpt", "weights-2.ckpt", "weights-3.ckpt"]
-
-
 @pytest.mark.slow
 def test_qlora_over_stored_weights(tmp_path):
     pytest.importorskip("bitsandbytes")
@@ -546,20 +531,6 @@ def test_objective_and_optimizer_by_short_flags(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_bad_checkpoints(experiment, tmp_path):
-    (tmp_path / "torn.ckpt").write_bytes(b"PK")
-    for path, expected in (
-        ("torn.ckpt", "is truncated"),
-        ("none.ckpt", "does not exist"),
-        ("http://x/y", "from the web"),
-    ):
-        arguments = ["validate", "-c", BASE, "-c", experiment, "--ckpt_path", path]
-        message = refused(*arguments)
-        assert path in message
-        assert expected in message
-
-
-@pytest.mark.slow
 def test_going_on_with_the_newest_whole_checkpoint_of_a_folder(experiment, tmp_path, caplog):
     fit = ["fit", "-c", BASE, "-c", experiment, "--trainer.limit_val_batches", "0"]
     message = refused(*fit, "--ckpt_path", "last")
@@ -581,17 +552,6 @@ def test_going_on_with_the_newest_whole_checkpoint_of_a_folder(experiment, tmp_p
     assert "there is no checkpoint" in refused(*fit, "--ckpt_path", str(tmp_path / "runs"))
     own = ["--trainer.callbacks+", "{class_path: callbacks.StepCheckpoint, init_args: {dirpath: /proc/longce}}"]
     assert "Cannot write to the folder /proc" in refused(*fit, *own)
-
-
-@pytest.mark.slow
-def test_a_book_and_a_model_that_do_not_fit_are_named(experiment, books, tmp_path):
-    fit = ["fit", "-c", BASE, "-c", experiment]
-    (books / "train" / "9.txt").write_bytes(b"caf\xe9")
-    assert "9.txt" in refused(*fit)
-    (books / "train" / "9.txt").unlink()
-    tiny_config("llama", 100).save_pretrained(tmp_path / "small")
-    small = str(tmp_path / "small/config.json")
-    assert "embedding of 100 tokens" in refused(*fit, "--model.pretrained_model_name_or_path", small)
 
 
 def test_nan_loss_stops_with_its_step(experiment):

@@ -28,7 +28,8 @@ from lightning_modules.commands.cli.measuring import (
 from lightning_modules.commands.inspect import inspect_command
 from lightning_modules.commands.select.config import SelectConfig
 from lightning_modules.export.options import ExportOptions
-from lightning_modules.utilities.files import writable_folder, write_atomically
+from lightning_modules.utilities.files import write_atomically
+from lightning_modules.utilities.text_files import check_output
 
 
 def export_command(arguments: Sequence[str]) -> None:
@@ -92,9 +93,7 @@ def plan_command(arguments: Sequence[str]) -> None:
     options = cli.config
     gpu = find_gpu(options.gpu, tflops=options.gpu_tflops, memory=options.gpu_memory, network=options.gpu_network)
     if options.output is not None:
-        if Path(options.output).is_dir():
-            raise ValueError(f"`output` must be a file, but '{options.output}' is a folder.")
-        writable_folder(Path(options.output).absolute().parent, remedy="Choose another file with `--output`.")
+        check_output(options.output)
     plan = make_planner(cli.make("model"), options, gpu).plan()
     sys.stdout.write(report(plan) + "\n")
     if options.output is not None:

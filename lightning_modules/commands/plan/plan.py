@@ -87,8 +87,8 @@ class Planner:
         configured = (training.context_length, training.stride)
         for context_length, stride in dict.fromkeys([configured, (training.context_length, None), *PAPER_OVERHEAD]):
             if context_length + (stride or 0) < training.tokens:
-                windows = {"context_length": context_length, "stride": stride or training.stride}
-                yield replace(training, short_pass=True, sliding=stride is None, **windows)
+                run = replace(training, short_pass=True, sliding=stride is None, context_length=context_length)
+                yield replace(run, stride=stride or training.stride)
 
     def _plan_training(self, run: Training) -> dict[str, Any]:
         """Estimate an optimizer step, and all steps if their number is known."""

@@ -42,10 +42,10 @@ def _format_training(plan: dict[str, Any]) -> Iterator[str]:
     rows = [_format_run(row) for row in plan["training"]]
     kept = [number for number in range(len(head)) if any(row[number] for row in rows)]
     yield _format_table(*([cells[number] for number in kept] for cells in (head, *rows)))
-    transfers = next((row["transfer_seconds"] for row in plan["training"] if row["configured"]), {})
-    if transfers:
-        listed = ", ".join(f"{name} {format_number(value)} s" for name, value in transfers.items())
-        yield f"  of which transfers in a step: {listed}"
+    for row in plan["training"]:
+        if row["configured"] and row["transfer_seconds"]:
+            listed = ", ".join(f"{name} {format_number(value)} s" for name, value in row["transfer_seconds"].items())
+            yield f"  of which transfers in a step: {listed}"
 
 
 def _format_run(row: dict[str, Any]) -> list[str]:

@@ -7,7 +7,8 @@ from scipy import stats
 
 from benchmarks.reproduction.tables.published import published
 from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.correlate.command import correlate, join
+from lightning_modules.commands.correlate.command import correlate
+from lightning_modules.commands.correlate.joining import join
 from lightning_modules.commands.correlate.result_files import Measured
 from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.utilities.identity import shorten_hashes
@@ -138,21 +139,6 @@ def test_models_of_one_name_but_different_content_or_numerics_are_different(chan
         join([one, other, unknown])
 
 
-def test_results_of_an_evaluator_whose_weights_were_replaced_are_not_correlated(files, tmp_path, caplog):
-    for file, letter in zip(files[:-1], "abcdefghijklmn", strict=False):
-        content = json.loads(Path(file).read_text())
-        content["provenance"] = {
-            "model": provenance()._asdict(),
-            "evaluator": provenance(identity="sha256:" + 64 * letter)._asdict(),
-        }
-        Path(file).write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="needs at least 3 models with both values"):
-        correlate(files, str(tmp_path / "out"), metrics=["longppl"])
-    assert "longppl - " not in (said := correlate(files, str(tmp_path / "out"), metrics=["perplexity"]))
-    assert f"perplexity  {len(MODELS)}" in said
-    assert not caplog.records
-
-
 def test_a_model_with_several_names_is_reported(files, tmp_path):
     words = []
     for number, file in enumerate(files[:3]):
@@ -183,9 +169,3 @@ def test_means_over_other_lengths_are_not_thrown_together(tmp_path):
     assert pairs["average [lengths=[4096, 8192]]"]["models"] == ["m0", "m1", "m2"]
     assert pairs["average [lengths=[4096]]"]["models"] == ["m3"]
     assert len(list((tmp_path / "out" / "figures").iterdir())) == 2
-
-
-def test_names_that_look_alike_have_figures_of_their_own(tmp_path):
-    (tmp_path / "a.csv").write_text("model,longppl,a/b,a b\nA,1,3,5\nB,2,2,6\nC,3,1,9\n")
-    correlate([str(tmp_path / "a.csv")], str(tmp_path / "out"))
-    assert {path.name for path in (tmp_path / "out" / "figures").iterdir()} == {"a_b-longppl.svg", "a_b-longppl-1.svg"}

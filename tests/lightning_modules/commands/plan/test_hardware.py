@@ -45,11 +45,6 @@ def test_each_kind_of_work_has_its_rate():
     assert rates.seconds(work, GPU("", 200, 1)) == pytest.approx((1.5, 2.25))
 
 
-def test_rates_are_dense_ones():
-    assert GPUS["H100"].tflops == pytest.approx(1979 / 2, rel=0.001)
-    assert GPUS["A100-80"].tflops == 312
-
-
 def test_measured_rates_replace_assumed_ones_of_the_same_card(tmp_path, monkeypatch):
     monkeypatch.setattr(hardware, "RESULTS", tmp_path)
     assert find_rates(GPUS["H200"], autocast=False) == Rates()

@@ -151,20 +151,6 @@ def test_settings_that_are_not_planned_are_noted(plan):
     assert "`--model.context_extension null` removes it" in notes
 
 
-@pytest.mark.slow
-def test_an_option_that_refuses_a_value_is_named(plan, paper):
-    known = [*paper, "--gpu", "H200"]
-    gpt2 = [*LAYERS[:2], "--model.model_config", "{model_type: gpt2}", "--gpu", "H200"]
-    for named, options in {
-        "`gpu`": [*paper, "--gpu", "H300"],
-        "gpus": [*known, "--gpus", "0"],
-        "`data.sequence_length`": gpt2,
-        "token weights": [*known, "--data.influence", "folder"],
-        "'rank'": [*known, "--model.lora", "{rank: 8}"],
-    }.items():
-        assert named in plan(*options, refused=True)
-
-
 def test_the_config_that_a_run_saves_can_be_planned(plan, tmp_path):
     saved = tmp_path / "config.yaml"
     saved.write_text((CONFIGS / "debug.yaml").read_text() + "\nckpt_path: null\nseed_everything: 0\n")

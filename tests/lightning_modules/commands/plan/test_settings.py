@@ -1,12 +1,10 @@
 """What is read of an experiment's config, parsed as `longce plan` parses it."""
 
-import json
 import sys
 
 import pytest
 import torch
 import yaml
-from transformers import AutoConfig
 
 from lightning_modules.commands.cli.experiment_options import add_plan_options
 from lightning_modules.commands.cli.lightning_cli import PartCLI
@@ -56,14 +54,6 @@ def test_everything_is_found(read, model_dir, evaluator_dir):
     assert (evaluator.name, evaluator.config.model_type) == (str(evaluator_dir), "qwen3")
     assert (evaluator.context_length, evaluator.stride) == (24, 12)
     assert (experiment.window_share, experiment.notes) == (1.0, ())
-
-
-def test_an_objective_in_another_one(read):
-    inner = {"class_path": "lightning_modules.objectives.LongCE", "init_args": {"gamma": 3.0}}
-    objective = {"class_path": "lightning_modules.objectives.Scheduled", "init_args": {"objective": inner, "stop": 5}}
-    experiment = read("--model.objective", json.dumps(objective))
-    assert (experiment.objective, experiment.training.short_pass) == ("Scheduled", True)
-    assert experiment.notes == ("the plan has a short pass in every step, but the schedule has steps without one",)
 
 
 def test_command_line_over_config(read, model_dir):
@@ -152,11 +142,3 @@ def test_an_option_that_refuses_a_value_is_named(option, read):
     value, named = REFUSED[option]
     with pytest.raises(ValueError, match=named):
         read(f"--{option}", value)
-
-
-def test_a_model_by_its_type_only(read):
-    small = "{model_type: gpt2, n_layer: 3}"
-    options = ["--model.pretrained_model_name_or_path", "null", "--model.model_config", small]
-    experiment = read(*options)
-    assert experiment.name == "new gpt2"
-    assert experiment.config.num_hidden_layers == 3 != AutoConfig.for_model("gpt2").num_hidden_layers

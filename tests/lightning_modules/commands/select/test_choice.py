@@ -44,14 +44,6 @@ def test_documents_are_drawn_as_often_as_drawing_one_by_one():
     assert counts[0] == 0
 
 
-def test_random_numbers_of_documents_are_uniform():
-    table = documents(100_000)
-    first = np.flatnonzero(is_in_sample(table, None, count=10_000))
-    parts = np.bincount(first * 20 // len(table), minlength=20)
-    assert abs(parts - 500).max() < 5 * np.sqrt(500)
-    assert abs(table["file"].iloc[first].value_counts() / 10_000 - 1 / 7).max() < 0.02
-
-
 def test_a_number_of_tokens_is_never_exceeded():
     table = documents(300)
     for limit in range(1, 7000, 137):

@@ -21,7 +21,7 @@ from datamodules.corpus.files import find_corpus
 from lightning_modules.batch import DocumentRef
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.select.choice import meets_conditions
-from lightning_modules.commands.select.command import MEANS, report, select
+from lightning_modules.commands.select.command import select
 from lightning_modules.commands.select.output import write_mixture
 from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards
 from lightning_modules.scoring.corpus.table import ScoreTable, count_rows
@@ -79,16 +79,9 @@ def test_conditions(scored):
     for where, wanted in {
         "tokens >= 20": lambda row: row["tokens"] >= 20,
         "benefit_mean>0 and source=='b'": lambda row: row["benefit_mean"] > 0 and row["source"] == "b",
-        "tokens < 3e1 and tokens != 20 and source != 'a'": lambda row: (
-            row["tokens"] < 30 and row["tokens"] != 20 and row["source"] != "a"
-        ),
-        "truncated == false and tokens > 30": lambda row: row["tokens"] > 30,
         "longppl <= 2.5": lambda row: row["longppl"] is not None and row["longppl"] <= 2.5,
         "tokens < 16 or tokens > 30": lambda row: not 16 <= row["tokens"] <= 30,
         "ladder_4_8_mean is null": lambda row: row["ladder_4_8_mean"] is None,
-        "tokens between 16 and 30 and source in ('a', 'c')": lambda row: (
-            16 <= row["tokens"] <= 30 and row["source"] in "ac"
-        ),
         "ladder_4_8_mean > -1": lambda row: row["ladder_4_8_mean"] is not None and row["ladder_4_8_mean"] > -1,
     }.items():
         expected = {row["key"] for row in rows if wanted(row)}
@@ -135,18 +128,6 @@ def test_report_by_source(scored):
     assert table_of(select(str(scored / "scores"), by="folder"), "x")[1] == "24"
     (scored / "scores" / SUCCESS).write_text("{}")
     assert select(str(scored / "scores")).startswith("source")
-
-
-def test_correlations_are_those_of_documents_that_have_both():
-    generator = np.random.default_rng(1)
-    values = generator.normal(3.0, 0.1, (200, 2)) @ generator.normal(size=(2, 2))
-    values[generator.random(values.shape) < 0.2] = np.nan
-    names = ["ladder_4_8_mean", "ladder_8_16_mean"]
-    documents = pd.DataFrame(values, columns=names).assign(source="s", selected=True, tokens=1.0)
-    documents[list(MEANS)] = np.nan
-    both = ~np.isnan(values).any(axis=1)
-    expected = np.corrcoef(values[both].T)[0, 1]
-    assert float(report(documents).split()[-2]) == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
@@ -239,16 +220,6 @@ def test_columns_with_dots_and_kinds_of_values():
         meets_conditions(documents, "meta.lang = 'a'")
 
 
-def test_only_the_needed_columns_are_read(scored, monkeypatch):
-    read = []
-    batches = ScoreShards.batches
-    monkeypatch.setattr(ScoreShards, "batches", lambda self, columns: read.append(columns) or batches(self, columns))
-    select(str(scored / "scores"), where="truncated == false")
-    assert {"truncated", "benefit_mean", "ladder_4_8_mean"} <= set(read[0])
-    assert not {"source", "benefit_p90", "lsd"} & set(read[0])
-    assert keys(scored, where="BENEFIT_P90 > -99")  # SQL ignores case
-
-
 def _write_slowly(options):
     """Run the command, which stays in the middle of a write until it gets a signal."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -302,12 +273,6 @@ def test_an_option_that_refuses_a_value_is_named(option, value, scored):
         select(str(scored / "scores"), **{option: value})
 
 
-def test_folders_without_scores_are_named(scored):
-    for folder in (scored / "none", scored / "corpus" / "x"):
-        with pytest.raises(ValueError, match=folder.name):
-            select(str(folder))
-
-
 def test_keys_that_are_not_one_line_are_named_and_do_not_stop_the_others(tmp_path):
     table = ScoreTable({})
     for row, key in enumerate(
@@ -322,22 +287,6 @@ def test_keys_that_are_not_one_line_are_named_and_do_not_stop_the_others(tmp_pat
     assert named in str(caught[0].message)
     assert (tmp_path / "ids.txt").read_text() == "first\nwith space\nlast\n"
     assert table_of(told, "all")[2] == "8"
-
-
-def test_the_command(scored, capsys):
-    main(
-        [
-            "select",
-            str(scored / "scores"),
-            "--where",
-            "tokens > 20",
-            "--by",
-            "source",
-            "--output",
-            str(scored / "i.txt"),
-        ]
-    )
-    assert table_of(capsys.readouterr().out, "all")[2] == str(len((scored / "i.txt").read_text().split()))
 
 
 def test_repeated_texts_and_samples_are_chosen_in_this_order(scored):

@@ -1,7 +1,6 @@
 """The page of a corpus: its numbers are those of slow sums, its slider runs, and its size is bounded."""
 
 import re
-import time
 from collections import Counter
 from itertools import pairwise
 
@@ -159,15 +158,6 @@ def test_files_are_found_from_folders_and_patterns(tmp_path, monkeypatch):
     assert find_file(["b/sub/x.jsonl"], "x.jsonl") == "b/sub/x.jsonl"
     assert find_file(["s3://bucket/c/*.parquet"], "x.parquet") == "s3://bucket/c/x.parquet"
     assert find_file([], "x.parquet") == "x.parquet"
-
-
-@pytest.mark.slow
-def test_a_million_documents_take_seconds_and_a_small_page(tmp_path):
-    scores = make_scores(1_000_000, sources=1000)
-    started = time.process_time()
-    page = corpus_page(scores, HEADER, "scores", folder=tmp_path)
-    assert time.process_time() - started < 30
-    assert len(page) < 1_000_000
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.score import score
 from lightning_modules.visualization.page import inspect_document
 from lightning_modules.visualization.page.alternatives import Alternatives
-from tests.conftest import make_text, tiny_model
+from tests.conftest import make_text
 from tests.lightning_modules.visualization.page.conftest import as_json, unpacked
 
 SETTINGS = {"context_length": 48, "stride": 16, "alpha": 0.5, "beta": -6.0}
@@ -113,32 +113,14 @@ def test_bad_input_is_named_before_any_model_is_loaded(file, model_dir, evaluato
         "/no/such/judge": [file, "--evaluator", "/no/such/judge"],
         "/no/such/model": [file, *judge, "--model", "/no/such/model"],
         "`stride` (d) must be": [file, *judge, "--stride", "0"],
-        "`context_length` (K) must be": [file, *judge, "--context_length", "-5"],
-        "`alpha`": [file, *judge, "--alpha", "-1"],
-        "`beta`": [file, *judge, "--beta", "0.5"],
         "`alternatives` must be an integer from 0 to 20, got 21": [file, *judge, "--alternatives", "21"],
-        "`max_tokens` must be": [file, *judge, "--max_tokens", "0"],
         "no/folder/out.html": [file, *judge, "--output", "no/folder/out.html"],
         "is the document itself": [file, *judge, "--output", "texts/../texts/a report.txt"],
         "evaluator": [file],
-        "--strides": [file, *judge, "--strides", "4"],
     }
     for expected, arguments in cases.items():
         assert expected in fails(["inspect", *arguments], capsys)
     assert not list(tmp_path.glob("*.html"))
-
-
-def test_tokenizer_that_is_not_the_models(file, evaluator_dir, tmp_path, tokenizer, capsys, monkeypatch):
-    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_scorer", None)
-    tiny_model("llama", 100).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    command = ["inspect", file, "--model", str(tmp_path / "model"), "--evaluator", str(evaluator_dir)]
-    assert "embedding has 100 tokens" in fails(command, capsys)
-
-
-def test_a_text_that_is_no_unicode_is_refused(evaluator_dir):
-    with pytest.raises(ValueError, match="lone surrogate"):
-        inspect_document("ba ce \ud83d di", str(evaluator_dir))
 
 
 def test_a_short_document_has_a_page_without_key_tokens(evaluator_dir):

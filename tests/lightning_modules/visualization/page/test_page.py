@@ -129,12 +129,6 @@ def test_lone_surrogates_become_replacement_characters(tokenizer, tmp_path):
     assert '<h1 dir="auto">?.txt</h1>' in path.read_text(encoding="utf-8")
 
 
-def test_without_alternatives_there_are_none(tokenizer):
-    page = make_inspection(tokenizer, alternatives=None).html()
-    assert unpacked(page, "alternatives") == {}
-    assert as_json(unpacked(page, "scores")["facts"])["alternatives"] == 0
-
-
 def test_a_dropped_beta_is_null_and_counts_without_it(tokenizer):
     inspection = make_inspection(tokenizer, beta=-math.inf)
     assert as_json(unpacked(inspection.html(), "scores")["facts"])["beta"] is None
@@ -162,11 +156,3 @@ def test_it_shows_itself_in_a_frame_that_may_only_run_its_script(inspection):
     ((tag, attributes),) = outline(inspection._repr_html_()).elements
     assert (tag, attributes["sandbox"]) == ("iframe", "allow-scripts")
     assert attributes["srcdoc"] == inspection.html()
-
-
-def test_special_tokens_may_say_that_they_stand_anywhere(inspection):
-    offsets = inspection.scores.offsets.clone()
-    offsets[100] = offsets[-1] = torch.tensor([0, 0])
-    arrays = unpacked(replace(inspection, scores=replace(inspection.scores, offsets=offsets)).html(), "scores")
-    assert (arrays["advance"] < 1000).all()
-    assert arrays["length"][100] == arrays["length"][-1] == 0
