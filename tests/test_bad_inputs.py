@@ -14,9 +14,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lightning_modules.commands.cli.main import main
-from lightning_modules.models.loading.checks import check_weight_files
-from lightning_modules.models.loading.config import ModelConfig
-from lightning_modules.models.loading.load import load_backbone
 from tests.conftest import tiny_model
 
 BASE = str(Path(__file__).parent.parent / "configs" / "base.yaml")
@@ -238,23 +235,6 @@ def test_model_folders(name, place, model_dir, evaluator_dir, tmp_path, capsys):
     damage(folder)
     assert words in scored(place, folder, evaluator_dir, capsys)
     assert words in scored(place, evaluator_dir, folder, capsys)
-
-
-def test_a_file_for_a_model(place, model_dir, evaluator_dir, capsys):
-    file = model_dir / "model.safetensors"
-    assert f"is a file: use its folder '{model_dir}'" in scored(place, file, evaluator_dir, capsys)
-    assert f"is a file: use its folder '{model_dir}'" in scored(place, evaluator_dir, file, capsys)
-
-
-def test_an_index_may_name_pickled_weights(model_dir, tmp_path):
-    folder = edited(model_dir, tmp_path / "model")
-    weights = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    torch.save(weights, folder / "pytorch_model-1.bin")
-    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "pytorch_model-1.bin")}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    check_weight_files(str(folder))
-    load_backbone(ModelConfig(str(folder)))
 
 
 @pytest.mark.parametrize(("changes", "words"), CHANGES, ids=str)

@@ -223,15 +223,6 @@ def test_influence_takes_a_saved_config_and_its_folder(experiment, model_dir, ev
     assert len(list((tmp_path / "runs").rglob("config.yaml"))) == 1, "no logs of a run that trains nothing"
 
 
-def test_stored_influence_that_nobody_uses_or_has(experiment):
-    fit = ["fit", "-c", BASE, "-c", experiment]
-    for options, message in (
-        (["--data.influence", "weights"], "LongCE would ignore the stored token weights in 'weights'"),
-        (["--model.objective", "StoredInfluence"], "the data module has none"),
-    ):
-        assert message in refused(*fit, *options)
-
-
 @pytest.mark.slow
 def test_validate_test_and_predict(experiment, tmp_path, capsys):
     longce("fit", "-c", BASE, "-c", experiment)
@@ -352,32 +343,6 @@ def test_the_command_line_wins_over_a_checkpoint(experiment, tmp_path, monkeypat
     assert cli.trainer.global_step == 5
 
 
-@pytest.mark.slow
-def test_fit_on_rows_that_are_not_full_with_loss_on_responses_only(experiment, corpus, tmp_path, model_dir):
-    records = [{"prompt": text[:200], "text": text[200:600]} for text in corpus[:6]]
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    data = {
-        "class_path": "datamodules.TextDataModule",
-        "init_args": {
-            "tokenizer": str(model_dir),
-            "train": str(tmp_path / "x.jsonl"),
-            "validation": str(tmp_path / "x.jsonl"),
-            "prompt_field": "prompt",
-            "loss_on_prompt": False,
-            "sequence_length": 128,
-            "packing": "best_fit",
-            "batch_size": 2,
-        },
-    }
-    settings = yaml.safe_load(Path(experiment).read_text())
-    (tmp_path / "prompts.yaml").write_text(yaml.safe_dump({**settings, "data": data}))
-    longce("fit", "-c", BASE, "-c", str(tmp_path / "prompts.yaml"))
-    events = EventAccumulator(str(next((tmp_path / "runs").rglob("config.yaml")).parent))
-    events.Reload()
-    assert len(events.Scalars("train/loss")) == 4
-    assert all(event.value > 0 for event in events.Scalars("train/loss"))
-
-
 def test_data_inspect_shows_the_rows_of_fit_and_loads_no_model(experiment, monkeypatch, capsys):
     monkeypatch.setattr(LongContextLM, "save_hyperparameters", lambda *_, **__: 1 / 0)
     settings = ["data", "inspect", "-c", BASE, "-c", experiment, "--trainer.accelerator", "gpu"]
@@ -438,30 +403,6 @@ def test_the_curriculum_lengthens_rows_after_its_share_of_the_steps(monkeypatch)
     assert shapes == 8 * [(2, 64)] + 2 * [(1, 128)]
     for length, share, named in ((32, 0.8, "sequence length of 32"), (48, 0.8, "sequence_length"), (64, 2, "share")):
         assert named in refused(*fit, f"{{sequence_length: {length}, share: {share}}}")
-
-
-@pytest.mark.slow
-def test_a_mixture_of_corpora(experiment, books, tmp_path, monkeypatch):
-    (tmp_path / "papers.jsonl").write_text(json.dumps({"text": make_text(900, seed=9)}))
-    config = yaml.safe_load(Path(experiment).read_text())
-    papers = {"class_path": "datamodules.TextDataModule", "init_args": {"train": str(tmp_path / "papers.jsonl")}}
-    data = config["data"]["init_args"]
-    data["sources"] = {
-        "books": {"class_path": config["data"]["class_path"], "weight": 3, "init_args": {"path": data.pop("path")}},
-        "papers": papers,
-    }
-    config["data"] = {"class_path": "datamodules.MixtureDataModule", "init_args": {**data, "evaluate_on": ["books"]}}
-    Path(experiment).write_text(yaml.safe_dump(config))
-    shapes = rows_trained_on(monkeypatch)
-    longce("fit", "-c", BASE, "-c", experiment)
-    (saved,) = (tmp_path / "runs").rglob("config.yaml")
-    longce("fit", "-c", str(saved))
-    assert shapes == 8 * [(1, 128)]
-    papers["init_args"]["train_path"] = "x"
-    Path(experiment).write_text(yaml.safe_dump(config))
-    message = refused("fit", "-c", BASE, "-c", experiment)
-    assert "Source 'papers' of the mixture" in message
-    assert "'train_path' is not accepted" in message
 
 
 LAYERED = {

@@ -37,10 +37,19 @@ def find_packaged_configs(arguments: Sequence[str]) -> list[str]:
 
 
 def check_config_files(arguments: Sequence[str]) -> None:
-    """Check the configs of a command line, and name the file in the error."""
+    """Check the syntax of the configs of a command line, and name the file in the error."""
     for option, value in _list_options(arguments):
-        if option in ("-c", "--config"):
-            _check_file(value)
+        if option not in ("-c", "--config") or not os.path.isfile(value):
+            continue
+        try:
+            _load_config(value)
+        except (ValueError, yaml.YAMLError) as error:
+            advice = " Save it as UTF-8 text." if isinstance(error, UnicodeDecodeError) else ""
+            raise ValueError(f"The config '{value}' cannot be used: {error}{advice}") from error
+
+
+def _load_config(file: str) -> Any:
+    return yaml.load(Path(file).read_text(encoding="utf-8-sig"), Loader=get_yaml_default_loader())
 
 
 def _list_options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -62,7 +71,7 @@ def names_model_class(arguments: Sequence[str]) -> bool:
 
 
 def _config_names_class(file: str) -> bool:
-    config = yaml.load(Path(file).read_text(encoding="utf-8-sig"), Loader=get_yaml_default_loader())
+    config = _load_config(file)
     # The settings of one command, or of each command by its name.
     parts = [config, *config.values()] if isinstance(config, dict) else []
     for part in parts:
@@ -93,16 +102,3 @@ def _construct_mapping(loader: Any, node: yaml.MappingNode) -> Any:
 
 def _construct_number(read: Callable[[Any, Any], Any], loader: Any, node: yaml.ScalarNode) -> Any:
     return node.value if ":" in node.value else read(loader, node)
-
-
-def _check_file(name: str) -> None:
-    if not os.path.isfile(name):
-        if name.endswith((".yaml", ".yml")) and "\n" not in name:
-            raise ValueError(f"The config '{name}' does not exist.")
-        return  # a pipe, or YAML instead of a file
-    try:
-        yaml.load(Path(name).read_text(encoding="utf-8-sig"), Loader=get_yaml_default_loader())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"The config '{name}' cannot be read: {error}. Save it as UTF-8 text.") from error
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"The config '{name}' cannot be used: {error}") from error

@@ -159,9 +159,6 @@ def stop_with(error: Exception) -> NoReturn:
 def _exit_with_message(error: BaseException, *, status: int) -> NoReturn:
     # The error that a class in a config raised, without the parser's list of the types it tried.
     while str(error).startswith("Does not validate") and (cause := error.__cause__ or error.__context__) is not None:
-        if str(cause).startswith("Not a valid subclass"):  # the value is a list, and another type tells why it fails
-            error = ValueError(_drop_noise(re.sub("- Not a valid subclass of .*\n", "", str(error))))
-            break
         error = cause
     _exit_with("\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", [])]), status=status)
 

@@ -15,7 +15,7 @@ from lightning_modules.commands.cli.experiment_options import (
     add_influence_options,
     add_plan_options,
     add_quickstart_options,
-    check_options,
+    print_help,
 )
 from lightning_modules.commands.cli.measuring import (
     compare_command,
@@ -73,8 +73,7 @@ def reproduce_command(arguments: Sequence[str]) -> None:
         return
     from benchmarks.reproduction.tables.options import add_table_options
 
-    if "--list" not in arguments:
-        check_options(arguments[1:], add_table_options)
+    print_help(arguments, add_table_options)
     from benchmarks.reproduction.tables.command import reproduce_table_command
 
     reproduce_table_command(arguments)
@@ -82,7 +81,7 @@ def reproduce_command(arguments: Sequence[str]) -> None:
 
 def plan_command(arguments: Sequence[str]) -> None:
     """Run ``longce plan`` and print its report."""
-    check_options(arguments[1:], add_plan_options)
+    print_help(arguments, add_plan_options)
     from lightning_modules.commands.cli.lightning_cli import PartCLI
     from lightning_modules.commands.plan.hardware import find_gpu
     from lightning_modules.commands.plan.plan import make_planner
@@ -108,7 +107,7 @@ def data_command(arguments: Sequence[str]) -> None:
         raise ValueError(
             "`longce data` has one subcommand: use `longce data inspect`, with the options of `longce fit`."
         )
-    check_options(arguments[2:], add_data_options)
+    print_help(arguments, add_data_options)
     from lightning_modules.commands.cli.lightning_cli import PartCLI
 
     sys.argv[1:] = arguments[2:]
@@ -126,7 +125,7 @@ def data_command(arguments: Sequence[str]) -> None:
 
 def influence_command(arguments: Sequence[str]) -> None:
     """Run ``longce influence``."""
-    check_options(arguments[1:], add_influence_options)
+    print_help(arguments, add_influence_options)
     from lightning_modules.commands.cli.lightning_cli import InfluenceCLI
 
     sys.argv[1:] = arguments
@@ -135,7 +134,7 @@ def influence_command(arguments: Sequence[str]) -> None:
 
 def quickstart_command(arguments: Sequence[str]) -> None:
     """Run ``longce quickstart``, and pass its options to each of its runs."""
-    check_options(arguments[1:], add_quickstart_options)
+    print_help(arguments, add_quickstart_options)
     from lightning_modules.commands.quickstart import quickstart
 
     quickstart(arguments[1:])
@@ -143,7 +142,6 @@ def quickstart_command(arguments: Sequence[str]) -> None:
 
 def run_experiment(arguments: Sequence[str]) -> Any:
     """Run ``longce fit``, ``validate``, ``test`` or ``predict``."""
-    check_options(arguments[1:])
     from lightning_modules.commands.cli.lightning_cli import LongceCLI
 
     sys.argv[1:] = arguments

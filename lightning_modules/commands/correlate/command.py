@@ -42,7 +42,6 @@ def correlate(
     *,
     metrics: Sequence[str] | None = None,
     scores: Sequence[str] | None = None,
-    log_axis: bool = False,
 ) -> str:
     """Correlate LongPPL and perplexity of many models with their benchmark scores; options of ``longce correlate``.
 
@@ -56,7 +55,7 @@ def correlate(
     _check_enough(pairs)
     folder = writable_folder(Path(output).expanduser(), remedy="Choose another one with `--output`.")
     figures = _file_names([pair for pair in pairs if pair.models])
-    pictures = {name: _draw_scatter(pair, values, log_axis) for name, pair in figures.items()}
+    pictures = {name: _draw_scatter(pair, values) for name, pair in figures.items()}
     table = Table(_HEAD, [_format_pair(pair) for pair in pairs])
     differences = [_compare_metrics(values, score, chosen[0], other) for score in against for other in chosen[1:]]
     compared = Table(_DIFFERENCES, [_format_difference(each) for each in differences if each.spearman is not None])
@@ -194,7 +193,7 @@ def _file_names(pairs: Sequence[Pair]) -> dict[str, Pair]:
     return dict(zip(unique, pairs, strict=True))
 
 
-def _draw_scatter(pair: Pair, values: Values, log_axis: bool) -> str:
+def _draw_scatter(pair: Pair, values: Values) -> str:
     """Plot a score against a perplexity as SVG, with a legend because names next to points would overlap."""
     # Cycle colors and markers together, so that dozens of models look different; a model looks the same in each figure.
     looks = dict(zip(values, zip(cycle(COLORS), cycle(_MARKERS), strict=False), strict=False))
@@ -205,7 +204,7 @@ def _draw_scatter(pair: Pair, values: Values, log_axis: bool) -> str:
         for model in pair.models:
             (color, marker), own = looks[model], values[model]
             axis.scatter(own[pair.metric], own[pair.score], s=25, color=color, marker=marker, label=model)
-        axis.set(xlabel=pair.metric, ylabel=pair.score, xscale="log" if log_axis else "linear")
+        axis.set(xlabel=pair.metric, ylabel=pair.score)
         axis.margins(0.15)
         figure.legend(loc="outside lower left", ncols=2, fontsize=7)
         return as_svg(figure)

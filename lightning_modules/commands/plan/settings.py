@@ -1,6 +1,6 @@
 """Read the experiment to be planned from its parsed config, without instantiating it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -130,13 +130,6 @@ def _list_notes(model: LongContextLM, config: PreTrainedConfig) -> list[str]:
     pattern = (getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}).get("rope_type")
     if pattern in PATTERNS:
         notes.append(f"'{pattern}' is planned at the rates of flash attention, but its blockwise products are slower")
-    if (extension := model.loading.context_extension) is not None:
-        positions = load_config(replace(model.loading, context_extension=None)).max_position_embeddings
-        if positions >= extension.get("target_length", 0):
-            notes.append(
-                f"the model has {positions:,} positions without its `context_extension` to"
-                f" {extension['target_length']:,}: `--model.context_extension null` removes it"
-            )
     return notes
 
 

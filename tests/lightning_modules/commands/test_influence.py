@@ -151,33 +151,6 @@ def test_an_evaluator_with_another_tokenizer(model_dir, evaluator_dir, texts):
     assert (values != 1).float().mean() > 0.2
 
 
-def test_a_run_that_failed_goes_on_and_computes_each_row_once(own, model_dir, texts, monkeypatch):
-    computed = []
-    original = InfluenceWriter.write
-
-    def write(self, numbers, weights):
-        if len(computed) == 3:
-            raise KeyError("stop")
-        original(self, numbers, weights)
-        computed.extend(numbers)
-
-    data = Folder(model_dir, texts, batch_size=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(InfluenceWriter, "write", write)
-        with pytest.raises(KeyError):
-            run(model_dir, texts, texts / "failed", data=data)
-    assert len(computed) == 3
-    monkeypatch.setattr(InfluenceWriter, "write", lambda self, n, w: computed.extend(n) or original(self, n, w))
-    with pytest.raises(ValueError, match="are incomplete"):
-        InfluenceStore(texts / "failed")
-    run(model_dir, texts, texts / "failed", data=data)
-    count = len(stored_rows(model_dir, texts, own))
-    assert sorted(computed) == list(range(count))
-    assert count > 4
-    pair = [torch.tensor(InfluenceStore(texts / name).values[: count * LENGTH]) for name in ("own", "failed")]
-    torch.testing.assert_close(*pair, rtol=2**-9, atol=1e-6)
-
-
 def _share(rank, world_size, model_dir, root, output):
     os.environ["LOCAL_RANK"] = str(rank)
     numbers = []

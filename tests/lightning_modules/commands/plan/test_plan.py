@@ -148,7 +148,6 @@ def test_settings_that_are_not_planned_are_noted(plan):
     extension = "{method: rerope, original_length: 64, target_length: 128}"
     notes = " ".join(plan(*debug, "--model.context_extension", extension)[0]["notes"])
     assert "'rerope' is planned at the rates of flash attention" in notes
-    assert "`--model.context_extension null` removes it" in notes
 
 
 def test_the_config_that_a_run_saves_can_be_planned(plan, tmp_path):

@@ -56,19 +56,6 @@ def test_everything_is_found(read, model_dir, evaluator_dir):
     assert (experiment.window_share, experiment.notes) == (1.0, ())
 
 
-def test_command_line_over_config(read, model_dir):
-    experiment = read(
-        *("--model.objective", "CrossEntropy", "--trainer.max_steps", "-1", "--gpus", "1"),
-        *("--evaluator", str(model_dir)),
-    )
-    assert experiment.objective == "CrossEntropy"
-    assert not experiment.training.short_pass
-    assert experiment.max_steps is None
-    assert experiment.training.gpus == 1
-    assert not experiment.training.gradient_copy
-    assert (experiment.evaluator.name, experiment.evaluator.context_length) == (str(model_dir), 24)
-
-
 def test_a_number_of_devices_that_is_not_known(read):
     experiment = read("--trainer.devices", "auto")
     assert experiment.training.gpus == 1
@@ -89,13 +76,6 @@ def test_a_number_of_devices_that_is_not_known(read):
 def test_precisions(read, precision, dtype, expected):
     training = read("--trainer.precision", precision, "--model.dtype", dtype).training
     assert (training.dtype, training.autocast) == expected
-
-
-def test_fsdp2_has_a_bfloat16_residual_stream(read):
-    options = ["--model.residual_dtype", "float32", "--trainer.precision", "bf16-mixed"]
-    assert not read(*options).training.bfloat16_residual
-    strategy = ["--trainer.strategy", "lightning_modules.training.fsdp.FullyShardedStrategy"]
-    assert read(*options, *strategy).training.bfloat16_residual
 
 
 def test_strategies(read):

@@ -350,28 +350,6 @@ def test_a_mixture_of_sources_too_small_to_hold_any_out(tmp_path):
     assert "holdout" not in settings["sources"]["a"]["init_args"]
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
-def test_sources_in_a_nested_field_and_documents_without_one_are_found_by_the_mixture(tmp_path, ending):
-    table = ScoreTable({"meta.lang": pyarrow.string()})
-    records = [{"text": f"text {n}", "meta": {"lang": "de" if n % 3 else None}} for n in range(12)]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
-    module = DocumentCorpus([str(tmp_path / "a.jsonl")], columns=["meta.lang"])
-    for row, record in enumerate(records):
-        values = {"meta.lang": record["meta"]["lang"]}
-        table.add(DocumentRef(f"a.jsonl:{row}", "a.jsonl", row, values, text_hash=f"{row:064x}"), make_scores(12))
-    versions = find_corpus(module.files, module.column_names).versions()
-    header = {"settings": {}, "source": module.source_settings(), "files": versions, "counts": {}}
-    ScoreShards(str(tmp_path / "scores")).write(table.table(), header, 0)
-    path, mixture = tmp_path / f"d{ending}", tmp_path / "m.yaml"
-    select(str(tmp_path / "scores"), by="meta.lang", output=str(path), mixture=str(mixture))
-    sources = yaml.safe_load(mixture.read_text())["data"]["init_args"]["sources"]
-    counts = {}
-    for name, source in sources.items():
-        settings = {key: value for key, value in source["init_args"].items() if key != "holdout"}
-        counts[name] = len(list(TextDataModule("unused", **settings).source("train")))
-    assert counts == {"-": 4, "de": 8}
-
-
 @pytest.mark.limit(2)  # draws five figures
 def test_the_page_is_that_of_the_selected_documents(scored):
     page = scored / "pages" / "page.html"

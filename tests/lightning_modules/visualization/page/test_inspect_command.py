@@ -12,7 +12,6 @@ from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.score import score
 from lightning_modules.visualization.page import inspect_document
-from lightning_modules.visualization.page.alternatives import Alternatives
 from tests.conftest import make_text
 from tests.lightning_modules.visualization.page.conftest import as_json, unpacked
 
@@ -46,20 +45,6 @@ def test_command_writes_the_page_of_the_evaluators_scores(file, model_dir, evalu
     assert out[0].startswith(f"a report.txt: {len(key)} tokens, {int(key.sum())} key tokens")
     assert f"LongPPL {judged['longppl']:.1f}, perplexity {judged['perplexity']:.1f}" in out[0]
     assert str(model_dir) in out[0]
-
-
-def test_alternatives_are_those_of_the_model(file, evaluator_dir):
-    text = Path(file).read_text(encoding="utf-8")
-    inspection = inspect_document(text, str(evaluator_dir), alternatives=20, **SETTINGS)
-    assert isinstance(inspection.alternatives, Alternatives)
-    long, scores = inspection.alternatives.long, inspection.scores
-    own = long.token_ids == inspection.scores.token_ids.unsqueeze(-1)
-    assert own[1:].any()
-    torch.testing.assert_close(long.log_likelihood[own][1:], scores.long.unsqueeze(-1).expand(own.shape)[own][1:])
-    assert (long.log_likelihood[1:, 0] >= scores.long[1:] - 1e-5).all()
-    early = slice(None, 64)
-    assert torch.equal(long.token_ids[early], inspection.alternatives.short.token_ids[early])
-    assert not torch.equal(long.token_ids, inspection.alternatives.short.token_ids)
 
 
 def test_stored_scores_need_no_model_and_alternatives_one_pass_more(file, evaluator_dir, monkeypatch):

@@ -150,9 +150,3 @@ def test_a_judged_model_has_figures_of_its_own(tokenizer, other_tokenizer):
     assert f"&lt;b&gt;judged&lt;/b&gt;: LongPPL {expected:.3f}" in html.escape(inspection.summary())
     assert "&lt;b&gt;judged&lt;/b&gt;" in page
     assert np.array_equal(unpacked(page, "scores")["model_long"], log_likelihood.numpy())
-
-
-def test_it_shows_itself_in_a_frame_that_may_only_run_its_script(inspection):
-    ((tag, attributes),) = outline(inspection._repr_html_()).elements
-    assert (tag, attributes["sandbox"]) == ("iframe", "allow-scripts")
-    assert attributes["srcdoc"] == inspection.html()
