@@ -342,14 +342,7 @@ def test_checkpoints(run, tmp_path, place, monkeypatch):
 @pytest.mark.slow
 def test_other_commands(run, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert "does not exist" in refused("export", "none.ckpt", "out", capsys=capsys)
     (tmp_path / "int.ckpt").write_bytes(b"")
     assert "is truncated" in refused("export", "int.ckpt", "out", capsys=capsys)
-    plan = {
-        "known cards": ["--gpu", "nosuch"],
-        "must be 1 or more": ["--gpu", "H200", "--model.model_config", "{num_hidden_layers: 0}"],
-        "v>0": ["--gpu", "H200", "--gpus", "0"],
-    }
-    for words, options in plan.items():
-        assert words in run(*options, name="plan")
+    assert "known cards" in run("--gpu", "nosuch", name="plan")
     assert "/nowhere" in run("--evaluator", "/nowhere", name="influence")

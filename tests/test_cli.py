@@ -407,12 +407,9 @@ def test_the_curriculum_lengthens_rows_after_its_share_of_the_steps(monkeypatch)
 
 LAYERED = {
     "longce_pg19": ("eabf", "PG19DataModule", 2e-5, False, 8),
-    "longce_pg19_pi": ("pi", "PG19DataModule", 2e-5, False, 8),
     "longce_arxiv": ("eabf", "PileArxivDataModule", 2e-5, False, 1),
     "longce_mistral": ("eabf", "PileArxivDataModule", 1e-6, True, 1),
-    "longce_llama2_13b": ("eabf", "PileArxivDataModule", 2e-5, False, 1),
     "longlora": ("eabf", "PG19DataModule", 2e-5, False, 8),
-    "qlora": ("eabf", "PG19DataModule", 2e-5, False, 8),
 }
 
 

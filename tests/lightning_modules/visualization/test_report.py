@@ -113,13 +113,6 @@ def test_long_tables_are_folded_and_say_what_they_hold():
     assert len(details(1, folded=True)) == 1
 
 
-def test_a_section_may_be_folded_except_its_heading():
-    root = parse_page(as_html("T", [Heading("One"), "a", Heading("Two", folded=True), "b"], {}))
-    (section,) = (each for each in root.iter("section") if list(each.iter("details")))
-    assert texts(section, "h2") == ["Two"]
-    assert texts(next(section.iter("details")), "p") == ["b"]
-
-
 def test_many_figures_are_folded(svg):
     for count, folded in ((6, []), (8, ["Show 2 more figures"])):
         root = parse_page(as_html("T", [Picture("a", str(number)) for number in range(count)], {"a": svg}))
@@ -137,13 +130,3 @@ def test_numbers_that_do_not_exist_are_dashes_and_verdicts_are_badges():
     assert rows == [r"| a\|b | — |", "| — | ∞ |", "| c | 1.5 |"]
     assert Link("a", "b.html") in as_text_table(Table([Link("a", "b.html")], [["b"]]))
     assert "| [a](b.html) |" in as_markdown("T", [Table(["x"], [[Link("a", "b.html")]])])
-
-
-def test_the_colors_of_a_figure_have_counterparts_for_a_dark_screen(svg):
-    dark = svg[svg.index("<style>") : svg.index("</style>")]
-    drawn = svg[svg.index("</style>") :]
-    for color in ("#22211f", "#e4e0d8", "#1f5fa8"):
-        assert color in drawn
-        assert f'[style*="stroke: {color}"]' in dark
-    assert "DejaVu" not in drawn
-    assert "<text" in drawn

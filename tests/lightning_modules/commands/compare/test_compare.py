@@ -146,13 +146,6 @@ def test_the_interval_covers_the_true_ratio(documents):
     assert 0.9 < np.mean([low < 0.9 < high for low, high in found]) < 0.97
 
 
-def test_few_documents_have_no_interval_and_equal_models_a_point():
-    shared = pd.DataFrame({"tokens": KEY_TOKENS, "perplexity": LONGPPL / 2, "perplexity_baseline": LONGPPL})
-    assert paired_ratio(shared[:4], "perplexity") == (pytest.approx(0.5), None)
-    assert paired_ratio(shared.assign(perplexity=LONGPPL), "perplexity") == (1.0, (1.0, 1.0))
-    assert math.isnan(paired_ratio(shared.assign(tokens=0), "perplexity")[0])
-
-
 def test_runs_are_ranked_with_what_differs_and_costs(tmp_path, capsys):
     runs = [
         make_run(tmp_path / "ce", {0: 1.0, 10: 0.9}, objective="CrossEntropy"),

@@ -13,7 +13,6 @@ from lightning_modules.commands.correlate.result_files import Measured
 from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.utilities.identity import shorten_hashes
 from lightning_modules.utilities.statistics import compare_correlations
-from tests.support.browser import check_page, launch_chromium
 
 TABLE = published()["tables"]["table5"]
 MODELS = list(TABLE["rows"])
@@ -59,21 +58,6 @@ def test_published_perplexities_against_scores(files, tmp_path, capsys):
     assert svg.startswith("<?xml")
     assert all(f">{model}</text>" in svg for model in MODELS)
     assert "data:image/svg+xml" in (tmp_path / "out" / "report.html").read_text()
-
-
-@pytest.mark.slow
-def test_what_does_not_count_is_said(files, tmp_path):
-    (tmp_path / "more.csv").write_text("model,longppl,perplexity,LongBench,RULER\nA,nan,3,40,1\nB,2,3,,\nC,2,inf,9,\n")
-    said = correlate([*files, str(tmp_path / "more.csv")], str(tmp_path / "out"), scores=["LongBench"])
-    assert "A: longppl is not a number." in said
-    assert "B: no LongBench." in said
-    assert "C: perplexity is infinite." in said
-    pairs = json.loads((tmp_path / "out" / "correlation.json").read_text())["pairs"]
-    assert [len(pair["models"]) for pair in pairs] == [len(MODELS) + 1, len(MODELS) + 1]  # and C, and A
-    assert set(pairs[0]["left_out"]) == {"A", "B"}
-    with launch_chromium() as browser:
-        check_page(browser, tmp_path / "out" / "report.html")
-    assert "1 models are too few" in correlate([*files, str(tmp_path / "more.csv")], str(tmp_path / "out"))
 
 
 def test_too_few_models_and_unknown_names_are_refused(files, tmp_path):

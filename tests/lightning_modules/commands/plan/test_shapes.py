@@ -87,7 +87,6 @@ def test_other_layers_are_refused(name, message):
 @pytest.mark.parametrize(
     ("method", "keys"),
     [
-        ("streaming_llm", 64),
         ("lm_infinite", 74),
         ("rerope", None),
         ("longnet", 2048 * 3 + 16384 // 6 + 1 + 32768 // 12 + 1),

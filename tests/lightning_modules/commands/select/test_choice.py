@@ -6,7 +6,6 @@ import pyarrow
 import pytest
 
 from lightning_modules.commands.select.choice import is_first_of_its_text, is_in_sample, sampling_weights
-from lightning_modules.commands.select.config import SelectConfig
 
 
 def documents(count, **columns):
@@ -84,16 +83,3 @@ def test_weights_by_an_expression():
     ):
         with pytest.raises(ValueError, match=message):
             sampling_weights(table, expression)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sample_weight": "tokens"}, "no effect without `sample`"),
-        ({"mixture": "m.yaml"}, "needs the documents: set `output`"),
-        ({"mixture": "m.yaml", "output": "ids.txt"}, "needs the documents: set `output`"),
-    ],
-)
-def test_options_without_a_meaning(options, message):
-    with pytest.raises(ValueError, match=message):
-        SelectConfig(**options)

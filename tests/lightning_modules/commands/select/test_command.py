@@ -207,19 +207,6 @@ def test_conditions_without_a_meaning(where, tmp_path, monkeypatch):
         meets_conditions(documents, where)
 
 
-def test_columns_with_dots_and_kinds_of_values():
-    documents = pyarrow.table({"meta.lang": ["a", "b", None], "meta.ok": [True, None, False], "n": [1, 20, 300]})
-    for where, wanted in (
-        ("\"meta.lang\" == 'a'", [True, False, False]),
-        ('not "meta.ok" or n / 2 == 10', [False, True, True]),
-        ('"meta.ok" == false and n > -1 - 2 * 3', [False, False, True]),
-        ('"meta.lang" is null or "meta.lang" = \'b\'', [False, True, True]),
-    ):
-        assert meets_conditions(documents, where).tolist() == wanted, where
-    with pytest.raises(ValueError, match=r'these columns: "meta\.lang", "meta\.ok", n'):
-        meets_conditions(documents, "meta.lang = 'a'")
-
-
 def _write_slowly(options):
     """Run the command, which stays in the middle of a write until it gets a signal."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -254,13 +241,11 @@ def test_a_stopped_command_leaves_the_old_files_and_can_be_repeated(scored, kind
 BAD_OPTIONS = [
     ("where", "tokens > 1000"),
     ("output", "ids.csv"),
-    ("output", "/proc/longce/ids.txt"),
     ("rank_by", "nope"),
     ("rank_by", "key"),
     ("by", "nope"),
     ("by", "lsd"),
     ("top", 0.0),
-    ("top", 1.5),
     ("sample_weight", "tokens"),
     ("mixture", "m.yaml"),
 ]
@@ -268,7 +253,7 @@ BAD_OPTIONS = [
 
 @pytest.mark.parametrize(("option", "value"), BAD_OPTIONS)
 def test_an_option_that_refuses_a_value_is_named(option, value, scored):
-    named = {"by": "source|column 'nope'", "output": "output|Cannot write to the folder /proc"}
+    named = {"by": "source|column 'nope'"}
     with pytest.raises(ValueError, match=named.get(option, option if value != "nope" else "column 'nope'")):
         select(str(scored / "scores"), **{option: value})
 

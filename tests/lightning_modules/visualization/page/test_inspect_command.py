@@ -68,15 +68,6 @@ def test_stored_scores_need_no_model_and_alternatives_one_pass_more(file, evalua
     assert torch.equal(first.scores.short, third.scores.short)
 
 
-def test_max_tokens_is_counted_by_the_evaluator(file, evaluator_dir):
-    text = Path(file).read_text(encoding="utf-8")
-    whole = inspect_document(text, str(evaluator_dir), alternatives=0, **SETTINGS)
-    cut = inspect_document(text, str(evaluator_dir), alternatives=0, max_tokens=90, **SETTINGS)
-    assert len(cut.scores.token_ids) == 90
-    assert text.startswith(cut.text)
-    torch.testing.assert_close(cut.scores.long, whole.scores.long[:90], atol=1e-5, rtol=0)
-
-
 def fails(arguments, capsys):
     """What `longce` prints when it refuses."""
     with pytest.raises(SystemExit) as stopped:
