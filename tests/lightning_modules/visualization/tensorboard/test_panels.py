@@ -53,21 +53,6 @@ def test_most_helped_tokens(make_document):
     assert shown(helped_markdown([one, two]))[1] == {"table", "thead", "tbody", "tr", "th", "td", "strong"}
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ([" sea", " a", " b", " sea"], 3),
-        ([" sea", " a", " sea", " sea"], 1),
-        ([" seam", " a", " b", " sea"], None),
-        ([" sea", " seam", " seasea", " sea"], 3),
-        ([" a", " sea"], None),
-    ],
-)
-def test_distance_to_the_same_token(make_document, words, expected):
-    document = make_document(words)
-    assert document.distance(len(words) - 1) == expected
-
-
 def test_distance_is_that_of_looking_at_each_token(make_document):
     generator = torch.Generator().manual_seed(0)
     words = ["ab", "abab", "a", "b", " "]
