@@ -24,7 +24,7 @@ from lightning_modules.commands.plan.scoring import describe_scoring_time
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import short_context
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
-from tests.conftest import make_text, tiny_config, tiny_model
+from tests.conftest import make_text, tiny_model
 from tests.support.runs import TIMES
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -223,15 +223,6 @@ def test_influence_takes_a_saved_config_and_its_folder(experiment, model_dir, ev
     assert len(list((tmp_path / "runs").rglob("config.yaml"))) == 1, "no logs of a run that trains nothing"
 
 
-def test_stored_influence_that_nobody_uses_or_has(experiment):
-    fit = ["fit", "-c", BASE, "-c", experiment]
-    for options, message in (
-        (["--data.influence", "weights"], "LongCE would ignore the stored token weights in 'weights'"),
-        (["--model.objective", "StoredInfluence"], "the data module has none"),
-    ):
-        assert message in refused(*fit, *options)
-
-
 @pytest.mark.slow
 def test_validate_test_and_predict(experiment, tmp_path, capsys):
     longce("fit", "-c", BASE, "-c", experiment)
@@ -352,32 +343,6 @@ def test_the_command_line_wins_over_a_checkpoint(experiment, tmp_path, monkeypat
     assert cli.trainer.global_step == 5
 
 
-@pytest.mark.slow
-def test_fit_on_rows_that_are_not_full_with_loss_on_responses_only(experiment, corpus, tmp_path, model_dir):
-    records = [{"prompt": text[:200], "text": text[200:600]} for text in corpus[:6]]
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    data = {
-        "class_path": "datamodules.TextDataModule",
-        "init_args": {
-            "tokenizer": str(model_dir),
-            "train": str(tmp_path / "x.jsonl"),
-            "validation": str(tmp_path / "x.jsonl"),
-            "prompt_field": "prompt",
-            "loss_on_prompt": False,
-            "sequence_length": 128,
-            "packing": "best_fit",
-            "batch_size": 2,
-        },
-    }
-    settings = yaml.safe_load(Path(experiment).read_text())
-    (tmp_path / "prompts.yaml").write_text(yaml.safe_dump({**settings, "data": data}))
-    longce("fit", "-c", BASE, "-c", str(tmp_path / "prompts.yaml"))
-    events = EventAccumulator(str(next((tmp_path / "runs").rglob("config.yaml")).parent))
-    events.Reload()
-    assert len(events.Scalars("train/loss")) == 4
-    assert all(event.value > 0 for event in events.Scalars("train/loss"))
-
-
 def test_data_inspect_shows_the_rows_of_fit_and_loads_no_model(experiment, monkeypatch, capsys):
     monkeypatch.setattr(LongContextLM, "save_hyperparameters", lambda *_, **__: 1 / 0)
     settings = ["data", "inspect", "-c", BASE, "-c", experiment, "--trainer.accelerator", "gpu"]
@@ -440,38 +405,11 @@ def test_the_curriculum_lengthens_rows_after_its_share_of_the_steps(monkeypatch)
         assert named in refused(*fit, f"{{sequence_length: {length}, share: {share}}}")
 
 
-@pytest.mark.slow
-def test_a_mixture_of_corpora(experiment, books, tmp_path, monkeypatch):
-    (tmp_path / "papers.jsonl").write_text(json.dumps({"text": make_text(900, seed=9)}))
-    config = yaml.safe_load(Path(experiment).read_text())
-    papers = {"class_path": "datamodules.TextDataModule", "init_args": {"train": str(tmp_path / "papers.jsonl")}}
-    data = config["data"]["init_args"]
-    data["sources"] = {
-        "books": {"class_path": config["data"]["class_path"], "weight": 3, "init_args": {"path": data.pop("path")}},
-        "papers": papers,
-    }
-    config["data"] = {"class_path": "datamodules.MixtureDataModule", "init_args": {**data, "evaluate_on": ["books"]}}
-    Path(experiment).write_text(yaml.safe_dump(config))
-    shapes = rows_trained_on(monkeypatch)
-    longce("fit", "-c", BASE, "-c", experiment)
-    (saved,) = (tmp_path / "runs").rglob("config.yaml")
-    longce("fit", "-c", str(saved))
-    assert shapes == 8 * [(1, 128)]
-    papers["init_args"]["train_path"] = "x"
-    Path(experiment).write_text(yaml.safe_dump(config))
-    message = refused("fit", "-c", BASE, "-c", experiment)
-    assert "Source 'papers' of the mixture" in message
-    assert "'train_path' is not accepted" in message
-
-
 LAYERED = {
     "longce_pg19": ("eabf", "PG19DataModule", 2e-5, False, 8),
-    "longce_pg19_pi": ("pi", "PG19DataModule", 2e-5, False, 8),
     "longce_arxiv": ("eabf", "PileArxivDataModule", 2e-5, False, 1),
     "longce_mistral": ("eabf", "PileArxivDataModule", 1e-6, True, 1),
-    "longce_llama2_13b": ("eabf", "PileArxivDataModule", 2e-5, False, 1),
     "longlora": ("eabf", "PG19DataModule", 2e-5, False, 8),
-    "qlora": ("eabf", "PG19DataModule", 2e-5, False, 8),
 }
 
 
@@ -506,21 +444,6 @@ def test_the_settings_of_the_paper_in_layers(name, tmp_path, monkeypatch):
     assert len(list((tmp_path / "runs").rglob("config.yaml"))) == 1
 
 
-def test_weights_of_the_reported_steps_are_kept(tmp_path):
-    """The callbacks of setting A, with a save each step for one in 50."""
-    config = yaml.safe_load((CONFIGS / "experiments/longce_pg19.yaml").read_text())
-    own = [call for call in config["trainer"]["callbacks+"] if "ModelCheckpoint" in call["class_path"]]
-    own[0]["init_args"]["every_n_train_steps"] = 1
-    (tmp_path / "own.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks+": own}}))
-    base = yaml.safe_load(Path(BASE).read_text())
-    (tmp_path / "base.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": base["trainer"]["callbacks"]}}))
-    layers = [BASE, DEBUG, str(tmp_path / "base.yaml"), str(tmp_path / "own.yaml")]
-    options = [word for layer in layers for word in ("-c", layer)]
-    longce("fit", *options, "--trainer.max_steps", "3")
-    kept = sorted(path.name for path in (tmp_path / "runs").rglob("weights-*.ckpt"))
-    assert kept == ["weights-1.ckpt", "weights-2.ckpt", "weights-3.ckpt"]
-
-
 @pytest.mark.slow
 def test_qlora_over_stored_weights(tmp_path):
     pytest.importorskip("bitsandbytes")
@@ -546,20 +469,6 @@ def test_objective_and_optimizer_by_short_flags(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_bad_checkpoints(experiment, tmp_path):
-    (tmp_path / "torn.ckpt").write_bytes(b"PK")
-    for path, expected in (
-        ("torn.ckpt", "is truncated"),
-        ("none.ckpt", "does not exist"),
-        ("http://x/y", "from the web"),
-    ):
-        arguments = ["validate", "-c", BASE, "-c", experiment, "--ckpt_path", path]
-        message = refused(*arguments)
-        assert path in message
-        assert expected in message
-
-
-@pytest.mark.slow
 def test_going_on_with_the_newest_whole_checkpoint_of_a_folder(experiment, tmp_path, caplog):
     fit = ["fit", "-c", BASE, "-c", experiment, "--trainer.limit_val_batches", "0"]
     message = refused(*fit, "--ckpt_path", "last")
@@ -581,17 +490,6 @@ def test_going_on_with_the_newest_whole_checkpoint_of_a_folder(experiment, tmp_p
     assert "there is no checkpoint" in refused(*fit, "--ckpt_path", str(tmp_path / "runs"))
     own = ["--trainer.callbacks+", "{class_path: callbacks.StepCheckpoint, init_args: {dirpath: /proc/longce}}"]
     assert "Cannot write to the folder /proc" in refused(*fit, *own)
-
-
-@pytest.mark.slow
-def test_a_book_and_a_model_that_do_not_fit_are_named(experiment, books, tmp_path):
-    fit = ["fit", "-c", BASE, "-c", experiment]
-    (books / "train" / "9.txt").write_bytes(b"caf\xe9")
-    assert "9.txt" in refused(*fit)
-    (books / "train" / "9.txt").unlink()
-    tiny_config("llama", 100).save_pretrained(tmp_path / "small")
-    small = str(tmp_path / "small/config.json")
-    assert "embedding of 100 tokens" in refused(*fit, "--model.pretrained_model_name_or_path", small)
 
 
 def test_nan_loss_stops_with_its_step(experiment):

@@ -1,7 +1,8 @@
 """Config files of a command line: stricter YAML, packaged configs, and the class of the model."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,14 @@ from jsonargparse._loaders_dumpers import get_yaml_default_loader
 CONFIGS = Path(__file__).parents[3] / "configs"
 """Folder of the configs, in a checkout or beside the installed packages."""
 
-_CLASS_KEYS = {"class_path", "init_args", "dict_kwargs"}
-"""Keys of a class in a config."""
-
 
 def use_checked_yaml() -> None:
-    """Make jsonargparse refuse duplicate keys, and read ``2:30`` as text."""
+    """Make jsonargparse refuse duplicate keys, and read ``10:00:00``, a number in YAML 1.1, as text."""
     loader = get_yaml_default_loader()
     loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
     for kind in ("int", "float"):
-        loader.add_constructor(f"tag:yaml.org,2002:{kind}", _construct_number)
+        read = getattr(loader, f"construct_yaml_{kind}")
+        loader.add_constructor(f"tag:yaml.org,2002:{kind}", partial(_construct_number, read))
 
 
 def find_packaged_configs(arguments: Sequence[str]) -> list[str]:
@@ -38,18 +37,31 @@ def find_packaged_configs(arguments: Sequence[str]) -> list[str]:
 
 
 def check_config_files(arguments: Sequence[str]) -> None:
-    """Check the configs of a command line, and name the file in the error."""
+    """Check the syntax of the configs of a command line, and name the file in the error."""
+    for option, value in _list_options(arguments):
+        if option not in ("-c", "--config") or not os.path.isfile(value):
+            continue
+        try:
+            _load_config(value)
+        except (ValueError, yaml.YAMLError) as error:
+            advice = " Save it as UTF-8 text." if isinstance(error, UnicodeDecodeError) else ""
+            raise ValueError(f"The config '{value}' cannot be used: {error}{advice}") from error
+
+
+def _load_config(file: str) -> Any:
+    return yaml.load(Path(file).read_text(encoding="utf-8-sig"), Loader=get_yaml_default_loader())
+
+
+def _list_options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield each word as an option, with the value after ``=`` or else the next word."""
     for word, following in pairwise([*arguments, ""]):
         option, equals, value = word.partition("=")
-        if option in ("-c", "--config"):
-            _check_file(value if equals else following)
+        yield option, value if equals else following
 
 
 def names_model_class(arguments: Sequence[str]) -> bool:
     """Return whether a command line or one of its configs names the class of the model, instead of only settings."""
-    for word, following in pairwise([*arguments, ""]):
-        option, _, value = word.partition("=")
-        value = value or following
+    for option, value in _list_options(arguments):
         if option in ("--model", "--model.class_path", "--model.help"):
             if not (value.startswith("{") or os.path.isfile(value)):
                 return True
@@ -59,7 +71,7 @@ def names_model_class(arguments: Sequence[str]) -> bool:
 
 
 def _config_names_class(file: str) -> bool:
-    config = yaml.load(Path(file).read_text(encoding="utf-8-sig"), Loader=get_yaml_default_loader())
+    config = _load_config(file)
     # The settings of one command, or of each command by its name.
     parts = [config, *config.values()] if isinstance(config, dict) else []
     for part in parts:
@@ -67,7 +79,7 @@ def _config_names_class(file: str) -> bool:
         if isinstance(model, str):
             return True
         if isinstance(model, dict) and "class_path" in model:
-            misplaced = sorted({*model} - _CLASS_KEYS)
+            misplaced = sorted({*model} - {"class_path", "init_args", "dict_kwargs"})
             if misplaced:
                 raise ValueError(f"'{file}': `model` names a class, so move {misplaced} to its `init_args`.")
             return True
@@ -76,7 +88,7 @@ def _config_names_class(file: str) -> bool:
 
 def _construct_mapping(loader: Any, node: yaml.MappingNode) -> Any:
     lines: dict[str, int] = {}
-    for key, value in node.value:
+    for key, _ in node.value:
         if not isinstance(key, yaml.ScalarNode):
             continue
         line = key.start_mark.line + 1
@@ -85,25 +97,8 @@ def _construct_mapping(loader: Any, node: yaml.MappingNode) -> Any:
                 f"'{key.value}' is given twice, in lines {lines[key.value]} and {line}. Remove one of them."
             )
         lines[key.value] = line
-        if key.value == "init_args" and value.tag.endswith(":null"):
-            raise yaml.YAMLError(f"line {line}: `init_args` is null. Add settings or remove it.")
     return loader.construct_yaml_map(node)
 
 
-def _construct_number(loader: Any, node: yaml.ScalarNode) -> Any:
-    if ":" in node.value:  # a base-60 number in YAML 1.1, text in YAML 1.2; numeric options then refuse it
-        return node.value
-    return loader.construct_yaml_int(node) if node.tag.endswith(":int") else loader.construct_yaml_float(node)
-
-
-def _check_file(name: str) -> None:
-    if not os.path.isfile(name):
-        if name.endswith((".yaml", ".yml")) and "\n" not in name:
-            raise ValueError(f"The config '{name}' does not exist.")
-        return  # a pipe, or YAML instead of a file
-    try:
-        yaml.load(Path(name).read_text(encoding="utf-8-sig"), Loader=get_yaml_default_loader())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"The config '{name}' cannot be read: {error}. Save it as UTF-8 text.") from error
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"The config '{name}' cannot be used: {error}") from error
+def _construct_number(read: Callable[[Any, Any], Any], loader: Any, node: yaml.ScalarNode) -> Any:
+    return node.value if ":" in node.value else read(loader, node)

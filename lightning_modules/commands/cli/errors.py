@@ -16,24 +16,11 @@ from typing_extensions import override
 
 from lightning_modules.utilities.errors import IncompleteError
 
-_REMEDIES = {
-    "DataLoader worker": (
-        "A data loader process was killed, probably because memory ran out: lower `data.num_workers`."
-    ),
-    "Connection (closed|reset) by peer|gloo|NCCL": (
-        "Another process of the run has ended or does not respond: see its output."
-    ),
-}
-"""Advice for errors of torch, by a pattern of their message."""
-
 _NOISE = (
     r"(- )?(Does not validate|Subtypes: |Errors:|Given value type|Given value: (.*Namespace\(|.{200})"
     r"|Subclass types expect|a class path|a dict |Expected a <class '(NoneType|bool|.*Iterable)'>)"
 )
 """Lines of jsonargparse's errors that repeat the value, or list what else it could have been."""
-
-
-_CLASS_MODULES = ("datamodules", "callbacks", "lightning_modules.objectives")
 
 
 class ConciseParser(jsonargparse.ArgumentParser):
@@ -58,7 +45,8 @@ class ConciseParser(jsonargparse.ArgumentParser):
     def _describe_unknown_name(self, message: str) -> str | None:
         """Return an error for an unknown option, key, parameter or class, or None if the message is another one."""
         if found := re.search(r"dot import path string: (\w+)", message):
-            paths = {name: f"{module}.{name}" for module in _CLASS_MODULES for name in _list_classes(module)}
+            modules = ("datamodules", "callbacks", "lightning_modules.objectives")
+            paths = {name: f"{module}.{name}" for module in modules for name in _list_classes(module)}
             near = difflib.get_close_matches(found[1], paths, n=1)
             hint = f"Did you mean `{paths[near[0]]}`?" if near else "Write it with its module."
             return f"{_find_in_configs(self.args, found[1])}unknown class `{found[1]}`. {hint}"
@@ -155,8 +143,12 @@ def stop_with(error: Exception) -> NoReturn:
     if isinstance(error, MemoryError) or "OutOfMemoryError" in kinds:
         error.add_note("Memory is insufficient: `longce plan` estimates what these settings need.")
         _exit_with_message(error, status=1)
-    if isinstance(error, ConnectionError | RuntimeError):
-        _exit_with_remedy(error)
+    if re.search("DataLoader worker .* killed", str(error)):
+        error.add_note("A process that loads data was killed, probably because memory ran out: lower `num_workers`.")
+        _exit_with_message(error, status=1)
+    if re.search("Connection (closed|reset) by peer|gloo|NCCL", str(error)):
+        error.add_note("Another process of the run has ended or does not respond: see its output.")
+        _exit_with_message(error, status=1)
     error.add_note(
         "This error is unexpected: the last lines of the traceback name the file. If it is one of longce, please report"
         " it with the command and its configs."
@@ -164,24 +156,9 @@ def stop_with(error: Exception) -> NoReturn:
     raise error
 
 
-def _exit_with_remedy(error: BaseException) -> None:
-    """Exit with an explanation of a known error of torch; return for any other error."""
-    found: BaseException | None = error
-    while found is not None:  # torch reports a killed loader at any point, also while another error is handled
-        for pattern, remedy in _REMEDIES.items():
-            if re.search(pattern, str(found)):
-                original = str(found).partition("\n")[0]
-                resume = "Then run the same command again; `fit` resumes with `--ckpt_path RUN_FOLDER`."
-                _exit_with(f"{remedy} {resume} (Original error: {original})", status=1)
-        found = found.__cause__ or found.__context__
-
-
 def _exit_with_message(error: BaseException, *, status: int) -> NoReturn:
     # The error that a class in a config raised, without the parser's list of the types it tried.
     while str(error).startswith("Does not validate") and (cause := error.__cause__ or error.__context__) is not None:
-        if str(cause).startswith("Not a valid subclass"):  # the value is a list, and another type tells why it fails
-            error = ValueError(_drop_noise(re.sub("- Not a valid subclass of .*\n", "", str(error))))
-            break
         error = cause
     _exit_with("\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", [])]), status=status)
 

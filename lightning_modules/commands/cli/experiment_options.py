@@ -1,4 +1,4 @@
-"""Options of the commands that read the configs of ``longce fit``, checked before torch is imported."""
+"""Options of the commands that read the configs of ``longce fit``, and their help without torch."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -7,14 +7,7 @@ from typing import Any
 import jsonargparse
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from lightning_modules.commands.cli.errors import stop_with_usage, suggest_nearest
 from lightning_modules.scoring.config import InfluenceConfig
-
-_COMMON = (
-    *("config", "help", "print_config", "seed_everything", "trainer", "model", "data", "ckpt_path", "weights_only"),
-    *("verbose", "return_predictions", "price_per_gpu_hour"),
-)
-"""Options of ``longce fit``, ``validate``, ``test`` and ``predict``, up to the first dot."""
 
 
 def add_plan_options(parser: Any) -> None:
@@ -75,23 +68,14 @@ def accept_saved_config(parser: Any) -> None:
         parser.add_argument(f"--{name}", type=Any, default=None, help=argparse.SUPPRESS)
 
 
-def check_options(words: Sequence[str], add_options: Callable[[Any], None] | None = None) -> None:
-    """Print the help of a command, or stop at an unknown option and suggest the nearest one.
-
-    The commands of LightningCLI print their own help and have no ``add_options``.
-    """
+def print_help(words: Sequence[str], add_options: Callable[[Any], None]) -> None:
+    """Print the help of a command and exit, if its words ask for it."""
+    if not {"-h", "--help"} & set(words):
+        return
     parser = jsonargparse.ArgumentParser(
         epilog="This command also takes the configs and options of `longce fit`: see `longce fit --help`."
     )
     parser.add_argument("-c", "--config", metavar="FILE", help="YAML config of `longce fit`; may be repeated.")
-    if add_options is not None:
-        add_options(parser)
-        if {"-h", "--help"} & set(words):
-            parser.print_help()
-            raise SystemExit(0)
-    known = sorted({*_COMMON, *parser.get_defaults().as_dict()})
-    for word in words:
-        option, _, _ = word.partition("=")
-        name = option.removeprefix("--").partition(".")[0].removesuffix("+")
-        if option.startswith("--") and name not in known:
-            stop_with_usage(f"unknown option `{option}`.{suggest_nearest(name, known, '--')}")
+    add_options(parser)
+    parser.print_help()
+    raise SystemExit(0)

@@ -37,11 +37,6 @@ commands:
 `longce COMMAND --help` lists the options of a command; `longce --version` prints the version.
 LONGCE_TRACEBACK=1 shows where an error was raised."""
 
-_NO_SERVE = (
-    "`longce serve` was removed: start the model with `vllm serve MODEL`, and name its address, such as `--evaluator"
-    " http://127.0.0.1:8000` (docs/serve.md)."
-)
-
 # A spawned worker, or one forked from a server, imports this module and unpickles its work without calling `main`.
 if getattr(multiprocessing.current_process(), "_inheriting", False):
     from lightning_modules.utilities.user_modules import find_user_modules
@@ -85,8 +80,6 @@ def _run_command(arguments: list[str]) -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write(USAGE + "\n")
         sys.exit(0 if arguments else 2)
-    if arguments[0] == "serve":
-        stop_with_usage(_NO_SERVE)
     if arguments[0] not in COMMANDS and not arguments[0].startswith("-"):
         stop_with_usage(f"unknown command `{arguments[0]}`.{suggest_nearest(arguments[0], COMMANDS)}")
     try:

@@ -3,7 +3,6 @@
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -100,7 +99,6 @@ def compare_command(arguments: Sequence[str]) -> None:
     options = parse_options(parser, arguments)
     if options["output"] is not None:
         check_output(options["output"])
-    _check_paths(options["runs"])
     from lightning_modules.commands.compare.command import compare
 
     sys.stdout.write(compare(**options))
@@ -118,19 +116,10 @@ def correlate_command(arguments: Sequence[str]) -> None:
     parser.add_argument("--scores", nargs="+", type=str, help=scores)
     output = "Folder for correlation.json, report.md, report.html and the figures."
     parser.add_argument("--output", type=str, required=True, help=output)
-    parser.add_argument("--log_axis", type=bool, default=False, help="Draw perplexities on logarithmic axes.")
     options = parse_options(parser, arguments)
-    _check_paths(options["files"])
     from lightning_modules.commands.correlate.command import correlate
 
     sys.stdout.write(correlate(**options))
-
-
-def _check_paths(words: Sequence[str]) -> None:
-    """Refuse a ``PATH`` or ``NAME=PATH`` that does not exist, before what reads it is imported."""
-    for word in words:
-        if not any(Path(path).expanduser().exists() for path in (word, word.partition("=")[2] or word)):
-            raise ValueError(f"No results at {word!r:.300}: the file or folder does not exist. Check the path.")
 
 
 def make_parser(command: str, description: str, settings: type | None = None, *, skip: Sequence[str] = ()) -> Any:

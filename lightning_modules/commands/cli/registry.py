@@ -15,7 +15,7 @@ from lightning_modules.commands.cli.experiment_options import (
     add_influence_options,
     add_plan_options,
     add_quickstart_options,
-    check_options,
+    print_help,
 )
 from lightning_modules.commands.cli.measuring import (
     compare_command,
@@ -28,7 +28,8 @@ from lightning_modules.commands.cli.measuring import (
 from lightning_modules.commands.inspect import inspect_command
 from lightning_modules.commands.select.config import SelectConfig
 from lightning_modules.export.options import ExportOptions
-from lightning_modules.utilities.files import writable_folder, write_atomically
+from lightning_modules.utilities.files import write_atomically
+from lightning_modules.utilities.text_files import check_output
 
 
 def export_command(arguments: Sequence[str]) -> None:
@@ -72,8 +73,7 @@ def reproduce_command(arguments: Sequence[str]) -> None:
         return
     from benchmarks.reproduction.tables.options import add_table_options
 
-    if "--list" not in arguments:
-        check_options(arguments[1:], add_table_options)
+    print_help(arguments, add_table_options)
     from benchmarks.reproduction.tables.command import reproduce_table_command
 
     reproduce_table_command(arguments)
@@ -81,7 +81,7 @@ def reproduce_command(arguments: Sequence[str]) -> None:
 
 def plan_command(arguments: Sequence[str]) -> None:
     """Run ``longce plan`` and print its report."""
-    check_options(arguments[1:], add_plan_options)
+    print_help(arguments, add_plan_options)
     from lightning_modules.commands.cli.lightning_cli import PartCLI
     from lightning_modules.commands.plan.hardware import find_gpu
     from lightning_modules.commands.plan.plan import make_planner
@@ -92,13 +92,11 @@ def plan_command(arguments: Sequence[str]) -> None:
     options = cli.config
     gpu = find_gpu(options.gpu, tflops=options.gpu_tflops, memory=options.gpu_memory, network=options.gpu_network)
     if options.output is not None:
-        if Path(options.output).is_dir():
-            raise ValueError(f"`output` must be a file, but '{options.output}' is a folder.")
-        writable_folder(Path(options.output).absolute().parent, remedy="Choose another file with `--output`.")
+        check_output(options.output)
     plan = make_planner(cli.make("model"), options, gpu).plan()
     sys.stdout.write(report(plan) + "\n")
     if options.output is not None:
-        write_atomically(Path(options.output), (json.dumps(plan, indent=2) + "\n").encode())
+        write_atomically(Path(options.output), (json.dumps(plan, indent=2, default=str) + "\n").encode())
 
 
 def data_command(arguments: Sequence[str]) -> None:
@@ -109,7 +107,7 @@ def data_command(arguments: Sequence[str]) -> None:
         raise ValueError(
             "`longce data` has one subcommand: use `longce data inspect`, with the options of `longce fit`."
         )
-    check_options(arguments[2:], add_data_options)
+    print_help(arguments, add_data_options)
     from lightning_modules.commands.cli.lightning_cli import PartCLI
 
     sys.argv[1:] = arguments[2:]
@@ -127,7 +125,7 @@ def data_command(arguments: Sequence[str]) -> None:
 
 def influence_command(arguments: Sequence[str]) -> None:
     """Run ``longce influence``."""
-    check_options(arguments[1:], add_influence_options)
+    print_help(arguments, add_influence_options)
     from lightning_modules.commands.cli.lightning_cli import InfluenceCLI
 
     sys.argv[1:] = arguments
@@ -136,7 +134,7 @@ def influence_command(arguments: Sequence[str]) -> None:
 
 def quickstart_command(arguments: Sequence[str]) -> None:
     """Run ``longce quickstart``, and pass its options to each of its runs."""
-    check_options(arguments[1:], add_quickstart_options)
+    print_help(arguments, add_quickstart_options)
     from lightning_modules.commands.quickstart import quickstart
 
     quickstart(arguments[1:])
@@ -144,7 +142,6 @@ def quickstart_command(arguments: Sequence[str]) -> None:
 
 def run_experiment(arguments: Sequence[str]) -> Any:
     """Run ``longce fit``, ``validate``, ``test`` or ``predict``."""
-    check_options(arguments[1:])
     from lightning_modules.commands.cli.lightning_cli import LongceCLI
 
     sys.argv[1:] = arguments

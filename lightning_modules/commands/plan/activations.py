@@ -64,12 +64,12 @@ class ActivationBytes:
         """Peak of one layer's backward pass, including recomputed activations."""
         return self._checkpointed[1] - self.layer_input
 
-    @property
+    @cached_property
     def forward(self) -> float:
         """Peak of a pass without gradient."""
         return self._forward[0]
 
-    @property
+    @cached_property
     def hidden(self) -> float:
         """Last hidden states."""
         return self._forward[1]
@@ -114,28 +114,20 @@ def meta_backbone(
     lora: dict[str, Any] | None = None,
     layers: int | None = None,
 ) -> Backbone:
-    """Return a model, or its last ``layers``, on the meta device, where tensors have no memory."""
-    attention = "sdpa" if own_type(config.get_text_config(decoder=True)) else "eager"  # replaced before anything runs
+    """Return a model, by default with all its layers, on the meta device, where tensors have no memory."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config(decoder=True)
+    if layers is not None:
+        kinds, text.num_hidden_layers = getattr(text, "layer_types", None), layers
+        if kinds:
+            text.layer_types = (kinds * layers)[:layers]
+    attention = "sdpa" if own_type(text) else "eager"  # replaced before anything runs
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
-        if layers is not None:
-            _keep_last_layers(Backbone(model), layers)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
         if lora is not None:
             with warnings.catch_warnings(action="ignore"):
                 model = add_adapters(model, lora)
     return Backbone(model).train()
-
-
-def decoder_layers(backbone: Backbone) -> tuple[nn.Module, str, nn.ModuleList]:
-    """Return the module with the decoder's layers, the name of its attribute, and the layers."""
-    count = backbone.base_model.config.get_text_config(decoder=True).num_hidden_layers
-    for name, part in backbone.decoder.named_modules():
-        if isinstance(part, nn.ModuleList) and len(part) == count:
-            parent, _, leaf = name.rpartition(".")
-            return backbone.decoder.get_submodule(parent), leaf, part
-    raise ValueError(
-        f"`{type(backbone.base_model).__name__}` has no list of its {count} layers, so it cannot be planned."
-    )
 
 
 class TokenMemory(TorchDispatchMode):
@@ -174,12 +166,8 @@ class TokenMemory(TorchDispatchMode):
 
 def _run_forward(backbone: Backbone, autocast: torch.dtype | None) -> Tensor:
     tokens = torch.zeros(1, TOKENS, dtype=torch.long)
-    try:
-        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
-            return backbone.decoder(input_ids=tokens, use_cache=False).last_hidden_state
-    except RuntimeError as error:  # torch refuses operations that depend on the values of tensors
-        name = type(backbone.base_model).__name__
-        raise ValueError(f"`{name}` cannot run on tensors without values, so it cannot be planned: {error}") from error
+    with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+        return backbone.decoder(input_ids=tokens, use_cache=False).last_hidden_state
 
 
 @contextmanager
@@ -194,15 +182,6 @@ def _fake_tensors(backbone: Backbone) -> Iterator[None]:
                 part.config._experts_implementation = "grouped_mm"  # the others depend on where tokens are routed
         backbone.to_empty(device="cpu")
         yield
-
-
-def _keep_last_layers(backbone: Backbone, count: int) -> None:
-    parent, name, layers = decoder_layers(backbone)
-    config = backbone.base_model.config.get_text_config(decoder=True)
-    config.num_hidden_layers, kinds = count, getattr(config, "layer_types", None)
-    if kinds:
-        config.layer_types = (kinds * count)[:count]
-    setattr(parent, name, nn.ModuleList((list(layers) * count)[-count:]))  # repeats the only layer of a model
 
 
 class _FlashAttention(torch.autograd.Function):

@@ -104,6 +104,7 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
         "activations kept for the backward pass": tokens * shape.layers * layer - offloaded,
         "last hidden states, predictors and their gradient": 3.0 * tokens * activations.hidden,
     }
+    # A layer that kept its activations computes less in its backward pass than one that recomputes them.
     again = activations.layer_backward - (activations.layer if whole else 0.0)
     accumulated = (4.0 + training.dtype.itemsize) * shape.head_weights if shape.head_trained else 0.0
     chunk = HEAD_ROWS * shape.vocabulary * _logit_bytes(training.compute_bytes, backward=True)
@@ -121,9 +122,8 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
         phases["short windows"] = {**one, "short windows, one layer or the head of a pass": largest}
     host = offloaded * min(training.gpus, training.gpus_per_node)
     if training.offload:
-        host += (
-            sum(lasting.pop(name) for name in ("weights", "gradients", "optimizer")) * training.gpus / training.nodes
-        )
+        moved = sum(lasting.pop(name) for name in ("weights", "gradients", "optimizer"))
+        host += moved * training.gpus / training.nodes
     return Memory(lasting, phases, host)
 
 

@@ -1,12 +1,12 @@
 """Estimate FLOPs, time and memory of an experiment on given GPUs."""
 
 import logging
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from transformers import PreTrainedConfig
 
 from lightning_modules.commands.plan.activations import ActivationBytes
 from lightning_modules.commands.plan.flops import (
@@ -40,32 +40,29 @@ class Planner:
     def __init__(self, experiment: Experiment, gpu: GPU, rates: Rates, price: float | None = None) -> None:
         self.experiment, self.gpu, self.rates, self.price = experiment, gpu, rates, price
         self.training = training = experiment.training
-        self._models: dict[str, tuple[ModelShape, ActivationBytes]] = {}
         numerics = (training.dtype, training.autocast, training.bfloat16_residual)
-        self.shape, self.activations = self._measure_model(experiment.config, *numerics, experiment.lora)
+        self.shape = ModelShape.of(experiment.config, experiment.lora)
+        self.activations = ActivationBytes(experiment.config, *numerics, experiment.lora)
         self.memory = training_memory(self.shape, self.activations, training)
         self.cross_entropy = ce_step_flops(self.shape, training.tokens, training.checkpointing)
         # Sequences per step and GPU; a fraction if GPUs split sequences.
         self.rows_per_gpu = experiment.accumulated * training.rows / training.sequence_parallel_size
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Input tokens of an optimizer step, over all GPUs."""
+        return round(self.training.gpus * self.rows_per_gpu * self.training.tokens)
+
     def plan(self) -> dict[str, Any]:
-        """Return all estimates as plain numbers: TFLOP are 1e12 operations, memory is in GiB, ranges are pairs."""
+        """Return all estimates: TFLOP are 1e12 operations, memory is in GiB, ranges are pairs."""
         training, names = self.training, ("objective", "window_share", "max_steps", "precision", "optimizer", "lora")
         settings = {name: getattr(self.experiment, name) for name in names} | asdict(training)
-        run = {name: str(value) if isinstance(value, torch.dtype) else value for name, value in settings.items()}
-        # The configured (K, d), a sliding window of K, and then those of the paper that fit into the sequence.
-        configured = (training.context_length, training.stride)
-        pairs = dict.fromkeys([configured, (training.context_length, None), *PAPER_OVERHEAD])
-        runs = {"cross entropy": replace(training, short_pass=False)}
-        if self.experiment.objective != "CrossEntropy":
-            runs[self.experiment.objective] = training
         return {
             "model": _describe_model(self.experiment.name, self.shape),
             "gpu": {**self.gpu._asdict(), "count": training.gpus},
-            "run": {**run, "rows_per_step": round(training.gpus * self.rows_per_gpu)},
+            "run": {**settings, "rows_per_step": self.tokens_per_step // training.tokens},
             "notes": list(self.experiment.notes),
-            "training": [self._compare_step(*pair) for pair in pairs if sum(filter(None, pair)) < training.tokens],
-            "cost": {name: self._plan_cost(settings) for name, settings in runs.items()},
+            "training": [self._plan_training(run) for run in self._list_runs()],
             "memory": self._describe_memory(self.memory),
             "scoring": self._plan_scoring(),
             "rates": self.rates._asdict(),
@@ -73,46 +70,44 @@ class Planner:
 
     def plan_step(self) -> PlannedStep:
         """Return the estimates that a run compares itself with."""
-        training, rows = self.training, self.training.gpus * self.rows_per_gpu
-        flops, _, seconds = self._estimate_step(training)
-        repeated = self.cross_entropy.total - necessary_flops(self.shape, training.tokens).total
+        flops, _, seconds = self._estimate_step(self.training)
+        repeated = self.cross_entropy.total - necessary_flops(self.shape, self.training.tokens).total
         return PlannedStep(
-            tokens=round(rows * training.tokens),
-            flops=rows * (flops.total - repeated),
-            peak_flops=training.gpus * self.gpu.tflops * 1e12,
+            tokens=self.tokens_per_step,
+            flops=self.tokens_per_step / self.training.tokens * (flops.total - repeated),
+            peak_flops=self.training.gpus * self.gpu.tflops * 1e12,
             seconds=seconds,
             memory=self.memory.peak / GIB,
         )
 
-    def _compare_step(self, context_length: int, stride: int | None) -> dict[str, Any]:
-        """Compare LongCE with these windows, or with a sliding one if ``stride`` is None, to cross entropy."""
-        settings, sliding = self.training, stride is None
-        pair = (context_length, settings.stride if stride is None else stride)
-        training = replace(settings, context_length=pair[0], stride=pair[1], short_pass=True, sliding=sliding)
-        flops, _, seconds = self._estimate_step(training)
-        ce = self.cross_entropy.total
-        return {
-            "context_length": context_length,
-            "stride": stride,
-            "configured": (*pair, sliding) == (settings.context_length, settings.stride, settings.sliding),
-            "ce_tflop": ce / 1e12,
-            "short_pass_tflop": (flops.total - ce) / 1e12,
-            "overhead": flops.total / ce - 1,
-            "longce_step_seconds": seconds,
-            "paper_overhead": None if sliding or training.tokens != PAPER_TOKENS else PAPER_OVERHEAD.get(pair),
-        }
+    def _list_runs(self) -> Iterator[Training]:
+        """Yield cross entropy, then LongCE as configured, in a sliding window, and as in the paper, if it fits."""
+        training = self.training
+        yield replace(training, short_pass=False)
+        configured = (training.context_length, training.stride)
+        for context_length, stride in dict.fromkeys([configured, (training.context_length, None), *PAPER_OVERHEAD]):
+            if context_length + (stride or 0) < training.tokens:
+                run = replace(training, short_pass=True, sliding=stride is None, context_length=context_length)
+                yield replace(run, stride=stride or training.stride)
 
-    def _plan_cost(self, training: Training) -> dict[str, Any]:
-        _, transfers, step = self._estimate_step(training)
-        steps, tokens = self.experiment.max_steps, round(training.gpus * self.rows_per_gpu * training.tokens)
-        hours = None if steps is None else step.times(steps / 3600)
+    def _plan_training(self, run: Training) -> dict[str, Any]:
+        """Estimate an optimizer step, and all steps if their number is known."""
+        flops, transfers, step = self._estimate_step(run)
+        hours = self.experiment.max_steps and step.times(self.experiment.max_steps / 3600)
+        as_in_paper = run.short_pass and not run.sliding and run.tokens == PAPER_TOKENS
         return {
+            "context_length": run.context_length if run.short_pass else None,
+            "stride": run.stride if run.short_pass and not run.sliding else None,
+            "configured": run == self.training,
+            "tflop": flops.total / 1e12,
+            "overhead": flops.total / self.cross_entropy.total - 1 if run.short_pass else None,
+            "paper_overhead": PAPER_OVERHEAD.get((run.context_length, run.stride)) if as_in_paper else None,
             "step_seconds": step,
-            "tokens_per_second": Range(tokens / step.high, tokens / step.low),
+            "tokens_per_second": Range(self.tokens_per_step / step.high, self.tokens_per_step / step.low),
             "transfer_seconds": transfers,
             "hours": hours,
-            "gpu_hours": hours and hours.times(training.gpus),
-            "price": hours and self.price and hours.times(training.gpus * self.price),
+            "gpu_hours": hours and hours.times(run.gpus),
+            "price": hours and self.price and hours.times(run.gpus * self.price),
         }
 
     def _estimate_step(self, training: Training) -> tuple[Flops, dict[str, float], Range]:
@@ -143,46 +138,37 @@ class Planner:
             "main_memory": memory.host / GIB,
         }
 
-    def _measure_model(self, config: PreTrainedConfig, *options: Any) -> tuple[ModelShape, ActivationBytes]:
-        """Return the sizes of a model and of its activations; cached, because this takes a second."""
-        key = repr((id(config), options))
-        if key not in self._models:
-            activations = ActivationBytes(config, *options)
-            self._models[key] = ModelShape.of(config, activations.lora), activations
-        return self._models[key]
-
     def _plan_scoring(self) -> dict[str, Any]:
         """Estimate LongPPL of one document that is as long as a training sequence."""
         evaluator, tokens, config = self.experiment.evaluator, self.training.tokens, self.experiment.config
         settings, dtype = evaluator or self.training, stored_dtype(config)
         pair = (settings.context_length, settings.stride)
-        model, activations = self._measure_model(config, dtype)
-        flops = {
+        # Adapters are merged for scoring, so they add nothing.
+        model = self.shape if self.experiment.lora is None else ModelShape.of(config)
+        passes = {
             "perplexity": forward_flops(model, tokens, tokens - 1),
             "evaluator == model": scoring_flops(model, model, tokens, *pair, shared_pass=True),
         }
-        memory = {"model": scoring_memory(model, activations, tokens, dtype)}
-        result: dict[str, Any] = {"document_tokens": tokens, "context_length": pair[0], "stride": pair[1]}
+        memory = {"model": scoring_memory(model, ActivationBytes(config, dtype), tokens, dtype)}
         if evaluator is not None:
-            shape, activations = self._measure_model(evaluator.config, evaluator.dtype)
-            flops["with evaluator"] = scoring_flops(shape, model, tokens, *pair)
+            shape, activations = ModelShape.of(evaluator.config), ActivationBytes(evaluator.config, evaluator.dtype)
+            passes["with evaluator"] = scoring_flops(shape, model, tokens, *pair)
             # The evaluator alone, and during a fit, next to the memory that training keeps.
             beside = self.memory.lasting | {"evaluator": float(shape.parameters * evaluator.dtype.itemsize)}
             for name, lasting in (("evaluator", None), ("evaluator within a fit", beside)):
                 sizes = (shape, activations, tokens, evaluator.dtype)
                 memory[name] = scoring_memory(*sizes, windows=pair, lasting=lasting)
-            result["evaluator"] = _describe_model(evaluator.name, shape)
-        one_pass = forward_flops(model, tokens, tokens).total
-        result["passes"] = [
-            {
-                "pass": name,
-                "tflop": work.total / 1e12,
-                "seconds": self.rates.seconds(work, self.gpu),
-                "overhead": None if name == "perplexity" else work.total / one_pass - 1,
-            }
-            for name, work in flops.items()
-        ]
-        return {**result, "memory": {name: self._describe_memory(each) for name, each in memory.items()}}
+        return {
+            "document_tokens": tokens,
+            "context_length": pair[0],
+            "stride": pair[1],
+            "evaluator": evaluator and _describe_model(evaluator.name, shape),
+            "passes": [
+                {"pass": name, "tflop": flops.total / 1e12, "seconds": self.rates.seconds(flops, self.gpu)}
+                for name, flops in passes.items()
+            ],
+            "memory": {name: self._describe_memory(each) for name, each in memory.items()},
+        }
 
 
 def make_planner(model: LongContextLM, options: Any, gpu: GPU) -> Planner:
@@ -202,7 +188,7 @@ def plan_run(model: LongContextLM, options: Any, trainer: Trainer) -> PlannedSte
     options.gpus, options.gpus_per_node = trainer.world_size, trainer.num_devices
     try:
         return make_planner(model, options, gpu).plan_step()
-    except ValueError as error:
+    except Exception as error:  # an estimate must not stop a run
         _log.info("Without MFU and planned time: %s", error)
         return None
 

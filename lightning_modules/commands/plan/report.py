@@ -1,7 +1,7 @@
 """Format a plan as text for a terminal."""
 
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from lightning_modules.commands.plan.hardware import Range
@@ -9,88 +9,80 @@ from lightning_modules.commands.plan.memory import CONTEXT_GIB, FRAGMENTATION
 from lightning_modules.commands.plan.transfers import BANDWIDTH
 from lightning_modules.visualization.report import Table, as_text_table
 
-WIDTH = 118
-
 
 def report(plan: dict[str, Any]) -> str:
     """Format a plan section by section, with units."""
-    memory, scoring = _format_memory(plan["memory"]), _format_scoring(plan["scoring"])
-    sections = (_format_header(plan), _format_training(plan), memory, scoring, _format_basis(plan))
-    return "\n\n".join("\n".join(section) for section in sections)
+    sections = (_format_header, _format_training, _format_memory, _format_scoring, _format_basis)
+    return "\n\n".join("\n".join(_wrap_line(line) for line in section(plan)) for section in sections)
 
 
 def _format_header(plan: dict[str, Any]) -> Iterator[str]:
     model, gpu, run = plan["model"], plan["gpu"], plan["run"]
-    steps = "" if run["max_steps"] is None else f", {run['max_steps']:,} steps"
     yield f"PLAN for {model['name']} ({model['model_type']})"
-    yield f"  model  {_format_size(model['parameters'])}, {model['layers']} layers, vocabulary {model['vocabulary']:,}"
-    if model["trained_parameters"] < model["parameters"]:
-        yield f"         {_format_size(model['trained_parameters'])} trained"
+    trained = model["trained_parameters"]
+    frozen = "" if trained == model["parameters"] else f", {_format_size(trained)} trained"
+    yield f"  model  {_format_size(model['parameters'])}{frozen}, {model['layers']} layers"
+    steps = "" if run["max_steps"] is None else f", {run['max_steps']:,} steps"
     yield (
         f"  run    {run['objective']} (K={run['context_length']}, d={run['stride']}), sequences of {run['tokens']:,}"
         f" tokens, {run['rows_per_step']} per step{steps}"
     )
     sharding = "weights, gradients and optimizer sharded (FSDP2)" if run["sharded"] else "everything on each GPU"
     yield (
-        f"         {run['precision']}, {run['dtype'].removeprefix('torch.')} weights, gradient checkpointing"
+        f"         {run['precision']}, {str(run['dtype']).removeprefix('torch.')} weights, gradient checkpointing"
         f" {run['checkpointing']}, {run['optimizer']}, {sharding}"
     )
     yield f"  GPU    {gpu['count']} x {gpu['name']}: {gpu['tflops']:g} TFLOP/s at peak, {gpu['memory']:g} GiB"
-    yield from (_wrap_line(f"note: {note}") for note in plan["notes"])
+    yield from (f"  note: {note}" for note in plan["notes"])
 
 
 def _format_training(plan: dict[str, Any]) -> Iterator[str]:
-    yield "TRAINING: TFLOP per sequence, LongCE compared to cross entropy (CE), and time per optimizer step"
-    columns = {
-        "K / d": lambda row: (
-            f"{row['context_length']} / {row['stride'] or 'sliding'}{' *' if row['configured'] else ''}"
-        ),
-        "CE TFLOP": lambda row: f"{row['ce_tflop']:,.4g}",
-        "short pass TFLOP": lambda row: f"{row['short_pass_tflop']:,.4g}",
-        "LongCE over CE": lambda row: _format_overhead(row["overhead"]),
-        "paper, measured": lambda row: _format_overhead(row["paper_overhead"]),
-        "LongCE step": lambda row: format_duration(row["longce_step_seconds"]),
-    }
-    if plan["training"]:
-        yield _format_table(columns, plan["training"])
-        yield "  * as configured"
-    for name, cost in plan["cost"].items():
-        text = f"{format_duration(cost['step_seconds'])} per step, {format_number(cost['tokens_per_second'])} tokens/s"
-        if cost["hours"] is not None:
-            text += f", {plan['run']['max_steps']:,} steps: {format_number(cost['hours'])} h"
-            text += f", {format_cost(cost['gpu_hours'], cost['price'])}"
-        yield _wrap_line(f"{name}: {text}")
-    if cost["transfer_seconds"]:
-        listed = ", ".join(f"{name} {format_number(value)} s" for name, value in cost["transfer_seconds"].items())
-        yield _wrap_line(f"of which transfers: {listed}")
+    yield "TRAINING: TFLOP per sequence, overhead of LongCE over cross entropy, time (* as configured)"
+    head = ["K / d", "TFLOP", "overhead", "paper", "per step", "tokens/s", "hours", "GPU-hours", "price"]
+    rows = [_format_run(row) for row in plan["training"]]
+    kept = [number for number in range(len(head)) if any(row[number] for row in rows)]
+    yield _format_table(*([cells[number] for number in kept] for cells in (head, *rows)))
+    for row in plan["training"]:
+        if row["configured"] and row["transfer_seconds"]:
+            listed = ", ".join(f"{name} {format_number(value)} s" for name, value in row["transfer_seconds"].items())
+            yield f"  of which transfers in a step: {listed}"
 
 
-def _format_memory(memory: dict[str, Any]) -> Iterator[str]:
+def _format_run(row: dict[str, Any]) -> list[str]:
+    name = "cross entropy"
+    if row["context_length"] is not None:
+        name = f"{row['context_length']} / {row['stride'] or 'sliding'}"
+    overheads = [row["overhead"], row["paper_overhead"]]
+    numbers = [row["tokens_per_second"], row["hours"], row["gpu_hours"], row["price"]]
+    return [
+        f"{name} *" if row["configured"] else name,
+        f"{row['tflop']:,.4g}",
+        *("" if each is None else f"{each:+.0%}" for each in overheads),
+        format_duration(row["step_seconds"]),
+        *(format_number(each) if each else "" for each in numbers),
+    ]
+
+
+def _format_memory(plan: dict[str, Any]) -> Iterator[str]:
+    memory = plan["memory"]
+    phase = memory["largest_phase"]
     yield f"MEMORY OF TRAINING on each GPU: {_format_fit(memory)}"
-    for name, size in memory["lasting"].items():
+    for name, size in {**memory["lasting"], **memory["phases"][phase]}.items():
         yield f"  {size:8.2f} GiB  {name}"
-    for phase, parts in memory["phases"].items():
-        listed = ", ".join(f"{size:.2f} {name}" for name, size in parts.items())
-        largest = "+" if phase == memory["largest_phase"] else " "
-        yield _wrap_line(f"{largest} {sum(parts.values()):6.2f} GiB  in phase '{phase}': {listed}", hanging=16)
-    yield f"  {memory['peak']:8.2f} GiB  peak: phases are sequential, so only the largest (+) counts"
+    yield f"  {memory['peak']:8.2f} GiB  at the peak, in phase '{phase}'"
     if memory["main_memory"]:
         yield f"  {memory['main_memory']:8.2f} GiB  in the main memory of each node"
 
 
-def _format_scoring(scoring: dict[str, Any]) -> Iterator[str]:
+def _format_scoring(plan: dict[str, Any]) -> Iterator[str]:
+    scoring = plan["scoring"]
     yield (
         f"SCORING a document of {scoring['document_tokens']:,} tokens on one GPU (LongPPL,"
         f" K={scoring['context_length']}, d={scoring['stride']})"
     )
-    columns = {
-        "": lambda row: row["pass"],
-        "TFLOP": lambda row: f"{row['tflop']:,.4g}",
-        "time": lambda row: format_duration(row["seconds"]),
-        "over one pass": lambda row: _format_overhead(row["overhead"]),
-    }
-    yield _format_table(columns, scoring["passes"])
-    if (evaluator := scoring.get("evaluator")) is not None:
+    rows = [[row["pass"], f"{row['tflop']:,.4g}", format_duration(row["seconds"])] for row in scoring["passes"]]
+    yield _format_table(["", "TFLOP", "time"], *rows)
+    if (evaluator := scoring["evaluator"]) is not None:
         yield f"  evaluator: {evaluator['name']}, {_format_size(evaluator['parameters'])}"
     for name, memory in scoring["memory"].items():
         yield f"  memory of the {name}: {_format_fit(memory)}"
@@ -108,29 +100,18 @@ def _format_basis(plan: dict[str, Any]) -> Iterator[str]:
     }
     measured = ", ".join(texts.pop(name) for name in rates["measured"])
     yield "BASIS: every range goes from the fastest to the slowest of these assumptions"
-    yield from map(
-        _wrap_line,
-        (
-            "Computed: FLOPs of all matrix products and of causal attention, from the modules of the model; bytes of"
-            " activations, from running the model on tensors without data, with flash attention.",
-            *([f"Measured ({rates['source']}): {measured}."] if measured else []),
-            f"Assumed, not measured on a GPU: {', '.join(texts.values())}.",
-            f"Transfers: {BANDWIDTH:.0%} of {gpu['link']:g} GB/s within a node, {gpu['network']:g} GB/s per"
-            f" GPU between nodes, {gpu['host']:g} GB/s to main memory. They overlap with computation completely, or not"
-            " at all; an exchange of Ulysses and offloaded activations never do.",
-            "Not included: data loading, validation, checkpoints, and the optimizer on a GPU.",
-            "The paper's column is wall-clock time of the authors' code (Table 7: Llama-2-7B, 32k tokens).",
-        ),
+    if measured:
+        yield f"  Measured ({rates['source']}): {measured}."
+    yield f"  Assumed, not measured on a GPU: {', '.join(texts.values())}."
+    yield (
+        f"  Transfers: {BANDWIDTH:.0%} of {gpu['link']:g} GB/s within a node, {gpu['network']:g} GB/s per GPU between"
+        f" nodes, {gpu['host']:g} GB/s to main memory. They overlap with computation completely, or not at all."
     )
+    yield "  Not included: data loading, validation, checkpoints, and the optimizer on a GPU."
 
 
-def _format_table(columns: dict[str, Callable[[Any], str]], rows: list[Any]) -> str:
-    cells = [[format_cell(row) for format_cell in columns.values()] for row in rows]
-    return textwrap.indent(as_text_table(Table([*columns], cells)), "  ")
-
-
-def _format_overhead(overhead: float | None) -> str:
-    return "" if overhead is None else f"{overhead:+.0%}"
+def _format_table(head: list[str], *rows: list[str]) -> str:
+    return textwrap.indent(as_text_table(Table(head, rows)), "  ")
 
 
 def _format_fit(memory: dict[str, Any]) -> str:
@@ -158,5 +139,5 @@ def format_number(value: Range | float) -> str:
     return " to ".join(f"{each:,.0f}" if each >= 100 else f"{each:.3g}" for each in numbers)
 
 
-def _wrap_line(text: str, hanging: int = 4) -> str:
-    return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent=" " * hanging)
+def _wrap_line(text: str) -> str:
+    return text if "\n" in text else textwrap.fill(text, 118, subsequent_indent="    ")

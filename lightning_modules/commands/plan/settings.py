@@ -1,6 +1,6 @@
 """Read the experiment to be planned from its parsed config, without instantiating it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from lightning_modules.functional.checks import check_count
 from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.context_extension.patterns import PATTERNS
-from lightning_modules.models.loading.adapters import quantization_config
 from lightning_modules.models.loading.config import ModelConfig, is_served
 from lightning_modules.models.loading.dtypes import stored_dtype
 from lightning_modules.models.loading.load import load_config
@@ -24,11 +23,11 @@ _PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
     **dict.fromkeys(("32-true", "32"), (None, None)),
     **dict.fromkeys(("bf16-mixed", "bf16"), (None, torch.bfloat16)),
     **dict.fromkeys(("16-mixed", "16"), (None, torch.float16)),
-    **dict.fromkeys(("64-true", "64"), (torch.float64, None)),
     "bf16-true": (torch.bfloat16, None),
     "16-true": (torch.float16, None),
 }
-_MOMENTS = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Lion": 1, "Rprop": 2, "Adafactor": 0}
+# Numbers that an optimizer keeps for each weight, if they are not the two of AdamW.
+_MOMENTS = {"SGD": 0.0, "Adagrad": 1.0, "RMSprop": 1.0, "Lion": 1.0, "Adafactor": 0.0}
 
 
 @dataclass(frozen=True)
@@ -73,16 +72,17 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
     check_influence(objective, f"in '{data['influence']}'" if data.get("influence") else None)
     if objective.uses_short_context:
         check_context(model.context_length, model.stride, tokens)
-    precision, cast, autocast = _read_precision(trainer.get("precision"))
+    precision = str(trainer.get("precision") or "32-true")
+    if precision not in _PRECISIONS:
+        raise ValueError(f"`longce plan` does not support `trainer.precision` '{precision}', only {[*_PRECISIONS]}.")
+    cast, autocast = _PRECISIONS[precision]
     quantization, checkpointing = loading.quantization, loading.gradient_checkpointing
-    if quantization is not None:
-        quantization_config(quantization, compute_dtype=torch.bfloat16)
-        if loading.lora is None:
-            raise ValueError("Quantized weights cannot be trained: set `model.lora` to train adapters.")
+    if quantization is not None and loading.lora is None:
+        raise ValueError("Quantized weights cannot be trained: set `model.lora` to train adapters.")
     # A class of the user may have no such argument; it then has the default optimizer.
     optimizer, settings = _read_component(parsed["model"].get("init_args", parsed["model"]).get("optimizer", "AdamW"))
-    moments = 1.0 if optimizer == "SGD" and settings.get("momentum") else float(_MOMENTS.get(optimizer, 2))
-    notes = _list_notes(model, config, optimizer)
+    moments = 1.0 if settings.get("momentum") else _MOMENTS.get(optimizer, 2.0)
+    notes = _list_notes(model, config)
     distribution = _read_distribution(loading, parsed, config, notes)
     training = Training(
         tokens=tokens,
@@ -117,40 +117,19 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
     )
 
 
-def _read_precision(name: Any) -> tuple[str, torch.dtype | None, torch.dtype | None]:
-    """Return ``trainer.precision`` with its types in `_PRECISIONS`."""
-    precision = str(name or "32-true")
-    if precision not in _PRECISIONS:
-        raise ValueError(f"`longce plan` does not support `trainer.precision` '{precision}', only {[*_PRECISIONS]}.")
-    return precision, *_PRECISIONS[precision]
-
-
 def _read_component(component: Any) -> tuple[str, dict[str, Any]]:
     """Return the class name and the arguments of a class in a parsed config."""
     mapping: Any = component if isinstance(component, dict) else {"class_path": str(component)}
     return mapping["class_path"].rpartition(".")[2], dict(mapping.get("init_args") or {})
 
 
-def _list_notes(model: LongContextLM, config: PreTrainedConfig, optimizer: str) -> list[str]:
+def _list_notes(model: LongContextLM, config: PreTrainedConfig) -> list[str]:
     notes = []
-    if optimizer not in _MOMENTS and "adam" not in optimizer.lower():
-        notes.append(f"the optimizer {optimizer} is unknown: two numbers per trained weight are assumed, as for AdamW")
     if isinstance(model.objective, Scheduled):
         notes.append("the plan has a short pass in every step, but the schedule has steps without one")
-    if (short_dtype := model.short_context.dtype) is not None:
-        notes.append(f"`short_dtype: {short_dtype}` makes the short pass cheaper than in this plan")
-    if model.loading.quantization is not None:
-        notes.append("the conversion of quantized weights takes time that is not included")
     pattern = (getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}).get("rope_type")
     if pattern in PATTERNS:
         notes.append(f"'{pattern}' is planned at the rates of flash attention, but its blockwise products are slower")
-    if (extension := model.loading.context_extension) is not None:
-        positions = load_config(replace(model.loading, context_extension=None)).max_position_embeddings
-        if positions >= extension.get("target_length", 0):
-            notes.append(
-                f"the model has {positions:,} positions without its `context_extension` to"
-                f" {extension['target_length']:,}: `--model.context_extension null` removes it"
-            )
     return notes
 
 
@@ -175,8 +154,6 @@ def _read_distribution(
     shared = arguments.get("sequence_parallel_size", 1)
     check_processes(shared, count)
     check_sequence_parallelism(config, shared, loading.attn_implementation)
-    if shared > 1:
-        notes.append("the buffers of GPUs that split sequences are not included")
     return {
         "sharded": sharded,
         "gradient_copy": count > 1 and not sharded and not arguments.get("gradient_as_bucket_view"),

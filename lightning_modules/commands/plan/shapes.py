@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from lightning_modules.commands.plan.activations import decoder_layers, meta_backbone
+from lightning_modules.commands.plan.activations import meta_backbone
 from lightning_modules.models.context_extension.patterns.settings import PATTERN_SETTINGS
 from lightning_modules.models.loading.adapters import active_module
 
@@ -47,7 +47,9 @@ class ModelShape:
         text = config.get_text_config(decoder=True)
         windows = _attention_windows(text)
         backbone = meta_backbone(config, lora=lora)
-        layers = decoder_layers(backbone)[2]
+        # The decoder's layers are its only list of this length.
+        lists = (part for part in backbone.decoder.modules() if isinstance(part, nn.ModuleList))
+        layers = next(part for part in lists if len(part) == text.num_hidden_layers)
         weights = [_layer_weights(layer, text) for layer in layers]
         embedding = active_module(backbone.base_model.get_input_embeddings()).weight
         head = next(p for p in active_module(backbone.base_model.get_output_embeddings()).parameters() if p.ndim == 2)
@@ -85,8 +87,6 @@ def _layer_weights(layer: nn.Module, config: PreTrainedConfig) -> tuple[int, int
     for name, parameter in layer.named_parameters():
         if parameter.ndim == 1 or name.endswith("bias"):
             continue
-        if parameter.ndim > 3 or (parameter.ndim == 3 and "experts" not in name):
-            raise ValueError(f"`{name}` {list(parameter.shape)} is not a matrix, so the model cannot be planned.")
         size = parameter.numel() * _chosen_share(name, config)
         active += size
         trained += size * parameter.requires_grad

@@ -11,10 +11,7 @@ from lightning_modules.commands.plan.shapes import ModelShape
 BANDWIDTH = 0.8
 """Assumed: fraction of the bandwidth in data sheets that collectives and copies reach."""
 
-HOST_MEMORY = 200.0
-"""Assumed: GB/s of a node's main memory, for an optimizer that runs there."""
-
-WAITING = ("exchange of Ulysses", "optimizer in main memory", "activations to and from main memory")
+WAITING = ("exchange of Ulysses", "activations to and from main memory")
 """Transfers that computation waits for. All others may overlap with it, completely or not at all."""
 
 
@@ -43,9 +40,6 @@ def transfer_seconds(
     if training.offload:
         moved = gathers * weights * training.dtype.itemsize + batches * gradients * 4
         seconds["weights and gradients from and to main memory"] = moved / gpus / copies
-        # AdamW reads the gradient, and reads and writes the weight and its two moments.
-        touched = gradients * training.trained_bytes(shape) * (3 + 2 * training.moments)
-        seconds["optimizer in main memory"] = touched / training.nodes / (HOST_MEMORY * 1e9)
     if training.offload_activations:
         kept = batches * training.tokens_per_gpu * shape.layers * activations.layer_input
         seconds["activations to and from main memory"] = 2 * kept / copies

@@ -1,12 +1,9 @@
 """Reports as Markdown and HTML."""
 
-import re
-
 import matplotlib
 import pytest
 from matplotlib.figure import Figure
 
-from lightning_modules.visualization import images
 from lightning_modules.visualization.images import STYLE, as_svg
 from lightning_modules.visualization.report import (
     MAX_ROWS,
@@ -18,7 +15,6 @@ from lightning_modules.visualization.report import (
     as_html,
     as_markdown,
     as_text_table,
-    read_resource,
 )
 from tests.support.browser import check_page, launch_chromium, parse_page
 
@@ -117,13 +113,6 @@ def test_long_tables_are_folded_and_say_what_they_hold():
     assert len(details(1, folded=True)) == 1
 
 
-def test_a_section_may_be_folded_except_its_heading():
-    root = parse_page(as_html("T", [Heading("One"), "a", Heading("Two", folded=True), "b"], {}))
-    (section,) = (each for each in root.iter("section") if list(each.iter("details")))
-    assert texts(section, "h2") == ["Two"]
-    assert texts(next(section.iter("details")), "p") == ["b"]
-
-
 def test_many_figures_are_folded(svg):
     for count, folded in ((6, []), (8, ["Show 2 more figures"])):
         root = parse_page(as_html("T", [Picture("a", str(number)) for number in range(count)], {"a": svg}))
@@ -141,71 +130,3 @@ def test_numbers_that_do_not_exist_are_dashes_and_verdicts_are_badges():
     assert rows == [r"| a\|b | — |", "| — | ∞ |", "| c | 1.5 |"]
     assert Link("a", "b.html") in as_text_table(Table([Link("a", "b.html")], [["b"]]))
     assert "| [a](b.html) |" in as_markdown("T", [Table(["x"], [[Link("a", "b.html")]])])
-
-
-def test_the_colors_of_a_figure_have_counterparts_for_a_dark_screen(svg):
-    dark = svg[svg.index("<style>") : svg.index("</style>")]
-    drawn = svg[svg.index("</style>") :]
-    for color in ("#22211f", "#e4e0d8", "#1f5fa8"):
-        assert color in drawn
-        assert f'[style*="stroke: {color}"]' in dark
-    assert "DejaVu" not in drawn
-    assert "<text" in drawn
-
-
-# Contrast of the theme's colors, by WCAG 2.2: 4.5 for text, 3 for lines and marks.
-
-
-def luminance(color):
-    channels = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
-    return sum(share * value for share, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-
-def contrast(*colors):
-    dark, light = sorted(map(luminance, colors))
-    return (light + 0.05) / (dark + 0.05)
-
-
-def palettes():
-    """The theme's colors by name, on a light and on a dark screen."""
-    light, dark = read_resource("theme.css").split("@media", 2)[:2]
-    found = dict(re.findall(r"--([\w-]+): (#\w{6})", light))
-    return {"light": found, "dark": found | dict(re.findall(r"--([\w-]+): (#\w{6})", dark))}
-
-
-SHADES = [f"{kind}{step}" for kind in "hw" for step in range(1, 5)]
-TEXTS = {
-    "paper": ["ink", "muted", "accent", "good", "bad"],
-    "raised": ["ink", "muted", "accent"],
-    "accent": ["paper"],
-    "accent-soft": ["ink", "accent"],
-    "open-soft": ["ink"],
-    "good-soft": ["good"],
-    "bad-soft": ["bad"],
-    **{shade: ["ink"] for shade in SHADES},
-    "h5": ["on-strong"],
-    "w5": ["on-strong"],
-}
-
-
-@pytest.mark.parametrize("mode", ["light", "dark"])
-def test_every_text_stands_out_from_its_background(mode):
-    palette = palettes()[mode]
-    assert palette["paper"] != palettes()["light" if mode == "dark" else "dark"]["paper"]
-    low = {
-        (text, ground): round(contrast(palette[text], palette[ground]), 2)
-        for ground, on_it in TEXTS.items()
-        for text in on_it
-        if contrast(palette[text], palette[ground]) < 4.5
-    }
-    assert low == {}
-
-
-def test_lines_of_figures_stand_out_in_both_modes():
-    papers = [palette["paper"] for palette in palettes().values()]
-    for light, dark in images.DARK.items():
-        limit = 4.5 if light == images.INK else 3
-        if light != images.LINE:
-            assert contrast(light, papers[0]) >= limit
-            assert contrast(dark, papers[1]) >= limit

@@ -10,7 +10,6 @@ from lightning_modules.commands.cli.config_files import CONFIGS, find_packaged_c
     ("words", "config", "expected"),
     [
         (["--model", "mine.Model"], {}, True),
-        (["--model=mine.Model"], {}, True),
         (["--model.help", "mine.Model"], {}, True),
         (["--model", "{stride: 16}"], {}, False),
         (["--model.stride", "16"], {"model": {"stride": 16}}, False),
@@ -18,8 +17,6 @@ from lightning_modules.commands.cli.config_files import CONFIGS, find_packaged_c
         ([], {"model": {"class_path": "mine.Model", "init_args": {"stride": 16}}}, True),
         ([], {"fit": {"model": {"class_path": "mine.Model"}}}, True),
         ([], {"model": None, "trainer": {"max_steps": 3}}, False),
-        ([], {"model": 3}, False),
-        ([], ["model"], False),
     ],
 )
 def test_the_class_of_the_model_is_found(words, config, expected, tmp_path):

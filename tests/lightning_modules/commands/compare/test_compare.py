@@ -12,11 +12,10 @@ from scipy import stats
 from torch.utils.tensorboard import SummaryWriter
 
 from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.compare.command import compare, place_points
+from lightning_modules.commands.compare.command import compare
 from lightning_modules.commands.compare.runs import read_runs
 from lightning_modules.training.monitoring.identity import flatten_config
 from lightning_modules.utilities.statistics import paired_ratio
-from tests.support.browser import check_page, launch_chromium
 
 LONGPPL = np.array([4.0, 9.0, 5.0, 7.0, 6.0, 8.0])
 KEY_TOKENS = np.array([10, 20, 5, 40, 30, 1])
@@ -203,15 +202,6 @@ def test_curves_begin_at_the_base_model_and_include_later_evaluations_and_resume
     assert run.scalars["train/loss"][9] == 1.0  # of the resumed training, not of the one that was killed
 
 
-def test_curves_over_tokens_begin_at_none_and_long_ones_are_averaged():
-    points = place_points({0: 5.0, 5: 4.0, 10: math.nan, 20: 3.0}, {10: 1000.0, 20: 3000.0})
-    assert points.tolist() == [[0.0, 5.0], [500.0, 4.0], [3000.0, 3.0]]
-    steps = range(1, 2001)
-    points = place_points({step: float(step) for step in steps}, {step: float(step) for step in steps})
-    assert len(points) == 200
-    assert points[0].tolist() == [5.5, 5.5]
-
-
 def test_a_run_in_training_is_read_up_to_its_last_complete_event(tmp_path):
     folder = make_run(tmp_path / "run", {10: 0.9})
     (events,) = folder.glob("events.out.tfevents.*")
@@ -331,15 +321,3 @@ def test_the_page_of_a_run_has_curves_over_each_axis_and_changed_documents(tmp_p
     assert re.search(r"Documents that changed most\|.*?doc2\|+5\.000\|+9\.000\|+1\.800", texts)
     assert "LongPPL / step 0" in texts
     assert "nan" not in texts.lower()
-
-
-@pytest.mark.slow
-def test_the_page_fits_a_phone_and_needs_nothing_but_itself(tmp_path):
-    runs = [make_run(tmp_path / name, {0: 1.0, 10: factor}) for name, factor in (("<b>one", 0.9), ("two", 0.8))]
-    compare(runs, tmp_path / "page.html")
-    with launch_chromium() as browser:
-        check_page(browser, tmp_path / "page.html")
-        page = browser.new_page(viewport={"width": 360, "height": 800}, color_scheme="dark")
-        page.goto((tmp_path / "page.html").as_uri())
-        assert page.evaluate("getComputedStyle(document.documentElement).backgroundColor") == "rgb(22, 23, 26)"
-        assert "<b>one" in page.title()

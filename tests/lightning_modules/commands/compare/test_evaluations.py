@@ -50,12 +50,6 @@ def test_the_difference_is_over_the_same_questions(tmp_path):
     assert "b - a" in (tmp_path / "page.html").read_text()
 
 
-def test_questions_about_one_text_count_as_dependent(tmp_path):
-    one, other = (write_evaluation(tmp_path / name, scores, texts=5) for name, scores in (("a", FIRST), ("b", SECOND)))
-    value, (low, high) = score_difference(SECOND, FIRST, [*range(5)] * 2)
-    assert compare([one, other]).splitlines()[2].endswith(f"{100 * value:+.1f} [{100 * low:+.0f}, {100 * high:+.0f}]")
-
-
 def test_other_questions_have_no_difference(tmp_path, capsys):
     write_evaluation(tmp_path / "runs" / "a", FIRST)
     write_evaluation(tmp_path / "runs" / "b", SECOND, seed=1)

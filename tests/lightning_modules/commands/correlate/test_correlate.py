@@ -7,12 +7,12 @@ from scipy import stats
 
 from benchmarks.reproduction.tables.published import published
 from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.correlate.command import correlate, join
+from lightning_modules.commands.correlate.command import correlate
+from lightning_modules.commands.correlate.joining import join
 from lightning_modules.commands.correlate.result_files import Measured
 from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.utilities.identity import shorten_hashes
 from lightning_modules.utilities.statistics import compare_correlations
-from tests.support.browser import check_page, launch_chromium
 
 TABLE = published()["tables"]["table5"]
 MODELS = list(TABLE["rows"])
@@ -58,21 +58,6 @@ def test_published_perplexities_against_scores(files, tmp_path, capsys):
     assert svg.startswith("<?xml")
     assert all(f">{model}</text>" in svg for model in MODELS)
     assert "data:image/svg+xml" in (tmp_path / "out" / "report.html").read_text()
-
-
-@pytest.mark.slow
-def test_what_does_not_count_is_said(files, tmp_path):
-    (tmp_path / "more.csv").write_text("model,longppl,perplexity,LongBench,RULER\nA,nan,3,40,1\nB,2,3,,\nC,2,inf,9,\n")
-    said = correlate([*files, str(tmp_path / "more.csv")], str(tmp_path / "out"), scores=["LongBench"])
-    assert "A: longppl is not a number." in said
-    assert "B: no LongBench." in said
-    assert "C: perplexity is infinite." in said
-    pairs = json.loads((tmp_path / "out" / "correlation.json").read_text())["pairs"]
-    assert [len(pair["models"]) for pair in pairs] == [len(MODELS) + 1, len(MODELS) + 1]  # and C, and A
-    assert set(pairs[0]["left_out"]) == {"A", "B"}
-    with launch_chromium() as browser:
-        check_page(browser, tmp_path / "out" / "report.html")
-    assert "1 models are too few" in correlate([*files, str(tmp_path / "more.csv")], str(tmp_path / "out"))
 
 
 def test_too_few_models_and_unknown_names_are_refused(files, tmp_path):
@@ -138,21 +123,6 @@ def test_models_of_one_name_but_different_content_or_numerics_are_different(chan
         join([one, other, unknown])
 
 
-def test_results_of_an_evaluator_whose_weights_were_replaced_are_not_correlated(files, tmp_path, caplog):
-    for file, letter in zip(files[:-1], "abcdefghijklmn", strict=False):
-        content = json.loads(Path(file).read_text())
-        content["provenance"] = {
-            "model": provenance()._asdict(),
-            "evaluator": provenance(identity="sha256:" + 64 * letter)._asdict(),
-        }
-        Path(file).write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="needs at least 3 models with both values"):
-        correlate(files, str(tmp_path / "out"), metrics=["longppl"])
-    assert "longppl - " not in (said := correlate(files, str(tmp_path / "out"), metrics=["perplexity"]))
-    assert f"perplexity  {len(MODELS)}" in said
-    assert not caplog.records
-
-
 def test_a_model_with_several_names_is_reported(files, tmp_path):
     words = []
     for number, file in enumerate(files[:3]):
@@ -183,9 +153,3 @@ def test_means_over_other_lengths_are_not_thrown_together(tmp_path):
     assert pairs["average [lengths=[4096, 8192]]"]["models"] == ["m0", "m1", "m2"]
     assert pairs["average [lengths=[4096]]"]["models"] == ["m3"]
     assert len(list((tmp_path / "out" / "figures").iterdir())) == 2
-
-
-def test_names_that_look_alike_have_figures_of_their_own(tmp_path):
-    (tmp_path / "a.csv").write_text("model,longppl,a/b,a b\nA,1,3,5\nB,2,2,6\nC,3,1,9\n")
-    correlate([str(tmp_path / "a.csv")], str(tmp_path / "out"))
-    assert {path.name for path in (tmp_path / "out" / "figures").iterdir()} == {"a_b-longppl.svg", "a_b-longppl-1.svg"}

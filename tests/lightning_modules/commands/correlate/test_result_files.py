@@ -77,14 +77,6 @@ def test_results_of_evaluate(evaluation):
     assert entry.settings["vt 4096"] == told
 
 
-def test_lengths_that_are_no_multiples_of_1024_keep_their_names(evaluation, tmp_path):
-    content = json.loads((tmp_path / "evaluation.json").read_text())
-    content["tasks"]["longeval_lines"] = {"1024": cell(1.0), "1500": cell(2.0), "16000": cell(3.0)}
-    (entry,) = read_results([write(tmp_path, "evaluation.json", content)])
-    found = {name: value for name, value in entry.values.items() if name.startswith("LongEval ")}
-    assert found == {"LongEval 1k": 1.0, "LongEval 1500": 2.0, "LongEval 16000": 3.0}
-
-
 def test_folders_of_several_models_are_read(evaluation, tmp_path):
     content = json.loads((tmp_path / "evaluation.json").read_text())
     for name in ("a", "b"):
@@ -159,12 +151,6 @@ def test_bad_files_are_refused(tmp_path, monkeypatch, name, content, named):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=re.escape(named)):
         read_results([name])
-
-
-def test_spaces_around_cells_do_not_count(tmp_path):
-    (tmp_path / "a.csv").write_text("model, longppl ,RULER\n a , 2.5,\n")
-    (measured,) = read_results([str(tmp_path / "a.csv")])
-    assert (measured.model, measured.values) == ("a", {"longppl": 2.5})
 
 
 def test_scores_of_evaluate_keep_their_intervals(tmp_path):

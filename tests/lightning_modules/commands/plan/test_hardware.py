@@ -45,11 +45,6 @@ def test_each_kind_of_work_has_its_rate():
     assert rates.seconds(work, GPU("", 200, 1)) == pytest.approx((1.5, 2.25))
 
 
-def test_rates_are_dense_ones():
-    assert GPUS["H100"].tflops == pytest.approx(1979 / 2, rel=0.001)
-    assert GPUS["A100-80"].tflops == 312
-
-
 def test_measured_rates_replace_assumed_ones_of_the_same_card(tmp_path, monkeypatch):
     monkeypatch.setattr(hardware, "RESULTS", tmp_path)
     assert find_rates(GPUS["H200"], autocast=False) == Rates()
@@ -80,17 +75,13 @@ def test_what_a_measurement_lacks_is_assumed(tmp_path):
     ("device", "name"),
     [
         ("NVIDIA A100-SXM4-80GB", "A100-80"),
-        ("NVIDIA A100-PCIE-40GB", "A100-40"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H100 PCIe", "H100-PCIe"),
         ("NVIDIA H200", "H200"),
-        ("NVIDIA L40S", "L40S"),
-        ("NVIDIA GeForce RTX 4090", "RTX4090"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX6000-Ada"),
         ("AMD Instinct MI300X", "MI300X"),
         ("NVIDIA H100 NVL", None),
         ("NVIDIA H200 MIG 1g.18gb", None),
-        ("NVIDIA RTX A4000", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA L40", None),
     ],

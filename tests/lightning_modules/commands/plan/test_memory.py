@@ -73,13 +73,6 @@ def test_scoring_of_the_study(eight, tokens, expected):
     assert memory.lasting["weights"] == eight[0].parameters * 2
 
 
-def test_head_of_the_study(eight):
-    """1.5 to 2 GiB of logits, and the float32 sum of the gradient of 2 GiB."""
-    head = training_memory(*eight, BF16).phases["head"]
-    assert head["head: sum of its gradient"] == 128256 * 4096 * (4 + 2)
-    assert head["head: a chunk of logits"] == 2048 * 128256 * (2 + 4 + 2)
-
-
 def test_what_lasts_with_one_gpu_and_with_several(eight):
     shape = eight[0]
     size = shape.parameters * 4

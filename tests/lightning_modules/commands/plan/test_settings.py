@@ -1,12 +1,10 @@
 """What is read of an experiment's config, parsed as `longce plan` parses it."""
 
-import json
 import sys
 
 import pytest
 import torch
 import yaml
-from transformers import AutoConfig
 
 from lightning_modules.commands.cli.experiment_options import add_plan_options
 from lightning_modules.commands.cli.lightning_cli import PartCLI
@@ -58,27 +56,6 @@ def test_everything_is_found(read, model_dir, evaluator_dir):
     assert (experiment.window_share, experiment.notes) == (1.0, ())
 
 
-def test_an_objective_in_another_one(read):
-    inner = {"class_path": "lightning_modules.objectives.LongCE", "init_args": {"gamma": 3.0}}
-    objective = {"class_path": "lightning_modules.objectives.Scheduled", "init_args": {"objective": inner, "stop": 5}}
-    experiment = read("--model.objective", json.dumps(objective))
-    assert (experiment.objective, experiment.training.short_pass) == ("Scheduled", True)
-    assert experiment.notes == ("the plan has a short pass in every step, but the schedule has steps without one",)
-
-
-def test_command_line_over_config(read, model_dir):
-    experiment = read(
-        *("--model.objective", "CrossEntropy", "--trainer.max_steps", "-1", "--gpus", "1"),
-        *("--evaluator", str(model_dir)),
-    )
-    assert experiment.objective == "CrossEntropy"
-    assert not experiment.training.short_pass
-    assert experiment.max_steps is None
-    assert experiment.training.gpus == 1
-    assert not experiment.training.gradient_copy
-    assert (experiment.evaluator.name, experiment.evaluator.context_length) == (str(model_dir), 24)
-
-
 def test_a_number_of_devices_that_is_not_known(read):
     experiment = read("--trainer.devices", "auto")
     assert experiment.training.gpus == 1
@@ -99,13 +76,6 @@ def test_a_number_of_devices_that_is_not_known(read):
 def test_precisions(read, precision, dtype, expected):
     training = read("--trainer.precision", precision, "--model.dtype", dtype).training
     assert (training.dtype, training.autocast) == expected
-
-
-def test_fsdp2_has_a_bfloat16_residual_stream(read):
-    options = ["--model.residual_dtype", "float32", "--trainer.precision", "bf16-mixed"]
-    assert not read(*options).training.bfloat16_residual
-    strategy = ["--trainer.strategy", "lightning_modules.training.fsdp.FullyShardedStrategy"]
-    assert read(*options, *strategy).training.bfloat16_residual
 
 
 def test_strategies(read):
@@ -136,7 +106,6 @@ def test_strategies(read):
 def test_optimizers(read, options, moments, copy):
     experiment = read(*options)
     assert (experiment.training.moments, experiment.training.step_copy) == (moments, copy)
-    assert bool(experiment.notes) == (experiment.optimizer == "ASGD")
 
 
 REFUSED = {
@@ -153,11 +122,3 @@ def test_an_option_that_refuses_a_value_is_named(option, read):
     value, named = REFUSED[option]
     with pytest.raises(ValueError, match=named):
         read(f"--{option}", value)
-
-
-def test_a_model_by_its_type_only(read):
-    small = "{model_type: gpt2, n_layer: 3}"
-    options = ["--model.pretrained_model_name_or_path", "null", "--model.model_config", small]
-    experiment = read(*options)
-    assert experiment.name == "new gpt2"
-    assert experiment.config.num_hidden_layers == 3 != AutoConfig.for_model("gpt2").num_hidden_layers

@@ -6,7 +6,6 @@ import pyarrow
 import pytest
 
 from lightning_modules.commands.select.choice import is_first_of_its_text, is_in_sample, sampling_weights
-from lightning_modules.commands.select.config import SelectConfig
 
 
 def documents(count, **columns):
@@ -42,14 +41,6 @@ def test_documents_are_drawn_as_often_as_drawing_one_by_one():
         expected[generator.choice(5, 2, replace=False, p=weights / weights.sum())] += 1
     np.testing.assert_allclose(counts / 600, expected / seeds, atol=0.07)
     assert counts[0] == 0
-
-
-def test_random_numbers_of_documents_are_uniform():
-    table = documents(100_000)
-    first = np.flatnonzero(is_in_sample(table, None, count=10_000))
-    parts = np.bincount(first * 20 // len(table), minlength=20)
-    assert abs(parts - 500).max() < 5 * np.sqrt(500)
-    assert abs(table["file"].iloc[first].value_counts() / 10_000 - 1 / 7).max() < 0.02
 
 
 def test_a_number_of_tokens_is_never_exceeded():
@@ -92,16 +83,3 @@ def test_weights_by_an_expression():
     ):
         with pytest.raises(ValueError, match=message):
             sampling_weights(table, expression)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sample_weight": "tokens"}, "no effect without `sample`"),
-        ({"mixture": "m.yaml"}, "needs the documents: set `output`"),
-        ({"mixture": "m.yaml", "output": "ids.txt"}, "needs the documents: set `output`"),
-    ],
-)
-def test_options_without_a_meaning(options, message):
-    with pytest.raises(ValueError, match=message):
-        SelectConfig(**options)

@@ -1,7 +1,6 @@
 """The page of a corpus: its numbers are those of slow sums, its slider runs, and its size is bounded."""
 
 import re
-import time
 from collections import Counter
 from itertools import pairwise
 
@@ -9,11 +8,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lightning_modules.visualization.corpus.page import corpus_page, find_file, inspect_command
+from lightning_modules.visualization.corpus.page import corpus_page, inspect_command
 from lightning_modules.visualization.corpus.summary import (
     BINS,
     OTHERS,
-    examples,
     histogram,
     join_small_sources,
     thresholds,
@@ -113,14 +111,6 @@ def test_the_ladder_has_the_means_of_longer_contexts_over_the_shortest_one(score
     assert f"{mean:.4g}" in ladder
 
 
-def test_examples_are_the_extremes(scores):
-    found = examples(scores, "benefit_mean", 5)
-    ranked = scores.dropna().sort_values("benefit_mean")["benefit_mean"].tolist()
-    assert [row["benefit_mean"] for row in found["Largest"]] == ranked[:-6:-1]
-    assert [row["benefit_mean"] for row in found["Smallest"]] == ranked[:5]
-    assert len({(row["file"], row["row"]) for row in found["Random"]}) == 5
-
-
 @pytest.mark.limit(3)  # draws five figures three times
 def test_every_corpus_has_a_page(tmp_path):
     table = make_scores(1, sources=1)  # too short: nothing is compared
@@ -148,26 +138,6 @@ def test_documents_link_to_their_page_or_show_its_command(scores, tmp_path):
         f" --stride 32 --alpha 2.0 --beta -2.0 --output {tmp_path}/x.html"
     )
     assert "--row" not in inspect_command({"file": "a.txt", "row": 0}, HEADER, tmp_path / "x.html")
-
-
-def test_files_are_found_from_folders_and_patterns(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "b" / "sub").mkdir(parents=True)
-    (tmp_path / "b" / "sub" / "x.jsonl").write_text("")
-    assert find_file(["a", "b/"], "sub/x.jsonl") == "b/sub/x.jsonl"
-    assert find_file(["a/*.jsonl", "b/**/*.jsonl"], "sub/x.jsonl") == "b/sub/x.jsonl"
-    assert find_file(["b/sub/x.jsonl"], "x.jsonl") == "b/sub/x.jsonl"
-    assert find_file(["s3://bucket/c/*.parquet"], "x.parquet") == "s3://bucket/c/x.parquet"
-    assert find_file([], "x.parquet") == "x.parquet"
-
-
-@pytest.mark.slow
-def test_a_million_documents_take_seconds_and_a_small_page(tmp_path):
-    scores = make_scores(1_000_000, sources=1000)
-    started = time.process_time()
-    page = corpus_page(scores, HEADER, "scores", folder=tmp_path)
-    assert time.process_time() - started < 30
-    assert len(page) < 1_000_000
 
 
 @pytest.mark.slow

@@ -114,39 +114,6 @@ def test_the_page_is_sound_on_every_screen(browser, tokenizer, tmp_path):
     check_page(browser, make_inspection(tokenizer, name="a" * 200).save(tmp_path / "page.html"))
 
 
-def share_of_text(page):
-    """The share of the screen's height between the bar and the sheet."""
-    return page.evaluate("""() => {
-      const top = (selector) => document.querySelector(selector).getBoundingClientRect();
-      return (top("aside").top - top("#bar").bottom) / innerHeight;
-    }""")
-
-
-def test_most_of_a_phone_shows_text_and_the_rest_unfolds(browser, tokenizer, tmp_path):
-    path = make_inspection(tokenizer, text=make_text(400)).save(tmp_path / "page.html")
-    page = browser.new_page(viewport={"width": 360, "height": 740})
-    page.goto(path.as_uri())
-    wait_until(page, COMPLETE)
-    assert share_of_text(page) >= 0.6
-    for _ in range(12):
-        page.keyboard.press("n")
-    assert "LSD" in page.inner_text("#brief")
-    assert not page.is_visible("#card")
-    assert not page.is_visible("#alpha")
-    page.click("#brief")
-    page.click("#tune summary")
-    assert page.is_visible("#card .bars")
-    assert page.is_visible("#beta")
-    place = "(selector) => document.querySelector(selector).getBoundingClientRect()"
-    wait_until(page, f"({place})('.current').bottom <= ({place})('aside').top")  # the sheet does not cover it
-    assert page.evaluate(f"({place})('.current').top >= ({place})('#bar').bottom")
-    assert page.evaluate("document.getElementById('scatter').clientWidth") > 200
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    page.set_viewport_size({"width": 1200, "height": 900})
-    assert page.is_visible("#card .bars")
-    assert not page.is_visible("#brief")
-
-
 def test_everything_can_be_done_from_the_keyboard(browser, tokenizer, tmp_path):
     path = make_inspection(tokenizer, text=make_text(400)).save(tmp_path / "page.html")
     page = browser.new_page(viewport={"width": 1200, "height": 900})

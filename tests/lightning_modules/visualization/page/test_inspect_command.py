@@ -12,8 +12,7 @@ from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.score import score
 from lightning_modules.visualization.page import inspect_document
-from lightning_modules.visualization.page.alternatives import Alternatives
-from tests.conftest import make_text, tiny_model
+from tests.conftest import make_text
 from tests.lightning_modules.visualization.page.conftest import as_json, unpacked
 
 SETTINGS = {"context_length": 48, "stride": 16, "alpha": 0.5, "beta": -6.0}
@@ -52,20 +51,6 @@ def test_command_writes_the_page_of_the_evaluators_scores(file, model_dir, evalu
     assert np.array_equal(arrays["model_1_long"], scores.long.numpy())
 
 
-def test_alternatives_are_those_of_the_model(file, evaluator_dir):
-    text = Path(file).read_text(encoding="utf-8")
-    inspection = inspect_document(text, str(evaluator_dir), alternatives=20, **SETTINGS)
-    assert isinstance(inspection.alternatives, Alternatives)
-    long, scores = inspection.alternatives.long, inspection.scores
-    own = long.token_ids == inspection.scores.token_ids.unsqueeze(-1)
-    assert own[1:].any()
-    torch.testing.assert_close(long.log_likelihood[own][1:], scores.long.unsqueeze(-1).expand(own.shape)[own][1:])
-    assert (long.log_likelihood[1:, 0] >= scores.long[1:] - 1e-5).all()
-    early = slice(None, 64)
-    assert torch.equal(long.token_ids[early], inspection.alternatives.short.token_ids[early])
-    assert not torch.equal(long.token_ids, inspection.alternatives.short.token_ids)
-
-
 def test_stored_scores_need_no_model_and_alternatives_one_pass_more(file, evaluator_dir, monkeypatch):
     passes = []
     original = Backbone.forward
@@ -85,15 +70,6 @@ def test_stored_scores_need_no_model_and_alternatives_one_pass_more(file, evalua
     monkeypatch.setattr("lightning_modules.scoring.evaluator.load_scorer", None)
     third = inspect_document(text, str(evaluator_dir), alternatives=0, **{**SETTINGS, "alpha": 1.0})
     assert torch.equal(first.scores.short, third.scores.short)
-
-
-def test_max_tokens_is_counted_by_the_evaluator(file, evaluator_dir):
-    text = Path(file).read_text(encoding="utf-8")
-    whole = inspect_document(text, str(evaluator_dir), alternatives=0, **SETTINGS)
-    cut = inspect_document(text, str(evaluator_dir), alternatives=0, max_tokens=90, **SETTINGS)
-    assert len(cut.scores.token_ids) == 90
-    assert text.startswith(cut.text)
-    torch.testing.assert_close(cut.scores.long, whole.scores.long[:90], atol=1e-5, rtol=0)
 
 
 def fails(arguments, capsys):
@@ -117,32 +93,14 @@ def test_bad_input_is_named_before_any_model_is_loaded(file, model_dir, evaluato
         "/no/such/judge": [file, "--evaluator", "/no/such/judge"],
         "/no/such/model": [file, *judge, "--model", "/no/such/model"],
         "`stride` (d) must be": [file, *judge, "--stride", "0"],
-        "`context_length` (K) must be": [file, *judge, "--context_length", "-5"],
-        "`alpha`": [file, *judge, "--alpha", "-1"],
-        "`beta`": [file, *judge, "--beta", "0.5"],
         "`alternatives` must be an integer from 0 to 20, got 21": [file, *judge, "--alternatives", "21"],
-        "`max_tokens` must be": [file, *judge, "--max_tokens", "0"],
         "no/folder/out.html": [file, *judge, "--output", "no/folder/out.html"],
         "is the document itself": [file, *judge, "--output", "texts/../texts/a report.txt"],
         "evaluator": [file],
-        "--strides": [file, *judge, "--strides", "4"],
     }
     for expected, arguments in cases.items():
         assert expected in fails(["inspect", *arguments], capsys)
     assert not list(tmp_path.glob("*.html"))
-
-
-def test_tokenizer_that_is_not_the_models(file, evaluator_dir, tmp_path, tokenizer, capsys, monkeypatch):
-    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_scorer", None)
-    tiny_model("llama", 100).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    command = ["inspect", file, "--model", str(tmp_path / "model"), "--evaluator", str(evaluator_dir)]
-    assert "embedding has 100 tokens" in fails(command, capsys)
-
-
-def test_a_text_that_is_no_unicode_is_refused(evaluator_dir):
-    with pytest.raises(ValueError, match="lone surrogate"):
-        inspect_document("ba ce \ud83d di", str(evaluator_dir))
 
 
 def test_a_short_document_has_a_page_without_key_tokens(evaluator_dir):

@@ -129,12 +129,6 @@ def test_lone_surrogates_become_replacement_characters(tokenizer, tmp_path):
     assert '<h1 dir="auto">?.txt</h1>' in path.read_text(encoding="utf-8")
 
 
-def test_without_alternatives_there_are_none(tokenizer):
-    page = make_inspection(tokenizer, alternatives=None).html()
-    assert unpacked(page, "alternatives") == {}
-    assert as_json(unpacked(page, "scores")["facts"])["alternatives"] == 0
-
-
 def test_a_dropped_beta_is_null_and_counts_without_it(tokenizer):
     inspection = make_inspection(tokenizer, beta=-math.inf)
     assert as_json(unpacked(inspection.html(), "scores")["facts"])["beta"] is None

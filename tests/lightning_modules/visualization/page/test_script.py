@@ -107,28 +107,6 @@ def test_blocks_and_cells_make_up_the_document(inspection):
     assert all(block["text"].endswith("\n") or block["last"] - block["first"] >= 440 for block in found[:-1])
 
 
-@pytest.mark.parametrize(
-    ("sentence", "end"),
-    [("ba ce di fo gu. ", r"gu\. ?$"), ('(ba ce, di "fo gu?") ', r'gu\?"\) ?$'), ("ba ce di fo ", r"(ba|ce|di|fo) ?$")],
-)
-def test_a_block_of_a_long_line_ends_with_a_sentence_or_a_word(tokenizer, sentence, end):
-    inspection = make_inspection(tokenizer, text=sentence * 500)
-    found = run(inspection, "return cutBlocks(data).map(({ from, to }) => data.text.slice(from, to));")
-    assert len(found) > 3
-    assert all(re.search(end, text) for text in found)
-    assert "".join(found) == sentence * 500
-
-
-def test_no_block_ends_within_a_character(tokenizer):
-    inspection = make_inspection(tokenizer, text="x" + "🙂" * 600)
-    body = """
-        const whole = ({ first }) => data.start[first] === data.stop[first - 1];
-        return cutBlocks(data).slice(1).map((block) => [data.text.slice(block.from, block.to), whole(block)]);"""
-    found = run(inspection, body)
-    assert len(found) > 2
-    assert all(set(text) == {"🙂"} and whole for text, whole in found)
-
-
 def test_tokens_without_characters_join_their_neighbours(inspection):
     offsets = inspection.scores.offsets
     offsets[300] = offsets[301] = offsets[-1] = torch.tensor([0, 0])

@@ -1,12 +1,11 @@
 import html
-import math
 import re
 
 import pytest
 import torch
 from tensorboard.plugin_util import markdown_to_safe_html
 
-from lightning_modules.visualization.tensorboard.panels import escaped, helped_markdown, probability
+from lightning_modules.visualization.tensorboard.panels import escaped, helped_markdown
 
 NASTY = [
     " |",
@@ -28,11 +27,6 @@ def shown(markdown):
     """Text that a reader of TensorBoard sees, and the tags it is in."""
     page = markdown_to_safe_html(markdown)
     return html.unescape(re.sub(r"<[^>]*>", "", page)), set(re.findall(r"<(\w+)", page)), page
-
-
-def test_probability():
-    assert [probability(math.log(p)) for p in (1.0, 0.5, 0.0012, 0.0009)] == ["100.0%", "50.0%", "0.1%", "9e-04"]
-    assert probability(-math.inf) == "0e+00"
 
 
 @pytest.mark.parametrize("token", NASTY)
@@ -57,42 +51,6 @@ def test_most_helped_tokens(make_document):
     assert [row[3] for row in found] == ["4.00", "2.00", "1.00"]
     assert "never" in found[1]
     assert shown(helped_markdown([one, two]))[1] == {"table", "thead", "tbody", "tr", "th", "td", "strong"}
-
-
-def test_a_token_of_spaces_can_be_seen(make_document):
-    document = make_document(["a", "\n", "b"], [0.0, 3.0, 0.0], key=[1])
-    assert "**␣**" in helped_markdown([document])
-
-
-def test_order_of_helped_tokens(make_document):
-    document = make_document([" a"] * 5, [1.0, 3.0, -1.0, 2.0, 0.0])
-    assert document.most_helped(9) == [(3.0, 1), (2.0, 3), (1.0, 0)]
-    assert document.most_helped(1) == [(3.0, 1)]
-
-
-def test_the_table_shows_any_text(make_document):
-    words = [word for token in NASTY for word in (" plain", token)]
-    document = make_document(words, [0.0, 3.0] * len(NASTY), name="<b>|name")
-    text, tags, page = shown(helped_markdown([document]))
-    assert tags == {"table", "thead", "tbody", "tr", "th", "td", "strong"}
-    assert page.count("<tr>") == min(len(NASTY), 20) + 1
-    assert "<b>|name, token 1" in text
-    assert "<script>alert(1)</script>" in text
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ([" sea", " a", " b", " sea"], 3),
-        ([" sea", " a", " sea", " sea"], 1),
-        ([" seam", " a", " b", " sea"], None),
-        ([" sea", " seam", " seasea", " sea"], 3),
-        ([" a", " sea"], None),
-    ],
-)
-def test_distance_to_the_same_token(make_document, words, expected):
-    document = make_document(words)
-    assert document.distance(len(words) - 1) == expected
 
 
 def test_distance_is_that_of_looking_at_each_token(make_document):
