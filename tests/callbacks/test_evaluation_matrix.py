@@ -190,12 +190,6 @@ def test_wrong_thresholds_and_names_are_refused_at_once(evaluator_dir, tmp_path,
         make_evaluator(evaluator_dir, tmp_path, **options)
 
 
-@pytest.mark.parametrize(("name", "error"), [("a/b", ValueError), ("nowhere", FileNotFoundError)])
-def test_a_set_with_a_wrong_name_or_without_files_is_refused_before_training(model_dir, folders, name, error):
-    with pytest.raises(error, match=name):
-        make_data(model_dir, folders, validation_sets={name: ValidationSet(f"{folders}/nowhere/*.txt")}).prepare_data()
-
-
 @pytest.mark.filterwarnings("ignore:When using the `ThroughputMonitor`")
 def test_the_first_evaluation_comes_when_all_callbacks_have_started(model_dir, evaluator_dir, folders):
     callbacks = [make_evaluator(evaluator_dir, folders), ThroughputMonitor(batch_size_fn=len)]
@@ -203,24 +197,6 @@ def test_the_first_evaluation_comes_when_all_callbacks_have_started(model_dir, e
     trainer = make_trainer(folders, callbacks, logger=logger, max_steps=1, log_every_n_steps=1)
     trainer.fit(LongContextLM(str(model_dir), **LENGTHS), make_data(model_dir, folders))
     assert trainer.global_step == 1
-
-
-def test_the_first_evaluation_leaves_random_numbers_alone(model_dir, evaluator_dir, folders):
-    states = []
-    for before_training in (True, False):
-        torch.manual_seed(0)
-        callback = make_evaluator(evaluator_dir, folders, before_training=before_training)
-        module = LongContextLM(str(model_dir), **LENGTHS)
-        module.on_train_batch_start = lambda *_: states.append(torch.get_rng_state())
-        make_trainer(folders, [callback], max_steps=1).fit(module, make_data(model_dir, folders))
-    assert torch.equal(*states)
-
-
-def test_a_dry_run_writes_no_table(model_dir, evaluator_dir, folders, monkeypatch):
-    monkeypatch.chdir(folders)
-    trainer = make_trainer(folders, [make_evaluator(evaluator_dir, folders)], logger=True, fast_dev_run=True)
-    trainer.fit(LongContextLM(str(model_dir), **LENGTHS), make_data(model_dir, folders))
-    assert not list(folders.rglob("*.parquet"))
 
 
 class OwnData(TextDataModule):

@@ -39,7 +39,6 @@ QUESTIONS_AT_ONCE, TOKENS_AT_ONCE = 256, 2**21
 """Limits of the questions in memory, and of their tokens: the model waits while questions are generated."""
 
 SETTINGS = "settings.json"
-_SOURCES = ("haystack", "squad", "hotpot", "nq_open")
 
 
 class Evaluation:
@@ -57,8 +56,7 @@ class Evaluation:
         provenance: Provenance,
     ) -> None:
         self.config = config
-        sources = {name: getattr(config, name) for name in _SOURCES}
-        self.tasks = find_tasks(tasks, **sources, documents=config.documents)
+        self.tasks = find_tasks(tasks, **config.sources, documents=config.documents)
         self.keys = question_keys(self.tasks, config.lengths, config.samples, config.depths)
         self.prompter = Prompter(tokenizer, **config.prompting)
         check_questions(self.keys, self.tasks, self.prompter, config.seed)
@@ -71,7 +69,7 @@ class Evaluation:
             **config.prompting,
             "gen_kwargs": config.generation or None,
             "documents": config.documents,
-            **{name: None if path is None else _hash_texts(Path(path)) for name, path in sources.items()},
+            **{name: None if path is None else _hash_texts(Path(path)) for name, path in config.sources.items()},
         }
         self.store = ResultStore(config.output_folder, settings)
 

@@ -78,6 +78,9 @@ class HarnessEvaluation:
         for number, name in enumerate(names := self.missing(rank, processes)):
             log.info("Tasks of the harness: %s (%d of %d)", name, number + 1, len(names))
             result = evaluate_task(model, name, self.loaded.tasks[name], bootstrap_iters=1000)
+            samples = result.pop("samples")
+            if self.config.log_samples:
+                write_samples(self.config.output_folder, name, samples)
             self.results.write(name, result, self.loaded.files[name])
 
     def report(self) -> tuple[str, Parts]:
@@ -90,8 +93,7 @@ class HarnessEvaluation:
         intervals: dict[str, Any] = {}
         parts: dict[str, dict[str, Any]] = {name: {} for name in (*_OF_TASKS, "group_subtasks", "groups")}
         for name, file in self.loaded.files.items():
-            result = self.results.read(name, file)
-            if result is None:
+            if (result := self.results.read(name, file)) is None:
                 continue
             for part, by_task in result.pop("lm_eval", {}).items():
                 parts[part] |= by_task
@@ -123,7 +125,7 @@ def evaluate_task(model: HarnessModel, name: str, task: Task, *, bootstrap_iters
 
     ``bootstrap_iters`` is the number of resamples for standard errors of metrics that are not means. The result has the
     task's ``metrics`` as the harness returns them, by name and filter, their ``intervals``, ``lm_eval`` with all
-    results in the harness's schema, and ``samples`` if they are logged.
+    results in the harness's schema, and ``samples``, its questions and answers.
     """
     # `evaluate` and not `simple_evaluate`, which returns None in every process but the first of a machine: all of them
     # log the metrics.
@@ -143,7 +145,7 @@ def evaluate_task(model: HarnessModel, name: str, task: Task, *, bootstrap_iters
             apply_chat_template=config.chat_template,
             fewshot_as_multiturn=config.as_multiturn,
         )
-    result = {
+    return {
         "metrics": _keep_numbers(found["results"][name]),
         "intervals": task_intervals(task, found["samples"][name]),
         "questions": found["n-samples"][name]["effective"],
@@ -152,8 +154,8 @@ def evaluate_task(model: HarnessModel, name: str, task: Task, *, bootstrap_iters
         "version": found["versions"][name],
         "seconds": time.perf_counter() - started,
         "lm_eval": {part: {name: found[part][name]} for part in _OF_TASKS},
+        "samples": found["samples"][name],
     }
-    return {**result, "samples": found["samples"][name]} if config.log_samples else result
 
 
 def aggregate(groups: Mapping[str, Group], results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
@@ -204,7 +206,7 @@ def _keep_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Results:
-    """Folder of results: ``tasks/NAME.json``, and ``samples_NAME_TIME.jsonl`` with questions and answers.
+    """Folder of results, ``tasks/NAME.json``.
 
     Reading a result of other settings, or of another version of the user's task file, raises a ``ValueError``.
     """
@@ -213,10 +215,7 @@ class Results:
         self.folder, self.settings = folder, dict(settings)
 
     def write(self, name: str, result: Mapping[str, Any], task_file: str | None = None) -> None:
-        """Write the result of a task, and its questions and answers, if any, to a separate file."""
-        result = dict(result)
-        if (samples := result.pop("samples", None)) is not None:
-            write_samples(self.folder, name, samples)
+        """Write the result of a task."""
         write_json(self._result_path(name), {**result, "settings": self._settings_of(task_file)})
 
     def read(self, name: str, task_file: str | None = None) -> dict[str, Any] | None:

@@ -12,8 +12,6 @@ from lightning_modules.functional.checks import find_impossible
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.served.dialects import AnswerError, Sglang, TokenSpan, Vllm
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
-from lightning_modules.scoring.config import EvaluatorConfig
-from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.score import score
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.visualization.page.document import inspect_document
@@ -121,21 +119,6 @@ def test_token_scores_with_impossible_values_are_neither_written_nor_read(tmp_pa
     monkeypatch.undo()
     with pytest.raises(ValueError, match="1 of 3 tokens have impossible"):
         TokenScores.load(tmp_path / "bad")
-
-
-@pytest.mark.parametrize(
-    "changed", [{"dtype": "bfloat16"}, {"context_length": 40}, {"stride": 8}, {"add_special_tokens": False}, {}]
-)
-def test_stored_scores_under_the_name_of_others_are_not_used(changed, model_dir, evaluator_dir, tmp_path, caplog):
-    options = {**SETTINGS, "cache_dir": str(tmp_path)}
-    mine = Evaluator(EvaluatorConfig(str(model_dir), **options))
-    other = Evaluator(EvaluatorConfig(str(model_dir if changed else evaluator_dir), **options | changed))
-    expected, foreign = mine.scores(TEXT), other.scores(TEXT)
-    shutil.copy(other.path(foreign.text_sha256), mine.path(expected.text_sha256))
-    found = Evaluator(EvaluatorConfig(str(model_dir), **options)).scores(TEXT)
-    assert torch.equal(found.long, expected.long)
-    assert torch.equal(found.short, expected.short)
-    assert "It is scored again" in caplog.text
 
 
 @pytest.mark.parametrize("part", ["evaluator", "model"])
