@@ -36,7 +36,6 @@ from lightning_modules.utilities.progress import progress_bar
 from lightning_modules.visualization.corpus.page import PAGE, write_page
 
 _MAX_SHARD_TOKENS = 2**24  # about 200 MB with per-token values
-_NAMED_FILES = 3  # at most, in a message
 
 
 class DocumentScoresWriter(Callback):
@@ -161,8 +160,7 @@ class DocumentScoresWriter(Callback):
         self._table = ScoreTable(self._corpus.column_types, contexts, per_token=self.per_token, **self.statistics)
         self._documents = self._tokens = 0  # in the shards of this process and run
         self._started = self._shard_begun = time.monotonic()
-        processes = f" (process 1 of {trainer.world_size})" if trainer.world_size > 1 else ""
-        self._bar = progress_bar(f"Scoring{processes}", unit="doc", total=self._corpus.expected())
+        self._bar = progress_bar("Scoring", unit="doc", total=self._corpus.expected())  # of this process
         self._patient = patient_group()
         self._signal.listen(trainer, signal.SIGTERM)  # the process continues: on its own, it would leave others waiting
 
@@ -193,8 +191,7 @@ class DocumentScoresWriter(Callback):
             self._write_shard(trainer)
 
     def _write_shard(self, trainer: Trainer) -> None:
-        assert self._table is not None
-        if len(self._table):
+        if self._table:  # has rows
             table = self._table.table()
             header = {
                 "settings": self._settings,
@@ -234,7 +231,7 @@ class DocumentScoresWriter(Callback):
         if unreadable:
             return ValueError(
                 f"{len(unreadable)} file(s) or parts of files could not be read to the end; all other documents are"
-                f" done: {'; '.join(unreadable[:_NAMED_FILES])} -- Replace these files, delete the shards that have"
+                f" done: {'; '.join(unreadable[:3])} -- Replace these files, delete the shards that have"
                 " them in the column `file`, and run the same command again."
             )
         # 2. No source may have too many failed documents.

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -181,10 +181,9 @@ def _parse_result(line: bytes, path: Path, number: int, settings: str) -> TaskRe
             raise ValueError("its settings are not those of the folder")
         return TaskResult(**{**values, "answers": tuple(values["answers"])})
     except (ValueError, TypeError, KeyError) as error:
-        names = ", ".join(field.name for field in fields(TaskResult))
         raise ValueError(
-            f"'{path}', line {number}, is not a result of this evaluation ({names}): it is damaged, or from another"
-            " folder. Remove the line, and its question is asked again."
+            f"'{path}', line {number}, is not a result of this evaluation ({error}). Remove the line, and its question"
+            " is asked again."
         ) from error
 
 

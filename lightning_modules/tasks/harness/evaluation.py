@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +27,7 @@ from lightning_modules.tasks.evaluation.evaluation import check_same_settings
 from lightning_modules.tasks.evaluation.lm_eval_results import Parts, date_id
 from lightning_modules.tasks.harness.intervals import group_intervals, task_intervals
 from lightning_modules.tasks.harness.model import HarnessModel
-from lightning_modules.tasks.harness.tasks import SETS, Metric, load_tasks, seed
+from lightning_modules.tasks.harness.tasks import SETS, load_tasks, seed
 from lightning_modules.utilities.files import plain, write_atomically, write_json
 from lightning_modules.utilities.statistics import Interval, mean_interval
 from lightning_modules.visualization.report import Table, as_text_table
@@ -99,8 +100,8 @@ class HarnessEvaluation:
                 parts[part] |= by_task
             tasks[name], metrics[name], intervals[name] = result, result["metrics"], result.get("intervals", {})
         groups = aggregate(self.loaded.groups, tasks)
-        for name in groups:
-            metrics[name], intervals[name] = groups[name], group_intervals(self.loaded.groups[name], tasks)
+        metrics |= groups
+        intervals |= {name: group_intervals(self.loaded.groups[name], tasks) for name in groups}
         scores, set_intervals = set_scores(self.words, metrics, intervals)
         content = {
             "model": self.config.model,
@@ -175,28 +176,22 @@ def set_scores(
     intervals: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> tuple[dict[str, float], dict[str, Interval]]:
     """Return the scores in percent of all sets among the words whose metrics are all known, and their intervals."""
+    # A part is a metric of a task, or another score of the set.
+    values, ends = _by_metric(metrics), _by_metric(intervals)
     known: dict[str, float] = {}
-    ends: dict[str, Interval] = {}
-
-    def look_up(part: Metric | str, scores: Mapping[str, Any], by_task: Mapping[str, Mapping[str, Any]]) -> Any:
-        """Return another score of the set, or a metric of a task; None if it is not known."""
-        if isinstance(part, str):
-            return scores.get(part)
-        task, metric = part
-        return by_task.get(task, {}).get(metric)
-
-    for word in words:
-        scores = SETS[word].scores if word in SETS else {}
-        for name, parts in scores.items():
-            values = [look_up(part, known, metrics) for part in parts]
-            if None in values:
-                continue
-            known[name] = sum(values) / len(values)
-            interval = mean_interval(values, [look_up(part, ends, intervals) for part in parts])
-            if interval is not None:
-                ends[name] = interval
-    percent = {name: (100 * low, 100 * high) for name, (low, high) in ends.items()}
+    for name, parts in chain.from_iterable(SETS[word].scores.items() for word in words if word in SETS):
+        if not all(part in values for part in parts):
+            continue
+        means = [values[part] for part in parts]
+        known[name] = values[name] = sum(means) / len(means)
+        ends[name] = mean_interval(means, [ends.get(part) for part in parts])
+    percent = {name: (100 * ends[name][0], 100 * ends[name][1]) for name in known if ends[name] is not None}
     return {name: 100 * value for name, value in known.items()}, percent
+
+
+def _by_metric(tables: Mapping[str, Mapping[str, Any]]) -> dict[Any, Any]:
+    """Return the known values of tasks by task and metric."""
+    return {(task, key): value for task, row in tables.items() for key, value in row.items() if value is not None}
 
 
 def _keep_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -11,7 +11,6 @@ import subprocess
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from signal import SIGKILL
 
 import httpx2
@@ -46,7 +45,6 @@ from lightning_modules.utilities.errors import IncompleteError
 from lightning_modules.visualization.page.alternatives import find_alternatives
 from tests.conftest import make_text, tiny_model
 from tests.support.adapters import export_adapters
-from tests.support.distributed import run_distributed
 from tests.support.servers import stub_server
 from tests.support.toy_tasks import GUESS, SEVERAL
 
@@ -314,26 +312,6 @@ def fit(root, model_dir, books, evaluator, *, checkpoint=None, killed_at=None, *
     torch.manual_seed(0)
     trainer.fit(LongContextLM(model_dir, **SETTINGS), data, ckpt_path=checkpoint)
     return found
-
-
-def fit_in_two(rank, world_size, *arguments):
-    os.environ["LOCAL_RANK"] = str(rank)
-    found = fit(*arguments, devices=2, strategy="ddp")
-    Path(arguments[0], f"metrics{rank}.json").write_text(json.dumps(found))
-
-
-@pytest.mark.slow
-def test_a_training_of_two_processes_uses_two_servers(backbone, model_dir, books, tmp_path):
-    found = {}
-    with stub_server(backbone=backbone) as one, stub_server(backbone=backbone) as other:
-        for name, evaluator in (("served", f"{one.address},{other.address}"), ("local", str(model_dir))):
-            (tmp_path / name).mkdir()
-            run_distributed(fit_in_two, str(tmp_path / name), str(model_dir), str(books), evaluator)
-            found[name] = [json.loads((tmp_path / name / f"metrics{rank}.json").read_text()) for rank in (0, 1)]
-        assert min(one.counts["requests"], other.counts["requests"]) > 10
-    assert len(found["local"][0]) == 3
-    for served, local in zip(found["served"], found["local"], strict=True):
-        assert served == pytest.approx(local, rel=1e-6)
 
 
 @pytest.mark.slow
