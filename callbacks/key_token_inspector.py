@@ -144,8 +144,6 @@ class KeyTokenInspector(Callback):
     ) -> None:
         if trainer.sanity_checking or not self._writers:
             return
-        if "text" not in batch:
-            raise ValueError("`KeyTokenInspector` needs a data module whose batches have `text` and `offsets`.")
         long, scored = outputs["log_likelihood"], batch["labels"].ne(IGNORE_INDEX)
         self._positions.add(batch["position_ids"][scored].cpu(), -long[scored].cpu())
         rows = self._choose_rows(batch)

@@ -372,15 +372,11 @@ def test_files_of_records_are_not_scored_as_text(command, place, model_dir, caps
     assert "good.jsonl' contains records, not one text" in refused(*words, capsys=capsys)
 
 
-def test_files_that_are_scored_twice(place, model_dir, evaluator_dir, tmp_path, capsys, caplog):
+def test_files_that_are_scored_twice(place, model_dir, evaluator_dir, tmp_path, capsys):
     (tmp_path / "link.txt").symlink_to(place / "0.txt")
     for again in (place / "0.txt", tmp_path / "link.txt"):
         words = ["score", place / "0.txt", again, "--model", model_dir, "--evaluator", evaluator_dir]
         assert f"'{again}' is given twice" in refused(*words, capsys=capsys)
-    shutil.copy(place / "0.txt", tmp_path / "copy.txt")
-    options = ["--model", model_dir, "--evaluator", evaluator_dir, "--context_length", "32", "--stride", "16"]
-    main([*map(str, ["score", place / "0.txt", tmp_path / "copy.txt", *options])])
-    assert "copy.txt' has the same text as" in caplog.text
 
 
 def test_pipes_that_end_early(run, model_dir, capsys):

@@ -93,8 +93,6 @@ class EvaluatorConfig(ScoringConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _rename_rule(self)
-        if self.sharded and is_served(self.evaluator):
-            raise ValueError("`sharded` is for an evaluator in the training processes: remove it for a served one.")
         if self.key_token_rule not in (rules := get_args(KeyTokenRule)):
             raise ValueError(f"`key_token_rule` must be one of {', '.join(rules)}, got {self.key_token_rule!r}.")
 

@@ -76,7 +76,7 @@ class InfluenceTransfer:
                     add_special_tokens=self.add_special_tokens,
                     name="of the training text",
                 )
-                if scores.impossible().any():  # the caller refuses NaN and names the sequence
+                if scores.impossible().any():  # NaN, which the caller refuses
                     influence[row, start:stop] = torch.nan
                     continue
                 # Equation 10; the transfer gives 0 to a token without characters, which would leave it untrained.

@@ -166,6 +166,7 @@ def test_what_the_model_does_not_allow_is_refused_before_training(base, document
         HuggingFaceExport(str(tmp_path / "out")).on_fit_start(SimpleNamespace(strategy=FSDPStrategy()), module)
 
 
+@pytest.mark.slow
 def test_an_upload_that_fails_ends_neither_the_training_nor_the_export(base, documents, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise ConnectionError("no route to the hub")
@@ -190,6 +191,7 @@ def _train(rank, world_size, base, root, documents):
     assert (root / "out" / "model.safetensors").is_file(), "it is there when any process goes on"
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_exported_as_it_is_stored(base, documents, tmp_path):
     """With trimmed offsets, which loading makes whole: the rule of the authors goes by them."""
     path = Path(base) / "tokenizer.json"

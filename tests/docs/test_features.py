@@ -19,7 +19,7 @@ FEATURES = {
     "score a corpus, and select from it": README,
     "evaluate on long-context tasks": README,
     "evaluate on tasks of lm-evaluation-harness": "tests/lightning_modules/tasks/harness/test_command.py::"
-    "test_our_tasks_and_theirs_in_one_command",
+    "test_tasks_with_a_result_are_not_asked_again",
     "compare runs": f"{COMMANDS}/compare/test_compare.py::test_runs_are_ranked_with_what_differs_and_costs",
     "correlate perplexities with scores": README,
     "export a model": README,

@@ -188,11 +188,7 @@ def _parse_result(line: bytes, path: Path, number: int, settings: str) -> TaskRe
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
-    path = folder / SETTINGS
-    try:
-        return dict(json.loads(path.read_bytes()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"'{path}' is damaged ({error}): choose another folder with `--output`.") from error
+    return dict(json.loads((folder / SETTINGS).read_bytes()))
 
 
 def _hash_settings(folder: Path) -> str:

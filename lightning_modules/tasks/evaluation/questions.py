@@ -48,8 +48,6 @@ def question_keys(tasks: Sequence[Task], lengths: Sequence[int], samples: int, d
     if len(set(names)) < len(names):  # classes of the user, whose results would be mixed up
         raise ValueError(f"Several `tasks` have the same name: {', '.join(names)}. Rename them.")
     chosen = _space_depths(depths)
-    if chosen != [None] and not any(task.varies_depth for task in tasks):
-        raise ValueError(f"`depths` has no effect on {', '.join(names)}: remove it.")
     return [
         Key(task.name, length, depth, index)
         for task in tasks

@@ -217,12 +217,8 @@ class Results:
         """Return the stored result, or None."""
         if not (path := self._result_path(name)).is_file():
             return None
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            settings = content.pop("settings")
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ValueError(f"'{path}' is damaged ({error}): remove it, and the task runs again.") from error
-        check_same_settings(path, settings, self._settings_of(task_file))
+        content = json.loads(path.read_text(encoding="utf-8"))
+        check_same_settings(path, content.pop("settings"), self._settings_of(task_file))
         return dict(content)
 
     def _result_path(self, name: str) -> Path:

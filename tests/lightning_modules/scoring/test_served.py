@@ -182,8 +182,6 @@ def test_a_served_model_needs_its_tokenizer_and_has_no_logits(served, model_dir)
     address, _ = served
     with pytest.raises(ValueError, match="`--evaluator_tokenizer`"):
         Evaluator(EvaluatorConfig(address, **SETTINGS))
-    with pytest.raises(ValueError, match="`sharded`"):
-        served_config(address, model_dir, sharded=True)
     with pytest.raises(ValueError, match="`alternatives` to 0"):
         InspectConfig(evaluator=address, **SETTINGS)
     with pytest.raises(ValueError, match="does not rank"):

@@ -151,7 +151,6 @@ def test_adapters_are_used_and_training_state_is_restored():
 @pytest.mark.parametrize(
     ("name", "prompts", "message"),
     [
-        ("ours", [[]], "prompt is empty"),
         ("ours", [[1], [400]], "400"),  # beyond the vocabulary
         ("gpt2", [[1] * 60], "64 learned positions"),
     ],

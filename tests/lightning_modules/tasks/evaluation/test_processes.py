@@ -58,6 +58,7 @@ def _run(rank, processes, setup, root):
     torch.save(found, root / f"rank {rank}.pt")
 
 
+@pytest.mark.slow
 def test_two_processes_find_what_one_does(setup, tmp_path):
     run_distributed(_run, setup, tmp_path)
     expected = train(setup, tmp_path / "one", 1, "auto")
