@@ -292,7 +292,7 @@ CHANGES = [
     ({"model_type": "nosuch"}, "nosuch"),
     ({"model_type": "t5"}, "not causal LMs"),
     ({"hidden_act": "nosuch"}, "could not be loaded"),
-    ({"vocab_size": 10}, "10 tokens"),
+    ({"vocab_size": 10}, "do not match its config"),
 ]
 
 

@@ -222,7 +222,7 @@ class Evaluator:
             scores = TokenScores.load(path)
         except FileNotFoundError:
             return None
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             log.warning("%s It is scored again.", error)
             return None
         # Scores for key tokens may have been computed for a higher beta.
