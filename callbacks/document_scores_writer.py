@@ -22,13 +22,7 @@ from lightning_modules.models.loading.config import is_served
 from lightning_modules.models.loading.load import choose_attention, load_config
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.scoring.corpus.failures import check_failures
-from lightning_modules.scoring.corpus.shards import (
-    SUCCESS,
-    ExistingScores,
-    ReadProgress,
-    ScoreShards,
-    check_settings,
-)
+from lightning_modules.scoring.corpus.shards import SUCCESS, ExistingScores, ReadProgress, ScoreShards, check_settings
 from lightning_modules.scoring.corpus.table import ScoreTable, TokenType, count_rows, find_reserved_names
 from lightning_modules.scoring.document_scorer import Failed
 from lightning_modules.scoring.token_scores import TokenScores
@@ -42,7 +36,6 @@ from lightning_modules.utilities.progress import progress_bar
 from lightning_modules.visualization.corpus.page import PAGE, write_page
 
 _MAX_SHARD_TOKENS = 2**24  # about 200 MB with per-token values
-_NAMED_FILES = 3  # at most, in a message
 
 
 class DocumentScoresWriter(Callback):
@@ -132,20 +125,16 @@ class DocumentScoresWriter(Callback):
             self._release_lock()
             raise ValueError(refusal)
         if trainer.is_global_zero:
-            self._warn_of_changes()
+            try:
+                self.shards.check_success()
+            except ValueError as error:  # a shard has changed since then; missing documents are scored again
+                rank_zero_warn(str(error))
             self.shards.folder.remove(SUCCESS)
             self.shards.folder.remove(PAGE)
         elif self.shards.folder.local is not None:
             self._lock = RunLock(self.shards.folder.local)
         if self._lock is not None:
             self._lock.join(trainer.global_rank)
-
-    def _warn_of_changes(self) -> None:
-        """Warn if shards have changed since the corpus was complete; missing documents are scored again."""
-        try:
-            self.shards.check_success()
-        except ValueError as error:
-            rank_zero_warn(str(error))
 
     def _refusal_reason(self) -> str | None:
         """Return why these documents cannot be scored into the folder, or None; only the first process knows."""
@@ -171,8 +160,7 @@ class DocumentScoresWriter(Callback):
         self._table = ScoreTable(self._corpus.column_types, contexts, per_token=self.per_token, **self.statistics)
         self._documents = self._tokens = 0  # in the shards of this process and run
         self._started = self._shard_begun = time.monotonic()
-        processes = f" (process 1 of {trainer.world_size})" if trainer.world_size > 1 else ""
-        self._bar = progress_bar(f"Scoring{processes}", unit="doc", total=self._corpus.expected())
+        self._bar = progress_bar("Scoring", unit="doc", total=self._corpus.expected())  # of this process
         self._patient = patient_group()
         self._signal.listen(trainer, signal.SIGTERM)  # the process continues: on its own, it would leave others waiting
 
@@ -203,8 +191,7 @@ class DocumentScoresWriter(Callback):
             self._write_shard(trainer)
 
     def _write_shard(self, trainer: Trainer) -> None:
-        assert self._table is not None
-        if len(self._table):
+        if self._table:  # has rows
             table = self._table.table()
             header = {
                 "settings": self._settings,
@@ -228,28 +215,27 @@ class DocumentScoresWriter(Callback):
         if report := scorer.report():
             rank_zero_info(report)
         self._write_shard(trainer)
-        found = gathered((self._corpus.read_progress(), self._documents), self._patient)
+        found = gathered(self._corpus.read_progress(), self._patient)
         error = trainer.strategy.broadcast(self._write_success(found) if trainer.is_global_zero else None)
         self._table = None
         if error is not None:  # raised in all processes, so that none waits and all end with the same status
             raise error
 
-    def _write_success(self, found: list[tuple[ReadProgress, int]]) -> Exception | None:
+    def _write_success(self, found: list[ReadProgress]) -> Exception | None:
         """Write ``_SUCCESS.json`` with the counts of all documents, or return the error that prevents it.
 
-        ``found`` has the progress of each process, and the number of documents in its shards. Only the first process
-        calls this.
+        ``found`` has the progress of each process. Only the first process calls this.
         """
         # 1. Every file must have been read to its end.
-        unreadable = sorted({reason for progress, _ in found for reason in progress.unreadable})
+        unreadable = sorted({reason for progress in found for reason in progress.unreadable})
         if unreadable:
             return ValueError(
                 f"{len(unreadable)} file(s) or parts of files could not be read to the end; all other documents are"
-                f" done: {'; '.join(unreadable[:_NAMED_FILES])} -- Replace these files, delete the shards that have"
+                f" done: {'; '.join(unreadable[:3])} -- Replace these files, delete the shards that have"
                 " them in the column `file`, and run the same command again."
             )
         # 2. No source may have too many failed documents.
-        complete, allowed = all(progress.complete for progress, _ in found), self._corpus.allowed_failures
+        complete, allowed = all(progress.complete for progress in found), self._corpus.allowed_failures
         try:
             written = self.shards.existing_scores()
             check_failures(self.shards, written.rows, self._corpus.source, allowed=allowed, complete=complete)
@@ -261,7 +247,7 @@ class DocumentScoresWriter(Callback):
             return None
         # 4. The shards must have as many documents as all runs have written.
         before = 0 if self._existing is None else sum(map(len, self._existing.rows.values()))
-        there, due = sum(map(len, written.rows.values())), before + sum(each.documents for each, _ in found)
+        there, due = sum(map(len, written.rows.values())), before + sum(progress.documents for progress in found)
         if there != due:
             return ValueError(
                 f"{self.shards.folder} has {there:,} documents instead of {due:,}: another program may write there."

@@ -103,8 +103,6 @@ class ExternalEvaluator(Callback):
         self.config = EvaluatorConfig(evaluator or "", **options)
         self.gamma, self.key_spans, self.name, self.before_training = gamma, key_spans, name, before_training
         self.thresholds = read_thresholds(thresholds, Thresholds(self.config.alpha, self.config.beta))
-        if key_spans is not None and thresholds:
-            raise ValueError("`thresholds` have no effect on precomputed `key_spans`: remove them.")
         self.evaluator = None if evaluator is None else Evaluator(self.config)
         self.evaluated: dict[str, EvaluatedDocument] = {}  # this process's documents, by SHA-256
         self._documents: list[ScoredDocument] = []

@@ -11,9 +11,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from callbacks.external_evaluator import ExternalEvaluator
-from callbacks.same_names import check_single
+from callbacks.same_names import check_names
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.functional import ShortContext, key_token_mask
+from lightning_modules.functional import ShortContext
+from lightning_modules.functional.influence import check_thresholds
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.context_extension.rotary_checks import check_static
 from lightning_modules.models.short_context import short_log_likelihood
@@ -57,9 +58,7 @@ class KeyTokenInspector(Callback):
         alpha: float = 2.0,
         beta: float = -2.0,
     ) -> None:
-        if not documents:
-            raise ValueError(f"`documents` must be 1 or more, or a list of names, got {documents!r}.")
-        key_token_mask(torch.zeros(1), torch.zeros(1), alpha=alpha, beta=beta)  # refuses thresholds that are not valid
+        check_thresholds(alpha, beta)
         self.documents = documents
         self.short_context = short_context
         self.weights_every_n_steps = weights_every_n_steps
@@ -69,13 +68,12 @@ class KeyTokenInspector(Callback):
         self._inspected: list[InspectedDocument] = []
         self._positions = PositionSums(1)
         self._weights, self._weights_step = WeightSample(), 0
-        self._warned = False
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not isinstance(pl_module, LongContextLM):
             raise ValueError(f"`KeyTokenInspector` needs a `LongContextLM`, got a `{type(pl_module).__name__}`.")
-        check_single(trainer, KeyTokenInspector, lambda callback: callback.documents, "val/power_law_.., documents")
+        check_names(trainer, KeyTokenInspector)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._evaluator = next((other for other in callbacks if isinstance(other, ExternalEvaluator)), None)
         if self._evaluator is None and not self.short_context:
@@ -146,8 +144,6 @@ class KeyTokenInspector(Callback):
     ) -> None:
         if trainer.sanity_checking or not self._writers:
             return
-        if "text" not in batch:
-            raise ValueError("`KeyTokenInspector` needs a data module whose batches have `text` and `offsets`.")
         long, scored = outputs["log_likelihood"], batch["labels"].ne(IGNORE_INDEX)
         self._positions.add(batch["position_ids"][scored].cpu(), -long[scored].cpu())
         rows = self._choose_rows(batch)
@@ -214,12 +210,9 @@ class KeyTokenInspector(Callback):
         """Draw the panels: by now, all callbacks have their scores."""
         if trainer.sanity_checking or not trainer.is_global_zero or not self._writers:
             return
-        if isinstance(self.documents, list) and len(self._inspected) < len(set(self.documents)) and not self._warned:
-            self._warned = True
-            rank_zero_warn(
-                f"`KeyTokenInspector` found only {[document.name for document in self._inspected]} of the documents"
-                f" {self.documents} in the first process: the others do not exist, or other processes have them."
-            )
+        if isinstance(self.documents, list) and len(self._inspected) < len(set(self.documents)):
+            found = [document.name for document in self._inspected]
+            rank_zero_warn(f"`KeyTokenInspector` found only {found} of `documents` in the first process.")
         evaluated = {} if self._evaluator is None else self._evaluator.evaluated
         self._panels.draw(
             self._writers, self._inspected, self._positions, evaluated=evaluated, step=trainer.global_step

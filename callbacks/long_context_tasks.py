@@ -1,9 +1,7 @@
 """Evaluate the trained model on long-context tasks and tasks of lm-evaluation-harness."""
 
-import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
-from callbacks.same_names import check_single
+from callbacks.same_names import check_names
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
@@ -36,7 +34,6 @@ from lightning_modules.training.facts import loaded_tokenizer
 from lightning_modules.training.preemption import between_steps
 from lightning_modules.training.sequence_parallel import sequence_group
 from lightning_modules.utilities.collectives import gathered
-from lightning_modules.utilities.files import plain, write_atomically
 from lightning_modules.visualization.report import as_markdown_table
 
 if TYPE_CHECKING:
@@ -68,8 +65,7 @@ class LongContextTasks(Callback):
             monitor such values.
         at_start: Also run before the first step.
         tokenizer: Hub id or local folder; by default the tokenizer of the data, or of the model.
-        options: The other fields of `lightning_modules.tasks.evaluation.config.TaskConfig`. With `log_samples`, the
-            callback writes to ``harness/step-<step>/<task>.jsonl`` in the logger's folder.
+        options: The other fields of `lightning_modules.tasks.evaluation.config.TaskConfig`.
     """
 
     def __init__(
@@ -84,11 +80,9 @@ class LongContextTasks(Callback):
         **options: Any,
     ) -> None:
         self.config = config = TaskConfig(tasks=tasks, lengths=lengths, samples=samples, mode=mode, **options)
-        self.names = list(tasks)
-        ours, self._theirs = split_tasks(self.names)
+        ours, self._theirs = split_tasks(tasks)
         config.check_used(ours, self._theirs)
-        sources = {name: getattr(config, name) for name in ("haystack", "squad", "hotpot", "nq_open", "documents")}
-        self.tasks = find_tasks(ours, **sources) if ours else []
+        self.tasks = find_tasks(ours, **config.sources, documents=config.documents) if ours else []
         self.keys = question_keys(self.tasks, lengths, samples, config.depths) if ours else []
         self.every_n_steps, self.at_start = every_n_steps, at_start
         self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
@@ -102,7 +96,7 @@ class LongContextTasks(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Load the harness's tasks, so that missing data is reported before the first step."""
-        check_single(trainer, LongContextTasks, lambda callback: ", ".join(callback.names), "tasks/seconds, ..")
+        check_names(trainer, LongContextTasks)
         if self._theirs and not self._loaded and stage != "predict":
             from lightning_modules.tasks.harness.tasks import load_tasks
 
@@ -154,12 +148,8 @@ class LongContextTasks(Callback):
                 " `longce evaluate` on the exported model."
             )
         config, data = self.config, getattr(trainer, "datamodule", None)
-        generates = config.mode == "generate" or bool(self._theirs)
-        if generates and not isinstance(pl_module.backbone, Backbone):
-            raise ValueError(
-                "A model on a server cannot generate: give LongContextTasks `mode: teacher_forced`, and no tasks of"
-                " lm-evaluation-harness."
-            )
+        if self._theirs and not isinstance(pl_module.backbone, Backbone):
+            raise ValueError("A model on a server cannot do tasks of lm-evaluation-harness: remove them.")
         model = str(pl_module.loading.pretrained_model_name_or_path)
         self._prompter = Prompter(self.tokenizer or loaded_tokenizer(data) or load_tokenizer(model), **config.prompting)
         if not self.keys:
@@ -219,8 +209,10 @@ class LongContextTasks(Callback):
         assert self._loaded is not None
         started = time.perf_counter()
         model = HarnessModel(pl_module.backbone, self._prompter.tokenizer, self.config)
-        found = {name: evaluate_task(model, name, task) for name, task in self._loaded.tasks.items()}
-        self._write_samples(trainer, found)
+        found = {}
+        for name, task in self._loaded.tasks.items():
+            found[name] = evaluate_task(model, name, task)
+            del found[name]["samples"]  # all prompts, which may be gigabytes
         metrics = {name: result["metrics"] for name, result in found.items()} | aggregate(self._loaded.groups, found)
         if model.truncated:
             rank_zero_info(f"{model.truncated} prompts exceeded {model.max_length} tokens and were truncated.")
@@ -228,13 +220,3 @@ class LongContextTasks(Callback):
         for name, values in metrics.items():
             logged |= {f"harness/{name}/{key.removesuffix(',none')}": value for key, value in values.items()}
         return {"harness/seconds": time.perf_counter() - started, **logged}
-
-    def _write_samples(self, trainer: Trainer, found: dict[str, dict[str, Any]]) -> None:
-        if not self.config.log_samples:
-            return
-        # All processes must ask for the folder's name, because the first process broadcasts it.
-        folder = Path(trainer.log_dir or trainer.default_root_dir) / "harness" / f"step-{trainer.global_step}"
-        if trainer.is_global_zero:
-            for name, result in found.items():
-                lines = [json.dumps(plain(sample)) + "\n" for sample in result["samples"]]
-                write_atomically(folder / f"{name}.jsonl", "".join(lines).encode())

@@ -219,7 +219,7 @@ CHANGES = [
     ({"model_type": "nosuch"}, "nosuch"),
     ({"model_type": "t5"}, "not causal LMs"),
     ({"hidden_act": "nosuch"}, "could not be loaded"),
-    ({"vocab_size": 10}, "10 tokens"),
+    ({"vocab_size": 10}, "do not match its config"),
 ]
 
 
@@ -279,15 +279,11 @@ def test_files_of_records_are_not_scored_as_text(command, place, model_dir, caps
     assert "good.jsonl' contains records, not one text" in refused(*words, capsys=capsys)
 
 
-def test_files_that_are_scored_twice(place, model_dir, evaluator_dir, tmp_path, capsys, caplog):
+def test_files_that_are_scored_twice(place, model_dir, evaluator_dir, tmp_path, capsys):
     (tmp_path / "link.txt").symlink_to(place / "0.txt")
     for again in (place / "0.txt", tmp_path / "link.txt"):
         words = ["score", place / "0.txt", again, "--model", model_dir, "--evaluator", evaluator_dir]
         assert f"'{again}' is given twice" in refused(*words, capsys=capsys)
-    shutil.copy(place / "0.txt", tmp_path / "copy.txt")
-    options = ["--model", model_dir, "--evaluator", evaluator_dir, "--context_length", "32", "--stride", "16"]
-    main([*map(str, ["score", place / "0.txt", tmp_path / "copy.txt", *options])])
-    assert "copy.txt' has the same text as" in caplog.text
 
 
 def test_another_tokenizer_with_fewer_tokens(place, tmp_path, evaluator_dir, monkeypatch):

@@ -19,10 +19,10 @@ def check_log_likelihood(
     ``offsets`` are the ``[T, 2]`` characters of the tokens in ``text``. Impossible are NaN, infinity, and values above
     0 by more than rounding.
     """
-    wrong = find_impossible(log_likelihood)
+    wrong = find_impossible(log_likelihood)  # [T] bool
     if not wrong.any():
         return
-    token = int(wrong.nonzero()[0])
+    token = int(wrong.nonzero()[0])  # the first: later ones usually follow from it
     shown = "" if offsets is None else f" ({text[slice(*offsets[token].tolist())][:_SHOWN]!r})"
     raise ValueError(
         f"'{model}' gives {int(wrong.sum())} of {len(wrong)} tokens of '{document}' an impossible log-likelihood, first"
@@ -34,6 +34,7 @@ def check_log_likelihood(
 def warn_of_chance(log_likelihood: Tensor, scored: Tensor, model: str) -> None:
     """Warn if all scored tokens of a document are equally likely, as with weights that are all zero."""
     values = log_likelihood[scored]
+    # Equal logits give each token log(1 / vocabulary); real text never does.
     if len(values) > 1 and bool((values.max() - values.min()) < 1e-6):
         log.warning(
             "'%s' predicts every token with the same probability, %.3g, like chance: its weights are probably zero.",

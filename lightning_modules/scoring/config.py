@@ -19,20 +19,15 @@ def tokenizer_name(model: str, tokenizer: str | None, option: str) -> str:
     """Return the name of a model's tokenizer; raise a ``ValueError`` for a served model without ``option``."""
     if tokenizer is None and is_served(model):
         raise ValueError(f"'{model}' is a server, which gets token ids: set {option} to its model's tokenizer.")
-    return tokenizer or model
+    return tokenizer or model  # a model's folder has its tokenizer
 
 
 def _rename_rule(config: "EvaluatorConfig | ScoreConfig") -> None:
-    """Move a value of ``key_tokens`` to ``key_token_rule``, with a warning; raise a ``ValueError`` if they differ.
-
-    The value ``paper`` says nothing: it was the default, so all earlier configs have it.
-    """
-    earlier, rule = config.key_tokens, config.key_token_rule
-    object.__setattr__(config, "key_tokens", None)  # frozen
-    if earlier in (None, "paper"):
+    """Move a value of ``key_tokens`` to ``key_token_rule``, with a warning."""
+    earlier = config.key_tokens
+    object.__setattr__(config, "key_tokens", None)  # frozen, and a copy of the config must not warn again
+    if earlier in (None, "paper"):  # the default of both names, which all earlier configs have
         return
-    if rule not in ("paper", earlier):
-        raise ValueError(f"`key_token_rule` is {rule!r} and `key_tokens`, its earlier name, {earlier!r}: remove one.")
     warnings.warn("`key_tokens` is now called `key_token_rule`: please rename it.", FutureWarning, stacklevel=4)
     object.__setattr__(config, "key_token_rule", earlier)
 
@@ -53,14 +48,15 @@ class ScoringConfig(LoadingOptions):
     """
 
     evaluator: str
-    context_length: int = 4096
-    stride: int = 1024
-    alpha: float = 2.0
-    beta: float = -2.0
+    context_length: int = 4096  # K of the paper, in the evaluator's tokens
+    stride: int = 1024  # d of the paper: a short context has K to K + d - 1 tokens
+    alpha: float = 2.0  # nats; the paper's value
+    beta: float = -2.0  # nats; the paper's value
     cache_dir: str | None = None
     server: ServerConfig | None = None
 
     def __post_init__(self) -> None:
+        # Here, because these modules import torch, which the command line's help does not need.
         from lightning_modules.functional.influence import check_thresholds
         from lightning_modules.functional.windows import check_context
 
@@ -90,15 +86,13 @@ class EvaluatorConfig(ScoringConfig):
     key_token_rule: KeyTokenRule = "paper"
     tokenizer: str | None = None
     revision: str | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool = True  # unlike those of an evaluated model
     sharded: bool = False
-    key_tokens: KeyTokenRule | None = None
+    key_tokens: KeyTokenRule | None = None  # until the next release
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _rename_rule(self)
-        if self.sharded and is_served(self.evaluator):
-            raise ValueError("`sharded` is for an evaluator in the training processes: remove it for a served one.")
         if self.key_token_rule not in (rules := get_args(KeyTokenRule)):
             raise ValueError(f"`key_token_rule` must be one of {', '.join(rules)}, got {self.key_token_rule!r}.")
 
@@ -120,8 +114,8 @@ class CommandConfig(ScoringConfig):
             ``{method: yarn, original_length: 8192, target_length: 16384}``. `longce score` compares several.
     """
 
-    max_tokens: int | None = None
-    add_special_tokens: bool = False
+    max_tokens: int | None = None  # of the evaluator, whatever model is evaluated
+    add_special_tokens: bool = False  # the authors' code adds them for the evaluator only
     evaluator_add_special_tokens: bool = True
     device: str = "auto"
     evaluator_tokenizer: str | None = None
@@ -143,6 +137,7 @@ class CommandConfig(ScoringConfig):
 
     def evaluator_config(self, key_token_rule: KeyTokenRule = "paper") -> EvaluatorConfig:
         """Return the settings of the evaluator."""
+        # The fields of both; those of special tokens and tokenizer have other names here.
         shared = {each.name: getattr(self, each.name) for each in fields(ScoringConfig)}
         special, tokenizer = self.evaluator_add_special_tokens, self.evaluator_tokenizer
         return EvaluatorConfig(**shared, key_token_rule=key_token_rule, add_special_tokens=special, tokenizer=tokenizer)
@@ -164,9 +159,9 @@ class ScoreConfig(CommandConfig):
 
     model: str
     key_token_rule: KeyTokenRule = "paper"
-    key_tokens_only: bool = False
+    key_tokens_only: bool = False  # the stored scores then end at beta
     output: str | None = None
-    key_tokens: KeyTokenRule | None = None
+    key_tokens: KeyTokenRule | None = None  # until the next release
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -184,7 +179,7 @@ class InspectConfig(CommandConfig):
     """
 
     model: str | None = None
-    alternatives: int = 5
+    alternatives: int = 5  # per token and context
 
     def __post_init__(self) -> None:
         from lightning_modules.functional.checks import check_count
@@ -219,7 +214,7 @@ class InfluenceConfig:
     evaluator: str
     evaluator_tokenizer: str | None = None
     evaluator_revision: str | None = None
-    evaluator_add_special_tokens: bool = True
+    evaluator_add_special_tokens: bool = True  # only to texts: training sequences with the same ids stay as they are
     evaluator_dtype: DType = "auto"
     evaluator_attn_implementation: str = "auto"
     evaluator_model_config: dict[str, Any] | None = None

@@ -48,13 +48,14 @@ class ContextLadder:
 
     def resolve(self, *, context_length: int, stride: int, max_length: int | None) -> "ContextLengths":
         """Return the lengths for a model with this K and d, and this maximum length if it has one."""
-        window = self.window or stride
+        window = self.window or stride  # w, the scored tokens
         if self.contexts != "auto":
             return ContextLengths(tuple(self.contexts), window)
         max_length = MAX_AUTO_CONTEXT if max_length is None else max_length
+        # K, 2 K, 4 K .. up to the longest context that the model was trained for.
         powers = (context_length << doubling for doubling in range(max_length.bit_length()))
         contexts = tuple(context for context in powers if context <= max_length)
-        return ContextLengths(contexts or (context_length,), window)
+        return ContextLengths(contexts or (context_length,), window)  # K itself exceeds the model's length
 
     def resolve_for_model(self, backbone: Scorer, context_length: int, stride: int) -> "ContextLengths":
         """Return the lengths for a loaded model with this K and d."""
@@ -80,13 +81,13 @@ class ContextLengths:
         Takes a ``[B, T]`` batch with one document per sequence and its ``[B, T]`` long log-likelihoods. Returns ``[w]``
         log-likelihoods in nats by context length, for each document.
         """
-        scores: list[dict[int, Tensor]] = [{} for _ in batch["document_boundaries"]]
-        windows: dict[int, list[tuple[int, Window]]] = {context: [] for context in self.contexts}
+        scores: list[dict[int, Tensor]] = [{} for _ in batch["document_boundaries"]]  # by row
+        windows: dict[int, list[tuple[int, Window]]] = {context: [] for context in self.contexts}  # with their rows
         for row, boundaries in enumerate(batch["document_boundaries"]):
             stop = boundaries[-1]
-            start = stop - self.window
+            start = stop - self.window  # P, the first scored token
             for context in self.contexts:
-                if context == start:
+                if context == start:  # the whole document, which has been scored already
                     scores[row][context] = long[row, start:stop]
                 elif context < start:
                     windows[context].append((row, Window(start - context, start, stop)))
@@ -94,6 +95,6 @@ class ContextLengths:
         for equal_windows in windows.values():
             for group, log_likelihood in score_windows(backbone, batch, equal_windows):
                 for of_window, (row, window) in zip(log_likelihood, group, strict=True):
-                    context = window.scored - window.start
-                    scores[row][context] = of_window[context:]
+                    context = window.scored - window.start  # c: tokens before the first scored one
+                    scores[row][context] = of_window[context:]  # [w]
         return [dict(sorted(by_context.items())) for by_context in scores]

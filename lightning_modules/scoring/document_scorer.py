@@ -48,7 +48,7 @@ class DocumentScorer:
         # One block for all passes: a process whose documents need fewer passes makes up for them once, at its end.
         with lockstep(self.backbone):
             sizes = {"context_length": self.context_length, "stride": self.stride}
-            long, short = long_and_short(self.backbone, batch, **sizes, beta=beta)
+            long, short = long_and_short(self.backbone, batch, **sizes, beta=beta)  # [B, T] each, in nats
             if self.context_lengths is not None:
                 ladders = self.context_lengths.log_likelihood(self.backbone, batch, long)
         # Scores leave the accelerator here, or those of a corpus would fill it.
@@ -106,7 +106,7 @@ class DocumentScorer:
         # After the `except` block, the error no longer keeps the tensors of the failed pass alive.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        if rows == 1:
+        if rows == 1:  # cannot be split further
             return [Failed(reason)]
         halves = (range(rows // 2), range(rows // 2, rows))
         return [result for half in halves for result in self._score_or_split(select_rows(batch, half))]
@@ -114,6 +114,7 @@ class DocumentScorer:
 
 def select_rows(batch: PackedBatch, rows: Sequence[int]) -> PackedBatch:
     """Return the documents of these rows, padded to the longest of them."""
+    # Padding is on the right, so a row's tokens keep their places.
     width = max(batch["document_boundaries"][row][-1] for row in rows)
     index = torch.tensor(rows, device=batch["input_ids"].device)
     return PackedBatch(
@@ -122,13 +123,14 @@ def select_rows(batch: PackedBatch, rows: Sequence[int]) -> PackedBatch:
         position_ids=batch["position_ids"][index, :width],
         document_boundaries=[batch["document_boundaries"][row] for row in rows],
         text=[batch["text"][row] for row in rows],
+        # Offsets stay in main memory.
         offsets=batch["offsets"][index.to(batch["offsets"].device), :width],
     )
 
 
 def check_possible(scores: TokenScores) -> TokenScores | Failed:
     """Return the scores if all are possible log-likelihoods, and `Failed` otherwise."""
-    wrong = scores.impossible()
+    wrong = scores.impossible()  # [N] bool
     if not wrong.any():
         return scores
     token = int(wrong.nonzero()[0])
@@ -161,5 +163,5 @@ def scoring_settings(
         **{name: getattr(loading, name) for name in names},
         "context_length": context_length,
         "stride": stride,
-        "ladder": None if ladder is None else asdict(ladder),
+        "ladder": None if ladder is None else asdict(ladder),  # as configured: `auto` depends on the model above
     }

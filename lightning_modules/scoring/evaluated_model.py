@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to
 from lightning_modules.models.loading.config import ModelConfig
@@ -28,7 +28,7 @@ class EvaluatedModel:
         self.config, self.device = config, device
         self.name = str(config.pretrained_model_name_or_path)
         self._tokenizer_name = tokenizer_name(self.name, tokenizer, "`model_tokenizer`")
-        self._backbone: Scorer | None = None
+        self._backbone: Scorer | None = None  # loaded only when the evaluator has been freed
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -50,16 +50,14 @@ class EvaluatedModel:
 
         Options are those of `encode_document`.
         """
-        config, tokenizer = check_model(self.config), self.tokenizer
+        check_model(self.config)
+        tokenizer = self.tokenizer
         if trimmed_offsets:  # which is a part of the key-token rule, not of the model
             trust = self.config.trust_remote_code
             tokenizer = load_tokenizer(self._tokenizer_name, trust_remote_code=trust, trimmed_offsets=True)
         if not options.get("add_special_tokens"):
             _warn_of_left_out_token(tokenizer, self.name)
-        documents = [encode_document(text, tokenizer, name=name, **options) for name, text in texts.items()]
-        if config is not None:
-            _check_vocabulary(documents, config, self.name)
-        return documents
+        return [encode_document(text, tokenizer, name=name, **options) for name, text in texts.items()]
 
     def log_likelihood(self, document: PackedBatch) -> torch.Tensor:
         """Compute the ``[1, T]`` log-likelihoods of a document in nats, in main memory.
@@ -68,13 +66,13 @@ class EvaluatedModel:
             ValueError: If the document has ids outside of the embedding, or a log-likelihood is impossible.
         """
         if self._backbone is None:
-            identity = self.identity
+            identity = self.identity  # before loading, to notice files that change meanwhile
             log.info("Loading the model '%s'.", self.name)
             self._backbone = load_scorer(self.config, self.device)
             check_same_model(identity, self.config)
         self._backbone.check_batch(document)
         with torch.no_grad():
-            log_likelihood = self._backbone(batch_to(document, self._backbone.device)).cpu()
+            log_likelihood = self._backbone(batch_to(document, self._backbone.device)).cpu()  # [1, T]
         text, offsets, name = document["text"][0], document["offsets"][0], document["names"][0]
         about = {"model": self.name, "dtype": self.provenance.dtype, "document": name}
         check_log_likelihood(log_likelihood[0], **about, text=text, offsets=offsets)
@@ -85,21 +83,10 @@ class EvaluatedModel:
 def _warn_of_left_out_token(tokenizer: PreTrainedTokenizerFast, model: str) -> None:
     """Warn if a tokenizer would put a special token before a text, without which some models are far worse."""
     first, alone = (tokenizer.backend_tokenizer.encode("a", add_special_tokens=added).ids for added in (True, False))
-    if first[:1] != alone[:1]:
+    if first[:1] != alone[:1]:  # tokens after the text do not change how it is predicted
         log.warning(
             "'%s' is scored without the '%s' that its tokenizer puts before a text, as in the authors' code. Some"
             " models, such as Gemma, are far worse without it: see `--add_special_tokens true`.",
             model,
             tokenizer.convert_ids_to_tokens(first[0]),
-        )
-
-
-def _check_vocabulary(documents: list[PackedBatch], config: PreTrainedConfig, model: str) -> None:
-    """Raise a ``ValueError`` for token ids outside of the model's embedding, before the evaluator scores the text."""
-    size = getattr(config.get_text_config(decoder=True), "vocab_size", None)
-    largest = max(int(document["input_ids"].max()) for document in documents)
-    if size is not None and largest >= size:
-        raise ValueError(
-            f"The tokenizer of '{model}' gives token id {largest}, but the model's embedding has {size} tokens: the"
-            " tokenizer belongs to another model. Fetch the folder again."
         )

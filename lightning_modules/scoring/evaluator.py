@@ -96,7 +96,7 @@ class Evaluator:
             trimmed_offsets=config.key_token_rule == "authors",
         )
         self.identity = model_identity(self._loading)
-        self._scores: dict[str, TokenScores] = {}
+        self._scores: dict[str, TokenScores] = {}  # by hash of the text
         self._provenance: dict[str, Provenance] = {}  # by type of device
         self._backbone: Scorer | None = None
 
@@ -132,11 +132,12 @@ class Evaluator:
         """
         sha256 = text_sha256(text)
         scores = self._scores.get(sha256)
+        # 1. Scores down to `floor` serve every beta at or above it; complete ones have a floor of -inf.
         if scores is None or scores.floor > (-math.inf if beta is None else beta):
-            # Complete scores can be used for key tokens as well.
             scores = self._read_stored(sha256, device)
             if scores is None and beta is not None:
                 scores = self._read_stored(sha256, device, beta)
+        # 2. All processes enter, because another one may have a text to score.
         with self._lockstep(device, has_text=scores is None):
             if scores is None:
                 scores = self._compute_and_store(text, device, name, beta)
@@ -157,6 +158,7 @@ class Evaluator:
         """Return the model, which is loaded at its first use, or the connection to its server."""
         if self._backbone is None:
             log.info("Loading the evaluator '%s'.", self.name)
+            # Validation runs in inference mode, but FSDP2 cannot shard inference tensors.
             with torch.inference_mode(mode=torch.is_inference_mode_enabled() and not self.config.sharded):
                 backbone = self._load_backbone(device)
             check_same_model(self.identity, self._loading)
@@ -165,7 +167,7 @@ class Evaluator:
 
     def provenance(self, device: torch.device | str = "cpu") -> Provenance:
         """Return what identifies the evaluator on a device."""
-        kind = torch.device(device).type
+        kind = torch.device(device).type  # dtype and attention depend on it
         if kind not in self._provenance:
             self._provenance[kind] = describe_model(
                 self._loading, self.tokenizer, device=device, identity=self.identity
@@ -190,7 +192,7 @@ class Evaluator:
     def release(self) -> None:
         """Free the model's memory, and keep the scores; a served model must be the same as at the start."""
         if self._backbone is not None:
-            if self.is_served:
+            if self.is_served:  # a loaded model cannot change, but a server can be restarted with another one
                 check_same_model(self.identity, self._loading)
             self._backbone = None
             if torch.cuda.is_available():
@@ -200,6 +202,7 @@ class Evaluator:
         """Return the file for the scores of the text with this hash; ``partial`` scores are for key tokens only."""
         name = (FORMAT, *self._describe_scores(sha256, device).items(), *(["key tokens only"] if partial else []))
         key = hashlib.sha256(repr(name).encode()).hexdigest()
+        # Folders by the first two digits, because some file systems are slow with many files in one.
         return self.cache_dir / key[:2] / f"{key}.safetensors"
 
     def _describe_scores(self, sha256: str, device: torch.device | str) -> dict[str, Any]:
@@ -219,13 +222,10 @@ class Evaluator:
             scores = TokenScores.load(path)
         except FileNotFoundError:
             return None
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             log.warning("%s It is scored again.", error)
             return None
-        for name, expected in self._describe_scores(sha256, device).items():
-            if (found := getattr(scores, name)) != expected:
-                log.warning("'%s' has scores with %s = %s, not %s. It is scored again.", path, name, found, expected)
-                return None
+        # Scores for key tokens may have been computed for a higher beta.
         return scores if scores.floor <= (-math.inf if beta is None else beta) else None
 
     def _compute_and_store(self, text: str, device: torch.device | str, name: str, beta: float | None) -> TokenScores:
@@ -247,6 +247,7 @@ class Evaluator:
                 " bfloat16, or run `longce score` before training, which stores the scores in the cache."
             )
             raise
+        # In the file, because other settings give other scores.
         scores.settings = self._describe_scores(scores.text_sha256, device)["settings"]
         self._check(scores, text, name, device)
         self._store(scores, name, device, partial=beta is not None)
@@ -255,9 +256,10 @@ class Evaluator:
     def _check(self, scores: TokenScores, text: str, name: str, device: torch.device | str) -> None:
         """Raise a ``ValueError`` for impossible log-likelihoods, of which key tokens would take no notice."""
         about = {"model": self.name, "dtype": self.provenance(device).dtype, "document": name}
+        # Tokens at the floor have no short log-likelihood by design; they count as possible.
         for values in (scores.long, scores.short.where(~(scores.long <= scores.floor), 0.0)):
             check_log_likelihood(values, **about, text=text, offsets=scores.offsets)
-        warn_of_chance(scores.long, torch.arange(len(scores.long)) > 0, self.name)
+        warn_of_chance(scores.long, torch.arange(len(scores.long)) > 0, self.name)  # the first is not scored
 
     def _store(self, scores: TokenScores, name: str, device: torch.device | str, *, partial: bool) -> None:
         """Store scores for later runs; failing to do so is a warning, because they are also in memory."""
@@ -265,8 +267,7 @@ class Evaluator:
             scores.save(self.path(scores.text_sha256, device=device, partial=partial))
         except OSError as error:
             log.warning(
-                "The scores of '%s' could not be stored in %s (%s), so the next run computes them again. Free some"
-                " space, or set `cache_dir` or $LONGCE_CACHE to another disk.",
+                "The scores of '%s' could not be stored in %s (%s). Free some space, or set `cache_dir`.",
                 name,
                 self.cache_dir,
                 error.strerror or error,

@@ -32,7 +32,7 @@ def compute_influence(
     backbone.check_batch(batch)
     if not batch_windows(batch["document_boundaries"], context_length=context_length, stride=stride):
         return torch.ones_like(batch["labels"], dtype=torch.float32)
-    long, short = long_and_short(backbone, batch, context_length=context_length, stride=stride)
+    long, short = long_and_short(backbone, batch, context_length=context_length, stride=stride)  # [B, T] each
     weights = soft_influence(long, short, gamma=gamma).float()
     # `gamma` would hide the infinite weight of an impossible pair.
     return weights.masked_fill(find_impossible(long) | find_impossible(short), torch.nan)
@@ -58,11 +58,11 @@ class InfluenceTransfer:
         averaged over the characters of the sequence's tokens. A token without characters (an end-of-text token, bytes
         of an incomplete character) has weight 1.
         """
-        influence = torch.ones(batch["labels"].shape, dtype=torch.float32)
+        influence = torch.ones(batch["labels"].shape, dtype=torch.float32)  # weight of a token without short context
         ids = batch["input_ids"].cpu()
         for row, boundaries in enumerate(batch["document_boundaries"]):
             for start, stop in pairwise(boundaries):
-                text, offsets = self.characters(ids[row, start:stop])
+                text, offsets = self.characters(ids[row, start:stop])  # offsets: [N, 2]
                 encode = self.tokenizer.backend_tokenizer.encode
                 tokens = encode(text, add_special_tokens=self.add_special_tokens).ids if text.strip() else []
                 if len(tokens) <= context_length + stride:
@@ -76,9 +76,10 @@ class InfluenceTransfer:
                     add_special_tokens=self.add_special_tokens,
                     name="of the training text",
                 )
-                if scores.impossible().any():
+                if scores.impossible().any():  # NaN, which the caller refuses
                     influence[row, start:stop] = torch.nan
                     continue
+                # Equation 10; the transfer gives 0 to a token without characters, which would leave it untrained.
                 weights = transfer_influence(scores.soft_influence(gamma=gamma), scores.offsets, offsets)
                 weights[offsets[:, 0] == offsets[:, 1]] = 1.0
                 influence[row, start:stop] = weights

@@ -137,7 +137,7 @@ def transfer_soft_influence(scores: TokenScores, tokens: Tokens, *, gamma: float
     Identical tokens keep their influence; others get the mean over their characters (Equation 10). The result is
     ``[N]`` float64, and 0 for special tokens around the document.
     """
-    influence = scores.soft_influence(gamma=gamma)
+    influence = scores.soft_influence(gamma=gamma)  # [N] of the evaluator's tokens, Equation 7
     if (same := match_tokens(Tokens(scores.token_ids, scores.offsets), tokens)) is not None:
         transferred = torch.zeros(len(tokens.ids), dtype=torch.float64)
         transferred[same[1]] = influence[same[0]].double()

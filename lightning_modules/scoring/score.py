@@ -51,24 +51,18 @@ def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any
 
     Returns:
         ``longppl``, ``perplexity``, ``key_tokens`` and ``tokens`` of the corpus (means over tokens, not documents), and
-        under ``documents`` the same for each file, in order, with its name under ``file``. ``longppl`` is NaN without
-        key tokens, ``perplexity`` for a document of a single token. ``alignment`` is how key tokens were transferred
-        from the evaluator's tokens: ``tokens`` (both have the same tokens), ``characters`` (Equation 9) or ``authors``.
-        ``tokens_sharing_characters`` and ``tokens_without_characters`` are fractions of the model's tokens; with the
-        prefix ``evaluator_``, of the evaluator's. ``skipped`` are files without text, if there are others. ``model`` is
-        its name, and ``provenance`` identifies weights, tokenizer, dtype and attention of model and evaluator, and
-        ``settings`` contains everything else that the numbers depend on: a hash of the texts (each document has that
-        of its own, as it was scored), lengths, thresholds. ``bits_per_byte``, ``key_bits_per_byte`` (with its largest
-        ``.._error``) and ``longppl_per_evaluator_token`` are those of `TextBits`, ``characters`` and ``bytes`` the
-        length of the text.
+        under ``documents`` the same for each ``file``. ``longppl`` is NaN without key tokens. ``alignment`` is that of
+        `find_key_tokens`, and ``tokens_..`` and ``evaluator_tokens_..`` the fractions of `Coverage`.
+        ``bits_per_byte``, ``key_bits_per_byte`` (with its largest ``.._error``) and ``longppl_per_evaluator_token`` are
+        those of `TextBits`. ``skipped`` are files without text. ``provenance`` identifies model and evaluator, and
+        ``settings`` has everything else that the numbers depend on, with a hash of the texts.
 
     Raises:
         ValueError: If a file, a model or a number cannot be used; if possible before any model is loaded.
     """
     # 1. Read the texts and check everything that needs no weights.
     config = ScoreConfig(model=model, evaluator=evaluator, **options)
-    files = [files] if isinstance(files, str) else files
-    texts, skipped = _read_texts(files)
+    texts, skipped = _read_texts([files] if isinstance(files, str) else files)
     if config.output is not None:
         check_output(config.output)
     evaluated_model = EvaluatedModel(config.model_loading(model), find_device(config.device), config.model_tokenizer)
@@ -78,25 +72,13 @@ def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any
         texts = {name: evaluator_model.cut(text, config.max_tokens, name=name) for name, text in texts.items()}
     trimmed = config.key_token_rule == "authors"
     documents = evaluated_model.read(texts, add_special_tokens=config.add_special_tokens, trimmed_offsets=trimmed)
-    device = evaluated_model.device
-    provenance = {"model": evaluated_model.provenance, "evaluator": evaluator_model.provenance(device)}
-    # 3. Find the key tokens of all documents, then free the evaluator. If it is the model and has read the same tokens,
-    #    its long pass is that of the model.
-    same = provenance["model"].identity == provenance["evaluator"].identity
-    scored = []
-    sizes = {"context_length": config.context_length, "stride": config.stride}
-    tokens = [count_tokens(document["labels"].numel(), **sizes) for document in documents]
-    with show_progress(documents, "evaluator", tokens) as shown:
-        for document in shown:
-            evaluated = evaluator_model.evaluate(
-                document["text"][0],
-                document_tokens(document),
-                device=device,
-                name=document["names"][0],
-                key_tokens_only=config.key_tokens_only,
-            )
-            reusable = same and torch.equal(evaluated.scores.token_ids, document["input_ids"][0])
-            scored.append((document, evaluated, evaluated.scores.long.unsqueeze(0) if reusable else None))
+    # Before the weights are loaded: their files may change while the evaluator scores.
+    provenance = {
+        "model": evaluated_model.provenance,
+        "evaluator": evaluator_model.provenance(evaluated_model.device),
+    }
+    # 3. Find the key tokens of all documents, then free the evaluator.
+    scored = _find_key_tokens(documents, evaluator_model, evaluated_model, config)
     evaluator_model.release()
     # 4. Score the documents with the model, and average over their key tokens.
     result = {
@@ -111,15 +93,39 @@ def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any
     return result
 
 
+_Scored = tuple[PackedBatch, EvaluatedDocument, torch.Tensor | None]
+"""A document, its key tokens, and the model's ``[1, T]`` log-likelihoods in nats if the evaluator's are the same."""
+
+
+def _find_key_tokens(
+    documents: Sequence[PackedBatch], evaluator: Evaluator, model: EvaluatedModel, config: ScoreConfig
+) -> list[_Scored]:
+    # If the evaluator is the model and has read the same tokens, its long pass is also that of the model.
+    same = model.provenance.identity == evaluator.provenance(model.device).identity
+    scored: list[_Scored] = []
+    sizes = {"context_length": config.context_length, "stride": config.stride}
+    tokens = [count_tokens(document["labels"].numel(), **sizes) for document in documents]
+    with show_progress(documents, "evaluator", tokens) as shown:
+        for document in shown:
+            evaluated = evaluator.evaluate(
+                document["text"][0],
+                document_tokens(document),
+                device=model.device,
+                name=document["names"][0],
+                key_tokens_only=config.key_tokens_only,
+            )
+            reusable = same and torch.equal(evaluated.scores.token_ids, document["input_ids"][0])
+            scored.append((document, evaluated, evaluated.scores.long.unsqueeze(0) if reusable else None))
+    return scored
+
+
 def _describe_settings(config: ScoreConfig, texts: Iterable[str]) -> dict[str, Any]:
     """Return all settings that the numbers depend on, except the model."""
     names = ("max_tokens", "add_special_tokens", "evaluator", "evaluator_add_special_tokens")
-    numbers = ("context_length", "stride", "alpha", "beta")
-    return {
-        "texts": hashlib.sha256("".join(map(text_sha256, texts)).encode()).hexdigest()[:16],
-        **{name: getattr(config, name) for name in (*names, *numbers)},
-        "key_token_rule": config.key_token_rule,
-    }
+    numbers = ("context_length", "stride", "alpha", "beta", "key_token_rule")
+    # The order of texts counts: it is that of the documents in the result.
+    texts_hash = hashlib.sha256("".join(map(text_sha256, texts)).encode()).hexdigest()[:16]
+    return {"texts": texts_hash, **{name: getattr(config, name) for name in (*names, *numbers)}}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -129,12 +135,11 @@ def table(result: dict[str, Any]) -> str:
     columns = dict(_COLUMNS)
     if "characters" not in result["alignment"]:  # it is LongPPL then
         del columns["per evaluator token"]
-    lines = [f"{'document':<{width}}" + "".join(f"  {name:>{max(len(name), 9)}}" for name in columns)]
-    lines += [
-        f"{row['file']:<{width}}"
-        + "".join(f"  {row[key]:>{max(len(name), 9)}{form}}" for name, (key, form) in columns.items())
-        for row in rows
-    ]
+    widths = {name: max(len(name), 9) for name in columns}
+    lines = [f"{'document':<{width}}" + "".join(f"  {name:>{widths[name]}}" for name in columns)]
+    for row in rows:
+        cells = [f"  {row[key]:>{widths[name]}{form}}" for name, (key, form) in columns.items()]
+        lines.append(f"{row['file']:<{width}}" + "".join(cells))
     settings, models = result["settings"], result["provenance"]
     heading = [
         f"model {result['model']} ({Provenance(**models['model'])})",
@@ -142,13 +147,13 @@ def table(result: dict[str, Any]) -> str:
         "",
     ]
     lines.insert(1, "-" * len(lines[0]))
-    lines.insert(-1, "-" * len(lines[0]))
+    lines.insert(-1, "-" * len(lines[0]))  # above the corpus, the last row
+    # Absent if the evaluator has no tokens with characters.
+    evaluator = {kind: result.get(f"evaluator_tokens_{kind}_characters", 0) for kind in ("sharing", "without")}
     lines.append(
         f"Key tokens aligned by {result['alignment']}. Tokens that share a character:"
-        f" {result['tokens_sharing_characters']:.1%} (evaluator:"
-        f" {result.get('evaluator_tokens_sharing_characters', 0):.1%}); that cover none:"
-        f" {result['tokens_without_characters']:.1%} (evaluator:"
-        f" {result.get('evaluator_tokens_without_characters', 0):.1%})."
+        f" {result['tokens_sharing_characters']:.1%} (evaluator: {evaluator['sharing']:.1%}); that cover none:"
+        f" {result['tokens_without_characters']:.1%} (evaluator: {evaluator['without']:.1%})."
     )
     return "\n".join([*heading, *lines])
 
@@ -167,9 +172,7 @@ def _describe_bits(bits: TextBits) -> dict[str, float]:
     return {**bits.numbers(), "key_bits_per_byte_error": error, **sums}
 
 
-def _evaluate(
-    scored_documents: list[tuple[PackedBatch, EvaluatedDocument, torch.Tensor | None]], model: EvaluatedModel
-) -> dict[str, Any]:
+def _evaluate(scored_documents: list[_Scored], model: EvaluatedModel) -> dict[str, Any]:
     """Compute LongPPL and perplexity of each document and of the corpus."""
     # Not `LongPerplexity`: importing torchmetrics takes longer than scoring a short text.
     sums: dict[str, list[tuple[torch.Tensor, ...]]] = {"longppl": [], "perplexity": []}
@@ -229,9 +232,9 @@ def find_device(name: str) -> torch.device:
 def _read_texts(files: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Return the texts of the files by name, and the files without text, which are skipped with a warning.
 
-    Raises a ``ValueError`` for a file that is given twice, and warns about two files with the same text.
+    Raises a ``ValueError`` for a file that is given twice.
     """
-    places, texts, first, skipped = set[Path](), dict[str, str](), dict[str, str](), list[str]()
+    places, texts, skipped = set[Path](), dict[str, str](), list[str]()
     for file in files:
         if (place := Path(file).resolve()) in places:
             raise ValueError(f"'{file}' is given twice and would count twice: give it once.")
@@ -239,10 +242,8 @@ def _read_texts(files: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         text = read_text(file, may_be_blank=len(files) > 1)
         if not text.strip():
             skipped.append(file)
-            continue
-        if (same := first.setdefault(text, file)) != file:
-            log.warning("'%s' has the same text as '%s', which counts twice in the corpus.", file, same)
-        texts[file] = text
+        else:
+            texts[file] = text
     if not texts:
         raise ValueError(f"All {len(files)} files are empty or only white space: pass files with text.")
     if skipped:

@@ -68,9 +68,10 @@ class TokenScores:
         """Return the ``[N]`` mask of tokens with a log-likelihood that is NaN, infinite or above 0."""
         # By design, tokens at the floor have no short log-likelihood.
         has_short = ~(self.long <= self.floor)
+        # NaN compares as false, so a NaN in `long` is wrong whatever the floor.
         wrong = find_impossible(self.long) | (find_impossible(self.short) & has_short)
         for values in self.context_scores.values():
-            wrong[len(wrong) - len(values) :] |= find_impossible(values)
+            wrong[len(wrong) - len(values) :] |= find_impossible(values)  # of the last w tokens
         return wrong
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -85,9 +86,9 @@ class TokenScores:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         names = ("text_sha256", "evaluator", "context_length", "stride", "settings")
         header = {"format": FORMAT, **{name: str(getattr(self, name)) for name in names}}
-        if self.floor > -math.inf:
+        if self.floor > -math.inf:  # absent from files of complete scores, whose checksums it would change
             header["floor"] = repr(self.floor)
-        header["checksum"] = _compute_checksum(header, tensors)
+        header["checksum"] = _compute_checksum(header, tensors)  # safetensors has none
         write_atomically(Path(path), save(tensors, metadata=header))
 
     def _check(self, path: str | os.PathLike[str]) -> None:
@@ -102,17 +103,16 @@ class TokenScores:
             ValueError: If the file is truncated or changed, or does not contain possible token scores.
             FileNotFoundError: If it does not exist.
         """
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"No token scores at '{path}'.")
         try:
             with safe_open(path, framework="pt") as file:
                 header = dict(file.metadata() or {})
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a mapping
-        except (SafetensorError, OSError) as error:
+        except SafetensorError as error:
             raise ValueError(f"'{path}' cannot be read as token scores ({error}).") from error
         if header.get("format") not in _FORMATS or header.pop("checksum", None) != _compute_checksum(header, tensors):
             raise ValueError(f"'{path}' is damaged, or does not contain token scores in the format {FORMAT}.")
         prefix = _CONTEXT_PREFIX
+        # Names are in alphabetical order, in which 16384 precedes 4096.
         context_scores = {int(n.removeprefix(prefix)): tensors.pop(n) for n in sorted(tensors) if n.startswith(prefix)}
         scores = cls(
             text_sha256=header["text_sha256"],
@@ -124,7 +124,7 @@ class TokenScores:
             context_scores=dict(sorted(context_scores.items())),
             **tensors,
         )
-        scores._check(path)
+        scores._check(path)  # the checksum does not show that a program wrote possible values
         return scores
 
 
@@ -170,5 +170,5 @@ def _compute_checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str
     digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(f"{name}{list(tensors[name].shape)}{tensors[name].dtype}".encode())
-        digest.update(tensors[name].numpy().tobytes())
+        digest.update(tensors[name].numpy().tobytes())  # little-endian on every supported machine
     return digest.hexdigest()

@@ -58,8 +58,6 @@ def generate(
         samplers: For each prompt what draws its tokens.
     """
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    if not all(prompts):
-        raise ValueError("A prompt is empty: it must have at least one token.")
     rows = [_Row(number, *row) for number, row in enumerate(zip(prompts, limits, strict=True))]
     backbone.check_length(max((row.max_length for row in rows), default=0))
     # Rows of a group decode until the last one is done, so group prompts with similar limits and lengths.

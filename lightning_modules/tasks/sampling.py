@@ -8,18 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
-from jsonargparse.typing import (
-    ClosedUnitInterval,
-    NonNegativeInt,
-    PositiveInt,
-    restricted_number_type,
-)
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveInt, restricted_number_type
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-MAX_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names of the limit of new tokens, by precedence."""
 
 _TYPES: dict[str, Any] = {
     "temperature": restricted_number_type(None, float, [(">=", 0), ("<=", 100)]),
@@ -27,9 +19,9 @@ _TYPES: dict[str, Any] = {
     "top_p": restricted_number_type(None, float, [(">", 0), ("<=", 1)]),
     "min_p": ClosedUnitInterval,
     "seed": NonNegativeInt,
-    **dict.fromkeys(MAX_TOKENS, PositiveInt),
+    "max_gen_toks": PositiveInt,
+    **dict.fromkeys(("do_sample", "until"), lambda value: value),
 }
-_KNOWN = ("do_sample", "until", *_TYPES)
 
 
 class Sampling(NamedTuple):
@@ -45,47 +37,31 @@ class Sampling(NamedTuple):
 def parse_gen_kwargs(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
     """Parse ``temperature=0.8,top_p=0.95`` or a mapping; raise a ``ValueError`` for an unknown or impossible value.
 
-    The result replaces arguments of tasks, so it has the limit of tokens as ``max_gen_toks``, which takes precedence,
-    and ``do_sample`` if a temperature is given: most tasks have ``do_sample: false``, under which it has no effect.
+    The result replaces arguments of tasks, so it has ``do_sample`` if a temperature is given: most tasks have
+    ``do_sample: false``, under which a temperature has no effect.
     """
     if isinstance(given, str):
-        given = _parse_text(given)
-    found = dict(given or {})
-    if unknown := [name for name in found if name not in _KNOWN]:
-        raise ValueError(f"`gen_kwargs` has unknown names: {', '.join(unknown)}. There are {', '.join(_KNOWN)}.")
+        pairs = (part.partition("=") for part in re.split(r"[,\s]+(?=\w+=)", given.strip()))
+        given = {name: yaml.safe_load(value) for name, _, value in pairs}
+    found = {name: _convert(name, value) for name, value in (given or {}).items()}
     temperature = read_sampling(found).temperature
-    found |= {name: _convert(name, found[name]) for name in MAX_TOKENS if found.get(name) is not None}
-    limits = [found.pop(name, None) for name in MAX_TOKENS]
-    limit = next((value for value in limits if value is not None), None)
-    if limit is not None:
-        found["max_gen_toks"] = limit
     return found | ({"do_sample": True, "temperature": temperature} if temperature else {})
-
-
-def _parse_text(text: str) -> dict[str, Any]:
-    if text.lstrip().startswith("{"):
-        return dict(yaml.safe_load(text))
-    pairs = [part.partition("=") for part in re.split(r"[,\s]+(?=\w+=)", text.strip())]
-    if not all(name and equals for name, equals, _ in pairs):
-        raise ValueError(f"`gen_kwargs` must be such as 'temperature=0.8,top_p=0.95', got {text!r}.")
-    return {name: yaml.safe_load(value) for name, _, value in pairs}
 
 
 def read_sampling(arguments: Mapping[str, Any]) -> Sampling:
     """Return how tokens are drawn; as in the harness, a temperature is enough, and `do_sample` alone has one of 1."""
-    given = {name: arguments[name] for name in _TYPES if arguments.get(name) is not None}
+    given = {name: _convert(name, arguments[name]) for name in Sampling._fields if arguments.get(name) is not None}
     sampled = arguments.get("do_sample")
     if sampled:
         given.setdefault("temperature", 1.0)
     elif sampled is False:
         given["temperature"] = 0.0
-    if given.get("top_k") == -1:  # as vLLM spells it
-        given["top_k"] = 0
-    given = {name: _convert(name, value) for name, value in given.items()}
-    return Sampling(**{name: given[name] for name in Sampling._fields if name in given})
+    return Sampling(**given)
 
 
 def _convert(name: str, value: Any) -> Any:
+    if name not in _TYPES:
+        raise ValueError(f"`gen_kwargs` has the unknown name '{name}'; known are {', '.join(_TYPES)}.")
     try:
         return _TYPES[name](value)
     except (TypeError, ValueError) as error:
@@ -106,9 +82,7 @@ class Sampler:
         digest = hashlib.sha256(repr((sampling.seed, repeat, list(prompt))).encode()).digest()
         self._random = random.Random(digest)
         # The classes and their order are those of `transformers.generate`.
-        self._warpers: list[Any] = []
-        if sampling.temperature > 0:
-            self._warpers.append(warpers.TemperatureLogitsWarper(float(sampling.temperature)))
+        self._warpers: list[Any] = [warpers.TemperatureLogitsWarper(float(sampling.temperature or 1))]
         if sampling.top_k > 0:
             self._warpers.append(warpers.TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:

@@ -84,27 +84,6 @@ def test_every_cell_is_what_longce_score_prints(model_dir, evaluator_dir, folder
     assert "val/longppl" not in logged
 
 
-@pytest.mark.limit(2)  # two evaluations
-def test_tables_of_documents_tell_evaluators_and_texts_apart(model_dir, evaluator_dir, folders):
-    def evaluate(dtype):
-        options = {"thresholds": None, "alpha": 0.5, "beta": -6.0, "dtype": dtype}
-        trainer = make_trainer(
-            folders, [make_evaluator(evaluator_dir, folders, **options)], logger=CSVLogger(folders, name=dtype)
-        )
-        trainer.validate(LongContextLM(str(model_dir), **LENGTHS), make_data(model_dir, folders), verbose=False)
-        (file,) = (folders / dtype).glob("*/documents/*.parquet")
-        return parquet.read_table(file).to_pylist()
-
-    rows, half = evaluate("float32"), evaluate("bfloat16")
-    identity = model_identity(ModelConfig(str(evaluator_dir)))
-    for row, other in zip(rows, half, strict=True):
-        assert row["text_sha256"] == other["text_sha256"]
-        assert row["evaluator_identity"] == other["evaluator_identity"] == identity
-        assert (row["evaluator_dtype"], other["evaluator_dtype"]) == ("float32", "bfloat16")
-        assert (row["context_length"], row["stride"], row["key_token_rule"]) == (48, 16, "paper")
-    assert len({row["text_sha256"] for row in rows}) == len(rows)
-
-
 def test_a_limit_of_batches_that_leaves_out_a_set_is_warned_of(model_dir, folders):
     module = LongContextLM(str(model_dir), **LENGTHS)
     for limit, batch_size, left_out in ((1, 1, True), (0.5, 1, True), (3, 1, False), (1, 3, False)):
@@ -164,7 +143,10 @@ def test_each_document_has_a_row_per_evaluator_and_thresholds(model_dir, evaluat
     module = LongContextLM(str(model_dir), **LENGTHS)
     (logged,) = trainer.validate(module, make_data(model_dir, folders), verbose=False)
     rows = parquet.read_table(folders / "run" / "1" / "documents" / "val-tiny-step-0.parquet").to_pylist()
-    assert len(rows) == 4 * len(THRESHOLDS)
+    assert len(rows) == len({(row["text_sha256"], row["thresholds"]) for row in rows}) == 4 * len(THRESHOLDS)
+    settings = {"evaluator_identity": model_identity(ModelConfig(str(evaluator_dir))), "evaluator_dtype": "float32"}
+    settings |= {**LENGTHS, "key_token_rule": "paper"}
+    assert all(settings.items() <= row.items() for row in rows)
     for set_name in TEXTS:
         for label, pair in THRESHOLDS.items():
             own = [row for row in rows if (row["set"], row["thresholds"]) == (set_name, label)]
@@ -190,12 +172,6 @@ def test_wrong_thresholds_and_names_are_refused_at_once(evaluator_dir, tmp_path,
         make_evaluator(evaluator_dir, tmp_path, **options)
 
 
-@pytest.mark.parametrize(("name", "error"), [("a/b", ValueError), ("nowhere", FileNotFoundError)])
-def test_a_set_with_a_wrong_name_or_without_files_is_refused_before_training(model_dir, folders, name, error):
-    with pytest.raises(error, match=name):
-        make_data(model_dir, folders, validation_sets={name: ValidationSet(f"{folders}/nowhere/*.txt")}).prepare_data()
-
-
 @pytest.mark.filterwarnings("ignore:When using the `ThroughputMonitor`")
 def test_the_first_evaluation_comes_when_all_callbacks_have_started(model_dir, evaluator_dir, folders):
     callbacks = [make_evaluator(evaluator_dir, folders), ThroughputMonitor(batch_size_fn=len)]
@@ -203,24 +179,6 @@ def test_the_first_evaluation_comes_when_all_callbacks_have_started(model_dir, e
     trainer = make_trainer(folders, callbacks, logger=logger, max_steps=1, log_every_n_steps=1)
     trainer.fit(LongContextLM(str(model_dir), **LENGTHS), make_data(model_dir, folders))
     assert trainer.global_step == 1
-
-
-def test_the_first_evaluation_leaves_random_numbers_alone(model_dir, evaluator_dir, folders):
-    states = []
-    for before_training in (True, False):
-        torch.manual_seed(0)
-        callback = make_evaluator(evaluator_dir, folders, before_training=before_training)
-        module = LongContextLM(str(model_dir), **LENGTHS)
-        module.on_train_batch_start = lambda *_: states.append(torch.get_rng_state())
-        make_trainer(folders, [callback], max_steps=1).fit(module, make_data(model_dir, folders))
-    assert torch.equal(*states)
-
-
-def test_a_dry_run_writes_no_table(model_dir, evaluator_dir, folders, monkeypatch):
-    monkeypatch.chdir(folders)
-    trainer = make_trainer(folders, [make_evaluator(evaluator_dir, folders)], logger=True, fast_dev_run=True)
-    trainer.fit(LongContextLM(str(model_dir), **LENGTHS), make_data(model_dir, folders))
-    assert not list(folders.rglob("*.parquet"))
 
 
 class OwnData(TextDataModule):

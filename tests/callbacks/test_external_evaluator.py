@@ -137,9 +137,3 @@ def test_rows_without_text_only_keep_processes_in_step(model_dir, evaluator_dir,
 def test_bad_settings_are_refused_at_once(settings, match):
     with pytest.raises(ValueError, match=match):
         ExternalEvaluator(**settings)
-
-
-def test_rows_without_offsets_are_refused(model_dir, evaluator_dir, documents, tmp_path):
-    bare = {key: documents[0][key] for key in ("input_ids", "labels", "position_ids", "document_boundaries")}
-    with pytest.raises(ValueError, match="offsets"):
-        run(model_dir, ExternalEvaluator(str(evaluator_dir), **SETTINGS), [bare], tmp_path)

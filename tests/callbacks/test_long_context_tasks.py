@@ -141,14 +141,3 @@ def test_the_time_of_tasks_is_not_training_time(setup, tmp_path, monkeypatch):
 def test_unusable_options_are_refused_before_training(setup, tmp_path, option, value, named):
     with pytest.raises(ValueError, match=named):
         fit(setup, tmp_path, LongContextTasks(**{**TASKS, option: value}))
-
-
-def test_a_length_beyond_the_positions_gives_a_warning_before_training(setup, tmp_path):
-    with pytest.warns(UserWarning, match="5000 tokens .* 4096 positions"):
-        fit(setup, tmp_path, LongContextTasks([GUESS], [5000], samples=1), max_steps=1, val_check_interval=1)
-
-
-@pytest.mark.parametrize(("option", "value"), [("tasks", []), ("tasks", "letter"), ("depths", 1), ("lengths", [])])
-def test_invalid_options_are_refused_at_once(option, value):
-    with pytest.raises(ValueError, match=f"`{option}`"):
-        LongContextTasks(**{**TASKS, option: value})

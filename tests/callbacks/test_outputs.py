@@ -12,12 +12,11 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from callbacks import HuggingFaceExport, TokenScoresWriter, huggingface_export
+from callbacks import HuggingFaceExport, huggingface_export
 from lightning_modules.commands.cli.main import main
 from lightning_modules.export.checkpoint import export_checkpoint
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
-from lightning_modules.scoring.token_scores import TokenScores, text_sha256
 from tests.conftest import make_text, tiny_model
 from tests.support.distributed import run_distributed
 from tests.support.trainers import quiet_trainer
@@ -167,6 +166,7 @@ def test_what_the_model_does_not_allow_is_refused_before_training(base, document
         HuggingFaceExport(str(tmp_path / "out")).on_fit_start(SimpleNamespace(strategy=FSDPStrategy()), module)
 
 
+@pytest.mark.slow
 def test_an_upload_that_fails_ends_neither_the_training_nor_the_export(base, documents, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise ConnectionError("no route to the hub")
@@ -191,6 +191,7 @@ def _train(rank, world_size, base, root, documents):
     assert (root / "out" / "model.safetensors").is_file(), "it is there when any process goes on"
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_exported_as_it_is_stored(base, documents, tmp_path):
     """With trimmed offsets, which loading makes whole: the rule of the authors goes by them."""
     path = Path(base) / "tokenizer.json"
@@ -215,12 +216,3 @@ def test_two_processes_write_one_export(base, documents, tmp_path):
     facts = json.loads((tmp_path / "out" / "longce_export.json").read_text())["training"]
     assert facts["tokens_per_step"] == 400
     assert not list(tmp_path.glob(".building-*"))
-
-
-def test_predictions_become_files(model_dir, documents, tmp_path):
-    module = LongContextLM(str(model_dir), context_length=48, stride=16)
-    trainer = make_trainer([TokenScoresWriter(str(tmp_path / "scores"))], tmp_path)
-    trainer.predict(module, DataLoader(documents, batch_size=None), return_predictions=False)
-    for document in documents:
-        scores = TokenScores.load(tmp_path / "scores" / f"{text_sha256(document['text'][0])}.safetensors")
-        assert torch.equal(scores.offsets, document["offsets"][0])

@@ -18,50 +18,21 @@ class OwnEvaluator(ExternalEvaluator):
     """A subclass logs the same names."""
 
 
-def check(model_dir, tmp_path, *callbacks, stage="validate"):
+def check(model_dir, tmp_path, *callbacks):
     trainer = Trainer(accelerator="cpu", max_epochs=1, callbacks=list(callbacks), default_root_dir=tmp_path)
-    loader = torch.utils.data.DataLoader([0])
-    getattr(trainer, stage)(NeverBuilt(str(model_dir), context_length=48), loader)
+    trainer.validate(NeverBuilt(str(model_dir), context_length=48), torch.utils.data.DataLoader([0]))
 
 
-@pytest.mark.parametrize("stage", ["fit", "validate", "test"])
-def test_two_evaluators(model_dir, evaluator_dir, tmp_path, stage):
+def test_two_of_a_kind_are_refused_before_the_model_is_built(model_dir, evaluator_dir, tmp_path):
     (tmp_path / "spans").mkdir()
-    first = ExternalEvaluator(str(evaluator_dir), context_length=48, stride=16)
-    second = OwnEvaluator(key_spans=str(tmp_path / "spans"))
-    with pytest.raises(ValueError, match="`ExternalEvaluator`"):
-        check(model_dir, tmp_path, first, second, stage=stage)
-    first.name = second.name = "same"
-    with pytest.raises(ValueError, match="'same', 'same'"):
-        check(model_dir, tmp_path, first, second, stage=stage)
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "named"),
-    [
-        (
-            lambda: LongContextTasks([GUESS], [48]),
-            lambda: LongContextTasks([SEVERAL], [48], every_n_steps=2),
-            "`LongContextTasks`.*Guess and .*Several.*tasks/seconds",
-        ),
-        (
-            lambda: LongContextTasks(["hellaswag"]),
-            lambda: LongContextTasks(["piqa", "arc_easy"], every_n_steps=2),
-            "`LongContextTasks`.*hellaswag and piqa, arc_easy.*tasks/seconds",
-        ),
-        (
-            lambda: KeyTokenInspector(documents=1),
-            lambda: KeyTokenInspector(documents=["a"]),
-            "`KeyTokenInspector`.*1 and .*'a'.*val/power_law",
-        ),
-    ],
-)
-def test_two_of_the_other_callbacks(model_dir, tmp_path, first, second, named):
-    with pytest.raises(ValueError, match=named):
-        check(model_dir, tmp_path, first(), second())
-
-
-def test_one_of_each_is_let_through(model_dir, evaluator_dir, tmp_path):
-    callbacks = [ExternalEvaluator(str(evaluator_dir)), KeyTokenInspector(), LongContextTasks([GUESS], [48])]
+    evaluators = [ExternalEvaluator(str(evaluator_dir)), OwnEvaluator(key_spans=str(tmp_path / "spans"))]
+    tasks = [LongContextTasks([GUESS], [48]), LongContextTasks([SEVERAL], [48], every_n_steps=2)]
+    for pair in (evaluators, tasks, [KeyTokenInspector(1), KeyTokenInspector(["a"])]):
+        with pytest.raises(ValueError, match=f"`{type(pair[0]).__name__}`"):
+            check(model_dir, tmp_path, *pair)
+    for evaluator in evaluators:
+        evaluator.name = "same"
+    with pytest.raises(ValueError, match="`name`"):
+        check(model_dir, tmp_path, *evaluators)
     with pytest.raises(pytest.fail.Exception, match="the model was built"):
-        check(model_dir, tmp_path, *callbacks)
+        check(model_dir, tmp_path, evaluators[0], tasks[0], KeyTokenInspector())

@@ -2,6 +2,7 @@
 
 import random
 
+import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -122,3 +123,12 @@ TOKENIZERS = {
     "byte_fallback": _byte_fallback,
     "tiktoken": lambda: _byte_level(split=TIKTOKEN),
 }
+
+
+def pad_documents(rows):
+    """A batch of documents, one in each sequence."""
+    padded = {
+        name: torch.nn.utils.rnn.pad_sequence([row[name][0] for row in rows], batch_first=True)
+        for name in ("input_ids", "labels", "position_ids", "offsets")
+    }
+    return padded | {name: [row[name][0] for row in rows] for name in ("document_boundaries", "text")}

@@ -61,10 +61,11 @@ def document_scores(
         - ``benefit_soft``: mean benefit weighted by the soft influence ``min(exp(benefit), gamma)`` (Equation 7);
         - ``benefit_third_1`` .. ``_3``: mean benefit of the compared tokens in each third of the document's tokens.
     """
-    key = find_key_tokens(scores, alpha=alpha, beta=beta).mask.numpy()
-    weight = scores.soft_influence(gamma=gamma).double().numpy()
+    key = find_key_tokens(scores, alpha=alpha, beta=beta).mask.numpy()  # [N] bool
+    weight = scores.soft_influence(gamma=gamma).double().numpy()  # [N]
+    # Float64, or sums over long documents would lose digits.
     long, short = scores.long.double().numpy(), scores.short.double().numpy()
-    tokens, start = len(long), scores.context_length + scores.stride
+    tokens, start = len(long), scores.context_length + scores.stride  # K + d: the first token with a short context
     values: dict[str, int | float | None] = dict.fromkeys(COLUMNS)
     values |= {
         "tokens": tokens,
@@ -72,9 +73,10 @@ def document_scores(
         "compared_tokens": max(tokens - start, 0),
         "key_tokens": int(key.sum()),
         **measure_coverage(Tokens(scores.token_ids, scores.offsets), None, "tokens").fractions(),
-        "perplexity": _compute_perplexity(long[1:]),
+        "perplexity": _compute_perplexity(long[1:]),  # the first token has no context
     }
     if tokens > start:
+        # Thirds of all tokens: the first has a mean only if it extends beyond K + d.
         benefit, thirds = (long - short)[start:], np.arange(start, tokens) * 3 // tokens
         values |= _summarize_benefit(benefit, weight[start:])
         values |= {f"benefit_third_{third}": _mean_or_none(benefit[thirds == third - 1]) for third in THIRDS}
@@ -87,7 +89,7 @@ def _summarize_benefit(benefit: NDArray[np.float64], weight: NDArray[np.float64]
     return {
         "benefit_mean": float(benefit.mean()),
         "benefit_median": float(np.median(benefit)),
-        "benefit_std": float(benefit.std()),
+        "benefit_std": float(benefit.std()),  # of the tokens themselves, not of a sample
         **{f"benefit_p{name}": float(value) for name, value in zip(PERCENTILES, percentiles, strict=True)},
         "benefit_positive": float((benefit > 0).mean()),
         "benefit_soft": float((weight * benefit).sum() / weight.sum()),
@@ -118,13 +120,14 @@ def ladder_scores(
     """
     values: dict[str, float | None] = dict.fromkeys(ladder_columns(contexts))
     by_context: dict[Any, Any] = dict(scores.context_scores)
-    if not by_context:
+    if not by_context:  # the document is shorter than the first context
         return values
-    first, window = contexts[0], len(scores.context_scores[contexts[0]])
+    first, window = contexts[0], len(scores.context_scores[contexts[0]])  # w scored tokens
     whole: list[tuple[int, int | str]] = []
-    if len(scores.long) - window > first:
+    if len(scores.long) - window > first:  # or the whole document is the first context
         by_context[WHOLE], whole = scores.long[-window:], [(first, WHOLE)]
     for shorter, longer in [*_pair_contexts([context for context in contexts if context in by_context]), *whole]:
+        # Equations 2 and 4, with two contexts of any length in place of the long and the short one.
         key = key_token_mask(by_context[longer], by_context[shorter], alpha=alpha, beta=beta).numpy()
         benefit = (by_context[longer].double() - by_context[shorter].double()).numpy()
         statistics = (benefit.mean(), key.mean(), (benefit > 0).mean(), np.percentile(benefit, 90))

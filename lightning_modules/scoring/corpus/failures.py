@@ -29,7 +29,7 @@ def check_failures(
     `IncompleteError` if these are all documents (``complete``) and more than the ``allowed`` fraction of a source's
     documents failed; before that, it is a warning.
     """
-    documents: Counter[str] = Counter()
+    documents: Counter[str] = Counter()  # by source
     for file, numbers in rows.items():
         documents[source(file)] += len(numbers)
     failures, left_out = _count_reasons(shards, source)
@@ -63,6 +63,7 @@ def _count_reasons(shards: ScoreShards, source: Callable[[str], str]) -> tuple[d
             is_failure = not row["error"].startswith(LEFT_OUT)
             name = source(row["file"]) if is_failure else ""
             reason = re.sub(r"^\S.*?:\d+: ", "", row["error"])  # without the file and line, which the example has
+            # Reasons that differ only in numbers or in the document's key count as one.
             kind = _VARYING_TEXT.sub("", reason.replace(f"'{row['key']}'", ""))
             example = f"{reason[:_MAX_CHARACTERS]} (row {row['row']} of '{row['file']}')"
             (failures[name] if is_failure else left_out)[examples.setdefault((name, kind), example)] += 1
@@ -75,8 +76,4 @@ def _format_report(failures: Mapping[str, Counter[str]], documents: Mapping[str,
         failed = reasons.total()
         lines.append(f"  {name}: {failed:,} of {documents[name]:,} documents failed ({failed / documents[name]:.1%})")
         lines += [f"    {count:,} x {example}" for example, count in reasons.most_common(_MAX_REASONS)]
-        if len(reasons) > _MAX_REASONS:
-            lines.append(f"    and {len(reasons) - _MAX_REASONS:,} other reasons")
-    if len(failures) > _MAX_SOURCES:
-        lines.append(f"  and {len(failures) - _MAX_SOURCES:,} other sources")
     return "\n".join(lines)

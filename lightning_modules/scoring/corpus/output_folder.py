@@ -10,8 +10,6 @@ import fsspec
 
 from lightning_modules.utilities.files import BUILDING, remove_unfinished, write_atomically
 
-_READER_THREADS = 16  # reading thousands of small remote files is mostly waiting
-
 
 class OutputFolder:
     """Folder without subfolders, at an fsspec URL or at the local path ``local``; it need not exist."""
@@ -33,7 +31,7 @@ class OutputFolder:
         probe = f"{self._root}/{BUILDING}{uuid.uuid4().hex}"
         try:
             self._system.makedirs(self._root, exist_ok=True)
-            self._system.pipe_file(probe, b"")
+            self._system.pipe_file(probe, b"")  # only writing shows whether one may write
             self._system.rm_file(probe)
         except Exception as error:  # each file system raises its own errors
             raise ValueError(
@@ -42,7 +40,7 @@ class OutputFolder:
 
     def names(self, ending: str) -> list[str]:
         """Return the sorted names of finished files with this ending, except names that start with ``_``."""
-        self._system.invalidate_cache()
+        self._system.invalidate_cache()  # other processes write to the folder as well
         try:
             found = [PurePosixPath(path).name for path in self._system.ls(self._root, detail=False)]
         except FileNotFoundError:
@@ -58,6 +56,7 @@ class OutputFolder:
         if self.local is not None:
             write_atomically(self.local / name, content)
             return
+        # Object stores write whole objects, but others, such as SFTP, show a file while it grows.
         temporary = f"{self._root}/{BUILDING}{name}@{uuid.uuid4().hex}"
         self._system.pipe_file(temporary, content)
         self._system.mv(temporary, f"{self._root}/{name}")

@@ -139,8 +139,7 @@ class ScoreShards:
         problems += [f"{name} is not listed in {SUCCESS}" for name in names if name not in listed]
         problems += [f"{name} has other content" for name in changed]
         if problems:
-            more = f" and {len(problems) - _MAX_SETTINGS} more" if len(problems) > _MAX_SETTINGS else ""
-            raise ValueError(f"'{self.folder}' has changed: {'; '.join(problems[:_MAX_SETTINGS])}{more}. {_REPEAT}")
+            raise ValueError(f"'{self.folder}' has changed: {'; '.join(problems[:_MAX_SETTINGS])}. {_REPEAT}")
         return True
 
     def _identify(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -61,18 +61,19 @@ class ScoreTable:
     def add(self, ref: DocumentRef, scores: TokenScores | Failed) -> None:
         """Add the row of a document."""
         row = {name: value for name, value in ref._asdict().items() if name not in ("columns", "error")}
-        row |= ref.columns
+        row |= ref.columns  # those of the corpus
         if isinstance(scores, Failed):
             row["error"] = scores.reason
         else:
             row |= document_scores(scores, **self.thresholds, gamma=self.gamma)
             row |= ladder_scores(scores, self.contexts, **self.thresholds)
             row |= self._list_token_values(scores)
-            self.tokens += len(scores.long)
+            self.tokens += len(scores.long)  # bounds the size of a shard
         self._rows.append(row)
 
     def table(self) -> pyarrow.Table:
         """Return all rows."""
+        # A failed document has no scores, which are null.
         columns = [pyarrow.array([row.get(field.name) for row in self._rows], field.type) for field in self.schema]
         return pyarrow.table(columns, schema=self.schema)
 
@@ -81,7 +82,7 @@ class ScoreTable:
         self._rows, self.tokens = [], 0
 
     def _list_token_values(self, scores: TokenScores) -> dict[str, Any]:
-        if self.per_token is None:
+        if self.per_token is None:  # such lists are nearly all of a shard's bytes
             return {}
         # Missing values are null: the first token is not scored, and the first short contexts are the whole context.
         lsd = _null_before(scores.context_length + scores.stride, self._round(scores.long - scores.short))
@@ -92,7 +93,7 @@ class ScoreTable:
     def _round(self, values: Tensor) -> Tensor:
         if self.per_token == "float32":
             return values
-        limit = float(np.finfo(np.float16).max)
+        limit = float(np.finfo(np.float16).max)  # larger values would become infinite
         return values.clamp(-limit, limit).half()
 
 
@@ -103,7 +104,7 @@ def _null_before(start: int, values: Tensor) -> pyarrow.Array:
 def find_reserved_names(names: Sequence[str]) -> list[str]:
     """Return the columns of a corpus that have the name of a column of scores."""
     reserved = {*_REF_COLUMNS, *_TEXT_COLUMNS, *_ERROR_COLUMN, *COLUMNS, *PER_TOKEN, "text"}
-    return sorted(name for name in names if name in reserved or name.startswith("ladder_"))
+    return sorted(name for name in names if name in reserved or name.startswith("ladder_"))  # for any context lengths
 
 
 def count_rows(table: pyarrow.Table) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -19,16 +19,15 @@ Depths = int | Sequence[float] | None
 Truncation = Literal["middle", "left"]
 """Where long prompts lose tokens: LongBench keeps both ends, lm-evaluation-harness keeps the last tokens."""
 
+SOURCES = ("haystack", "squad", "hotpot", "nq_open")
+"""Options that name texts from which questions are made."""
 
-_LONGCE_OPTIONS = ("depths", "haystack", "squad", "hotpot", "nq_open", "documents", "seed", "add_special_tokens")
+_LONGCE_OPTIONS = (*SOURCES, "depths", "documents", "seed", "add_special_tokens")
 _HARNESS_OPTIONS = (
-    *("include_path", "num_fewshot", "fewshot_as_multiturn", "limit", "max_length", "truncation", "batch_tokens"),
+    *("include_path", "num_fewshot", "fewshot_as_multiturn", "limit", "max_length", "truncation"),
     "log_samples",
 )
-"""Options that only longce's or only the harness's tasks read.
-
-`lengths`, `samples` and `mode` are not listed although only longce's tasks read them: callbacks have other defaults.
-"""
+"""Options that only longce's or only the harness's tasks read, with the same defaults in command and callback."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +64,6 @@ class TaskConfig:
         max_length: Maximum length of prompt and answer in the harness, in tokens; by default from the model's config.
         truncation: Where long harness prompts lose tokens: in the ``middle``, as in LongBench, or at the ``left``, as
             in the harness.
-        batch_tokens: Tokens per forward pass that scores continuations, including padding.
-        log_samples: Keep the questions and answers of harness tasks.
 
     Raises:
         ValueError: If `tasks` or `lengths` is empty, or options contradict each other.
@@ -93,15 +90,11 @@ class TaskConfig:
     limit: PositiveFloat | None = None
     max_length: PositiveInt | None = None
     truncation: Truncation = "middle"
-    batch_tokens: PositiveInt = 16_384
-    log_samples: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tasks", "lengths"):
             if isinstance(value := getattr(self, name), str) or not value:
                 raise ValueError(f"`{name}` must be a non-empty list, got {value!r}.")
-        if self.mode not in get_args(Mode):
-            raise ValueError(f"`mode` must be one of {', '.join(get_args(Mode))}, got {self.mode!r}.")
         if self.fewshot_as_multiturn and not self.chat_template:
             raise ValueError("`fewshot_as_multiturn` needs turns: add `chat_template`, or remove it.")
         parse_gen_kwargs(self.gen_kwargs)
@@ -117,6 +110,11 @@ class TaskConfig:
         return self.chat_template if self.fewshot_as_multiturn is None else self.fewshot_as_multiturn
 
     @property
+    def sources(self) -> dict[str, str | None]:
+        """Texts from which questions are made, by option."""
+        return {name: getattr(self, name) for name in SOURCES}
+
+    @property
     def prompting(self) -> dict[str, Any]:
         """Arguments of `Prompter`."""
         names = ("chat_template", "add_special_tokens", "system_instruction")
@@ -124,19 +122,13 @@ class TaskConfig:
 
     def check_used(self, ours: Sequence[str], theirs: Sequence[str]) -> None:
         """Refuse options that none of the tasks reads: `ours` are longce's, `theirs` those of lm-evaluation-harness."""
-        defaults = {field.name: field.default for field in fields(self)}
+        unused = [*(() if ours else _LONGCE_OPTIONS), *(() if theirs else _HARNESS_OPTIONS)]
+        given = [f"`{each.name}`" for each in fields(self) if getattr(self, each.name) != each.default]
+        given = [name for name in given if name.strip("`") in unused]
         if ours and self.generation and (self.mode == "teacher_forced" or "until" in self.generation):
-            reason = "`mode` is 'teacher_forced'" if self.mode == "teacher_forced" else "longce's tasks take no `until`"
-            raise ValueError(f"`gen_kwargs` is {self.gen_kwargs!r}, but {reason}: remove it.")
-        for tasks, kind, names in (
-            (ours, "longce's tasks", _LONGCE_OPTIONS),
-            (theirs, "tasks of lm-evaluation-harness", _HARNESS_OPTIONS),
-        ):
-            unused = [f"`{name}`" for name in names if not tasks and getattr(self, name) != defaults[name]]
-            if unused:
-                raise ValueError(
-                    f"Only {kind} read {', '.join(unused)}, but `tasks` is {', '.join(self.tasks)}: remove the option."
-                )
+            given.append("`gen_kwargs`")
+        if given:
+            raise ValueError(f"None of these `tasks` reads {', '.join(given)}: {', '.join(self.tasks)}. Remove it.")
 
 
 @dataclass(frozen=True)
@@ -149,6 +141,7 @@ class EvaluationConfig(TaskConfig, LoadingOptions):
         tokenizer: Hub id or local folder of the tokenizer; by default the model's. A served model needs it.
         server: How a served model is asked.
         device: Device such as ``cuda:0`` or ``cpu``; ``auto`` is the GPU of this process, or the CPU.
+        log_samples: Keep the questions and answers of harness tasks.
         context_extension: Extend the model's context without training: arguments of
             `lightning_modules.models.context_extension.methods.ContextExtension`. Several are compared.
     """
@@ -158,6 +151,7 @@ class EvaluationConfig(TaskConfig, LoadingOptions):
     tokenizer: str | None = None
     server: ServerConfig | None = None
     device: str = "auto"
+    log_samples: bool = False
     context_extension: dict[str, Any] | None = None
 
     @property

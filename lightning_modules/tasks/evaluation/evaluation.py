@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,6 @@ QUESTIONS_AT_ONCE, TOKENS_AT_ONCE = 256, 2**21
 """Limits of the questions in memory, and of their tokens: the model waits while questions are generated."""
 
 SETTINGS = "settings.json"
-_SOURCES = ("haystack", "squad", "hotpot", "nq_open")
 
 
 class Evaluation:
@@ -57,8 +56,7 @@ class Evaluation:
         provenance: Provenance,
     ) -> None:
         self.config = config
-        sources = {name: getattr(config, name) for name in _SOURCES}
-        self.tasks = find_tasks(tasks, **sources, documents=config.documents)
+        self.tasks = find_tasks(tasks, **config.sources, documents=config.documents)
         self.keys = question_keys(self.tasks, config.lengths, config.samples, config.depths)
         self.prompter = Prompter(tokenizer, **config.prompting)
         check_questions(self.keys, self.tasks, self.prompter, config.seed)
@@ -71,7 +69,7 @@ class Evaluation:
             **config.prompting,
             "gen_kwargs": config.generation or None,
             "documents": config.documents,
-            **{name: None if path is None else _hash_texts(Path(path)) for name, path in sources.items()},
+            **{name: None if path is None else _hash_texts(Path(path)) for name, path in config.sources.items()},
         }
         self.store = ResultStore(config.output_folder, settings)
 
@@ -183,19 +181,14 @@ def _parse_result(line: bytes, path: Path, number: int, settings: str) -> TaskRe
             raise ValueError("its settings are not those of the folder")
         return TaskResult(**{**values, "answers": tuple(values["answers"])})
     except (ValueError, TypeError, KeyError) as error:
-        names = ", ".join(field.name for field in fields(TaskResult))
         raise ValueError(
-            f"'{path}', line {number}, is not a result of this evaluation ({names}): it is damaged, or from another"
-            " folder. Remove the line, and its question is asked again."
+            f"'{path}', line {number}, is not a result of this evaluation ({error}). Remove the line, and its question"
+            " is asked again."
         ) from error
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
-    path = folder / SETTINGS
-    try:
-        return dict(json.loads(path.read_bytes()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"'{path}' is damaged ({error}): choose another folder with `--output`.") from error
+    return dict(json.loads((folder / SETTINGS).read_bytes()))
 
 
 def _hash_settings(folder: Path) -> str:

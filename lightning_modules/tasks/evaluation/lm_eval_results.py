@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,14 @@ def write_results(
     for run in runs:
         for name, by_task in run.items():
             merged.setdefault(name, {}).update(by_task)
-    versions = {}
-    with suppress(PackageNotFoundError):  # the harness is an optional extra
-        versions["lm_eval_version"] = version("lm_eval")
+    template = chat_template if config.chat_template else None
     arguments = {"pretrained": config.model, "dtype": config.dtype}
     about = {
         "config": {"model": SOURCE, "model_args": arguments, "limit": config.limit, "gen_kwargs": config.generation},
         "date": datetime.now().timestamp(),
         "transformers_version": version("transformers"),
-        **versions,
+        # The harness is an optional extra.
+        **({"lm_eval_version": version("lm_eval")} if find_spec("lm_eval") else {}),
         "max_length": config.max_length,
         "model_source": SOURCE,
         "model_name": config.model,
@@ -44,8 +44,8 @@ def write_results(
         "system_instruction": config.system_instruction,
         "system_instruction_sha": _hash_text(config.system_instruction),
         "fewshot_as_multiturn": config.as_multiturn,
-        "chat_template": chat_template if config.chat_template else None,
-        "chat_template_sha": _hash_text(chat_template if config.chat_template else None),
+        "chat_template": template,
+        "chat_template_sha": _hash_text(template),
         "total_evaluation_time_seconds": str(seconds),
     }
     path = _find_earlier(config.output_folder) or config.output_folder / f"results_{date_id()}.json"

@@ -48,8 +48,6 @@ def question_keys(tasks: Sequence[Task], lengths: Sequence[int], samples: int, d
     if len(set(names)) < len(names):  # classes of the user, whose results would be mixed up
         raise ValueError(f"Several `tasks` have the same name: {', '.join(names)}. Rename them.")
     chosen = _space_depths(depths)
-    if chosen != [None] and not any(task.varies_depth for task in tasks):
-        raise ValueError(f"`depths` has no effect on {', '.join(names)}: remove it.")
     return [
         Key(task.name, length, depth, index)
         for task in tasks
@@ -209,8 +207,11 @@ def _force_answers(backbone: Scorer, prompter: Prompter, questions: Sequence[Que
         found = {}
         for number, answer in scores.items():
             text = str(prompter.tokenizer.decode(answer.greedy))  # special tokens are wrong answers that a reader sees
-            found[number] = replace(
-                _make_result(questions[number], answer.score, text, forced[number].answer_start),
+            found[number] = _make_result(
+                questions[number],
+                answer.score,
+                text,
+                forced[number].answer_start,
                 answer_nll=-answer.answer_log_likelihood,
                 answer_tokens=answer.answer_tokens,
                 other_nll=-answer.other_log_likelihood,
@@ -221,16 +222,7 @@ def _force_answers(backbone: Scorer, prompter: Prompter, questions: Sequence[Que
     teacher_forced(backbone, forced, done=finish)
 
 
-def _make_result(question: Question, score: float, prediction: str, prompt_tokens: int) -> TaskResult:
+def _make_result(question: Question, score: float, prediction: str, prompt_tokens: int, **numbers: Any) -> TaskResult:
     key, example = question
-    return TaskResult(
-        task=key.task,
-        length=key.length,
-        asked_depth=key.depth,
-        index=key.index,
-        depth=example.depth,
-        score=score,
-        answers=example.answers,
-        prediction=prediction,
-        prompt_tokens=prompt_tokens,
-    )
+    given = (example.depth, score, example.answers, prediction, prompt_tokens)
+    return TaskResult(key.task, key.length, key.depth, key.index, *given, **numbers)

@@ -277,7 +277,7 @@ def _draw_cells(axis: Axes, matrix: Matrix, *, numbers: bool) -> Any:
     image = axis.imshow(cells, cmap="viridis", vmin=0, vmax=100, aspect="auto")
     axis.set_facecolor("#ddd")  # for cells without measurements
     axis.grid(visible=False)
-    every = max(1, len(matrix.depths) // 10) if numbers else max(1, len(matrix.depths) // 5)
+    every = max(1, len(matrix.depths) // (10 if numbers else 5))
     places = range(0, len(matrix.depths), every)
     axis.set_yticks(places, [f"{100 * matrix.depths[place]:.0f}" for place in places], fontsize=7)
     axis.set_xticks(range(len(matrix.lengths)), [short(length) for length in matrix.lengths], fontsize=7)

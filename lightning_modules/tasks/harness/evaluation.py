@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +27,7 @@ from lightning_modules.tasks.evaluation.evaluation import check_same_settings
 from lightning_modules.tasks.evaluation.lm_eval_results import Parts, date_id
 from lightning_modules.tasks.harness.intervals import group_intervals, task_intervals
 from lightning_modules.tasks.harness.model import HarnessModel
-from lightning_modules.tasks.harness.tasks import SETS, Metric, load_tasks, seed
+from lightning_modules.tasks.harness.tasks import SETS, load_tasks, seed
 from lightning_modules.utilities.files import plain, write_atomically, write_json
 from lightning_modules.utilities.statistics import Interval, mean_interval
 from lightning_modules.visualization.report import Table, as_text_table
@@ -78,6 +79,9 @@ class HarnessEvaluation:
         for number, name in enumerate(names := self.missing(rank, processes)):
             log.info("Tasks of the harness: %s (%d of %d)", name, number + 1, len(names))
             result = evaluate_task(model, name, self.loaded.tasks[name], bootstrap_iters=1000)
+            samples = result.pop("samples")
+            if self.config.log_samples:
+                write_samples(self.config.output_folder, name, samples)
             self.results.write(name, result, self.loaded.files[name])
 
     def report(self) -> tuple[str, Parts]:
@@ -90,15 +94,14 @@ class HarnessEvaluation:
         intervals: dict[str, Any] = {}
         parts: dict[str, dict[str, Any]] = {name: {} for name in (*_OF_TASKS, "group_subtasks", "groups")}
         for name, file in self.loaded.files.items():
-            result = self.results.read(name, file)
-            if result is None:
+            if (result := self.results.read(name, file)) is None:
                 continue
             for part, by_task in result.pop("lm_eval", {}).items():
                 parts[part] |= by_task
             tasks[name], metrics[name], intervals[name] = result, result["metrics"], result.get("intervals", {})
         groups = aggregate(self.loaded.groups, tasks)
-        for name in groups:
-            metrics[name], intervals[name] = groups[name], group_intervals(self.loaded.groups[name], tasks)
+        metrics |= groups
+        intervals |= {name: group_intervals(self.loaded.groups[name], tasks) for name in groups}
         scores, set_intervals = set_scores(self.words, metrics, intervals)
         content = {
             "model": self.config.model,
@@ -123,7 +126,7 @@ def evaluate_task(model: HarnessModel, name: str, task: Task, *, bootstrap_iters
 
     ``bootstrap_iters`` is the number of resamples for standard errors of metrics that are not means. The result has the
     task's ``metrics`` as the harness returns them, by name and filter, their ``intervals``, ``lm_eval`` with all
-    results in the harness's schema, and ``samples`` if they are logged.
+    results in the harness's schema, and ``samples``, its questions and answers.
     """
     # `evaluate` and not `simple_evaluate`, which returns None in every process but the first of a machine: all of them
     # log the metrics.
@@ -143,7 +146,7 @@ def evaluate_task(model: HarnessModel, name: str, task: Task, *, bootstrap_iters
             apply_chat_template=config.chat_template,
             fewshot_as_multiturn=config.as_multiturn,
         )
-    result = {
+    return {
         "metrics": _keep_numbers(found["results"][name]),
         "intervals": task_intervals(task, found["samples"][name]),
         "questions": found["n-samples"][name]["effective"],
@@ -152,8 +155,8 @@ def evaluate_task(model: HarnessModel, name: str, task: Task, *, bootstrap_iters
         "version": found["versions"][name],
         "seconds": time.perf_counter() - started,
         "lm_eval": {part: {name: found[part][name]} for part in _OF_TASKS},
+        "samples": found["samples"][name],
     }
-    return {**result, "samples": found["samples"][name]} if config.log_samples else result
 
 
 def aggregate(groups: Mapping[str, Group], results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
@@ -173,28 +176,22 @@ def set_scores(
     intervals: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> tuple[dict[str, float], dict[str, Interval]]:
     """Return the scores in percent of all sets among the words whose metrics are all known, and their intervals."""
+    # A part is a metric of a task, or another score of the set.
+    values, ends = _by_metric(metrics), _by_metric(intervals)
     known: dict[str, float] = {}
-    ends: dict[str, Interval] = {}
-
-    def look_up(part: Metric | str, scores: Mapping[str, Any], by_task: Mapping[str, Mapping[str, Any]]) -> Any:
-        """Return another score of the set, or a metric of a task; None if it is not known."""
-        if isinstance(part, str):
-            return scores.get(part)
-        task, metric = part
-        return by_task.get(task, {}).get(metric)
-
-    for word in words:
-        scores = SETS[word].scores if word in SETS else {}
-        for name, parts in scores.items():
-            values = [look_up(part, known, metrics) for part in parts]
-            if None in values:
-                continue
-            known[name] = sum(values) / len(values)
-            interval = mean_interval(values, [look_up(part, ends, intervals) for part in parts])
-            if interval is not None:
-                ends[name] = interval
-    percent = {name: (100 * low, 100 * high) for name, (low, high) in ends.items()}
+    for name, parts in chain.from_iterable(SETS[word].scores.items() for word in words if word in SETS):
+        if not all(part in values for part in parts):
+            continue
+        means = [values[part] for part in parts]
+        known[name] = values[name] = sum(means) / len(means)
+        ends[name] = mean_interval(means, [ends.get(part) for part in parts])
+    percent = {name: (100 * ends[name][0], 100 * ends[name][1]) for name in known if ends[name] is not None}
     return {name: 100 * value for name, value in known.items()}, percent
+
+
+def _by_metric(tables: Mapping[str, Mapping[str, Any]]) -> dict[Any, Any]:
+    """Return the known values of tasks by task and metric."""
+    return {(task, key): value for task, row in tables.items() for key, value in row.items() if value is not None}
 
 
 def _keep_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -204,7 +201,7 @@ def _keep_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Results:
-    """Folder of results: ``tasks/NAME.json``, and ``samples_NAME_TIME.jsonl`` with questions and answers.
+    """Folder of results, ``tasks/NAME.json``.
 
     Reading a result of other settings, or of another version of the user's task file, raises a ``ValueError``.
     """
@@ -213,22 +210,15 @@ class Results:
         self.folder, self.settings = folder, dict(settings)
 
     def write(self, name: str, result: Mapping[str, Any], task_file: str | None = None) -> None:
-        """Write the result of a task, and its questions and answers, if any, to a separate file."""
-        result = dict(result)
-        if (samples := result.pop("samples", None)) is not None:
-            write_samples(self.folder, name, samples)
+        """Write the result of a task."""
         write_json(self._result_path(name), {**result, "settings": self._settings_of(task_file)})
 
     def read(self, name: str, task_file: str | None = None) -> dict[str, Any] | None:
         """Return the stored result, or None."""
         if not (path := self._result_path(name)).is_file():
             return None
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            settings = content.pop("settings")
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ValueError(f"'{path}' is damaged ({error}): remove it, and the task runs again.") from error
-        check_same_settings(path, settings, self._settings_of(task_file))
+        content = json.loads(path.read_text(encoding="utf-8"))
+        check_same_settings(path, content.pop("settings"), self._settings_of(task_file))
         return dict(content)
 
     def _result_path(self, name: str) -> Path:

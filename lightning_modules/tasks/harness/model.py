@@ -27,6 +27,7 @@ from lightning_modules.tasks.teacher_forcing import group_rows, padded_rows
 from lightning_modules.utilities.collectives import gathered, rank_and_size
 
 DEFAULT_MAX_LENGTH = 2048  # tokens of a model whose config does not limit them
+TOKENS_PER_PASS = 16_384  # of a pass that scores continuations, including padding
 
 Answer = TypeVar("Answer")
 
@@ -110,7 +111,7 @@ class HarnessModel(TemplateLM):
             Continuation(self._truncate_prompt(context, self.max_length + 1 - len(tokens)), tokens)
             for _, context, tokens in requests
         ]
-        return [(score.log_likelihood, score.is_greedy) for score in self._score_requests(asked)]
+        return [(score.log_likelihood, score.is_greedy) for score in score_continuations(self.backbone, asked)]
 
     @override
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -124,7 +125,7 @@ class HarnessModel(TemplateLM):
                 windows.append(Continuation(*make_disjoint_window(window)))
                 window_texts.append(number)
         totals = [0.0] * len(requests)
-        for number, score in zip(window_texts, self._score_requests(windows), strict=True):
+        for number, score in zip(window_texts, score_continuations(self.backbone, windows), strict=True):
             totals[number] += score.log_likelihood
         return totals
 
@@ -154,9 +155,6 @@ class HarnessModel(TemplateLM):
             found[index] = postprocess_generated_text(text, stops[index], None)
         texts = merge_answers(found)
         return [texts[index] for index in range(len(requests))]
-
-    def _score_requests(self, continuations: Sequence[Continuation]) -> list[Any]:
-        return score_continuations(self.backbone, continuations, batch_tokens=self.task_config.batch_tokens)
 
     def _has_stopped(self, tokens: list[int], stops: Sequence[str]) -> bool:
         """Return whether the newest token is the end token or completes a stop sequence."""
@@ -192,7 +190,7 @@ def _check_same(requests: Sequence[Instance]) -> None:
 
 
 def score_continuations(
-    backbone: Backbone, continuations: Sequence[Continuation], *, batch_tokens: int = 16_384
+    backbone: Backbone, continuations: Sequence[Continuation], *, batch_tokens: int = TOKENS_PER_PASS
 ) -> list[ContinuationScore]:
     """Score continuations. Logits exist only at the positions that predict them, one chunk at a time.
 

@@ -148,7 +148,7 @@ def find_names(words: Sequence[str], include_path: str | None = None) -> tuple[T
 
 
 def _is_known(manager: TaskManager, name: str) -> bool:
-    return name in manager.task_index or (Path(name).suffix in (".yaml", ".yml") and Path(name).is_file())
+    return name in manager.task_index or (name.endswith((".yaml", ".yml")) and Path(name).is_file())
 
 
 def _file_hash(manager: TaskManager, name: str) -> str | None:
@@ -161,17 +161,12 @@ def _file_hash(manager: TaskManager, name: str) -> str | None:
 
 
 def _not_loaded(manager: TaskManager, name: str, error: Exception) -> str:
-    reason = (str(error).strip().splitlines() or [""])[0].rstrip(".") or type(error).__name__
     entry = manager.task_index.get(name)
     path = (entry.cfg or {}).get("dataset_path") if entry is not None else None
-    source = f" (dataset '{path}')" if path else ""
+    remedy = "Check its file."
     if isinstance(error, OSError):
-        return (
-            f"The data of the task '{name}'{source} cannot be loaded: {reason}. Without a network, it must be in the"
-            " Hugging Face cache (HF_HOME): run the task once on a machine with a network and the same HF_HOME. Unset"
-            " HF_HUB_OFFLINE to allow downloads."
-        )
-    return f"The task '{name}'{source} cannot be loaded: {type(error).__name__}: {reason}. Check its file."
+        remedy = "Without a network, its data must be in the Hugging Face cache (HF_HOME); unset HF_HUB_OFFLINE."
+    return f"The task '{name}' (dataset '{path}') cannot be loaded: {type(error).__name__}: {error} {remedy}"
 
 
 def seed() -> None:

@@ -49,7 +49,7 @@ def read_squad(path: str | Path) -> Collection:
     """
     with _expect(path, "SQuAD, which is JSON with `data`, `paragraphs`, `context`, `qas`"):
         articles = [article["paragraphs"] for article in json.loads(_read(path))["data"]]
-        documents = _distinct_texts(paragraph["context"] for article in articles for paragraph in article)
+        documents = sorted({paragraph["context"] for article in articles for paragraph in article})
         number = {document: index for index, document in enumerate(documents)}
         questions = []
         for article in articles:
@@ -59,7 +59,7 @@ def read_squad(path: str | Path) -> Collection:
                 related = tuple(index for index in of_article if index != own)
                 for asked in paragraph["qas"]:
                     answers = _distinct_answers(answer["text"] for answer in asked["answers"])
-                    questions.append(DocumentQuestion(_check_text(asked["question"]), answers, (own,), related))
+                    questions.append(DocumentQuestion(asked["question"], answers, (own,), related))
         return _collect(documents, questions)
 
 
@@ -70,14 +70,14 @@ def read_hotpot(path: str | Path) -> Collection:
     """
     with _expect(path, "HotpotQA, which is JSON with `question`, `answer`, `context`"):
         data = json.loads(_read(path))
-        contexts = [[f"{_check_text(title)}\n{''.join(text)}" for title, text in asked["context"]] for asked in data]
-        documents = _distinct_texts(document for context in contexts for document in context)
+        contexts = [[f"{title}\n{''.join(text)}" for title, text in asked["context"]] for asked in data]
+        documents = sorted({document for context in contexts for document in context})
         number = {document: index for index, document in enumerate(documents)}
         questions = []
         for asked, context in zip(data, contexts, strict=True):
             own = tuple(dict.fromkeys(number[document] for document in context))
             answers = _distinct_answers([asked["answer"]])
-            questions.append(DocumentQuestion(_check_text(asked["question"]), answers, own))
+            questions.append(DocumentQuestion(asked["question"], answers, own))
         return _collect(documents, questions)
 
 
@@ -88,17 +88,11 @@ def read_nq_open(path: str | Path) -> tuple[OpenQuestion, ...]:
     Such as ``nq-open-20_total_documents_gold_at_0.jsonl.gz`` of https://github.com/nelson-liu/lost-in-the-middle, or
     its retrieval results. The place of the gold passage in the file does not matter.
     """
-    content = "Lost in the Middle, which has JSON with `question`, `answers`, `ctxs` in each line"
-    questions = []
-    with _expect(path, content):
-        lines = _read(path).split(b"\n")
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            with _expect(f"{path}, line {number}", content):
-                questions.append(_open_question(json.loads(line)))
-    if not questions:
-        raise ValueError(f"'{path}' has no question: it must be a file of {content}.")
-    return tuple(questions)
+    with _expect(path, "Lost in the Middle, which has JSON with `question`, `answers`, `ctxs` in each line"):
+        questions = tuple(_open_question(json.loads(line)) for line in _read(path).split(b"\n") if line.strip())
+        if not questions:
+            raise ValueError("it has no question")
+        return questions
 
 
 def _open_question(record: Any) -> OpenQuestion:
@@ -111,8 +105,8 @@ def _open_question(record: Any) -> OpenQuestion:
     answers = _distinct_answers(record["answers"])
     if not answers:
         raise ValueError("`answers` is empty")
-    first, *rest = [Passage(_check_text(one["title"]), _check_text(one["text"])) for one in (gold, *others)]
-    return OpenQuestion(_check_text(record["question"]), answers, first, tuple(rest))
+    first, *rest = [Passage(one["title"], one["text"]) for one in (gold, *others)]
+    return OpenQuestion(record["question"], answers, first, tuple(rest))
 
 
 @contextmanager
@@ -138,16 +132,6 @@ def _collect(documents: list[str], questions: list[DocumentQuestion]) -> Collect
     return Collection(documents, usable)
 
 
-def _distinct_texts(documents: Iterable[str]) -> list[str]:
-    return sorted({_check_text(document) for document in documents})
-
-
-def _distinct_answers(texts: Iterable[Any]) -> tuple[str, ...]:
+def _distinct_answers(texts: Iterable[str]) -> tuple[str, ...]:
     """Return each wording once, without empty ones, which every text would contain."""
-    return tuple(dict.fromkeys(text for text in map(_check_text, texts) if text.strip()))
-
-
-def _check_text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected text, got {value!r:.40}")
-    return value
+    return tuple(dict.fromkeys(text for text in texts if text.strip()))

@@ -10,10 +10,7 @@ from callbacks import ExternalEvaluator
 from datamodules import TextDataModule
 from lightning_modules.functional.checks import find_impossible
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.models.served.dialects import AnswerError, Sglang, TokenSpan, Vllm
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
-from lightning_modules.scoring.config import EvaluatorConfig
-from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.score import score
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.visualization.page.document import inspect_document
@@ -123,21 +120,6 @@ def test_token_scores_with_impossible_values_are_neither_written_nor_read(tmp_pa
         TokenScores.load(tmp_path / "bad")
 
 
-@pytest.mark.parametrize(
-    "changed", [{"dtype": "bfloat16"}, {"context_length": 40}, {"stride": 8}, {"add_special_tokens": False}, {}]
-)
-def test_stored_scores_under_the_name_of_others_are_not_used(changed, model_dir, evaluator_dir, tmp_path, caplog):
-    options = {**SETTINGS, "cache_dir": str(tmp_path)}
-    mine = Evaluator(EvaluatorConfig(str(model_dir), **options))
-    other = Evaluator(EvaluatorConfig(str(model_dir if changed else evaluator_dir), **options | changed))
-    expected, foreign = mine.scores(TEXT), other.scores(TEXT)
-    shutil.copy(other.path(foreign.text_sha256), mine.path(expected.text_sha256))
-    found = Evaluator(EvaluatorConfig(str(model_dir), **options)).scores(TEXT)
-    assert torch.equal(found.long, expected.long)
-    assert torch.equal(found.short, expected.short)
-    assert "It is scored again" in caplog.text
-
-
 @pytest.mark.parametrize("part", ["evaluator", "model"])
 def test_weights_that_are_all_zero_are_warned_of(part, model_dir, tmp_path, text_file, caplog):
     zero = break_model(model_dir, tmp_path / "zero", set_zero)
@@ -145,15 +127,3 @@ def test_weights_that_are_all_zero_are_warned_of(part, model_dir, tmp_path, text
     score(text_file, **models, cache_dir=str(tmp_path / "cache"), **SETTINGS)
     assert "predicts every token with the same probability" in caplog.text
     assert f"'{models[part]}'" in caplog.text
-
-
-@pytest.mark.parametrize("value", ["false", "true", '"-1.5"', "[]"])
-def test_json_that_is_not_a_number_is_not_a_log_likelihood(value):
-    span = TokenSpan(torch.tensor([5, 6, 7]).numpy(), 1, 0)
-    entries = f'[null, {{"6": {{"logprob": -1}}}}, {{"7": {{"logprob": {value}}}}}]'
-    vllm = f'{{"choices": [{{"prompt_logprobs": {entries}}}]}}'
-    sglang = f'{{"meta_info": {{"input_token_logprobs": [[null, 5, null], [-1, 6, null], [{value}, 7, null]]}}}}'
-    for dialect, body in ((Vllm(), vllm), (Sglang(), sglang)):
-        assert dialect.read(span, body.replace(value, "-2.5").encode()).log_likelihood.tolist() == [-1.0, -2.5]
-        with pytest.raises(AnswerError):
-            dialect.read(span, body.encode())

@@ -8,6 +8,7 @@ from lightning_modules.scoring.document_scorer import DocumentScorer
 from lightning_modules.scoring.token_scores import TokenScores
 from tests.conftest import make_text, tiny_model
 from tests.support import reference
+from tests.support.texts import pad_documents
 
 
 def scored(model, tokenizer, contexts, window, words=60, **settings):
@@ -48,12 +49,7 @@ def test_the_longest_rung_is_the_long_pass_where_they_are_the_same(tokenizer, mo
 def test_rows_of_a_batch_have_the_rungs_that_they_have_alone(tokenizer):
     model, lengths = tiny_model(vocab_size=len(tokenizer)), ContextLengths((8, 40), 6)
     rows = [encode_document(make_text(words, words), tokenizer) for words in (1, 8, 70)]
-    width = max(row["input_ids"].shape[1] for row in rows)
-    batch = {
-        name: torch.cat([torch.nn.functional.pad(row[name], (0, width - row[name].shape[1])) for row in rows])
-        for name in ("input_ids", "labels", "position_ids")
-    }
-    batch["document_boundaries"] = [row["document_boundaries"][0] for row in rows]
+    batch = pad_documents(rows)
     backbone = Backbone(model)
     with torch.no_grad():
         together = lengths.log_likelihood(backbone, batch, backbone(batch))
@@ -83,14 +79,7 @@ def test_automatic_rungs_double_up_to_the_length_of_the_model():
     assert ContextLadder([3, 5]).resolve(**sizes, max_length=4).contexts == (3, 5)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"contexts": [8, 8]}, "ascending"),
-        ({"contexts": []}, "ascending"),
-        ({"contexts": [0, 4]}, "ascending"),
-    ],
-)
-def test_ladders_without_a_meaning_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        ContextLadder(**settings)
+@pytest.mark.parametrize("contexts", [[8, 8], [], [0, 4]])
+def test_ladders_without_a_meaning_are_refused(contexts):
+    with pytest.raises(ValueError, match=r"`ladder\.contexts`"):
+        ContextLadder(contexts)

@@ -9,19 +9,11 @@ from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.scoring.context_lengths import ContextLengths
 from lightning_modules.scoring.document_scorer import DocumentScorer, Failed, is_out_of_memory, select_rows
 from tests.conftest import make_text, tiny_model
+from tests.support.texts import pad_documents
 
 
 def make_batch(tokenizer, *words):
-    rows = [encode_document(make_text(count, count), tokenizer) for count in words]
-    width = max(row["input_ids"].shape[1] for row in rows)
-    batch = {
-        name: torch.cat([torch.nn.functional.pad(row[name], (0, width - row[name].shape[1])) for row in rows])
-        for name in ("input_ids", "labels", "position_ids")
-    }
-    batch["offsets"] = torch.cat(
-        [torch.nn.functional.pad(row["offsets"], (0, 0, 0, width - row["offsets"].shape[1])) for row in rows]
-    )
-    return {**batch, **{name: [row[name][0] for row in rows] for name in ("document_boundaries", "text")}}
+    return pad_documents([encode_document(make_text(count, count), tokenizer) for count in words])
 
 
 def scorer(backbone, **settings):

@@ -14,7 +14,6 @@ from lightning_modules.models.tokenization.tokenizer import (
     tokenizer_hash,
     untrim_offsets,
 )
-from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.key_tokens import (
     Coverage,
     Tokens,
@@ -174,19 +173,6 @@ def test_how_tokens_cover_characters():
     assert both.fractions() | {"evaluator_tokens_sharing_characters": 1.0} == both.fractions()
     assert add_coverage([both, counts, Coverage(1, 10)]) == (2, 20, 4, 2, 2, 2, 0)
     assert Coverage().fractions() == {"tokens_sharing_characters": 0.0, "tokens_without_characters": 0.0}
-
-
-def test_a_warning_where_characters_decide_and_many_tokens_share_them():
-    assert Coverage(0, 1000, 8, 3).warning() is None, "each token is decided by itself"
-    assert Coverage(1, 1000, 7, 3, 1000, 10, 0).warning() is None
-    for many in (Coverage(1, 1000, 8, 3, 1000), Coverage(2, 1000, 8, 3)):
-        assert many.warning().startswith("1.1% of the model's tokens and 0.0% of the evaluator's share a character")
-    assert "0.0% of the model's tokens and 82.8% of" in Coverage(1, 1000, 0, 0, 1000, 828).warning()
-
-
-def test_an_unknown_rule_is_refused():
-    with pytest.raises(ValueError, match="`key_token_rule`"):
-        EvaluatorConfig("model", key_token_rule="both")
 
 
 def test_scores_known_from_a_floor_on_answer_no_lower_threshold():

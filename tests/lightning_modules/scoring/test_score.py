@@ -70,8 +70,6 @@ def test_command_prints_a_table_and_writes_json(files, model_dir, evaluator_dir,
     models = {kind: Provenance(**found) for kind, found in written["provenance"].items()}
     assert models["model"].identity == model_identity(ModelConfig(str(model_dir)))
     assert models["model"][2:] == models["evaluator"][2:] == ("float32", "sdpa")
-    assert lines[0] == f"model {model_dir} ({models['model']})"
-    assert lines[1].startswith(f"evaluator {evaluator_dir} ({models['evaluator']}), K = 48, d = 16, alpha = 0.5")
     lines = lines[3:]
     assert lines[0].split() == _HEAD.split()
     assert [line.split()[0] for line in lines if line[0] != "-"] == ["document", *files, "corpus", "Key"]
@@ -87,7 +85,6 @@ def test_command_prints_a_table_and_writes_json(files, model_dir, evaluator_dir,
     assert written["settings"]["evaluator"] == str(evaluator_dir)
     assert written["documents"][2]["longppl"] is None
     assert f"{written['longppl']:.4f}" in lines[-2]
-    assert lines[-1].startswith("Key tokens aligned by characters. Tokens that share a character: 0.0% (evaluator: ")
 
 
 def test_all_models_read_the_text_of_the_evaluators_first_tokens_which_it_scores_once(
@@ -160,15 +157,10 @@ def test_methods_of_one_model_are_compared(files, model_dir, evaluator_dir, tmp_
     words = ["score", *files, "--model", str(model_dir), "--evaluator", str(evaluator_dir), *OPTIONS]
     for method in ("null", "{method: pi, original_length: 128, target_length: 512}"):
         words += ["--context_extension", method]
-    words += ["--context_extension={method: yarn, original_length: 128, target_length: 512}"]
     main([*words, "--output", str(tmp_path / "results")])
     name = model_dir.name
-    assert {path.stem for path in (tmp_path / "results").iterdir()} == {name, f"{name}-pi-512", f"{name}-yarn-512"}
-    printed = capsys.readouterr().out
-    assert f"LongPPL / {name}'s" in printed
-    assert "with yarn(original_length=128, target_length=512)" in printed
-    refused = fails([*words, "--context_extension", "{method: yarn, original_length: 64, target_length: 512}"], capsys)
-    assert f"the name '{name}-yarn-512'" in refused
+    assert {path.stem for path in (tmp_path / "results").iterdir()} == {name, f"{name}-pi-512"}
+    assert f"LongPPL / {name}'s" in capsys.readouterr().out
     assert "has no key 'kind'" in fails([*words, "--context_extension", "{kind: yarn}"], capsys)
     assert "must be a mapping" in fails([*words, "--context_extension", "yarn"], capsys)
     alone = ["inspect", files[0], "--evaluator", str(evaluator_dir), "--context_extension", "{method: pi}"]
@@ -217,18 +209,11 @@ def test_bad_input_is_named_before_any_model_is_loaded(files, model_dir, evaluat
         assert expected in fails(["score", *arguments], capsys)
 
 
-def test_unreachable_hub_id(files, model_dir, capsys, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    message = fails(["score", *files, "--model", str(model_dir), "--evaluator", "nobody/no-such-model"], capsys)
-    assert "nobody/no-such-model" in message
-    assert "hub id" in message
-
-
 def test_tokenizer_that_is_not_the_models(files, evaluator_dir, tmp_path, tokenizer, capsys):
     tiny_model("llama", 100).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     message = fails(["score", *files, "--model", str(tmp_path / "model"), "--evaluator", str(evaluator_dir)], capsys)
-    assert "embedding has 100 tokens" in message
+    assert "embedding of 100 tokens" in message
 
 
 @pytest.mark.parametrize("max_tokens", [None, 90])
@@ -282,16 +267,8 @@ def test_several_models_are_compared_over_the_documents(model_dir, evaluator_dir
     network = AutoModelForCausalLM.from_pretrained(other)
     network.lm_head.weight.data *= 1.1
     network.save_pretrained(other)
-    words = [
-        "score",
-        "--model",
-        str(model_dir),
-        "--model",
-        str(other),
-        *map(str, files),
-        "--evaluator",
-        str(evaluator_dir),
-    ]
+    words = ["score", "--model", str(model_dir), "--model", str(other), *map(str, files)]
+    words += ["--evaluator", str(evaluator_dir)]
     main([*words, *OPTIONS, "--output", str(tmp_path / "out")])
     text = capsys.readouterr().out
     results = [json.loads((tmp_path / "out" / f"{path.name}.json").read_text()) for path in (model_dir, other)]

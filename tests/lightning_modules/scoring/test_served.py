@@ -11,7 +11,6 @@ import subprocess
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from signal import SIGKILL
 
 import httpx2
@@ -46,7 +45,6 @@ from lightning_modules.utilities.errors import IncompleteError
 from lightning_modules.visualization.page.alternatives import find_alternatives
 from tests.conftest import make_text, tiny_model
 from tests.support.adapters import export_adapters
-from tests.support.distributed import run_distributed
 from tests.support.servers import stub_server
 from tests.support.toy_tasks import GUESS, SEVERAL
 
@@ -115,11 +113,8 @@ def test_score_with_an_evaluator_and_a_model_on_servers(served, backbone, model_
 
 @pytest.mark.slow
 @pytest.mark.limit(6)
-@pytest.mark.parametrize(
-    "spelled", [["--server.patience", "1"], ["--server.timeout=9.5"], ["--server", "{timeout: 9}"]]
-)
-def test_options_of_a_server_on_the_command_line(spelled, served, model_dir, text_file, tmp_path, capsys):
-    address, _ = served
+def test_options_of_a_server_on_the_command_line(served, model_dir, text_file, tmp_path, capsys):
+    (address, _), spelled = served, ["--server.patience", "1"]
     lengths = [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
     scored = ["--evaluator", address, "--evaluator_tokenizer", str(model_dir), *lengths, *spelled]
     main(["score", text_file, "--model", str(model_dir), *scored])
@@ -187,48 +182,10 @@ def test_a_served_model_needs_its_tokenizer_and_has_no_logits(served, model_dir)
     address, _ = served
     with pytest.raises(ValueError, match="`--evaluator_tokenizer`"):
         Evaluator(EvaluatorConfig(address, **SETTINGS))
-    with pytest.raises(ValueError, match="`sharded`"):
-        served_config(address, model_dir, sharded=True)
     with pytest.raises(ValueError, match="`alternatives` to 0"):
         InspectConfig(evaluator=address, **SETTINGS)
     with pytest.raises(ValueError, match="does not rank"):
         find_alternatives(Evaluator(served_config(address, model_dir)), make_text(60))
-
-
-@pytest.mark.slow
-def test_key_tokens_only_asks_for_fewer_windows(served, model_dir):
-    address, server = served
-    evaluator = Evaluator(served_config(address, model_dir))
-    before = server.counts["tokens"]
-    evaluator.scores(make_text(150, seed=8), beta=-0.5)
-    some = server.counts["tokens"] - before
-    evaluator.scores(make_text(150, seed=8))
-    assert some < server.counts["tokens"] - before - some
-
-
-@pytest.mark.slow
-def test_a_book_of_16k_tokens_with_the_papers_lengths(tmp_path, tokenizer):
-    text = make_text(7000, seed=9)
-    tokenizer.save_pretrained(tmp_path / "model")
-    model = tiny_model("llama", len(tokenizer), max_position_embeddings=32_768)
-    model.save_pretrained(tmp_path / "model")
-    path = tmp_path / "book.txt"
-    path.write_text(text)
-    name = str(tmp_path / "model")
-    local = Evaluator(EvaluatorConfig(name))
-    backbone = load_frozen(ModelConfig(name), "cpu")
-    with stub_server(backbone=backbone) as server:
-        server.limit = 32_768
-        address = server.address
-        remote = Evaluator(EvaluatorConfig(address, tokenizer=name, server=QUICK))
-        scores = [each.scores(text) for each in (local, remote)]
-        assert len(scores[0].long) > 16_000
-        torch.testing.assert_close(scores[1].long, scores[0].long, atol=1e-6, rtol=0)
-        torch.testing.assert_close(scores[1].short, scores[0].short, atol=1e-6, rtol=0)
-        options = {"model": name, "evaluator_tokenizer": name, "server": QUICK, "alpha": 0.2, "beta": -8.0}
-        results = [score([str(path)], evaluator=each, **options) for each in (name, address)]
-    assert results[0]["key_tokens"] == results[1]["key_tokens"] > 10
-    assert results[1]["longppl"] == pytest.approx(results[0]["longppl"], rel=1e-6)
 
 
 @pytest.fixture
@@ -355,26 +312,6 @@ def fit(root, model_dir, books, evaluator, *, checkpoint=None, killed_at=None, *
     return found
 
 
-def fit_in_two(rank, world_size, *arguments):
-    os.environ["LOCAL_RANK"] = str(rank)
-    found = fit(*arguments, devices=2, strategy="ddp")
-    Path(arguments[0], f"metrics{rank}.json").write_text(json.dumps(found))
-
-
-@pytest.mark.slow
-def test_a_training_of_two_processes_uses_two_servers(backbone, model_dir, books, tmp_path):
-    found = {}
-    with stub_server(backbone=backbone) as one, stub_server(backbone=backbone) as other:
-        for name, evaluator in (("served", f"{one.address},{other.address}"), ("local", str(model_dir))):
-            (tmp_path / name).mkdir()
-            run_distributed(fit_in_two, str(tmp_path / name), str(model_dir), str(books), evaluator)
-            found[name] = [json.loads((tmp_path / name / f"metrics{rank}.json").read_text()) for rank in (0, 1)]
-        assert min(one.counts["requests"], other.counts["requests"]) > 10
-    assert len(found["local"][0]) == 3
-    for served, local in zip(found["served"], found["local"], strict=True):
-        assert served == pytest.approx(local, rel=1e-6)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_a_training_that_is_killed_resumes_with_the_same_metrics(served, model_dir, books, tmp_path):
@@ -389,25 +326,6 @@ def test_a_training_that_is_killed_resumes_with_the_same_metrics(served, model_d
     resumed = fit(*arguments, checkpoint=f"{tmp_path}/killed/checkpoints/last.ckpt")
     assert resumed == expected[-1:]
     assert server.counts["requests"] - asked < 10, "only probes"
-
-
-def validate_in_one_of_two(rank, world_size, model_dir, books, address, root):
-    """A server that only the first process can reach: the second has the wrong key."""
-    os.environ["LONGCE_API_KEY"] = "right" if rank == 0 else "expires"
-    data = PG19DataModule(model_dir, path=books, sequence_length=64, cache_dir=f"{root}/cache", batch_size=1)
-    callback = evaluator_callback(address, model_dir, cache_dir=f"{root}/{rank}")
-    trainer = make_trainer(root, callback, devices=2, strategy="ddp", max_steps=1)
-    if rank == 1:
-        callback.evaluator.backbone = lambda device: (_ for _ in ()).throw(ValueError("the key has expired"))
-    with pytest.raises((ValueError, IncompleteError), match="the key has expired") as caught:
-        trainer.validate(LongContextLM(model_dir, **SETTINGS), data, verbose=False)
-    assert isinstance(caught.value, IncompleteError) == (rank == 0)
-
-
-@pytest.mark.slow
-def test_two_processes_fail_together(served, model_dir, books, tmp_path):
-    address, _ = served
-    run_distributed(validate_in_one_of_two, str(model_dir), str(books), address, str(tmp_path))
 
 
 def predict(root, output, model, model_dir, *, ladder=None, **data):

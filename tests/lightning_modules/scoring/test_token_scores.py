@@ -57,22 +57,6 @@ def test_every_flipped_byte_and_every_cut_is_noticed(scores, tmp_path):
             TokenScores.load(path)
 
 
-def test_a_failed_write_leaves_the_old_file(scores, tmp_path, monkeypatch):
-    path = tmp_path / "scores.safetensors"
-    scores.save(path)
-    before = path.read_bytes()
-    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        scores.save(path)
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_missing_file(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nothing"):
-        TokenScores.load(tmp_path / "nothing")
-
-
 def test_key_spans_of_the_authors(tmp_path):
     path = tmp_path / "spans.txt"
     path.write_text("[3, 9];[12, 13];[13, 20]")
@@ -86,11 +70,7 @@ def test_key_spans_of_the_authors(tmp_path):
     [
         "[1, 2];__import__('os').system('touch hacked')",
         "[5, 3]",
-        "[9, 12];[1, 2]",
-        "[-4, 2]",
-        "[1, 2",
         "[1, 2];;[3, 4]",
-        "None",
     ],
 )
 def test_what_is_no_span_is_refused_and_never_run(text, tmp_path, monkeypatch):

@@ -148,17 +148,9 @@ def test_adapters_are_used_and_training_state_is_restored():
     assert all(parameter.grad is None for parameter in backbone.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lower_precisions(dtype):
-    backbone = make_backbone(dtype=dtype, ends=[])
-    assert [len(tokens) for tokens in generate(backbone, prompts(), LIMITS)] == list(LIMITS)
-    assert cache_use(backbone) == "together"
-
-
 @pytest.mark.parametrize(
     ("name", "prompts", "message"),
     [
-        ("ours", [[]], "prompt is empty"),
         ("ours", [[1], [400]], "400"),  # beyond the vocabulary
         ("gpt2", [[1] * 60], "64 learned positions"),
     ],
@@ -169,10 +161,6 @@ def test_invalid_prompts_are_refused(name, prompts, message, use):
     backbone.cache_use = use
     with pytest.raises(ValueError, match=message):
         generate(backbone, prompts, 5)
-
-
-def test_no_prompts():
-    assert generate(make_backbone(), [], 4) == []
 
 
 def test_a_repetition_penalty_of_the_model_changes_no_greedy_answer():

@@ -151,9 +151,8 @@ class _Hidden:
 
 
 def _draw_other(rng: random.Random, kind: Kind, taken: Collection[str]) -> str:
-    drawn = DRAW[kind](rng)
-    while drawn in taken:
-        drawn = DRAW[kind](rng)
+    while (drawn := DRAW[kind](rng)) in taken:
+        pass
     return drawn
 
 

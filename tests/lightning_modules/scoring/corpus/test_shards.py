@@ -7,9 +7,8 @@ import numpy as np
 import pyarrow
 import pytest
 
-from lightning_modules.scoring.corpus import output_folder
 from lightning_modules.scoring.corpus.output_folder import OutputFolder
-from lightning_modules.scoring.corpus.shards import ScoreShards, check_settings
+from lightning_modules.scoring.corpus.shards import ScoreShards
 
 
 @pytest.fixture(params=["local", "file", "memory"])
@@ -56,19 +55,6 @@ def test_a_file_that_cannot_be_written_whole_is_not_there(tmp_path, monkeypatch)
     with pytest.raises(OSError, match="connection lost"):
         folder.write("a.parquet", b"content")
     assert folder.names(".parquet") == []
-
-
-def test_places_that_are_none(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="nosuch"):
-        OutputFolder("nosuch://bucket/scores")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="Cannot write to"):
-        OutputFolder(str(tmp_path / "file")).check_writable()
-    monkeypatch.setattr(
-        output_folder.fsspec, "url_to_fs", lambda path: (_ for _ in ()).throw(ImportError("Install s3fs"))
-    )
-    with pytest.raises(ValueError, match="Install s3fs"):
-        OutputFolder("s3://bucket/scores")
 
 
 def test_rows_that_are_there(place):
@@ -124,9 +110,3 @@ def test_files_that_are_no_shards(tmp_path):
         shards.existing_scores()
     with pytest.raises(ValueError, match="no column 'x'"):
         shards.schema(["file", "x"])
-
-
-def test_settings_are_compared_by_name():
-    check_settings({"a": [1, 2], "b": None}, {"a": (1, 2), "b": None}, "here")
-    with pytest.raises(ValueError, match=r"'here'.*`a` was 1 and is 2; `b` was None and is 'x'\. Use another folder"):
-        check_settings({"a": 1, "c": 3}, {"a": 2, "b": "x", "c": 3}, "here")

@@ -161,21 +161,6 @@ def test_several_models_have_folders_and_one_table(guessing_dir, model_dir, tmp_
 
 
 @pytest.mark.limit(5)
-def test_methods_of_one_model_are_compared(guessing_dir, tmp_path, capsys):
-    words = ["evaluate", "--model", str(guessing_dir), "--output", str(tmp_path / "out"), "--tasks", GUESS]
-    words += ["--lengths", "48", "--samples", "3", "--mode", "teacher_forced", "--context_extension", "null"]
-    words += ["--context_extension={method: pi, original_length: 128, target_length: 512}"]
-    main(words)
-    name = guessing_dir.name
-    assert f"{name}-pi-512 - {name}" in capsys.readouterr().out.splitlines()[0]
-    settings = json.loads((tmp_path / "out" / f"{name}-pi-512" / "settings.json").read_text())
-    assert settings["identity"].endswith("with pi(original_length=128, target_length=512)")
-    with pytest.raises(SystemExit):
-        main([*words, words[-1]])
-    assert f"the name '{name}-pi-512'" in capsys.readouterr().err
-
-
-@pytest.mark.limit(5)
 @pytest.mark.parametrize("mode", ["generate", "teacher_forced"])
 def test_progress_is_counted_in_tokens_within_a_question(mode, guessing_dir, tmp_path, monkeypatch):
     bars = replace_bars(monkeypatch, evaluation)

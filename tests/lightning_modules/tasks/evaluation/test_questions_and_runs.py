@@ -50,7 +50,6 @@ def test_keys_determine_questions(questions, prompter):
         (TASKS, [], "depths"),
         (TASKS, [0.5, 1.5], "depths"),
         (TASKS, [0.5, 0.5], "depths"),
-        (TASKS[1:], 5, "depths"),
     ],
 )
 def test_impossible_tasks_and_depths_are_refused(tasks, depths, name):

@@ -15,14 +15,12 @@ from lightning_modules.tasks.evaluation.report import (
     as_text,
     describe_synthetic_text,
     drawn_heat_maps,
-    figures,
     write_task_report,
 )
 from lightning_modules.tasks.evaluation.summary import summarize
 from tests.support.browser import check_page, launch_chromium
 
 SETTINGS = {"model": "a/b", "seed": 0, "mode": "teacher_forced"}
-MODEL_SETTINGS = SETTINGS | {"identity": "a", "tokenizer": "t", "dtype": "float32", "attention": "sdpa"}
 
 
 def result(task="niah", length=1024, depth=0.0, index=0, score=1.0):
@@ -77,14 +75,6 @@ def test_damaged_lines_and_lines_of_other_evaluations_are_refused(store, tmp_pat
     shutil.copy(other.path(0, 2), store.folder)
     with pytest.raises(ValueError, match=r"results-00000-of-00002.jsonl', line 1"):
         read_results(store.folder)
-
-
-@pytest.mark.parametrize("name", ["seed", "extra", "identity", "dtype", "attention"])
-def test_other_settings_are_refused_by_name(tmp_path, name):
-    store = ResultStore(tmp_path, MODEL_SETTINGS)
-    store.append(store.path(0, 1), GRID[:1])
-    with pytest.raises(ValueError, match=f"have {name} = .*'other'"):
-        ResultStore(tmp_path, {**MODEL_SETTINGS, name: "other"})
 
 
 def test_settings_without_results_can_be_replaced(tmp_path):
@@ -197,13 +187,6 @@ def test_blank_answers_are_marked():
     assert answer_table([replace(row, answer_nll=None) for row in rows]).head[-1] == "answer"
 
 
-def test_table_for_a_terminal():
-    lines = as_text(summarize(GRID), 0, SETTINGS).splitlines()
-    assert lines[0].split() == ["task", "1k", "2k"]
-    assert lines[2].split() == ["niah", "100.0", "[34,", "100]", "40.0", "[1,", "98]"]
-    assert any(re.match(r"For intervals of at most 5 points .* [\d,]+ questions", line) for line in lines)
-
-
 def test_synthetic_text_is_reported():
     results = [result("niah_single_2", 1024, None, 0, 1.0), result("niah_single_1", 1024, None, 0, 1.0)]
     assert "the needles of niah_single_2 is made up: these are no scores of RULER" in as_text(summarize(results), 0, {})
@@ -212,9 +195,3 @@ def test_synthetic_text_is_reported():
     (passages,) = describe_synthetic_text({"multi_document_qa", "vt"}, {})
     assert "no scores of Lost in the Middle" in passages
     assert describe_synthetic_text({"multi_document_qa"}, {"nq_open": "sha256:1"}) == []
-
-
-def test_figures_of_few_or_no_results():
-    assert figures(summarize([])) == {}
-    few = figures(summarize([result(depth=None)]))
-    assert list(few) == ["lengths"]

@@ -6,8 +6,6 @@ from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.evaluate import evaluate
 from lightning_modules.tasks.evaluation.lm_eval_results import write_results
 from lightning_modules.tasks.harness import evaluation
-from lightning_modules.tasks.harness.evaluation import Results
-from tests.support.toy_tasks import GUESS
 
 
 @pytest.fixture
@@ -66,9 +64,6 @@ def test_other_settings_and_missing_data_are_refused_before_the_model_is_loaded(
     assert stopped.value.code == 2
     assert "'cais/mmlu'" in (said := capsys.readouterr().err)
     assert "HF_HUB_OFFLINE" in said
-    (tmp_path / "out" / "tasks" / "letter.json").write_text("{")
-    with pytest.raises(ValueError, match=r"letter\.json"):
-        evaluate(str(model_dir), str(tmp_path / "out"), tasks=["letter"], **options)
 
 
 def test_a_changed_task_file_is_another_task(model_dir, task_dir, tmp_path, asked):
@@ -83,24 +78,6 @@ def test_a_changed_task_file_is_another_task(model_dir, task_dir, tmp_path, aske
         with pytest.raises(ValueError, match=r"letter\.json.*task_file = "):
             evaluate(str(model_dir), out, **names, limit=1)
     assert asked == ["letter"]
-
-
-def test_task_names_that_are_paths_have_files_of_their_own(tmp_path):
-    results = Results(tmp_path, {})
-    for name in ("a/b.yaml", "a_b.yaml", "a:b.yaml"):
-        results.write(name, {"metrics": {name: float("nan")}})
-    assert len(list((tmp_path / "tasks").iterdir())) == 3
-    assert results.read("a/b.yaml") == {"metrics": {"a/b.yaml": None}}
-
-
-def test_our_tasks_and_theirs_in_one_command(model_dir, task_dir, tmp_path, asked):
-    options = {"include_path": str(task_dir), "limit": 2, "lengths": [48], "samples": 2, "mode": "teacher_forced"}
-    text = evaluate(str(model_dir), str(tmp_path), tasks=[GUESS, "letter"], **options)
-    assert "guess" in text
-    assert "letter" in text
-    assert asked == ["letter"]
-    assert json.loads((tmp_path / "results.json").read_text())["tasks"]["guess"]["48"]["questions"] == 2
-    assert json.loads((tmp_path / "harness.json").read_text())["tasks"]["letter"]["questions"] == 2
 
 
 def test_processes_share_the_tasks(model_dir, task_dir, tmp_path, asked, monkeypatch):

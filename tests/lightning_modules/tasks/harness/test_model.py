@@ -29,7 +29,7 @@ def pair(request, model_dir):
     length = 4096 if request.param == "float32" else 64
     # Not rounded: of the same argument each of both would else have another token now and then.
     model = tiny_model("llama", len(tokenizer), seed=1).double()
-    config = TaskConfig(max_length=length, truncation="left", batch_tokens=300, log_samples=True, limit=5)
+    config = TaskConfig(max_length=length, truncation="left", limit=5)
     ours = HarnessModel(Backbone(model), tokenizer, config)
     return ours, HFLM(pretrained=model, tokenizer=tokenizer, max_length=length, batch_size=1)
 
@@ -65,7 +65,8 @@ def test_long_prompts_lose_their_middle(tokenizer, monkeypatch):
     monkeypatch.setattr(
         "lightning_modules.tasks.harness.model.generate", lambda _, prompts, *__, **___: [read.extend(prompts)] and [[]]
     )
-    monkeypatch.setattr(model, "_score_requests", lambda continuations: asked.extend(continuations) or [])
+    score = lambda _, continuations: asked.extend(continuations) or []  # noqa: E731
+    monkeypatch.setattr("lightning_modules.tasks.harness.model.score_continuations", score)
     text = "".join(f"{number} ba " for number in range(30))
     ids = model.tok_encode(text)
 
@@ -123,7 +124,7 @@ def test_random_states_and_modes_are_restored(tokenizer, task_dir):
     network = tiny_model("llama", len(tokenizer)).train()
     network.model.layers[0].mlp.eval()
     modes = [module.training for module in network.modules()]
-    model = HarnessModel(Backbone(network), tokenizer, TaskConfig(log_samples=True))
+    model = HarnessModel(Backbone(network), tokenizer, TaskConfig())
     before = (random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state())
     loaded = load_tasks(["choice"], include_path=str(task_dir))
     first = evaluate_task(model, "choice", loaded.tasks["choice"])
@@ -138,7 +139,7 @@ def test_random_states_and_modes_are_restored(tokenizer, task_dir):
 def test_chat_template(model_dir, task_dir):
     tokenizer = load_tokenizer(str(model_dir))
     tokenizer.chat_template = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}"
-    config = TaskConfig(chat_template=True, log_samples=True, limit=1)
+    config = TaskConfig(chat_template=True, limit=1)
     model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), tokenizer, config)
     task = load_tasks(["letter"], include_path=str(task_dir)).tasks["letter"]
     result = evaluate_task(model, "letter", task)

@@ -20,7 +20,7 @@ NAMES = ["choice", "answer", "rolling"]
 
 
 def ask(backbone, model_dir, task_dir):
-    config = TaskConfig(batch_tokens=300, max_length=200, log_samples=True, limit=5)
+    config = TaskConfig(max_length=200, limit=5)
     model = HarnessModel(backbone, load_tokenizer(model_dir), config)
     found = {}
     for name, task in load_tasks(NAMES, include_path=task_dir).tasks.items():

@@ -47,31 +47,23 @@ def test_the_gold_passage_is_found_in_both_formats(tmp_path):
 
 @pytest.mark.parametrize("kind", READERS)
 @pytest.mark.parametrize(
-    ("suffix", "damage", "message"),
+    "damage",
     [
-        ("", lambda text: text[:-3], ""),
-        ("", lambda text: b"\xff" + text, ""),
-        ("", lambda text: b"[" * 100_000, ""),
-        ("", lambda text: b"3", ""),
-        ("", lambda text: text.replace(b"question", b"query"), "'question'"),
-        (
-            "",
-            lambda text: text.replace(b'"Gold 0"', b"7").replace(b'"Bird 0"', b"7").replace(b'"the ', b'7, "x": "'),
-            "got 7",
-        ),
-        ("", lambda text: {b"{": b"{}", b"[": b"[]"}[text[:1]], ""),
-        ("", lambda text: b"\n", ""),
-        (".gz", lambda text: gzip.compress(text)[:-9], ""),
-        (".gz", lambda text: text, ""),
-        ("", None, ""),
+        lambda text: text[:-3],
+        lambda text: b"\xff" + text,
+        lambda text: b"[" * 100_000,
+        lambda text: b"3",
+        lambda text: text.replace(b"question", b"query"),
+        lambda text: b"\n",
     ],
 )
-def test_unusable_files_are_refused_by_name(tmp_path, kind, suffix, damage, message):
-    path = tmp_path / f"questions.json{suffix}"
-    if damage is not None:  # or the file is missing
-        path.write_bytes(damage(content(kind).encode()))
-    with pytest.raises(ValueError, match=rf"^'[^']*questions\.json[^']*' .*{message}"):
-        READERS[kind](path)
+def test_unusable_files_are_refused_by_name(tmp_path, kind, damage):
+    content_ = damage(content(kind).encode())
+    (tmp_path / "questions.json").write_bytes(content_)
+    (tmp_path / "cut.json.gz").write_bytes(gzip.compress(content_)[:-9])
+    for name in ("questions.json", "cut.json.gz", "missing.json"):
+        with pytest.raises(ValueError, match=name):
+            READERS[kind](tmp_path / name)
 
 
 @pytest.mark.parametrize(("kind", "empty"), [("squad", '{"data": []}'), ("hotpot", "[]")])
@@ -79,13 +71,6 @@ def test_files_without_questions_are_refused(tmp_path, kind, empty):
     (tmp_path / "empty.json").write_text(empty)
     with pytest.raises(ValueError, match=r"empty\.json.*no question"):
         READERS[kind](tmp_path / "empty.json")
-
-
-@pytest.mark.parametrize("line", ["{", json.dumps({**answerers.nq_open_record(0), "answers": [""]})])
-def test_a_damaged_line_is_named(tmp_path, line):
-    (tmp_path / "nq.jsonl").write_text(f"{content('nq_open')}\n{line}")
-    with pytest.raises(ValueError, match=r"nq\.jsonl, line 2"):
-        read_nq_open(tmp_path / "nq.jsonl")
 
 
 def test_tasks_of_files_need_their_option(tmp_path):

@@ -86,12 +86,3 @@ def test_other_needles_have_other_keys_and_values(prompter, monkeypatch):
     key = re.search("for (.+) mentioned", example.prompt)[1]
     assert len(re.findall(f"for {key} is:", example.prompt)) == 1
     assert len(re.findall(f"is: {example.answers[0]}\\.", example.prompt)) == 1
-
-
-def test_depth_0_is_the_front_and_1_the_end(prompter):
-    task = find_tasks(["niah_multikey_1"])[0]
-    first = task.example(prompter, 3000, 0, depth=0)
-    last = task.example(prompter, 3000, 0, depth=1)
-    assert re.match(rf"\S[^.]+ is: {first.answers[0]}\. ", first.prompt.split("\n")[1])
-    assert last.prompt.split("\n")[1].endswith(f" is: {last.answers[0]}.")
-    assert (first.depth, last.depth) == (0, 1)
