@@ -5,17 +5,15 @@ The config must change before the model is built: a later change would be saved,
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse.typing import PositiveInt, restricted_number_type
 from transformers import PreTrainedConfig
 
 from lightning_modules.models.context_extension.eabf import EABF
-from lightning_modules.models.context_extension.patterns.settings import (
-    PATTERN_OPTIONS,
-    PATTERN_SETTINGS,
-    check_positive,
-)
+from lightning_modules.models.context_extension.patterns.settings import PATTERN_OPTIONS, PATTERN_SETTINGS
 from lightning_modules.models.context_extension.rope_types import (
     TYPE_ARCHITECTURES,
     check_parameters,
@@ -24,7 +22,9 @@ from lightning_modules.models.context_extension.rope_types import (
     rotary_width,
 )
 from lightning_modules.models.context_extension.rotary_checks import ARCHITECTURES
-from lightning_modules.utilities.errors import did_you_mean
+
+Length: Any = restricted_number_type("Length", int, (">=", 2))
+Positive: Any = restricted_number_type("Positive", float, [(">", 0), ("<", math.inf)])
 
 ANY_ROPE_TYPE = tuple(name for name in ARCHITECTURES if name != "phi3")  # Phi-3 has only `default` and `longrope`
 
@@ -85,53 +85,26 @@ class ContextExtension:
     """
 
     method: str
-    original_length: int
-    target_length: int
-    base: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    long_factor: list[float] | None = None
-    attention_factor: float | None = None
-    sinks: int | None = None
-    window: int | None = None
-    group: int | None = None
-    chunk: int | None = None
-    segment_lengths: list[int] | None = None
-    dilation_rates: list[int] | None = None
+    original_length: Length
+    target_length: Length
+    base: Positive | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    long_factor: list[Positive] | None = None
+    attention_factor: Positive | None = None
+    sinks: PositiveInt | None = None
+    window: PositiveInt | None = None
+    group: PositiveInt | None = None
+    chunk: PositiveInt | None = None
+    segment_lengths: list[PositiveInt] | None = None
+    dilation_rates: list[PositiveInt] | None = None
     full_attention: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.method, str) or self.method not in METHODS:
+        if self.method not in METHODS:
             raise ValueError(f"`context_extension.method` must be one of {', '.join(METHODS)}, got '{self.method}'.")
-        self._check_lengths()
-        if not isinstance(self.full_attention, bool):
-            raise ValueError(f"`context_extension.full_attention` must be true or false, got {self.full_attention!r}.")
-        self._check_options(METHODS[self.method].options)
-
-    def _check_options(self, options: tuple[str, ...]) -> None:
-        for name in OPTIONS:
-            if getattr(self, name) is not None and name not in options:
-                own = f" (its options are {' and '.join(f'`{option}`' for option in options)})" if options else ""
-                raise ValueError(
-                    f"`context_extension.{name}` is not an option of the method '{self.method}': remove it{own}."
-                )
-            check_positive(name, getattr(self, name))
-        if self.method == "longrope" and self.long_factor is None:
-            raise ValueError("The method 'longrope' needs `context_extension.long_factor`, a divisor per frequency.")
-        for low, high in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
-            smaller, larger = self.options(low, high).values()
-            if not smaller < larger:
-                raise ValueError(f"`{low}` = {smaller} must be below `{high}` = {larger}.")
-        if self.base is not None and self.base <= 1:
-            raise ValueError(f"`context_extension.base` must be above 1, got {self.base}.")
-
-    def _check_lengths(self) -> None:
-        for name in ("original_length", "target_length"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 2:
-                raise ValueError(f"`context_extension.{name}` must be 2 tokens or more, got {value!r}.")
         if self.target_length < self.original_length or (self.factor == 1 and self.method != "none"):
             raise ValueError(
                 f"`context_extension.target_length` = {self.target_length} must be above"
@@ -142,20 +115,31 @@ class ContextExtension:
                 f"`original_length` of '{self.method}' must be {AUTHORS_LENGTH}, as in the released code, got"
                 f" {self.original_length}: use '{self.method.removesuffix('_authors')}' for other lengths."
             )
+        options = METHODS[self.method].options
+        for name in OPTIONS:
+            if getattr(self, name) is not None and name not in options:
+                raise ValueError(
+                    f"`context_extension.{name}` is not an option of the method '{self.method}', whose options are"
+                    f" {list(options)}: remove it."
+                )
+        for low, high in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
+            smaller, larger = self.options(low, high).values()
+            if not smaller < larger:
+                raise ValueError(f"`{low}` = {smaller} must be below `{high}` = {larger}.")
 
     @classmethod
     def parse(cls, settings: "Mapping[str, Any] | ContextExtension") -> "ContextExtension":
         """Parse a mapping from YAML; raise a ``ValueError`` for unknown or missing keys and wrong values."""
         if isinstance(settings, ContextExtension):
             return settings
-        known = [field.name for field in fields(cls)]
-        for name in settings:
-            if name not in known:
-                raise ValueError(f"`context_extension` has no key '{name}'. {did_you_mean(name, known)}")
-        for name in ("method", "original_length", "target_length"):
-            if settings.get(name) is None:
-                raise ValueError(f"`context_extension` needs `{name}`, which has no default: set it.")
-        return cls(**settings)
+        # jsonargparse checks names and types. Configs keep the mapping, so that files can override single keys.
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_argument("--context_extension", type=cls)
+        try:
+            parsed = parser.parse_object({"context_extension": dict(settings)})
+            return parser.instantiate_classes(parsed)["context_extension"]
+        except (ArgumentError, TypeError) as error:
+            raise ValueError(f"`context_extension` = {settings}: {' '.join(str(error).split())}") from error
 
     @property
     def factor(self) -> float:

@@ -59,11 +59,13 @@ class Dialect(ABC):
         """Return the log-likelihoods and likeliest tokens; other answers may raise any error of their parsing."""
 
     def read(self, span: TokenSpan, body: bytes) -> Scores:
-        """Return the scores of a span; raise an `AnswerError` if they are not there."""
+        """Return the scores of a span; raise an `AnswerError` if some are missing or impossible."""
         try:
             found, greedy = self._find(span, json.loads(body))
-            values = [_read_number(value) for value in found]
-            return Scores(np.asarray(values, np.float32), np.asarray(list(greedy), np.int32))
+            values = np.asarray([_read_number(value) for value in found], np.float32)
+            scores = Scores(values, np.asarray(list(greedy), np.int32))
+            _check_scores(span, scores)
+            return scores
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
             raise AnswerError(
                 f"an answer without `{self.field}` of the prompt's tokens ({type(error).__name__}: {error}), which was"
@@ -143,19 +145,14 @@ def find_greedy(candidates: Iterable[tuple[float, int]]) -> int:
 DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (Vllm(), Sglang())}
 
 
-def check_scores(span: TokenSpan, scores: Scores) -> Scores:
-    """Return the scores of a span; raise an `AnswerError` if some are missing or impossible."""
+def _check_scores(span: TokenSpan, scores: Scores) -> None:
+    """Raise a ``ValueError`` if scores of a span are missing or impossible."""
     values, count = scores.log_likelihood, len(span.ids) - span.scored_from
     if (len(values), len(scores.greedy)) != (count, span.greedy) or (scores.greedy < 0).any():
-        raise AnswerError(
-            f"{len(values)} log-likelihoods for {count} tokens, and {len(scores.greedy)} likeliest tokens for"
-            f" {span.greedy}"
-        )
+        raise ValueError(f"{len(values)} values for {count} tokens, {len(scores.greedy)} greedy for {span.greedy}")
     wrong = ~((values <= HIGHEST) & (values >= LOWEST))  # NaN compares as false
     if wrong.any():
-        first = values[int(wrong.argmax())]
-        raise AnswerError(f"{int(wrong.sum())} of {count} values that are not log-likelihoods, the first one {first}")
-    return scores
+        raise ValueError(f"{values[int(wrong.argmax())]} is not a log-likelihood")
 
 
 def quote(body: bytes) -> str:

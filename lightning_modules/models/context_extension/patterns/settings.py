@@ -1,6 +1,5 @@
 """Parameters of each pattern in ``rope_parameters``, with checks and defaults."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -108,19 +107,3 @@ PATTERN_SETTINGS: dict[str, PatternSettings] = {
     ),
 }
 """Settings by the name of the pattern's RoPE type."""
-
-
-def check_positive(name: str, value: Any) -> None:
-    """Raise a ``ValueError`` unless an option is a positive number, or a list of them if it must be a list."""
-    if value is None:
-        return
-    lists = ("long_factor", "segment_lengths", "dilation_rates")
-    if isinstance(value, list) != (name in lists):
-        wanted = "a list of numbers, one or more" if name in lists else "one number"
-        raise ValueError(f"`context_extension.{name}` must be {wanted}, got {value!r}.")
-    whole = name in PATTERN_OPTIONS
-    for number in value if isinstance(value, list) else [value]:
-        kind = isinstance(number, int if whole else int | float) and not isinstance(number, bool)
-        if not (kind and 0 < number < math.inf):
-            wanted = "integers of 1 or more" if whole else "numbers above 0"
-            raise ValueError(f"`context_extension.{name}` must contain {wanted}, got {number!r}.")

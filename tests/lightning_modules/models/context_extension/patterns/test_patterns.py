@@ -186,15 +186,6 @@ def test_autocast_is_the_same_in_the_backward_pass(enabled):
     assert seen == [(enabled, False)] * 2 + [(enabled, True)] * 2
 
 
-def test_a_second_derivative_is_refused():
-    """It would lack what blocks compute again for the first."""
-    states, frequencies, _ = problem("grouped")
-    output = PATTERNS["alibi"](*states, Rotary({}, frequencies, scaling=0.3))
-    (gradient,) = torch.autograd.grad(output.pow(2).sum(), states[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
-
-
 def test_slopes_are_those_of_the_paper():
     for heads, expected in dense.PRESS_SLOPES.items():
         assert alibi_slopes(heads).tolist() == expected
@@ -285,24 +276,6 @@ def test_defaults():
         "segment_lengths": [2048, 4096, 8192, 16384, 32768],
         "dilation_rates": [1, 2, 4, 6, 12],
     }
-
-
-@pytest.mark.parametrize("name", PLAIN_UP_TO)
-def test_no_distance_is_beyond_the_original_length(name):
-    """But for the first tokens of LM-Infinite, which are at that length itself."""
-    original, target = 16, 100
-    parameters = parameters_of(name, original, target)
-    distance = {
-        "streaming_llm": lambda: dense.streaming_llm_distances(target, **parameters),
-        "lm_infinite": lambda: dense.lm_infinite_distances(target, sinks=10, limit=original - 1),
-        "rerope": lambda: dense.rerope_distances(target, **parameters),
-        "self_extend": lambda: dense.self_extend_distances(target, **parameters),
-        "dual_chunk": lambda: dense.dual_chunk_distances(target, chunk=parameters["chunk"], c=original),
-    }[name]()
-    assert distance.max() < original
-    assert (
-        (distance >= 0) | (torch.ones_like(distance).triu(1) > 0) | (name in ("streaming_llm", "lm_infinite"))
-    ).all()
 
 
 @pytest.mark.parametrize(
