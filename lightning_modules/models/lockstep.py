@@ -30,6 +30,7 @@ def lockstep(backbone: Scorer) -> Iterator[Callable[..., Any]]:
         return
 
     def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Announces the pass, so that ranks without work make a dummy pass at the same time.
         any_rank(True, backbone.device)
         return function(*args, **kwargs)
 
@@ -39,6 +40,7 @@ def lockstep(backbone: Scorer) -> Iterator[Callable[..., Any]]:
         if is_outermost:
             with torch.no_grad(), eval_mode(backbone):
                 while any_rank(False, backbone.device):
+                    # The shortest pass that gathers all weights.
                     backbone(unscored_token(backbone.device))
     finally:
         backbone.in_lockstep = not is_outermost
@@ -49,5 +51,6 @@ def any_rank(value: bool, device: torch.device | str) -> bool:
     if not dist.is_initialized():
         return value
     flag = torch.tensor(int(value), device=device)
+    # An integer, because not all backends reduce booleans.
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag)

@@ -155,12 +155,14 @@ class ContextExtension:
         self._check_fits(config)
         if getattr(config, "head_dim", 0) is None:  # Mixtral: transformers' YaRN and LongRoPE would fail
             config.head_dim = config.hidden_size // config.num_attention_heads
+        # Merged, because `rope_theta` and `partial_rotary_factor` of the model stay.
         config.rope_parameters = {**config.rope_parameters, **METHODS[self.method].rope(self, config)}
         # Dynamic NTK compares the length of a text with this value.
         config.max_position_embeddings = self.original_length if self.method == "dynamic_ntk" else self.target_length
         if hasattr(config, "original_max_position_embeddings"):  # Phi-3: overrides `rope_parameters`
             config.original_max_position_embeddings = self.original_length
         if self.full_attention or self.method.endswith("_authors"):
+            # Readers of the saved config differ in which of these they look at.
             layers = ["full_attention"] * config.num_hidden_layers
             for name, value in (("sliding_window", None), ("use_sliding_window", False), ("layer_types", layers)):
                 if hasattr(config, name):
@@ -187,6 +189,7 @@ class ContextExtension:
                 f"The model has sliding windows of {config.sliding_window} tokens, which the pattern '{self.method}'"
                 " must replace: set `context_extension.full_attention: true`."
             )
+        # A factor on a factor would be neither method, and the original length would be wrong.
         present = config.rope_parameters["rope_type"]
         if present != "default" and self.method != "none":
             raise ValueError(
@@ -210,6 +213,7 @@ def _scale_rope(extension: ContextExtension, rope_type: str, **values: Any) -> d
 
 
 def _make_yarn(extension: ContextExtension, attention_factor: float | None) -> dict[str, Any]:
+    # YaRN's recommended factor of cos and sin, which the paper fitted to Llama models.
     factor = attention_factor or 0.1 * math.log(extension.factor) + 1
     return _scale_rope(extension, "yarn", **extension.options(*BETAS), attention_factor=factor)
 
@@ -226,6 +230,7 @@ def _make_longrope(extension: ContextExtension, config: PreTrainedConfig) -> dic
 
 def _make_ntk(extension: ContextExtension, config: PreTrainedConfig) -> dict[str, Any]:
     width = rotary_width(config)
+    # The lowest frequency is then divided by s, as in position interpolation, and the highest kept.
     return {"rope_theta": config.rope_parameters["rope_theta"] * extension.factor ** (width / (width - 2))}
 
 
@@ -244,6 +249,7 @@ def _make_eabf(extension: ContextExtension, config: PreTrainedConfig) -> dict[st
 
 
 def _make_authors_eabf(extension: ContextExtension, config: PreTrainedConfig) -> dict[str, Any]:
+    # The released code sets the base of Llama only.
     base = DEFAULTS["base"] if config.model_type == "llama" else config.rope_parameters["rope_theta"]
     length = {"original_max_position_embeddings": extension.original_length}
     return {"rope_type": EABF, "rope_theta": base, "unscaled_layers": 0, **length}
@@ -271,6 +277,7 @@ METHODS: dict[str, Method] = {
     "llama3": Method(lambda e, _: _scale_rope(e, "llama3", **e.options(*FREQ_FACTORS)), FREQ_FACTORS),
     "longrope": Method(_make_longrope, ("long_factor", "attention_factor"), ARCHITECTURES),
     "eabf_authors": Method(_make_authors_eabf, (), ("llama", "mistral")),
+    # The released code interpolates the positions of Llama only.
     "pi_authors": Method(
         lambda *args: _make_pi(*args) if args[1].model_type == "llama" else {}, (), ("llama", "mistral")
     ),

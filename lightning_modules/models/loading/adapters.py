@@ -59,6 +59,7 @@ def find_adapters(path: str | None) -> AdapterFolder | None:
             f"'{path}' has adapters, but its adapter_config.json does not name their base model ({error!r}): set"
             " `base_model_name_or_path` in it to a hub id or a folder."
         ) from error
+    # An export with `adapters: kept` stores the config that the adapters were trained with.
     config = folder / "base" / "config.json"
     return AdapterFolder(str(folder), base, revision, str(config) if config.is_file() else base)
 
@@ -107,12 +108,11 @@ def add_adapters(model: PreTrainedModel, arguments: dict[str, Any], *, autocast:
         adapted = get_peft_model(model, config)
     except (TypeError, NotImplementedError, AttributeError, KeyError, re.error) as error:
         raise ValueError(f"`lora` = {arguments} has a value of the wrong type, according to peft: {error}") from error
-    if not any(parameter.requires_grad for parameter in adapted.parameters()):
-        raise ValueError(f"`lora` = {arguments} leaves nothing to train: remove `inference_mode`.")
     _check_tied(adapted, untie="ensure_weight_tying" in arguments and not config.ensure_weight_tying)
     if autocast:
         for parameter in adapted.parameters():
             if parameter.requires_grad:
+                # `data`, so that tied parameters stay one object.
                 parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     return adapted
 
@@ -219,6 +219,7 @@ def frozen_fingerprint(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
+            # Every rank gathers in the same order.
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             digest.update(f"{name} {tuple(whole.shape)} {_checksums(whole.detach())}\n".encode())
     return f"all numbers {digest.hexdigest()}"
@@ -233,6 +234,7 @@ def _checksums(values: torch.Tensor) -> list[int]:
     if len(data) % 8 or data.storage_offset() % 8:  # words of 8 bytes need a copy
         data = F.pad(data, (0, -len(data) % 8))
     words = data.view(torch.int64)
+    # Odd factors: a multiplication by an odd number loses no bit modulo 2**64.
     factors = 2 * _MULTIPLIER * torch.arange(min(_CHECKSUM_WORDS, len(words)), device=values.device) + 1
     # Mix in the highest bits, which a factor alone would not spread.
     chunks = (chunk ^ (chunk >> 32) for chunk in words.split(_CHECKSUM_WORDS))

@@ -14,9 +14,6 @@ Checkpointing = bool | Literal["selective"]
 """``true`` keeps only the input of each layer; ``selective`` also keeps the outputs of its attention."""
 
 
-_DIALECTS = ("auto", "vllm", "sglang")
-
-
 @dataclass(frozen=True)
 class ServerConfig:
     """How a served model, named by its address ``http(s)://HOST:PORT`` or by several with commas, is asked.
@@ -33,7 +30,7 @@ class ServerConfig:
         allow_http: Send texts and the key unencrypted to other machines, in a network that you trust.
     """
 
-    dialect: str = "auto"
+    dialect: Literal["auto", "vllm", "sglang"] = "auto"
     model: str | None = None
     claim: str | None = None
     key_variable: str = "LONGCE_API_KEY"
@@ -43,10 +40,6 @@ class ServerConfig:
     allow_http: bool = False
 
     def __post_init__(self) -> None:
-        if self.dialect not in _DIALECTS:
-            removed = " `longce serve` was removed: start the model with `vllm serve MODEL`."
-            hint = removed if self.dialect == "longce" else ""
-            raise ValueError(f"`server.dialect` must be one of {', '.join(_DIALECTS)}, got {self.dialect!r}.{hint}")
         if not (1 <= self.concurrency <= 1024 and self.timeout > 0 and self.patience >= 0):
             raise ValueError(
                 "`server.concurrency` must be from 1 to 1024, `server.timeout` above 0 and `server.patience` 0 or more,"

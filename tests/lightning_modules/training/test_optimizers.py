@@ -92,12 +92,6 @@ def test_a_schedule_that_cannot_work_is_refused(arguments, end, named):
     WarmupSchedule(optimizer, "constant", warmup_steps=30).end_at(-1)  # has no last step
 
 
-def test_a_schedule_without_a_last_step_is_refused_before_the_model_is_loaded(settings, tmp_path):
-    module = lm(None, lr_scheduler=lambda o: WarmupSchedule(o, "linear"), **settings)
-    with pytest.raises(ValueError, match=r"set `trainer.max_steps`"):
-        module.optimization.check(trainer(tmp_path, max_steps=-1))
-
-
 @pytest.mark.parametrize("callback", [LearningRateFinder, BatchSizeFinder])
 def test_callbacks_that_search_settings_are_refused(callback, settings, tmp_path):
     with pytest.raises(ValueError, match=f"`{callback.__name__}`"):

@@ -161,6 +161,7 @@ def relocated_attention(pattern: Relocation, query: Tensor, key: Tensor, value: 
     """Compute attention of the last tokens of one document with relocated positions, in the shapes of `Pattern`."""
     length, first = key.shape[2], key.shape[2] - query.shape[2]
     positions = torch.arange(length, device=query.device)
+    # Exact, and faster: no distance is changed in a short document.
     if first == 0 and length <= pattern.plain_length:
         query, key = (rotate(states, positions, rotary.frequencies) for states in (query, key))
         return F.scaled_dot_product_attention(
@@ -180,7 +181,9 @@ def relocated_attention(pattern: Relocation, query: Tensor, key: Tensor, value: 
             if high <= low:
                 continue
             j = positions[low:high]
+            # ``[N, M]``: causal, and a pair of this branch.
             visible = (j <= i) & branch.pairs(i, j)
+            # Queries are indexed from the first one, keys from the start of the document.
             q = take(queries.index(branch.query_position), start - first, stop - first)
             k = take(len(queries) + keys.index(branch.key_position), low, high)
             logits.append(attention_logits(q, k, visible))

@@ -1,13 +1,10 @@
 import copy
 import math
-import subprocess
-import sys
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
@@ -22,7 +19,6 @@ from lightning_modules.models.context_extension.rope_types import (
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone
-from lightning_modules.models.short_context import short_log_likelihood
 from tests.conftest import tiny_model
 from tests.lightning_modules.models.context_extension.test_methods import EXTRA
 from tests.lightning_modules.test_long_context_lm import row
@@ -226,19 +222,6 @@ def test_gradients_with_checkpointing_and_lora(checkpointing, folder):
         assert torch.equal(plain, recomputed)
 
 
-def test_lora_equals_its_merged_model(folder):
-    backbone = load_backbone(ModelConfig(folder(), context_extension=settings_of())).eval()
-    torch.manual_seed(1)
-    lora = LoraConfig(r=2, target_modules=["q_proj", "k_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    adapted = Backbone(get_peft_model(backbone.model, lora)).eval()
-    batch = row(4, (0, 25, LENGTH), VOCABULARY)
-    with torch.no_grad():
-        before = adapted(batch)
-        merged = Backbone(adapted.model.merge_and_unload())
-        torch.testing.assert_close(merged(batch), before, rtol=1e-4, atol=1e-4)
-    check_every_layer(merged, (0, 25, LENGTH), unscaled_layers=2)
-
-
 @pytest.mark.parametrize("name", BACKENDS)
 def test_every_backend_is_wrapped_once(name, folder, monkeypatch):
     """With torch's attention in the place of kernels that this machine may lack."""
@@ -273,28 +256,15 @@ def test_another_model_loaded_later_does_not_undo_it(folder):
         assert torch.equal(eabf(batch), before)
 
 
-def test_short_pass_and_trimmed_last_layer(folder):
-    """The scores of a window depend on the positions in it only."""
-    backbone = load_backbone(ModelConfig(folder(), context_extension=settings_of())).eval()
-    batch = row(7, (0, LENGTH), VOCABULARY)
-    short = short_log_likelihood(backbone, batch, context_length=24, stride=12)
-    window = {**row(0, (0, 36), VOCABULARY), "input_ids": batch["input_ids"][:, 24:60]}
-    labels = window["input_ids"].clone()
-    labels[:, 0] = -100
-    with torch.no_grad():
-        alone = backbone({**window, "labels": labels})
-    torch.testing.assert_close(short.log_likelihood[:, 48:], alone[:, 24:], rtol=1e-4, atol=1e-4)
-
-
 def test_eager_attention_is_refused_at_load_and_noticed_later(folder):
     path = folder()
     with pytest.raises(ValueError, match="does not support 'eager' attention"):
         load_backbone(ModelConfig(path, context_extension=settings_of(), attn_implementation="eager"))
     backbone = load_backbone(ModelConfig(path, context_extension=settings_of()))
-    backbone.check_rotary_dtype()
+    check_rotary(backbone.base_model)
     backbone.base_model.set_attn_implementation("eager")
     with pytest.raises(RuntimeError, match="'eager' ignores the model's RoPE type"):
-        backbone.check_rotary_dtype()
+        check_rotary(backbone.base_model)
 
 
 def test_an_architecture_that_would_not_be_scaled_is_refused():
@@ -303,16 +273,3 @@ def test_an_architecture_that_would_not_be_scaled_is_refused():
     config = AutoConfig.for_model("falcon", hidden_size=64, num_attention_heads=4, rope_parameters=rope)
     with pytest.raises(ValueError, match=r"supports models of type llama.*not 'falcon'"):
         AutoModelForCausalLM.from_config(config)
-
-
-@pytest.mark.slow
-def test_a_process_that_does_not_know_it_fails_loudly(folder, tmp_path):
-    backbone = load_backbone(ModelConfig(folder(), context_extension=settings_of())).eval()
-    backbone.model.save_pretrained(tmp_path / "saved")
-    batch = row(9, (0, LENGTH), VOCABULARY)
-    with torch.no_grad():
-        assert torch.equal(load_backbone(ModelConfig(str(tmp_path / "saved"))).eval()(batch), backbone(batch))
-    code = f"from transformers import AutoModelForCausalLM as A; A.from_pretrained({str(tmp_path / 'saved')!r})"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert result.returncode != 0
-    assert "KeyError: 'eabf'" in result.stderr

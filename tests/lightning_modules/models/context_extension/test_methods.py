@@ -8,10 +8,8 @@ from lightning.pytorch import Callback, Trainer
 from transformers import AutoConfig
 
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.methods import METHODS, ContextExtension
 from lightning_modules.models.context_extension.patterns import PATTERNS
-from lightning_modules.models.context_extension.rope_types import TYPE_ARCHITECTURES
 from lightning_modules.models.context_extension.rotary_checks import ARCHITECTURES, check_rotary
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone, load_config
@@ -216,14 +214,6 @@ def test_other_architectures(architecture):
         ContextExtension("abf", 64, 512).apply(config)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "method"), [("phi3", "eabf"), ("qwen2", "eabf_authors"), ("gemma", "pi_authors")]
-)
-def test_methods_that_do_not_fit(architecture, method):
-    with pytest.raises(ValueError, match=f"'{method}' supports llama, mistral.* not '{architecture}'"):
-        ContextExtension.parse(extension(method)).apply(tiny_config(architecture, 50))
-
-
 def test_a_model_is_extended_once(tmp_path):
     path = folder_of("llama", tmp_path)
     load_backbone(ModelConfig(path, context_extension=extension("pi"))).model.save_pretrained(tmp_path / "extended")
@@ -370,8 +360,3 @@ def test_the_extension_is_kept_in_a_checkpoint(folder, tmp_path):
     again = LongContextLM.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
     assert again.hparams["context_extension"] == extension("yarn")
     check_formula(again, "yarn", 8, {})
-
-
-def test_every_architecture_of_our_types_is_known():
-    assert set(TYPE_ARCHITECTURES) < set(ARCHITECTURES)
-    assert isinstance(load_backbone(ModelConfig(model_config=tiny_config("llama", 50).to_dict())), Backbone)

@@ -350,9 +350,7 @@ def test_the_key_is_sent_and_appears_nowhere(monkeypatch, caplog):
 
 
 def test_settings_out_of_range():
-    with pytest.raises(ValueError, match="`vllm serve MODEL`"):
-        ServerConfig(dialect="longce")
-    for settings in ({"dialect": "tgi"}, {"concurrency": 0}, {"timeout": 0.0}, {"patience": -1.0}):
+    for settings in ({"concurrency": 0}, {"timeout": 0.0}, {"patience": -1.0}):
         with pytest.raises(ValueError, match=next(iter(settings))):
             ServerConfig(**settings)
 
