@@ -34,6 +34,7 @@ def lockstep(backbone: Scorer) -> Iterator[Callable[..., Any]]:
         any_rank(True, backbone.device)
         return function(*args, **kwargs)
 
+    # Inner blocks only announce; the outermost one knows when all work is done.
     is_outermost, backbone.in_lockstep = not backbone.in_lockstep, True
     try:
         yield run

@@ -130,6 +130,7 @@ def compile_layers(decoder: Any, *, backend: str = "inductor") -> None:
         raise ValueError(
             f"`compile: true` does not support `{type(decoder).__name__}`, which has no `layers`: remove it."
         )
+    # The wrapper is not compiled, so graphs end at attention.
     wrap_attention(decoder.config._attn_implementation)
     # With and without gradient and autocast, for one or several sequences of fixed or variable length.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)

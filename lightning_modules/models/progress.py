@@ -25,6 +25,7 @@ _bar: ContextVar[tqdm | None] = ContextVar("_bar", default=None)
 
 def report_progress(decoder: nn.Module) -> None:
     """Let each forward pass of a model advance the bar of `show_progress`, if there is one."""
+    # The first list of modules of a decoder is that of its layers.
     layers = next((module for module in decoder.modules() if isinstance(module, nn.ModuleList)), nn.ModuleList())
     for layer in layers:
         layer.register_forward_hook(partial(_advance, layers=len(layers)))

@@ -148,6 +148,7 @@ class ContextExtension:
 
     def options(self, *names: str) -> dict[str, float]:
         """Return these options, or their defaults."""
+        # None means the default, so that a saved config shows what the user has set.
         return {name: DEFAULTS[name] if getattr(self, name) is None else getattr(self, name) for name in names}
 
     def apply(self, config: PreTrainedConfig) -> None:
@@ -229,6 +230,7 @@ def _make_longrope(extension: ContextExtension, config: PreTrainedConfig) -> dic
 
 
 def _make_ntk(extension: ContextExtension, config: PreTrainedConfig) -> dict[str, Any]:
+    # d, the number of rotated components.
     width = rotary_width(config)
     # The lowest frequency is then divided by s, as in position interpolation, and the highest kept.
     return {"rope_theta": config.rope_parameters["rope_theta"] * extension.factor ** (width / (width - 2))}

@@ -52,6 +52,7 @@ def rotary_width(config: PreTrainedConfig) -> int:
 def plain_frequencies(config: PreTrainedConfig) -> Tensor:
     """Return ``[R / 2]`` float32 inverse frequencies of plain RoPE with the base of the config."""
     width = rotary_width(config)
+    # In the order and the dtypes of transformers, so that equal bases give equal bits.
     exponents = torch.arange(0, width, 2, dtype=torch.int64).to(torch.float32) / width
     return 1.0 / (config.rope_parameters["rope_theta"] ** exponents)
 

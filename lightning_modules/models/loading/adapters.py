@@ -103,6 +103,7 @@ def add_adapters(model: PreTrainedModel, arguments: dict[str, Any], *, autocast:
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     try:
+        # Names first: peft ignores those without a match if any other name matches.
         config = lora_config(arguments, model)
         _check_names(model, config)
         adapted = get_peft_model(model, config)
@@ -218,6 +219,7 @@ def frozen_fingerprint(module: nn.Module) -> str:
     """
     digest = hashlib.sha256()
     for name, parameter in module.named_parameters():
+        # Packed quantized weights are integers.
         if not parameter.requires_grad and parameter.is_floating_point():
             # Every rank gathers in the same order.
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

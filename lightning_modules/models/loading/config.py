@@ -63,6 +63,7 @@ def is_served(pretrained_model_name_or_path: str | None) -> bool:
 
 def is_gguf(pretrained_model_name_or_path: str | None) -> bool:
     """Return whether a model is a GGUF file, by its name."""
+    # A folder may have such a name as well.
     name = pretrained_model_name_or_path or ""
     return name.lower().endswith(".gguf") and not Path(name).expanduser().is_dir()
 
@@ -76,6 +77,7 @@ def local_or_hub(path_or_id: str, kind: str) -> str:
         raise ValueError(f"The {kind} '{path_or_id}' is a file: use its folder '{local.parent}'.")
     if local.exists():
         return str(local)
+    # Anything else could be a hub id, which only the hub can know.
     if path_or_id.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_id):
         raise ValueError(f"No {kind} at '{path_or_id}': the file or folder does not exist. Check the path.")
     return path_or_id

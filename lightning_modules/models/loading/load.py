@@ -197,6 +197,7 @@ def choose_attention(
     if implementation == "auto":
         implementation = "sdpa" if model_class._supports_sdpa else "eager"
         rope_type = own_type(stored.get_text_config(decoder=True))
+        # Flash attention has kernels for half precision only.
         half = autocast or stored_dtype(stored, config.dtype) in (torch.bfloat16, torch.float16)
         flash = half and torch.device(device).type == "cuda" and model_class._supports_flash_attn
         if flash and (rope_type is None or "flash_attention_2" in rope_type.backends):

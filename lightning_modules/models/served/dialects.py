@@ -87,6 +87,7 @@ class Vllm(Dialect):
 
     @override
     def body(self, span: TokenSpan, model: str) -> dict[str, Any]:
+        # vLLM must generate a token; it is ignored.
         settings = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": int(span.greedy > 0)}
         return {"model": model, "prompt": span.ids.tolist(), **settings}
 
@@ -98,6 +99,7 @@ class Vllm(Dialect):
             raise ValueError("the first token has no context, so the values are shifted")
         # A token that is missing from its entry raises a KeyError: the values would belong to other tokens.
         values = [entry[str(token)]["logprob"] for token, entry in zip(span.ids[1:], entries, strict=True)]
+        # Entries begin at token 1, as the values do.
         greedy = [_likeliest_of_entry(entry) for entry in entries[len(entries) - span.greedy :]]
         return values[span.scored_from - 1 :], greedy
 
@@ -139,6 +141,7 @@ class Sglang(Dialect):
 
 def find_greedy(candidates: Iterable[tuple[float, int]]) -> int:
     """Return the likeliest token of pairs of log-likelihood and id; of equally likely ones the first, like argmax."""
+    # Pairs of the negative value and the id sort as argmax chooses.
     return min((-value, token) for value, token in candidates)[1]
 
 

@@ -92,6 +92,7 @@ class Endpoint:
     async def connect(self) -> None:
         """Ask the server for its model, and check that its values are log-likelihoods of the tokens they should be."""
         try:
+            # 1. What the server says it runs. 2. What it really runs. 3. Whether its values are what they should be.
             self.identity = await self._describe()
             self.probe = await self._probe()
             await self._check_causality()
@@ -149,6 +150,7 @@ class Endpoint:
         try:
             if (identity := await self._describe()) != self.identity:
                 raise self._refuse(f"has another model than before ({identity} instead of {self.identity})")
+            # The name may stay the same while the weights behind it change.
             self.check_same(await self._probe(), "earlier")
         except BaseException:
             self._is_unverified = True
@@ -156,8 +158,9 @@ class Endpoint:
 
     def check_same(self, probe: Sequence[float] | NDArray[np.float32], when: str) -> None:
         """Raise a ``ValueError`` if another probe, such as one of an earlier run, is not of the same model."""
+        # A mean, because single tokens of a model in bfloat16 may differ by more than the tolerance.
         difference = float(np.abs(np.asarray(probe) - self.probe).mean())
-        if not difference <= TOLERANCE:
+        if not difference <= TOLERANCE:  # also for NaN
             raise self._refuse(
                 f"scores a fixed text {difference:.2g} nats differently than {when}, more than the rounding of one"
                 f" model ({TOLERANCE:g}), although both are called '{self._model}': the model behind the address has"
@@ -193,6 +196,7 @@ class Endpoint:
         body = await self._send("GET", "/v1/models")
         try:
             models = {str(model["id"]): model for model in json.loads(body)["data"]}
+            # Without a name, the first of the list; several are refused below.
             chosen = models[self._config.model or next(iter(models))]
         except (ValueError, TypeError, LookupError, StopIteration, RecursionError):
             wanted = f" with '{self._config.model}'" if self._config.model else ""
@@ -218,7 +222,9 @@ class Endpoint:
     async def _check_causality(self) -> None:
         """Raise a ``ValueError`` unless each value depends on its token and the preceding ones, and on no others."""
         half = len(_PROBE) // 2
+        # Three other last tokens: one alone could have nearly the same log-likelihood by chance.
         changed = [await self._probe(last) for last in _PROBE[[3, 8, 15]]]
+        # SGLang is asked for a part of the values in another way than for all.
         tail = (await self._score(TokenSpan(_PROBE, half))).log_likelihood
         before = max(float(np.abs(values[:-1] - self.probe[:-1]).max()) for values in changed)
         own = max(float(abs(values[-1] - self.probe[-1])) for values in changed)

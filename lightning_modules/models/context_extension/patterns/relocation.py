@@ -71,6 +71,7 @@ def lm_infinite(parameters: Mapping[str, Any]) -> Relocation:
     authors' code, which also has the default of 10 sinks. The paper's optional attention to a few tokens in the middle
     is left out.
     """
+    # The band has distances 0 to L - 1; sinks beyond it are all at distance L.
     sinks, limit = parameters["sinks"], parameters["original_max_position_embeddings"]
     band = Branch(lambda start, stop: (max(0, start - limit + 1), stop), lambda i, j: i - j < limit)
     first = Branch(
@@ -102,6 +103,7 @@ def self_extend(parameters: Mapping[str, Any]) -> Relocation:
     Jin et al. (2024, https://arxiv.org/abs/2401.01325): ``i // group - j // group + window - window // group``.
     """
     window, group = parameters["window"], parameters["group"]
+    # Without the shift, distances would jump back at the edge of the window.
     shift = window - window // group
     return _split_by_distance(
         window,

@@ -54,6 +54,7 @@ def _self_extend(original: int, target: int, group: int | None, window: int | No
         return (target - 1) // group + window - window // group
 
     if group is None:  # the smallest with which the target length fits
+        # Larger groups are coarser, so the smallest that fits is the best.
         group = next(size for size in range(1, target + 1) if last_position(size) < original)
     elif last_position(group) >= original:
         raise ValueError(
@@ -64,6 +65,7 @@ def _self_extend(original: int, target: int, group: int | None, window: int | No
 
 
 def _dual_chunk(original: int, _: int, chunk: int | None) -> dict[str, Any]:
+    # The rest of the original length is for neighbors in the previous chunk.
     chunk = max(1, original * 3 // 4) if chunk is None else chunk
     if chunk >= original:
         raise ValueError(

@@ -1,6 +1,5 @@
 import copy
 import math
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +19,7 @@ from lightning_modules.models.context_extension.rotary_checks import check_rotar
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone
 from tests.conftest import tiny_model
+from tests.lightning_modules.models.context_extension.patterns import dense
 from tests.lightning_modules.models.context_extension.test_methods import EXTRA
 from tests.lightning_modules.test_long_context_lm import row
 
@@ -40,44 +40,9 @@ def folder(tmp_path):
     return save
 
 
-def dense_attention(layer, hidden_states, positions, document, theta, scale):
-    """One attention layer in float64, token by token: rotate, scale, mask, softmax."""
-    config, (length, _) = layer.config, hidden_states.shape
-    width = config.hidden_size // config.num_attention_heads
-    if config.model_type == "gpt_neox":
-        qkv = layer.query_key_value(hidden_states).view(length, -1, 3 * width)
-        q, k, v = qkv.split(width, dim=-1)
-        output = layer.dense
-    else:
-        q, k, v = (part(hidden_states).view(length, -1, width) for part in (layer.q_proj, layer.k_proj, layer.v_proj))
-        if config.model_type == "qwen3":
-            q, k = layer.q_norm(q), layer.k_norm(k)
-        groups = config.num_attention_heads // config.num_key_value_heads
-        k, v = (part.repeat_interleave(groups, dim=1) for part in (k, v))
-        output = layer.o_proj
-    rotated = int(width * config.rope_parameters.get("partial_rotary_factor", 1.0))
-
-    def rotate(x):
-        x = x.clone()
-        for j in range(rotated // 2):
-            angle = (positions.double() * theta ** (-2 * j / rotated))[:, None]
-            a, b = x[..., j].clone(), x[..., j + rotated // 2].clone()
-            x[..., j], x[..., j + rotated // 2] = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
-        return x
-
-    logits = torch.einsum("ihd,jhd->hij", rotate(q), rotate(k)) / math.sqrt(width) * scale[:, None]
-    visible = (document[:, None] == document) & (torch.arange(length)[:, None] >= torch.arange(length))
-    weights = logits.masked_fill(~visible, -math.inf).softmax(-1)
-    return output(torch.einsum("hij,jhd->ihd", weights, v).reshape(length, -1))
-
-
 def float64_scale(positions, unscaled):
     scales = [max(1.0, math.log(int(position) + 1) / math.log(ORIGINAL)) for position in positions]
     return torch.tensor([1.0] * len(scales) if unscaled else scales, dtype=torch.float64)
-
-
-def attention_layers(model):
-    return [module for module in model.modules() if type(module).__name__.endswith("Attention")]
 
 
 @pytest.mark.parametrize("architecture", TYPE_ARCHITECTURES)
@@ -98,33 +63,17 @@ def test_the_authors_leave_no_layer_unscaled(attention, architecture, theta, fol
     check_every_layer(backbone, (0, 7, LENGTH), unscaled_layers=0, theta=theta)
 
 
+@torch.no_grad()
 def check_every_layer(backbone, boundaries, *, unscaled_layers, theta=500000.0):
-    backbone.eval()
-    seen = []
-    handles = [
-        layer.register_forward_hook(
-            lambda layer, args, kwargs, output: seen.append((layer, (args or [kwargs["hidden_states"]])[0], output[0])),
-            with_kwargs=True,
-        )
-        for layer in attention_layers(backbone.base_model)
-    ]
     batch = row(0, boundaries, VOCABULARY)
-    with torch.no_grad():
-        backbone(batch)
-    for handle in handles:
-        handle.remove()
-    document = torch.cat([torch.full((b - a,), n) for n, (a, b) in enumerate(pairwise(boundaries))])
-    positions = batch["position_ids"][0]
+    seen = dense.record_layers(backbone, batch)
     assert len(seen) == 4
     for number, (layer, hidden_states, actual) in enumerate(seen):
-        scale = float64_scale(positions, number < unscaled_layers)
-        layer = copy.deepcopy(layer).double()
-        with torch.no_grad():
-            expected = dense_attention(layer, hidden_states[0].double(), positions, document, theta, scale)
-        torch.testing.assert_close(actual[0].double(), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+        scale = float64_scale(batch["position_ids"][0], number < unscaled_layers)
+        plain = dense.layer_output(layer, hidden_states, boundaries, name="plain", theta=theta)
+        expected = dense.layer_output(layer, hidden_states, boundaries, name="plain", theta=theta, scale=scale)
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
         if scale.max() > 1:  # or the comparison could not fail
-            with torch.no_grad():
-                plain = dense_attention(layer, hidden_states[0].double(), positions, document, theta, scale / scale)
             assert (plain - expected).abs().max() > 1e-2 * expected.abs().max()
 
 

@@ -135,8 +135,3 @@ def test_flash_attention_comes_from_either_package(model_dir, monkeypatch, packa
     monkeypatch.setattr("lightning_modules.models.loading.load._load_weights", lambda *_: tiny_model())
     with nullcontext() if enough else pytest.raises(ValueError, match=r"the extra `flash`\) or .* or set `sdpa`"):
         load_backbone(ModelConfig(str(model_dir), attn_implementation="flash_attention_2"))
-
-
-def test_home_is_expanded(model_dir, monkeypatch):
-    monkeypatch.setenv("HOME", str(model_dir.parent))
-    assert load_backbone(ModelConfig(f"~/{model_dir.name}")).vocabulary_size == 400

@@ -210,15 +210,6 @@ def memory():
     return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) << 10
 
 
-def test_only_unfinished_checkpoints_are_removed(tmp_path):
-    (tmp_path / f"{files.BUILDING}a.ckpt@here-1").touch()
-    sharded(tmp_path / f"{files.BUILDING}b.ckpt@elsewhere-2")
-    kept = [tmp_path / f"{files.BUILDING}run.json@here-1", save(tmp_path / "a.ckpt")]
-    kept[0].touch()
-    files.remove_unfinished(tmp_path, "*.ckpt")
-    assert sorted(tmp_path.iterdir()) == sorted(kept)
-
-
 @pytest.mark.parametrize("fails", ["fsync", "write", "torch"])
 def test_a_full_disk_leaves_the_old_checkpoint_and_says_what_to_do(tmp_path, monkeypatch, fails):
     path = save(tmp_path / "a.ckpt")

@@ -3,6 +3,8 @@
 import json
 import shutil
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,14 @@ from callbacks import StepCheckpoint
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.compare.command import compare
 from lightning_modules.training.checkpoints.io import newest_checkpoint
-from lightning_modules.training.checkpoints.spans import Span, find_changes, read_spans, resumed_spans, write_spans
+from lightning_modules.training.checkpoints.spans import (
+    CONFIG_KEY,
+    Span,
+    find_changes,
+    read_spans,
+    resumed_spans,
+    write_spans,
+)
 from tests.conftest import make_text
 
 CONFIG = {
@@ -99,24 +108,24 @@ def test_where_a_run_starts_and_logs_and_new_options_are_no_changes(name, value)
 
 
 def test_spans_that_reached_no_checkpoint_are_dropped(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_modules.training.checkpoints.spans.describe_checkpoint", lambda path: path)
-    monkeypatch.setattr("lightning_modules.training.checkpoints.spans.load_without_tensors", lambda path: {})
-    spans, configs = [], {"config.yaml": CONFIG}
+    spans_module = "lightning_modules.training.checkpoints.spans"
+    written = {4: (CONFIG, [Span(0, "config.yaml", {})])}  # config and spans of the training that wrote a checkpoint
+    monkeypatch.setattr(f"{spans_module}.describe_checkpoint", lambda path: SimpleNamespace(step=int(path.name)))
+
+    def load(path):
+        config, spans = written[int(path.name)]
+        return {CONFIG_KEY: {"config": yaml.safe_dump(config), "spans": json.dumps(spans)}}
+
+    monkeypatch.setattr(f"{spans_module}.load_without_tensors", load)
     for step, gamma in ((4, 3.0), (8, 2.0), (8, 1.0), (6, 4.0)):
-        for name, config in configs.items():
-            (tmp_path / name).write_text(yaml.safe_dump(config))
         config = change("model.objective.init_args.gamma", gamma)
-        checkpoint = type("Checkpoint", (type(tmp_path),), {"step": float(step)})(tmp_path / "x.ckpt")
-        spans = resumed_spans(checkpoint, yaml.safe_dump(config))
-        configs[f"{step}-{gamma}.yaml"] = config
-        (tmp_path / f"{step}-{gamma}.yaml").write_text(yaml.safe_dump(config))
+        spans = resumed_spans(Path(str(step)), yaml.safe_dump(config))
+        for later in (6, 8):
+            written.setdefault(later, (config, spans))
         write_spans(tmp_path, spans, f"{step}-{gamma}.yaml")
     name = "model.objective.init_args.gamma"
-    assert [(span.step, span.changed.get(name)) for span in read_spans(tmp_path)] == [
-        (0, None),
-        (4, [5.0, 3.0]),
-        (6, [3.0, 4.0]),
-    ]
+    found = [(span.step, span.changed.get(name)) for span in read_spans(tmp_path)]
+    assert found == [(0, None), (4, [5.0, 3.0]), (6, [3.0, 4.0])]
     assert isinstance(json.loads((tmp_path / "spans.json").read_text()), list), "plain JSON"
     (tmp_path / "spans.json").write_text("[")
     with pytest.raises(ValueError, match=r"spans\.json"):

@@ -1,6 +1,5 @@
 """Patterns inside models: loaded, packed, padded, cached, trained, saved."""
 
-import copy
 import itertools
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from transformers import AutoModelForCausalLM, StaticCache
 
 from lightning_modules.batch import IGNORE_INDEX
-from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.patterns import PATTERNS, blocks
 from lightning_modules.models.context_extension.rope_types import TYPE_ARCHITECTURES, register_rope_types
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
@@ -19,7 +17,6 @@ from lightning_modules.models.optimizations import enable_checkpointing
 from lightning_modules.models.short_context import short_log_likelihood
 from tests.conftest import tiny_model
 from tests.lightning_modules.models.context_extension.patterns import dense
-from tests.lightning_modules.models.context_extension.test_eabf import attention_layers
 from tests.lightning_modules.models.context_extension.test_methods import EXTRA
 from tests.lightning_modules.test_long_context_lm import row
 
@@ -56,45 +53,16 @@ def folder(tmp_path):
     return save
 
 
-def states_of(layer, hidden_states):
-    """``[heads, T, width]`` queries, keys and values of one row before any rotation."""
-    width = layer.config.hidden_size // layer.config.num_attention_heads
-    if layer.config.model_type == "gpt_neox":
-        return layer.query_key_value(hidden_states).view(len(hidden_states), -1, 3 * width).transpose(0, 1).chunk(3, -1)
-    names = ("q_proj", "k_proj", "v_proj")
-    q, k, v = (getattr(layer, name)(hidden_states).view(len(hidden_states), -1, width) for name in names)
-    if layer.config.model_type == "qwen3":
-        q, k = layer.q_norm(q), layer.k_norm(k)
-    groups = layer.config.num_attention_heads // layer.config.num_key_value_heads
-    return [part.transpose(0, 1) for part in (q, *(x.repeat_interleave(groups, 1) for x in (k, v)))]
-
-
-def dense_layer(layer, hidden_states, boundaries):
-    """One attention layer in float64, each document by itself."""
-    layer, rope = copy.deepcopy(layer).double(), layer.config.rope_parameters
-    width = layer.config.hidden_size // layer.config.num_attention_heads
-    rotated = int(width * rope.get("partial_rotary_factor", 1.0))
-    outputs = []
-    for start, stop in itertools.pairwise(boundaries):
-        states = states_of(layer, hidden_states[start:stop].double())
-        output = dense.attention(rope["rope_type"], rope, *states, rope["rope_theta"], rotated)
-        outputs.append(output.transpose(0, 1).flatten(1))
-    return getattr(layer, "o_proj", getattr(layer, "dense", None))(torch.cat(outputs))
-
-
 @torch.no_grad()
 def check_every_layer(backbone, boundaries):
-    seen = []
-    for layer in attention_layers(backbone.base_model):
-        layer.register_forward_hook(
-            lambda layer, args, kwargs, output: seen.append((layer, (args or [kwargs["hidden_states"]])[0], output[0])),
-            with_kwargs=True,
-        )
-    backbone.eval()(row(0, boundaries, VOCABULARY))
+    seen = dense.record_layers(backbone, row(0, boundaries, VOCABULARY))
     assert len(seen) == 2
     for layer, hidden_states, actual in seen:
-        expected = dense_layer(layer, hidden_states[0], boundaries)
-        torch.testing.assert_close(actual[0].double(), expected, rtol=1e-5, atol=2e-5 * expected.abs().max().item())
+        rope = layer.config.rope_parameters
+        expected = dense.layer_output(
+            layer, hidden_states, boundaries, name=rope["rope_type"], theta=rope["rope_theta"]
+        )
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=2e-5 * expected.abs().max().item())
 
 
 @pytest.mark.slow
@@ -178,25 +146,6 @@ def test_gradient_checkpointing_and_gradients_in_bf16(name, folder):
     assert cosine > 0.99
     with pytest.raises(ValueError, match=f"not the pattern '{name}': set `gradient_checkpointing: true`"):
         enable_checkpointing(backbone.base_model, "selective")
-
-
-@pytest.mark.parametrize("name", PATTERNS)
-@torch.no_grad()
-def test_saved_and_read_again(name, folder, tmp_path):
-    backbone = load_backbone(ModelConfig(folder(), context_extension=extension(name))).eval()
-    backbone.model.save_pretrained(tmp_path / "saved")
-    batch = row(9, (0, LENGTH), VOCABULARY)
-    again = load_backbone(ModelConfig(str(tmp_path / "saved"))).eval()
-    assert torch.equal(again(batch), backbone(batch))
-    assert torch.equal(copy.deepcopy(backbone)(batch), backbone(batch))
-    config = copy.deepcopy(backbone.base_model.config)
-    config.rope_parameters = {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
-    plain = AutoModelForCausalLM.from_config(config, attn_implementation="document_sdpa")
-    plain.load_state_dict(backbone.model.state_dict())
-    difference = (Backbone(plain.eval())(batch) - backbone(batch)).abs()[0]
-    assert difference[ORIGINAL + 1 :].max() > 0.01
-    if name in ("lm_infinite", "dual_chunk"):  # plain attention within the original length
-        assert difference[: ORIGINAL + 1].max() < 1e-4
 
 
 @pytest.mark.slow
