@@ -143,6 +143,7 @@ def uncompiled(module: nn.Module) -> Iterator[None]:
     """Run compiled parts as written. With a key-value cache, each layer and length would be compiled."""
     parts = {part: part._compiled_call_impl for part in module.modules() if part._compiled_call_impl is not None}
     for part in parts:
+        # torch.compile of a module replaces this attribute; the module itself stays as it is.
         part._compiled_call_impl = None
     try:
         yield

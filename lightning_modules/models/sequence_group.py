@@ -83,6 +83,7 @@ class SequenceGroup:
             input_ids=self._slice_columns(batch["input_ids"], 0)[:, :shard_length],
             labels=labels,
             position_ids=self._slice_columns(batch["position_ids"], 0)[:, :shard_length],
+            # Boundaries stay those of whole sequences: attention sees these after the exchange.
             document_boundaries=[[*row, end] if row[-1] < end else row for row in batch["document_boundaries"]],
         )
 
@@ -142,6 +143,7 @@ class SequenceGroup:
         scored = backbone(self.shard(batch), exchange=self.attend, window=window)
         shard_length = scored.shape[1] - 1
         before = self.rank * shard_length
+        # Column 0 of a shard is unscored, so neighbors overlap in a zero.
         own = F.pad(scored, (before, (self.size - 1 - self.rank) * shard_length))
         # 2. Collect the other shards. Each token is in one of them, and 0 elsewhere, so a sum does it.
         whole = own.detach().clone()

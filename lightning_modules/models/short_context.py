@@ -194,6 +194,7 @@ def sliding_window_log_likelihood(
         group: Processes that share the sequences.
     """
     backbone.check_compares_contexts()
+    # A group's processes hold a shard each, so their passes are one pass of the group.
     score = backbone if group is None else partial(group.sharded_log_likelihood, backbone)
     with eval_mode(backbone), lockstep(backbone) as run:
         scored = run(score, batch, window=AttentionWindow(context_length, sinks))
@@ -240,6 +241,7 @@ def long_and_short(
     """
     sizes: dict[str, Any] = {"context_length": context_length, "stride": stride}
     with lockstep(backbone) as run:
+        # Two orders: with `beta`, the short pass must know the long scores to skip tokens.
         if beta is None:
             # The short pass comes first, so that its buffers are free again in the long pass.
             short = short_log_likelihood(backbone, batch, **sizes)

@@ -33,6 +33,7 @@ def entropy_scale(positions: Tensor, original_length: int) -> Tensor:
         tensor([1.0000, 1.0000, 1.2500])
     """
     # float32 whatever the default dtype: bfloat16 has 33 values between 1 and 1.25.
+    # t_i = log(i + 1) / log(c): positions count from 0, the paper's from 1.
     scale = (positions.to(torch.float32) + 1).log() / math.log(original_length)
     # Not `clamp`: rounding can put the quotient a little above 1 below the original length.
     return torch.where(positions < original_length, torch.ones_like(scale), scale)

@@ -220,6 +220,7 @@ def _make_yarn(extension: ContextExtension, attention_factor: float | None) -> d
 
 
 def _make_longrope(extension: ContextExtension, config: PreTrainedConfig) -> dict[str, Any]:
+    # One divisor for each pair of rotated components.
     divisors = [float(divisor) for divisor in extension.long_factor or []]
     if len(divisors) != (wanted := rotary_width(config) // 2):
         raise ValueError(f"`context_extension.long_factor` has {len(divisors)} divisors; this model needs {wanted}.")

@@ -87,5 +87,6 @@ def index_free_length(config: PreTrainedConfig) -> int | None:
     config = config.get_text_config(decoder=True)
     if config.model_type != "llama4_text":
         return None
+    # Below `floor_scale` tokens, the scale of queries is 1.
     limits = (config.attention_chunk_size, config.floor_scale - 1 if config.attn_temperature_tuning else None)
     return min((limit for limit in limits if limit is not None), default=None)

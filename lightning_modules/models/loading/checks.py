@@ -74,6 +74,7 @@ def check_weight_files(folder: str) -> None:
     path = Path(folder).expanduser()
     if not path.is_dir():
         return  # a hub id, checked once it is fetched
+    # Pickles are read only without safetensors.
     files, pickled = sorted(path.glob("*.safetensors")), sorted(path.glob("pytorch_model*.bin"))
     if not files:
         _check_pickles(pickled)
@@ -201,6 +202,7 @@ def check_attention_window(backbone: Backbone, sinks: int = 0) -> None:
     )
     with torch.no_grad(), eval_mode(backbone):
         one, other = (backbone(pack_sequence([row, row]), window=AttentionWindow(2, sinks)) for row in ids)
+        # The last token of each of the two documents.
         last = [ids.shape[1] - 1, 2 * ids.shape[1] - 1]
         limited = not backbone.is_stateful and torch.allclose(one[:, last], other[:, last], rtol=0, atol=1e-3)
     if not limited:

@@ -73,6 +73,7 @@ def _is_stored(tokenizer: PreTrainedTokenizerFast, path: str, revision: str | No
     For models of type ``qwen2``, transformers 5 builds a tokenizer from the vocabulary and ignores the rest.
     """
     file = cached_file(path, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False)
+    # Ids of one text are compared, because the two differ in ways that their JSON does not show.
     backends = [tokenizer.backend_tokenizer, *([] if file is None else [Tokenizer.from_file(file)])]
     return len({tuple(backend.encode(_PROBE, add_special_tokens=False).ids) for backend in backends}) == 1
 
@@ -183,6 +184,7 @@ def _warn_of_unread_text(
     text: str, ids: Tensor, offsets: Tensor, tokenizer: PreTrainedTokenizerFast, name: str
 ) -> None:
     """Warn, once per tokenizer, if many tokens are unknown or many characters are dropped."""
+    # Byte-level tokenizers have no unknown token.
     unknown = 0.0 if tokenizer.unk_token_id is None else ids.eq(tokenizer.unk_token_id).float().mean().item()
     covered = int(unit_spans(offsets, character_units(offsets)).diff(dim=1).sum())
     # Many tokenizers leave out white space, so it does not count as uncovered.

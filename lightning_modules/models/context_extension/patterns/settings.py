@@ -50,6 +50,7 @@ def _rerope(original: int, _: int, window: int | None) -> dict[str, Any]:
 def _self_extend(original: int, target: int, group: int | None, window: int | None) -> dict[str, Any]:
     window = _resolve_window(window, original, original // 4)
 
+    # Position of the last query relative to key 0, the largest distance.
     def last_position(group: int) -> int:
         return (target - 1) // group + window - window // group
 
@@ -67,6 +68,7 @@ def _self_extend(original: int, target: int, group: int | None, window: int | No
 def _dual_chunk(original: int, _: int, chunk: int | None) -> dict[str, Any]:
     # The rest of the original length is for neighbors in the previous chunk.
     chunk = max(1, original * 3 // 4) if chunk is None else chunk
+    # The last positions are for queries that look into the previous chunk.
     if chunk >= original:
         raise ValueError(
             f"`chunk` = {chunk} must be below `original_length` = {original}, so that tokens on both sides of a chunk"
