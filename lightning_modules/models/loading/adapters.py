@@ -47,13 +47,11 @@ class AdapterFolder(NamedTuple):
 def find_adapters(path: str | None) -> AdapterFolder | None:
     """Return what a folder of adapters is based on; None for anything else, such as a folder with a whole model."""
     folder = Path(path or "").expanduser()
-    if path is None or not _has_only_adapters(folder):
+    if path is None or not (folder / "adapter_config.json").is_file() or (folder / "config.json").is_file():
         return None
     try:
         content = json.loads((folder / "adapter_config.json").read_bytes())
         base, revision = content["base_model_name_or_path"].removesuffix(CONFIG_IN_BASE), content.get("revision")
-        if _has_only_adapters(Path(base)):
-            raise ValueError(f"'{base}' has adapters itself")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"'{path}' has adapters, but its adapter_config.json does not name their base model ({error!r}): set"
@@ -62,10 +60,6 @@ def find_adapters(path: str | None) -> AdapterFolder | None:
     # An export with `adapters: kept` stores the config that the adapters were trained with.
     config = folder / "base" / "config.json"
     return AdapterFolder(str(folder), base, revision, str(config) if config.is_file() else base)
-
-
-def _has_only_adapters(folder: Path) -> bool:
-    return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
 
 
 def load_adapters(model: PreTrainedModel, adapters: AdapterFolder, *, with_weights: bool) -> "PeftModel":
@@ -260,10 +254,6 @@ def _check_names(model: PreTrainedModel, config: "LoraConfig") -> None:
                 owners = (name for name, module in model.named_modules() if list(module.parameters(recurse=False)))
                 hint = did_you_mean(name, sorted({name.rpartition(".")[2] for name in owners}))
                 raise ValueError(f"`lora.{option}` has '{name}', but the model has no such module. {hint}")
-    count, layers = model.config.get_text_config(decoder=True).num_hidden_layers, config.layers_to_transform
-    for layer in [layers] if isinstance(layers, int) else layers or []:
-        if not 0 <= layer < count:
-            raise ValueError(f"`lora.layers_to_transform` must be from 0 to {count - 1}, got {layer}.")
 
 
 def _touches_embedding(model: PreTrainedModel, settings: dict[str, Any]) -> bool:

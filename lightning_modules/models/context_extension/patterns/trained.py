@@ -152,7 +152,3 @@ def check_dilation(segment_lengths: list[int], dilation_rates: list[int]) -> Non
         )
     if any(longer <= shorter or longer % shorter for shorter, longer in pairwise(segment_lengths)):
         raise ValueError(f"Each of `segment_lengths` must be a multiple of the one before, got {segment_lengths}.")
-    if any(rate > length for length, rate in zip(segment_lengths, dilation_rates, strict=True)):
-        raise ValueError(
-            f"A dilation rate must not exceed its segment length, got {dilation_rates} for {segment_lengths}."
-        )

@@ -145,7 +145,6 @@ Q_PROJ = {"r": 2, "target_modules": ["q_proj"]}
         ({**Q_PROJ, "rank_pattern": {"q_prj": 4}}, "rank_pattern"),
         ({**Q_PROJ, "alpha_pattern": {"^q_proj": 4}}, "alpha_pattern"),
         ({"r": 2, "target_modules": "all-linear", "exclude_modules": ["layers.5.q_proj"]}, "exclude_modules"),
-        ({**Q_PROJ, "layers_to_transform": [0, 2]}, "layers_to_transform"),
         ({**Q_PROJ, "r": "2"}, "`lora`"),
     ],
 )

@@ -71,9 +71,9 @@ def test_wrong_path(path):
         load_backbone(ModelConfig(path))
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", "{", '{"base_model_name_or_path": "FOLDER"}'])
+@pytest.mark.parametrize("content", ["{}", "[]", "{"])
 def test_adapters_must_name_their_base_model(tmp_path, content):
-    (tmp_path / "adapter_config.json").write_text(content.replace("FOLDER", str(tmp_path)))
+    (tmp_path / "adapter_config.json").write_text(content)
     with pytest.raises(ValueError, match="does not name their base model"):
         load_backbone(ModelConfig(str(tmp_path)))
 

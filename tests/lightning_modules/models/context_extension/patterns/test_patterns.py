@@ -278,7 +278,6 @@ def test_defaults():
         ("longnet", {"segment_lengths": [8], "dilation_rates": [2]}),
         ("longnet", {"segment_lengths": [8, 12], "dilation_rates": [1, 2]}),
         ("longnet", {"segment_lengths": [8, 8], "dilation_rates": [1, 2]}),
-        ("longnet", {"segment_lengths": [8, 16], "dilation_rates": [1, 17]}),
     ],
 )
 def test_wrong_settings(name, options):
