@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -50,14 +50,9 @@ DOCUMENT_SDPA = "document_sdpa"
 """Name under which torch's scaled dot product attention, one document at a time, is registered."""
 
 
-class _MaskFree:
-    """How many blocks let boundaries replace masks. Not a context variable, because torch.compile cannot trace those.
-
-    Threads may enter and leave such blocks in any order.
-    """
-
-    blocks = 0
-
+# Number of open `boundaries_only` blocks, which threads may leave in any order. Not a context variable, because
+# torch.compile cannot trace those.
+_mask_free_blocks = 0
 
 _find_documents = masking_utils.find_packed_sequence_indices
 
@@ -94,6 +89,7 @@ def document_attention(
         limits = {"document_boundaries": document_boundaries, "attention_window": attention_window}
         return exchange(module, query, key, value, **limits, **kwargs)
     # 2. A mask of transformers already separates the documents.
+    # Without boundaries, each sequence is one document: causal attention needs nothing else.
     if document_boundaries is None or attention_mask is not None:
         mask = _narrow(attention_mask, attention_window)
         return _attend_with_mask(module, query, key, value, mask, **kwargs)
@@ -150,23 +146,16 @@ def _attend_in_window(
     return torch.cat(outputs, dim=1), None
 
 
-class _Block(NamedTuple):
-    """Some queries, from ``start``, and the keys that they may see, from ``first``; both end at ``stop``."""
-
-    first: int
-    start: int
-    stop: int
-
-
-def _blocks(tokens: int, window: int) -> list[_Block]:
+def _blocks(tokens: int, window: int) -> list[tuple[int, int, int]]:
+    """Return blocks of queries from ``start`` and the keys that they may see from ``first``; both end at ``stop``."""
     # A block has keys for its first query that its last one does not see: half a window wastes a third of the products.
     size = max(window // 2, 64)
-    return [_Block(max(at - window + 1, 0), at, min(at + size, tokens)) for at in range(0, tokens, size)]
+    return [(max(at - window + 1, 0), at, min(at + size, tokens)) for at in range(0, tokens, size)]
 
 
 def _find_band(
     mask: Tensor, sliding_window: int | None = None, position_bias: Tensor | None = None, **_: Any
-) -> list[_Block]:
+) -> list[tuple[int, int, int]]:
     """Return the blocks outside of which the mask of a layer with a window of its own hides everything, or none."""
     # On a GPU, the CPU would wait for what it reads here.
     if sliding_window is None or mask.shape[-1] <= sliding_window or mask.device.type != "cpu":
@@ -175,6 +164,7 @@ def _find_band(
         return []
     blocks = _blocks(mask.shape[-1], sliding_window)
     # The layer's window only suggests the blocks: parts of a picture, for example, also see what comes after them.
+    # Every visible pair must be inside some block; then what the blocks leave out is hidden.
     inside = sum(int(mask[:, :, start:stop, first:stop].count_nonzero()) for first, start, stop in blocks)
     return blocks if inside == int(mask.count_nonzero()) else []
 
@@ -199,12 +189,14 @@ def _narrow(mask: Tensor | None, window: AttentionWindow | None) -> Tensor | Non
         return mask
     if window.sinks:
         raise ValueError("`sink_tokens` needs full attention, and this model has layers with masks: set it to 0.")
+    # Indices instead of positions are right here: distances inside a document are the same.
     index = torch.arange(mask.shape[-1], device=mask.device)
     return mask & _visible(index, index, window)
 
 
 def _visible(queries: Tensor, keys: Tensor, window: AttentionWindow) -> Tensor:
     """Return ``[Q, K]`` bool: whether a window and causality let the query at an index see the key at an index."""
+    # ``[Q, K]``; a negative distance is a later token.
     distance = queries[:, None] - keys
     return (distance >= 0) & ((distance < window.size) | (keys < window.sinks))
 
@@ -220,6 +212,7 @@ def _attend_at_once(
     **kwargs: Any,
 ) -> Tensor | None:
     """Return attention within all documents by one call, or None if torch's flash attention does not support it."""
+    # Returning None lets the caller compute one document after another.
     if window is not None and window.sinks:  # the kernel has a window, but no sinks
         return None
     device = query.device.type
@@ -237,6 +230,7 @@ def _attend_at_once(
     groups = {"enable_gqa": has_groups} if "enable_gqa" in inspect.signature(attend).parameters else {}
     # ``[B, H, T, D]`` to ``[B * T, H, D]``: one long sequence, in which ``bounds`` separate the documents.
     flat = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
+    # The kernel counts the tokens before the query, without the query itself.
     before = -1 if window is None else window.size - 1
     sizes = (bounds, bounds, longest, longest)
     output = attend(*flat, *sizes, scale=kwargs.get("scaling"), window_size=(before, 0), **groups)
@@ -246,15 +240,16 @@ def _attend_at_once(
 @contextlib.contextmanager
 def boundaries_only(implementation: str = "") -> Iterator[None]:
     """Let `document_attention` separate documents by their boundaries only, without a mask."""
-    _MaskFree.blocks += 1
+    global _mask_free_blocks
+    _mask_free_blocks += 1
     if implementation == DOCUMENT_SDPA or "flash" in implementation:
         # Theirs reads whether there are several documents, for which the CPU waits in each forward pass.
         masking_utils.find_packed_sequence_indices = lambda ids: (ids.diff(prepend=ids[:, :1] - 1) != 1).cumsum(-1)
     try:
         yield
     finally:
-        _MaskFree.blocks -= 1
-        if not _MaskFree.blocks:
+        _mask_free_blocks -= 1
+        if not _mask_free_blocks:
             masking_utils.find_packed_sequence_indices = _find_documents
 
 
@@ -264,7 +259,7 @@ def document_mask(**kwargs: Any) -> Tensor | None:
     Otherwise transformers decides: documents that it recognizes by restarting positions, or the empty end of a static
     cache, need a mask.
     """
-    return sdpa_mask(**(kwargs | {"allow_is_causal_skip": True} if _MaskFree.blocks else kwargs))
+    return sdpa_mask(**(kwargs | {"allow_is_causal_skip": True} if _mask_free_blocks else kwargs))
 
 
 def register_document_attention() -> str:
@@ -273,20 +268,6 @@ def register_document_attention() -> str:
         AttentionInterface.register(DOCUMENT_SDPA, document_attention)
     AttentionMaskInterface.register(DOCUMENT_SDPA, document_mask)
     return DOCUMENT_SDPA
-
-
-def index_free_length(config: PreTrainedConfig) -> int | None:
-    """Return the longest sequence in which attention does not depend on token indices, or None without a limit.
-
-    Llama 4 has layers with chunked attention, and others that scale queries in steps of ``floor_scale`` tokens. Both
-    count from the start of the sequence, not by positions: in a longer sequence a second document would be scored as
-    if it continued the first.
-    """
-    config = config.get_text_config(decoder=True)
-    if config.model_type != "llama4_text":
-        return None
-    limits = (config.attention_chunk_size, config.floor_scale - 1 if config.attn_temperature_tuning else None)
-    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def isolation_arguments(
@@ -304,6 +285,7 @@ def isolation_arguments(
     document 1, ..]`` of each sequence; padding may follow.
     """
     is_flash = "flash" in implementation  # also a kernel of the hub
+    # Single documents without a window are plain causal attention, which needs no arguments.
     packed = window is not None or any(len(boundaries) > 2 for boundaries in document_boundaries)
     if not is_flash and not (packed and implementation == DOCUMENT_SDPA):
         if window is not None:

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +17,8 @@ from lightning_modules.functional import token_log_likelihood
 from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.functional.log_likelihood import Head
 from lightning_modules.functional.top_tokens import with_greedy
-from lightning_modules.models.attention import (
-    AttentionWindow,
-    Exchange,
-    boundaries_only,
-    index_free_length,
-    isolation_arguments,
-)
-from lightning_modules.models.context_extension.rotary_checks import check_rotary, check_static
+from lightning_modules.models.attention import AttentionWindow, Exchange, boundaries_only, isolation_arguments
+from lightning_modules.models.context_extension.rotary_checks import check_static, index_free_length
 from lightning_modules.models.loading.adapters import active_module, is_peft_model
 from lightning_modules.models.optimizations import last_layer_reads_from, no_autocast_cache
 from lightning_modules.models.scorer import Scorer
@@ -62,10 +56,6 @@ class Backbone(Scorer):
 
     def __init__(self, model: "PreTrainedModel | PeftModel") -> None:
         super().__init__()
-        if is_peft_model(model) and model.peft_config[model.active_adapter].is_prompt_learning:
-            raise ValueError(
-                "Prompt learning is not supported, because it adds tokens that are not scored: use LoRA instead."
-            )
         self.model = model
         # In a stateful model, the state passes from token to token, so neither positions nor a mask can isolate
         # documents or skip tokens. `check_scoring` measures this for other models; here weights could hide the effect.
@@ -99,19 +89,21 @@ class Backbone(Scorer):
     @property
     def vocabulary_size(self) -> int:
         """Return the size of the embedding; token ids must be below it."""
-        return self._embedding.shape[0]
+        return next(self.base_model.get_input_embeddings().parameters()).shape[0]
 
     @property
     def has_dropout(self) -> bool:
         """Return whether the model has dropout in training mode."""
         config = self.base_model.config.get_text_config(decoder=True)
+        # Attention dropout is a number in the config, passed to a function: no module has it.
         layers = any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.modules())
         return layers or getattr(config, "attention_dropout", 0.0) > 0
 
     @property
     def device(self) -> torch.device:
         """Return the device of the model's input; offloaded weights are not on it."""
-        weight: Tensor = self._embedding
+        weight: Tensor = next(self.base_model.get_input_embeddings().parameters())
+        # Offloaded shards are in host memory, but FSDP computes on the device of the mesh.
         if isinstance(weight, DTensor) and weight.device.type == "cpu":
             return torch.device(weight.device_mesh.device_type)
         return weight.device
@@ -119,6 +111,7 @@ class Backbone(Scorer):
     @property
     def log_likelihood_dtype(self) -> torch.dtype:
         """Return the dtype of log-likelihoods, float32 or float64."""
+        # float64 stays float64, for tests; half precision would round log-likelihoods to 2 or 3 digits.
         return torch.promote_types(self.base_model.dtype, torch.float32)
 
     @property
@@ -129,23 +122,6 @@ class Backbone(Scorer):
     def windows_per_pass(self, window_length: int) -> int:
         """Return the number of windows in one forward pass: one on a CPU, where larger passes are not faster."""
         return 1 if self.device.type == "cpu" else max(1, TOKENS_PER_PASS // window_length)
-
-    @property
-    def _embedding(self) -> nn.Parameter:
-        return next(self.base_model.get_input_embeddings().parameters())
-
-    @overload
-    def forward(
-        self,
-        batch: PackedBatch,
-        *,
-        first_scored: int = 1,
-        exchange: Exchange | None = None,
-        window: AttentionWindow | None = None,
-    ) -> Tensor: ...
-
-    @overload
-    def forward(self, batch: PackedBatch, *, first_scored: int = 1, head_fn: HeadFunction[Result]) -> Result: ...
 
     def forward(
         self,
@@ -201,20 +177,13 @@ class Backbone(Scorer):
         self.check_length(max(lengths, default=0))
         if self._needs_separate_passes(batch):
             return self._run_documents_separately(batch, window)
-        tokens = batch["input_ids"]
-        arguments = isolation_arguments(
-            self.attention, batch["document_boundaries"], tokens.shape[1], tokens.device, window
-        )
+        tokens, boundaries = batch["input_ids"], batch["document_boundaries"]
+        arguments = isolation_arguments(self.attention, boundaries, tokens.shape[1], tokens.device, window)
         if exchange is not None:
-            if index_free_length(self.base_model.config) is not None:
-                raise ValueError(
-                    f"Sequence parallelism does not support `{type(self.base_model).__name__}`, whose attention depends"
-                    " on the index of a token in the shard: set `sequence_parallel_size: 1`."
-                )
             arguments["exchange"] = exchange
         with boundaries_only(self.attention):
             hidden_states = self.decoder(
-                input_ids=batch["input_ids"],
+                input_ids=tokens,
                 position_ids=batch["position_ids"],
                 use_cache=False,  # a cache object silently disables document isolation
                 **arguments,
@@ -226,9 +195,11 @@ class Backbone(Scorer):
         """Return whether each document of the sequences needs a forward pass by itself."""
         if all(len(boundaries) <= 2 for boundaries in batch["document_boundaries"]):
             return False
+        # Llama 4 counts chunks from the start of the sequence, so only short sequences can be packed.
         limit = index_free_length(self.base_model.config)
         if self.isolates_documents and (limit is None or batch["input_ids"].shape[1] <= limit):
             return False
+        # Ranks would make different numbers of passes, and wait for each other forever.
         if self.is_sharded:
             raise ValueError(
                 f"`{type(self.base_model).__name__}` with '{self.attention}' attention cannot isolate the documents of"
@@ -260,6 +231,7 @@ class Backbone(Scorer):
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Compute ``[.., V]`` logits of ``[.., D]`` hidden states, with the model's scale and soft cap."""
+        # The head is called as a module: its bias, adapters and hooks are a part of the logits.
         scale, soft_cap = self._logit_transform()
         logits = self.base_model.get_output_embeddings()(hidden_states)
         if scale != 1.0:
@@ -278,6 +250,7 @@ class Backbone(Scorer):
 
     def check_batch(self, batch: PackedBatch) -> None:
         """Raise a ``ValueError`` for ids outside of the embedding, which an accelerator would report obscurely."""
+        # A CUDA kernel would report an assertion, asynchronously and in another line.
         largest = max_token_id(batch)
         if largest >= self.vocabulary_size:
             raise ValueError(
@@ -326,6 +299,7 @@ class Backbone(Scorer):
                 return tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype)
             return fn(tensor)
 
+        # Kept aside in float32: casting back would not restore the rounded digits.
         frequencies = {name: buffer for name, buffer in self.named_buffers() if name.endswith("inv_freq")}
         super()._apply(apply, recurse)
         for name, frequency in frequencies.items():
@@ -333,7 +307,3 @@ class Backbone(Scorer):
             module = self.get_submodule(parent)
             setattr(module, leaf, frequency.to(getattr(module, leaf).device))
         return self
-
-    def check_rotary_dtype(self) -> None:
-        """Raise a ``RuntimeError`` unless rotary frequencies match the config, in float32 or wider."""
-        check_rotary(self.base_model)

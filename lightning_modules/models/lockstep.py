@@ -30,15 +30,18 @@ def lockstep(backbone: Scorer) -> Iterator[Callable[..., Any]]:
         return
 
     def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Announces the pass, so that ranks without work make a dummy pass at the same time.
         any_rank(True, backbone.device)
         return function(*args, **kwargs)
 
+    # Inner blocks only announce; the outermost one knows when all work is done.
     is_outermost, backbone.in_lockstep = not backbone.in_lockstep, True
     try:
         yield run
         if is_outermost:
             with torch.no_grad(), eval_mode(backbone):
                 while any_rank(False, backbone.device):
+                    # The shortest pass that gathers all weights.
                     backbone(unscored_token(backbone.device))
     finally:
         backbone.in_lockstep = not is_outermost
@@ -49,5 +52,6 @@ def any_rank(value: bool, device: torch.device | str) -> bool:
     if not dist.is_initialized():
         return value
     flag = torch.tensor(int(value), device=device)
+    # An integer, because not all backends reduce booleans.
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag)

@@ -41,6 +41,7 @@ def no_autocast_cache() -> Iterator[None]:
 @contextlib.contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
     """Switch to eval mode, and restore the mode of each submodule afterwards."""
+    # Frozen parts may be in eval mode already, so one flag for all would not restore them.
     training = [submodule for submodule in module.modules() if submodule.training]
     module.eval()
     try:
@@ -78,8 +79,6 @@ def enable_checkpointing(model: PreTrainedModel, kind: Checkpointing, *, offload
     if not kind:
         return
     attention = model.config._attn_implementation
-    if kind not in (True, "selective"):
-        raise ValueError(f"`gradient_checkpointing` must be true, false or 'selective', got {kind!r}.")
     if kind == "selective" and not re.search(r"sdpa$|flash[a-z_-]*[23]\b", attention):
         raise ValueError(
             "`gradient_checkpointing: selective` supports the attention implementations sdpa, flash_attention_2 and"
@@ -92,6 +91,7 @@ def enable_checkpointing(model: PreTrainedModel, kind: Checkpointing, *, offload
             "`gradient_checkpointing: selective` supports torch's attention only, not the pattern"
             f" '{rope_type}': set `gradient_checkpointing: true`."
         )
+    # The reentrant kind needs an input with a gradient, which frozen embeddings do not give.
     arguments: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
         arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_attention)
@@ -115,6 +115,7 @@ def _run_offloaded(checkpoint: Callable[..., Any], *args: Any) -> Any:
 
 def _keep_attention(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
     kept = ATTENTION_OPERATORS.fullmatch(operator.name())
+    # `PREFER` leaves it to torch.compile to keep more.
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -129,6 +130,7 @@ def compile_layers(decoder: Any, *, backend: str = "inductor") -> None:
         raise ValueError(
             f"`compile: true` does not support `{type(decoder).__name__}`, which has no `layers`: remove it."
         )
+    # The wrapper is not compiled, so graphs end at attention.
     wrap_attention(decoder.config._attn_implementation)
     # With and without gradient and autocast, for one or several sequences of fixed or variable length.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
@@ -141,6 +143,7 @@ def uncompiled(module: nn.Module) -> Iterator[None]:
     """Run compiled parts as written. With a key-value cache, each layer and length would be compiled."""
     parts = {part: part._compiled_call_impl for part in module.modules() if part._compiled_call_impl is not None}
     for part in parts:
+        # torch.compile of a module replaces this attribute; the module itself stays as it is.
         part._compiled_call_impl = None
     try:
         yield
@@ -174,11 +177,13 @@ def _find_token_modules(decoder: nn.Module) -> list[nn.Module]:
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
         return []
     attention, mlp = (getattr(layers[-1], name, None) for name in ("self_attn", "mlp"))
+    # Not k_proj and v_proj: later queries attend to all tokens.
     modules = [getattr(attention, "q_proj", None), getattr(attention, "o_proj", None), mlp]
     return [module for module in modules if isinstance(module, nn.Module)] if None not in modules else []
 
 
 def _drop_first(hidden_states: Tensor, start: int) -> Tensor:
+    # ``[B, T, D]`` to ``[B, T - start, D]``.
     return hidden_states[:, start:].contiguous()  # experts flatten the tokens of a batch
 
 
@@ -186,6 +191,7 @@ def _pad_first(output: Any, start: int) -> Any:
     """Put zeros in the positions that were left out."""
     if not isinstance(output, Tensor):  # an MLP of experts may also return its router's logits
         return (_pad_first(output[0], start), *output[1:])
+    # The residual connection and the next module expect all T positions.
     whole = output.new_zeros(output.shape[0], start + output.shape[1], *output.shape[2:])
     whole[:, start:] = output
     return whole

@@ -25,6 +25,7 @@ _bar: ContextVar[tqdm | None] = ContextVar("_bar", default=None)
 
 def report_progress(decoder: nn.Module) -> None:
     """Let each forward pass of a model advance the bar of `show_progress`, if there is one."""
+    # The first list of modules of a decoder is that of its layers.
     layers = next((module for module in decoder.modules() if isinstance(module, nn.ModuleList)), nn.ModuleList())
     for layer in layers:
         layer.register_forward_hook(partial(_advance, layers=len(layers)))
@@ -32,6 +33,7 @@ def report_progress(decoder: nn.Module) -> None:
 
 def _advance(_module: nn.Module, _args: Any, output: Any, *, layers: int) -> None:
     if (bar := _bar.get()) is not None:
+        # ``[B, T, D]``; some layers also return attention weights.
         hidden = output[0] if isinstance(output, tuple) else output
         # Rounded down to a binary fraction, because tqdm warns if the sum of all layers exceeds the total.
         bar.update(math.floor(2**20 * hidden.shape[:-1].numel() / layers) / 2**20)

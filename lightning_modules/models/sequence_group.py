@@ -43,7 +43,9 @@ class SequenceGroup:
         """
         (batch_size, heads, tokens, width), key_heads = query.shape, key.shape[1]
         # DeepSpeed gathers positions, although nothing uses them (EABF has already scaled the queries).
+        # Shape ``[B, T / P]``; the values do not matter.
         kwargs.setdefault("position_ids", torch.zeros(batch_size, tokens, dtype=torch.int64, device=query.device))
+        # DeepSpeed's object is made for one shape; the length may vary.
         shape = (batch_size, heads, width, key_heads)
         if shape not in self._exchanges:
             from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
@@ -72,6 +74,7 @@ class SequenceGroup:
         A shard has ``ceil(T / P)`` tokens of each sequence; padding on the right is a document by itself. It has one
         more label, because its last token predicts the first token of the next shard, which does not score it.
         """
+        # Rounded up, because all processes must exchange tensors of the same shape.
         shard_length = -(-batch["input_ids"].shape[1] // self.size)
         end = self.size * shard_length
         labels = self._slice_columns(batch["labels"], IGNORE_INDEX).clone()
@@ -80,6 +83,7 @@ class SequenceGroup:
             input_ids=self._slice_columns(batch["input_ids"], 0)[:, :shard_length],
             labels=labels,
             position_ids=self._slice_columns(batch["position_ids"], 0)[:, :shard_length],
+            # Boundaries stay those of whole sequences: attention sees these after the exchange.
             document_boundaries=[[*row, end] if row[-1] < end else row for row in batch["document_boundaries"]],
         )
 
@@ -87,6 +91,7 @@ class SequenceGroup:
         """Return the columns of this process's shard and the column after it."""
         length = values.shape[1]
         shard_length = -(-length // self.size)
+        # One more column: the last shard also needs a column after its own.
         padded = values.new_full((values.shape[0], self.size * shard_length + 1), fill)
         padded[:, :length] = values
         return padded[:, self.rank * shard_length : (self.rank + 1) * shard_length + 1]
@@ -95,6 +100,7 @@ class SequenceGroup:
         """Raise a ``ValueError`` unless all processes hold the same sequences: the loss would not reveal it."""
         content = batch["input_ids"].cpu().numpy().tobytes() + repr(batch["document_boundaries"]).encode()
         checksum = zlib.crc32(content)
+        # The maxima of c and -c add up to 0 only if all checksums are equal, so one exchange is enough.
         extremes = torch.tensor([checksum, -checksum], device=batch["input_ids"].device)
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.processes)
         if extremes.sum() != 0:
@@ -119,6 +125,7 @@ class SequenceGroup:
             document_boundaries=batch["document_boundaries"],
         )
         for owner in range(self.size):
+            # Through main memory, because the processes do not know each other's shapes.
             sent: list[Any] = [batch_to(inputs, torch.device("cpu")) if owner == self.rank else None]
             dist.broadcast_object_list(sent, group=self.processes, group_src=owner, device=device)
             scored = self.sharded_log_likelihood(backbone, batch_to(sent[0], device))
@@ -136,6 +143,7 @@ class SequenceGroup:
         scored = backbone(self.shard(batch), exchange=self.attend, window=window)
         shard_length = scored.shape[1] - 1
         before = self.rank * shard_length
+        # Column 0 of a shard is unscored, so neighbors overlap in a zero.
         own = F.pad(scored, (before, (self.size - 1 - self.rank) * shard_length))
         # 2. Collect the other shards. Each token is in one of them, and 0 elsewhere, so a sum does it.
         whole = own.detach().clone()
@@ -154,12 +162,14 @@ class SequenceGroup:
                 " `attn_implementation: sdpa`, and a model that isolates packed documents without masks."
             )
         generator = torch.Generator().manual_seed(0)
+        # Two documents, with a boundary inside a shard for most sizes.
         tokens = torch.randint(backbone.vocabulary_size, (5 * self.size + 2,), generator=generator)
         batch = pack_sequence(tokens.to(backbone.device).split(4 * self.size))
         with torch.no_grad(), eval_mode(backbone):
             alone, together = backbone(batch), self.sharded_log_likelihood(backbone, batch)
         autocast = torch.is_autocast_enabled(batch["input_ids"].device.type)
         half = autocast or backbone.base_model.dtype in (torch.bfloat16, torch.float16)
+        # In half precision, other shapes of matrix products round differently.
         error = (alone - together).abs().max().item()
         if not error <= (0.5 if half else 0.01):
             raise ValueError(

@@ -75,8 +75,6 @@ class ShortContextConfig:
         check_context(self.context_length, self.stride)
         check_fraction("`window_fraction`", self.window_fraction)
         check_count("`sink_tokens`", self.sink_tokens, minimum=0)
-        if self.dtype not in (None, "bfloat16"):
-            raise ValueError(f"`short_dtype` must be bfloat16 or null, got '{self.dtype}' (float8 was removed).")
         if self.method == "sliding_window" and self.window_fraction < 1:
             raise ValueError(
                 f"`window_fraction: {self.window_fraction}` samples short windows, and `short_context: sliding_window`"
@@ -96,6 +94,7 @@ class ShortContextConfig:
             seed: Seed for drawing the windows if `window_fraction` is below 1.
             group: Processes that share the sequences.
         """
+        # Autocast leaves the weights as they are, so that nothing has to be cast back for the long pass.
         half = torch.autocast(backbone.device.type, dtype=torch.bfloat16)
         with nullcontext() if self.dtype is None else half:
             if self.method == "sliding_window":
@@ -144,12 +143,15 @@ def short_log_likelihood(
     short = torch.zeros_like(batch["labels"], dtype=backbone.log_likelihood_dtype)
     has_short_context = torch.zeros_like(batch["labels"], dtype=torch.bool)
     windows = batch_windows(batch["document_boundaries"], context_length=context_length, stride=stride)
+    # `drawn` is the fraction that was really drawn, by which an unbiased mean of the weights divides.
     windows, drawn = draw_windows(windows, window_fraction, seed=seed)
     if wanted is not None:
         on_cpu = wanted.cpu()  # one transfer for all windows
+        # A window ends at its last wanted token: what follows it cannot change its score.
         windows = trim_windows(windows, on_cpu)
         known, batch = known_scored(batch), batch.copy()
         batch["labels"] = batch["labels"].masked_fill(~wanted, IGNORE_INDEX)
+        # The labels have changed, and `scored` must agree with them.
         batch.pop("scored", None)
         if known is not None:
             batch["scored"] = known & on_cpu.numpy()
@@ -157,9 +159,11 @@ def short_log_likelihood(
         has_short_context[row, scored:stop] = True
     # 2. Score this process's windows, and copy the scores of each to the positions of its tokens.
     if shared_by is not None:
+        # Every P-th window: neighbors have similar lengths, so that processes finish together.
         windows = windows[shared_by.rank() :: shared_by.size()]
     for group, log_likelihood in score_windows(backbone, batch, windows):
         for scores, (row, (start, scored, stop)) in zip(log_likelihood, group, strict=True):
+            # Scores are indexed from the start of the window, the sequence from its own start.
             short[row, scored:stop] = scores[scored - start : stop - start]
     # 3. Collect the windows of the other processes. Each token is scored by one of them and 0 elsewhere.
     if shared_by is not None:
@@ -190,9 +194,11 @@ def sliding_window_log_likelihood(
         group: Processes that share the sequences.
     """
     backbone.check_compares_contexts()
+    # A group's processes hold a shard each, so their passes are one pass of the group.
     score = backbone if group is None else partial(group.sharded_log_likelihood, backbone)
     with eval_mode(backbone), lockstep(backbone) as run:
         scored = run(score, batch, window=AttentionWindow(context_length, sinks))
+    # Up to position K, the window has hidden nothing: the short context is the long one.
     return ShortContext(scored, (batch["position_ids"] > context_length) & batch["labels"].ne(IGNORE_INDEX))
 
 
@@ -210,11 +216,13 @@ def score_windows(
         The windows of a forward pass, and the ``[W, longest window]`` log-likelihoods of their tokens in nats, 0 for
         tokens that are not scored; or the result of ``head_fn``.
     """
+    # Windows are padded to the longest one of a pass.
     size = backbone.windows_per_pass(max((window.stop - window.start for _, window in windows), default=1))
     options = {} if head_fn is None else {"head_fn": head_fn}
     with eval_mode(backbone), lockstep(backbone) as run:
         for first in range(0, len(windows), size):
             group = windows[first : first + size]
+            # The last layer can skip what no window of this pass scores.
             first_scored = min(window.scored - window.start for _, window in group)
             yield group, run(backbone, window_batch(batch, group), first_scored=first_scored, **options)
 
@@ -233,6 +241,7 @@ def long_and_short(
     """
     sizes: dict[str, Any] = {"context_length": context_length, "stride": stride}
     with lockstep(backbone) as run:
+        # Two orders: with `beta`, the short pass must know the long scores to skip tokens.
         if beta is None:
             # The short pass comes first, so that its buffers are free again in the long pass.
             short = short_log_likelihood(backbone, batch, **sizes)
@@ -240,5 +249,6 @@ def long_and_short(
             return long, short.fill_missing(long)
         long = run(backbone, batch)
         short = short_log_likelihood(backbone, batch, **sizes, wanted=long > beta)
+        # Positions below K + d are in window 0, whose scores are the long ones.
         skipped = (long <= beta) & (batch["position_ids"] >= context_length + stride)
         return long, short.fill_missing(long).masked_fill(skipped, torch.nan)

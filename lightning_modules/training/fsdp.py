@@ -125,19 +125,16 @@ def load_trainer_backbone(trainer: Trainer | None, config: ModelConfig) -> Backb
         return cast(Backbone, connect(config))  # evaluation only needs what both have
     if trainer is None:
         return load_backbone(config)
-    backbone = _load_for_strategy(trainer, config)
-    report_progress(backbone.decoder)
-    return backbone
-
-
-def _load_for_strategy(trainer: Trainer, config: ModelConfig) -> Backbone:
     if trainer.strategy.root_device.type == "mps":
         raise ValueError("Apple's GPUs do not support float64, which corpus sums need: set `trainer.accelerator: cpu`.")
     device, precision = trainer.strategy.root_device, str(trainer.precision)
     if (mesh := data_parallel_mesh(trainer)) is not None:
         offload = getattr(trainer.strategy, "offload", False)
-        return load_sharded_backbone(config, mesh, device=device, precision=precision, offload=offload)
-    return load_backbone(config, device=device, autocast=precision.endswith("-mixed"))
+        backbone = load_sharded_backbone(config, mesh, device=device, precision=precision, offload=offload)
+    else:
+        backbone = load_backbone(config, device=device, autocast=precision.endswith("-mixed"))
+    report_progress(backbone.decoder)
+    return backbone
 
 
 def load_sharded_backbone(

@@ -17,7 +17,7 @@ from lightning_modules.functional.windows import check_context
 from lightning_modules.models.attention import DOCUMENT_SDPA
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.patterns import PATTERNS
-from lightning_modules.models.context_extension.rotary_checks import check_static
+from lightning_modules.models.context_extension.rotary_checks import check_rotary, check_static
 from lightning_modules.models.loading.adapters import find_adapters, quantization_config
 from lightning_modules.models.loading.checks import check_scoring
 from lightning_modules.models.loading.config import ModelConfig
@@ -66,7 +66,7 @@ def check_loaded(backbone: Scorer, trainer: Trainer, group: SequenceGroup | None
     """Check the scores of a loaded model on its device; a served one was probed when it was connected."""
     if not isinstance(backbone, Backbone):
         return
-    backbone.check_rotary_dtype()
+    check_rotary(backbone.base_model)
     with trainer.precision_plugin.forward_context():  # flash attention does not support float32
         check_scoring(backbone)
         if group is not None:

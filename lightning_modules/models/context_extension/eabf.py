@@ -33,7 +33,9 @@ def entropy_scale(positions: Tensor, original_length: int) -> Tensor:
         tensor([1.0000, 1.0000, 1.2500])
     """
     # float32 whatever the default dtype: bfloat16 has 33 values between 1 and 1.25.
+    # t_i = log(i + 1) / log(c): positions count from 0, the paper's from 1.
     scale = (positions.to(torch.float32) + 1).log() / math.log(original_length)
+    # Not `clamp`: rounding can put the quotient a little above 1 below the original length.
     return torch.where(positions < original_length, torch.ones_like(scale), scale)
 
 
@@ -45,6 +47,7 @@ def scaled_attention(attention: Callable[..., Any], module: nn.Module, query: Te
     """
     config: Any = module.config
     rope = config.rope_parameters
+    # The paper leaves the first two layers as they are; the released code scales all.
     if module.layer_idx >= rope["unscaled_layers"]:
         positions = kwargs.get("position_ids")
         if positions is None:
@@ -54,6 +57,7 @@ def scaled_attention(attention: Callable[..., Any], module: nn.Module, query: Te
             )
         if (window := kwargs.get("attention_window")) is not None:
             positions = positions.clamp(max=window.size - 1)  # as in a document of this length
+        # ``[B, T]`` to ``[B, 1, T, 1]``. Scaling queries scales all their logits.
         scale = entropy_scale(positions, rope["original_max_position_embeddings"])[:, None, :, None]
         query = (query * scale).to(query.dtype)  # promoted to float32 and rounded once
     return attention(module, query, *args, **kwargs)

@@ -5,17 +5,15 @@ The config must change before the model is built: a later change would be saved,
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse.typing import PositiveInt, restricted_number_type
 from transformers import PreTrainedConfig
 
 from lightning_modules.models.context_extension.eabf import EABF
-from lightning_modules.models.context_extension.patterns.settings import (
-    PATTERN_OPTIONS,
-    PATTERN_SETTINGS,
-    check_positive,
-)
+from lightning_modules.models.context_extension.patterns.settings import PATTERN_OPTIONS, PATTERN_SETTINGS
 from lightning_modules.models.context_extension.rope_types import (
     TYPE_ARCHITECTURES,
     check_parameters,
@@ -24,7 +22,9 @@ from lightning_modules.models.context_extension.rope_types import (
     rotary_width,
 )
 from lightning_modules.models.context_extension.rotary_checks import ARCHITECTURES
-from lightning_modules.utilities.errors import did_you_mean
+
+Length: Any = restricted_number_type("Length", int, (">=", 2))
+Positive: Any = restricted_number_type("Positive", float, [(">", 0), ("<", math.inf)])
 
 ANY_ROPE_TYPE = tuple(name for name in ARCHITECTURES if name != "phi3")  # Phi-3 has only `default` and `longrope`
 
@@ -85,53 +85,26 @@ class ContextExtension:
     """
 
     method: str
-    original_length: int
-    target_length: int
-    base: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    long_factor: list[float] | None = None
-    attention_factor: float | None = None
-    sinks: int | None = None
-    window: int | None = None
-    group: int | None = None
-    chunk: int | None = None
-    segment_lengths: list[int] | None = None
-    dilation_rates: list[int] | None = None
+    original_length: Length
+    target_length: Length
+    base: Positive | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    long_factor: list[Positive] | None = None
+    attention_factor: Positive | None = None
+    sinks: PositiveInt | None = None
+    window: PositiveInt | None = None
+    group: PositiveInt | None = None
+    chunk: PositiveInt | None = None
+    segment_lengths: list[PositiveInt] | None = None
+    dilation_rates: list[PositiveInt] | None = None
     full_attention: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.method, str) or self.method not in METHODS:
+        if self.method not in METHODS:
             raise ValueError(f"`context_extension.method` must be one of {', '.join(METHODS)}, got '{self.method}'.")
-        self._check_lengths()
-        if not isinstance(self.full_attention, bool):
-            raise ValueError(f"`context_extension.full_attention` must be true or false, got {self.full_attention!r}.")
-        self._check_options(METHODS[self.method].options)
-
-    def _check_options(self, options: tuple[str, ...]) -> None:
-        for name in OPTIONS:
-            if getattr(self, name) is not None and name not in options:
-                own = f" (its options are {' and '.join(f'`{option}`' for option in options)})" if options else ""
-                raise ValueError(
-                    f"`context_extension.{name}` is not an option of the method '{self.method}': remove it{own}."
-                )
-            check_positive(name, getattr(self, name))
-        if self.method == "longrope" and self.long_factor is None:
-            raise ValueError("The method 'longrope' needs `context_extension.long_factor`, a divisor per frequency.")
-        for low, high in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
-            smaller, larger = self.options(low, high).values()
-            if not smaller < larger:
-                raise ValueError(f"`{low}` = {smaller} must be below `{high}` = {larger}.")
-        if self.base is not None and self.base <= 1:
-            raise ValueError(f"`context_extension.base` must be above 1, got {self.base}.")
-
-    def _check_lengths(self) -> None:
-        for name in ("original_length", "target_length"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 2:
-                raise ValueError(f"`context_extension.{name}` must be 2 tokens or more, got {value!r}.")
         if self.target_length < self.original_length or (self.factor == 1 and self.method != "none"):
             raise ValueError(
                 f"`context_extension.target_length` = {self.target_length} must be above"
@@ -142,20 +115,31 @@ class ContextExtension:
                 f"`original_length` of '{self.method}' must be {AUTHORS_LENGTH}, as in the released code, got"
                 f" {self.original_length}: use '{self.method.removesuffix('_authors')}' for other lengths."
             )
+        options = METHODS[self.method].options
+        for name in OPTIONS:
+            if getattr(self, name) is not None and name not in options:
+                raise ValueError(
+                    f"`context_extension.{name}` is not an option of the method '{self.method}', whose options are"
+                    f" {list(options)}: remove it."
+                )
+        for low, high in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
+            smaller, larger = self.options(low, high).values()
+            if not smaller < larger:
+                raise ValueError(f"`{low}` = {smaller} must be below `{high}` = {larger}.")
 
     @classmethod
     def parse(cls, settings: "Mapping[str, Any] | ContextExtension") -> "ContextExtension":
         """Parse a mapping from YAML; raise a ``ValueError`` for unknown or missing keys and wrong values."""
         if isinstance(settings, ContextExtension):
             return settings
-        known = [field.name for field in fields(cls)]
-        for name in settings:
-            if name not in known:
-                raise ValueError(f"`context_extension` has no key '{name}'. {did_you_mean(name, known)}")
-        for name in ("method", "original_length", "target_length"):
-            if settings.get(name) is None:
-                raise ValueError(f"`context_extension` needs `{name}`, which has no default: set it.")
-        return cls(**settings)
+        # jsonargparse checks names and types. Configs keep the mapping, so that files can override single keys.
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_argument("--context_extension", type=cls)
+        try:
+            parsed = parser.parse_object({"context_extension": dict(settings)})
+            return parser.instantiate_classes(parsed)["context_extension"]
+        except (ArgumentError, TypeError) as error:
+            raise ValueError(f"`context_extension` = {settings}: {' '.join(str(error).split())}") from error
 
     @property
     def factor(self) -> float:
@@ -164,6 +148,7 @@ class ContextExtension:
 
     def options(self, *names: str) -> dict[str, float]:
         """Return these options, or their defaults."""
+        # None means the default, so that a saved config shows what the user has set.
         return {name: DEFAULTS[name] if getattr(self, name) is None else getattr(self, name) for name in names}
 
     def apply(self, config: PreTrainedConfig) -> None:
@@ -171,12 +156,14 @@ class ContextExtension:
         self._check_fits(config)
         if getattr(config, "head_dim", 0) is None:  # Mixtral: transformers' YaRN and LongRoPE would fail
             config.head_dim = config.hidden_size // config.num_attention_heads
+        # Merged, because `rope_theta` and `partial_rotary_factor` of the model stay.
         config.rope_parameters = {**config.rope_parameters, **METHODS[self.method].rope(self, config)}
         # Dynamic NTK compares the length of a text with this value.
         config.max_position_embeddings = self.original_length if self.method == "dynamic_ntk" else self.target_length
         if hasattr(config, "original_max_position_embeddings"):  # Phi-3: overrides `rope_parameters`
             config.original_max_position_embeddings = self.original_length
         if self.full_attention or self.method.endswith("_authors"):
+            # Readers of the saved config differ in which of these they look at.
             layers = ["full_attention"] * config.num_hidden_layers
             for name, value in (("sliding_window", None), ("use_sliding_window", False), ("layer_types", layers)):
                 if hasattr(config, name):
@@ -203,6 +190,7 @@ class ContextExtension:
                 f"The model has sliding windows of {config.sliding_window} tokens, which the pattern '{self.method}'"
                 " must replace: set `context_extension.full_attention: true`."
             )
+        # A factor on a factor would be neither method, and the original length would be wrong.
         present = config.rope_parameters["rope_type"]
         if present != "default" and self.method != "none":
             raise ValueError(
@@ -226,11 +214,13 @@ def _scale_rope(extension: ContextExtension, rope_type: str, **values: Any) -> d
 
 
 def _make_yarn(extension: ContextExtension, attention_factor: float | None) -> dict[str, Any]:
+    # YaRN's recommended factor of cos and sin, which the paper fitted to Llama models.
     factor = attention_factor or 0.1 * math.log(extension.factor) + 1
     return _scale_rope(extension, "yarn", **extension.options(*BETAS), attention_factor=factor)
 
 
 def _make_longrope(extension: ContextExtension, config: PreTrainedConfig) -> dict[str, Any]:
+    # One divisor for each pair of rotated components.
     divisors = [float(divisor) for divisor in extension.long_factor or []]
     if len(divisors) != (wanted := rotary_width(config) // 2):
         raise ValueError(f"`context_extension.long_factor` has {len(divisors)} divisors; this model needs {wanted}.")
@@ -241,7 +231,9 @@ def _make_longrope(extension: ContextExtension, config: PreTrainedConfig) -> dic
 
 
 def _make_ntk(extension: ContextExtension, config: PreTrainedConfig) -> dict[str, Any]:
+    # d, the number of rotated components.
     width = rotary_width(config)
+    # The lowest frequency is then divided by s, as in position interpolation, and the highest kept.
     return {"rope_theta": config.rope_parameters["rope_theta"] * extension.factor ** (width / (width - 2))}
 
 
@@ -260,6 +252,7 @@ def _make_eabf(extension: ContextExtension, config: PreTrainedConfig) -> dict[st
 
 
 def _make_authors_eabf(extension: ContextExtension, config: PreTrainedConfig) -> dict[str, Any]:
+    # The released code sets the base of Llama only.
     base = DEFAULTS["base"] if config.model_type == "llama" else config.rope_parameters["rope_theta"]
     length = {"original_max_position_embeddings": extension.original_length}
     return {"rope_type": EABF, "rope_theta": base, "unscaled_layers": 0, **length}
@@ -287,6 +280,7 @@ METHODS: dict[str, Method] = {
     "llama3": Method(lambda e, _: _scale_rope(e, "llama3", **e.options(*FREQ_FACTORS)), FREQ_FACTORS),
     "longrope": Method(_make_longrope, ("long_factor", "attention_factor"), ARCHITECTURES),
     "eabf_authors": Method(_make_authors_eabf, (), ("llama", "mistral")),
+    # The released code interpolates the positions of Llama only.
     "pi_authors": Method(
         lambda *args: _make_pi(*args) if args[1].model_type == "llama" else {}, (), ("llama", "mistral")
     ),

@@ -52,6 +52,7 @@ def rotary_width(config: PreTrainedConfig) -> int:
 def plain_frequencies(config: PreTrainedConfig) -> Tensor:
     """Return ``[R / 2]`` float32 inverse frequencies of plain RoPE with the base of the config."""
     width = rotary_width(config)
+    # In the order and the dtypes of transformers, so that equal bases give equal bits.
     exponents = torch.arange(0, width, 2, dtype=torch.int64).to(torch.float32) / width
     return 1.0 / (config.rope_parameters["rope_theta"] ** exponents)
 
@@ -74,6 +75,7 @@ def _attend_by_pattern(
     config: Any = module.config
     if config._attn_implementation in BACKENDS:  # which may have changed since the model was built
         _check_backend(config, PATTERN_BACKENDS)
+    # The model's own buffer has zeros, so that the states come here without rotation.
     frequencies = plain_frequencies(config).to(query.device)
     rotary = Rotary(config.rope_parameters, frequencies, kwargs["scaling"], kwargs.get("dropout", 0.0))
     boundaries = kwargs.get("document_boundaries")
@@ -109,6 +111,7 @@ class RopeTypeAttention:
         if window is not None and self.attention is not document_attention:  # flash attention, without sinks
             if window.sinks:
                 raise ValueError("`sink_tokens` needs torch's attention: set `attn_implementation` to sdpa.")
+            # A layer's own window stays where it is narrower.
             kwargs["sliding_window"] = min(window.size, kwargs.get("sliding_window") or window.size)
         if rope_type is None:
             return self.attention(module, query, *args, **kwargs)
@@ -163,6 +166,7 @@ def check_attention(model: PreTrainedModel) -> None:
     """Raise a ``RuntimeError`` if a model's attention would ignore its RoPE type, which is one of ours."""
     rope_type = own_type(model.config)
     name = model.config._attn_implementation
+    # Both are needed: transformers may have replaced a wrapper, or the user the implementation.
     if rope_type is None or (
         name in rope_type.backends and isinstance(AttentionInterface().get(name), RopeTypeAttention)
     ):
@@ -210,6 +214,7 @@ def by_document(
     for row in range(len(query)):
         q, k, v = (states[row : row + 1] for states in (query, key, value))
         if mask is not None:
+            # A mask of one row is shared by all sequences.
             outputs.append(_attend_unpadded(attention, q, k, v, mask[row % len(mask), 0]))
         elif boundaries is not None:
             spans = pairwise(boundaries[row])

@@ -34,16 +34,19 @@ def check_rotary(model: PreTrainedModel) -> None:
             config, or the attention implementation does not support the RoPE type.
     """
     check_attention(model)
+    # 1. Frequencies that were cast are wrong by whole turns at long positions.
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and torch.finfo(buffer.dtype).bits < 32:
             raise RuntimeError(
                 f"The rotary frequencies `{name}` were cast to {buffer.dtype}, which makes long positions wrong."
                 " Use a mixed precision (`bf16-mixed`) or a strategy that leaves buffers in float32."
             )
+    # 2. Other architectures may compute them differently, so only verified ones are compared.
     for name, module in model.named_modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "model_type", None) not in ARCHITECTURES or "inv_freq" not in module._buffers:
             continue
+        # Dynamic NTK and LongRoPE replace them in a forward pass.
         if not any(map(_depends_on_length, rope_parameter_sets(config))):
             _check_frequencies(name, module)
 
@@ -54,8 +57,10 @@ def _depends_on_length(parameters: dict[str, Any]) -> bool:
 
 
 def _check_frequencies(name: str, module: Any) -> None:
+    # The module itself knows how it computes frequencies from its config.
     expected = type(module)(module.config)
     actual = module.inv_freq.detach().cpu().double()
+    # A cast to bfloat16 and back changes frequencies by up to 4e-3 of their value.
     wrong = not torch.allclose(actual, expected.inv_freq.cpu().double(), rtol=1e-6, atol=0)
     if wrong or module.attention_scaling != expected.attention_scaling:
         raise RuntimeError(
@@ -70,3 +75,18 @@ def rope_parameter_sets(config: PreTrainedConfig) -> list[dict[str, Any]]:
     if not isinstance(parameters, dict):
         return []
     return [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+
+
+def index_free_length(config: PreTrainedConfig) -> int | None:
+    """Return the longest sequence in which attention does not depend on token indices, or None without a limit.
+
+    Llama 4 has layers with chunked attention, and others that scale queries in steps of ``floor_scale`` tokens. Both
+    count from the start of the sequence, not by positions: in a longer sequence a second document would be scored as
+    if it continued the first.
+    """
+    config = config.get_text_config(decoder=True)
+    if config.model_type != "llama4_text":
+        return None
+    # Below `floor_scale` tokens, the scale of queries is 1.
+    limits = (config.attention_chunk_size, config.floor_scale - 1 if config.attn_temperature_tuning else None)
+    return min((limit for limit in limits if limit is not None), default=None)

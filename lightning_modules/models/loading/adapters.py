@@ -47,24 +47,19 @@ class AdapterFolder(NamedTuple):
 def find_adapters(path: str | None) -> AdapterFolder | None:
     """Return what a folder of adapters is based on; None for anything else, such as a folder with a whole model."""
     folder = Path(path or "").expanduser()
-    if path is None or not _has_only_adapters(folder):
+    if path is None or not (folder / "adapter_config.json").is_file() or (folder / "config.json").is_file():
         return None
     try:
         content = json.loads((folder / "adapter_config.json").read_bytes())
         base, revision = content["base_model_name_or_path"].removesuffix(CONFIG_IN_BASE), content.get("revision")
-        if _has_only_adapters(Path(base)):
-            raise ValueError(f"'{base}' has adapters itself")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"'{path}' has adapters, but its adapter_config.json does not name their base model ({error!r}): set"
             " `base_model_name_or_path` in it to a hub id or a folder."
         ) from error
+    # An export with `adapters: kept` stores the config that the adapters were trained with.
     config = folder / "base" / "config.json"
     return AdapterFolder(str(folder), base, revision, str(config) if config.is_file() else base)
-
-
-def _has_only_adapters(folder: Path) -> bool:
-    return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
 
 
 def load_adapters(model: PreTrainedModel, adapters: AdapterFolder, *, with_weights: bool) -> "PeftModel":
@@ -102,17 +97,17 @@ def add_adapters(model: PreTrainedModel, arguments: dict[str, Any], *, autocast:
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     try:
+        # Names first: peft ignores those without a match if any other name matches.
         config = lora_config(arguments, model)
         _check_names(model, config)
         adapted = get_peft_model(model, config)
     except (TypeError, NotImplementedError, AttributeError, KeyError, re.error) as error:
         raise ValueError(f"`lora` = {arguments} has a value of the wrong type, according to peft: {error}") from error
-    if not any(parameter.requires_grad for parameter in adapted.parameters()):
-        raise ValueError(f"`lora` = {arguments} leaves nothing to train: remove `inference_mode`.")
     _check_tied(adapted, untie="ensure_weight_tying" in arguments and not config.ensure_weight_tying)
     if autocast:
         for parameter in adapted.parameters():
             if parameter.requires_grad:
+                # `data`, so that tied parameters stay one object.
                 parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     return adapted
 
@@ -218,7 +213,9 @@ def frozen_fingerprint(module: nn.Module) -> str:
     """
     digest = hashlib.sha256()
     for name, parameter in module.named_parameters():
+        # Packed quantized weights are integers.
         if not parameter.requires_grad and parameter.is_floating_point():
+            # Every rank gathers in the same order.
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             digest.update(f"{name} {tuple(whole.shape)} {_checksums(whole.detach())}\n".encode())
     return f"all numbers {digest.hexdigest()}"
@@ -233,6 +230,7 @@ def _checksums(values: torch.Tensor) -> list[int]:
     if len(data) % 8 or data.storage_offset() % 8:  # words of 8 bytes need a copy
         data = F.pad(data, (0, -len(data) % 8))
     words = data.view(torch.int64)
+    # Odd factors: a multiplication by an odd number loses no bit modulo 2**64.
     factors = 2 * _MULTIPLIER * torch.arange(min(_CHECKSUM_WORDS, len(words)), device=values.device) + 1
     # Mix in the highest bits, which a factor alone would not spread.
     chunks = (chunk ^ (chunk >> 32) for chunk in words.split(_CHECKSUM_WORDS))
@@ -256,10 +254,6 @@ def _check_names(model: PreTrainedModel, config: "LoraConfig") -> None:
                 owners = (name for name, module in model.named_modules() if list(module.parameters(recurse=False)))
                 hint = did_you_mean(name, sorted({name.rpartition(".")[2] for name in owners}))
                 raise ValueError(f"`lora.{option}` has '{name}', but the model has no such module. {hint}")
-    count, layers = model.config.get_text_config(decoder=True).num_hidden_layers, config.layers_to_transform
-    for layer in [layers] if isinstance(layers, int) else layers or []:
-        if not 0 <= layer < count:
-            raise ValueError(f"`lora.layers_to_transform` must be from 0 to {count - 1}, got {layer}.")
 
 
 def _touches_embedding(model: PreTrainedModel, settings: dict[str, Any]) -> bool:

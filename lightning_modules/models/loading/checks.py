@@ -74,6 +74,7 @@ def check_weight_files(folder: str) -> None:
     path = Path(folder).expanduser()
     if not path.is_dir():
         return  # a hub id, checked once it is fetched
+    # Pickles are read only without safetensors.
     files, pickled = sorted(path.glob("*.safetensors")), sorted(path.glob("pytorch_model*.bin"))
     if not files:
         _check_pickles(pickled)
@@ -92,24 +93,6 @@ def check_weight_files(folder: str) -> None:
             raise ValueError(
                 f"The weights '{file}' are incomplete or damaged ({error}). Fetch the file again."
             ) from error
-
-
-def check_quantized_files(folder: str, config: PreTrainedConfig) -> None:
-    """Raise a ``ValueError`` if a config claims weights in 4 or 8 bits, and the files of its folder have none."""
-    settings = getattr(config, "quantization_config", None)
-    claimed = settings if isinstance(settings, dict) else {}
-    files = sorted(Path(folder).expanduser().glob("*.safetensors"))
-    if not files or not (claimed.get("load_in_4bit") or claimed.get("load_in_8bit")):
-        return
-    for file in files:
-        with safe_open(file, framework="pt") as weights:
-            if any(weights.get_slice(name).get_dtype() in ("I8", "U8") for name in weights.keys()):  # noqa: SIM118
-                return
-    raise ValueError(
-        f"The config of '{folder}' claims weights in {4 if claimed.get('load_in_4bit') else 8} bits"
-        " (`quantization_config`), but its files have none: remove that key from config.json, or fetch the quantized"
-        " files."
-    )
 
 
 def _check_pickles(files: list[Path]) -> None:
@@ -165,6 +148,7 @@ def check_scoring(backbone: Backbone) -> None:
             layers from the layers as written, which would make all results wrong.
     """
     # 1. Compare our logits of two documents with the model's own.
+    # A fixed seed on the CPU gives all ranks the same tokens.
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(backbone.vocabulary_size, (12,), generator=generator).to(backbone.device)
     documents = tokens.split([7, 5])
@@ -202,6 +186,7 @@ def check_scoring(backbone: Backbone) -> None:
             backbone.base_model.set_attn_implementation("sdpa")
         if not backbone.is_stateful:
             backbone.isolates_documents = agrees()
+            # After the decision on attention, which it depends on.
             backbone.trims_last_layer = _can_trim(backbone, documents[0], tolerance)
 
 
@@ -217,6 +202,7 @@ def check_attention_window(backbone: Backbone, sinks: int = 0) -> None:
     )
     with torch.no_grad(), eval_mode(backbone):
         one, other = (backbone(pack_sequence([row, row]), window=AttentionWindow(2, sinks)) for row in ids)
+        # The last token of each of the two documents.
         last = [ids.shape[1] - 1, 2 * ids.shape[1] - 1]
         limited = not backbone.is_stateful and torch.allclose(one[:, last], other[:, last], rtol=0, atol=1e-3)
     if not limited:
@@ -230,27 +216,25 @@ def _check_kernel(backbone: Backbone, documents: Sequence[Tensor], expected: Ten
     """Raise a ``ValueError`` if torch's attention gives other log-likelihoods than a kernel from elsewhere."""
     kernel, model = backbone.attention, backbone.base_model
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-    scores = torch.cat([_score_packed(backbone, [document]) for document in documents])
+    scores = _score_alone(backbone, documents)
     model.set_attn_implementation(kernel)
-    difference = (scores - expected).abs().max().item()
-    if not difference <= tolerance:
-        raise ValueError(
-            f"The attention kernel '{kernel}' is wrong on this machine: its log-likelihoods differ from those of"
-            f" torch's attention by {difference:.2g} nats. Update it, or set `attn_implementation: sdpa`."
-        )
+    what = f"The attention kernel '{kernel}' is wrong on this machine: update it, or set `attn_implementation: sdpa`."
+    _check_close(scores, expected, tolerance, what)
 
 
 def _check_compiled(backbone: Backbone, documents: Sequence[Tensor], tolerance: float) -> None:
     """Raise a ``ValueError`` if compiled layers give other log-likelihoods than the layers as written."""
-    compiled = torch.cat([_score_packed(backbone, [document]) for document in documents])
+    compiled = _score_alone(backbone, documents)
     with uncompiled(backbone):
-        written = torch.cat([_score_packed(backbone, [document]) for document in documents])
-    difference = (compiled - written).abs().max().item()
-    if not difference <= tolerance:
-        raise ValueError(
-            f"The compiled layers are wrong on this machine: their log-likelihoods differ by {difference:.2g} nats from"
-            " those of the layers as written. Update torch, or remove `compile: true`."
-        )
+        written = _score_alone(backbone, documents)
+    what = "The compiled layers are wrong on this machine: update torch, or remove `compile: true`."
+    _check_close(compiled, written, tolerance, what)
+
+
+def _check_close(scores: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+    difference = (scores - expected).abs().max().item()
+    if not difference <= tolerance:  # also for NaN
+        raise ValueError(f"{what} Log-likelihoods differ by {difference:.2g} nats.")
 
 
 def _compare(backbone: Backbone, documents: Sequence[Tensor]) -> tuple[list[Tensor], float]:
@@ -263,6 +247,7 @@ def _compare(backbone: Backbone, documents: Sequence[Tensor]) -> tuple[list[Tens
     for document in documents:
         inputs: dict[str, Any] = {"input_ids": document.unsqueeze(0), "use_cache": False}
         logits.append(backbone.model(**inputs).logits[0, :-1])
+        # Logits at t predict token t + 1, so the last one is not compared.
         own = backbone.head(backbone.decoder(**inputs).last_hidden_state)[0, :-1]
         error = (own.float() - logits[-1].float()).abs().max()
         errors.append(error / logits[-1].float().std().clamp(min=1e-6))
@@ -273,6 +258,11 @@ def _score_packed(backbone: Backbone, documents: Sequence[Tensor]) -> Tensor:
     """Return log-likelihoods of all tokens but the first of each document, packed into one sequence."""
     batch = pack_sequence(documents)
     return backbone(batch)[batch["labels"] != IGNORE_INDEX]
+
+
+def _score_alone(backbone: Backbone, documents: Sequence[Tensor]) -> Tensor:
+    """Return the same log-likelihoods, with one forward pass for each document."""
+    return torch.cat([_score_packed(backbone, [document]) for document in documents])
 
 
 def _can_trim(backbone: Backbone, document: Tensor, tolerance: float) -> bool:
@@ -287,5 +277,6 @@ def _can_trim(backbone: Backbone, document: Tensor, tolerance: float) -> bool:
     except Exception as error:  # any kind: modules of such a layer do not process tokens separately
         log.info("The last layer of %s computes all tokens: %r", type(backbone.base_model).__name__, error)
         return False
+    # Now without trimming, for comparison; the caller stores the result.
     backbone.trims_last_layer = False
     return bool((trimmed - backbone(batch))[:, start:].abs().max() <= tolerance)

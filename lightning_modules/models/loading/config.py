@@ -14,9 +14,6 @@ Checkpointing = bool | Literal["selective"]
 """``true`` keeps only the input of each layer; ``selective`` also keeps the outputs of its attention."""
 
 
-_DIALECTS = ("auto", "vllm", "sglang")
-
-
 @dataclass(frozen=True)
 class ServerConfig:
     """How a served model, named by its address ``http(s)://HOST:PORT`` or by several with commas, is asked.
@@ -33,7 +30,7 @@ class ServerConfig:
         allow_http: Send texts and the key unencrypted to other machines, in a network that you trust.
     """
 
-    dialect: str = "auto"
+    dialect: Literal["auto", "vllm", "sglang"] = "auto"
     model: str | None = None
     claim: str | None = None
     key_variable: str = "LONGCE_API_KEY"
@@ -43,10 +40,6 @@ class ServerConfig:
     allow_http: bool = False
 
     def __post_init__(self) -> None:
-        if self.dialect not in _DIALECTS:
-            removed = " `longce serve` was removed: start the model with `vllm serve MODEL`."
-            hint = removed if self.dialect == "longce" else ""
-            raise ValueError(f"`server.dialect` must be one of {', '.join(_DIALECTS)}, got {self.dialect!r}.{hint}")
         if not (1 <= self.concurrency <= 1024 and self.timeout > 0 and self.patience >= 0):
             raise ValueError(
                 "`server.concurrency` must be from 1 to 1024, `server.timeout` above 0 and `server.patience` 0 or more,"
@@ -70,6 +63,7 @@ def is_served(pretrained_model_name_or_path: str | None) -> bool:
 
 def is_gguf(pretrained_model_name_or_path: str | None) -> bool:
     """Return whether a model is a GGUF file, by its name."""
+    # A folder may have such a name as well.
     name = pretrained_model_name_or_path or ""
     return name.lower().endswith(".gguf") and not Path(name).expanduser().is_dir()
 
@@ -83,6 +77,7 @@ def local_or_hub(path_or_id: str, kind: str) -> str:
         raise ValueError(f"The {kind} '{path_or_id}' is a file: use its folder '{local.parent}'.")
     if local.exists():
         return str(local)
+    # Anything else could be a hub id, which only the hub can know.
     if path_or_id.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_id):
         raise ValueError(f"No {kind} at '{path_or_id}': the file or folder does not exist. Check the path.")
     return path_or_id

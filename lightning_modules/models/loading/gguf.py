@@ -1,7 +1,6 @@
 """Models in the GGUF files of llama.cpp: each is converted once, into a folder that transformers loads."""
 
 import logging
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -59,6 +58,7 @@ def convert_gguf(file: Path) -> Path:
         ValueError: If the file is incomplete, split, or not understood by transformers in every part.
     """
     folder = writable_folder(default_cache_dir() / "gguf") / f"{content_hash(file)}-{FORMAT}"
+    # Several processes of a run may start at once; one of them converts.
     with exclusive(folder):
         if not folder.is_dir():
             with atomic_folder(folder) as building:
@@ -68,13 +68,8 @@ def convert_gguf(file: Path) -> Path:
 
 def _convert(file: Path, folder: Path) -> None:
     values, tensors = _read_header(file)
+    # Norms are always float32, so the type of most parameters decides.
     dtype = _DTYPES.get(max(tensors.kinds, key=lambda kind: tensors.kinds[kind]), torch.bfloat16)
-    needed, free = tensors.parameters * dtype.itemsize, shutil.disk_usage(folder).free
-    if needed > free:
-        raise ValueError(
-            f"Converting '{file}' needs {needed / 1e9:.1f} GB in {folder.parent}, which has {free / 1e9:.1f} GB: free"
-            " some space, or set $LONGCE_CACHE to another disk."
-        )
     size = file.stat().st_size / 1e9
     log.info("Converting '%s' (%.1f GB) once, into %s: this takes a minute or two per GB.", file, size, folder.parent)
     try:
@@ -159,6 +154,7 @@ def _set_rope(config: PreTrainedConfig, values: Mapping[str, Any], tensors: _Ten
         factors = tensors.rope["rope_freqs.weight"]
         scaled |= {**_LLAMA_3, "factor": float(factors.max()), "original_max_position_embeddings": original or 8192}
         width = 2 * len(factors)
+        # Llama 3 files have no parameters, only factors, so compare them with those of the parameters.
         unscaled = 1 / scaled["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
         frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
         if frequencies.shape == unscaled.shape and torch.allclose(unscaled / frequencies, factors, rtol=1e-3):

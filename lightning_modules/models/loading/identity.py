@@ -43,6 +43,7 @@ def describe_model(
 
     A context extension, which changes log-likelihoods and no file, is added to the identity.
     """
+    # The tokenizer may be another one than the model's own, so it is identified by itself.
     identity, tokens = identity or model_identity(config), tokenizer_hash(tokenizer)
     if config.context_extension is not None:
         identity += f" with {describe_extension(config.context_extension)}"
@@ -73,6 +74,7 @@ def model_identity(config: ModelConfig) -> str:
         return scorer.identity
     name, with_code = str(config.pretrained_model_name_or_path), config.trust_remote_code
     if is_gguf(name):
+        # Of the file itself: a later version of the conversion may give other files.
         return f"sha256:{content_hash(Path(local_or_hub(name, 'model')))}"
     folder = Path(local_or_hub(name, "model"))
     if not folder.is_dir():
@@ -80,6 +82,7 @@ def model_identity(config: ModelConfig) -> str:
     own = content_hash(folder, _find_loaded_files(folder, with_code))
     if (adapters := find_adapters(name)) is None:
         return f"sha256:{own}"
+    # Adapters change nothing in the folder of their base, and depend on all of it.
     base = replace(config, pretrained_model_name_or_path=adapters.base, revision=adapters.revision)
     return f"sha256:{combined_hash([own, model_identity(base)])}"
 
@@ -117,8 +120,10 @@ def _download_snapshot(name: str, revision: str | None, with_code: bool) -> Path
     try:
         if is_offline_mode():
             return Path(fetch(allow_patterns=[], local_files_only=True))  # whatever is in the cache
+        # Two steps, because the config names weights that no pattern covers.
         folder = Path(fetch(allow_patterns=[f"*{ending}" for ending in _LOADED_SUFFIXES], ignore_patterns=others))
         named = [file.relative_to(folder).as_posix() for file in _find_named_weights(folder)]
+        # Many repositories have the same weights as pickles, which transformers reads only without safetensors.
         pickles = [] if any((folder / weights).exists() for weights in _SAFETENSORS) else ["pytorch_model*"]
         code = ["*.py"] if with_code else []
         return Path(fetch(allow_patterns=["additional_chat_templates/*", *named, *pickles, *code]))

@@ -20,13 +20,7 @@ from lightning_modules.models.context_extension.methods import extend_config
 from lightning_modules.models.context_extension.rope_types import own_type
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
 from lightning_modules.models.loading.adapters import add_adapters, find_adapters, load_adapters, quantization_config
-from lightning_modules.models.loading.checks import (
-    check_config,
-    check_quantized_files,
-    check_scoring,
-    check_sizes,
-    check_weight_files,
-)
+from lightning_modules.models.loading.checks import check_config, check_scoring, check_sizes, check_weight_files
 from lightning_modules.models.loading.config import ModelConfig, is_served
 from lightning_modules.models.loading.dtypes import report_dtype, scoring_config, stored_dtype
 from lightning_modules.models.loading.gguf import model_folder
@@ -52,6 +46,7 @@ def load_backbone(
     tensors are on the meta device, which takes no memory.
     """
     path, stored = config.pretrained_model_name_or_path, load_config(config)
+    # 1. Choose dtype and attention before anything is built.
     dtype = stored_dtype(stored, config.dtype)
     attention = choose_attention(config, stored, device=device, autocast=autocast)
     log.info("Attention implementation of %s: %s.", stored.model_type, attention)
@@ -65,6 +60,7 @@ def load_backbone(
         compute_dtype = torch.bfloat16 if autocast else dtype
         settings["quantization_config"] = quantization_config(config.quantization, compute_dtype=compute_dtype)
         settings["device_map"] = {"": torch.device(device)}  # the default of transformers is the first GPU
+    # 2. Build the model; without weights, no tensor takes memory.
     with contextlib.nullcontext() if with_weights else torch.device("meta"):
         if with_weights and has_weights(path):
             model = _load_weights(path, stored, config.revision, settings)
@@ -79,6 +75,7 @@ def load_backbone(
             model = add_adapters(model, config.lora, autocast=autocast)
     if (adapters := find_adapters(path)) is not None:
         model = load_adapters(model, adapters, with_weights=with_weights)
+    # 3. Wrap it: from here on, it computes log-likelihoods instead of logits.
     backbone = Backbone(model)
     if config.compile:
         compile_layers(backbone.decoder)
@@ -113,7 +110,6 @@ def check_model(config: ModelConfig) -> PreTrainedConfig | None:
     stored = load_config(config)
     if has_weights(config.pretrained_model_name_or_path):
         check_weight_files(config.pretrained_model_name_or_path)
-        check_quantized_files(config.pretrained_model_name_or_path, stored)
     return stored
 
 
@@ -149,6 +145,7 @@ def load_config(config: ModelConfig) -> PreTrainedConfig:
     else:
         raise ValueError("Set `pretrained_model_name_or_path`, or the `model_type` of `model_config`.")
     check_config(loaded, trust_remote_code=config.trust_remote_code)
+    # Before the model is built: a later change would be saved, but have no effect.
     extend_config(loaded, config.context_extension)
     try:
         loaded.validate()
@@ -162,11 +159,6 @@ def _load_stored_config(config: ModelConfig) -> PreTrainedConfig:
     if (adapters := find_adapters(path)) is not None:
         path, revision = adapters.config, adapters.revision
     path = model_folder(path)
-    try:
-        values, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
-    except Exception:  # reported by the next attempt
-        values = {}
-    check_sizes(values)
     try:
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # transformers raises all kinds of errors for wrong values
@@ -205,6 +197,7 @@ def choose_attention(
     if implementation == "auto":
         implementation = "sdpa" if model_class._supports_sdpa else "eager"
         rope_type = own_type(stored.get_text_config(decoder=True))
+        # Flash attention has kernels for half precision only.
         half = autocast or stored_dtype(stored, config.dtype) in (torch.bfloat16, torch.float16)
         flash = half and torch.device(device).type == "cuda" and model_class._supports_flash_attn
         if flash and (rope_type is None or "flash_attention_2" in rope_type.backends):
@@ -279,7 +272,6 @@ def _load_weights(
         path, revision = adapters.base, adapters.revision
     path = model_folder(path)
     check_weight_files(path)
-    check_quantized_files(path, config)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             path, config=config, revision=revision, output_loading_info=True, **settings

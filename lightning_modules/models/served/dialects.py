@@ -59,11 +59,13 @@ class Dialect(ABC):
         """Return the log-likelihoods and likeliest tokens; other answers may raise any error of their parsing."""
 
     def read(self, span: TokenSpan, body: bytes) -> Scores:
-        """Return the scores of a span; raise an `AnswerError` if they are not there."""
+        """Return the scores of a span; raise an `AnswerError` if some are missing or impossible."""
         try:
             found, greedy = self._find(span, json.loads(body))
-            values = [_read_number(value) for value in found]
-            return Scores(np.asarray(values, np.float32), np.asarray(list(greedy), np.int32))
+            values = np.asarray([_read_number(value) for value in found], np.float32)
+            scores = Scores(values, np.asarray(list(greedy), np.int32))
+            _check_scores(span, scores)
+            return scores
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
             raise AnswerError(
                 f"an answer without `{self.field}` of the prompt's tokens ({type(error).__name__}: {error}), which was"
@@ -85,6 +87,7 @@ class Vllm(Dialect):
 
     @override
     def body(self, span: TokenSpan, model: str) -> dict[str, Any]:
+        # vLLM must generate a token; it is ignored.
         settings = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": int(span.greedy > 0)}
         return {"model": model, "prompt": span.ids.tolist(), **settings}
 
@@ -96,6 +99,7 @@ class Vllm(Dialect):
             raise ValueError("the first token has no context, so the values are shifted")
         # A token that is missing from its entry raises a KeyError: the values would belong to other tokens.
         values = [entry[str(token)]["logprob"] for token, entry in zip(span.ids[1:], entries, strict=True)]
+        # Entries begin at token 1, as the values do.
         greedy = [_likeliest_of_entry(entry) for entry in entries[len(entries) - span.greedy :]]
         return values[span.scored_from - 1 :], greedy
 
@@ -137,25 +141,21 @@ class Sglang(Dialect):
 
 def find_greedy(candidates: Iterable[tuple[float, int]]) -> int:
     """Return the likeliest token of pairs of log-likelihood and id; of equally likely ones the first, like argmax."""
+    # Pairs of the negative value and the id sort as argmax chooses.
     return min((-value, token) for value, token in candidates)[1]
 
 
 DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (Vllm(), Sglang())}
 
 
-def check_scores(span: TokenSpan, scores: Scores) -> Scores:
-    """Return the scores of a span; raise an `AnswerError` if some are missing or impossible."""
+def _check_scores(span: TokenSpan, scores: Scores) -> None:
+    """Raise a ``ValueError`` if scores of a span are missing or impossible."""
     values, count = scores.log_likelihood, len(span.ids) - span.scored_from
     if (len(values), len(scores.greedy)) != (count, span.greedy) or (scores.greedy < 0).any():
-        raise AnswerError(
-            f"{len(values)} log-likelihoods for {count} tokens, and {len(scores.greedy)} likeliest tokens for"
-            f" {span.greedy}"
-        )
+        raise ValueError(f"{len(values)} values for {count} tokens, {len(scores.greedy)} greedy for {span.greedy}")
     wrong = ~((values <= HIGHEST) & (values >= LOWEST))  # NaN compares as false
     if wrong.any():
-        first = values[int(wrong.argmax())]
-        raise AnswerError(f"{int(wrong.sum())} of {count} values that are not log-likelihoods, the first one {first}")
-    return scores
+        raise ValueError(f"{values[int(wrong.argmax())]} is not a log-likelihood")
 
 
 def quote(body: bytes) -> str:

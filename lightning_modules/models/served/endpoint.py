@@ -6,9 +6,9 @@ import json
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
 import numpy as np
@@ -21,7 +21,6 @@ from lightning_modules.models.served.dialects import (
     Dialect,
     Scores,
     TokenSpan,
-    check_scores,
     quote,
 )
 from lightning_modules.utilities.errors import IncompleteError
@@ -29,6 +28,8 @@ from lightning_modules.utilities.files import default_cache_dir, write_atomicall
 from lightning_modules.utilities.identity import combined_hash
 
 _log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 TOLERANCE = 0.1
 """Mean difference of two probes, in nats, up to which they are of one model: servers in bfloat16 round differently in
@@ -42,7 +43,6 @@ _BUSY = {408, 425, 429, 502, 503, 504}  # statuses of a server that cannot answe
 _OF_THE_REQUEST = {400, 413, 422}  # .. that refuse one request, such as a document that is too long
 _MAX_ATTEMPTS = 4  # for a request that may be the reason why the server fails
 _MAX_DELAY = 30.0  # seconds between attempts
-_BYTES_PER_TOKEN, _OVERHEAD = 1024, 1 << 20  # limits of an answer's size
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class Endpoint:
         self._client = httpx2.AsyncClient(
             base_url=self.address,
             headers=headers,
-            timeout=httpx2.Timeout(None, connect=10.0),
+            timeout=httpx2.Timeout(config.timeout, connect=10.0, pool=None),
             limits=httpx2.Limits(max_connections=config.concurrency + 1),
             trust_env=not _is_loopback(self.address),
         )
@@ -92,6 +92,7 @@ class Endpoint:
     async def connect(self) -> None:
         """Ask the server for its model, and check that its values are log-likelihoods of the tokens they should be."""
         try:
+            # 1. What the server says it runs. 2. What it really runs. 3. Whether its values are what they should be.
             self.identity = await self._describe()
             self.probe = await self._probe()
             await self._check_causality()
@@ -105,42 +106,42 @@ class Endpoint:
     async def score(self, span: TokenSpan) -> Scores:
         """Return the scores of a span, and ask again while the server does not answer.
 
-        A value that comes through a new connection is returned after a probe: behind the same address, there may be
-        another model after a restart.
-
         Raises:
             AnswerError: If the server refuses the span, fails four times because of it, or has no usable values for it.
             IncompleteError: If the server does not answer for `ServerConfig.patience` seconds.
         """
-        blamed = failures = 0
-        while True:
-            try:
-                # After several failures, either the server fails or the span is too much for it. The probe tells.
-                if blamed >= _MAX_ATTEMPTS:
+
+        async def attempt() -> Scores:
+            scores = await self._score(span)
+            # A new connection may lead to another model: the server may have been restarted behind the same address.
+            async with self._verification:
+                if self._is_unverified:
                     await self.verify()
-                    raise AnswerError(f"The server {self.address} failed {blamed} times with {len(span.ids)} tokens.")
-                scores = await self._score(span)
-                async with self._verification:
-                    if self._is_unverified:
-                        await self.verify()
-                break
-            except Unavailable as error:
-                if failures == 0:  # this request alone may have taken longer than the patience, until its timeout
-                    self.last_answer = time.monotonic()
-                blamed, failures = blamed + error.blamed, failures + 1
-                await self._wait(error, failures)
+            return scores
+
+        scores = await self._ask_again(attempt, len(span.ids))
         self.requests, self.tokens = self.requests + 1, self.tokens + len(span.ids)
         return scores
 
     async def verify_patiently(self) -> None:
         """Verify the model like `verify`, and ask again while the server does not answer."""
         self.last_answer = time.monotonic()
-        failures = 0
+        await self._ask_again(self.verify)
+
+    async def _ask_again(self, attempt: Callable[[], Awaitable[Result]], tokens: int = 0) -> Result:
+        """Repeat an attempt, for a span of ``tokens`` or the model, until it succeeds or the patience ends."""
+        blamed = failures = 0
         while True:
             try:
-                return await self.verify()
+                # After several failures, either the server fails or the span is too much for it. The probe tells.
+                if tokens and blamed >= _MAX_ATTEMPTS:
+                    await self.verify()
+                    raise AnswerError(f"The server {self.address} failed {blamed} times with {tokens} tokens.")
+                return await attempt()
             except Unavailable as error:
-                failures += 1
+                if tokens and failures == 0:  # this request alone may have taken longer than the patience
+                    self.last_answer = time.monotonic()
+                blamed, failures = blamed + error.blamed, failures + 1
                 await self._wait(error, failures)
 
     async def verify(self) -> None:
@@ -149,6 +150,7 @@ class Endpoint:
         try:
             if (identity := await self._describe()) != self.identity:
                 raise self._refuse(f"has another model than before ({identity} instead of {self.identity})")
+            # The name may stay the same while the weights behind it change.
             self.check_same(await self._probe(), "earlier")
         except BaseException:
             self._is_unverified = True
@@ -156,8 +158,9 @@ class Endpoint:
 
     def check_same(self, probe: Sequence[float] | NDArray[np.float32], when: str) -> None:
         """Raise a ``ValueError`` if another probe, such as one of an earlier run, is not of the same model."""
+        # A mean, because single tokens of a model in bfloat16 may differ by more than the tolerance.
         difference = float(np.abs(np.asarray(probe) - self.probe).mean())
-        if not difference <= TOLERANCE:
+        if not difference <= TOLERANCE:  # also for NaN
             raise self._refuse(
                 f"scores a fixed text {difference:.2g} nats differently than {when}, more than the rounding of one"
                 f" model ({TOLERANCE:g}), although both are called '{self._model}': the model behind the address has"
@@ -190,9 +193,10 @@ class Endpoint:
 
     async def _describe(self) -> str:
         """Read what the server runs from its list of models, and return its identity."""
-        body = await self._send("GET", "/v1/models", None, _OVERHEAD)
+        body = await self._send("GET", "/v1/models")
         try:
             models = {str(model["id"]): model for model in json.loads(body)["data"]}
+            # Without a name, the first of the list; several are refused below.
             chosen = models[self._config.model or next(iter(models))]
         except (ValueError, TypeError, LookupError, StopIteration, RecursionError):
             wanted = f" with '{self._config.model}'" if self._config.model else ""
@@ -218,7 +222,9 @@ class Endpoint:
     async def _check_causality(self) -> None:
         """Raise a ``ValueError`` unless each value depends on its token and the preceding ones, and on no others."""
         half = len(_PROBE) // 2
+        # Three other last tokens: one alone could have nearly the same log-likelihood by chance.
         changed = [await self._probe(last) for last in _PROBE[[3, 8, 15]]]
+        # SGLang is asked for a part of the values in another way than for all.
         tail = (await self._score(TokenSpan(_PROBE, half))).log_likelihood
         before = max(float(np.abs(values[:-1] - self.probe[:-1]).max()) for values in changed)
         own = max(float(abs(values[-1] - self.probe[-1])) for values in changed)
@@ -233,53 +239,37 @@ class Endpoint:
         return (await self._score(TokenSpan(np.append(_PROBE[:-1], last), 1))).log_likelihood
 
     async def _score(self, span: TokenSpan) -> Scores:
-        path, count = self.dialect.path, len(span.ids) - span.scored_from
-        body = self.dialect.body(span, self._model)
-        answer = await self._send("POST", path, body, _BYTES_PER_TOKEN * len(span.ids) + _OVERHEAD)
+        path = self.dialect.path
+        answer = await self._send("POST", path, self.dialect.body(span, self._model))
         self.last_answer = time.monotonic()
         try:
-            return check_scores(span, self.dialect.read(span, answer))
+            return self.dialect.read(span, answer)
         except AnswerError as error:
-            message = f"was asked POST {path} for {count} of {len(span.ids)} tokens, and sent {error}"
-            raise AnswerError(str(self._refuse(message))) from None
+            message = f"was asked POST {path} for {len(span.ids) - span.scored_from} of {len(span.ids)} tokens"
+            raise AnswerError(str(self._refuse(f"{message}, and sent {error}"))) from None
 
-    async def _send(self, method: str, path: str, content: dict[str, Any] | None, limit: int) -> bytes:
+    async def _send(self, method: str, path: str, content: dict[str, Any] | None = None) -> bytes:
         """Return the body of an answer with status 200; raise what other answers mean."""
-        body = bytearray()
-        options: Any = {"json": content, "extensions": {"trace": self._note_connection}}
         try:
-            async with asyncio.timeout(self._config.timeout):
-                async with self._client.stream(method, path, **options) as response:
-                    async for chunk in response.aiter_raw():
-                        body += chunk
-                        if len(body) > limit:
-                            raise AnswerError(str(self._refuse(f"sent more than {limit:,} bytes for {path}")))
-        except TimeoutError:
-            raise Unavailable(f"no answer within {self._config.timeout:g} s", blamed=True) from None
-        except httpx2.TransportError as error:
+            trace = {"trace": self._note_connection}
+            response = await self._client.request(method, path, json=content, extensions=trace)
+        except httpx2.TransportError as error:  # also a timeout, and an answer that is cut off
             reason = f"{type(error).__name__}: {error}".rstrip(": ")
             raise Unavailable(reason, blamed=not isinstance(error, httpx2.ConnectError)) from None
-        if response.status_code != 200:
-            raise self._explain_status(f"{method} {path}", response, bytes(body))
-        return bytes(body)
-
-    def _explain_status(self, request: str, response: httpx2.Response, body: bytes) -> Exception:
-        status = response.status_code
-        answer = f"answered {request} with status {status}"
+        status, body = response.status_code, response.content
+        if status == 200:
+            return body
+        answer = f"answered {method} {path} with status {status}"
         if status in _BUSY:
             wait = response.headers.get("Retry-After", "")
-            return Unavailable(answer, delay=float(wait) if wait.isdecimal() else None)
+            raise Unavailable(answer, delay=float(wait) if wait.isdecimal() else None)
         if status >= 500:
-            return Unavailable(self._hide_key(f"{answer}: {quote(body)}"), blamed=True)
+            raise Unavailable(self._hide_key(f"{answer}: {quote(body)}"), blamed=True)
         if status in _OF_THE_REQUEST:
-            return AnswerError(str(self._refuse(f"{answer}: {quote(body)}")))
+            raise AnswerError(str(self._refuse(f"{answer}: {quote(body)}")))
         if status in (401, 403):
-            variable = self._config.key_variable
-            state = "has a key that it does not accept" if self._key else "is not set"
-            return self._refuse(f"{answer}: the environment variable {variable} {state}. Set it to a valid key")
-        if 300 <= status < 400:
-            return self._refuse(f"{answer}, and redirects are not followed: name the server itself")
-        return self._refuse(f"{answer}: {quote(body)}. Check the address and `server.dialect`")
+            raise self._refuse(f"{answer}: set the environment variable {self._config.key_variable} to a valid key")
+        raise self._refuse(f"{answer}: {quote(body)}. Check the address and `server.dialect`")
 
     def _refuse(self, message: str) -> ValueError:
         return ValueError(self._hide_key(f"The server {self.address} {message}."))

@@ -46,6 +46,7 @@ class RemoteScorer(Scorer):
         addresses = [address.strip().rstrip("/") for address in addresses]
         if len(set(addresses)) < len(addresses):
             raise ValueError(f"A server is named twice in '{','.join(addresses)}': name each once.")
+        # A fork would inherit the sockets, and mix its requests with those of its parent.
         self._config, self._process = config, os.getpid()
         self._endpoints = [Endpoint(address, config) for address in addresses]
         try:
@@ -156,6 +157,7 @@ class RemoteScorer(Scorer):
         """Return the log-likelihoods of spans in their order; the longest are scored first, so that none is last."""
         answers: dict[int, Scores] = {}
         longest_first = sorted(range(len(spans)), key=lambda index: -len(spans[index].ids))
+        # One iterator for all tasks: each takes the next span when it has finished one.
         waiting = iter(longest_first)
 
         async def work(endpoint: Endpoint) -> None:

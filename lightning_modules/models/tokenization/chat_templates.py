@@ -38,6 +38,7 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str,
         ValueError: If the template leaves its sandbox, fails or takes longer than `RENDERING_SECONDS`.
     """
     try:
+        # transformers renders in a sandbox, which limits access, but not time.
         with _time_limit(RENDERING_SECONDS):
             return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     except TimeoutError:

@@ -55,11 +55,13 @@ class TokenCharacters:
         decoded = b"".join(pieces).decode("utf-8", errors="surrogateescape")
         code = np.frombuffer(decoded.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")
         whole = (code < 0xDC80) | (code > 0xDCFF)
+        # Bytes of each character in UTF-8; a lone surrogate represents one byte.
         width = np.where(whole, 1 + (code >= 0x80) + (code >= 0x800) + (code >= 0x10000), 1)
         before = np.concatenate([[0], np.cumsum(whole)])  # whole characters before each
         of_byte = np.append(np.repeat(np.arange(len(code)), width), len(code))
         lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
         ends = np.cumsum(lengths)
+        # From bytes to characters: the first of a token, and the one after its last.
         start = before[of_byte[ends - lengths]]
         last = of_byte[np.maximum(ends, 1) - 1]
         stop = np.where(lengths > 0, before[np.minimum(last + 1, len(code))], start)

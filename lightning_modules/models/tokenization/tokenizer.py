@@ -23,9 +23,8 @@ _TOKENIZER_FILES = ("tokenizer.*", "vocab*", "*.model", "*.tiktoken", "tekken.js
 _PROBE = "The cat sat on 1234 mats.\n\n  def f(x):\treturn 'don't'  # 北京, été 😀"
 """Text in which tokenizers differ: digits, white space, contractions, accents, characters of several bytes."""
 
-_tokenizers_with_unknown_tokens: WeakSet[PreTrainedTokenizerFast] = WeakSet()
-_tokenizers_with_gaps: WeakSet[PreTrainedTokenizerFast] = WeakSet()
-"""Tokenizers that a warning has already reported for unknown tokens, or for dropping characters."""
+_reported_tokenizers: WeakSet[PreTrainedTokenizerFast] = WeakSet()
+"""Tokenizers that a warning has already reported."""
 
 
 def load_tokenizer(
@@ -65,12 +64,6 @@ def load_tokenizer(
     tokenizer.backend_tokenizer.no_padding()
     if not trimmed_offsets:
         untrim_offsets(tokenizer)
-    offsets = tokenizer.backend_tokenizer.encode("The cat sat on the mat.", add_special_tokens=False).offsets
-    if offsets and not any(end > start for start, end in offsets):  # some versions of `tokenizers`, at the byte level
-        raise ValueError(
-            f"The tokenizer '{pretrained_model_name_or_path}' does not report character offsets: update the package"
-            " `tokenizers`."
-        )
     return tokenizer
 
 
@@ -80,6 +73,7 @@ def _is_stored(tokenizer: PreTrainedTokenizerFast, path: str, revision: str | No
     For models of type ``qwen2``, transformers 5 builds a tokenizer from the vocabulary and ignores the rest.
     """
     file = cached_file(path, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False)
+    # Ids of one text are compared, because the two differ in ways that their JSON does not show.
     backends = [tokenizer.backend_tokenizer, *([] if file is None else [Tokenizer.from_file(file)])]
     return len({tuple(backend.encode(_PROBE, add_special_tokens=False).ids) for backend in backends}) == 1
 
@@ -165,6 +159,7 @@ def encode_document(
     # The backend, because the tokenizer would warn about its maximum sequence length before the text is cut.
     try:
         encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        # A loop, because a cut text may have more tokens than before: its last word has lost its end.
         while (end := _cut(encoding, max_tokens)) is not None:
             text = text[:end]
             if not text.strip():
@@ -189,24 +184,20 @@ def _warn_of_unread_text(
     text: str, ids: Tensor, offsets: Tensor, tokenizer: PreTrainedTokenizerFast, name: str
 ) -> None:
     """Warn, once per tokenizer, if many tokens are unknown or many characters are dropped."""
+    # Byte-level tokenizers have no unknown token.
     unknown = 0.0 if tokenizer.unk_token_id is None else ids.eq(tokenizer.unk_token_id).float().mean().item()
-    if unknown > 0.1 and tokenizer not in _tokenizers_with_unknown_tokens:
-        _tokenizers_with_unknown_tokens.add(tokenizer)
-        warnings.warn(
-            f"{unknown:.0%} of the tokens of document '{name}' are unknown to the tokenizer '{tokenizer.name_or_path}':"
-            " it is not meant for such text, and scores are not meaningful. Further documents are not reported.",
-            stacklevel=3,
-        )
     covered = int(unit_spans(offsets, character_units(offsets)).diff(dim=1).sum())
     # Many tokenizers leave out white space, so it does not count as uncovered.
-    if covered < 0.9 * len("".join(text.split())) and tokenizer not in _tokenizers_with_gaps:
-        _tokenizers_with_gaps.add(tokenizer)
-        warnings.warn(
-            f"The tokenizer '{tokenizer.name_or_path}' drops characters, which are then not scored: the tokens of"
-            f" document '{name}' cover {covered:,} of its {len(text):,} characters. Further documents are not"
-            " reported.",
-            stacklevel=3,
-        )
+    drops = covered < 0.9 * len("".join(text.split()))
+    if tokenizer in _reported_tokenizers or not (unknown > 0.1 or drops):
+        return
+    _reported_tokenizers.add(tokenizer)
+    warnings.warn(
+        f"{unknown:.0%} of the tokens of document '{name}' are unknown to the tokenizer '{tokenizer.name_or_path}', and"
+        f" its tokens cover {covered:,} of the {len(text):,} characters: it is not meant for such text, and scores are"
+        " not meaningful. Further documents are not reported.",
+        stacklevel=3,
+    )
 
 
 def _cut(encoding: Encoding, max_tokens: int | None) -> int | None:
@@ -214,6 +205,7 @@ def _cut(encoding: Encoding, max_tokens: int | None) -> int | None:
     if max_tokens is None or len(encoding.ids) <= max_tokens:
         return None
     offsets = encoding.offsets
+    # A character whose bytes are in several tokens must not be divided.
     left_out = [start for start, end in offsets[max_tokens:] if end > start]
     if not left_out:
         return None

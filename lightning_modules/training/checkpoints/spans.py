@@ -3,14 +3,12 @@
 import hashlib
 import json
 import logging
-import pydoc
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from lightning_modules.training.checkpoints.io import describe_checkpoint, load_without_tensors
 from lightning_modules.utilities.files import write_atomically
@@ -25,7 +23,6 @@ CONFIG_KEY = "longce_config"
 
 log = logging.getLogger(__name__)
 
-_RESUMED = re.compile(r"config-resumed-at-step-(\d+)(?:-(\d+))?\.yaml")
 _PRESENTATION = re.compile(r"ckpt_path|.*\.(dirpath|\w+_dir)|trainer\.(enable_\w+|log_every_n_steps|logger)")
 _CLASS_LEVEL = ("", "trainer", "model")
 _CLASSES = ("model.optimizer.class_path", "model.lr_scheduler.class_path")
@@ -64,12 +61,10 @@ class Span(NamedTuple):
 def resumed_spans(checkpoint: Path | None, config: str) -> list[Span]:
     """Return the spans of a training with this config (YAML) that resumes from a checkpoint, or starts without one.
 
-    The checkpoint has the earlier config and spans, so that all processes find the same; one of an older version is
-    compared with the config in its folder or the folder above.
+    The checkpoint has the earlier config and spans, so that all processes find the same.
 
     Raises:
-        ValueError: If the checkpoint has the state of another optimizer or schedule, or settings change of which the
-            state in the checkpoint is not a function.
+        ValueError: If the checkpoint has the state of another optimizer or schedule.
     """
     digest = hashlib.sha256(config.encode()).hexdigest()
     if checkpoint is None:
@@ -80,13 +75,12 @@ def resumed_spans(checkpoint: Path | None, config: str) -> list[Span]:
     earlier = [span for span in spans if span.step < step]
     if text is None or not earlier:
         log.warning(
-            "'%s' is by an older version, and no %s is in its folder: what this resume changes is not known, and the"
-            " optimizer's settings are those of the checkpoint.",
+            "'%s' is by an older version: what this resume changes is not known, and the optimizer's settings are those"
+            " of the checkpoint.",
             checkpoint,
-            CONFIG_FILE,
         )
         return [Span(step, CONFIG_FILE, {}, digest)]
-    changed = find_changes(yaml.safe_load(text), settings := yaml.safe_load(config))
+    changed = find_changes(yaml.safe_load(text), yaml.safe_load(config))
     for name in _CLASSES:
         if name in changed:
             before, after = changed[name]
@@ -94,47 +88,23 @@ def resumed_spans(checkpoint: Path | None, config: str) -> list[Span]:
                 f"`{name.removesuffix('.class_path')}` is {after}, but '{checkpoint}' has the state of {before}:"
                 " restore it, or start a new training from the weights (`longce export`)."
             )
-    if optimized := [name for name in changed if name.startswith(("model.optimizer.", "model.lr_scheduler."))]:
-        _check_schedule(settings, optimized[0])
     return [*earlier, Span(step, "", changed, digest)]
 
 
 def _read_earlier(checkpoint: Path) -> tuple[str | None, list[Span]]:
-    """Return the config of the training that wrote a checkpoint, None if it cannot be found, and its spans."""
+    """Return the config and the spans of the training that wrote a checkpoint; None if an older version wrote it."""
     try:
         stored = load_without_tensors(checkpoint).get(CONFIG_KEY)
     except Exception:  # damaged, which is reported when it is loaded
         stored = None
-    if stored is not None:
-        return str(stored["config"]), _parse_spans(stored["spans"])
-    folders = (checkpoint.parent, checkpoint.parent.parent)
-    folder = next((path for path in folders if (path / CONFIG_FILE).is_file()), None)
-    spans = [] if folder is None else read_spans(folder)
-    step = int(describe_checkpoint(checkpoint).step)
-    earlier = [span for span in spans if span.step < step]
-    if folder is None or not earlier or not (folder / earlier[-1].config).is_file():
-        return None, []
-    return (folder / earlier[-1].config).read_text(), spans
-
-
-def _check_schedule(config: Mapping[str, Any], changed: str) -> None:
-    """Raise a ``ValueError`` if the learning rates of the config's schedule depend on more than settings and steps."""
-    path = _look_up(config, "model.lr_scheduler.class_path")
-    kind = pydoc.locate(str(path)) if path else None
-    if not (isinstance(kind, type) and issubclass(kind, LRScheduler)):
-        return  # of the user's own kind, which `restore_settings` checks
-    if not (issubclass(kind, LambdaLR | ReduceLROnPlateau) or callable(getattr(kind, "_get_closed_form_lr", None))):
-        raise ValueError(
-            f"`{changed}` cannot change when a training resumes with the schedule {kind.__name__}: restore it, or use"
-            " `lightning_modules.training.optimizers.WarmupSchedule`."
-        )
+    return (None, []) if stored is None else (str(stored["config"]), _parse_spans(stored["spans"]))
 
 
 def read_spans(folder: Path) -> list[Span]:
-    """Return the spans of the run in a folder; those of older versions are found by the names of their configs."""
+    """Return the spans of the run in a folder."""
     path = folder / SPANS_FILE
     if not path.is_file():
-        return _find_older_spans(folder)
+        return [Span(0, CONFIG_FILE, {})]
     try:
         return _parse_spans(path.read_bytes())
     except (ValueError, TypeError) as error:
@@ -153,17 +123,6 @@ def write_spans(folder: Path, spans: Sequence[Span], config: str) -> None:
     spans = [*earlier, spans[-1]._replace(config=config)]
     if len(spans) > 1:
         write_atomically(folder / SPANS_FILE, (json.dumps(spans, indent=1) + "\n").encode())
-
-
-def _find_older_spans(folder: Path) -> list[Span]:
-    found = [_RESUMED.fullmatch(path.name) for path in folder.glob("config-resumed-*.yaml")]
-    starts = sorted((int(match[1]), int(match[2] or 1), match[0]) for match in found if match is not None)
-    spans = [Span(0, CONFIG_FILE, {})]
-    for step, _, name in starts:
-        spans = [span for span in spans if span.step < step] or spans[:1]
-        before, after = (yaml.safe_load((folder / each).read_text()) for each in (spans[-1].config, name))
-        spans.append(Span(step, name, find_changes(before, after)))
-    return spans
 
 
 def describe_for_checkpoint(config: str) -> str:
@@ -238,23 +197,18 @@ def _has_objects(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(item, dict) and "class_path" in item for item in value)
 
 
+def name_object(item: Any) -> str:
+    """Return the class of an object in a config, with its name if it has one: numbers in lists differ between runs."""
+    settings = item if isinstance(item, dict) else {}
+    parts = settings.get("class_path", "").rpartition(".")[2], (settings.get("init_args") or {}).get("name")
+    return ".".join(filter(None, parts))
+
+
 def _name_objects(value: Any) -> dict[str, Any]:
     """Return objects by their classes and names, numbered where several are equal."""
     named: dict[str, Any] = {}
     for number, item in enumerate(value if isinstance(value, list) else [] if value is None else [value]):
-        settings = item if isinstance(item, dict) else {}
-        parts = settings.get("class_path", "").rpartition(".")[2], (settings.get("init_args") or {}).get("name")
-        name = ".".join(filter(None, parts)) or str(number)
+        name = name_object(item) or str(number)
         copies = sum(each == name or each.startswith(f"{name}.copy") for each in named)
         named[f"{name}.copy{copies + 1}" if copies else name] = item
     return named
-
-
-def _look_up(config: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a dotted name; the arguments of a model's class have names without ``init_args``."""
-    value: Any = config
-    for part in name.split("."):
-        if not isinstance(value, dict):
-            return None
-        value = value[part] if part in value else (value.get("init_args") or {}).get(part)
-    return value

@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.identity import hub_commit, model_identity
 from lightning_modules.models.loading.load import has_weights
+from lightning_modules.training.checkpoints.spans import name_object
 from lightning_modules.training.facts import run_facts
 from lightning_modules.utilities.identity import combined_hash
 
@@ -98,7 +99,7 @@ def flatten_config(value: Any, name: str = "") -> dict[str, Any]:
     if value is None or name in NOT_LOGGED:
         return {}
     if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        value = {_name_object(item) or number: item for number, item in enumerate(value)}
+        value = {name_object(item) or number: item for number, item in enumerate(value)}
     if not isinstance(value, dict):
         return {name: value if isinstance(value, bool | int | float) else str(value)}
     if name == "model":  # the same names whether or not the config names a class
@@ -106,13 +107,6 @@ def flatten_config(value: Any, name: str = "") -> dict[str, Any]:
         value.pop("init_args", None)
     parts = (flatten_config(part, f"{name}.{key}".lstrip(".")) for key, part in value.items())
     return {key: value for part in parts for key, value in part.items()}
-
-
-def _name_object(item: Any) -> str:
-    """Return the class of an object, with its name if it has one: numbers of callbacks differ between runs."""
-    settings = item if isinstance(item, dict) else {}
-    parts = settings.get("class_path", "").rpartition(".")[2], (settings.get("init_args") or {}).get("name")
-    return ".".join(filter(None, parts))
 
 
 def _identify_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:

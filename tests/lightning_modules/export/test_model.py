@@ -213,14 +213,3 @@ def test_a_full_disk_leaves_the_old_export(error, tmp_path, monkeypatch):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(logits(loaded), logits(tiny_model(seed=0)))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_adapters_of_an_unchanged_base_load_by_themselves(tmp_path):
-    tiny_model("llama").save_pretrained(tmp_path / "base")
-    trained = adapted()
-    trained.get_base_model().load_state_dict(tiny_model("llama").state_dict(), strict=False)
-    facts = TrainingFacts(base_model=str(tmp_path / "base"), base_is_local=True)
-    export_model(trained, None, tmp_path / "out", options=ExportOptions("kept"), facts=facts)
-    loaded = AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "out"))
-    torch.testing.assert_close(logits(loaded), logits(trained), rtol=1e-4, atol=1e-4)
-    assert "compute other results" not in (tmp_path / "out" / "README.md").read_text()

@@ -105,12 +105,6 @@ def test_what_is_not_uploaded_is_kept_and_there_is_a_command_if_it_could_be(hub,
         upload(export, private=False)
 
 
-@pytest.mark.parametrize("name", ["name", "org/name/more", "org/na me", "https://huggingface.co/org/name", ""])
-def test_names_that_are_not_of_a_repository(name):
-    with pytest.raises(ValueError, match="`push_to_hub"):
-        ExportOptions(push_to_hub=name)
-
-
 @pytest.mark.parametrize(("offline", "named"), [(True, "HF_HUB_OFFLINE"), (False, "HF_TOKEN")])
 def test_an_upload_needs_a_token_and_a_network(monkeypatch, offline, named):
     monkeypatch.setattr("lightning_modules.export.upload.is_offline_mode", lambda: offline)

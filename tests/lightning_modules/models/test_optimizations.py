@@ -154,39 +154,9 @@ def test_a_model_for_mixed_precision_has_the_configured_residual_stream(autocast
     assert seen == [expected]
 
 
-def test_it_keeps_the_outputs_of_attention_and_little_more():
-    def kept(kind):
-        model = tiny_model("llama", 90).train()
-        enable_checkpointing(model, kind)
-        sizes = {}
-
-        def pack(tensor):
-            sizes[tensor.untyped_storage().data_ptr()] = tensor.numel()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = model.model(input_ids=torch.zeros(1, 200, dtype=torch.int64), use_cache=False).last_hidden_state
-        return sum(sizes.values()), output
-
-    (full, _), (none, _) = kept(True), kept(False)
-    assert full < none / 4
-
-
-def test_loaded_by_name(tmp_path):
-    tiny_model("llama", 90).save_pretrained(tmp_path)
-    backbone = load_backbone(
-        ModelConfig(str(tmp_path), gradient_checkpointing="selective", attn_implementation="sdpa")
-    ).train()
-    with Count() as count:
-        backbone(packed([torch.arange(30)])).sum().backward()
-    assert count.attention == 2
-
-
 def test_attention_that_cannot_be_kept_and_other_words_are_refused():
     with pytest.raises(ValueError, match=r"not 'eager'.*attn_implementation"):
         enable_checkpointing(build("llama", attention="eager"), "selective")
-    with pytest.raises(ValueError, match="got 'selectivee'"):
-        enable_checkpointing(build("llama"), "selectivee")
     enable_checkpointing(build("llama", attention="eager"), True)
 
 
@@ -198,15 +168,3 @@ def test_the_operators_of_torch_that_are_kept_exist():
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",
     }
-
-
-@torch.no_grad()
-def test_a_short_pass_in_fewer_bits_leaves_the_weights_untouched():
-    model = tiny_model("llama", 90)
-    decoder = model.get_decoder()
-    tokens = torch.arange(40).unsqueeze(0)
-    expected = decoder(input_ids=tokens, use_cache=False).last_hidden_state
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        rough = decoder(input_ids=tokens, use_cache=False).last_hidden_state.float()
-    assert 1e-4 < (rough - expected).norm() / expected.norm() < 0.5
-    assert torch.equal(decoder(input_ids=tokens, use_cache=False).last_hidden_state, expected)

@@ -1,9 +1,6 @@
 """Forward passes advance a bar layer by layer."""
 
-import logging
-
 import pytest
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 
@@ -14,7 +11,6 @@ from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_frozen
 from lightning_modules.models.progress import count_tokens, show_progress
 from lightning_modules.scoring.evaluator import score_text
-from lightning_modules.scoring.score import score
 from lightning_modules.training.monitoring.progress import StepProgress
 from tests.conftest import make_text
 from tests.support.bars import replace_bars
@@ -58,36 +54,6 @@ def test_bars_are_closed_by_an_error(bars):
         fail()
     assert bars[0].seen == ["closed"]
     assert progress._bar.get() is None
-
-
-def test_score_names_the_document_and_gives_each_number_when_it_is_known(
-    bars, model_dir, evaluator_dir, tmp_path, monkeypatch, caplog
-):
-    caplog.set_level(logging.INFO)
-    monkeypatch.setattr("lightning_modules.scoring.score.SECONDS", 0.0)
-    files = []
-    for number in range(2):
-        files.append(str(tmp_path / f"{number}.txt"))
-        (tmp_path / f"{number}.txt").write_text(make_text(90, seed=number))
-    result = score(files, str(model_dir), str(evaluator_dir), context_length=48, stride=16, alpha=0.3, beta=-7.0)
-    assert [bar.lines for bar in bars] == [
-        [f"{kind}, document 1 of 2", f"{kind}, document 2 of 2"] for kind in ("evaluator", "model")
-    ]
-    assert [bar.seen[-2] for bar in bars] == [bar.total for bar in bars]
-    for row in result["documents"]:
-        assert f"{row['file']}: {row['key_tokens']} key tokens, LongPPL {row['longppl']:.4f}" in caplog.text
-
-
-def test_progress_does_not_change_numbers(model_dir, tokenizer):
-    text, found = make_text(120, seed=2), []
-    for shown in (False, True):
-        backbone = load_frozen(ModelConfig(str(model_dir)), "cpu")
-        if shown:
-            with show_progress([text], "evaluator", [1]):
-                found.append(score_text(text, backbone, tokenizer, context_length=48, stride=16).short)
-        else:
-            found.append(score_text(text, backbone, tokenizer, context_length=48, stride=16).short)
-    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 BATCHES = ("train", "validation", "predict")

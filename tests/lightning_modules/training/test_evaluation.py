@@ -13,9 +13,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_modules.commands.cli.main import main
-from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.training import evaluation
-from lightning_modules.utilities.locks import RunLock
 
 RUN = Path("runs/longce/mine")
 OWN = """
@@ -79,13 +77,6 @@ def events(folder):
     return {tag: [event.step for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
 
-def refused(capsys, *words):
-    with pytest.raises(SystemExit) as stopped:
-        longce(*words)
-    assert stopped.value.code == 2
-    return capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
 def test_evaluations_leave_a_run_alone_and_log_at_the_checkpoints_step(folder):
@@ -108,16 +99,6 @@ def test_evaluations_leave_a_run_alone_and_log_at_the_checkpoints_step(folder):
     beside = RUN.parent / evaluation.EVALUATIONS_FOLDER
     assert events(beside / "validate")["val/perplexity"] == [0]
     assert sorted(RUN.parent.iterdir()) == [beside, RUN]
-
-
-@pytest.mark.slow
-def test_an_evaluation_of_weights_alone_logs_at_their_step(folder):
-    content = torch.load(RUN / "checkpoints" / "step-2.ckpt", weights_only=True)
-    weights = {key: content[key] for key in ("state_dict", "loops", "global_step", "pytorch-lightning_version")}
-    Path("elsewhere").mkdir()
-    torch.save(weights, "elsewhere/weights.ckpt")
-    longce("validate", *FIT[1:-2], "--ckpt_path", "elsewhere/weights.ckpt")
-    assert events(RUN / evaluation.EVALUATIONS_FOLDER / "validate-step-2")["val/perplexity"] == [2]
 
 
 def test_a_run_that_is_read_only_is_evaluated_beside_the_logger(folder, monkeypatch):
@@ -156,20 +137,3 @@ def test_a_resumed_run_keeps_its_config_and_takes_the_largest_step(folder):
     kept = {path.name: torch.load(path, weights_only=True) for path in (RUN / "checkpoints").glob("step-*")}
     assert set(kept) == {"step-3.ckpt", "step-4.ckpt"}
     assert {one["run_id"] for one in kept.values()} == {yaml.safe_load(identity)["id"]}
-
-
-@pytest.mark.slow
-def test_a_second_fit_is_refused_before_it_loads_anything(folder, capsys, monkeypatch):
-    monkeypatch.setattr(LongContextLM, "configure_model", lambda self: pytest.fail("loaded"))
-    before = hashes(RUN)
-    lock = RunLock(RUN)
-    lock.begin()
-    try:
-        message = refused(capsys, *FIT, "--ckpt_path", "last")
-    finally:
-        lock.leave()
-    assert f"'{folder / RUN}' is in use by process {os.getpid()} on " in message
-    before.pop(RUN / ".rank-0.lock", None)
-    assert hashes(RUN) == before
-    assert "an earlier training (step-2.ckpt): resume it" in refused(capsys, *FIT)
-    assert hashes(RUN) == before

@@ -71,6 +71,7 @@ def lm_infinite(parameters: Mapping[str, Any]) -> Relocation:
     authors' code, which also has the default of 10 sinks. The paper's optional attention to a few tokens in the middle
     is left out.
     """
+    # The band has distances 0 to L - 1; sinks beyond it are all at distance L.
     sinks, limit = parameters["sinks"], parameters["original_max_position_embeddings"]
     band = Branch(lambda start, stop: (max(0, start - limit + 1), stop), lambda i, j: i - j < limit)
     first = Branch(
@@ -102,6 +103,7 @@ def self_extend(parameters: Mapping[str, Any]) -> Relocation:
     Jin et al. (2024, https://arxiv.org/abs/2401.01325): ``i // group - j // group + window - window // group``.
     """
     window, group = parameters["window"], parameters["group"]
+    # Without the shift, distances would jump back at the edge of the window.
     shift = window - window // group
     return _split_by_distance(
         window,
@@ -161,6 +163,7 @@ def relocated_attention(pattern: Relocation, query: Tensor, key: Tensor, value: 
     """Compute attention of the last tokens of one document with relocated positions, in the shapes of `Pattern`."""
     length, first = key.shape[2], key.shape[2] - query.shape[2]
     positions = torch.arange(length, device=query.device)
+    # Exact, and faster: no distance is changed in a short document.
     if first == 0 and length <= pattern.plain_length:
         query, key = (rotate(states, positions, rotary.frequencies) for states in (query, key))
         return F.scaled_dot_product_attention(
@@ -180,7 +183,9 @@ def relocated_attention(pattern: Relocation, query: Tensor, key: Tensor, value: 
             if high <= low:
                 continue
             j = positions[low:high]
+            # ``[N, M]``: causal, and a pair of this branch.
             visible = (j <= i) & branch.pairs(i, j)
+            # Queries are indexed from the first one, keys from the start of the document.
             q = take(queries.index(branch.query_position), start - first, stop - first)
             k = take(len(queries) + keys.index(branch.key_position), low, high)
             logits.append(attention_logits(q, k, visible))

@@ -1,6 +1,5 @@
 """Parameters of each pattern in ``rope_parameters``, with checks and defaults."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -51,10 +50,12 @@ def _rerope(original: int, _: int, window: int | None) -> dict[str, Any]:
 def _self_extend(original: int, target: int, group: int | None, window: int | None) -> dict[str, Any]:
     window = _resolve_window(window, original, original // 4)
 
+    # Position of the last query relative to key 0, the largest distance.
     def last_position(group: int) -> int:
         return (target - 1) // group + window - window // group
 
     if group is None:  # the smallest with which the target length fits
+        # Larger groups are coarser, so the smallest that fits is the best.
         group = next(size for size in range(1, target + 1) if last_position(size) < original)
     elif last_position(group) >= original:
         raise ValueError(
@@ -65,7 +66,9 @@ def _self_extend(original: int, target: int, group: int | None, window: int | No
 
 
 def _dual_chunk(original: int, _: int, chunk: int | None) -> dict[str, Any]:
+    # The rest of the original length is for neighbors in the previous chunk.
     chunk = max(1, original * 3 // 4) if chunk is None else chunk
+    # The last positions are for queries that look into the previous chunk.
     if chunk >= original:
         raise ValueError(
             f"`chunk` = {chunk} must be below `original_length` = {original}, so that tokens on both sides of a chunk"
@@ -108,19 +111,3 @@ PATTERN_SETTINGS: dict[str, PatternSettings] = {
     ),
 }
 """Settings by the name of the pattern's RoPE type."""
-
-
-def check_positive(name: str, value: Any) -> None:
-    """Raise a ``ValueError`` unless an option is a positive number, or a list of them if it must be a list."""
-    if value is None:
-        return
-    lists = ("long_factor", "segment_lengths", "dilation_rates")
-    if isinstance(value, list) != (name in lists):
-        wanted = "a list of numbers, one or more" if name in lists else "one number"
-        raise ValueError(f"`context_extension.{name}` must be {wanted}, got {value!r}.")
-    whole = name in PATTERN_OPTIONS
-    for number in value if isinstance(value, list) else [value]:
-        kind = isinstance(number, int if whole else int | float) and not isinstance(number, bool)
-        if not (kind and 0 < number < math.inf):
-            wanted = "integers of 1 or more" if whole else "numbers above 0"
-            raise ValueError(f"`context_extension.{name}` must contain {wanted}, got {number!r}.")

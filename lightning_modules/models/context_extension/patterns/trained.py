@@ -31,6 +31,7 @@ def alibi_slopes(heads: int) -> Tensor:
         >>> alibi_slopes(3)
         tensor([0.0625, 0.0039, 0.2500])
     """
+    # The largest power of two up to the number of heads.
     power = 1 << (heads.bit_length() - 1)
     slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
     slopes += [2 ** (-4 * (head + 1) / power) for head in range(0, 2 * power, 2)]
@@ -49,6 +50,7 @@ def alibi(query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
     def score(take: Take, start: int, stop: int) -> tuple[list[Tensor], list[Tensor]]:
         distance = positions[start:stop, None] - positions[:stop]
         logits = attention_logits(take(0, start - first, stop - first), take(1, 0, stop), distance >= 0)
+        # In place, because no other tensor of this size should exist; hidden logits stay ``-inf``.
         return [logits.sub_(slopes * distance)], [take(2, 0, stop)]
 
     blocks = Blocks(score, first, length, block_size(query.shape[1], length), dropout=rotary.dropout)
@@ -65,6 +67,7 @@ def xpos(query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
     """
     length, first, dtype = key.shape[2], key.shape[2] - query.shape[2], query.dtype
     positions = torch.arange(length, device=query.device)
+    # Logarithms, because powers over 100,000 tokens would overflow.
     decay = xpos_log_decay(rotary.frequencies, query.shape[-1])
     # Rounded only after the decay.
     queries = rotate(query.float(), positions[first:], rotary.frequencies, scale=rotary.scaling)
@@ -72,6 +75,7 @@ def xpos(query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
 
     def score(take: Take, start: int, stop: int) -> tuple[list[Tensor], list[Tensor]]:
         i, j = positions[start:stop, None], positions[:stop, None]
+        # Both factors are relative to `start`; their product depends on i - j only.
         decayed = (take(0, start - first, stop - first) * (decay * (i - start)).exp()).to(dtype)
         shrunk = (take(1, 0, stop) * (decay * (start - j)).exp()).to(dtype)
         return [attention_logits(decayed, shrunk, i >= positions[:stop])], [take(2, 0, stop)]
@@ -116,8 +120,10 @@ def longnet(query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor
             segment = start // length * length  # a block is in one segment only
             # Indices in the segment, for each head.
             chosen = torch.arange(heads, device=i.device)[:, None] % rate + torch.arange(0, stop - segment, rate).to(i)
+            # ``[H, N]``: head h keeps the tokens whose index in the segment is h mod r.
             on_grid = (i - segment) % rate == chosen[:, :1]
             visible = on_grid[..., None] & (segment + chosen[:, None] <= i[:, None])
+            # Heads with a later start have fewer tokens; `visible` already hides what the clamp repeats.
             chosen = chosen.clamp(max=stop - segment - 1)
             logits.append(attention_logits(queries, take(1, segment, stop)[:, sharing, chosen], visible))
             values.append(take(2, segment, stop)[:, sharing, chosen])
@@ -146,7 +152,3 @@ def check_dilation(segment_lengths: list[int], dilation_rates: list[int]) -> Non
         )
     if any(longer <= shorter or longer % shorter for shorter, longer in pairwise(segment_lengths)):
         raise ValueError(f"Each of `segment_lengths` must be a multiple of the one before, got {segment_lengths}.")
-    if any(rate > length for length, rate in zip(segment_lengths, dilation_rates, strict=True)):
-        raise ValueError(
-            f"A dilation rate must not exceed its segment length, got {dilation_rates} for {segment_lengths}."
-        )

@@ -1,13 +1,9 @@
 import copy
 import math
-import subprocess
-import sys
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
@@ -22,8 +18,8 @@ from lightning_modules.models.context_extension.rope_types import (
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone
-from lightning_modules.models.short_context import short_log_likelihood
 from tests.conftest import tiny_model
+from tests.lightning_modules.models.context_extension.patterns import dense
 from tests.lightning_modules.models.context_extension.test_methods import EXTRA
 from tests.lightning_modules.test_long_context_lm import row
 
@@ -44,44 +40,9 @@ def folder(tmp_path):
     return save
 
 
-def dense_attention(layer, hidden_states, positions, document, theta, scale):
-    """One attention layer in float64, token by token: rotate, scale, mask, softmax."""
-    config, (length, _) = layer.config, hidden_states.shape
-    width = config.hidden_size // config.num_attention_heads
-    if config.model_type == "gpt_neox":
-        qkv = layer.query_key_value(hidden_states).view(length, -1, 3 * width)
-        q, k, v = qkv.split(width, dim=-1)
-        output = layer.dense
-    else:
-        q, k, v = (part(hidden_states).view(length, -1, width) for part in (layer.q_proj, layer.k_proj, layer.v_proj))
-        if config.model_type == "qwen3":
-            q, k = layer.q_norm(q), layer.k_norm(k)
-        groups = config.num_attention_heads // config.num_key_value_heads
-        k, v = (part.repeat_interleave(groups, dim=1) for part in (k, v))
-        output = layer.o_proj
-    rotated = int(width * config.rope_parameters.get("partial_rotary_factor", 1.0))
-
-    def rotate(x):
-        x = x.clone()
-        for j in range(rotated // 2):
-            angle = (positions.double() * theta ** (-2 * j / rotated))[:, None]
-            a, b = x[..., j].clone(), x[..., j + rotated // 2].clone()
-            x[..., j], x[..., j + rotated // 2] = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
-        return x
-
-    logits = torch.einsum("ihd,jhd->hij", rotate(q), rotate(k)) / math.sqrt(width) * scale[:, None]
-    visible = (document[:, None] == document) & (torch.arange(length)[:, None] >= torch.arange(length))
-    weights = logits.masked_fill(~visible, -math.inf).softmax(-1)
-    return output(torch.einsum("hij,jhd->ihd", weights, v).reshape(length, -1))
-
-
 def float64_scale(positions, unscaled):
     scales = [max(1.0, math.log(int(position) + 1) / math.log(ORIGINAL)) for position in positions]
     return torch.tensor([1.0] * len(scales) if unscaled else scales, dtype=torch.float64)
-
-
-def attention_layers(model):
-    return [module for module in model.modules() if type(module).__name__.endswith("Attention")]
 
 
 @pytest.mark.parametrize("architecture", TYPE_ARCHITECTURES)
@@ -102,33 +63,17 @@ def test_the_authors_leave_no_layer_unscaled(attention, architecture, theta, fol
     check_every_layer(backbone, (0, 7, LENGTH), unscaled_layers=0, theta=theta)
 
 
+@torch.no_grad()
 def check_every_layer(backbone, boundaries, *, unscaled_layers, theta=500000.0):
-    backbone.eval()
-    seen = []
-    handles = [
-        layer.register_forward_hook(
-            lambda layer, args, kwargs, output: seen.append((layer, (args or [kwargs["hidden_states"]])[0], output[0])),
-            with_kwargs=True,
-        )
-        for layer in attention_layers(backbone.base_model)
-    ]
     batch = row(0, boundaries, VOCABULARY)
-    with torch.no_grad():
-        backbone(batch)
-    for handle in handles:
-        handle.remove()
-    document = torch.cat([torch.full((b - a,), n) for n, (a, b) in enumerate(pairwise(boundaries))])
-    positions = batch["position_ids"][0]
+    seen = dense.record_layers(backbone, batch)
     assert len(seen) == 4
     for number, (layer, hidden_states, actual) in enumerate(seen):
-        scale = float64_scale(positions, number < unscaled_layers)
-        layer = copy.deepcopy(layer).double()
-        with torch.no_grad():
-            expected = dense_attention(layer, hidden_states[0].double(), positions, document, theta, scale)
-        torch.testing.assert_close(actual[0].double(), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+        scale = float64_scale(batch["position_ids"][0], number < unscaled_layers)
+        plain = dense.layer_output(layer, hidden_states, boundaries, name="plain", theta=theta)
+        expected = dense.layer_output(layer, hidden_states, boundaries, name="plain", theta=theta, scale=scale)
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
         if scale.max() > 1:  # or the comparison could not fail
-            with torch.no_grad():
-                plain = dense_attention(layer, hidden_states[0].double(), positions, document, theta, scale / scale)
             assert (plain - expected).abs().max() > 1e-2 * expected.abs().max()
 
 
@@ -226,19 +171,6 @@ def test_gradients_with_checkpointing_and_lora(checkpointing, folder):
         assert torch.equal(plain, recomputed)
 
 
-def test_lora_equals_its_merged_model(folder):
-    backbone = load_backbone(ModelConfig(folder(), context_extension=settings_of())).eval()
-    torch.manual_seed(1)
-    lora = LoraConfig(r=2, target_modules=["q_proj", "k_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    adapted = Backbone(get_peft_model(backbone.model, lora)).eval()
-    batch = row(4, (0, 25, LENGTH), VOCABULARY)
-    with torch.no_grad():
-        before = adapted(batch)
-        merged = Backbone(adapted.model.merge_and_unload())
-        torch.testing.assert_close(merged(batch), before, rtol=1e-4, atol=1e-4)
-    check_every_layer(merged, (0, 25, LENGTH), unscaled_layers=2)
-
-
 @pytest.mark.parametrize("name", BACKENDS)
 def test_every_backend_is_wrapped_once(name, folder, monkeypatch):
     """With torch's attention in the place of kernels that this machine may lack."""
@@ -273,28 +205,15 @@ def test_another_model_loaded_later_does_not_undo_it(folder):
         assert torch.equal(eabf(batch), before)
 
 
-def test_short_pass_and_trimmed_last_layer(folder):
-    """The scores of a window depend on the positions in it only."""
-    backbone = load_backbone(ModelConfig(folder(), context_extension=settings_of())).eval()
-    batch = row(7, (0, LENGTH), VOCABULARY)
-    short = short_log_likelihood(backbone, batch, context_length=24, stride=12)
-    window = {**row(0, (0, 36), VOCABULARY), "input_ids": batch["input_ids"][:, 24:60]}
-    labels = window["input_ids"].clone()
-    labels[:, 0] = -100
-    with torch.no_grad():
-        alone = backbone({**window, "labels": labels})
-    torch.testing.assert_close(short.log_likelihood[:, 48:], alone[:, 24:], rtol=1e-4, atol=1e-4)
-
-
 def test_eager_attention_is_refused_at_load_and_noticed_later(folder):
     path = folder()
     with pytest.raises(ValueError, match="does not support 'eager' attention"):
         load_backbone(ModelConfig(path, context_extension=settings_of(), attn_implementation="eager"))
     backbone = load_backbone(ModelConfig(path, context_extension=settings_of()))
-    backbone.check_rotary_dtype()
+    check_rotary(backbone.base_model)
     backbone.base_model.set_attn_implementation("eager")
     with pytest.raises(RuntimeError, match="'eager' ignores the model's RoPE type"):
-        backbone.check_rotary_dtype()
+        check_rotary(backbone.base_model)
 
 
 def test_an_architecture_that_would_not_be_scaled_is_refused():
@@ -303,16 +222,3 @@ def test_an_architecture_that_would_not_be_scaled_is_refused():
     config = AutoConfig.for_model("falcon", hidden_size=64, num_attention_heads=4, rope_parameters=rope)
     with pytest.raises(ValueError, match=r"supports models of type llama.*not 'falcon'"):
         AutoModelForCausalLM.from_config(config)
-
-
-@pytest.mark.slow
-def test_a_process_that_does_not_know_it_fails_loudly(folder, tmp_path):
-    backbone = load_backbone(ModelConfig(folder(), context_extension=settings_of())).eval()
-    backbone.model.save_pretrained(tmp_path / "saved")
-    batch = row(9, (0, LENGTH), VOCABULARY)
-    with torch.no_grad():
-        assert torch.equal(load_backbone(ModelConfig(str(tmp_path / "saved"))).eval()(batch), backbone(batch))
-    code = f"from transformers import AutoModelForCausalLM as A; A.from_pretrained({str(tmp_path / 'saved')!r})"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert result.returncode != 0
-    assert "KeyError: 'eabf'" in result.stderr

@@ -8,10 +8,8 @@ from lightning.pytorch import Callback, Trainer
 from transformers import AutoConfig
 
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.methods import METHODS, ContextExtension
 from lightning_modules.models.context_extension.patterns import PATTERNS
-from lightning_modules.models.context_extension.rope_types import TYPE_ARCHITECTURES
 from lightning_modules.models.context_extension.rotary_checks import ARCHITECTURES, check_rotary
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone, load_config
@@ -183,36 +181,30 @@ def test_presets_of_the_released_code(tmp_path):
     assert load_config(ModelConfig(llama, context_extension=extension("pi_authors"))).rope_parameters["factor"] == 8.0
 
 
-REFUSED = {
-    "`context_extension` needs `method`": {"original_length": 64, "target_length": 512},
-    "needs `original_length`, which has no default": {"method": "pi", "target_length": 512},
-    "needs `target_length`": {"method": "pi", "original_length": 64},
-    "xpos, longnet, got 'pose'": extension("pose"),
-    "no key 'bas'. Did you mean 'base'": extension("abf", bas=2.0),
-    "no key 'zzz'. Known: method, original_length": extension("abf", zzz=2.0),
-    "`context_extension.base` is not an option of the method 'pi': remove it.": extension("pi", base=5e5),
-    "its options are `low_freq_factor` and `high_freq_factor`": extension("llama3", beta_fast=3.0),
-    "got '5e5'": extension("abf", base="5e5"),
-    "above 0, got -1": extension("yarn", attention_factor=-1),
-    "`base` must be above 1, got 0.5": extension("abf", base=0.5),
-    "below the model's RoPE base of 10000": extension("eabf", base=5000.0),
-    "tokens or more, got 0": extension("pi") | {"original_length": 0},
-    "tokens or more, got 512.0": extension("pi") | {"target_length": 512.0},
-    "`target_length` = 64 must be above `original_length` = 64": extension("pi") | {"target_length": 64},
-    "`beta_slow` = 40 must be below `beta_fast` = 32": extension("yarn", beta_slow=40),
-    "needs `context_extension.long_factor`": extension("pi") | {"method": "longrope"},
-    "has 5 divisors; this model needs 8": extension("longrope", 10),
-    "above 0, got nan": extension("pi") | {"method": "longrope", "long_factor": [math.nan] * 8},
-    "must be 4096, as in the released code, got 64": extension("pi") | {"method": "pi_authors"},
-}
+REFUSED = [
+    ("original_length", {"method": "pi", "target_length": 512}),
+    ("target_length", {"method": "pi", "original_length": 64}),
+    ("pose", extension("pose")),
+    ("bas", extension("abf", bas=2.0)),
+    ("base", extension("pi", base=5e5)),
+    ("base", extension("eabf", base=5000.0)),
+    ("attention_factor", extension("yarn", attention_factor=-1)),
+    ("original_length", extension("pi") | {"original_length": 1}),
+    ("target_length", extension("pi") | {"target_length": 512.5}),
+    ("target_length", extension("pi") | {"target_length": 64}),
+    ("beta_slow", extension("yarn", beta_slow=40)),
+    ("long_factor", extension("pi") | {"method": "longrope"}),
+    ("long_factor", extension("longrope", 10)),
+    ("long_factor", extension("pi") | {"method": "longrope", "long_factor": [math.nan] * 8}),
+    ("original_length", extension("pi") | {"method": "pi_authors"}),
+]
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_wrong_settings(message, tmp_path):
+@pytest.mark.parametrize(("option", "settings"), REFUSED)
+def test_wrong_settings(option, settings, tmp_path):
     tiny_config("llama", 50, hidden_size=64).save_pretrained(tmp_path)
-    with pytest.raises(ValueError) as refusal:  # noqa: PT011, the message is looked for below
-        load_config(ModelConfig(str(tmp_path / "config.json"), context_extension=REFUSED[message]))
-    assert message.replace("`target_length` =", "target_length` =").lstrip("`") in str(refusal.value)
+    with pytest.raises(ValueError, match=option):
+        load_config(ModelConfig(str(tmp_path / "config.json"), context_extension=settings))
 
 
 @pytest.mark.parametrize("architecture", ["falcon", "gemma3_text", "gpt2", "opt"])
@@ -220,14 +212,6 @@ def test_other_architectures(architecture):
     config = AutoConfig.for_model(architecture)
     with pytest.raises(ValueError, match=f"supports models of type llama.*, not '{architecture}'"):
         ContextExtension("abf", 64, 512).apply(config)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "method"), [("phi3", "eabf"), ("qwen2", "eabf_authors"), ("gemma", "pi_authors")]
-)
-def test_methods_that_do_not_fit(architecture, method):
-    with pytest.raises(ValueError, match=f"'{method}' supports llama, mistral.* not '{architecture}'"):
-        ContextExtension.parse(extension(method)).apply(tiny_config(architecture, 50))
 
 
 def test_a_model_is_extended_once(tmp_path):
@@ -376,8 +360,3 @@ def test_the_extension_is_kept_in_a_checkpoint(folder, tmp_path):
     again = LongContextLM.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
     assert again.hparams["context_extension"] == extension("yarn")
     check_formula(again, "yarn", 8, {})
-
-
-def test_every_architecture_of_our_types_is_known():
-    assert set(TYPE_ARCHITECTURES) < set(ARCHITECTURES)
-    assert isinstance(load_backbone(ModelConfig(model_config=tiny_config("llama", 50).to_dict())), Backbone)

@@ -5,13 +5,12 @@ import logging
 import pytest
 import torch
 
-from lightning_modules.commands.cli.main import main
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.dtypes import report_dtype, scoring_config
 from lightning_modules.models.loading.identity import describe_model
 from lightning_modules.models.loading.load import load_config, load_frozen
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
-from tests.conftest import make_text, tiny_model
+from tests.conftest import tiny_model
 
 
 @pytest.fixture
@@ -74,15 +73,3 @@ def test_only_a_cpu_that_is_known_to_be_slow_changes_the_type(folder_of, cpu, mo
     assert scoring_config(config, stored, "cpu") is config
     monkeypatch.delattr(torch.cpu, "get_capabilities")  # as in older versions of torch
     assert scoring_config(config, load_config(config), "cpu") is config
-
-
-@pytest.mark.parametrize("command", ["score", "inspect"])
-def test_commands_say_it(folder_of, cpu, caplog, tmp_path, command):
-    cpu("avx512_bf16")
-    (tmp_path / "text.txt").write_text(make_text(60))
-    readers = ["--model", str(folder_of["bfloat16"]), "--evaluator", str(folder_of["bfloat16"])]
-    sizes = ["--context_length", "32", "--stride", "16", "--cache_dir", str(tmp_path / "cache"), "--device", "cpu"]
-    output = ["--output", str(tmp_path / "page.html")] if command == "inspect" else []
-    with caplog.at_level(logging.INFO):
-        main([command, str(tmp_path / "text.txt"), *readers, *sizes, *output])
-    assert sum("about a tenth of the key tokens" in line for line in caplog.messages) == 1

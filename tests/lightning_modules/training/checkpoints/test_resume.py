@@ -1,8 +1,6 @@
 """With which checkpoint a run goes on; what the command line says of it is in `tests/test_cli.py`."""
 
-import os
 import re
-import zipfile
 from types import SimpleNamespace
 
 import pytest
@@ -45,21 +43,6 @@ def test_which_command_goes_on_with_what_it_has_saved(trainer, tmp_path):
     assert [would_resume(path, trainer) for path in given] == [True, True, False, False, False]
     trainer.checkpoint_callbacks[0].dirpath = str(tmp_path / "checkpoints")
     assert would_resume(str(tmp_path), trainer)
-
-
-def test_its_content_is_not_read_before_it_is_loaded(trainer, tmp_path, monkeypatch):
-    (tmp_path / "own").mkdir()
-    for step in range(3):
-        torch.save(WHOLE, tmp_path / "own" / f"step-{step}.ckpt")
-    monkeypatch.setattr(zipfile.ZipFile, "testzip", lambda _: pytest.fail("read"))
-    newest = str(tmp_path / "own" / "step-2.ckpt")
-    for name in ("last", str(tmp_path / "own"), newest):
-        assert find_checkpoint(name, trainer, False) == newest
-    os.truncate(newest, os.path.getsize(newest) - 30)
-    assert find_checkpoint("last", trainer, False) == str(tmp_path / "own" / "step-1.ckpt")
-    monkeypatch.undo()
-    with pytest.raises(ValueError, match="is truncated"):
-        find_checkpoint(newest, trainer, False)
 
 
 @pytest.mark.parametrize(("paths", "other"), [(["a", "a", None], "process 2"), ([None, "a"], "process 1")])

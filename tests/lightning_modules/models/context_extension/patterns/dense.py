@@ -1,6 +1,8 @@
-"""Each pattern from its paper's formula, with full matrices in float64."""
+"""Each pattern from its paper's formula, with full matrices in float64, and the layers of a model that has it."""
 
+import copy
 import math
+from itertools import pairwise
 
 import torch
 
@@ -133,3 +135,45 @@ PRESS_SLOPES = {
     8: [2**-1, 2**-2, 2**-3, 2**-4, 2**-5, 2**-6, 2**-7, 2**-8],
 }
 """Written out from the paper (section 3) and its code's rule for 6 heads."""
+
+
+def states_of(layer, hidden_states):
+    """``[heads, T, width]`` queries, keys and values of one row before any rotation."""
+    width = layer.config.hidden_size // layer.config.num_attention_heads
+    if layer.config.model_type == "gpt_neox":
+        return layer.query_key_value(hidden_states).view(len(hidden_states), -1, 3 * width).transpose(0, 1).chunk(3, -1)
+    names = ("q_proj", "k_proj", "v_proj")
+    q, k, v = (getattr(layer, name)(hidden_states).view(len(hidden_states), -1, width) for name in names)
+    if layer.config.model_type == "qwen3":
+        q, k = layer.q_norm(q), layer.k_norm(k)
+    groups = layer.config.num_attention_heads // layer.config.num_key_value_heads
+    return [part.transpose(0, 1) for part in (q, *(x.repeat_interleave(groups, 1) for x in (k, v)))]
+
+
+def layer_output(layer, hidden_states, boundaries, *, name, theta, scale=1.0):
+    """One attention layer in float64, each document by itself; ``[T]`` scales multiply the queries."""
+    layer, rope = copy.deepcopy(layer).double(), layer.config.rope_parameters
+    width = layer.config.hidden_size // layer.config.num_attention_heads
+    rotated = int(width * rope.get("partial_rotary_factor", 1.0))
+    scale = scale * torch.ones(len(hidden_states), dtype=torch.float64)
+    outputs = []
+    for start, stop in pairwise(boundaries):
+        query, key, value = states_of(layer, hidden_states[start:stop].double())
+        output = attention(name, rope, query * scale[start:stop, None], key, value, theta, rotated)
+        outputs.append(output.transpose(0, 1).flatten(1))
+    return getattr(layer, "o_proj", getattr(layer, "dense", None))(torch.cat(outputs))
+
+
+def record_layers(backbone, batch):
+    """The attention layers of a model, each with its input and output for a row."""
+    seen = []
+
+    def record(layer, args, kwargs, output):
+        seen.append((layer, (args or [kwargs["hidden_states"]])[0][0], output[0][0]))
+
+    layers = [layer for layer in backbone.base_model.modules() if type(layer).__name__.endswith("Attention")]
+    handles = [layer.register_forward_hook(record, with_kwargs=True) for layer in layers]
+    backbone.eval()(batch)
+    for handle in handles:
+        handle.remove()
+    return seen

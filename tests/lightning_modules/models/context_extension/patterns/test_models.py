@@ -1,18 +1,15 @@
 """Patterns inside models: loaded, packed, padded, cached, trained, saved."""
 
-import copy
 import itertools
-import subprocess
-import sys
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
+from transformers import AutoModelForCausalLM, StaticCache
 
 from lightning_modules.batch import IGNORE_INDEX
-from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.patterns import PATTERNS, blocks
 from lightning_modules.models.context_extension.rope_types import TYPE_ARCHITECTURES, register_rope_types
+from lightning_modules.models.context_extension.rotary_checks import check_rotary
 from lightning_modules.models.loading.checks import check_scoring
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone, load_config
@@ -20,7 +17,6 @@ from lightning_modules.models.optimizations import enable_checkpointing
 from lightning_modules.models.short_context import short_log_likelihood
 from tests.conftest import tiny_model
 from tests.lightning_modules.models.context_extension.patterns import dense
-from tests.lightning_modules.models.context_extension.test_eabf import attention_layers
 from tests.lightning_modules.models.context_extension.test_methods import EXTRA
 from tests.lightning_modules.test_long_context_lm import row
 
@@ -57,45 +53,16 @@ def folder(tmp_path):
     return save
 
 
-def states_of(layer, hidden_states):
-    """``[heads, T, width]`` queries, keys and values of one row before any rotation."""
-    width = layer.config.hidden_size // layer.config.num_attention_heads
-    if layer.config.model_type == "gpt_neox":
-        return layer.query_key_value(hidden_states).view(len(hidden_states), -1, 3 * width).transpose(0, 1).chunk(3, -1)
-    names = ("q_proj", "k_proj", "v_proj")
-    q, k, v = (getattr(layer, name)(hidden_states).view(len(hidden_states), -1, width) for name in names)
-    if layer.config.model_type == "qwen3":
-        q, k = layer.q_norm(q), layer.k_norm(k)
-    groups = layer.config.num_attention_heads // layer.config.num_key_value_heads
-    return [part.transpose(0, 1) for part in (q, *(x.repeat_interleave(groups, 1) for x in (k, v)))]
-
-
-def dense_layer(layer, hidden_states, boundaries):
-    """One attention layer in float64, each document by itself."""
-    layer, rope = copy.deepcopy(layer).double(), layer.config.rope_parameters
-    width = layer.config.hidden_size // layer.config.num_attention_heads
-    rotated = int(width * rope.get("partial_rotary_factor", 1.0))
-    outputs = []
-    for start, stop in itertools.pairwise(boundaries):
-        states = states_of(layer, hidden_states[start:stop].double())
-        output = dense.attention(rope["rope_type"], rope, *states, rope["rope_theta"], rotated)
-        outputs.append(output.transpose(0, 1).flatten(1))
-    return getattr(layer, "o_proj", getattr(layer, "dense", None))(torch.cat(outputs))
-
-
 @torch.no_grad()
 def check_every_layer(backbone, boundaries):
-    seen = []
-    for layer in attention_layers(backbone.base_model):
-        layer.register_forward_hook(
-            lambda layer, args, kwargs, output: seen.append((layer, (args or [kwargs["hidden_states"]])[0], output[0])),
-            with_kwargs=True,
-        )
-    backbone.eval()(row(0, boundaries, VOCABULARY))
+    seen = dense.record_layers(backbone, row(0, boundaries, VOCABULARY))
     assert len(seen) == 2
     for layer, hidden_states, actual in seen:
-        expected = dense_layer(layer, hidden_states[0], boundaries)
-        torch.testing.assert_close(actual[0].double(), expected, rtol=1e-5, atol=2e-5 * expected.abs().max().item())
+        rope = layer.config.rope_parameters
+        expected = dense.layer_output(
+            layer, hidden_states, boundaries, name=rope["rope_type"], theta=rope["rope_theta"]
+        )
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=2e-5 * expected.abs().max().item())
 
 
 @pytest.mark.slow
@@ -181,38 +148,6 @@ def test_gradient_checkpointing_and_gradients_in_bf16(name, folder):
         enable_checkpointing(backbone.base_model, "selective")
 
 
-@pytest.mark.parametrize("name", PATTERNS)
-@torch.no_grad()
-def test_saved_and_read_again(name, folder, tmp_path):
-    backbone = load_backbone(ModelConfig(folder(), context_extension=extension(name))).eval()
-    backbone.model.save_pretrained(tmp_path / "saved")
-    batch = row(9, (0, LENGTH), VOCABULARY)
-    again = load_backbone(ModelConfig(str(tmp_path / "saved"))).eval()
-    assert torch.equal(again(batch), backbone(batch))
-    assert torch.equal(copy.deepcopy(backbone)(batch), backbone(batch))
-    config = copy.deepcopy(backbone.base_model.config)
-    config.rope_parameters = {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
-    plain = AutoModelForCausalLM.from_config(config, attn_implementation="document_sdpa")
-    plain.load_state_dict(backbone.model.state_dict())
-    difference = (Backbone(plain.eval())(batch) - backbone(batch)).abs()[0]
-    assert difference[ORIGINAL + 1 :].max() > 0.01
-    if name in ("lm_infinite", "dual_chunk"):  # plain attention within the original length
-        assert difference[: ORIGINAL + 1].max() < 1e-4
-
-
-@pytest.mark.slow
-def test_a_process_that_does_not_know_it_fails_loudly(folder, tmp_path):
-    load_backbone(ModelConfig(folder(), context_extension=extension("rerope"))).model.save_pretrained(
-        tmp_path / "saved"
-    )
-    code = f"from transformers import AutoModelForCausalLM as A; A.from_pretrained({str(tmp_path / 'saved')!r})"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert result.returncode != 0
-    assert "KeyError: 'rerope'" in result.stderr
-    register_rope_types()
-    assert AutoModelForCausalLM.from_pretrained(str(tmp_path / "saved")).config.rope_parameters["window"] == 7
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["eager", "flex_attention"])
 def test_attention_that_a_pattern_cannot_replace(attention, folder):
@@ -223,7 +158,7 @@ def test_attention_that_a_pattern_cannot_replace(attention, folder):
     assert backbone.attention == "document_sdpa"
     backbone.base_model.set_attn_implementation(attention)
     with pytest.raises(RuntimeError, match=f"'{attention}' ignores.*use one of sdpa, document_sdpa"):
-        backbone.check_rotary_dtype()
+        check_rotary(backbone.base_model)
     if attention == "flex_attention":  # which is wrapped; whoever does not look before is told in the forward pass
         with pytest.raises(ValueError, match="does not support 'flex_attention'"):
             backbone.model(torch.zeros(1, 40, dtype=torch.int64))
@@ -239,16 +174,6 @@ def test_flash_attention_is_not_chosen_for_a_pattern(folder, monkeypatch):
     half = ModelConfig(dtype="bfloat16")
     assert choose_attention(half, plain, device="cuda") == "flash_attention_2"
     assert choose_attention(half, pattern, device="cuda") == "sdpa"
-
-
-@pytest.mark.slow
-def test_other_architectures():
-    register_rope_types()
-    config = AutoConfig.for_model(
-        "cohere", hidden_size=64, num_attention_heads=4, rope_parameters={"rope_type": "alibi", "rope_theta": 1e4}
-    )
-    with pytest.raises(ValueError, match=r"'alibi' supports models of type llama.*not 'cohere'"):
-        AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
 
 @pytest.mark.parametrize(
@@ -272,43 +197,19 @@ def test_sliding_windows(architecture, settings, folder):
         model(torch.zeros(1, 40, dtype=torch.int64))
 
 
-def test_changed_frequencies_are_noticed(folder):
-    backbone = load_backbone(ModelConfig(folder(), context_extension=extension("streaming_llm")))
-    backbone.base_model.model.rotary_emb.inv_freq += 1e-3
-    with pytest.raises(RuntimeError, match="do not match the model's config"):
-        backbone.check_rotary_dtype()
-
-
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("option", "settings"),
     [
-        (extension("streaming_llm", sinks=[3]), "sinks` must be one number, got \\[3\\]"),
-        (extension("longnet", segment_lengths=8), "segment_lengths` must be a list of numbers, one or more, got 8"),
-        (extension("longnet", segment_lengths=[], dilation_rates=[]), "a number for each branch, got 0 and 0"),
-        (extension("rerope", full_attention="false"), "full_attention` must be true or false, got 'false'"),
-        (extension("rerope", sinks=3), "`context_extension.sinks` is not an option of the method 'rerope'"),
-        (extension("streaming_llm", window=0), "must contain integers of 1 or more, got 0"),
-        (extension("streaming_llm", window=7.5), "must contain integers of 1 or more, got 7.5"),
-        (extension("longnet", dilation_rates=[1, True, 2]), "must contain integers of 1 or more, got True"),
-        (extension("longnet", segment_lengths=[8, 16]), "a number for each branch, got 2 and 3"),
-        (extension("lm_infinite", windw=3), "no key 'windw'. Did you mean 'window'"),
+        ("sinks", extension("streaming_llm", sinks=[3])),
+        ("sinks", extension("rerope", sinks=3)),
+        ("window", extension("streaming_llm", window=0)),
+        ("dilation_rates", extension("longnet", segment_lengths=[], dilation_rates=[])),
+        ("segment_lengths", extension("longnet", segment_lengths=[8, 16])),
     ],
 )
-def test_wrong_settings(settings, message, folder):
-    with pytest.raises(ValueError, match=message):
+def test_wrong_settings(option, settings, folder):
+    with pytest.raises(ValueError, match=option):
         load_config(ModelConfig(folder(), context_extension=settings))
-
-
-def test_autocast(folder):
-    backbone = load_backbone(
-        ModelConfig(folder(initializer_range=0.1), context_extension=extension("self_extend"))
-    ).eval()
-    batch = row(4, (0, 20, LENGTH), VOCABULARY)
-    expected = backbone(batch)
-    with torch.autocast("cpu", torch.bfloat16):
-        actual = backbone(batch)
-        (-actual.sum()).backward()
-    assert (actual - expected).abs().max() < 0.1 * expected.std()
 
 
 def restarting():
@@ -333,26 +234,17 @@ def test_a_model_called_by_itself_gets_the_masks_of_transformers(folder):
 
 
 @pytest.mark.parametrize(
-    ("rope", "message"),
+    ("name", "rope"),
     [
-        ({"rope_type": "streaming_llm", "window": 3}, "'streaming_llm' needs `rope_parameters.sinks` of 1 or more"),
-        ({"rope_type": "rerope", "window": 0}, "`rope_parameters.window` of 1 or more, but the model's config has 0"),
-        (
-            {"rope_type": "eabf", "original_max_position_embeddings": 16},
-            "`rope_parameters.unscaled_layers` of 0 or more",
-        ),
-        (
-            {"rope_type": "longnet", "segment_lengths": [8, 12], "dilation_rates": [1, 2]},
-            "a multiple of the one before",
-        ),
-        ({"rope_type": "longnet", "segment_lengths": [], "dilation_rates": [1, 2]}, "the model's config has \\[\\]"),
+        ("sinks", {"rope_type": "streaming_llm", "window": 3}),
+        ("window", {"rope_type": "rerope", "window": 0}),
+        ("unscaled_layers", {"rope_type": "eabf", "original_max_position_embeddings": 16}),
+        ("segment_lengths", {"rope_type": "longnet", "segment_lengths": [8, 12], "dilation_rates": [1, 2]}),
     ],
 )
-def test_parameters_that_a_config_lacks_or_has_wrong(rope, message, folder):
-    with pytest.raises(ValueError, match=message):
-        load_config(ModelConfig(folder(), model_config={"rope_parameters": rope}))
+def test_parameters_that_a_config_lacks_or_has_wrong(name, rope, folder):
     config = load_config(ModelConfig(folder()))
     config.rope_parameters = {"rope_theta": 1e4, **rope}
     register_rope_types()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=name):
         AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
