@@ -1,6 +1,5 @@
 """What the studies share: texts, question sheets and evaluators' scores, and how a result is kept."""
 
-import json
 import logging
 import platform
 import subprocess
@@ -19,6 +18,7 @@ from benchmarks.real_models.correlate import SYSTEMS, EvaluatorScores, correlate
 from benchmarks.real_models.extend import METHODS, TARGET, measure_methods
 from benchmarks.real_models.questions import QuestionSheet, make_sheets
 from benchmarks.real_models.systems import LoadedSystem, System, score_system
+from benchmarks.real_models.tables import tabulate_anatomy, tabulate_correlate, tabulate_extend
 from benchmarks.real_models.texts import LONG_BOOKS, Text, read_books, read_texts
 from benchmarks.results import FOLDER, LIBRARIES, ROOT, describe_machine
 from lightning_modules.scoring.config import EvaluatorConfig
@@ -86,7 +86,9 @@ class Study:
             score_system(system, self.models, self.texts, self.sheets, self.work)
         evaluators = [EvaluatorScores(name, self.score_texts(self.evaluator(name), self.texts)) for name in EVALUATORS]
         results = [measure_system(system, self.texts, self.sheets, evaluators, self.work) for system in SYSTEMS]
-        self.keep("real_correlate", {"systems": results, "correlations": correlate_systems(results, EVALUATORS)})
+        numbers = {"systems": results, "correlations": correlate_systems(results, EVALUATORS)}
+        title = "Accuracy on long-context questions against LongPPL and perplexity of real systems"
+        self.keep("correlate", title, numbers, tabulate_correlate(numbers))
 
     def anatomy(self) -> None:
         """Describe the key tokens of both evaluators, compare them with each other and with other settings; keep it."""
@@ -111,7 +113,7 @@ class Study:
             "stability": stability,
             "examples": choose_examples(tables[first], self.texts),
         }
-        self.keep("real_anatomy", numbers)
+        self.keep("anatomy", "Which tokens of real text are key", numbers, tabulate_anatomy(numbers))
 
     def extend(self) -> None:
         """Score long books and passkeys by each method of context extension, and keep the numbers."""
@@ -123,7 +125,7 @@ class Study:
             score_system(method, self.models, books, sheets, self.work)
         evaluator = self.score_texts(self.evaluator(EVALUATORS[0]), books)
         numbers = measure_methods(books, evaluator, [sheet.name for sheet in sheets], self.work)
-        self.keep("real_extend", numbers)
+        self.keep("extend", "SmolLM2 beyond its 8,192 positions, without training", numbers, tabulate_extend(numbers))
 
     def _score_rounded(self, bits: int, texts: Sequence[Text]) -> dict[str, TokenScores]:
         """Return the scores of the first evaluator with rounded weights, which the cache of longce does not know."""
@@ -139,17 +141,22 @@ class Study:
             scores[text.name] = TokenScores.load(file)
         return scores
 
-    def keep(self, name: str, numbers: dict[str, Any]) -> None:
-        """Write the raw numbers of a study, with how they came about, to ``benchmarks/results/NAME.json``."""
+    def keep(self, name: str, title: str, numbers: dict[str, Any], tables: list[dict[str, Any]]) -> None:
+        """Write the raw numbers and tables of a study, with how they came about, to ``benchmarks/results``."""
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True)
         result = {
-            "command": f"python -m benchmarks.real_models {name.removeprefix('real_')}",
+            "title": title,
+            "command": f"python -m benchmarks.real_models {name} --models .. --data .. --work ..",
             "commit": commit.stdout.strip(),
             "date": datetime.now(UTC).date().isoformat(),
+            "seconds": None,
             "machine": describe_machine(),
             "versions": {"python": platform.python_version(), **{library: version(library) for library in LIBRARIES}},
-            "texts": combined_hash({text.name: text.text for text in self.texts}),
+            "data": combined_hash({text.name: text.text for text in self.texts}),
+            "remark": "Protocol and verdicts: docs/real.md.",
+            "output": tables,
             "numbers": numbers,
         }
-        write_json(FOLDER / f"{name}.json", result)
-        sys.stdout.write(json.dumps({"kept": str(FOLDER / f"{name}.json")}) + "\n")
+        file = FOLDER / f"real_{name}.json"
+        write_json(file, result)
+        sys.stdout.write(f"{file}\n")
