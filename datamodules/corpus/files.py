@@ -198,7 +198,7 @@ def _split_file(
         return [Part(index, None, 0, rows, size, rows)], {}, []
     with opened(file) as stream:
         try:
-            table = opened_table(stream)
+            table = opened_table(stream, file)
             given = (columns.text, columns.key, *columns.others)
             types = {name: _column_type(table.schema_arrow, name, file) for name in given if name}
             _check_text_type(types[columns.text], columns.text, file)

@@ -57,7 +57,7 @@ def _parquet_rows(
 ) -> Iterator[tuple[int, Parse]]:
     # The file system reads ahead. By default pyarrow would also buffer whole column chunks in memory.
     try:
-        table = opened_table(stream)
+        table = opened_table(stream, file)
         names = table.schema_arrow.names
         if text_columns and not set(text_columns) & set(names):
             missing = " or ".join(map(repr, text_columns))
@@ -109,9 +109,16 @@ def opened(file: File) -> Iterator[BinaryIO]:
             raise ValueError(f"{file}: the compressed file is damaged ({error}). Download it again.") from error
 
 
-def opened_table(stream: BinaryIO) -> pyarrow.parquet.ParquetFile:
+def opened_table(stream: BinaryIO, file: File) -> pyarrow.parquet.ParquetFile:
     """Open a parquet file that is read a page at a time; its server must support range requests."""
-    return pyarrow.parquet.ParquetFile(stream, pre_buffer=False, buffer_size=1 << 20)
+    try:
+        return pyarrow.parquet.ParquetFile(stream, pre_buffer=False, buffer_size=1 << 20)
+    except pyarrow.ArrowException:
+        raise
+    except ValueError as error:  # fsspec raises it if the server does not support range requests
+        raise ValueError(
+            f"{file}: parquet files need a server that supports range requests ({error}). Download the file first."
+        ) from error
 
 
 def lines_of(stream: BinaryIO) -> Iterator[bytes]:
@@ -148,8 +155,10 @@ def parsed_line(line: bytes, place: str) -> dict[str, Any]:
     text = decoded(line, place)
     try:
         record = json.loads(text)
-    except (ValueError, RecursionError) as error:  # RecursionError for thousands of brackets
+    except json.JSONDecodeError as error:
         raise ValueError(f"{place}: malformed JSON ({error}). Each line must be one complete JSON object.") from error
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits, or thousands of brackets
+        raise ValueError(f"{place}: Python cannot parse this JSON ({error}). Fix or remove this line.") from error
     if not isinstance(record, dict):
         raise ValueError(
             f"{place}: expected a JSON object, got {type(record).__name__}. Each line must be one JSON object."

@@ -1,4 +1,8 @@
+import os
 import tracemalloc
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
 import fsspec
 import pyarrow
@@ -60,3 +64,14 @@ def test_memory_is_bounded_by_the_pages_not_by_the_file(tmp_path):
     _, python = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert largest + python < 10e6
+
+
+def test_a_server_without_range_requests_is_named(tmp_path):
+    source(tmp_path, [{"text": "one", "other": os.urandom(12 << 20)}])  # more than is fetched at once
+    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        files = find_files(f"http://127.0.0.1:{server.server_port}/data.parquet")
+        with pytest.raises(ValueError, match=r"data\.parquet.*range"):
+            list(RecordFiles(files))
+        server.shutdown()
