@@ -287,7 +287,6 @@ CHANGES = [
     ({"rope_parameters": {"rope_type": "nosuch", "rope_theta": 1e4}}, "'nosuch', which transformers does not support"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": -2.0, "rope_theta": 1e4}}, "a number of 1 or more, got -2.0"),
     ({"num_hidden_layers": -1}, "must be 1 or more, got -1"),
-    ({"num_attention_heads": 0}, "must be 1 or more, got 0"),
     ({"num_hidden_layers": "two"}, "num_hidden_layers"),
     ({"model_type": "nosuch"}, "nosuch"),
     ({"model_type": "t5"}, "not causal LMs"),
