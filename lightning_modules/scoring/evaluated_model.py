@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to
 from lightning_modules.models.loading.config import ModelConfig
@@ -50,14 +50,16 @@ class EvaluatedModel:
 
         Options are those of `encode_document`.
         """
-        check_model(self.config)
-        tokenizer = self.tokenizer
+        config, tokenizer = check_model(self.config), self.tokenizer
         if trimmed_offsets:  # which is a part of the key-token rule, not of the model
             trust = self.config.trust_remote_code
             tokenizer = load_tokenizer(self._tokenizer_name, trust_remote_code=trust, trimmed_offsets=True)
         if not options.get("add_special_tokens"):
             _warn_of_left_out_token(tokenizer, self.name)
-        return [encode_document(text, tokenizer, name=name, **options) for name, text in texts.items()]
+        documents = [encode_document(text, tokenizer, name=name, **options) for name, text in texts.items()]
+        if config is not None:
+            _check_vocabulary(documents, config, self.name)
+        return documents
 
     def log_likelihood(self, document: PackedBatch) -> torch.Tensor:
         """Compute the ``[1, T]`` log-likelihoods of a document in nats, in main memory.
@@ -89,4 +91,15 @@ def _warn_of_left_out_token(tokenizer: PreTrainedTokenizerFast, model: str) -> N
             " models, such as Gemma, are far worse without it: see `--add_special_tokens true`.",
             model,
             tokenizer.convert_ids_to_tokens(first[0]),
+        )
+
+
+def _check_vocabulary(documents: list[PackedBatch], config: PreTrainedConfig, model: str) -> None:
+    """Raise a ``ValueError`` for token ids outside of the model's embedding, before the evaluator scores the text."""
+    size = getattr(config.get_text_config(decoder=True), "vocab_size", None)
+    largest = max(int(document["input_ids"].max()) for document in documents)
+    if size is not None and largest >= size:
+        raise ValueError(
+            f"The tokenizer of '{model}' gives token id {largest}, but the model's embedding has {size} tokens: the"
+            " tokenizer belongs to another model. Fetch the folder again."
         )

@@ -59,7 +59,11 @@ def _compare_evaluations(found: Sequence[ComparedEvaluation], output: str | Path
     if output is not None:
         title = f"Scores of {', '.join(each.name for each in found)}"
         pictures = draw_scores(found)
-        blocks = [*(Picture(name, f"{name} by length, with 95% intervals.") for name in pictures), table, *notes]
+        blocks: list[Block] = [
+            *(Picture(name, f"{name} by length, with 95% intervals.") for name in pictures),
+            table,
+            *notes,
+        ]
         write_atomically(Path(output), as_html(title, blocks, pictures).encode())
         texts.append(f"Page: {output}")
     return "\n".join(texts) + "\n"

@@ -200,7 +200,8 @@ def depth_matrix(table: pd.DataFrame, *, bins: int = BINS) -> Matrix:
         score = _mean_score(rows)
         values[:, lengths.index(length), place] = [score.mean, *(score.interval or (math.nan, math.nan))]
         questions[lengths.index(length), place] = len(rows)
-    return Matrix([int(length) for length in lengths], even_depths(bins), *values, questions)
+    scores, low, high = values
+    return Matrix([int(length) for length in lengths], even_depths(bins), scores, low, high, questions)
 
 
 def mean_scores(table: pd.DataFrame) -> dict[tuple[str, int], Score]:
