@@ -218,7 +218,7 @@ CHANGES = [
     ({"model_type": "nosuch"}, "nosuch"),
     ({"model_type": "t5"}, "not causal LMs"),
     ({"hidden_act": "nosuch"}, "could not be loaded"),
-    ({"vocab_size": 10}, "do not match its config"),
+    ({"vocab_size": 10}, "10 tokens"),
 ]
 
 

@@ -88,6 +88,8 @@ def _name_extension(settings: Mapping[str, Any] | None) -> str:
     """Return what is added to a model's name, such as ``-yarn-16384``."""
     if settings is None:
         return ""
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"`context_extension` must be a mapping such as {{method: yarn, ..}}, got {settings!r}.")
     extension = ContextExtension.parse(settings)
     return f"-{extension.method}-{extension.target_length}"
 

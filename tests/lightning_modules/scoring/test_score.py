@@ -213,7 +213,7 @@ def test_tokenizer_that_is_not_the_models(files, evaluator_dir, tmp_path, tokeni
     tiny_model("llama", 100).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     message = fails(["score", *files, "--model", str(tmp_path / "model"), "--evaluator", str(evaluator_dir)], capsys)
-    assert "embedding of 100 tokens" in message
+    assert "embedding has 100 tokens" in message
 
 
 @pytest.mark.parametrize("max_tokens", [None, 90])

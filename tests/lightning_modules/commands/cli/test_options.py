@@ -67,7 +67,7 @@ USAGE_ERRORS = [
     ("inspect --evaluator b missing.txt", "No file 'missing.txt'"),
     ("evaluate --model ./missing --output o", "No model at './missing'"),
     ("evaluate --model a --output o --mode x", "mode"),
-    ("evaluate --model a --output o --gen_kwargs x", "`gen_kwargs` must be such as"),
+    ("evaluate --model a --output o --gen_kwargs x", "`gen_kwargs` has the unknown name 'x'"),
     ("select missing", "'missing' contains no scores"),
     ("evaluate --model a", "output"),
     ("fit -c twice.yaml", "given twice"),
