@@ -45,24 +45,32 @@ def select(scores: str, **options: object) -> str:
     documents = _choose_documents(table, config)
     selected = documents[documents["selected"]]
 
+    written: list[str] = []
     with ExitStack() as locks:
         for file in sorted(files):  # the locks also remove what killed runs have left
             locks.enter_context(exclusive(file))
         if config.output is not None and config.output.endswith(".txt"):
-            write_keys(Path(config.output), selected)
+            count = write_keys(Path(config.output), selected)
+            written.append(f"{config.output} ({count:,} keys)")
         elif config.output is not None:
             chosen = table.filter(documents["selected"].to_numpy())
             write_documents(Path(config.output), chosen, shards, config.files)
+            written.append(f"{config.output} ({len(chosen):,} documents)")
         if config.weights is not None:
-            write_weights(Path(config.weights), means_by_source(documents, [config.rank_by])[config.rank_by])
+            means = means_by_source(documents, [config.rank_by])[config.rank_by]
+            write_weights(Path(config.weights), means)
+            written.append(f"{config.weights} (weights of {len(means):,} sources)")
         if config.mixture is not None:
             write_mixture(Path(config.mixture), selected, Path(str(config.output)), config.by)
+            written.append(f"{config.mixture} (mixture of {selected['source'].nunique():,} sources)")
         if config.page is not None:
             folder = Path(config.page).parent
             page = corpus_page(selected, header, scores, folder=folder, conditions=config.where)
             write_atomically(Path(config.page), page.encode())
+            written.append(f"{config.page} (page of {len(selected):,} documents)")
     note = f"{SUCCESS} is missing: not all documents of the corpus are scored, or too many failed.\n\n"
-    return ("" if complete else note) + report(documents)
+    files_written = "".join(f"Written: {file}\n" for file in written)
+    return ("" if complete else note) + report(documents) + (f"\n{files_written}" if written else "")
 
 
 def _check_options(shards: ScoreShards, config: SelectConfig) -> None:

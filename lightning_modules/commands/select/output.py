@@ -24,8 +24,8 @@ _MAX_NAMED, _MAX_EXCERPT = 3, 40  # documents named in a warning, and characters
 _HOLDOUTS = (20, 10, 5, 3)  # one in this many documents of a mixture is for validation, and one for test
 
 
-def write_keys(path: Path, chosen: pd.DataFrame) -> None:
-    """Write one key per line; warn about documents whose key is empty or has several lines."""
+def write_keys(path: Path, chosen: pd.DataFrame) -> int:
+    """Write one key per line, and return how many; warn about documents whose key is empty or has several lines."""
     fits = chosen["key"].map(lambda key: bool(key.strip()) and len(key.splitlines()) == 1)
     write_atomically(path, "".join(f"{key}\n" for key in chosen.loc[fits, "key"]).encode())
     left_out = chosen[~fits]
@@ -37,6 +37,7 @@ def write_keys(path: Path, chosen: pd.DataFrame) -> None:
             f" empty: {', '.join(named[:_MAX_NAMED])}{others}. Write .parquet or .jsonl instead.",
             stacklevel=2,
         )
+    return len(chosen) - len(left_out)
 
 
 def write_documents(path: Path, chosen: pyarrow.Table, shards: ScoreShards, files: str | list[str] | None) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import pyarrow
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from lightning_modules.scoring.corpus.shards import ScoreShards
@@ -57,6 +58,7 @@ _SCORES = [name for name in _MEANS if name != "lsd_mass"]
 _COLUMNS = ("key", "file", "row", "error", "tokens", "compared_tokens", *_SCORES)
 _EXAMPLES, _EXCERPT = 8, 60  # documents of each kind, and characters of their keys
 _LEGEND = 24  # characters of a source
+_NARROW = 30  # ratio of the ends of a logarithmic axis below which its labels are plain numbers
 _SHOWN_THRESHOLDS = 9  # of each column, in a table
 
 _INTRODUCTION = (
@@ -127,7 +129,7 @@ def corpus_page(
         edges, counts = histogram(documents, column, log=column == "tokens")
         counts = {source: counts[source] for source in by_source.index if source in counts}  # the largest first
         pictures[column] = draw_histogram(edges, counts, label, log=column == "tokens")
-        blocks.append(Picture(column, f"Documents by {label}"))
+        blocks.append(Picture(column, f"Documents by {label}{', sources stacked' if len(counts) > 1 else ''}"))
     blocks.append(_tabulate(by_source))
     if ladder := [name for name in documents if is_ladder_mean(name)]:
         # The mean benefit of each longer context over the shortest one.
@@ -164,6 +166,10 @@ def draw_histogram(
             below = below + count
         if len(counts) > 1:
             figure.legend(loc="outside upper left", ncols=2)
+        if log and edges[-1] / edges[0] < _NARROW:  # powers of ten would be one label or none
+            ticks = [tick for tick in MaxNLocator(4).tick_values(edges[0], edges[-1]) if edges[0] <= tick <= edges[-1]]
+            plot.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
+            plot.minorticks_off()
         return as_svg(figure)
 
 

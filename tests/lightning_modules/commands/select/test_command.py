@@ -338,9 +338,16 @@ def test_a_mixture_of_sources_too_small_to_hold_any_out(tmp_path):
 @pytest.mark.limit(2)  # draws five figures
 def test_the_page_is_that_of_the_selected_documents(scored):
     page = scored / "pages" / "page.html"
-    select(str(scored / "scores"), by="source", where="tokens > 20", page=str(page))
+    files = {"output": str(scored / "keys.txt"), "page": str(page), "weights": str(scored / "weights.yaml")}
+    printed = select(str(scored / "scores"), by="source", where="tokens > 20", rank_by="tokens", **files)
+    assert printed.splitlines()[-3:] == [
+        f"Written: {files['output']} (15 keys)",
+        f"Written: {files['weights']} (weights of 2 sources)",
+        f"Written: {files['page']} (page of 15 documents)",
+    ]
     content = page.read_text()
     assert "15 documents that meet <code>tokens &gt; 20</code>" in content
     assert "Context ladder" in content
+    assert "Documents by key-token ratio, sources stacked" in content
     with pytest.raises(ValueError, match=r"`mixture` needs a column of text .* `by` is 'folder'"):
         select(str(scored / "scores"), by="folder", output=str(scored / "d.jsonl"), mixture=str(scored / "m.yaml"))

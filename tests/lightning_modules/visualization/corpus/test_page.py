@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lightning_modules.visualization.corpus.page import corpus_page, inspect_command
+from lightning_modules.visualization.corpus.page import corpus_page, draw_histogram, inspect_command
 from lightning_modules.visualization.corpus.summary import (
     BINS,
     OTHERS,
@@ -169,3 +169,8 @@ def test_the_slider_works_by_keyboard_without_a_network(scores, tmp_path):
         assert page.evaluate("document.documentElement.scrollWidth") == 360
     assert messages == []
     assert set(requests) <= {"file:", "data:"}
+
+
+def test_labels_of_a_narrow_range_are_plain_numbers():
+    svg = draw_histogram(np.geomspace(4000, 4200, 5), {"a": np.ones(4, dtype=int)}, "length, tokens", log=True)
+    assert len(re.findall(r">4,\d\d\d<", svg)) >= 3
