@@ -71,7 +71,14 @@ def evaluate(model: str, output: str, **options: Any) -> str:
 
 def _read_rank() -> tuple[int, int]:
     """Return the rank and the number of processes that torchrun or a cluster has set."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    words = [os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))]
+    try:
+        rank, processes = (int(word) for word in words)
+    except ValueError:
+        rank, processes = 0, 0
+    if not 0 <= rank < processes:
+        raise ValueError(f"RANK must be 0 or more and below WORLD_SIZE, got {words[0]!r} and {words[1]!r}.")
+    return rank, processes
 
 
 def _choose_device(device: str) -> str:

@@ -219,7 +219,7 @@ def test_recall_tasks_of_a_model_that_has_hardly_learnt(run, tmp_path):
     table = run("recall_tasks", "--output", tmp_path, "--cpu_seconds", 1, *sizes)
     assert sum(line[0].startswith("passkey") for line in table) == 2
     for name in ("random", "trained"):
-        assert (tmp_path / f"{name}_scores" / "figures" / "heat_map.svg").is_file()
+        assert (tmp_path / f"{name}_scores" / "figures" / "depths.svg").is_file()
 
 
 @pytest.mark.long

@@ -103,8 +103,8 @@ def test_logged_values_and_figures(setup, tmp_path):
         found = events.Scalars(f"tasks/{name}")
         assert [event.step for event in found] == [1, 3]
         assert found[-1].value == pytest.approx(logged[f"tasks/{name}"])
-    assert {f"tasks/{name}" for name in ("lengths", "heat_map", "depths")} <= set(events.Tags()["images"])
-    assert len(events.Images("tasks/heat_map")) == 2
+    assert {f"tasks/{name}" for name in ("lengths", "depths")} <= set(events.Tags()["images"])
+    assert len(events.Images("tasks/depths")) == 2
     text = events.Tensors("tasks/answers/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert text.startswith("| task | length | depth | score (%) | right | likeliest tokens |")
     assert 0 < logged["tasks/time_share"] < 1

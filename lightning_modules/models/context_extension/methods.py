@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jsonargparse import ArgumentError, ArgumentParser
-from jsonargparse.typing import PositiveInt, restricted_number_type
 from transformers import PreTrainedConfig
 
 from lightning_modules.models.context_extension.eabf import EABF
@@ -22,9 +20,6 @@ from lightning_modules.models.context_extension.rope_types import (
     rotary_width,
 )
 from lightning_modules.models.context_extension.rotary_checks import ARCHITECTURES
-
-Length: Any = restricted_number_type("Length", int, (">=", 2))
-Positive: Any = restricted_number_type("Positive", float, [(">", 0), ("<", math.inf)])
 
 ANY_ROPE_TYPE = tuple(name for name in ARCHITECTURES if name != "phi3")  # Phi-3 has only `default` and `longrope`
 
@@ -85,26 +80,27 @@ class ContextExtension:
     """
 
     method: str
-    original_length: Length
-    target_length: Length
-    base: Positive | None = None
-    beta_fast: Positive | None = None
-    beta_slow: Positive | None = None
-    low_freq_factor: Positive | None = None
-    high_freq_factor: Positive | None = None
-    long_factor: list[Positive] | None = None
-    attention_factor: Positive | None = None
-    sinks: PositiveInt | None = None
-    window: PositiveInt | None = None
-    group: PositiveInt | None = None
-    chunk: PositiveInt | None = None
-    segment_lengths: list[PositiveInt] | None = None
-    dilation_rates: list[PositiveInt] | None = None
+    original_length: int
+    target_length: int
+    base: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    long_factor: list[float] | None = None
+    attention_factor: float | None = None
+    sinks: int | None = None
+    window: int | None = None
+    group: int | None = None
+    chunk: int | None = None
+    segment_lengths: list[int] | None = None
+    dilation_rates: list[int] | None = None
     full_attention: bool = False
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"`context_extension.method` must be one of {', '.join(METHODS)}, got '{self.method}'.")
+        self._check_numbers()
         if self.target_length < self.original_length or (self.factor == 1 and self.method != "none"):
             raise ValueError(
                 f"`context_extension.target_length` = {self.target_length} must be above"
@@ -127,11 +123,21 @@ class ContextExtension:
             if not smaller < larger:
                 raise ValueError(f"`{low}` = {smaller} must be below `{high}` = {larger}.")
 
+    def _check_numbers(self) -> None:
+        for name, least in {"original_length": 1, "target_length": 1, **dict.fromkeys(OPTIONS, 0)}.items():
+            value = getattr(self, name)
+            for number in value if isinstance(value, list) else [value]:
+                if number is not None and not least < number < math.inf:  # also for NaN
+                    raise ValueError(f"`context_extension.{name}` must be above {least}, got {number}.")
+
     @classmethod
     def parse(cls, settings: "Mapping[str, Any] | ContextExtension") -> "ContextExtension":
         """Parse a mapping from YAML; raise a ``ValueError`` for unknown or missing keys and wrong values."""
         if isinstance(settings, ContextExtension):
             return settings
+        # Imported here, because a machine that only trains may not have it.
+        from jsonargparse import ArgumentError, ArgumentParser
+
         # jsonargparse checks names and types. Configs keep the mapping, so that files can override single keys.
         parser = ArgumentParser(exit_on_error=False)
         parser.add_argument("--context_extension", type=cls)

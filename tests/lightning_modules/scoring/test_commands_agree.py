@@ -82,13 +82,13 @@ def test_score_validate_predict_and_inspect_with_the_model_as_its_own_evaluator(
 
         key = find_key_tokens(scores, **THRESHOLDS).mask
         assert torch.equal(mask, key)
-        assert torch.equal(page.model.key, key)
+        assert torch.equal(page.models[0].key, key)
         assert by_score["alignment"] == "tokens"
         assert by_score["key_tokens"] == logged["val/key_tokens"] == int(key.sum()) > 3
         longppl = float(torch.exp(-scores.long[key].double().mean()))
         assert by_score["longppl"] == pytest.approx(longppl, rel=1e-6)
         assert logged["val/longppl"] == pytest.approx(longppl, rel=1e-6)
-        assert page.model.perplexities()[0] == pytest.approx(longppl, rel=1e-6)
+        assert page.models[0].perplexities()[0] == pytest.approx(longppl, rel=1e-6)
         answers.append((int(key.sum()), longppl))
     assert answers[0] == answers[1], "trimmed offsets or not"
 
@@ -107,14 +107,14 @@ def test_score_validate_and_inspect_with_another_tokenizer(model, language, fold
     assert by_score["alignment"] == "characters"
     assert logged["val/documents_aligned_by_characters"] == 1
     assert by_score["key_tokens"] == logged["val/key_tokens"] == int(mask.sum())
-    assert torch.equal(page.model.key, mask)
+    assert torch.equal(page.models[0].key, mask)
     for name in ("tokens_sharing_characters", "tokens_without_characters"):
         assert logged[f"val/{name}"] == pytest.approx(by_score[name])
     if language not in ("english", "latex"):
         assert by_score["tokens_sharing_characters"] > 0
     if mask.any():
         assert logged["val/longppl"] == pytest.approx(by_score["longppl"], rel=1e-6)
-        assert page.model.perplexities()[0] == pytest.approx(by_score["longppl"], rel=1e-6)
+        assert page.models[0].perplexities()[0] == pytest.approx(by_score["longppl"], rel=1e-6)
 
 
 def test_the_rule_of_the_authors_in_score_and_validation(folders, tmp_path, caplog):

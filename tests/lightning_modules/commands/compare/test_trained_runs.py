@@ -63,9 +63,8 @@ def test_ratios_of_runs_are_those_of_longce_score(model_dir, evaluator_dir, tmp_
     capsys.readouterr()
 
     def find_numbers(paths):
-        lines = [
-            line for line in compare(paths).partition("Cost")[0].splitlines() if "(0.2, -7)" in line or line[:1] == " "
-        ]
+        table = compare(paths).partition("Final numbers")[2].partition("Cost")[0]
+        lines = [line for line in table.splitlines() if "(0.2, -7)" in line or line[:1] == " "]
         return [re.findall(r"\d+\.\d+", line.partition("-7)")[2] or line) for line in lines]
 
     of_runs = find_numbers([tmp_path / "runs" / name for name in ("CrossEntropy", "LongCE")])
