@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.rcsetup import cycler
+from matplotlib.ticker import LogLocator, NullFormatter
 
 PANEL = (3.4, 2.7)
 """Width and height of a figure in inches: a phone shows this width at full size."""
@@ -67,7 +68,9 @@ def curves_as_svg(curves: Iterable[tuple[str, Any, Any]], *, x: str, y: str, log
             plot.locator_params("x", nbins=5)
         if log:
             plot.set_yscale("log")
-            plot.yaxis.set_major_formatter("{x:g}")
+            plot.yaxis.set(
+                major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:g}", minor_formatter=NullFormatter()
+            )
         figure.legend(loc="outside upper left", ncols=2)
         return as_svg(figure)
 

@@ -58,7 +58,8 @@ class Ratio(NamedTuple):
             count = f"{self.documents} document{'s' if self.documents > 1 else ''}"
             return f"{_describe_change(self.value)} ({count}: too few for an interval)"
         between = " to ".join(map(_format_ratio, self.interval))
-        return f"{_describe_change(self.value)} (ratio {_format_ratio(self.value)}, 95% interval {between})"
+        ratio = f"ratio {_format_ratio(self.value)}, " if 0.5 <= self.value <= 2 else ""
+        return f"{_describe_change(self.value)} ({ratio}95% interval {between})"
 
 
 def measure_ratios(runs: Sequence[ComparedRun], baseline: ComparedRun) -> list[Ratio]:
@@ -90,7 +91,8 @@ def write_verdict(runs: Sequence[ComparedRun], baseline: ComparedRun, differing:
     if not sentences:
         return []
     sentences += _compare_training(runs) + _name_settings(differing)
-    sentences.append("Intervals are about the choice of documents; another seed of the training may change more.")
+    noise = "; another seed of the training may change more" if any(run.scalars.get("step") for run in runs) else ""
+    sentences.append(f"Intervals are about the choice of documents{noise}.")
     return sentences
 
 
@@ -186,11 +188,11 @@ def _describe_change(ratio: float) -> str:
         return "the same"
     if 0.5 <= ratio <= 2:
         return f"{abs(ratio - 1):.1%} {'lower' if ratio < 1 else 'higher'}"
-    return f"{_format_ratio(1 / ratio if ratio < 1 else ratio)} times {'lower' if ratio < 1 else 'higher'}"
+    return f"{_format_ratio(ratio)} times as large"
 
 
 def _format_ratio(value: float) -> str:
-    return f"{value:.3f}" if 0.9 < value < 1.1 else f"{value:.2f}" if 0.1 <= value < 100 else f"{value:.2g}"
+    return f"{value:.3f}" if 0.5 < value < 2 else f"{value:.2f}" if 0.1 <= value < 100 else f"{value:.2g}"
 
 
 def drawn_ratios(ratios: Sequence[Ratio]) -> list[Ratio]:

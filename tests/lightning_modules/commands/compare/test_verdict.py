@@ -1,19 +1,22 @@
 """The words and the picture at the top of a comparison."""
 
 import math
+import re
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from lightning_modules.commands.compare.command import compare_runs, draw_curves
 from lightning_modules.commands.compare.runs import ComparedRun
 from lightning_modules.commands.compare.verdict import Ratio, draw_ratios, measure_ratios, write_verdict
 from lightning_modules.utilities.statistics import paired_ratio
 
 DOCUMENTS = 12
+CELL = "books, judge (K 64), (2, -2)"
 
 
-def make_run(name, factor, *, cells=("books, judge (K 64), (2, -2)",), noise=0.02, key_tokens=20, steps=None, seed=0):
+def make_run(name, factor, *, cells=(CELL,), noise=0.02, key_tokens=20, steps=None, seed=0):
     draw = np.random.default_rng(seed)
     evaluations = {}
     for cell in cells:
@@ -66,12 +69,15 @@ def test_several_evaluations_are_counted():
 def test_few_documents_no_key_tokens_and_diverged_models():
     old, new = make_run("old", 1.0), make_run("new", 0.5)
     few = new._replace(evaluations={cell: {1: steps[100][:3]} for cell, steps in new.evaluations.items()})
-    assert "compared on too few documents to tell: LongPPL is 2.0" in write_verdict([old, few], old, [])[0]
+    assert (
+        "compared on too few documents to tell: LongPPL is 0.50 times as large" in write_verdict([old, few], old, [])[0]
+    )
     blind = make_run("blind", 1.0, key_tokens=0)
     assert "share no key tokens" in write_verdict([blind, make_run("new", 1.0, key_tokens=0)], blind, [])[0]
     wild = make_run("wild", math.inf)
     assert "worse than `old`: LongPPL is infinite for the run" in write_verdict([old, wild], old, [])[0]
     assert write_verdict([old], old, []) == []
+    assert "seed" not in write_verdict([old, new], old, [])[-1]  # of models that were only scored
 
 
 def test_unequal_training_and_settings_are_named():
@@ -100,3 +106,34 @@ def test_the_picture_labels_what_differs():
     assert "reports, judge: gemma, (2, -2)" in svg
     assert "new ·" not in svg
     assert "better" in svg
+
+
+def test_the_best_run_excludes_a_tie():
+    old = make_run("old", 1.0, noise=0.0)
+    assert "new (best)" in compare_runs([old, make_run("new", 0.8)])
+    assert "(best)" not in compare_runs([old, make_run("new", 0.99, noise=0.3)])
+
+
+def test_a_set_without_key_tokens_is_named_and_final_numbers_are_not_folded(tmp_path):
+    cells = [f"set {number}, judge (K 64), (2, -2)" for number in range(8)]
+    old, new = (make_run(name, 1.0, cells=cells) for name in ("old", "new"))
+    blind = {"blind, judge (K 64), (2, -2)": make_run("", 1.0, key_tokens=0).evaluations[CELL]}
+    old, new = (run._replace(evaluations=run.evaluations | blind) for run in (old, new))
+    assert compare_runs([old, new], tmp_path / "page.html").count("no key tokens") == 2
+    section = (tmp_path / "page.html").read_text().partition("<h2>Final numbers</h2>")[2].partition("</section>")[0]
+    assert section.count("<tr>") == 19
+    assert "<details" not in section
+
+
+def test_curves_over_more_than_a_factor_of_ten_have_a_logarithmic_axis():
+    def curve(last):
+        run = make_run("run", 1.0)
+        steps = {step: run.evaluations[CELL][100].assign(longppl=value) for step, value in ((0, 40.0), (100, last))}
+        scalars = {"step": {100: 100.0}}
+        return draw_curves([run._replace(evaluations={CELL: steps}, scalars=scalars)], "optimizer steps")
+
+    def ticks(figures):
+        return re.findall(r">([\d.]+)<", figures[f"LongPPL: {CELL}"])
+
+    assert {"5", "10", "20"} <= set(ticks(curve(2.0)))
+    assert "35" in ticks(curve(20.0))
