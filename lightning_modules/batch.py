@@ -27,6 +27,7 @@ class DocumentRef(NamedTuple):
     columns: dict[str, Any]  # other columns of the corpus that are stored with its scores, by name
     truncated: bool = False  # whether its end was cut off
     text_hash: str | None = None  # of the whole text; equal for documents with the same text
+    first_words: str | None = None  # by which a reader recognizes the document
     error: str | None = None  # why it cannot be scored, or None
 
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from datamodules.corpus.files import CorpusColumns, CorpusFiles, find_corpus, is_text
 from datamodules.corpus.preview import preview_corpus
-from datamodules.corpus.stream import CorpusLoader, CorpusRows, CorpusStream
+from datamodules.corpus.stream import FIRST_WORDS, CorpusLoader, CorpusRows, CorpusStream
 from datamodules.packing.loader import worker_options
 from lightning_modules.batch import DocumentRef
 from lightning_modules.functional.checks import MAX_PROCESSES, check_count
@@ -169,6 +169,7 @@ class DocumentCorpus(LightningDataModule):
             "text_column": self.column_names.text,
             "key_column": self.column_names.key,
             "text_hash": "sha256",  # a column that folders of earlier versions lack
+            "first_words": FIRST_WORDS,  # another one
             "columns": {name: str(kind) for name, kind in self.column_types.items()},
             "max_tokens": None if self.max_tokens is None else int(self.max_tokens),
             "overlong": self.overlong if self.max_tokens is not None else None,

@@ -21,6 +21,7 @@ from lightning_modules.scoring.corpus.failures import LEFT_OUT
 from lightning_modules.scoring.corpus.shards import ReadProgress
 from lightning_modules.scoring.token_scores import text_sha256
 
+FIRST_WORDS = 80  # characters of a text, stored with its scores
 PARTS_PER_STREAM = 4  # with fewer parts, the rows of each part are sharded instead of the parts
 POOL_DOCUMENTS, POOL_BATCHES = 256, 32  # limits of the pool from which documents of similar length are batched
 _MAX_FAILED = 256  # failed documents that wait for a batch
@@ -52,7 +53,14 @@ class CorpusRows:
         if self.max_tokens is not None and tokens > self.max_tokens:
             reason = f"{LEFT_OUT}{tokens} tokens exceed `max_tokens` = {self.max_tokens}"
             return ref._replace(error=reason), None
-        return ref._replace(truncated=len(row["text"]) < len(text), text_hash=text_sha256(text)), row
+        ref = ref._replace(truncated=len(row["text"]) < len(text), text_hash=text_sha256(text))
+        return ref._replace(first_words=shorten_text(text)), row
+
+
+def shorten_text(text: str) -> str:
+    """Return the beginning of a text on one line, with at most `FIRST_WORDS` characters."""
+    line = " ".join(text[: 4 * FIRST_WORDS].split())
+    return line if len(line) <= FIRST_WORDS else f"{line[: FIRST_WORDS - 1]}…"
 
 
 Reading = tuple[PackedBatch, list[str]]

@@ -19,6 +19,7 @@ import torch
 from callbacks import DocumentScoresWriter, TokenScoresWriter
 from callbacks.document_scores_writer import _checkpoint_identity
 from datamodules import DocumentCorpus, TextDataModule
+from datamodules.corpus.stream import shorten_text
 from lightning_modules.commands.select.command import select
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import progress as model_progress
@@ -98,6 +99,7 @@ def test_each_document_has_the_row_that_its_log_likelihoods_make(run, model_dir,
         expected = {**document_scores(scores, **THRESHOLDS, gamma=3.0), **ladder_scores(scores, (8, 32), **THRESHOLDS)}
         assert {name: row[name] for name in expected} == expected
         assert (row["key"], row["file"], row["error"], row["truncated"]) == (f"d{number}", "a.parquet", None, False)
+        assert row["first_words"] == shorten_text(text)
         assert row["lsd"] == [None] * min(24, row["tokens"]) + (scores.long - scores.short)[24:].tolist()
         assert row["lcl"] == [None, *scores.long[1:].tolist()]
         assert sum(value is not None for value in row["lsd"]) == row["compared_tokens"]

@@ -21,7 +21,7 @@ from lightning_modules.commands.select.output import write_documents, write_keys
 from lightning_modules.scoring.corpus.shards import PER_TOKEN, SUCCESS, ScoreShards
 from lightning_modules.utilities.files import writable_folder, write_atomically
 from lightning_modules.utilities.locks import exclusive
-from lightning_modules.visualization.corpus.page import corpus_page, is_ladder_mean, source_names
+from lightning_modules.visualization.corpus.page import FIRST_WORDS, corpus_page, is_ladder_mean, source_names
 
 FOLDER = "folder"  # a source that is not a column: the folder of a document's file
 MEANS = ("key_token_ratio", "benefit_mean", "benefit_positive", "longppl", "perplexity")
@@ -122,6 +122,7 @@ def _read_scores(shards: ScoreShards, config: SelectConfig) -> pyarrow.Table:
     if config.output is None or config.output.endswith(".txt"):
         needed = {"key", "file", "row", "error", "tokens", "compared_tokens", *MEANS, config.rank_by, config.by}
         needed |= {TEXT_HASH} if config.unique else set()
+        needed |= {FIRST_WORDS} if config.page is not None else set()
         sql = f"{config.where} {config.sample_weight}".lower()  # SQL ignores case
         columns = [name for name in columns if name in needed or name.lower() in sql or name.startswith("ladder_")]
     return shards.table(columns)

@@ -19,7 +19,7 @@ TokenType = Literal["float16", "float32"]
 
 # In this order, with the corpus's columns after the first and the scores before the last.
 _REF_COLUMNS = {"key": pyarrow.string(), "file": pyarrow.string(), "row": pyarrow.int64()}
-_TEXT_COLUMNS = {"truncated": pyarrow.bool_(), "text_hash": pyarrow.string()}
+_TEXT_COLUMNS = {"truncated": pyarrow.bool_(), "text_hash": pyarrow.string(), "first_words": pyarrow.string()}
 _ERROR_COLUMN = {"error": pyarrow.string()}
 _ARROW_TYPES = {int: pyarrow.int64(), float: pyarrow.float64()}
 

@@ -43,6 +43,9 @@ PAGE = "_report.html"
 INSPECTED = "_inspect-"
 """Prefix of the pages of documents, beside the page of their corpus."""
 
+FIRST_WORDS = "first_words"
+"""Column with the beginning of each document."""
+
 NO_SOURCE = "-"
 """Source of documents without one."""
 
@@ -78,7 +81,8 @@ def write_page(shards: ScoreShards, source_of_file: Callable[[str], str]) -> Non
     """
     names = shards.schema().names
     own = ["source"] if "source" in names else []
-    table = shards.table([*_COLUMNS, *own, *(name for name in names if is_ladder_mean(name))])
+    words = [FIRST_WORDS] if FIRST_WORDS in names else []  # scores of earlier versions lack them
+    table = shards.table([*_COLUMNS, *own, *words, *(name for name in names if is_ladder_mean(name))])
     table = table.filter(table["error"].is_null())
     if not len(table):
         return
@@ -205,9 +209,11 @@ def _tabulate_documents(rows: Sequence[Mapping[str, Any]], header: Mapping[str, 
         made = (folder / page).is_file()
         if not made:
             commands.append([key, f"`{inspect_command(row, header, folder / page)}`"])
+        words = [row[FIRST_WORDS]] if FIRST_WORDS in row else []
         numbers = [_format_number(row[column]) for column in columns]
-        cells.append([Link(key, page) if made else key, row["source"], *numbers])
-    tables = [Table(["document", "source", *columns], cells)]
+        cells.append([Link(key, page) if made else key, *words, row["source"], *numbers])
+    names = ["document", *(["first words"] if rows and FIRST_WORDS in rows[0] else []), "source", *columns]
+    tables = [Table(names, cells)]
     return [*tables, Table(["document", "command for its page"], commands, folded=True)] if commands else tables
 
 

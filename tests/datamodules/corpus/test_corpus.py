@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from datamodules import DocumentCorpus
 from datamodules.corpus.files import CorpusColumns, find_corpus
-from datamodules.corpus.stream import CorpusLoader, shares
+from datamodules.corpus.stream import CorpusLoader, shares, shorten_text
 from datamodules.sources import records
 from datamodules.sources.locations import RemoteFile
 from lightning_modules.batch import IGNORE_INDEX, DocumentRef
@@ -210,14 +210,20 @@ class OwnStrategy:
         return decision and next(self.decisions)
 
 
+@pytest.mark.parametrize(
+    ("text", "line"), [("  a\n\tb ", "a b"), ("ab " * 30, "ab " * 26 + "a…"), ("字" * 81, "字" * 79 + "…")]
+)
+def test_first_words_are_one_short_line(text, line):
+    assert shorten_text(text) == line
+
+
 def test_settings_of_the_data_module(folder, word_tokenizer):
     corpus = DocumentCorpus(str(folder / "b.jsonl"), tokenizer=word_tokenizer, num_workers=0, max_tokens=2)
     corpus.setup("predict")
     (first, second) = list(corpus.predict_dataloader())
     assert first["text"] == ["a b"]
-    assert first["document_refs"] == [
-        DocumentRef("b.jsonl:0", "b.jsonl", 0, {}, truncated=True, text_hash=text_sha256("a b c"))
-    ]
+    own = {"truncated": True, "text_hash": text_sha256("a b c"), "first_words": "a b c"}
+    assert first["document_refs"] == [DocumentRef("b.jsonl:0", "b.jsonl", 0, {}, **own)]
     assert first["labels"].tolist() == [[IGNORE_INDEX, 2]]
     assert second["document_refs"][0].truncated is False
     assert corpus.read_progress() == (2, True, [])

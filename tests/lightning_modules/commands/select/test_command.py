@@ -50,7 +50,8 @@ def scored(tmp_path):
     for place, number in enumerate(order.tolist()):
         name = "x/a.parquet" if number < 12 else "x/b.jsonl"
         text_hash = text_sha256(f"text {number}\nline")
-        ref = DocumentRef(f"d{number}", name, number % 12, {"source": "ab"[number % 2]}, text_hash=text_hash)
+        about = {"text_hash": text_hash, "first_words": "text"}
+        ref = DocumentRef(f"d{number}", name, number % 12, {"source": "ab"[number % 2]}, **about)
         scores = make_scores(12 + number, number, ladder=(CONTEXTS[: 1 + number % 2], 3))
         table.add(ref, Failed("broken") if number == 5 else scores)
         if place % 8 == 7:

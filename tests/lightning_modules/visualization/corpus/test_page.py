@@ -124,11 +124,13 @@ def test_every_corpus_has_a_page(tmp_path):
     assert "<b>" not in page
 
 
-@pytest.mark.limit(2)  # draws five figures
+@pytest.mark.limit(3)  # draws five figures twice
 def test_documents_link_to_their_page_or_show_its_command(scores, tmp_path):
     best = scores.loc[scores["benefit_mean"].idxmax()]
     (tmp_path / f"_inspect-{best.file}-{best.row}.html").write_text("")
-    page = corpus_page(scores, HEADER, "scores", folder=tmp_path)
+    assert "first words" not in corpus_page(scores, HEADER, "scores", folder=tmp_path), "scores of earlier versions"
+    page = corpus_page(scores.assign(first_words="It <i>began</i>"), HEADER, "scores", folder=tmp_path)
+    assert page.count(">It &lt;i&gt;began&lt;/i&gt;<") >= 20
     assert f'<a href="_inspect-{best.file}-{best.row}.html">' in page
     assert "<b>key" not in page
     assert page.count("longce inspect &#39;raw texts/part") >= 20
