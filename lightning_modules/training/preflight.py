@@ -21,6 +21,7 @@ from lightning_modules.models.context_extension.rotary_checks import check_rotar
 from lightning_modules.models.loading.adapters import find_adapters, quantization_config
 from lightning_modules.models.loading.checks import check_scoring
 from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.dtypes import warn_of_slow_dtype
 from lightning_modules.models.loading.load import check_model, check_quantization, has_weights, load_backbone
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.sequence_group import SequenceGroup
@@ -68,6 +69,7 @@ def check_loaded(backbone: Scorer, trainer: Trainer, group: SequenceGroup | None
         return
     check_rotary(backbone.base_model)
     with trainer.precision_plugin.forward_context():  # flash attention does not support float32
+        warn_of_slow_dtype(backbone.device, backbone.base_model.dtype)
         check_scoring(backbone)
         if group is not None:
             group.check_backbone(backbone)

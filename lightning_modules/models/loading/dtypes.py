@@ -31,12 +31,28 @@ def stored_dtype(config: PreTrainedConfig, asked: DType = "auto") -> torch.dtype
 
 def scoring_config(config: ModelConfig, stored: PreTrainedConfig, device: torch.device | str) -> ModelConfig:
     """Return how a model is loaded for scoring: ``auto`` becomes float32 on a CPU that is slow in the stored type."""
-    names = _FAST_ON_CPU.get(stored_dtype(stored))
-    known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch lack it
     quantized = config.quantization is not None or getattr(stored, "quantization_config", None) is not None
-    if config.dtype != "auto" or torch.device(device).type != "cpu" or quantized or names is None or not known:
+    if config.dtype != "auto" or torch.device(device).type != "cpu" or quantized:
         return config
-    return config if any(known.get(name) for name in names) else replace(config, dtype="float32")
+    return replace(config, dtype="float32") if _is_slow(stored_dtype(stored)) else config
+
+
+def warn_of_slow_dtype(device: torch.device, dtype: torch.dtype) -> None:
+    """Write to the log that a run computes in a type that this CPU is slow in, in or out of autocast."""
+    mixed = torch.is_autocast_enabled("cpu")
+    dtype = torch.get_autocast_dtype("cpu") if mixed else dtype
+    if device.type == "cpu" and _is_slow(dtype):
+        log.warning(
+            "This CPU is slow in %s, at a quarter to half of the speed of float32: set %s.",
+            str(dtype).removeprefix("torch."),
+            "`trainer.precision: 32-true`" if mixed else "`model.dtype: float32`",
+        )
+
+
+def _is_slow(dtype: torch.dtype) -> bool:
+    """Return whether this CPU, if it is known, has none of the instructions that make a type fast."""
+    known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch lack it
+    return bool(known) and dtype in _FAST_ON_CPU and not any(known.get(name) for name in _FAST_ON_CPU[dtype])
 
 
 @cache

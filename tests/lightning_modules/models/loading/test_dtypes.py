@@ -4,9 +4,10 @@ import logging
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
 from lightning_modules.models.loading.config import ModelConfig
-from lightning_modules.models.loading.dtypes import report_dtype, scoring_config
+from lightning_modules.models.loading.dtypes import report_dtype, scoring_config, warn_of_slow_dtype
 from lightning_modules.models.loading.identity import describe_model
 from lightning_modules.models.loading.load import load_config, load_frozen
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
@@ -73,3 +74,22 @@ def test_only_a_cpu_that_is_known_to_be_slow_changes_the_type(folder_of, cpu, mo
     assert scoring_config(config, stored, "cpu") is config
     monkeypatch.delattr(torch.cpu, "get_capabilities")  # as in older versions of torch
     assert scoring_config(config, load_config(config), "cpu") is config
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "instructions", "said"),
+    [
+        ("32-true", torch.bfloat16, [], "`model.dtype: float32`"),
+        ("bf16-mixed", torch.float32, [], "`trainer.precision: 32-true`"),
+        ("bf16-mixed", torch.float32, ["avx512_bf16"], ""),
+        ("32-true", torch.float32, [], ""),
+    ],
+)
+def test_a_run_in_a_slow_type_names_the_setting(cpu, caplog, precision, dtype, instructions, said):
+    cpu(*instructions)
+    with Trainer(accelerator="cpu", precision=precision, logger=False).precision_plugin.forward_context():
+        warn_of_slow_dtype(torch.device("cpu"), dtype)
+        warn_of_slow_dtype(torch.device("meta"), dtype)
+    lines = [line for line in caplog.messages if line.startswith("This CPU is slow")]
+    assert len(lines) == bool(said)
+    assert said in "".join(lines)
