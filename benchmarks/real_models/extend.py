@@ -41,27 +41,13 @@ METHODS = (
 """The first is the model as it is."""
 
 
-def measure_methods(
-    books: Sequence[Text], evaluator: Mapping[str, TokenScores], sheets: Sequence[str], folder: Path
+def measure_method(
+    method: System, books: Sequence[Text], evaluator: Mapping[str, TokenScores], sheets: Sequence[str], folder: Path
 ) -> dict[str, Any]:
-    """Return LongPPL and perplexity by method and range, their ratios to the first method, and right answers."""
-    tables = {method.name: _sum_losses(method, books, evaluator, folder) for method in METHODS}
-    baseline = tables[METHODS[0].name]
-    found: dict[str, Any] = {"methods": {}}
-    for method in METHODS:
-        answers = [right for sheet in sheets for right in read_answers(method, sheet, folder)]
-        ranges = {name: _measure_range(tables[method.name], baseline, name) for name in RANGES}
-        found["methods"][method.name] = {"ranges": ranges, "right": sum(answers), "questions": len(answers)}
-    for kind in ("longppl", "perplexity"):
-        values = [each["ranges"]["beyond 8k"][kind] for each in found["methods"].values()]
-        found[f"spread of log {kind} beyond 8k"] = float(np.std(np.log(values), ddof=1))
-    return found
+    """Return the answers of a method, and its losses, from what `score_system` stored.
 
-
-def _sum_losses(
-    method: System, books: Sequence[Text], evaluator: Mapping[str, TokenScores], folder: Path
-) -> pd.DataFrame:
-    """Return the loss in nats and the number of tokens by book, range and kind of tokens."""
+    A loss is ``[book, range, kind of tokens, sum in nats, number of tokens]``.
+    """
     rows = []
     for book in books:
         own = read_scores(method, book, folder)
@@ -70,9 +56,28 @@ def _sum_losses(
         key = find_key_tokens(evaluator[book.name], tokens).mask.numpy()
         for name, (first, stop) in RANGES.items():
             place = slice(first, stop)
-            rows.append((book.name, name, "perplexity", loss[place].sum(), len(loss[place])))
-            rows.append((book.name, name, "longppl", loss[place][key[place]].sum(), key[place].sum()))
-    return pd.DataFrame(rows, columns=["book", "range", "kind", "loss", "tokens"])
+            rows.append([book.name, name, "perplexity", float(loss[place].sum()), len(loss[place])])
+            rows.append([book.name, name, "longppl", float(loss[place][key[place]].sum()), int(key[place].sum())])
+    return {"losses": rows, "right": [right for sheet in sheets for right in read_answers(method, sheet, folder)]}
+
+
+def compare_methods(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return LongPPL and perplexity by method and range, their ratios to the first method, and right answers.
+
+    ``measured`` are the results of `measure_method` by the method's name.
+    """
+    columns = ["book", "range", "kind", "loss", "tokens"]
+    tables = {name: pd.DataFrame(each["losses"], columns=columns) for name, each in measured.items()}
+    baseline = next(iter(tables.values()))
+    found: dict[str, Any] = {"methods": {}}
+    for method, table in tables.items():
+        answers = measured[method]["right"]
+        ranges = {name: _measure_range(table, baseline, name) for name in RANGES}
+        found["methods"][method] = {"ranges": ranges, "right": sum(answers), "questions": len(answers)}
+    for kind in ("longppl", "perplexity"):
+        values = [each["ranges"]["beyond 8k"][kind] for each in found["methods"].values()]
+        found[f"spread of log {kind} beyond 8k"] = float(np.std(np.log(values), ddof=1))
+    return found
 
 
 def _measure_range(table: pd.DataFrame, baseline: pd.DataFrame, name: str) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """What the studies share: texts, question sheets and evaluators' scores, and how a result is kept."""
 
+import io
+import json
 import logging
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -13,9 +15,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 from benchmarks.real_models.anatomy import choose_examples, compare_evaluators, describe_key_tokens, describe_texts
 from benchmarks.real_models.correlate import SYSTEMS, EvaluatorScores, correlate_systems, measure_system
-from benchmarks.real_models.extend import METHODS, TARGET, measure_methods
+from benchmarks.real_models.extend import METHODS, TARGET, compare_methods, measure_method
 from benchmarks.real_models.questions import QuestionSheet, make_sheets
 from benchmarks.real_models.systems import LoadedSystem, System, score_system
 from benchmarks.real_models.tables import tabulate_anatomy, tabulate_correlate, tabulate_extend
@@ -23,8 +29,8 @@ from benchmarks.real_models.texts import LONG_BOOKS, Text, read_books, read_text
 from benchmarks.results import FOLDER, LIBRARIES, ROOT, describe_machine
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator, score_text
-from lightning_modules.scoring.token_scores import TokenScores
-from lightning_modules.utilities.files import write_json
+from lightning_modules.scoring.token_scores import TokenScores, text_sha256
+from lightning_modules.utilities.files import write_atomically, write_json
 from lightning_modules.utilities.identity import combined_hash
 
 TOKENS = 4096
@@ -48,11 +54,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Study:
-    """Folders of a study: models (``fetch``), data, and what was scored, so that a run resumes."""
+    """Folders of a study: models (``fetch``), data, and what was scored, so that a run resumes.
+
+    ``kept`` has what takes hours and is small, evaluators' scores and the numbers of each system, for other machines.
+    """
 
     models: Path
     data: Path
     work: Path
+    kept: Path = FOLDER / "real"
 
     def evaluator(self, name: str, *, context_length: int = CONTEXT_LENGTH, dtype: str = "auto") -> Evaluator:
         """Return an evaluator, whose scores are kept in the cache of longce."""
@@ -80,12 +90,33 @@ class Study:
         evaluator.release()
         return scores
 
+    def kept_scores(self, name: str, texts: Sequence[Text]) -> dict[str, TokenScores]:
+        """Return an evaluator's scores in float32; those that an earlier run has kept are not computed again."""
+        evaluator, file = self.evaluator(name, dtype="float32"), self.kept / f"{name}.npz"
+        arrays = read_arrays(file)
+        scores = {}
+        for text in texts:
+            key = text_sha256(text.text)
+            if key not in arrays:
+                computed = self.score_texts(evaluator, [text])[text.name]
+                arrays[key] = torch.stack([computed.long, computed.short]).numpy()
+                write_arrays(file, arrays)
+            batch = evaluator.encode(text.text, name=text.name)
+            long, short = torch.from_numpy(arrays[key])
+            tokens = batch["input_ids"][0], batch["offsets"][0]
+            scores[text.name] = TokenScores(key, name, CONTEXT_LENGTH, STRIDE, *tokens, long, short)
+        return scores
+
     def correlate(self) -> None:
-        """Score all systems, and keep their metrics, accuracies and correlations."""
-        for system in SYSTEMS:
+        """Measure all systems, those that an earlier run has kept excepted, and correlate metrics with accuracies."""
+        evaluators = [EvaluatorScores(name, self.kept_scores(name, self.texts)) for name in EVALUATORS]
+
+        def measure(system: System) -> dict[str, Any]:
             score_system(system, self.models, self.texts, self.sheets, self.work)
-        evaluators = [EvaluatorScores(name, self.score_texts(self.evaluator(name), self.texts)) for name in EVALUATORS]
-        results = [measure_system(system, self.texts, self.sheets, evaluators, self.work) for system in SYSTEMS]
+            return measure_system(system, self.texts, self.sheets, evaluators, self.work)
+
+        found = self._measure_each(SYSTEMS, measure)
+        results = [found[system.path] for system in SYSTEMS]
         numbers = {"systems": results, "correlations": correlate_systems(results, EVALUATORS)}
         title = "Accuracy on long-context questions against LongPPL and perplexity of real systems"
         self.keep("correlate", title, numbers, tabulate_correlate(numbers))
@@ -121,15 +152,31 @@ class Study:
         books = read_books(self.data, LONG_BOOKS, tokenizer, TARGET)
         essays = self.data / "haystack" / "3020.txt"
         sheets = make_sheets(essays, characters=LONG_CHARACTERS, sheets=2)[:2]
-        for method in METHODS:
+        evaluator = self.kept_scores(EVALUATORS[0], books)
+
+        def measure(method: System) -> dict[str, Any]:
             score_system(method, self.models, books, sheets, self.work)
-        evaluator = self.score_texts(self.evaluator(EVALUATORS[0]), books)
-        numbers = measure_methods(books, evaluator, [sheet.name for sheet in sheets], self.work)
+            return measure_method(method, books, evaluator, [sheet.name for sheet in sheets], self.work)
+
+        found = self._measure_each(METHODS, measure)
+        numbers = compare_methods({method.name: found[method.path] for method in METHODS})
         self.keep("extend", "SmolLM2 beyond its 8,192 positions, without training", numbers, tabulate_extend(numbers))
+
+    def _measure_each(
+        self, systems: Sequence[System], measure: Callable[[System], dict[str, Any]]
+    ) -> dict[str, dict[str, Any]]:
+        """Return the numbers of systems by their path; those that an earlier run has kept are not measured again."""
+        file = self.kept / "systems.json"
+        found: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.exists() else {}
+        for system in systems:
+            if system.path not in found:
+                found[system.path] = measure(system)
+                write_json(file, found)
+        return found
 
     def _score_rounded(self, bits: int, texts: Sequence[Text]) -> dict[str, TokenScores]:
         """Return the scores of the first evaluator with rounded weights, which the cache of longce does not know."""
-        loaded = LoadedSystem(System(EVALUATORS[0], f"evaluator {bits} bits", bits=bits), self.models)
+        loaded = LoadedSystem(System(EVALUATORS[0], f"evaluator {bits} bits", bits=bits), self.models, dtype="auto")
         scores = {}
         for text in texts:
             file = self.work / loaded.system.path / f"{text.name.replace(' ', '_')}.safetensors"
@@ -160,3 +207,18 @@ class Study:
         file = FOLDER / f"real_{name}.json"
         write_json(file, result)
         sys.stdout.write(f"{file}\n")
+
+
+def read_arrays(file: Path) -> dict[str, NDArray[np.float32]]:
+    """Read a file of `write_arrays`; without one there are none."""
+    if not file.exists():
+        return {}
+    with np.load(file) as arrays:
+        return dict(arrays)
+
+
+def write_arrays(file: Path, arrays: dict[str, NDArray[np.float32]]) -> None:
+    """Write named arrays into one compressed file, atomically."""
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
+    write_atomically(file, buffer.getvalue())

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.real_models.questions import QuestionSheet
 from benchmarks.real_models.texts import Text
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.config import DType, ModelConfig
 from lightning_modules.models.loading.load import load_frozen
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.tasks.questions.prompter import ForcedAnswer, Prompter
@@ -46,8 +46,9 @@ class System:
 class LoadedSystem:
     """A system whose weights are loaded when something has to be scored."""
 
-    def __init__(self, system: System, models: Path) -> None:
+    def __init__(self, system: System, models: Path, *, dtype: DType = "float32") -> None:
         self.system = system
+        self.dtype = dtype
         self.file = str(models / f"{system.model}.gguf")
         self.tokenizer = load_tokenizer(self.file)
         self._backbone: Backbone | None = None
@@ -56,7 +57,7 @@ class LoadedSystem:
     def backbone(self) -> Backbone:
         """The model, loaded once."""
         if self._backbone is None:
-            config = ModelConfig(self.file, context_extension=self.system.context_extension)
+            config = ModelConfig(self.file, dtype=self.dtype, context_extension=self.system.context_extension)
             self._backbone = load_frozen(config, "cpu")
             if self.system.bits is not None:
                 round_weights(self._backbone, self.system.bits)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from benchmarks.real_models import study
 from benchmarks.real_models import systems as module
 from benchmarks.real_models.anatomy import (
     compare_evaluators,
@@ -14,6 +15,7 @@ from benchmarks.real_models.anatomy import (
 )
 from benchmarks.real_models.correlate import EvaluatorScores, correlate_systems, measure_system
 from benchmarks.real_models.questions import ANSWERS, make_sheets
+from benchmarks.real_models.study import Study
 from benchmarks.real_models.systems import LoadedSystem, System, round_weights, score_system
 from benchmarks.real_models.texts import Text
 from benchmarks.real_models.verdicts import judge_correlate
@@ -96,8 +98,8 @@ def test_a_study_measures_what_the_command_measures(tmp_path, monkeypatch, corpu
 
 
 def _load_from(folder):
-    def load(self, system, models):
-        self.system, self.file, self._backbone = system, str(folder), None
+    def load(self, system, models, dtype="float32"):
+        self.system, self.file, self.dtype, self._backbone = system, str(folder), dtype, None
         self.tokenizer = load_tokenizer(str(folder))
 
     return load
@@ -157,3 +159,28 @@ def test_verdicts_are_recomputed_without_longce():
     p = correlations["against perplexity"]["judge: longppl"]["p"]
     assert f"p {p:.4f}" in second[2]
     assert second[1] == (p < 0.05)
+
+
+def test_what_is_kept_is_not_computed_again(tmp_path, monkeypatch, corpus, evaluator_dir):
+    folder = tmp_path / "models"
+    monkeypatch.setattr(
+        Study, "evaluator", lambda *_, **options: Evaluator(EvaluatorConfig(str(evaluator_dir), **SIZES))
+    )
+    monkeypatch.setattr(study, "CONTEXT_LENGTH", SIZES["context_length"])
+    monkeypatch.setattr(study, "STRIDE", SIZES["stride"])
+    texts = [Text("report 0", "reports", corpus[0]), Text("book 1", "books", corpus[1])]
+    expected = {text.name: Evaluator(EvaluatorConfig(str(evaluator_dir), **SIZES)).scores(text.text) for text in texts}
+    own = Study(folder, tmp_path, tmp_path, kept=tmp_path / "kept")
+    own.kept_scores("judge", texts[:1])
+    assert own.kept_scores("judge", texts).keys() == expected.keys()
+    monkeypatch.setattr(Study, "score_texts", None)
+    for name, scores in own.kept_scores("judge", texts).items():
+        for field in ("token_ids", "offsets", "long", "short"):
+            assert torch.equal(getattr(scores, field), getattr(expected[name], field))
+    systems = (System("tiny", "a"), System("tiny", "b"))
+    found = own._measure_each(systems[:1], lambda system: {"name": system.name})
+    assert own._measure_each(systems, lambda system: {"name": f"again {system.name}"}) == {
+        "tiny/a": {"name": "a"},
+        "tiny/b": {"name": "again b"},
+    }
+    assert found == {"tiny/a": {"name": "a"}}

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.real_models import extend as module
-from benchmarks.real_models.extend import measure_methods
+from benchmarks.real_models.extend import compare_methods, measure_method
 from benchmarks.real_models.systems import System
 from benchmarks.real_models.texts import Text
 from lightning_modules.scoring.token_scores import TokenScores
@@ -16,7 +16,6 @@ from lightning_modules.scoring.token_scores import TokenScores
 
 def test_ranges_and_ratios_by_hand(tmp_path, monkeypatch):
     methods = (System("tiny", "none"), System("tiny", "yarn"))
-    monkeypatch.setattr(module, "METHODS", methods)
     monkeypatch.setattr(module, "RANGES", {"near": (1, 6), "beyond 8k": (6, 10)})
     text = "abcdefghij"
     offsets = torch.tensor([[n, n + 1] for n in range(10)])
@@ -37,7 +36,8 @@ def test_ranges_and_ratios_by_hand(tmp_path, monkeypatch):
             }
             save_file(tensors, tmp_path / method.path / f"book_{number}.safetensors")
         (tmp_path / method.path / "keys_0.json").write_text(json.dumps({"right": [True, False, True]}))
-    found = measure_methods(books, {book.name: scores for book in books}, ["keys 0"], tmp_path)
+    evaluator = {book.name: scores for book in books}
+    found = compare_methods({m.name: measure_method(m, books, evaluator, ["keys 0"], tmp_path) for m in methods})
     yarn = found["methods"]["yarn"]
     assert (yarn["right"], yarn["questions"]) == (2, 3)
 
