@@ -17,6 +17,7 @@ STUDIES = {
     "anatomy": "Which tokens of real text are key, and how far evaluators and settings agree.",
     "correlate": "Whether LongPPL predicts accuracy on long-context questions, and perplexity does not.",
     "extend": "How SmolLM2 reads beyond its 8,192 positions, by each method of context extension.",
+    "fine_tune": "Whether LongCE pays on SmolLM2 and books, after equal steps and equal CPU time.",
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from benchmarks.real_models.systems import System, read_answers, read_scores
 from benchmarks.real_models.texts import Text
@@ -85,13 +86,19 @@ def _measure_range(table: pd.DataFrame, baseline: pd.DataFrame, name: str) -> di
     found: dict[str, Any] = {}
     for kind in ("longppl", "perplexity"):
         chosen, other = (each[(each["range"] == name) & (each["kind"] == kind)] for each in (table, baseline))
-        tokens = chosen["tokens"].to_numpy(dtype=np.float64)
-        counted = tokens > 0
-        loss = chosen["loss"].to_numpy()
+        loss, tokens = chosen["loss"].to_numpy(), chosen["tokens"].to_numpy(dtype=np.float64)
         found[kind] = math.exp(loss.sum() / tokens.sum())
         found[f"{kind} tokens"] = int(tokens.sum())
-        differences = (loss - other["loss"].to_numpy())[counted] / tokens[counted]
-        interval = weighted_mean_interval(differences, tokens[counted])
-        ratio = math.exp(np.average(differences, weights=tokens[counted]))
-        found[f"{kind} ratio"] = [ratio, *(map(math.exp, interval) if interval else (None, None))]
+        found[f"{kind} ratio"] = list(loss_ratio(loss, tokens, other["loss"].to_numpy()))
     return found
+
+
+def loss_ratio(
+    loss: NDArray[np.float64], tokens: NDArray[np.float64], baseline: NDArray[np.float64]
+) -> tuple[float, float | None, float | None]:
+    """Return the ratio of a perplexity to the baseline's with its 95% interval, from summed losses by document."""
+    counted = tokens > 0
+    differences = (loss - baseline)[counted] / tokens[counted]
+    interval = weighted_mean_interval(differences, tokens[counted])
+    low, high = map(math.exp, interval) if interval else (None, None)
+    return math.exp(np.average(differences, weights=tokens[counted])), low, high

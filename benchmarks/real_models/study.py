@@ -10,25 +10,46 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cache, cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.real_models.anatomy import choose_examples, compare_evaluators, describe_key_tokens, describe_texts
-from benchmarks.real_models.correlate import SYSTEMS, EvaluatorScores, correlate_systems, measure_system
+from benchmarks.real_models.correlate import GAMMA, SYSTEMS, EvaluatorScores, correlate_systems, measure_system
 from benchmarks.real_models.extend import METHODS, TARGET, compare_methods, measure_method
+from benchmarks.real_models.fine_tune import (
+    COUNTED,
+    MODEL,
+    STEPS,
+    TUNING_SEED,
+    WEIGHTINGS,
+    Arm,
+    Examination,
+    K,
+    best_rate,
+    compare_arms,
+    equal_time_steps,
+    list_arms,
+    train,
+    training_rows,
+    tuning_arms,
+)
 from benchmarks.real_models.questions import QuestionSheet, make_sheets
 from benchmarks.real_models.systems import LoadedSystem, System, score_system
-from benchmarks.real_models.tables import tabulate_anatomy, tabulate_correlate, tabulate_extend
-from benchmarks.real_models.texts import LONG_BOOKS, Text, read_books, read_texts
+from benchmarks.real_models.tables import tabulate_anatomy, tabulate_correlate, tabulate_extend, tabulate_fine_tune
+from benchmarks.real_models.texts import LONG_BOOKS, Text, read_books, read_texts, read_validation_books
 from benchmarks.results import FOLDER, LIBRARIES, ROOT, describe_machine
+from lightning_modules.batch import PackedBatch
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator, score_text
+from lightning_modules.scoring.influence_transfer import compute_influence, make_transfer
 from lightning_modules.scoring.token_scores import TokenScores, text_sha256
 from lightning_modules.utilities.files import write_atomically, write_json
 from lightning_modules.utilities.identity import combined_hash
@@ -43,6 +64,10 @@ LONG_CHARACTERS = 68_000
 """Characters of the sheets of ``extend``: about 16k tokens."""
 
 CONTEXT_LENGTH, STRIDE = 512, 512
+
+EXAM_TOKENS, EXAM_K, EXAM_CHARACTERS = 2048, 256, 7_500
+"""Of the texts on which trained models are compared, K and d for them, and characters of their question sheets."""
+
 EVALUATORS = ("gemma-3-270m", "qwen2.5-coder-0.5b")
 SHEETS = 3  # of each task
 
@@ -50,6 +75,8 @@ SUBSET = (0, 1, 12, 13, 18, 19)
 """The first two reports, books and papers, which are scored with other settings as well."""
 
 log = logging.getLogger(__name__)
+
+Measured = TypeVar("Measured", System, Arm)
 
 
 @dataclass(frozen=True)
@@ -64,9 +91,11 @@ class Study:
     work: Path
     kept: Path = FOLDER / "real"
 
-    def evaluator(self, name: str, *, context_length: int = CONTEXT_LENGTH, dtype: str = "auto") -> Evaluator:
+    def evaluator(
+        self, name: str, *, context_length: int = CONTEXT_LENGTH, stride: int = STRIDE, dtype: str = "auto"
+    ) -> Evaluator:
         """Return an evaluator, whose scores are kept in the cache of longce."""
-        settings: dict[str, Any] = {"context_length": context_length, "stride": STRIDE, "dtype": dtype}
+        settings: dict[str, Any] = {"context_length": context_length, "stride": stride, "dtype": dtype}
         return Evaluator(EvaluatorConfig(str(self.models / f"{name}.gguf"), **settings))
 
     @cached_property
@@ -90,9 +119,13 @@ class Study:
         evaluator.release()
         return scores
 
-    def kept_scores(self, name: str, texts: Sequence[Text]) -> dict[str, TokenScores]:
+    def kept_scores(
+        self, name: str, texts: Sequence[Text], *, context_length: int = CONTEXT_LENGTH
+    ) -> dict[str, TokenScores]:
         """Return an evaluator's scores in float32; those that an earlier run has kept are not computed again."""
-        evaluator, file = self.evaluator(name, dtype="float32"), self.kept / f"{name}.npz"
+        sizes = {"context_length": context_length, "stride": context_length}
+        evaluator = self.evaluator(name, dtype="float32", **sizes)
+        file = self.kept / f"{name}-{context_length}.npz"
         arrays = read_arrays(file)
         scores = {}
         for text in texts:
@@ -103,8 +136,8 @@ class Study:
                 write_arrays(file, arrays)
             batch = evaluator.encode(text.text, name=text.name)
             long, short = torch.from_numpy(arrays[key])
-            tokens = batch["input_ids"][0], batch["offsets"][0]
-            scores[text.name] = TokenScores(key, name, CONTEXT_LENGTH, STRIDE, *tokens, long, short)
+            tokens = {"token_ids": batch["input_ids"][0], "offsets": batch["offsets"][0]}
+            scores[text.name] = TokenScores(key, name, **sizes, **tokens, long=long, short=short)
         return scores
 
     def correlate(self) -> None:
@@ -162,8 +195,56 @@ class Study:
         numbers = compare_methods({method.name: found[method.path] for method in METHODS})
         self.keep("extend", "SmolLM2 beyond its 8,192 positions, without training", numbers, tabulate_extend(numbers))
 
+    def fine_tune(self) -> None:
+        """Train by each weighting, tuned on other books, and keep what the trained models score."""
+        tokenizer = LoadedSystem(System(MODEL, "as it is"), self.models).tokenizer
+        books = [file.read_text(encoding="utf-8") for file in sorted((self.data / "pg19/train").glob("*.txt"))]
+        batches = cache(lambda seed: training_rows(books, tokenizer, seed, STEPS))
+        held_out = read_texts(self.data, self.evaluator(EVALUATORS[0]), EXAM_TOKENS)
+        held_out = [*held_out[:6], *(text for text in held_out if text.kind == "books")]
+        tuning_texts = read_validation_books(self.data, self.evaluator(EVALUATORS[0]), EXAM_TOKENS)
+        sheets = make_sheets(self.data / "haystack" / "2944.txt", characters=EXAM_CHARACTERS, sheets=1)
+        tuning = Examination(tuning_texts, self._exam_scores(tuning_texts), [])
+        examination = Examination(held_out, self._exam_scores(held_out), sheets)
+        steps: dict[str, int] = {}
+
+        def measure(arm: Arm) -> dict[str, Any]:
+            chosen = tuning if arm.seed == TUNING_SEED else examination
+            weights = partial(self._stored_weights, tokenizer, batches(arm.seed), arm.seed)
+            count = steps[arm.weighting] if arm.budget == "CPU" else STEPS
+            return train(arm, self.models, batches(arm.seed), weights, chosen, count)
+
+        tuned = [name for name in WEIGHTINGS if not name.startswith("control")]
+        found = self._measure_each([arm for name in tuned for arm in tuning_arms(name)], measure)
+        rates = {name: best_rate(found, name, EVALUATORS[0]) for name in tuned}
+        steps |= {name: equal_time_steps(found, name) for name in COUNTED}
+        found = self._measure_each(list_arms(rates), measure)
+        numbers = {"rates": rates, "rows": list(compare_arms(found, rates))}
+        self.keep("fine_tune", "SmolLM2 fine-tuned on books by each weighting", numbers, tabulate_fine_tune(numbers))
+
+    def _exam_scores(self, texts: Sequence[Text]) -> dict[str, dict[str, TokenScores]]:
+        return {name: self.kept_scores(name, texts, context_length=EXAM_K) for name in EVALUATORS}
+
+    def _stored_weights(
+        self, tokenizer: PreTrainedTokenizerFast, batches: Sequence[PackedBatch], seed: int
+    ) -> list[Tensor]:
+        """Return the LongCE weights of training rows by the first evaluator, which the work folder keeps."""
+        file = self.work / f"weights-{seed}.npz"
+        arrays = read_arrays(file)
+        evaluator = self.evaluator(EVALUATORS[0], dtype="float32")
+        transfer = make_transfer(tokenizer, evaluator.tokenizer, add_special_tokens=True)
+        sizes = {"context_length": K, "stride": K, "gamma": GAMMA}
+        for number, batch in enumerate(batches):
+            if str(number) not in arrays:
+                weigh = compute_influence if transfer is None else transfer.compute_influence
+                with torch.no_grad():
+                    arrays[str(number)] = weigh(batch, evaluator.backbone(), **sizes).numpy()
+                write_arrays(file, arrays)
+        evaluator.release()
+        return [torch.from_numpy(arrays[str(number)]) for number in range(len(batches))]
+
     def _measure_each(
-        self, systems: Sequence[System], measure: Callable[[System], dict[str, Any]]
+        self, systems: Sequence[Measured], measure: Callable[[Measured], dict[str, Any]]
     ) -> dict[str, dict[str, Any]]:
         """Return the numbers of systems by their path; those that an earlier run has kept are not measured again."""
         file = self.kept / "systems.json"
@@ -172,6 +253,7 @@ class Study:
             if system.path not in found:
                 found[system.path] = measure(system)
                 write_json(file, found)
+                log.info("%s is measured.", system.path)
         return found
 
     def _score_rounded(self, bits: int, texts: Sequence[Text]) -> dict[str, TokenScores]:

@@ -63,6 +63,10 @@ class LoadedSystem:
                 round_weights(self._backbone, self.system.bits)
         return self._backbone
 
+    def use(self, backbone: Backbone) -> None:
+        """Score with this model, which was trained, in place of the stored one."""
+        self._backbone = backbone
+
     @torch.no_grad()
     def log_likelihoods(self, text: Text) -> dict[str, Tensor]:
         """Return the ``[N]`` log-likelihoods of a text's tokens in nats, and their ``[N, 2]`` characters."""

@@ -70,6 +70,26 @@ def tabulate_extend(numbers: dict[str, Any]) -> list[Table]:
     return [{"head": head, "rows": rows}]
 
 
+def tabulate_fine_tune(numbers: dict[str, Any]) -> list[Table]:
+    """Return perplexities of each weighting and their ratios to cross entropy, by kind of tokens."""
+    kinds = list(numbers["rows"][0]["ratio"])
+    head = ["start", "weights", "budget", "rate", "steps", *kinds, *(f"{kind}, ratio" for kind in kinds), "accuracy, %"]
+    rows = []
+    for row in numbers["rows"]:
+        perplexities = [f"{row['perplexity'][kind]:.3f}" for kind in kinds]
+        ratios = []
+        for kind in kinds:
+            interval = row["ratio"][kind]["interval"]
+            ends = "" if interval is None else f" [{interval[0]:.3f}, {interval[1]:.3f}]"
+            ratios.append(f"{row['ratio'][kind]['ratio']:.3f}{ends}")
+        about = [row["start"], row["weighting"], row["budget"], f"{row['rate']:g}", str(row["steps"])]
+        rows.append([*about, *perplexities, *ratios, f"{100 * row['accuracy']:.1f}"])
+    return [
+        {"text": "Perplexities over all tokens, key tokens by evaluator, and in short windows:"},
+        {"head": head, "rows": rows},
+    ]
+
+
 def _percent(share: float, interval: Sequence[float] | None) -> str:
     ends = "" if interval is None else f" [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"
     return f"{100 * share:.1f}{ends}"

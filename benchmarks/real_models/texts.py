@@ -65,6 +65,13 @@ def read_books(data: Path, numbers: Sequence[int], tokenizer: PreTrainedTokenize
     return found
 
 
+def read_validation_books(data: Path, evaluator: Evaluator, tokens: int) -> list[Text]:
+    """Read the six books of the validation split with the smallest numbers, cut like those of `read_texts`."""
+    files = sorted((data / "pg19/validation").glob("*.txt"), key=lambda file: int(file.stem))[:6]
+    found = [Text(f"book {file.stem}", "books", file.read_text(encoding="utf-8")[BOOK_START:]) for file in files]
+    return [each._replace(text=_cut(each, evaluator, tokens)) for each in found]
+
+
 def _cut(text: Text, evaluator: Evaluator, tokens: int) -> str:
     batch = evaluator.encode(text.text, name=text.name, max_tokens=tokens)
     if (length := batch["input_ids"].shape[1]) < tokens:

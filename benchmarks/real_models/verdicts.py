@@ -95,6 +95,30 @@ def judge_extend(numbers: dict[str, Any]) -> Iterator[Verdict]:
     yield "2. LongPPL separates the methods more", bool(spread["longppl"] >= 2 * spread["perplexity"]), text
 
 
+def judge_fine_tune(numbers: dict[str, Any]) -> Iterator[Verdict]:
+    """Yield the verdicts on the four hypotheses of ``fine_tune``."""
+    own = "qwen2.5-coder-0.5b"  # has stored no weights
+    rows = {(row["start"], row["weighting"], row["budget"]): row["ratio"] for row in numbers["rows"]}
+    hypotheses = {
+        "LongCE": "1",
+        "LongCE, half CE": "1",
+        "stored by the evaluator": "3",
+        "control: shuffled weights": "3",
+    }
+    for (start, name, budget), ratios in rows.items():
+        if name == "CE":
+            continue
+        found = ratios[own]
+        high = found["interval"][1]
+        pays = high < 1 and max(found["by_seed"]) < 1
+        number = "2" if budget == "CPU" else hypotheses[name]
+        expected = not pays if name.startswith("control") else pays
+        claim = f"{number}. {start}, {name}, {budget}: {'does not pay' if name.startswith('control') else 'pays'}"
+        yield claim, expected, f"ratio {found['ratio']:.3f}, at most {high:.3f}, by seed {max(found['by_seed']):.3f}"
+        harm = ratios["short"]["interval"][1]
+        yield f"4. {start}, {name}, {budget}: short perplexity unharmed", harm < 1.01, f"at most {harm:.4f}"
+
+
 def _spearman(x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> float:
     return float(np.corrcoef(_rank(x), _rank(y))[0, 1])
 
@@ -119,7 +143,8 @@ def _williams(first: np.ndarray, second: np.ndarray, score: np.ndarray) -> float
 
 def main() -> None:
     """Print the verdicts of all studies that have been run."""
-    for name, judge in (("anatomy", judge_anatomy), ("correlate", judge_correlate), ("extend", judge_extend)):
+    judges = {"anatomy": judge_anatomy, "correlate": judge_correlate, "extend": judge_extend}
+    for name, judge in (judges | {"fine_tune": judge_fine_tune}).items():
         file = FOLDER / f"real_{name}.json"
         if file.exists():
             print(name)
