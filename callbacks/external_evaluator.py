@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
@@ -45,6 +46,7 @@ from lightning_modules.scoring.token_scores import read_key_spans, text_sha256
 from lightning_modules.training.evaluation import join_key, validation_set_keys
 from lightning_modules.utilities.collectives import fail_together
 from lightning_modules.utilities.identity import content_hash
+from lightning_modules.visualization.tensorboard.panels import CUSTOM_SCALARS
 
 
 class ExternalEvaluator(Callback):
@@ -107,6 +109,7 @@ class ExternalEvaluator(Callback):
         self.evaluated: dict[str, EvaluatedDocument] = {}  # this process's documents, by SHA-256
         self._documents: list[ScoredDocument] = []
         self._warned: set[str] = set()
+        self._layout_is_written = False
         self._key = ""  # part of the names in logs
         self._stored_tokenizer: PreTrainedTokenizerFast | None = None
 
@@ -119,6 +122,17 @@ class ExternalEvaluator(Callback):
             if name is None:
                 raise ValueError("`key_token_rule: authors` needs a data module with a `tokenizer_name`: use `paper`.")
             self._stored_tokenizer = load_tokenizer(name, revision=revision, trimmed_offsets=True)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the layout of TensorBoard's custom scalars, once for all evaluators and evaluations."""
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        first = next(each for each in callbacks if isinstance(each, ExternalEvaluator))
+        if first is self and not self._layout_is_written:
+            self._layout_is_written = True
+            for logger in trainer.loggers:
+                if isinstance(logger, TensorBoardLogger):
+                    logger.experiment.add_custom_scalars(CUSTOM_SCALARS)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -94,14 +94,15 @@ class KeyTokenInspector(Callback):
             pl_module.token_observers.clear()
 
     def _open_panels(self, trainer: Trainer, pl_module: Any) -> None:
-        """Find the TensorBoard writers, and write the layout of custom scalars once for each."""
+        """Find the TensorBoard writers, and write the layout of custom scalars, unless an evaluator has done so."""
         if self._writers:
             return
         self._writers = [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
         if self._writers and self.short_context:
             check_static(pl_module.backbone.base_model.config, compares=True)
-        for writer in self._writers:
-            writer.add_custom_scalars(CUSTOM_SCALARS)
+        if not any(isinstance(each, ExternalEvaluator) for each in trainer.callbacks):  # type: ignore[attr-defined]
+            for writer in self._writers:
+                writer.add_custom_scalars(CUSTOM_SCALARS)
 
     # ------------------------------------------------------------------------------------------------------ training
 

@@ -172,6 +172,7 @@ def test_losses_are_those_without_it_bit_for_bit(model_dir, documents, tmp_path)
     assert watched.losses == plain.losses
     for one, other in zip(plain.parameters(), watched.parameters(), strict=True):
         assert torch.equal(one, other)
+    assert len(read(tmp_path / "b").Tensors("custom_scalars__config__")) == 1, "also without an evaluator"
     histograms = read(tmp_path / "b").Histograms("train/token_weights")
     assert [event.step for event in histograms] == [1, 2, 3]
     lengths = [documents[number]["labels"].ne(IGNORE_INDEX).sum() for number in (0, 1, 3)]

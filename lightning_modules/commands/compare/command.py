@@ -11,7 +11,13 @@ from numpy.typing import NDArray
 
 from lightning_modules.commands.compare.evaluations import ComparedEvaluation, draw_scores, tabulate_evaluations
 from lightning_modules.commands.compare.ratios import WITHOUT_TOKENS, have_same_tokens, shared_documents
-from lightning_modules.commands.compare.runs import AXES, ComparedRun, read_compared
+from lightning_modules.commands.compare.runs import (
+    AXES,
+    ComparedRun,
+    describe_evaluator,
+    read_compared,
+    shorten_cell,
+)
 from lightning_modules.commands.compare.verdict import Ratio, draw_ratios, drawn_ratios, measure_ratios, write_verdict
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.utilities.statistics import TOKENS, UNITS, corpus_mean, paired_ratio
@@ -71,6 +77,7 @@ def _compare_evaluations(found: Sequence[ComparedEvaluation], output: str | Path
 
 def compare_runs(found: Sequence[ComparedRun], output: str | Path | None = None) -> str:
     """Compare runs or scored models, as `compare` does."""
+    found, evaluators = _shorten_cells(found)
     baseline, *others = found if len(found) > 1 else [_first_evaluation(found[0]), *found]
     tables = {
         FINAL: _rank_runs([baseline, *others], baseline)._replace(folded=False),
@@ -83,12 +90,27 @@ def compare_runs(found: Sequence[ComparedRun], output: str | Path | None = None)
         short = [[cell if len(cell) <= _WIDTH else f"…{cell[1 - _WIDTH :]}" for cell in row] for row in table.rows]
         left = range(len(table.head))
         texts += [f"{heading}\n{as_text_table(Table(table.head, short), left=left)}\n"] if short else []
+        texts += [f"{textwrap.fill(evaluators, _WIDTH)}\n"] if evaluators and heading == FINAL else []
     if output is not None:
         ratios = measure_ratios(others, baseline)
         tables |= _find_changed_documents(others, baseline)
-        write_atomically(Path(output), _make_page(found, verdict, ratios, tables).encode())
+        write_atomically(Path(output), _make_page(found, verdict, ratios, tables, evaluators).encode())
         texts.append(f"Page: {output}\n")
     return "\n".join(texts or ["These runs have logged nothing yet.\n"])
+
+
+def _shorten_cells(runs: Sequence[ComparedRun]) -> tuple[list[ComparedRun], str]:
+    """Return runs whose evaluations have short names, and a sentence on what identifies the evaluators.
+
+    Names stay long if two evaluations differ only in what would be left out, such as the dtype.
+    """
+    cells = list(dict.fromkeys(cell for run in runs for cell in run.evaluations))
+    short = {cell: shorten_cell(cell) for cell in cells}
+    if len(set(short.values())) < len(cells):
+        return list(runs), ""
+    renamed = [run._replace(evaluations={short[cell]: each for cell, each in run.evaluations.items()}) for run in runs]
+    described = dict.fromkeys(filter(None, map(describe_evaluator, cells)))
+    return renamed, f"Evaluator{'s' * (len(described) > 1)}: {'; '.join(described)}." if described else ""
 
 
 def _first_evaluation(run: ComparedRun) -> ComparedRun:
@@ -97,9 +119,13 @@ def _first_evaluation(run: ComparedRun) -> ComparedRun:
 
 
 def _make_page(
-    runs: Sequence[ComparedRun], verdict: Sequence[str], ratios: Sequence[Ratio], tables: Mapping[str, Table]
+    runs: Sequence[ComparedRun],
+    verdict: Sequence[str],
+    ratios: Sequence[Ratio],
+    tables: Mapping[str, Table],
+    evaluators: str,
 ) -> str:
-    """Return the page: the verdict and its picture, the tables, and curves over each axis."""
+    """Return the page: the verdict and its picture, the tables, what the evaluators are, and curves over each axis."""
     blocks: list[Block] = [*verdict]
     pictures: dict[str, str] = {}
     if drawn := drawn_ratios(ratios):
@@ -107,7 +133,7 @@ def _make_page(
         blocks.append(Picture("ratios", _RATIOS_CAPTION))
     for heading, table in tables.items():
         blocks += [Heading(heading), table] if table.rows else []
-        blocks += [_EXPLANATION] if heading == FINAL and table.rows else []
+        blocks += [each for each in (evaluators, _EXPLANATION) if each] if heading == FINAL and table.rows else []
     for axis in AXES:
         figures = {f"{axis}, {title}": (title, svg) for title, svg in draw_curves(runs, axis).items()}
         pictures |= {name: svg for name, (_, svg) in figures.items()}

@@ -211,6 +211,28 @@ def _name_cell(
     return f"{documents}, {judge} ({', '.join(sizes)}), {values}".replace(" ()", "")
 
 
+def shorten_cell(cell: str) -> str:
+    """Return the set, the evaluator's name and the thresholds, without what identifies the evaluator's weights.
+
+    Example:
+        >>> shorten_cell("books, judge: qwen (sha256:aa, K 64), loose (1, -2)")
+        'books, judge: qwen, loose (1, -2)'
+    """
+    before, _, rest = cell.partition(" (")
+    return f"{before},{rest.partition('),')[2]}" if "), " in rest else cell
+
+
+def describe_evaluator(cell: str) -> str:
+    """Return the evaluator of an evaluation and what identifies it, or nothing if only its name is known.
+
+    Example:
+        >>> describe_evaluator("books, judge: qwen (sha256:aa, K 64), loose (1, -2)")
+        'judge: qwen (sha256:aa, K 64)'
+    """
+    found = re.search(r", ([^,()]+ \([^()]*\)), ", cell)
+    return found[1] if found else ""
+
+
 def _index(rows: pd.DataFrame) -> pd.DataFrame:
     """Index documents by name and occurrence, because a name may occur several times.
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from lightning_modules.commands.compare.ratios import compared_kinds, shared_documents
-from lightning_modules.commands.compare.runs import AXES, ComparedRun
+from lightning_modules.commands.compare.runs import AXES, ComparedRun, shorten_cell
 from lightning_modules.utilities.statistics import UNITS, Interval, paired_ratio
 from lightning_modules.visualization.images import COLORS, INK, STYLE, as_svg
 
@@ -112,7 +112,7 @@ def _judge(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
         "unknown": f"`{name}` and `{baseline}` were compared on too few documents to tell",
     }[ratio.outcome]
     over = f"{ratio.documents:,} documents with {ratio.units:,} key {'tokens' if ratio.kind == 'longppl' else 'bytes'}"
-    place = _shorten_cell(ratio.cell)
+    place = shorten_cell(ratio.cell)
     return f"{claim}: {NAMES[ratio.kind]} is {ratio}, over {over} ({place}). {_judge_all_tokens(of_all)}"
 
 
@@ -250,15 +250,4 @@ def _set_ratio_ticks(plot: Axes, ends: Sequence[float]) -> None:
 def _label_ratio(ratio: Ratio, ratios: Sequence[Ratio]) -> str:
     """Label a ratio by what differs among all: the run if there are several, and the evaluation."""
     parts = [ratio.run] if len({each.run for each in ratios}) > 1 else []
-    return " · ".join([*parts, _shorten_cell(ratio.cell)])
-
-
-def _shorten_cell(cell: str) -> str:
-    """Return the set, the evaluator's name and the thresholds, without what identifies the evaluator's weights.
-
-    Example:
-        >>> _shorten_cell("books, judge: qwen (sha256:aa, K 64), loose (1, -2)")
-        'books, judge: qwen, loose (1, -2)'
-    """
-    before, _, rest = cell.partition(" (")
-    return f"{before},{rest.partition('),')[2]}" if "), " in rest else cell
+    return " · ".join([*parts, shorten_cell(ratio.cell)])

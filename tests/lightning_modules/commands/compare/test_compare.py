@@ -251,9 +251,10 @@ def test_results_of_longce_score_are_compared(tmp_path):
         write_score(tmp_path / "scores" / f"{name}.json", factor) for name, factor in (("a", 1.0), ("b", 0.8))
     )
     printed = compare([one, other])
+    assert "\nEvaluator: E (K 64).\n" in printed
     assert printed == compare([tmp_path / "scores"])
     assert re.search(
-        rf"texts t, E \(K 64\), \(2, -2\) +b \(best\) .*{corpus(LONGPPL) * 0.8:.3f} +0\.800 \[0\.800, 0\.800\]",
+        rf"texts t, E, \(2, -2\) +b \(best\) .*{corpus(LONGPPL) * 0.8:.3f} +0\.800 \[0\.800, 0\.800\]",
         printed,
     )
     (run,) = read_runs([one])
@@ -262,7 +263,7 @@ def test_results_of_longce_score_are_compared(tmp_path):
     assert set(documents["tokens"]) == {100}  # the first token of a document is not scored
     texts = write_score(tmp_path / "other.json", 0.5, texts="u", alpha=1.0)
     printed = compare([one, f"new={texts}"])
-    assert re.search(r"texts t.*\ntexts u, E \(K 64\), \(1, -2\) +new", printed)
+    assert re.search(r"texts t.*\ntexts u, E, \(1, -2\) +new", printed)
     assert "ratio" not in printed
     assert re.search(r"alpha +2.0 +1.0", printed)
 
@@ -310,9 +311,7 @@ def test_the_page_of_a_run_has_curves_over_each_axis_and_changed_documents(tmp_p
     compare([folder], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     titles = [f"{name}: validation" for name in ("LongPPL", "Perplexity")]
-    assert [
-        title.replace(" (K 64), (2, -2)", "").replace(", evaluator", "") for title in Page(page).images[1:]
-    ] == 3 * [
+    assert [title.replace(", evaluator, (2, -2)", "") for title in Page(page).images[1:]] == 3 * [
         *titles,
         "Training loss (nats)",
     ]
