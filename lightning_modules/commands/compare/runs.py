@@ -136,7 +136,8 @@ def _describe_resumes(folder: Path) -> dict[str, str]:
 
 def _read_scalars(folder: Path) -> Iterator[tuple[str, int, float]]:
     """Yield name, logged step and value of the scalars of TensorBoard and of CSV files, oldest first."""
-    for file in sorted(folder.glob("events.out.tfevents.*")):
+    # By the numbers in the names: the time in seconds, and a count of the writers of the process (.. 9, 10 ..).
+    for file in sorted(folder.glob("events.out.tfevents.*"), key=_split_numbers):
         content, at = file.read_bytes(), 0
         # TensorBoard's own reader takes 18 times longer, because it computes checksums in Python. A record is a length
         # (8 bytes), a checksum (4), an event and a checksum (4); the last one of a run in training may be incomplete.
@@ -148,6 +149,11 @@ def _read_scalars(folder: Path) -> Iterator[tuple[str, int, float]]:
     if (table := folder / "metrics.csv").is_file():
         logged = pd.read_csv(table).drop(columns="epoch", errors="ignore").melt("step").dropna(subset="value")
         yield from zip(logged["variable"], logged["step"], logged["value"], strict=True)
+
+
+def _split_numbers(file: Path) -> list[int | str]:
+    """Return the parts of a file's name, with its numbers as such, so that 9 precedes 10."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", file.name)]
 
 
 def _read_documents(folder: Path) -> Iterator[tuple[str, int, pd.DataFrame]]:
