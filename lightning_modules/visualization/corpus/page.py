@@ -164,6 +164,7 @@ def draw_histogram(
         figure = Figure(figsize=PANEL, layout="constrained")
         plot = figure.subplots()
         plot.set(xlabel=label, ylabel="documents", xscale="log" if log else "linear")
+        plot.yaxis.set_major_locator(MaxNLocator(integer=True))
         below = np.zeros(len(edges) - 1)
         for source, count in counts.items():
             plot.stairs(below + count, edges, baseline=below, fill=True, label=_legend_text(source))
@@ -171,7 +172,8 @@ def draw_histogram(
         if len(counts) > 1:
             figure.legend(loc="outside upper left", ncols=2)
         if log and edges[-1] / edges[0] < _NARROW:  # powers of ten would be one label or none
-            ticks = [tick for tick in MaxNLocator(4).tick_values(edges[0], edges[-1]) if edges[0] <= tick <= edges[-1]]
+            whole = MaxNLocator(4, integer=True).tick_values(edges[0], edges[-1])
+            ticks = [tick for tick in whole if edges[0] <= tick <= edges[-1]]
             plot.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
             plot.minorticks_off()
         return as_svg(figure)

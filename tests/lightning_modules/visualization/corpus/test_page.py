@@ -176,3 +176,6 @@ def test_the_slider_works_by_keyboard_without_a_network(scores, tmp_path):
 def test_labels_of_a_narrow_range_are_plain_numbers():
     svg = draw_histogram(np.geomspace(4000, 4200, 5), {"a": np.ones(4, dtype=int)}, "length, tokens", log=True)
     assert len(re.findall(r">4,\d\d\d<", svg)) >= 3
+    svg = draw_histogram(np.geomspace(1024, 1025, 5), {"a": np.ones(4, dtype=int)}, "length, tokens", log=True)
+    labels = re.findall(r">([\d.,]+)<", svg)
+    assert sorted(labels) == ["0", "1", "1,024", "1,025"], "whole numbers, each once"
