@@ -142,14 +142,12 @@ def _judge_all_tokens(ratios: Sequence[Ratio]) -> str:
     if not distinct:
         return ""
     name = NAMES[distinct[0].kind].capitalize()
-    if len(distinct) > 1:
-        values = [ratio.value for ratio in distinct]
-        return (
-            f"{name}, over all tokens, is {_format_ratio(min(values))} to {_format_ratio(max(values))} times as large."
-        )
-    (ratio,) = distinct
     meaning = {"better": "better", "worse": "worse", "tie": "no difference is shown", "unknown": "too few documents"}
-    return f"{name}, over all tokens, is {ratio}: {meaning[ratio.outcome]}."
+    outcomes = {ratio.outcome for ratio in distinct}
+    judged = meaning[outcomes.pop()] if len(outcomes) == 1 else "it depends on the set"
+    values = [ratio.value for ratio in distinct]
+    between = f"{_format_ratio(min(values))} to {_format_ratio(max(values))} times as large"
+    return f"{name}, over all tokens, is {distinct[0] if len(distinct) == 1 else between}: {judged}."
 
 
 def _compare_training(runs: Sequence[ComparedRun]) -> list[str]:

@@ -66,6 +66,17 @@ def test_several_evaluations_are_counted():
     assert "depends on the evaluation" in write_verdict([old, mixed], old, [])[0]
 
 
+@pytest.mark.parametrize(("factors", "judged"), [((1.1, 1.2), "worse"), ((0.9, 1.2), "it depends on the set")])
+def test_perplexities_of_several_sets_are_judged_together(factors, judged):
+    cells = ("books, judge (K 64), (2, -2)", "reports, judge (K 64), (2, -2)")
+    old, new = make_run("old", 1.0, cells=cells), make_run("new", 0.8, cells=cells)
+    for cell, factor in zip(cells, factors, strict=True):
+        new.evaluations[cell][100]["perplexity"] *= factor * np.exp(0.001 * np.arange(DOCUMENTS))
+    first, *_ = write_verdict([old, new], old, [])
+    low, high = (f"{factor:.1f}" for factor in factors)
+    assert re.search(rf"Perplexity, over all tokens, is {low}\d\d to {high}\d\d times as large: {judged}\.$", first)
+
+
 def test_few_documents_no_key_tokens_and_diverged_models():
     old, new = make_run("old", 1.0), make_run("new", 0.5)
     few = new._replace(evaluations={cell: {1: steps[100][:3]} for cell, steps in new.evaluations.items()})
