@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,26 +73,33 @@ def _list_variants(models: Sequence[str], options: dict[str, Any]) -> list[_Vari
     if len(models) == len(extensions) == 1:
         return [_Variant("", models[0], extensions[0])]
     variants = [
-        _Variant(f"{name}{_name_extension(extension)}", model, extension)
+        _Variant(f"{name}{suffix}", model, extension)
         for name, model in zip(_name_models(models, **options), models, strict=True)
-        for extension in extensions
+        for suffix, extension in zip(_name_extensions(extensions), extensions, strict=True)
     ]
     names = [variant.name for variant in variants]
     if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(
-            f"`context_extension` gives two models the name '{repeated}': give each method and length once."
-        )
+        raise ValueError(f"`context_extension` gives two models the name '{repeated}': give each extension once.")
     return variants
 
 
-def _name_extension(settings: Mapping[str, Any] | None) -> str:
-    """Return what is added to a model's name, such as ``-yarn-16384``."""
-    if settings is None:
-        return ""
-    if not isinstance(settings, Mapping):
-        raise ValueError(f"`context_extension` must be a mapping such as {{method: yarn, ..}}, got {settings!r}.")
-    extension = ContextExtension.parse(settings)
-    return f"-{extension.method}-{extension.target_length}"
+def _name_extensions(extensions: Sequence[Mapping[str, Any] | None]) -> list[str]:
+    """Return what is added to a model's name: ``-yarn-16384``, with the options in which those of one method differ."""
+    for settings in extensions:
+        if not isinstance(settings, Mapping | None):
+            raise ValueError(f"`context_extension` must be a mapping such as {{method: yarn, ..}}, got {settings!r}.")
+    parsed = [None if settings is None else asdict(ContextExtension.parse(settings)) for settings in extensions]
+    names = []
+    for extension in parsed:
+        if extension is None:
+            names.append("")
+            continue
+        alike = [other for other in parsed if other is not None and other["method"] == extension["method"]]
+        differing = [name for name in extension if len({repr(other[name]) for other in alike}) > 1]
+        options = [f"{name}{extension[name]}" for name in differing if isinstance(extension[name], int | float)]
+        options = [option for option in options if not option.startswith("target_length")]
+        names.append("-".join(["", extension["method"], str(extension["target_length"]), *options]))
+    return names
 
 
 def _name_models(
