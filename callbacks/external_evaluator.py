@@ -124,7 +124,7 @@ class ExternalEvaluator(Callback):
             self._stored_tokenizer = load_tokenizer(name, revision=revision, trimmed_offsets=True)
 
     @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the layout of TensorBoard's custom scalars, once for all evaluators and evaluations."""
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         first = next(each for each in callbacks if isinstance(each, ExternalEvaluator))
@@ -284,6 +284,7 @@ class ExternalEvaluator(Callback):
             values |= {join_key(key, label): value for label, value in numbers.items()}
         return values
 
+    on_validation_start = on_test_start = on_fit_start
     on_test_epoch_start = on_validation_epoch_start
     on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]
     on_test_epoch_end = on_validation_epoch_end

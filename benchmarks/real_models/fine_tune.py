@@ -66,6 +66,30 @@ class Arm:
         return f"fine_tune/{self.start}/{self.weighting}/{self.budget}/{self.rate:g}/{self.seed}"
 
 
+@dataclass(frozen=True)
+class Costs:
+    """The measurement of what a step costs."""
+
+    path: str = "costs"
+
+
+def measure_costs(models: Path, batches: Sequence[PackedBatch], rounds: int = 5) -> dict[str, float]:
+    """Measure the median CPU seconds of a step by each weighting that is compared at equal time; all take turns."""
+    loaded = LoadedSystem(System(MODEL, "costs"), models)
+    names = ("CE", *COUNTED)
+    runs = {
+        name: Run(
+            load_backbone(ModelConfig(loaded.file, dtype="float32")), METHODS[name], steps=rounds, rate=1e-6, window=K
+        )
+        for name in names
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number, batch in enumerate(batches[:rounds]):
+        for name, run in runs.items():
+            seconds[name].append(run.step(batch, number))
+    return {name: statistics.median(each[1:]) for name, each in seconds.items()}
+
+
 def tuning_arms(weighting: str) -> list[Arm]:
     """Return the runs that decide a weighting's learning rate."""
     return [Arm("as it is", weighting, "steps", rate, TUNING_SEED) for rate in RATES]
@@ -132,7 +156,7 @@ def train(
     arm: Arm,
     models: Path,
     batches: Sequence[PackedBatch],
-    weights: Callable[[], Sequence[Tensor]],
+    weights: Callable[[Sequence[PackedBatch]], Sequence[Tensor]],
     examination: Examination,
     steps: int,
 ) -> dict[str, Any]:
@@ -145,7 +169,7 @@ def train(
     config = ModelConfig(loaded.file, dtype="float32", context_extension=STARTS[arm.start])
     torch.manual_seed(arm.seed)
     backbone = load_backbone(config)
-    stored = weights() if method.scorer == "evaluator" else [None] * steps
+    stored = weights(batches) if method.scorer == "evaluator" else [None] * steps
     run = Run(backbone, method, steps=steps, rate=arm.rate, window=K)
     seconds = [
         run.step(batch, number, own) for number, (batch, own) in enumerate(zip(batches[:steps], stored, strict=False))
@@ -160,12 +184,9 @@ def best_rate(found: Mapping[str, Mapping[str, Any]], weighting: str, evaluator:
     return min(results, key=lambda rate: _perplexity([results[rate]], evaluator))
 
 
-def equal_time_steps(found: Mapping[str, Mapping[str, Any]], weighting: str) -> int:
-    """Return the steps of a weighting in the CPU time of `STEPS` steps of cross entropy, as the tuning runs took."""
-    own, base = (
-        statistics.median(found[arm.path]["step_seconds"] for arm in tuning_arms(name)) for name in (weighting, "CE")
-    )
-    return int(STEPS * base / own)
+def equal_time_steps(costs: Mapping[str, float], weighting: str) -> int:
+    """Return the steps of a weighting in the CPU time of `STEPS` steps of cross entropy, given their costs."""
+    return min(STEPS, int(STEPS * costs["CE"] / costs[weighting]))
 
 
 class Compared(NamedTuple):

@@ -31,12 +31,14 @@ from benchmarks.real_models.fine_tune import (
     TUNING_SEED,
     WEIGHTINGS,
     Arm,
+    Costs,
     Examination,
     K,
     best_rate,
     compare_arms,
     equal_time_steps,
     list_arms,
+    measure_costs,
     train,
     training_rows,
     tuning_arms,
@@ -53,6 +55,7 @@ from lightning_modules.scoring.influence_transfer import compute_influence, make
 from lightning_modules.scoring.token_scores import TokenScores, text_sha256
 from lightning_modules.utilities.files import write_atomically, write_json
 from lightning_modules.utilities.identity import combined_hash
+from lightning_modules.utilities.locks import exclusive
 
 TOKENS = 4096
 """Tokens of each text, of the first evaluator."""
@@ -76,7 +79,7 @@ SUBSET = (0, 1, 12, 13, 18, 19)
 
 log = logging.getLogger(__name__)
 
-Measured = TypeVar("Measured", System, Arm)
+Measured = TypeVar("Measured", System, Arm, Costs)
 
 
 @dataclass(frozen=True)
@@ -131,13 +134,14 @@ class Study:
         for text in texts:
             key = text_sha256(text.text)
             if key not in arrays:
-                computed = self.score_texts(evaluator, [text])[text.name]
-                arrays[key] = torch.stack([computed.long, computed.short]).numpy()
-                write_arrays(file, arrays)
+                computed = evaluator.scores(text.text, name=text.name)
+                log.info("%s, %s is scored.", name, text.name)
+                arrays = add_arrays(file, {key: torch.stack([computed.long, computed.short]).numpy()})
             batch = evaluator.encode(text.text, name=text.name)
             long, short = torch.from_numpy(arrays[key])
             tokens = {"token_ids": batch["input_ids"][0], "offsets": batch["offsets"][0]}
             scores[text.name] = TokenScores(key, name, **sizes, **tokens, long=long, short=short)
+        evaluator.release()
         return scores
 
     def correlate(self) -> None:
@@ -145,14 +149,14 @@ class Study:
         evaluators = [EvaluatorScores(name, self.kept_scores(name, self.texts)) for name in EVALUATORS]
 
         def measure(system: System) -> dict[str, Any]:
-            score_system(system, self.models, self.texts, self.sheets, self.work)
-            return measure_system(system, self.texts, self.sheets, evaluators, self.work)
+            score_system(system, self.models, self.texts, self.sheets, self.work / "float32")
+            return measure_system(system, self.texts, self.sheets, evaluators, self.work / "float32")
 
-        found = self._measure_each(SYSTEMS, measure)
+        found = self._measure_each("correlate", SYSTEMS, measure)
         results = [found[system.path] for system in SYSTEMS]
         numbers = {"systems": results, "correlations": correlate_systems(results, EVALUATORS)}
         title = "Accuracy on long-context questions against LongPPL and perplexity of real systems"
-        self.keep("correlate", title, numbers, tabulate_correlate(numbers))
+        self.keep("correlate", title, numbers, tabulate_correlate(numbers), self.texts)
 
     def anatomy(self) -> None:
         """Describe the key tokens of both evaluators, compare them with each other and with other settings; keep it."""
@@ -177,7 +181,8 @@ class Study:
             "stability": stability,
             "examples": choose_examples(tables[first], self.texts),
         }
-        self.keep("anatomy", "Which tokens of real text are key", numbers, tabulate_anatomy(numbers))
+        title = "Which tokens of real text are key"
+        self.keep("anatomy", title, numbers, tabulate_anatomy(numbers), self.texts)
 
     def extend(self) -> None:
         """Score long books and passkeys by each method of context extension, and keep the numbers."""
@@ -188,12 +193,14 @@ class Study:
         evaluator = self.kept_scores(EVALUATORS[0], books)
 
         def measure(method: System) -> dict[str, Any]:
-            score_system(method, self.models, books, sheets, self.work)
-            return measure_method(method, books, evaluator, [sheet.name for sheet in sheets], self.work)
+            score_system(method, self.models, books, sheets, self.work / "float32")
+            return measure_method(method, books, evaluator, [sheet.name for sheet in sheets], self.work / "float32")
 
-        found = self._measure_each(METHODS, measure)
+        found = self._measure_each("extend", METHODS, measure)
         numbers = compare_methods({method.name: found[method.path] for method in METHODS})
-        self.keep("extend", "SmolLM2 beyond its 8,192 positions, without training", numbers, tabulate_extend(numbers))
+        self.keep(
+            "extend", "SmolLM2 beyond its 8,192 positions, without training", numbers, tabulate_extend(numbers), books
+        )
 
     def fine_tune(self) -> None:
         """Train by each weighting, tuned on other books, and keep what the trained models score."""
@@ -206,53 +213,59 @@ class Study:
         sheets = make_sheets(self.data / "haystack" / "2944.txt", characters=EXAM_CHARACTERS, sheets=1)
         tuning = Examination(tuning_texts, self._exam_scores(tuning_texts), [])
         examination = Examination(held_out, self._exam_scores(held_out), sheets)
-        steps: dict[str, int] = {}
+        costs = self._measure_each("fine_tune", [Costs()], lambda _: measure_costs(self.models, batches(TUNING_SEED)))[
+            Costs().path
+        ]
+        steps = {name: equal_time_steps(costs, name) for name in COUNTED}
 
         def measure(arm: Arm) -> dict[str, Any]:
             chosen = tuning if arm.seed == TUNING_SEED else examination
-            weights = partial(self._stored_weights, tokenizer, batches(arm.seed), arm.seed)
+            weights = partial(self._stored_weights, tokenizer)
             count = steps[arm.weighting] if arm.budget == "CPU" else STEPS
             return train(arm, self.models, batches(arm.seed), weights, chosen, count)
 
         tuned = [name for name in WEIGHTINGS if not name.startswith("control")]
-        found = self._measure_each([arm for name in tuned for arm in tuning_arms(name)], measure)
+        found = self._measure_each("fine_tune", [arm for name in tuned for arm in tuning_arms(name)], measure)
         rates = {name: best_rate(found, name, EVALUATORS[0]) for name in tuned}
-        steps |= {name: equal_time_steps(found, name) for name in COUNTED}
-        found = self._measure_each(list_arms(rates), measure)
-        numbers = {"rates": rates, "rows": list(compare_arms(found, rates))}
-        self.keep("fine_tune", "SmolLM2 fine-tuned on books by each weighting", numbers, tabulate_fine_tune(numbers))
+        found = self._measure_each("fine_tune", list_arms(rates), measure)
+        numbers = {"costs": costs, "rates": rates, "rows": list(compare_arms(found, rates))}
+        title = "SmolLM2 fine-tuned on books by each weighting"
+        self.keep("fine_tune", title, numbers, tabulate_fine_tune(numbers), [*held_out, *tuning_texts])
 
     def _exam_scores(self, texts: Sequence[Text]) -> dict[str, dict[str, TokenScores]]:
         return {name: self.kept_scores(name, texts, context_length=EXAM_K) for name in EVALUATORS}
 
-    def _stored_weights(
-        self, tokenizer: PreTrainedTokenizerFast, batches: Sequence[PackedBatch], seed: int
-    ) -> list[Tensor]:
+    def _stored_weights(self, tokenizer: PreTrainedTokenizerFast, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return the LongCE weights of training rows by the first evaluator, which the work folder keeps."""
-        file = self.work / f"weights-{seed}.npz"
-        arrays = read_arrays(file)
+        file = self.work / f"weights-{EVALUATORS[0]}-{K}.npz"
         evaluator = self.evaluator(EVALUATORS[0], dtype="float32")
         transfer = make_transfer(tokenizer, evaluator.tokenizer, add_special_tokens=True)
-        sizes = {"context_length": K, "stride": K, "gamma": GAMMA}
-        for number, batch in enumerate(batches):
-            if str(number) not in arrays:
-                weigh = compute_influence if transfer is None else transfer.compute_influence
+        weigh = compute_influence if transfer is None else transfer.compute_influence
+        arrays = read_arrays(file)
+        keys = [combined_hash({"ids": repr(batch["input_ids"].tolist())}) for batch in batches]
+        for key, batch in zip(keys, batches, strict=True):
+            if key not in arrays:
                 with torch.no_grad():
-                    arrays[str(number)] = weigh(batch, evaluator.backbone(), **sizes).numpy()
-                write_arrays(file, arrays)
+                    weights = weigh(batch, evaluator.backbone(), context_length=K, stride=K, gamma=GAMMA)
+                if not weights.isfinite().all():
+                    raise FloatingPointError(f"Weights of '{EVALUATORS[0]}' are not finite: its file is damaged.")
+                arrays = add_arrays(file, {key: weights.numpy()})
         evaluator.release()
-        return [torch.from_numpy(arrays[str(number)]) for number in range(len(batches))]
+        return [torch.from_numpy(arrays[key]) for key in keys]
 
     def _measure_each(
-        self, systems: Sequence[Measured], measure: Callable[[Measured], dict[str, Any]]
+        self, study: str, systems: Sequence[Measured], measure: Callable[[Measured], dict[str, Any]]
     ) -> dict[str, dict[str, Any]]:
         """Return the numbers of systems by their path; those that an earlier run has kept are not measured again."""
-        file = self.kept / "systems.json"
-        found: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.exists() else {}
+        file = self.kept / f"{study}.json"
+        found = _read_kept(file)
         for system in systems:
             if system.path not in found:
-                found[system.path] = measure(system)
-                write_json(file, found)
+                numbers = measure(system) | {"commit": _read_commit(), "machine": describe_machine()}
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with exclusive(file):  # another process may have kept others meanwhile
+                    found = _read_kept(file) | {system.path: numbers}
+                    write_json(file, found)
                 log.info("%s is measured.", system.path)
         return found
 
@@ -270,18 +283,19 @@ class Study:
             scores[text.name] = TokenScores.load(file)
         return scores
 
-    def keep(self, name: str, title: str, numbers: dict[str, Any], tables: list[dict[str, Any]]) -> None:
+    def keep(
+        self, name: str, title: str, numbers: dict[str, Any], tables: list[dict[str, Any]], texts: Sequence[Text]
+    ) -> None:
         """Write the raw numbers and tables of a study, with how they came about, to ``benchmarks/results``."""
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True)
         result = {
             "title": title,
             "command": f"python -m benchmarks.real_models {name} --models .. --data .. --work ..",
-            "commit": commit.stdout.strip(),
+            "commit": _read_commit(),
             "date": datetime.now(UTC).date().isoformat(),
             "seconds": None,
             "machine": describe_machine(),
             "versions": {"python": platform.python_version(), **{library: version(library) for library in LIBRARIES}},
-            "data": combined_hash({text.name: text.text for text in self.texts}),
+            "data": combined_hash({text.name: text.text for text in texts}),
             "remark": "Protocol and verdicts: docs/real.md.",
             "output": tables,
             "numbers": numbers,
@@ -292,15 +306,28 @@ class Study:
 
 
 def read_arrays(file: Path) -> dict[str, NDArray[np.float32]]:
-    """Read a file of `write_arrays`; without one there are none."""
+    """Read a file of `add_arrays`; without one there are none."""
     if not file.exists():
         return {}
     with np.load(file) as arrays:
         return dict(arrays)
 
 
-def write_arrays(file: Path, arrays: dict[str, NDArray[np.float32]]) -> None:
-    """Write named arrays into one compressed file, atomically."""
+def add_arrays(file: Path, added: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
+    """Add named arrays to a compressed file, atomically, and return all of them."""
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
-    write_atomically(file, buffer.getvalue())
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with exclusive(file):  # another process may have added others meanwhile
+        arrays = read_arrays(file) | added
+        np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
+        write_atomically(file, buffer.getvalue())
+    return arrays
+
+
+def _read_kept(file: Path) -> dict[str, dict[str, Any]]:
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def _read_commit() -> str:
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()

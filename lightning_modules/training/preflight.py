@@ -69,10 +69,20 @@ def check_loaded(backbone: Scorer, trainer: Trainer, group: SequenceGroup | None
         return
     check_rotary(backbone.base_model)
     with trainer.precision_plugin.forward_context():  # flash attention does not support float32
-        warn_of_slow_dtype(backbone.device, backbone.base_model.dtype)
+        if trainer.is_global_zero:
+            _warn_of_slow_dtype(backbone, str(trainer.precision))
         check_scoring(backbone)
         if group is not None:
             group.check_backbone(backbone)
+
+
+def _warn_of_slow_dtype(backbone: Backbone, precision: str) -> None:
+    mixed = torch.is_autocast_enabled("cpu")
+    dtype = torch.get_autocast_dtype("cpu") if mixed else backbone.base_model.dtype
+    stored = "the weights to float32 (`--model.dtype`, or `--evaluator_dtype` of `longce influence`)"
+    warn_of_slow_dtype(
+        backbone.device.type, dtype, stored if precision.startswith("32") else "`trainer.precision: 32-true`"
+    )
 
 
 def _check_quantization(loading: ModelConfig, config: PreTrainedConfig, *, fits: bool) -> None:

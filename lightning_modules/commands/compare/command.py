@@ -102,15 +102,17 @@ def compare_runs(found: Sequence[ComparedRun], output: str | Path | None = None)
 def _shorten_cells(runs: Sequence[ComparedRun]) -> tuple[list[ComparedRun], str]:
     """Return runs whose evaluations have short names, and a sentence on what identifies the evaluators.
 
-    Names stay long if two evaluations differ only in what would be left out, such as the dtype.
+    Names stay long if two evaluators have one name, and differ in what would be left out, such as K or the dtype.
     """
     cells = list(dict.fromkeys(cell for run in runs for cell in run.evaluations))
     short = {cell: shorten_cell(cell) for cell in cells}
-    if len(set(short.values())) < len(cells):
+    described = {cell: describe_evaluator(cell) for cell in cells if short[cell] != cell}
+    distinct = list(dict.fromkeys(described.values()))
+    named = {description.partition(" (")[0] for description in distinct}
+    if not distinct or len(named) < len(distinct) or len(set(short.values())) < len(cells) or "" in distinct:
         return list(runs), ""
     renamed = [run._replace(evaluations={short[cell]: each for cell, each in run.evaluations.items()}) for run in runs]
-    described = dict.fromkeys(filter(None, map(describe_evaluator, cells)))
-    return renamed, f"Evaluator{'s' * (len(described) > 1)}: {'; '.join(described)}." if described else ""
+    return renamed, f"Evaluator{'s' * (len(distinct) > 1)}: {'; '.join(distinct)}."
 
 
 def _first_evaluation(run: ComparedRun) -> ComparedRun:

@@ -37,16 +37,12 @@ def scoring_config(config: ModelConfig, stored: PreTrainedConfig, device: torch.
     return replace(config, dtype="float32") if _is_slow(stored_dtype(stored)) else config
 
 
-def warn_of_slow_dtype(device: torch.device, dtype: torch.dtype) -> None:
-    """Write to the log that a run computes in a type that this CPU is slow in, in or out of autocast."""
-    mixed = torch.is_autocast_enabled("cpu")
-    dtype = torch.get_autocast_dtype("cpu") if mixed else dtype
-    if device.type == "cpu" and _is_slow(dtype):
-        log.warning(
-            "This CPU is slow in %s, at a quarter to half of the speed of float32: set %s.",
-            str(dtype).removeprefix("torch."),
-            "`trainer.precision: 32-true`" if mixed else "`model.dtype: float32`",
-        )
+@cache
+def warn_of_slow_dtype(device: str, dtype: torch.dtype, remedy: str) -> None:
+    """Write once to the log that a run computes in a type that this CPU is slow in."""
+    if device == "cpu" and _is_slow(dtype):
+        name = str(dtype).removeprefix("torch.")
+        log.warning("This CPU is slow in %s, at a quarter to half of the speed of float32: set %s.", name, remedy)
 
 
 def _is_slow(dtype: torch.dtype) -> bool:

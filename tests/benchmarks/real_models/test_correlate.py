@@ -173,14 +173,22 @@ def test_what_is_kept_is_not_computed_again(tmp_path, monkeypatch, corpus, evalu
     own = Study(folder, tmp_path, tmp_path, kept=tmp_path / "kept")
     own.kept_scores("judge", texts[:1])
     assert own.kept_scores("judge", texts).keys() == expected.keys()
-    monkeypatch.setattr(Study, "score_texts", None)
+    monkeypatch.setattr(Evaluator, "scores", None)
     for name, scores in own.kept_scores("judge", texts).items():
         for field in ("token_ids", "offsets", "long", "short"):
             assert torch.equal(getattr(scores, field), getattr(expected[name], field))
     systems = (System("tiny", "a"), System("tiny", "b"))
-    found = own._measure_each(systems[:1], lambda system: {"name": system.name})
-    assert own._measure_each(systems, lambda system: {"name": f"again {system.name}"}) == {
-        "tiny/a": {"name": "a"},
-        "tiny/b": {"name": "again b"},
+    own._measure_each("s", systems[:1], lambda system: {"name": system.name})
+
+    def measure(system):  # while another process measures and keeps a third one
+        if system.name == "b":
+            own._measure_each("s", (System("tiny", "c"),), measure)
+        return {"name": f"again {system.name}"}
+
+    found = own._measure_each("s", systems, measure)
+    assert {path: each["name"] for path, each in found.items()} == {
+        "tiny/a": "a",
+        "tiny/b": "again b",
+        "tiny/c": "again c",
     }
-    assert found == {"tiny/a": {"name": "a"}}
+    assert all(each["commit"] and each["machine"] for each in found.values())

@@ -13,11 +13,12 @@ from benchmarks.real_models.fine_tune import (
     compare_arms,
     equal_time_steps,
     list_arms,
+    measure_costs,
     train,
     training_rows,
     tuning_arms,
 )
-from benchmarks.real_models.systems import LoadedSystem, System
+from benchmarks.real_models.systems import LoadedSystem
 from benchmarks.real_models.texts import Text
 from benchmarks.real_models.verdicts import judge_fine_tune
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
@@ -57,7 +58,7 @@ def test_a_run_learns_its_rows_and_is_examined(small, corpus, evaluator_dir, tmp
     stored = [torch.ones(1, 64)] * 6
     losses = []
     for steps in (1, 6):
-        found = train(arm, tmp_path, batches, lambda: stored, examination, steps)
+        found = train(arm, tmp_path, batches, lambda _: stored, examination, steps)
         by_kind = {kind: (loss, tokens) for _, kind, loss, tokens in found["losses"]}
         assert list(by_kind) == ["all", "judge", "short"]
         length = by_kind["all"][1] + 1
@@ -104,12 +105,17 @@ def test_ratios_are_those_of_sums_and_verdicts_follow_them():
     assert verdicts["3. as it is, control: shuffled weights, steps: does not pay"]
 
 
-def test_rates_and_steps_are_those_of_the_tuning_runs():
+def test_the_rate_is_the_best_of_the_tuning_runs_and_the_steps_follow_from_the_costs():
     found = {}
-    for name, seconds in (("CE", 2.0), ("LongCE", 3.0)):
-        for arm in tuning_arms(name):
-            loss = abs(arm.rate - 2e-5) * 1e5 + 1
-            found[arm.path] = {"step_seconds": seconds, "losses": [["book 1", "judge", loss, 1]], "right": []}
+    for arm in tuning_arms("LongCE"):
+        loss = abs(arm.rate - 2e-5) * 1e5 + 1
+        found[arm.path] = {"losses": [["book 1", "judge", loss, 1]], "right": []}
     assert best_rate(found, "LongCE", "judge") == 2e-5
-    assert equal_time_steps(found, "LongCE") == 26
-    assert System("m", "a b").path == "m/a_b"
+    assert equal_time_steps({"CE": 2.0, "LongCE": 3.0}, "LongCE") == 26
+    assert equal_time_steps({"CE": 2.0, "LongCE": 1.0}, "LongCE") == 40, "at most the rows that there are"
+
+
+def test_costs_of_all_weightings_are_measured_in_turn(small, corpus, tmp_path):
+    costs = measure_costs(tmp_path, training_rows(corpus, small, seed=0, count=3), rounds=3)
+    assert set(costs) == {"CE", "LongCE", "LongCE, half CE"}
+    assert costs["LongCE"] > costs["CE"] > 0

@@ -148,3 +148,23 @@ def test_curves_over_more_than_a_factor_of_ten_have_a_logarithmic_axis():
 
     assert {"5", "10", "20"} <= set(ticks(curve(2.0)))
     assert "35" in ticks(curve(20.0))
+
+
+@pytest.mark.parametrize(
+    ("cells", "shown"),
+    [
+        (
+            ("books, judge (sha256:a, K 64), (2, -2)", "reports, judge (sha256:a, K 64), (2, -2)"),
+            "books, judge, (2, -2)",
+        ),
+        (
+            ("books, judge (sha256:a, K 64), (2, -2)", "reports, judge (sha256:a, K 8), (2, -2)"),
+            "books, judge (sha256:a",
+        ),
+        (("books, judge: m (v2) (sha256:a), (2, -2)",), "books, judge: m (v2) (sha256:a), (2, -2)"),
+    ],
+)
+def test_names_of_evaluations_are_short_if_one_name_means_one_evaluator(cells, shown):
+    printed = compare_runs([make_run("old", 1.0, cells=cells), make_run("new", 0.8, cells=cells, noise=0.0)])
+    assert f"\n{shown}" in printed
+    assert ("Evaluator: judge (sha256:a, K 64)." in printed) == shown.startswith("books, judge,")

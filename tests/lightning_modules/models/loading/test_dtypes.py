@@ -11,6 +11,7 @@ from lightning_modules.models.loading.dtypes import report_dtype, scoring_config
 from lightning_modules.models.loading.identity import describe_model
 from lightning_modules.models.loading.load import load_config, load_frozen
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from lightning_modules.training.preflight import check_loaded
 from tests.conftest import tiny_model
 
 
@@ -21,9 +22,11 @@ def cpu(monkeypatch):
     def pretend(*names):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(("avx2", *names), True), raising=False)
 
-    report_dtype.cache_clear()
+    for reported in (report_dtype, warn_of_slow_dtype):
+        reported.cache_clear()
     yield pretend
-    report_dtype.cache_clear()
+    for reported in (report_dtype, warn_of_slow_dtype):
+        reported.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -79,17 +82,19 @@ def test_only_a_cpu_that_is_known_to_be_slow_changes_the_type(folder_of, cpu, mo
 @pytest.mark.parametrize(
     ("precision", "dtype", "instructions", "said"),
     [
-        ("32-true", torch.bfloat16, [], "`model.dtype: float32`"),
-        ("bf16-mixed", torch.float32, [], "`trainer.precision: 32-true`"),
-        ("bf16-mixed", torch.float32, ["avx512_bf16"], ""),
-        ("32-true", torch.float32, [], ""),
+        ("32-true", "bfloat16", [], "`--model.dtype`"),
+        ("bf16-mixed", "float32", [], "`trainer.precision: 32-true`"),
+        ("bf16-true", "bfloat16", [], "`trainer.precision: 32-true`"),
+        ("bf16-mixed", "float32", ["avx512_bf16"], ""),
+        ("32-true", "float32", [], ""),
     ],
 )
-def test_a_run_in_a_slow_type_names_the_setting(cpu, caplog, precision, dtype, instructions, said):
+def test_a_run_in_a_slow_type_names_the_setting_once(folder_of, cpu, caplog, precision, dtype, instructions, said):
     cpu(*instructions)
-    with Trainer(accelerator="cpu", precision=precision, logger=False).precision_plugin.forward_context():
-        warn_of_slow_dtype(torch.device("cpu"), dtype)
-        warn_of_slow_dtype(torch.device("meta"), dtype)
+    backbone = load_frozen(ModelConfig(str(folder_of[dtype]), dtype=dtype), "cpu")
+    trainer = Trainer(accelerator="cpu", precision=precision, logger=False)
+    for _ in range(2):
+        check_loaded(backbone, trainer)
     lines = [line for line in caplog.messages if line.startswith("This CPU is slow")]
     assert len(lines) == bool(said)
     assert said in "".join(lines)
