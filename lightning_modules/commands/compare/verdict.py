@@ -90,7 +90,7 @@ def write_verdict(runs: Sequence[ComparedRun], baseline: ComparedRun, differing:
             sentences.append(_judge(run.name, baseline.name, own))
     if not sentences:
         return []
-    sentences += _compare_training(runs) + _name_settings(differing)
+    sentences += _name_own_evaluators(runs) + _compare_training(runs) + _name_settings(differing)
     noise = "; another seed of the training may change more" if any(run.scalars.get("step") for run in runs) else ""
     sentences.append(f"Intervals are about the choice of documents{noise}.")
     return sentences
@@ -148,6 +148,16 @@ def _judge_all_tokens(ratios: Sequence[Ratio]) -> str:
     values = [ratio.value for ratio in distinct]
     between = f"{_format_ratio(min(values))} to {_format_ratio(max(values))} times as large"
     return f"{name}, over all tokens, is {distinct[0] if len(distinct) == 1 else between}: {judged}."
+
+
+def _name_own_evaluators(runs: Sequence[ComparedRun]) -> list[str]:
+    """Return a sentence for each scored model that found the key tokens itself."""
+    identities = {run.name: (run.config.get("model.identity"), run.config.get("evaluator.identity")) for run in runs}
+    return [
+        f"`{name}` is itself the evaluator, which favors it: key tokens are ones that the evaluator predicts well."
+        for name, (model, evaluator) in identities.items()
+        if model is not None and model == evaluator
+    ]
 
 
 def _compare_training(runs: Sequence[ComparedRun]) -> list[str]:

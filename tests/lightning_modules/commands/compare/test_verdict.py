@@ -91,6 +91,14 @@ def test_few_documents_no_key_tokens_and_diverged_models():
     assert "seed" not in write_verdict([old, new], old, [])[-1]  # of models that were only scored
 
 
+def test_a_model_that_found_the_key_tokens_itself_is_named():
+    config = {"model.identity": "sha256:a", "evaluator.identity": "sha256:b"}
+    old, new = (make_run(name, factor)._replace(config=config) for name, factor in (("old", 1.0), ("new", 0.5)))
+    assert "itself the evaluator" not in " ".join(write_verdict([old, new], old, []))
+    own = new._replace(config={**config, "model.identity": "sha256:b"})
+    assert "`new` is itself the evaluator, which favors it" in " ".join(write_verdict([old, own], old, []))
+
+
 def test_unequal_training_and_settings_are_named():
     old, new = make_run("old", 1.0, steps=100), make_run("new", 0.8, steps=200)
     rows = [["trainer.max_steps", "100", "200"], ["data.seed", "1", "2"], ["optimizer", "a", "b"]]
