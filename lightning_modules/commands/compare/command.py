@@ -10,7 +10,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from lightning_modules.commands.compare.evaluations import ComparedEvaluation, draw_scores, tabulate_evaluations
-from lightning_modules.commands.compare.ratios import WITHOUT_TOKENS, have_same_tokens, shared_documents
+from lightning_modules.commands.compare.ratios import compared_kinds, shared_documents
 from lightning_modules.commands.compare.runs import (
     AXES,
     ComparedRun,
@@ -195,7 +195,7 @@ def _rank_runs(runs: Sequence[ComparedRun], baseline: ComparedRun) -> Table:
     for cell in sorted({cell for run in runs for cell in run.evaluations}):
         ranked = []
         evaluated = [run for run in runs if cell in run.evaluations]
-        compared = tuple(TOKENS) if have_same_tokens([run.last(cell)[1] for run in evaluated]) else WITHOUT_TOKENS
+        compared = compared_kinds([run.last(cell)[1] for run in evaluated])
         for run in evaluated:
             step, documents = run.last(cell)
             reference = baseline.last(cell)[1] if cell in baseline.evaluations else documents

@@ -17,9 +17,13 @@ def have_same_tokens(tables: Sequence[pd.DataFrame]) -> bool:
     return bool((counts <= 1).all())
 
 
-def compared_kinds(tables: Sequence[pd.DataFrame]) -> tuple[str, str]:
-    """Return the number of key tokens and that of all tokens by which these evaluations are compared."""
-    return ("longppl", "perplexity") if have_same_tokens(tables) else ("key_bits_per_byte", "bits_per_byte")
+def compared_kinds(tables: Sequence[pd.DataFrame]) -> tuple[str, ...]:
+    """Return the numbers by which these evaluations are compared; the last two are of key tokens and of all tokens.
+
+    Documents are shared (`shared_documents`) if they have equally many units of the first two: with different
+    tokenizers, the bytes of all scored tokens depend on whether a special token precedes the text.
+    """
+    return tuple(TOKENS) if have_same_tokens(tables) else WITHOUT_TOKENS
 
 
 def shared_documents(

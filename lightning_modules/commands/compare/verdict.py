@@ -68,10 +68,10 @@ def measure_ratios(runs: Sequence[ComparedRun], baseline: ComparedRun) -> list[R
     for cell in sorted(baseline.evaluations):
         reference = baseline.last(cell)[1]
         own = {run.name: run.last(cell)[1] for run in runs if cell in run.evaluations and run is not baseline}
-        key_kind, all_kind = compared_kinds([reference, *own.values()])
+        kinds = compared_kinds([reference, *own.values()])
         for name, documents in own.items():
-            shared = shared_documents(documents, reference, (key_kind, all_kind))
-            for kind in (key_kind, all_kind):
+            shared = shared_documents(documents, reference, kinds[:2])
+            for kind in kinds[-2:]:
                 counted = shared[shared[UNITS[kind]] > 0]
                 value, interval = paired_ratio(shared, kind)
                 if not math.isnan(value):
@@ -113,7 +113,7 @@ def _judge(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
     }[ratio.outcome]
     over = f"{ratio.documents:,} documents with {ratio.units:,} key {'tokens' if ratio.kind == 'longppl' else 'bytes'}"
     place = shorten_cell(ratio.cell)
-    return f"{claim}: {NAMES[ratio.kind]} is {ratio}, over {over} ({place}). {_judge_all_tokens(of_all)}"
+    return f"{claim}: {_name_with_verb(ratio.kind)} {ratio}, over {over} ({place}). {_judge_all_tokens(of_all)}"
 
 
 def _judge_cells(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
@@ -132,7 +132,7 @@ def _judge_cells(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
     between = f"{_format_ratio(min(values))} to {_format_ratio(max(values))}"
     return (
         f"{claim}: of {total} evaluations (sets, evaluators, thresholds), {better} show it better and {worse} worse,"
-        f" and {total - better - worse} do not tell; {NAMES[ratios[0].kind]} is {between} times as large."
+        f" and {total - better - worse} do not tell; {_name_with_verb(ratios[0].kind)} {between} times as large."
     )
 
 
@@ -141,13 +141,13 @@ def _judge_all_tokens(ratios: Sequence[Ratio]) -> str:
     distinct = list({(ratio.value, ratio.interval): ratio for ratio in ratios}.values())
     if not distinct:
         return ""
-    name = NAMES[distinct[0].kind].capitalize()
+    name, verb = NAMES[distinct[0].kind].capitalize(), _name_with_verb(distinct[0].kind).rpartition(" ")[2]
     meaning = {"better": "better", "worse": "worse", "tie": "no difference is shown", "unknown": "too few documents"}
     outcomes = {ratio.outcome for ratio in distinct}
     judged = meaning[outcomes.pop()] if len(outcomes) == 1 else "it depends on the set"
     values = [ratio.value for ratio in distinct]
     between = f"{_format_ratio(min(values))} to {_format_ratio(max(values))} times as large"
-    return f"{name}, over all tokens, is {distinct[0] if len(distinct) == 1 else between}: {judged}."
+    return f"{name}, over all tokens, {verb} {distinct[0] if len(distinct) == 1 else between}: {judged}."
 
 
 def _name_own_evaluators(runs: Sequence[ComparedRun]) -> list[str]:
@@ -158,6 +158,10 @@ def _name_own_evaluators(runs: Sequence[ComparedRun]) -> list[str]:
         for name, (model, evaluator) in identities.items()
         if model is not None and model == evaluator
     ]
+
+
+def _name_with_verb(kind: str) -> str:
+    return f"{NAMES[kind]} {'are' if 'bits' in NAMES[kind] else 'is'}"
 
 
 def _compare_training(runs: Sequence[ComparedRun]) -> list[str]:
@@ -200,7 +204,7 @@ def _describe_change(ratio: float) -> str:
 
 
 def _format_ratio(value: float) -> str:
-    return f"{value:.3f}" if 0.5 < value < 2 else f"{value:.2f}" if 0.1 <= value < 100 else f"{value:.2g}"
+    return f"{value:.3f}" if 0.1 <= value < 2 else f"{value:.2f}" if 2 <= value < 100 else f"{value:.2g}"
 
 
 def drawn_ratios(ratios: Sequence[Ratio]) -> list[Ratio]:

@@ -81,7 +81,8 @@ def test_few_documents_no_key_tokens_and_diverged_models():
     old, new = make_run("old", 1.0), make_run("new", 0.5)
     few = new._replace(evaluations={cell: {1: steps[100][:3]} for cell, steps in new.evaluations.items()})
     assert (
-        "compared on too few documents to tell: LongPPL is 0.50 times as large" in write_verdict([old, few], old, [])[0]
+        "compared on too few documents to tell: LongPPL is 0.500 times as large"
+        in write_verdict([old, few], old, [])[0]
     )
     blind = make_run("blind", 1.0, key_tokens=0)
     assert "share no key tokens" in write_verdict([blind, make_run("new", 1.0, key_tokens=0)], blind, [])[0]
@@ -89,6 +90,26 @@ def test_few_documents_no_key_tokens_and_diverged_models():
     assert "worse than `old`: LongPPL is infinite for the run" in write_verdict([old, wild], old, [])[0]
     assert write_verdict([old], old, []) == []
     assert "seed" not in write_verdict([old, new], old, [])[-1]  # of models that were only scored
+
+
+def test_models_with_other_tokens_are_judged_by_bits_per_byte():
+    """Bytes of all scored tokens differ if only one model reads a special token, before which nothing is scored."""
+    tables = {}
+    for name, factor, tokens, scored_bytes in (("old", 1.0, 1000.0, 3990), ("new", 0.5, 900.0, 4000)):
+        (run,) = [make_run(name, 1.0, noise=0.0)]
+        bits = np.linspace(0.4, 0.8, DOCUMENTS) * factor * np.exp(0.05 * np.sin(np.arange(DOCUMENTS)) * (factor < 1))
+        numbers = {
+            "tokens": tokens,
+            "key_bits_per_byte": bits,
+            "bits_per_byte": bits,
+            "longppl_per_evaluator_token": 2.0,
+        }
+        units = {"key_bytes": 90.0, "bytes": scored_bytes, "evaluator_key_tokens": 20.0}
+        tables[name] = run._replace(evaluations={CELL: {100: run.evaluations[CELL][100].assign(**numbers, **units)}})
+    verdict = write_verdict([tables["old"], tables["new"]], tables["old"], [])[0]
+    assert verdict.startswith("`new` predicts key tokens better than `old`: key bits per byte are ")
+    assert f"over 12 documents with {12 * 90:,} key bytes" in verdict
+    assert re.search(r"Bits per byte, over all tokens, are .*: better\.$", verdict)
 
 
 def test_a_model_that_found_the_key_tokens_itself_is_named():
