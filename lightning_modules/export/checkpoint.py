@@ -1,6 +1,7 @@
 """Export of a Lightning checkpoint to a folder that transformers loads, without data or a GPU."""
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,16 @@ from lightning_modules.models.loading.config import ModelConfig, is_gguf
 from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_from_json
 from lightning_modules.training.checkpoint_contents import EXPORT_KEY, FINGERPRINT_KEY
-from lightning_modules.training.checkpoints.io import CheckedCheckpointIO, check_checkpoint, check_integrity
-from lightning_modules.training.checkpoints.sharded import load_unsharded
+from lightning_modules.training.checkpoints.io import (
+    CheckedCheckpointIO,
+    check_checkpoint,
+    check_integrity,
+    newest_checkpoint,
+)
+from lightning_modules.training.checkpoints.sharded import is_sharded, load_unsharded
 from lightning_modules.training.facts import TrainingFacts
+
+log = logging.getLogger(__name__)
 
 
 def export_checkpoint(
@@ -35,7 +43,7 @@ def export_checkpoint(
 ) -> Path:
     """Export the model of a checkpoint of ``longce fit`` to a folder that transformers loads, and return the folder.
 
-    A GGUF file of llama.cpp can be exported as well.
+    Of a folder of a run, the newest complete checkpoint is exported. A GGUF file of llama.cpp can be exported as well.
 
     An earlier export in the folder is replaced once the new one is complete; other folders are refused. A sharded
     checkpoint is gathered in main memory. The default tokenizer is that of the training.
@@ -84,6 +92,9 @@ def _choose_tokenizer(
 def _read_checkpoint(path: str) -> dict[str, Any]:
     """Load the checkpoint; weights in a file stay on disk until they are used."""
     file = Path(path).expanduser()
+    if file.is_dir() and not is_sharded(file) and (newest := newest_checkpoint(file, resume=False)) is not None:
+        log.info("The newest checkpoint is %s.", newest)
+        file = newest
     check_checkpoint(path if "://" in path else file, "checkpoint")
     if file.is_dir():
         check_integrity(file, "checkpoint")

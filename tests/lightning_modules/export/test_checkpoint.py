@@ -138,6 +138,17 @@ def test_the_command(model_dir, tmp_path, capsys):
     assert "the model has no adapters" in capsys.readouterr().err
 
 
+def test_the_newest_checkpoint_of_a_run_is_exported(model_dir, tmp_path):
+    for folder in ("run/checkpoints", "empty"):
+        (tmp_path / folder).mkdir(parents=True)
+    trained = checkpoint(tmp_path / "run" / "checkpoints" / "step-3.ckpt", str(model_dir))
+    export_checkpoint(str(tmp_path / "run"), str(tmp_path / "out"), tokenizer=str(model_dir))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(loaded.lm_head.weight, trained.lm_head.weight)
+    with pytest.raises(ValueError, match="empty"):
+        export_checkpoint(str(tmp_path / "empty"), str(tmp_path / "other"), tokenizer=str(model_dir))
+
+
 PI = {"method": "pi", "original_length": 64, "target_length": 512}
 
 
