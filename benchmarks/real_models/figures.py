@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from lightning_modules.utilities.files import write_atomically
-from lightning_modules.visualization.images import COLORS, LINE, STYLE, as_svg
+from lightning_modules.visualization.images import COLORS, INK, LINE, STYLE, as_svg
 
 ROOT = Path(__file__).parents[2]
 SHORT_NAMES = {"gemma-3-270m": "Gemma 270M", "qwen2.5-coder-0.5b": "Qwen 0.5B"}
@@ -32,7 +32,9 @@ def draw_anatomy(numbers: dict[str, Any]) -> str:
             ends = 100 * np.array([found[name]["interval"] for name in names])
             errors = np.clip([shares - ends[:, 0], ends[:, 1] - shares], 0, None)
             at, label = places + height * (1 - number), f"key tokens by {SHORT_NAMES.get(evaluator, evaluator)}"
-            plot.barh(at, shares, height, xerr=errors, color=COLORS[number], label=label, error_kw={"lw": 0.8})
+            plot.barh(
+                at, shares, height, xerr=errors, color=COLORS[number], label=label, error_kw={"lw": 0.8, "ecolor": INK}
+            )
         every = [100 * numbers["evaluators"][evaluators[0]][aspect][name]["all"] for name in names]
         plot.barh(places - height, every, height, color=LINE, edgecolor=COLORS[-1], lw=0.5, label="all tokens")
         plot.set_yticks(places, names)
