@@ -96,7 +96,8 @@ class Reading(NamedTuple):
 LONGER_THAN_THE_MODEL = pytest.mark.filterwarnings("ignore:A document of .* tokens is longer than the 4096 positions")
 
 SCORED = r"(?s)LongPPL .*perplexity.*corpus of"
-CHECKPOINT = "runs/longce/VERSION/checkpoints/last.ckpt"
+RUN = "runs/longce/VERSION"
+CHECKPOINT = f"{RUN}/checkpoints/last.ckpt"
 TRAINED = Reading(
     makes=("runs/longce/*/config.yaml", "runs/longce/*/checkpoints/last.ckpt"),
     logs=("train/loss", "train/weight_mean", "val/longppl", "val/perplexity"),
@@ -150,7 +151,7 @@ COMMANDS = {
     "longce data inspect -c configs/base.yaml -c experiment.yaml --rows 0 7": Reading(
         prints=r"(?s)\nsequence 0.*sequence 7"
     ),
-    f"longce export {CHECKPOINT} DIR": Reading("", "DIR", ("DIR/model.safetensors",)),
+    f"longce export {RUN} DIR": Reading("", "DIR", ("DIR/model.safetensors",)),
     "longce reproduce miniature --output runs/miniature": MINIATURE,
     "longce evaluate --model mistralai/Mistral-7B-v0.1 --tasks ruler_synthetic longeval --lengths 4096 8192 16384"
     " --samples 20 --output runs/mistral": Reading(QUESTIONS, "passkey", ("runs/mistral/report.html",)),
@@ -285,7 +286,7 @@ def test_command(command, reader, request):
         words = ", ".join(f'"{word}"' for word in shlex.split(command)[1:3] if word.isalpha())
         assert f"main([{words}," in (ROOT / reading.elsewhere).read_text()
         return
-    if CHECKPOINT in command + reading.more:
+    if RUN in command + reading.more:
         (reader / "runs").symlink_to(request.getfixturevalue("trained"))
     if command.startswith("longce select"):
         (reader / "scores").symlink_to(request.getfixturevalue("scored"))

@@ -25,10 +25,15 @@ from lightning_modules.visualization.images import curves_as_svg
 from lightning_modules.visualization.report import Block, Heading, Picture, Table, Tone, as_html, as_text_table
 
 _EXPLANATION = (
-    "LongPPL and perplexity are over all tokens of a set. Ratios are over the documents that both runs have with equal"
-    " numbers of tokens and key tokens; below 1 is better. Models with different tokenizers have different tokens, and"
-    " are compared by numbers that do not depend on them: bits per byte of the text and of its key spans, and LongPPL"
-    " per token of the evaluator. The 95% intervals are about the choice of documents, not about the noise of training."
+    "LongPPL is the perplexity over key tokens, which the evaluator predicts much better with the long context (by more"
+    " than alpha nats) than with a short one, and well (above beta); perplexity is over all tokens. K and d are the"
+    " length of the shortest short context and the number of tokens that share one. Ratios are over the documents that"
+    " both runs have with equal numbers of tokens and key tokens; below 1 is better. The 95% intervals are about the"
+    " choice of documents, not about the noise of training."
+)
+_OTHER_TOKENS = (
+    "Models with different tokenizers have different tokens, and are compared by numbers that do not depend on them:"
+    " bits per byte of the text and of its key spans, and LongPPL per token of the evaluator."
 )
 _TITLES = {
     "longppl": "LongPPL",
@@ -135,7 +140,9 @@ def _make_page(
         blocks.append(Picture("ratios", _RATIOS_CAPTION))
     for heading, table in tables.items():
         blocks += [Heading(heading), table] if table.rows else []
-        blocks += [each for each in (evaluators, _EXPLANATION) if each] if heading == FINAL and table.rows else []
+        if heading == FINAL and table.rows:
+            other = _OTHER_TOKENS if _TITLES["key_bits_per_byte"] in table.head else ""
+            blocks += [each for each in (evaluators, _EXPLANATION, other) if each]
     for axis in AXES:
         figures = {f"{axis}, {title}": (title, svg) for title, svg in draw_curves(runs, axis).items()}
         pictures |= {name: svg for name, (_, svg) in figures.items()}
@@ -212,9 +219,9 @@ def _rank_runs(runs: Sequence[ComparedRun], baseline: ComparedRun) -> Table:
             ranked.append((order, cells_of_run, run))
         ranked.sort(key=lambda each: each[:2])
         if len(ranked) > 1 and not ranked[1][0][0] and _is_better(ranked[0][2], ranked[1][2], cell, compared[0]):
-            ranked[0][1][1] += " (best)"
+            ranked[0][1][1] += " (best LongPPL)"
         cells += [row if number == 0 else ["", *row[1:]] for number, (_, row, _) in enumerate(ranked)]
-    best: dict[str, Tone] = {f"{run.name} (best)": "good" for run in runs}
+    best: dict[str, Tone] = {f"{run.name} (best LongPPL)": "good" for run in runs}
     return _drop_empty_columns(head, cells)._replace(badges=best)
 
 

@@ -213,16 +213,17 @@ def _name_cell(
         f"{symbol} {settings[key]}" for symbol, key in (("K", "context_length"), ("d", "stride")) if key in settings
     ]
     sizes += ["rule: authors"] if settings.get("key_token_rule", settings.get("key_tokens")) == "authors" else []
-    values = f"{thresholds} ({settings['alpha']:g}, {settings['beta']:g})".lstrip()
-    return f"{documents}, {judge} ({', '.join(sizes)}), {values}".replace(" ()", "")
+    values = f"alpha {settings['alpha']:g}, beta {settings['beta']:g}"
+    named = f"{thresholds} ({values})" if thresholds else values
+    return f"{documents}, {judge} ({', '.join(sizes)}), {named}".replace(" ()", "")
 
 
 def shorten_cell(cell: str) -> str:
     """Return the set, the evaluator's name and the thresholds, without what identifies the evaluator's weights.
 
     Example:
-        >>> shorten_cell("books, judge: qwen (sha256:aa, K 64), loose (1, -2)")
-        'books, judge: qwen, loose (1, -2)'
+        >>> shorten_cell("books, judge: qwen (sha256:aa, K 64), loose (alpha 1, beta -2)")
+        'books, judge: qwen, loose (alpha 1, beta -2)'
     """
     before, _, rest = cell.partition(" (")
     return f"{before},{rest.partition('),')[2]}" if "), " in rest else cell
@@ -232,7 +233,7 @@ def describe_evaluator(cell: str) -> str:
     """Return the evaluator of an evaluation and what identifies it, or nothing if only its name is known.
 
     Example:
-        >>> describe_evaluator("books, judge: qwen (sha256:aa, K 64), loose (1, -2)")
+        >>> describe_evaluator("books, judge: qwen (sha256:aa, K 64), loose (alpha 1, beta -2)")
         'judge: qwen (sha256:aa, K 64)'
     """
     found = re.search(r", ([^,()]+ \([^()]*\)), ", cell)

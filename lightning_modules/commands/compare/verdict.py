@@ -25,6 +25,8 @@ _SMALLEST = 1e-3
 """Ratio from which a picture shows it."""
 _WIDTH = 4.4
 """Width of the picture in inches."""
+_NOTED_COST = 1.1
+"""Ratio of GPU hours that is worth a sentence; smaller ones are noise of the machine."""
 _SETTINGS = 3
 """Differing settings that the verdict names."""
 
@@ -172,7 +174,14 @@ def _compare_training(runs: Sequence[ComparedRun]) -> list[str]:
         if axis != "GPU hours" and len({round(value) for value in last.values()}) > 1:
             values = ", ".join(f"`{name}` {value:,.0f}" for name, value in last.items())
             unequal.append(f"{axis} ({values})")
-    return [f"They were not trained equally: {' and '.join(unequal)}."] if unequal else []
+    sentences = [f"They were not trained equally: {' and '.join(unequal)}."] if unequal else []
+    hours = {
+        run.name: max(run.scalars["train/gpu_hours"].values()) for run in runs if run.scalars.get("train/gpu_hours")
+    }
+    if hours and max(hours.values()) > _NOTED_COST * min(hours.values()):
+        values = ", ".join(f"`{name}` {value:.3g}" for name, value in hours.items())
+        sentences.append(f"They did not cost the same: GPU hours are {values}.")
+    return sentences
 
 
 def _name_settings(differing: Sequence[Sequence[str]]) -> list[str]:
@@ -221,6 +230,7 @@ def draw_ratios(ratios: Sequence[Ratio]) -> str:
     figure = Figure(figsize=(_WIDTH, 0.75 + 0.42 * len(lines)), layout="constrained")
     plot = figure.subplots()
     plot.set_xscale("log")
+    plot.grid(visible=False)  # its lines would cross the labels
     plot.axvline(1, color=INK, linewidth=0.8)
     kinds = list(dict.fromkeys(ratio.kind for ratio in ratios))
     for place, (label, own) in enumerate(lines.items()):

@@ -158,7 +158,7 @@ def test_a_model_that_has_diverged_is_infinitely_worse_and_has_no_interval(tmp_p
     good, bad, huge = (write_score(tmp_path / f"{name}.json", factor) for name, factor in factors.items())
     printed = compare([bad, good, huge], tmp_path / "page.html")
     assert re.search(r"bad +∞ +\d", printed)
-    assert re.search(rf"good \(best\) +{corpus(LONGPPL):.3f} +0 +\d", printed)
+    assert re.search(rf"good \(best LongPPL\) +{corpus(LONGPPL):.3f} +0 +\d", printed)
     assert "too few" not in printed
     assert "good predicts key tokens better than bad: LongPPL is infinite for the baseline" in printed
     printed = compare([good, huge, bad], tmp_path / "page.html")
@@ -174,8 +174,8 @@ def test_runs_are_ranked_with_what_differs_and_costs(tmp_path, capsys):
     main(["compare", *map(str, runs)])
     printed = re.sub(r" {2,}", " | ", capsys.readouterr().out)
     table = printed.partition("Final numbers")[2]
-    best, second = (line for line in table.splitlines() if "(2, -2)" in line or line.startswith(" | "))
-    assert f"longce (best) | {corpus(LONGPPL) * 0.8:.3f} | 0.889 [0.889, 0.889]" in best
+    best, second = (line for line in table.splitlines() if "alpha 2, beta -2" in line or line.startswith(" | "))
+    assert f"longce (best LongPPL) | {corpus(LONGPPL) * 0.8:.3f} | 0.889 [0.889, 0.889]" in best
     assert f"ce | {corpus(LONGPPL) * 0.9:.3f}" in second
     assert (
         "model.objective | lightning_modules.objectives.CrossEntropy | lightning_modules.objectives.LongCE" in printed
@@ -196,7 +196,7 @@ def test_curves_begin_at_the_base_model_and_include_later_evaluations_and_resume
     write_documents(folder / "evaluations" / "validate-step-16", 16, 0.7)
     (run,) = read_runs([folder])
     ((cell, evaluations),) = run.evaluations.items()
-    assert cell == "validation, evaluator (K 64), (2, -2)"
+    assert cell == "validation, evaluator (K 64), alpha 2, beta -2"
     assert sorted(evaluations) == [0, 10, 16]
     assert sorted(run.scalars["train/loss"]) == list(range(1, 17))
     assert run.scalars["train/loss"][9] == 1.0  # of the resumed training, not of the one that was killed
@@ -237,9 +237,11 @@ def test_other_documents_and_other_evaluators_are_not_compared(tmp_path):
     rows.to_parquet(table)
     runs.append(make_run(tmp_path / "d", {1: 0.5}, evaluator="hub/E", stride=8))
     printed = compare(runs)
-    assert re.search(r"\nvalidation, E \(K 64, d 8\), \(2, -2\) +d ", printed)
+    assert re.search(r"\nvalidation, E \(K 64, d 8\), alpha 2, beta -2 +d ", printed)
     lines = [re.split(r" {2,}", line) for line in printed.splitlines()]
-    assert [line[:2] for line in lines if "K 128" in line[0]] == [["validation, evaluator (K 128), (2, -2)", "b"]]
+    assert [line[:2] for line in lines if "K 128" in line[0]] == [
+        ["validation, evaluator (K 128), alpha 2, beta -2", "b"]
+    ]
     assert "0.500 (too few documents)" in printed
     assert "ratio over 4 of 6 documents" in printed
     assert "best" not in printed
@@ -254,7 +256,7 @@ def test_results_of_longce_score_are_compared(tmp_path):
     assert "\nEvaluator: E (K 64).\n" in printed
     assert printed == compare([tmp_path / "scores"])
     assert re.search(
-        rf"texts t, E, \(2, -2\) +b \(best\) .*{corpus(LONGPPL) * 0.8:.3f} +0\.800 \[0\.800, 0\.800\]",
+        rf"texts t, E, alpha 2, beta -2 +b \(best LongPPL\) .*{corpus(LONGPPL) * 0.8:.3f} +0\.800 \[0\.800, 0\.800\]",
         printed,
     )
     (run,) = read_runs([one])
@@ -263,7 +265,7 @@ def test_results_of_longce_score_are_compared(tmp_path):
     assert set(documents["tokens"]) == {100}  # the first token of a document is not scored
     texts = write_score(tmp_path / "other.json", 0.5, texts="u", alpha=1.0)
     printed = compare([one, f"new={texts}"])
-    assert re.search(r"texts t.*\ntexts u, E, \(1, -2\) +new", printed)
+    assert re.search(r"texts t.*\ntexts u, E, alpha 1, beta -2 +new", printed)
     assert "ratio" not in printed
     assert re.search(r"alpha +2.0 +1.0", printed)
 
@@ -311,7 +313,7 @@ def test_the_page_of_a_run_has_curves_over_each_axis_and_changed_documents(tmp_p
     compare([folder], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     titles = [f"{name}: validation" for name in ("LongPPL", "Perplexity")]
-    assert [title.replace(", evaluator, (2, -2)", "") for title in Page(page).images[1:]] == 3 * [
+    assert [title.replace(", evaluator, alpha 2, beta -2", "") for title in Page(page).images[1:]] == 3 * [
         *titles,
         "Training loss (nats)",
     ]

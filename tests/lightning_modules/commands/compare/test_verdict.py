@@ -13,7 +13,7 @@ from lightning_modules.commands.compare.verdict import Ratio, draw_ratios, measu
 from lightning_modules.utilities.statistics import paired_ratio
 
 DOCUMENTS = 12
-CELL = "books, judge (K 64), (2, -2)"
+CELL = "books, judge (K 64), alpha 2, beta -2"
 
 
 def make_run(name, factor, *, cells=(CELL,), noise=0.02, key_tokens=20, steps=None, seed=0):
@@ -41,7 +41,7 @@ def test_one_evaluation_is_judged_by_its_interval(factor, noise, claim, outcome)
     old, new = make_run("old", 1.0, noise=0.0), make_run("new", factor, noise=noise)
     first, *_ = write_verdict([old, new], old, [])
     assert first.startswith(claim)
-    assert "over 12 documents with 240 key tokens (books, judge, (2, -2))." in first
+    assert "over 12 documents with 240 key tokens (books, judge, alpha 2, beta -2)." in first
     assert first.endswith(
         "Perplexity, over all tokens, is the same (ratio 1.000, 95% interval 1.000 to 1.000): no difference is shown."
     )
@@ -56,7 +56,7 @@ def test_one_evaluation_is_judged_by_its_interval(factor, noise, claim, outcome)
 
 
 def test_several_evaluations_are_counted():
-    cells = tuple(f"books, judge {n} (K 64), (2, -2)" for n in range(4))
+    cells = tuple(f"books, judge {n} (K 64), alpha 2, beta -2" for n in range(4))
     old, new = make_run("old", 1.0, cells=cells, noise=0.0), make_run("new", 0.8, cells=cells)
     first, *_ = write_verdict([old, new], old, [])
     assert "of 4 evaluations (sets, evaluators, thresholds), 4 show it better and 0 worse, and 0 do not tell" in first
@@ -68,7 +68,7 @@ def test_several_evaluations_are_counted():
 
 @pytest.mark.parametrize(("factors", "judged"), [((1.1, 1.2), "worse"), ((0.9, 1.2), "it depends on the set")])
 def test_perplexities_of_several_sets_are_judged_together(factors, judged):
-    cells = ("books, judge (K 64), (2, -2)", "reports, judge (K 64), (2, -2)")
+    cells = ("books, judge (K 64), alpha 2, beta -2", "reports, judge (K 64), alpha 2, beta -2")
     old, new = make_run("old", 1.0, cells=cells), make_run("new", 0.8, cells=cells)
     for cell, factor in zip(cells, factors, strict=True):
         new.evaluations[cell][100]["perplexity"] *= factor * np.exp(0.001 * np.arange(DOCUMENTS))
@@ -120,6 +120,16 @@ def test_a_model_that_found_the_key_tokens_itself_is_named():
     assert "`new` is itself the evaluator, which favors it" in " ".join(write_verdict([old, own], old, []))
 
 
+@pytest.mark.parametrize(("hours", "said"), [(1.5, "GPU hours are `old` 1, `new` 1.5."), (1.05, "")])
+def test_unequal_costs_are_named_unless_they_are_noise(hours, said):
+    old, new = (make_run(name, factor, steps=100) for name, factor in (("old", 1.0), ("new", 0.8)))
+    for run, value in ((old, 1.0), (new, hours)):
+        run.scalars["train/gpu_hours"] = {100: value}
+    verdict = " ".join(write_verdict([old, new], old, []))
+    assert ("did not cost the same" in verdict) == bool(said)
+    assert said in verdict
+
+
 def test_unequal_training_and_settings_are_named():
     old, new = make_run("old", 1.0, steps=100), make_run("new", 0.8, steps=200)
     rows = [["trainer.max_steps", "100", "200"], ["data.seed", "1", "2"], ["optimizer", "a", "b"]]
@@ -135,29 +145,29 @@ def test_unequal_training_and_settings_are_named():
 
 
 def test_the_picture_labels_what_differs():
-    cell = "books, judge: qwen (sha256:aa, K 64), (2, -2)"
+    cell = "books, judge: qwen (sha256:aa, K 64), alpha 2, beta -2"
     ratios = [
         Ratio(cell, "new", "longppl", 0.8, (0.7, 0.9), 9, 90),
         Ratio(cell, "new", "perplexity", 1.0, (0.99, 1.01), 9, 900),
-        Ratio("reports, judge: gemma (sha256:bb, K 64), (2, -2)", "new", "longppl", 0.9, None, 3, 9),
+        Ratio("reports, judge: gemma (sha256:bb, K 64), alpha 2, beta -2", "new", "longppl", 0.9, None, 3, 9),
     ]
     svg = draw_ratios(ratios)
-    assert "books, judge: qwen, (2, -2)" in svg
-    assert "reports, judge: gemma, (2, -2)" in svg
+    assert "books, judge: qwen, alpha 2, beta -2" in svg
+    assert "reports, judge: gemma, alpha 2, beta -2" in svg
     assert "new ·" not in svg
     assert "better" in svg
 
 
 def test_the_best_run_excludes_a_tie():
     old = make_run("old", 1.0, noise=0.0)
-    assert "new (best)" in compare_runs([old, make_run("new", 0.8)])
-    assert "(best)" not in compare_runs([old, make_run("new", 0.99, noise=0.3)])
+    assert "new (best LongPPL)" in compare_runs([old, make_run("new", 0.8)])
+    assert "(best LongPPL)" not in compare_runs([old, make_run("new", 0.99, noise=0.3)])
 
 
 def test_a_set_without_key_tokens_is_named_and_final_numbers_are_not_folded(tmp_path):
-    cells = [f"set {number}, judge (K 64), (2, -2)" for number in range(8)]
+    cells = [f"set {number}, judge (K 64), alpha 2, beta -2" for number in range(8)]
     old, new = (make_run(name, 1.0, cells=cells) for name in ("old", "new"))
-    blind = {"blind, judge (K 64), (2, -2)": make_run("", 1.0, key_tokens=0).evaluations[CELL]}
+    blind = {"blind, judge (K 64), alpha 2, beta -2": make_run("", 1.0, key_tokens=0).evaluations[CELL]}
     old, new = (run._replace(evaluations=run.evaluations | blind) for run in (old, new))
     assert compare_runs([old, new], tmp_path / "page.html").count("no key tokens") == 2
     section = (tmp_path / "page.html").read_text().partition("<h2>Final numbers</h2>")[2].partition("</section>")[0]
@@ -183,14 +193,14 @@ def test_curves_over_more_than_a_factor_of_ten_have_a_logarithmic_axis():
     ("cells", "shown"),
     [
         (
-            ("books, judge (sha256:a, K 64), (2, -2)", "reports, judge (sha256:a, K 64), (2, -2)"),
-            "books, judge, (2, -2)",
+            ("books, judge (sha256:a, K 64), alpha 2, beta -2", "reports, judge (sha256:a, K 64), alpha 2, beta -2"),
+            "books, judge, alpha 2, beta -2",
         ),
         (
-            ("books, judge (sha256:a, K 64), (2, -2)", "reports, judge (sha256:a, K 8), (2, -2)"),
+            ("books, judge (sha256:a, K 64), alpha 2, beta -2", "reports, judge (sha256:a, K 8), alpha 2, beta -2"),
             "books, judge (sha256:a",
         ),
-        (("books, judge: m (v2) (sha256:a), (2, -2)",), "books, judge: m (v2) (sha256:a), (2, -2)"),
+        (("books, judge: m (v2) (sha256:a), alpha 2, beta -2",), "books, judge: m (v2) (sha256:a), alpha 2, beta -2"),
     ],
 )
 def test_names_of_evaluations_are_short_if_one_name_means_one_evaluator(cells, shown):
