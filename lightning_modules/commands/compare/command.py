@@ -9,7 +9,12 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from lightning_modules.commands.compare.evaluations import ComparedEvaluation, draw_scores, tabulate_evaluations
+from lightning_modules.commands.compare.evaluations import (
+    ComparedEvaluation,
+    draw_scores,
+    judge_evaluations,
+    tabulate_evaluations,
+)
 from lightning_modules.commands.compare.ratios import compared_kinds, shared_documents
 from lightning_modules.commands.compare.runs import (
     AXES,
@@ -66,12 +71,16 @@ def compare(runs: Sequence[str | Path], output: str | Path | None = None) -> str
 
 def _compare_evaluations(found: Sequence[ComparedEvaluation], output: str | Path | None) -> str:
     table, notes = tabulate_evaluations(found)
+    verdict = judge_evaluations(found)
     texts = [as_text_table(table, left=(0, 1)), "", *notes] if table.rows else ["No scores yet."]
+    if verdict:
+        texts = [textwrap.fill(" ".join(verdict).replace("`", ""), _WIDTH), "", *texts]
     if output is not None:
         title = f"Scores of {', '.join(each.name for each in found)}"
         pictures = draw_scores(found)
         blocks: list[Block] = [
-            *(Picture(name, f"{name} by length, with 95% intervals.") for name in pictures),
+            *verdict,
+            *(Picture(name, f"Scores of {name} by length, with 95% intervals") for name in pictures),
             table,
             *notes,
         ]
@@ -148,9 +157,8 @@ def _make_page(
         pictures |= {name: svg for name, (_, svg) in figures.items()}
         curves = [Picture(name, title) for name, (title, _) in figures.items()]
         # The first axis is enough to begin with: the others show the same values.
-        blocks += (
-            [Heading(f"Curves by {axis}", folded=bool(pictures.keys() - figures.keys())), *curves] if curves else []
-        )
+        shown = any(isinstance(block, Heading) and block.text.startswith("Curves") for block in blocks)
+        blocks += [Heading(f"Curves by {axis}", folded=shown), *curves] if curves else []
     return as_html(f"{'Runs' if len(runs) > 1 else 'Run'} {', '.join(run.name for run in runs)}", blocks, pictures)
 
 

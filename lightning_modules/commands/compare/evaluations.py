@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,16 +57,13 @@ def tabulate_evaluations(evaluations: Sequence[ComparedEvaluation]) -> tuple[Tab
 
     With longce's tasks it has the differences from the first model over the same questions, if these are the same.
     """
-    baseline, *others = evaluations
-    notes: list[str] = []
-    paired: list[ComparedEvaluation] = []
-    for other in others:
-        if baseline.questions.empty or other.questions.empty:
-            continue
-        if differing := _differing_settings(baseline, other):
-            notes.append(f"{other.name} was asked other questions than {baseline.name} ({differing}): no differences.")
-        else:
-            paired.append(other)
+    baseline = evaluations[0]
+    paired = _find_paired(evaluations)
+    notes = [
+        f"{other.name} was asked other questions than {baseline.name} ({differing}): no differences."
+        for other in evaluations[1:]
+        if not other.questions.empty and (differing := _differing_settings(baseline, other))
+    ]
     head = ["task", "length or metric", *(each.name for each in evaluations)]
     head += [f"{other.name} - {baseline.name}" for other in paired]
     notes += [f"{each.missing} questions of {each.name} have no result yet." for each in evaluations if each.missing]
@@ -80,8 +77,44 @@ def tabulate_evaluations(evaluations: Sequence[ComparedEvaluation]) -> tuple[Tab
     for place in dict.fromkeys(place for each in evaluations for place in each.cells):
         digits = 1 if place[1] == OF_SETS or place[1].isdigit() else 3
         scores = [_format_score(*each.cells.get(place, (math.nan, None)), digits) for each in evaluations]
-        rows.append([*place, *scores, *(_subtract_scores(other, baseline, place) for other in paired)])
+        differences = [_subtract_scores(other, baseline, place) for other in paired]
+        rows.append(
+            [*place, *scores, *("" if each is None else _format_score(*each, sign="+") for each in differences)]
+        )
     return Table(head, rows), notes
+
+
+def judge_evaluations(evaluations: Sequence[ComparedEvaluation]) -> list[str]:
+    """Return a sentence on each model: on which tasks and lengths it is better or worse than the first one."""
+    sentences = []
+    for other in _find_paired(evaluations):
+        outcomes: dict[str, dict[str, list[str]]] = {"better": {}, "worse": {}, "tie": {}}
+        for task, length in other.cells:
+            if (difference := _subtract_scores(other, evaluations[0], (task, length))) is not None:
+                low, high = difference[1] or (-math.inf, math.inf)
+                outcome = "better" if low > 0 else "worse" if high < 0 else "tie"
+                outcomes[outcome].setdefault(task, []).append(length)
+        named = {outcome: _list_cells(tasks) for outcome, tasks in outcomes.items()}
+        found = [f"{outcome} on {named[outcome]}" for outcome in ("better", "worse") if named[outcome]]
+        if not found:
+            sentences.append(f"`{other.name}` and `{evaluations[0].name}` cannot be told apart on any task.")
+            continue
+        rest = f"; no difference is shown on {named['tie']}" if named["tie"] else ""
+        sentences.append(f"Compared with `{evaluations[0].name}`, `{other.name}` is {' and '.join(found)}{rest}.")
+    return sentences
+
+
+def _list_cells(tasks: Mapping[str, Sequence[str]]) -> str:
+    """List tasks with their lengths, such as ``needle (1024, 2048), vt (4096)``."""
+    return ", ".join(f"{task} ({', '.join(lengths)})" for task, lengths in tasks.items())
+
+
+def _find_paired(evaluations: Sequence[ComparedEvaluation]) -> list[ComparedEvaluation]:
+    """Return the evaluations that answered the questions of the first one."""
+    baseline, *others = evaluations
+    if baseline.questions.empty:
+        return []
+    return [each for each in others if not each.questions.empty and not _differing_settings(baseline, each)]
 
 
 def draw_scores(evaluations: Sequence[ComparedEvaluation]) -> dict[str, str]:
@@ -91,9 +124,7 @@ def draw_scores(evaluations: Sequence[ComparedEvaluation]) -> dict[str, str]:
         for task, length in each.cells:
             if length.isdigit():
                 lengths.setdefault(task, set()).add(int(length))
-    return {
-        task.capitalize(): _draw_task(evaluations, task, sorted(own)) for task, own in lengths.items() if len(own) > 1
-    }
+    return {task: _draw_task(evaluations, task, sorted(own)) for task, own in lengths.items() if len(own) > 1}
 
 
 @matplotlib.rc_context(STYLE)
@@ -121,14 +152,16 @@ def _differing_settings(one: ComparedEvaluation, other: ComparedEvaluation) -> s
     return ", ".join(f"{name} = {first!r} and {second!r}" for name, first, second in pairs if first != second)
 
 
-def _subtract_scores(one: ComparedEvaluation, other: ComparedEvaluation, place: tuple[str, str]) -> str:
-    """Return the difference of the scores in percent, over the questions that both have answered."""
+def _subtract_scores(
+    one: ComparedEvaluation, other: ComparedEvaluation, place: tuple[str, str]
+) -> tuple[float, Interval | None] | None:
+    """Return the difference of the scores in percent, over the questions that both have answered, if there are any."""
     tables = [each.questions[(each.questions[["task", "length"]] == [*place]).all(axis=1)] for each in (one, other)]
     both = tables[0].merge(tables[1], on=_KEY)
     if both.empty:
-        return ""
+        return None
     value, interval = score_difference(both["score_x"], both["score_y"], both["index"].tolist())
-    return _format_score(100 * value, interval and (100 * interval[0], 100 * interval[1]), sign="+")
+    return 100 * value, interval and (100 * interval[0], 100 * interval[1])
 
 
 def _format_score(value: float, interval: Interval | None, digits: int = 1, *, sign: str = "") -> str:

@@ -42,12 +42,28 @@ def test_the_difference_is_over_the_same_questions(tmp_path):
         stream.write((other / "results-00000-of-00001.jsonl").read_text() + '{"task": "need')
     text = compare([one, other], tmp_path / "page.html")
     value, (low, high) = score_difference(SECOND[:8], FIRST[:8])
+    assert text.splitlines()[0] == "b and a cannot be told apart on any task."
+    text = text.partition("\n\n")[2]
     assert text.splitlines()[0].split() == ["task", "length", "or", "metric", "a", "b", "b", "-", "a"]
     assert "The text around the needles of needle is made up" in text
     row = text.splitlines()[2]
     assert row.split()[:3] == ["needle", "64", "70.0"]
     assert row.endswith(f"{100 * value:+.1f} [{100 * low:+.0f}, {100 * high:+.0f}]")
     assert "b - a" in (tmp_path / "page.html").read_text()
+
+
+def test_the_verdict_names_tasks_by_their_intervals(tmp_path):
+    good, bad = [1] * 10, [0] * 10
+    one = write_evaluation(tmp_path / "a", bad)
+    better, worse = write_evaluation(tmp_path / "b", good), write_evaluation(tmp_path / "c", bad)
+    text = compare([one, better, worse], tmp_path / "page.html")
+    assert text.startswith("Compared with a, b is better on needle (64). c and a cannot be told apart on any task.")
+    assert "Compared with <code>b</code>, <code>a</code> is worse on needle (64)." in page_of(tmp_path, [better, one])
+
+
+def page_of(folder, evaluations):
+    compare(evaluations, folder / "page.html")
+    return (folder / "page.html").read_text()
 
 
 def test_other_questions_have_no_difference(tmp_path, capsys):
@@ -95,5 +111,5 @@ def test_scores_at_several_lengths_are_drawn_with_a_line_for_each_model():
     cells |= {("average", "64"): (50.0, None), ("average", "4096"): (30.0, None), ("harness", "acc"): (0.5, None)}
     found = [ComparedEvaluation(name, cells, pd.DataFrame(), {}, 0) for name in ("first", "second")]
     figures = draw_scores(found)
-    assert list(figures) == ["Average", "Needle"]  # one length is no curve
-    assert all(word in figures["Needle"] for word in ("first", "second", "4k"))
+    assert list(figures) == ["average", "needle"]  # one length is no curve
+    assert all(word in figures["needle"] for word in ("first", "second", "4k"))

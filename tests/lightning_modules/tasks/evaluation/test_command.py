@@ -151,7 +151,7 @@ def test_several_models_have_folders_and_one_table(guessing_dir, model_dir, tmp_
     words = ["--output", str(tmp_path / "out"), "--tasks", GUESS, "--lengths", "48", "--samples", "3"]
     words += ["--mode", "teacher_forced"]
     main(["evaluate", "--model", str(guessing_dir), f"--model={model_dir}", *words])
-    assert f"{model_dir.name} - {guessing_dir.name}" in capsys.readouterr().out.splitlines()[0]
+    assert f"{model_dir.name} - {guessing_dir.name}" in capsys.readouterr().out
     assert (tmp_path / "out" / guessing_dir.name / "report.html").is_file()
     with pytest.raises(ValueError, match="twice"):
         evaluate_models([str(model_dir)] * 2, output=str(tmp_path))
