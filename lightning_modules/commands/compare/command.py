@@ -49,8 +49,8 @@ _TITLES = {
 }
 FINAL = "Final numbers"
 _RATIOS_CAPTION = (
-    "Numbers of the last evaluations over the baseline's, with 95% intervals. Left of the line is better; a filled dot"
-    " has an interval that excludes a tie."
+    "Numbers of the last evaluations of {} over those of {}, the baseline, with 95% intervals. Left of the line is"
+    " better; a filled dot has an interval that excludes a tie."
 )
 _WIDTH = 100  # of a cell and of the verdict in a terminal
 _CHANGED = 10  # documents that changed most
@@ -80,7 +80,10 @@ def _compare_evaluations(found: Sequence[ComparedEvaluation], output: str | Path
         pictures = draw_scores(found)
         blocks: list[Block] = [
             *verdict,
-            *(Picture(name, f"Scores of {name} by length, with 95% intervals") for name in pictures),
+            *(
+                Picture(name, f"{'Average score' if name == 'average' else f'Score of {name}'}, with 95% intervals")
+                for name in pictures
+            ),
             table,
             *notes,
         ]
@@ -107,8 +110,9 @@ def compare_runs(found: Sequence[ComparedRun], output: str | Path | None = None)
         texts += [f"{textwrap.fill(evaluators, _WIDTH)}\n"] if evaluators and heading == FINAL else []
     if output is not None:
         ratios = measure_ratios(others, baseline)
+        names = {"evaluators": evaluators, "baseline": baseline.name}
         tables |= _find_changed_documents(others, baseline)
-        write_atomically(Path(output), _make_page(found, verdict, ratios, tables, evaluators).encode())
+        write_atomically(Path(output), _make_page(found, verdict, ratios, tables, **names).encode())
         texts.append(f"Page: {output}\n")
     return "\n".join(texts or ["These runs have logged nothing yet.\n"])
 
@@ -139,14 +143,17 @@ def _make_page(
     verdict: Sequence[str],
     ratios: Sequence[Ratio],
     tables: Mapping[str, Table],
+    *,
     evaluators: str,
+    baseline: str,
 ) -> str:
     """Return the page: the verdict and its picture, the tables, what the evaluators are, and curves over each axis."""
     blocks: list[Block] = [*verdict]
     pictures: dict[str, str] = {}
     if drawn := drawn_ratios(ratios):
         pictures["ratios"] = draw_ratios(drawn)
-        blocks.append(Picture("ratios", _RATIOS_CAPTION))
+        named = ", ".join(dict.fromkeys(ratio.run for ratio in drawn))
+        blocks.append(Picture("ratios", _RATIOS_CAPTION.format(named, baseline)))
     for heading, table in tables.items():
         blocks += [Heading(heading), table] if table.rows else []
         if heading == FINAL and table.rows:

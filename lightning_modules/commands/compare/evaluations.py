@@ -22,7 +22,6 @@ from lightning_modules.visualization.report import Table
 
 _QUESTIONS = ("mode", "seed", "documents", "haystack", "squad", "hotpot", "nq_open")  # settings that make questions
 
-_UNITS = "Scores in percent (metrics of lm-evaluation-harness as they are), with 95% intervals."
 _KEY = ["task", "length", "asked_depth", "index"]
 
 
@@ -72,7 +71,7 @@ def tabulate_evaluations(evaluations: Sequence[ComparedEvaluation]) -> tuple[Tab
     }
     described = [(each.name, each.settings.get("model"), Provenance.read(each.settings)) for each in evaluations]
     notes += [f"{name}: {model} ({found or 'not identified by content'})." for name, model, found in described]
-    notes = [_UNITS + " Differences are over the same questions." * bool(paired), *notes, *sorted(synthetic)]
+    notes = [_describe_scores(evaluations, paired=bool(paired)), *notes, *sorted(synthetic)]
     rows = []
     for place in dict.fromkeys(place for each in evaluations for place in each.cells):
         digits = 1 if place[1] == OF_SETS or place[1].isdigit() else 3
@@ -82,6 +81,18 @@ def tabulate_evaluations(evaluations: Sequence[ComparedEvaluation]) -> tuple[Tab
             [*place, *scores, *("" if each is None else _format_score(*each, sign="+") for each in differences)]
         )
     return Table(head, rows), notes
+
+
+def _describe_scores(evaluations: Sequence[ComparedEvaluation], *, paired: bool) -> str:
+    """Return how scores are to be read, with the number of questions of a task and length if all have as many."""
+    asked = [each.questions.groupby(["task", "length"]).size() for each in evaluations if not each.questions.empty]
+    counts = {int(count) for sizes in asked for count in sizes}
+    metrics = any(not (length.isdigit() or length == OF_SETS) for each in evaluations for _, length in each.cells)
+    return (
+        f"Scores in percent{' (metrics of lm-evaluation-harness as they are)' if metrics else ''}"
+        f"{f' of {counts.pop()} questions for each task and length' if len(counts) == 1 else ''}, with 95% intervals."
+        f"{' Differences are over the same questions.' if paired else ''}"
+    )
 
 
 def judge_evaluations(evaluations: Sequence[ComparedEvaluation]) -> list[str]:
