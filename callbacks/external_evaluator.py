@@ -46,7 +46,7 @@ from lightning_modules.scoring.token_scores import read_key_spans, text_sha256
 from lightning_modules.training.evaluation import join_key, validation_set_keys
 from lightning_modules.utilities.collectives import fail_together
 from lightning_modules.utilities.identity import content_hash
-from lightning_modules.visualization.tensorboard.panels import CUSTOM_SCALARS
+from lightning_modules.visualization.tensorboard.layout import CUSTOM_SCALARS
 
 
 class ExternalEvaluator(Callback):

@@ -19,8 +19,8 @@ from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.context_extension.rotary_checks import check_static
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.scoring.token_scores import scores_of_row
+from lightning_modules.visualization.tensorboard.layout import CUSTOM_SCALARS
 from lightning_modules.visualization.tensorboard.panels import (
-    CUSTOM_SCALARS,
     EvaluationPanels,
     InspectedDocument,
     draw_weights,

@@ -15,27 +15,6 @@ from lightning_modules.visualization.report import Table, as_markdown_table
 from lightning_modules.visualization.tensorboard.figures import benefit_figure, position_figure
 from lightning_modules.visualization.tensorboard.sums import PositionSums
 
-CUSTOM_SCALARS = {
-    "validation": {
-        "LongPPL (key tokens)": ["Multiline", [r"^val/(.+/)?longppl$"]],
-        "perplexity (all tokens)": ["Multiline", [r"^val/(.+/)?perplexity$"]],
-        "soft LongPPL (all tokens, weighted)": ["Multiline", [r"^val/(.+/)?longppl_soft$"]],
-    },
-    "training": {
-        "loss": ["Multiline", ["^train/loss$"]],
-        "weights: mean": ["Multiline", ["^train/weight_mean$"]],
-        "weights: shares of tokens": ["Multiline", ["^train/weight_(above_1|at_cap|effective_share)$"]],
-    },
-    "tasks": {"average by length": ["Multiline", ["^tasks/average/.*$"]]},
-    "test": {
-        "LongPPL (key tokens), test": ["Multiline", [r"^test/(.+/)?longppl$"]],
-        "perplexity (all tokens), test": ["Multiline", [r"^test/(.+/)?perplexity$"]],
-        "soft LongPPL, test": ["Multiline", [r"^test/(.+/)?longppl_soft$"]],
-    },
-}
-"""Layout for ``SummaryWriter.add_custom_scalars``: LongPPL next to perplexity, a curve for each set, evaluator and
-thresholds. Charts without data stay empty."""
-
 COLUMNS = (
     "token",
     "long context",

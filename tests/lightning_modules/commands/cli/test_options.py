@@ -95,6 +95,7 @@ WRONG_SETTINGS = [
 ]
 
 
+@pytest.mark.limit(2)  # a process, which checks all of them
 def test_wrong_settings_are_refused_before_the_libraries_of_models_are_imported(tmp_path):
     (tmp_path / "a.txt").write_text("A text.")
     results = run(*(words for words, _ in WRONG_SETTINGS), folder=tmp_path, heavy=HEAVY[1:])

@@ -64,8 +64,8 @@ def test_ratios_of_runs_are_those_of_longce_score(model_dir, evaluator_dir, tmp_
 
     def find_numbers(paths):
         table = compare(paths).partition("Final numbers")[2].partition("Cost")[0]
-        lines = [line for line in table.splitlines() if "(0.2, -7)" in line or line[:1] == " "]
-        return [re.findall(r"\d+\.\d+", line.partition("-7)")[2] or line) for line in lines]
+        lines = [line for line in table.splitlines() if "alpha 0.2, beta -7" in line or line[:1] == " "]
+        return [re.findall(r"\d+\.\d+", line.partition("-7")[2] or line) for line in lines]
 
     of_runs = find_numbers([tmp_path / "runs" / name for name in ("CrossEntropy", "LongCE")])
     assert of_runs == find_numbers([tmp_path / f"{name}.json" for name in ("CrossEntropy", "LongCE")])
