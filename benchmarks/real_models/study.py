@@ -69,7 +69,7 @@ LONG_CHARACTERS = 68_000
 CONTEXT_LENGTH, STRIDE = 512, 512
 
 EXAM_TOKENS, EXAM_K, EXAM_CHARACTERS = 2048, 256, 7_500
-"""Of the texts on which trained models are compared, K and d for them, and characters of their question sheets."""
+"""Tokens of the texts on which trained models are compared, K and d for them, and characters of their sheets."""
 
 EVALUATORS = ("gemma-3-270m", "qwen2.5-coder-0.5b")
 SHEETS = 3  # of each task

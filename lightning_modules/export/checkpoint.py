@@ -43,7 +43,7 @@ def export_checkpoint(
 ) -> Path:
     """Export the model of a checkpoint of ``longce fit`` to a folder that transformers loads, and return the folder.
 
-    Of a folder of a run, the newest complete checkpoint is exported. A GGUF file of llama.cpp can be exported as well.
+    For the folder of a run, it is the newest complete checkpoint. A GGUF file of llama.cpp can be exported as well.
 
     An earlier export in the folder is replaced once the new one is complete; other folders are refused. A sharded
     checkpoint is gathered in main memory. The default tokenizer is that of the training.

@@ -22,6 +22,8 @@ from lightning_modules.visualization.report import Table
 
 _QUESTIONS = ("mode", "seed", "documents", "haystack", "squad", "hotpot", "nq_open")  # settings that make questions
 
+_NAMED = 4  # tasks in the verdict; RULER has 13
+_MANY = 20  # cells, of which some differ by chance
 _KEY = ["task", "length", "asked_depth", "index"]
 
 
@@ -96,8 +98,9 @@ def _describe_scores(evaluations: Sequence[ComparedEvaluation], *, paired: bool)
 
 
 def judge_evaluations(evaluations: Sequence[ComparedEvaluation]) -> list[str]:
-    """Return a sentence on each model: on which tasks and lengths it is better or worse than the first one."""
+    """Return a sentence on each model: on how many cells (task and length) it is better or worse than the first one."""
     sentences = []
+    compared = 0
     for other in _find_paired(evaluations):
         outcomes: dict[str, dict[str, list[str]]] = {"better": {}, "worse": {}, "tie": {}}
         for task, length in other.cells:
@@ -105,19 +108,33 @@ def judge_evaluations(evaluations: Sequence[ComparedEvaluation]) -> list[str]:
                 low, high = difference[1] or (-math.inf, math.inf)
                 outcome = "better" if low > 0 else "worse" if high < 0 else "tie"
                 outcomes[outcome].setdefault(task, []).append(length)
-        named = {outcome: _list_cells(tasks) for outcome, tasks in outcomes.items()}
-        found = [f"{outcome} on {named[outcome]}" for outcome in ("better", "worse") if named[outcome]]
-        if not found:
-            sentences.append(f"`{other.name}` and `{evaluations[0].name}` cannot be told apart on any task.")
-            continue
-        rest = f"; no difference is shown on {named['tie']}" if named["tie"] else ""
-        sentences.append(f"Compared with `{evaluations[0].name}`, `{other.name}` is {' and '.join(found)}{rest}.")
+        sizes = {outcome: sum(map(len, tasks.values())) for outcome, tasks in outcomes.items()}
+        total = sum(sizes.values())
+        compared = max(compared, total)
+        found = [
+            f"{outcome} in {sizes[outcome]} of {total} cells: {_list_cells(outcomes[outcome])}"
+            for outcome in ("better", "worse")
+            if sizes[outcome]
+        ]
+        pair = f"Compared with `{evaluations[0].name}`, `{other.name}`"
+        if found:
+            rest = f"; no difference is shown in {sizes['tie']}" if sizes["tie"] else ""
+            sentences.append(f"{pair} is {', and '.join(found)}{rest}.")
+        elif total:
+            sentences.append(f"{pair} shows no difference in any of {total} cells.")
+    if compared >= _MANY:
+        by_chance = compared / 40  # each end of a 95% interval
+        sentences.append(
+            f"By chance alone, about {by_chance:.0f} of {compared} cells would be better, and as many worse."
+        )
     return sentences
 
 
 def _list_cells(tasks: Mapping[str, Sequence[str]]) -> str:
-    """List tasks with their lengths, such as ``needle (1024, 2048), vt (4096)``."""
-    return ", ".join(f"{task} ({', '.join(lengths)})" for task, lengths in tasks.items())
+    """List the first tasks with their lengths, such as ``needle (1024, 2048), vt (4096)``."""
+    listed = [f"{task} ({', '.join(lengths)})" for task, lengths in tasks.items()]
+    more = f" and {len(listed) - _NAMED} more tasks" if len(listed) > _NAMED else ""
+    return f"{', '.join(listed[:_NAMED])}{more}"
 
 
 def _find_paired(evaluations: Sequence[ComparedEvaluation]) -> list[ComparedEvaluation]:

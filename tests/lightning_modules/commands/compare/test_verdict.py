@@ -175,6 +175,20 @@ def test_a_set_without_key_tokens_is_named_and_final_numbers_are_not_folded(tmp_
     assert "<details" not in section
 
 
+def test_the_page_names_the_baseline_and_begins_with_the_curves_of_one_axis(tmp_path):
+    old, new = (
+        run._replace(scalars={"step": {100: 100.0}, "train/tokens": {100: 1e5}, "train/gpu_hours": {100: 1.0}})
+        for run in (make_run("old", 1.0), make_run("new", 0.8))
+    )
+    compare_runs([old, new], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "Numbers of the last evaluations of new over those of old, the baseline" in page
+    assert "different tokenizers" not in page
+    for axis, folded in (("optimizer steps", False), ("tokens", True), ("GPU hours", True)):
+        section = page.partition(f"<h2>Curves by {axis}</h2>")[2].partition("</section>")[0]
+        assert ("<details" in section) == folded, axis
+
+
 def test_curves_over_more_than_a_factor_of_ten_have_a_logarithmic_axis():
     def curve(last):
         run = make_run("run", 1.0)
