@@ -61,7 +61,8 @@ def test_a_run_learns_its_rows_and_is_examined(small, corpus, evaluator_dir, tmp
         found = train(arm, tmp_path, batches, lambda _: stored, examination, steps)
         by_kind = {kind: (loss, tokens) for _, kind, loss, tokens in found["losses"]}
         assert list(by_kind) == ["all", "judge", "short"]
-        length = by_kind["all"][1] + 1
+        length = len(small.encode(corpus[0], add_special_tokens=True))
+        assert by_kind["all"][1] == length - 1, "all but the first token"
         assert by_kind["short"][1] == length // 16 * 15, "all but the first token of each window"
         assert found["step_seconds"] > 0
         losses.append(by_kind["all"][0])

@@ -191,6 +191,9 @@ def test_curves_begin_at_the_base_model_and_include_later_evaluations_and_resume
     with SummaryWriter(folder, filename_suffix=".resumed") as writer:
         for step in range(8, 16):
             writer.add_scalar("train/loss", 1.0, step)
+    first, resumed = sorted(folder.glob("events.*"), key=lambda file: file.name.endswith(".resumed"))
+    first.rename(folder / "events.out.tfevents.1.host.1.9")  # of one process in one second
+    resumed.rename(folder / "events.out.tfevents.1.host.1.10")
     (folder / "evaluations" / "validate-step-16").mkdir(parents=True)
     (folder / "evaluations" / "validate-step-16" / "config.yaml").write_text((folder / "config.yaml").read_text())
     write_documents(folder / "evaluations" / "validate-step-16", 16, 0.7)

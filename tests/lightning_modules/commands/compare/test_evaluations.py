@@ -58,6 +58,7 @@ def test_the_verdict_names_tasks_by_their_intervals(tmp_path):
     better, worse = write_evaluation(tmp_path / "b", good), write_evaluation(tmp_path / "c", bad)
     text = compare([one, better, worse], tmp_path / "page.html")
     assert text.startswith("Compared with a, b is better in 1 of 1 cells: needle (64). Compared with a, c shows no")
+    assert "Scores in percent of 10 questions for each task and length, with" in text
     assert "<code>a</code> is worse in 1 of 1 cells: needle (64)." in page_of(tmp_path, [better, one])
 
 
