@@ -33,7 +33,7 @@ MODEL = "smollm2-135m"
 LENGTH, K = 1024, 128
 """Tokens of a training row, and K and d in training: an eighth, as in the paper."""
 
-STEPS = 40
+STEPS = 24
 RATES = (1e-5, 2e-5, 4e-5)
 TUNING_SEED, SEEDS = 100, (0, 1, 2)
 SHORT = 256

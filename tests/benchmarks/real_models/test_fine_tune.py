@@ -112,8 +112,8 @@ def test_the_rate_is_the_best_of_the_tuning_runs_and_the_steps_follow_from_the_c
         loss = abs(arm.rate - 2e-5) * 1e5 + 1
         found[arm.path] = {"losses": [["book 1", "judge", loss, 1]], "right": []}
     assert best_rate(found, "LongCE", "judge") == 2e-5
-    assert equal_time_steps({"CE": 2.0, "LongCE": 3.0}, "LongCE") == 26
-    assert equal_time_steps({"CE": 2.0, "LongCE": 1.0}, "LongCE") == 40, "at most the rows that there are"
+    assert equal_time_steps({"CE": 2.0, "LongCE": 3.0}, "LongCE") == 16
+    assert equal_time_steps({"CE": 2.0, "LongCE": 1.0}, "LongCE") == 24, "at most the rows that there are"
 
 
 def test_costs_of_all_weightings_are_measured_in_turn(small, corpus, tmp_path):
