@@ -92,7 +92,10 @@ def _choose_tokenizer(
 def _read_checkpoint(path: str) -> dict[str, Any]:
     """Load the checkpoint; weights in a file stay on disk until they are used."""
     file = Path(path).expanduser()
-    if file.is_dir() and not is_sharded(file) and (newest := newest_checkpoint(file, resume=False)) is not None:
+    if file.is_dir() and not is_sharded(file):
+        newest = newest_checkpoint(file, resume=False)
+        if newest is None:
+            raise ValueError(f"`checkpoint` '{path}' has no complete checkpoint: give a file, or the folder of a run.")
         log.info("The newest checkpoint is %s.", newest)
         file = newest
     check_checkpoint(path if "://" in path else file, "checkpoint")

@@ -145,7 +145,7 @@ def test_the_newest_checkpoint_of_a_run_is_exported(model_dir, tmp_path):
     export_checkpoint(str(tmp_path / "run"), str(tmp_path / "out"), tokenizer=str(model_dir))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(loaded.lm_head.weight, trained.lm_head.weight)
-    with pytest.raises(ValueError, match="empty"):
+    with pytest.raises(ValueError, match="empty' has no complete checkpoint"):
         export_checkpoint(str(tmp_path / "empty"), str(tmp_path / "other"), tokenizer=str(model_dir))
 
 
