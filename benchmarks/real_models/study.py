@@ -44,7 +44,7 @@ from benchmarks.real_models.fine_tune import (
     tuning_arms,
 )
 from benchmarks.real_models.questions import QuestionSheet, make_sheets
-from benchmarks.real_models.systems import LoadedSystem, System, score_system
+from benchmarks.real_models.systems import LoadedSystem, System, reuse_scores, score_system
 from benchmarks.real_models.tables import tabulate_anatomy, tabulate_correlate, tabulate_extend, tabulate_fine_tune
 from benchmarks.real_models.texts import LONG_BOOKS, Text, read_books, read_texts, read_validation_books
 from benchmarks.results import FOLDER, LIBRARIES, ROOT, describe_machine
@@ -147,6 +147,10 @@ class Study:
     def correlate(self) -> None:
         """Measure all systems, those that an earlier run has kept excepted, and correlate metrics with accuracies."""
         evaluators = [EvaluatorScores(name, self.kept_scores(name, self.texts)) for name in EVALUATORS]
+
+        for evaluator in evaluators:
+            system = System(evaluator.name, "as it is")
+            reuse_scores(system, self.texts, evaluator.scores, self.work / "float32")
 
         def measure(system: System) -> dict[str, Any]:
             score_system(system, self.models, self.texts, self.sheets, self.work / "float32")

@@ -18,6 +18,7 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.loading.config import DType, ModelConfig
 from lightning_modules.models.loading.load import load_frozen
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
+from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.tasks.questions.prompter import ForcedAnswer, Prompter
 from lightning_modules.tasks.teacher_forcing import teacher_forced
 from lightning_modules.utilities.files import write_atomically, write_json
@@ -109,11 +110,11 @@ def score_system(
     loaded = LoadedSystem(system, models)
     place = folder / system.path
     for text in texts:
-        file = place / f"{text.name.replace(' ', '_')}.safetensors"
+        file = _scores_file(system, text, folder)
         if not file.exists():
             started = time.process_time()
             scores = loaded.log_likelihoods(text)
-            write_atomically(file, save({name: values.contiguous() for name, values in scores.items()}))
+            _write_scores(file, scores)
             mean = float(scores["log_likelihood"][1:].mean())
             log.info(
                 "%s, %s: %.3f nats a token, %.0f CPU s", system.path, text.name, mean, time.process_time() - started
@@ -134,9 +135,25 @@ def score_system(
             )
 
 
+def reuse_scores(system: System, texts: Sequence[Text], scores: dict[str, TokenScores], folder: Path) -> None:
+    """Store the long-context scores of an evaluator, by the text's name, as those of the same model as a system."""
+    for text in texts:
+        found = scores[text.name]
+        tensors = {"log_likelihood": found.long.float(), "offsets": found.offsets, "token_ids": found.token_ids}
+        _write_scores(_scores_file(system, text, folder), tensors)
+
+
+def _write_scores(file: Path, scores: dict[str, Tensor]) -> None:
+    write_atomically(file, save({name: values.contiguous() for name, values in scores.items()}))
+
+
+def _scores_file(system: System, text: Text, folder: Path) -> Path:
+    return folder / system.path / f"{text.name.replace(' ', '_')}.safetensors"
+
+
 def read_scores(system: System, text: Text, folder: Path) -> dict[str, Tensor]:
     """Return what `score_system` stored of a text."""
-    return load_file(folder / system.path / f"{text.name.replace(' ', '_')}.safetensors")
+    return load_file(_scores_file(system, text, folder))
 
 
 def read_answers(system: System, sheet: str, folder: Path) -> list[bool]:
