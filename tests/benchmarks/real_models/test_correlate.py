@@ -16,7 +16,7 @@ from benchmarks.real_models.anatomy import (
 from benchmarks.real_models.correlate import EvaluatorScores, correlate_systems, measure_system
 from benchmarks.real_models.questions import ANSWERS, make_sheets
 from benchmarks.real_models.study import Study
-from benchmarks.real_models.systems import LoadedSystem, System, round_weights, score_system
+from benchmarks.real_models.systems import LoadedSystem, System, read_scores, reuse_scores, round_weights, score_system
 from benchmarks.real_models.texts import Text
 from benchmarks.real_models.verdicts import judge_correlate
 from lightning_modules.models.loading.config import ModelConfig
@@ -67,6 +67,20 @@ def test_rounded_weights_have_few_values_and_stay_in_their_range(model_dir):
             assert (weight - before[name]).abs().max() <= (before[name].max() - before[name].min()) / 2
         else:
             assert torch.equal(weight, before[name])
+
+
+def test_an_evaluators_scores_are_those_of_the_same_model_as_a_system(tmp_path, monkeypatch, corpus, model_dir):
+    text = Text("report 0", "reports", corpus[0])
+    monkeypatch.setattr(LoadedSystem, "__init__", _load_from(model_dir))
+    system = System("tiny", "as it is")
+    score_system(system, tmp_path, [text], [], tmp_path / "own")
+    scores = Evaluator(EvaluatorConfig(str(model_dir), dtype="float32", **SIZES)).scores(text.text)
+    reuse_scores(system, [text], {text.name: scores}, tmp_path / "reused")
+    own, reused = (read_scores(system, text, tmp_path / folder) for folder in ("own", "reused"))
+    assert own.keys() == reused.keys()
+    assert torch.allclose(own["log_likelihood"][1:], reused["log_likelihood"][1:], atol=1e-5)
+    assert torch.equal(own["offsets"], reused["offsets"])
+    assert torch.equal(own["token_ids"], reused["token_ids"])
 
 
 def test_a_study_measures_what_the_command_measures(tmp_path, monkeypatch, corpus, model_dir, evaluator_dir, sheets):
