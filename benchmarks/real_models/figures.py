@@ -8,12 +8,18 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.visualization.images import COLORS, INK, LINE, STYLE, as_svg
 
 ROOT = Path(__file__).parents[2]
-SHORT_NAMES = {"gemma-3-270m": "Gemma 270M", "qwen2.5-coder-0.5b": "Qwen 0.5B"}
+SHORT_NAMES = {
+    "gemma-3-270m": "Gemma 270M",
+    "qwen2.5-coder-0.5b": "Qwen 0.5B",
+    "qwen2.5-coder-1.5b": "Qwen 1.5B",
+    "smollm2-135m": "SmolLM2 135M",
+}
 
 
 @matplotlib.rc_context(STYLE)
@@ -45,9 +51,65 @@ def draw_anatomy(numbers: dict[str, Any]) -> str:
     return as_svg(figure)
 
 
+@matplotlib.rc_context(STYLE)
+def draw_correlate(numbers: dict[str, Any]) -> str:
+    """Draw the accuracy of all systems against perplexity and against LongPPL by each evaluator, as SVG text."""
+    systems = numbers["systems"]
+    evaluators = [name for name, found in systems[0]["metrics"].items() if isinstance(found, dict)]
+    found = numbers["correlations"]["over all"]
+    panels = {"perplexity": [each["metrics"]["perplexity"] for each in systems]}
+    panels |= {f"{name}: longppl": [each["metrics"][name]["longppl"] for each in systems] for name in evaluators}
+    figure = Figure(figsize=(6.8, 2.7), layout="constrained")
+    plots = figure.subplots(1, len(panels), sharey=True)
+    models = list(dict.fromkeys(each["model"] for each in systems))
+    for plot, (name, values) in zip(plots, panels.items(), strict=True):
+        for model, color, marker in zip(models, COLORS, "os^D", strict=False):
+            chosen = [index for index, each in enumerate(systems) if each["model"] == model]
+            accuracy = [100 * systems[index]["accuracy_all"] for index in chosen]
+            label = SHORT_NAMES.get(model, model)
+            plot.plot([values[index] for index in chosen], accuracy, marker, color=color, markersize=4, label=label)
+        evaluator, _, metric = name.rpartition(": ")
+        title = f"LongPPL by {SHORT_NAMES.get(evaluator, evaluator)}" if evaluator else metric
+        plot.set(xscale="log", xlabel=title)
+        plot.set_title(f"Spearman {found[name]['spearman']['value']:.2f}", loc="left")
+        plot.xaxis.set(
+            major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:g}", minor_formatter=NullFormatter()
+        )
+    plots[0].set_ylabel("right answers, %")
+    figure.legend(*plots[0].get_legend_handles_labels(), loc="outside upper left", ncols=len(models))
+    return as_svg(figure)
+
+
+@matplotlib.rc_context(STYLE)
+def draw_extend(numbers: dict[str, Any]) -> str:
+    """Draw the ratios of LongPPL and perplexity beyond 8k to those of the model as it is, as SVG text."""
+    methods = [name for name in numbers["methods"] if name != "none"]
+    places = np.arange(len(methods))[::-1]
+    figure = Figure(figsize=(4.6, 2.7), layout="constrained")
+    plot = figure.subplots()
+    for kind, label, shift, color in (
+        ("longppl", "LongPPL (key tokens)", 0.14, COLORS[0]),
+        ("perplexity", "perplexity (all tokens)", -0.14, COLORS[1]),
+    ):
+        ratios = [numbers["methods"][name]["ranges"]["beyond 8k"][f"{kind} ratio"] for name in methods]
+        value, low, high = np.array(
+            [[each[0], *(each[0] if end is None else end for end in each[1:])] for each in ratios]
+        ).T
+        plot.errorbar(value, places + shift, xerr=[value - low, high - value], fmt="o", ms=4, color=color, label=label)
+    plot.axvline(1, color=INK, lw=0.8)
+    plot.set_yticks(places, methods)
+    plot.set(xscale="log", xlabel="ratio to SmolLM2 as it is, positions 8,192 to 16,384")
+    plot.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:g}", minor_formatter=NullFormatter())
+    figure.legend(loc="outside upper left", ncols=2)
+    return as_svg(figure)
+
+
+DRAWN = {"anatomy": draw_anatomy, "correlate": draw_correlate, "extend": draw_extend}
+
+
 def main() -> None:
     """Write the figures of the studies that have been run."""
-    for name, draw in (("anatomy", draw_anatomy),):
+    for name, draw in DRAWN.items():
         file = ROOT / "benchmarks" / "results" / f"real_{name}.json"
         if file.exists():
             path = ROOT / "docs" / "images" / f"{name}.svg"

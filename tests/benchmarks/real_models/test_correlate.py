@@ -14,6 +14,7 @@ from benchmarks.real_models.anatomy import (
     describe_texts,
 )
 from benchmarks.real_models.correlate import EvaluatorScores, correlate_systems, measure_system
+from benchmarks.real_models.figures import draw_correlate
 from benchmarks.real_models.questions import ANSWERS, make_sheets
 from benchmarks.real_models.study import Study
 from benchmarks.real_models.systems import LoadedSystem, System, read_scores, reuse_scores, round_weights, score_system
@@ -173,6 +174,11 @@ def test_verdicts_are_recomputed_without_longce():
     p = correlations["against perplexity"]["judge: longppl"]["p"]
     assert f"p {p:.4f}" in second[2]
     assert second[1] == (p < 0.05)
+    drawn = draw_correlate({"systems": systems, "correlations": correlations})
+    assert "LongPPL by judge" in drawn
+    assert f"Spearman {correlations['over all']['judge: longppl']['spearman']['value']:.2f}".replace("-", "\u2212") in (
+        drawn.replace("-", "\u2212")
+    )
 
 
 def test_what_is_kept_is_not_computed_again(tmp_path, monkeypatch, corpus, evaluator_dir):

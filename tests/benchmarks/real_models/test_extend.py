@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from safetensors.torch import save_file
 
 from benchmarks.real_models import extend as module
 from benchmarks.real_models.extend import compare_methods, measure_method
+from benchmarks.real_models.figures import draw_extend
 from benchmarks.real_models.systems import System
 from benchmarks.real_models.texts import Text
 from lightning_modules.scoring.token_scores import TokenScores
@@ -54,3 +56,6 @@ def test_ranges_and_ratios_by_hand(tmp_path, monkeypatch):
             assert low < ratio < high
     assert found["methods"]["none"]["ranges"]["near"]["longppl ratio"] == [1.0, 1.0, 1.0]
     assert found["spread of log longppl beyond 8k"] > 0
+    drawn = draw_extend(found)
+    assert "yarn" in drawn
+    assert "none" not in re.findall(r">([^<]+)</text>", drawn)

@@ -18,13 +18,12 @@ def test_thresholds_are_strict():
     short = torch.tensor([-3.0, -3.1, -9.0, -9.0, -0.1])
     assert key_token_mask(long, short).tolist() == [False, True, False, True, False]
     assert key_token_mask(long, short, alpha=1.0, beta=-math.inf).tolist() == [True, True, True, True, False]
+    assert key_token_mask(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.1]), alpha=0).tolist() == [False, True]
 
 
-def test_soft_influence_survives_what_overflows_and_carries_no_gradient():
-    long = torch.tensor([-0.1, -200.0, -1.0], requires_grad=True)
-    weights = soft_influence(long, torch.tensor([-300.0, -0.1, -1.0]))
-    assert weights.tolist() == [5.0, 0.0, 1.0]
-    assert not weights.requires_grad
+def test_soft_influence_survives_what_overflows():
+    long, short = torch.tensor([-0.1, -200.0, -1.0]), torch.tensor([-300.0, -0.1, -1.0])
+    assert soft_influence(long, short).tolist() == [5.0, 0.0, 1.0]
 
 
 def test_long_short_difference_is_differentiable():
@@ -93,16 +92,32 @@ def test_fractions_without_a_meaning_are_refused(fraction):
 
 
 @pytest.mark.parametrize("weigh", [mutual_information, threshold_weights])
-def test_weights_carry_no_gradient_and_are_0_without_a_short_context(weigh):
-    long = torch.tensor([-1.0, -2.0], requires_grad=True)
-    weights = weigh(long, long)
-    assert weights.tolist() == [0.0, 0.0]
+def test_weights_are_0_without_a_short_context(weigh):
+    long = torch.tensor([-1.0, -2.0])
+    assert weigh(long, long).tolist() == [0.0, 0.0]
+
+
+def weigh_top_half(long, short):
+    return top_fraction_weights(long, short, torch.ones_like(long, dtype=torch.bool), fraction=0.5)
+
+
+@pytest.mark.parametrize("weigh", [soft_influence, mutual_information, threshold_weights, weigh_top_half])
+def test_weights_carry_no_gradient_of_either_context_and_keep_the_dtype(weigh):
+    long, short = (torch.rand(1, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weights = weigh(long, short)
     assert not weights.requires_grad
+    assert weights.dtype == torch.float64
 
 
 @pytest.mark.parametrize(
     ("weigh", "settings", "message"),
     [
+        (soft_influence, {"gamma": 0.9}, "`gamma`.*0.9"),
+        (soft_influence, {"gamma": math.nan}, "`gamma`.*nan"),
+        (soft_influence, {"gamma": 1e39}, "`gamma`.*float32.*1e\\+39"),
+        (key_token_mask, {"alpha": -0.1}, "`alpha`.*-0.1"),
+        (key_token_mask, {"alpha": math.inf}, "`alpha`.*inf"),
+        (key_token_mask, {"beta": 0.0}, "`beta`.*0.0"),
         (mutual_information, {"part": "npmi"}, "positive, negative, absolute, got 'npmi'"),
         (mutual_information, {"shift": 0.0}, "`shift`.*0.0"),
         (mutual_information, {"shift": math.inf}, "`shift`.*inf"),
