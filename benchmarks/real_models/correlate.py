@@ -60,11 +60,8 @@ SYSTEMS = (
     System(_GEMMA, "4 bits", bits=4),
     System(_GEMMA, "3 bits", bits=3),
     System(_QWEN, "as it is"),
-    System(_QWEN, "last 512 tokens", _limit(32768, 512)),
     System(_QWEN, "last 1024 tokens", _limit(32768, 1024)),
-    System(_QWEN, "3 bits", bits=3),
     System(_QWEN_LARGE, "as it is"),
-    System(_QWEN_LARGE, "last 1024 tokens", _limit(32768, 1024)),
 )
 """What is compared: context limited, stretched beyond need, or roughly rounded weights, which hurt words, not reach."""
 
