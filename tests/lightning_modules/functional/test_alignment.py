@@ -1,3 +1,4 @@
+import math
 import random
 
 import pytest
@@ -44,6 +45,29 @@ def test_special_tokens_may_stand_at_the_end():
 def test_offsets_must_be_pairs_of_integers(wrong):
     with pytest.raises(ValueError, match="offsets"):
         character_units(torch.tensor(wrong))
+
+
+@pytest.mark.parametrize("spans", [[[0, 1, 2]], [[0.0, 1.0]], [[2, 1]], [[3, 4], [0, 1]], [[0, 3], [2, 5]]])
+def test_spans_must_be_ascending_disjoint_pairs(spans):
+    with pytest.raises(ValueError, match="Spans must be"):
+        span_token_mask(torch.tensor([[0, 1]]), torch.tensor(spans))
+
+
+@pytest.mark.parametrize(
+    ("influence", "offsets", "target_offsets", "named"),
+    [
+        ([1.0, 2.0], [[0, 1]], [[0, 1]], "`offsets`.*`influence`"),
+        ([[1.0]], [[0, 1]], [[0, 1]], "`offsets`.*`influence`"),
+        ([1.0], [[-1, 1]], [[0, 1]], "`offsets`"),
+        ([1.0], [[1, 0]], [[0, 1]], "`offsets`"),
+        ([1.0], [[0, 1]], [[1, 0]], "`target_offsets`"),
+        ([1.0], [[0, 1]], [[0, 1, 2]], "`target_offsets`"),
+        ([math.nan], [[0, 1]], [[0, 1]], "nan for token 0"),
+    ],
+)
+def test_influence_needs_a_span_and_a_finite_value_for_each_token(influence, offsets, target_offsets, named):
+    with pytest.raises(ValueError, match=named):
+        transfer_influence(torch.tensor(influence), torch.tensor(offsets), torch.tensor(target_offsets))
 
 
 def test_units_in_any_order_and_of_tokens_without_characters():
