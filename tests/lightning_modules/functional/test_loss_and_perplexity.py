@@ -32,6 +32,11 @@ def test_weights_carry_no_gradient(scores):
     torch.testing.assert_close(log_likelihood.grad, -weights.detach() * labels.ne(IGNORE_INDEX) / 13)
 
 
+def test_perplexity_carries_no_gradient(scores):
+    log_likelihood, influence = scores[0].requires_grad_(), torch.rand(2, 9, requires_grad=True)
+    assert not long_perplexity(log_likelihood, influence).requires_grad
+
+
 def test_unscored_tokens_do_not_matter(scores):
     log_likelihood, labels = scores
     weights = torch.ones_like(log_likelihood)

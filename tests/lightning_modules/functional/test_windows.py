@@ -31,10 +31,15 @@ def test_windows_stay_inside_documents():
         assert any(a <= window.start and window.stop <= b for a, b in itertools.pairwise(boundaries))
 
 
-def test_a_context_that_is_never_short_is_refused():
+def test_lengths_are_by_default_those_of_the_paper():
+    assert short_context_windows([0, 9000]) == short_context_windows([0, 9000], context_length=4096, stride=1024)
+
+
+@pytest.mark.parametrize(("lengths", "named"), [((4, 3, 7), r"4 \+ 3 = 7"), ((0, 3), r"\(K\)"), ((4, 0), r"\(d\)")])
+def test_a_context_that_is_never_short_is_refused(lengths, named):
     check_context(4, 3, 8)
-    with pytest.raises(ValueError, match=r"4 \+ 3 = 7"):
-        check_context(4, 3, 7)
+    with pytest.raises(ValueError, match=named):
+        check_context(*lengths)
 
 
 def test_window_batch():
@@ -56,6 +61,7 @@ def test_window_batch():
     assert batch["labels"][2].tolist() == [ignore, ignore, 121, ignore, ignore, ignore, ignore]
     assert batch["position_ids"].tolist() == [list(range(7))] * 3
     assert batch["document_boundaries"] == [[0, 7], [0, 5], [0, 3]]
+    assert batch["scored"].tolist() == batch["labels"].ne(ignore).tolist()
 
 
 WINDOWS = batch_windows([[0, 9, 40], [0, 30]], context_length=4, stride=2)
