@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from tqdm import tqdm
 from typing_extensions import override
 
+from callbacks.requirements import require_long_context_lm
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.influence import check_gamma, check_thresholds
 from lightning_modules.long_context_lm import LongContextLM
@@ -151,7 +152,7 @@ class DocumentScoresWriter(Callback):
 
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(pl_module, LongContextLM)
+        pl_module = require_long_context_lm(pl_module, self)
         found = {"model": pl_module.scoring_settings()["model"], "checkpoint": _checkpoint_identity(trainer)}
         if not found.items() <= self._settings.items():
             raise ValueError("The model or checkpoint changed during loading. Start again when its files are complete.")

@@ -25,7 +25,7 @@ from callbacks.evaluation_numbers import (
     read_thresholds,
     write_documents,
 )
-from callbacks.same_names import check_names
+from callbacks.requirements import check_names
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import scan_token_mask, span_token_mask
 from lightning_modules.functional.checks import find_impossible

@@ -10,10 +10,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from callbacks.requirements import require_long_context_lm
 from lightning_modules.export.model import check_export, check_replaceable, export_model
 from lightning_modules.export.options import ExportOptions
 from lightning_modules.export.upload import check_upload, upload_export
-from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 
 
@@ -37,8 +37,7 @@ class HuggingFaceExport(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not isinstance(pl_module, LongContextLM):
-            raise ValueError(f"`HuggingFaceExport` needs a `LongContextLM`, got a `{type(pl_module).__name__}`.")
+        pl_module = require_long_context_lm(pl_module, self)
         if isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
             raise ValueError(
                 f"HuggingFaceExport needs all weights in one process, but {type(trainer.strategy).__name__} shards"
@@ -54,7 +53,7 @@ class HuggingFaceExport(Callback):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(pl_module, LongContextLM)
+        pl_module = require_long_context_lm(pl_module, self)
         if trainer.is_global_zero and trainer.global_step > 0:
             export_model(
                 pl_module.backbone.model,

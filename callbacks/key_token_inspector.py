@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from callbacks.external_evaluator import ExternalEvaluator
-from callbacks.same_names import check_names
+from callbacks.requirements import check_names, require_long_context_lm
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import ShortContext
 from lightning_modules.functional.influence import check_thresholds
@@ -71,8 +71,7 @@ class KeyTokenInspector(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if not isinstance(pl_module, LongContextLM):
-            raise ValueError(f"`KeyTokenInspector` needs a `LongContextLM`, got a `{type(pl_module).__name__}`.")
+        pl_module = require_long_context_lm(pl_module, self)
         check_names(trainer, KeyTokenInspector)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._evaluator = next((other for other in callbacks if isinstance(other, ExternalEvaluator)), None)

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
-from callbacks.same_names import check_names
+from callbacks.requirements import check_names, require_long_context_lm
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
@@ -140,8 +140,7 @@ class LongContextTasks(Callback):
 
     def _prepare_questions(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Generate this process's questions, and check that those of all processes can be generated and asked."""
-        if not isinstance(pl_module, LongContextLM):
-            raise ValueError(f"`LongContextTasks` needs a `LongContextLM`, got a `{type(pl_module).__name__}`.")
+        pl_module = require_long_context_lm(pl_module, self)
         if sequence_group(trainer.strategy) is not None:
             raise ValueError(
                 "LongContextTasks does not support a strategy that shards sequences: remove the callback, and run"
@@ -168,7 +167,7 @@ class LongContextTasks(Callback):
 
     def _run_tasks(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         """Ask all questions, draw the figures, and return the values to log."""
-        assert isinstance(pl_module, LongContextLM)
+        pl_module = require_long_context_lm(pl_module, self)
         pl_module.costs.stop_clock()
         started = time.perf_counter()
         values: dict[str, float] = {}

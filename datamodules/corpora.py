@@ -4,9 +4,9 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from jsonargparse.typing import PositiveInt
 from typing_extensions import override
 
+from datamodules.number_types import Holdout
 from datamodules.packed_text import PackedTextDataModule
 from datamodules.sources.documents import RecordFiles, Source, text_folder
 from datamodules.sources.hub import HubDataset, holds_parquet
@@ -71,7 +71,7 @@ class PileArxivDataModule(PackedTextDataModule):
         tokenizer: str,
         *,
         path: str = "haritzpuerto/the_pile_arxiv_50k_sample",
-        holdout: PositiveInt = 20,
+        holdout: Holdout = 20,
         revision: str | None = None,
         **kwargs: Any,
     ) -> None:

@@ -131,11 +131,6 @@ class MixtureDataModule(PackedTextDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[Row]:
-        if not self.mixed_rows:
-            raise ValueError(
-                "The mixture has no training sequences: all sources are for evaluation, or `setup('fit')`"
-                " was not called."
-            )
         rank, world_size = self._reader_rank()
         sampler = MixtureSampler(
             {name: len(rows) for name, rows in self.mixed_rows.items()},
@@ -165,11 +160,9 @@ class MixtureDataModule(PackedTextDataModule):
 def _make_module(source: MixtureSource, settings: Mapping[str, Any]) -> PackedTextDataModule:
     """Create the data module of a source, with the mixture's settings where it has none."""
     given = dict(source.get("init_args") or {})
-    for common in _COMMON:
-        if common in given and given[common] != settings.get(common):
-            raise ValueError(f"it sets `{common}` to {given[common]!r}, which only the mixture can set: remove it.")
-    if unfit := sorted(set(given) & set(_NOT_PASSED_ON)):
-        raise ValueError(f"it sets {unfit}, which have no effect in a source of a mixture: remove them.")
+    changed = [name for name in _COMMON if name in given and given[name] != settings.get(name)]
+    if unfit := sorted({*changed, *given.keys() & set(_NOT_PASSED_ON)}):
+        raise ValueError(f"it sets {unfit}, which only the mixture can set: remove them.")
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(PackedTextDataModule, "data")
     plain = {key: asdict(value) if is_dataclass(value) else value for key, value in settings.items()}  # type: ignore[arg-type]

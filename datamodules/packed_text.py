@@ -216,13 +216,18 @@ class PackedTextDataModule(LightningDataModule, ABC):
         isolate = self.isolate_documents
         return PackedRowDataset(store, rows, isolate_documents=isolate, loss_on_prompt=self.loss_on_prompt)
 
+    def existing_rows(self) -> PackedRowDataset:
+        """Return the packed sequences, or raise a ``ValueError`` without a training split."""
+        rows = self.training_rows()
+        if rows is None:
+            raise ValueError(f"{type(self).__name__} has no training sequences: set its training documents.")
+        return rows
+
     def inspect(
         self, rows: Sequence[int] | None = None, *, count: int = 3, width: int = 400, names: bool = False
     ) -> str:
         """Describe training sequences, by default the first `count`; see `datamodules.packing.preview`."""
-        dataset = self.training_rows()
-        if dataset is None:
-            raise ValueError(f"{type(self).__name__} has no training sequences to inspect.")
+        dataset = self.existing_rows()
         numbers = range(min(count, len(dataset))) if rows is None else rows
         documents = self.source("train") if names else None
         return preview(dataset, self.tokenizer, packing=self.packing, numbers=numbers, width=width, documents=documents)

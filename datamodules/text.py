@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from jsonargparse.typing import PositiveInt
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from datamodules.number_types import Holdout
 from datamodules.packed_text import PackedTextDataModule
 from datamodules.packing.loader import worker_options
 from datamodules.packing.sequences import PackedRowDataset, Row
@@ -43,7 +43,7 @@ class TextDataModule(PackedTextDataModule):
         name_field: Field or column that names documents in messages and results; by default file and line or row.
         where: ``[field, value]``: use only documents whose field has this value; dots reach into nested fields.
         holdout: Hold out one in this many training documents for validation, and one for test, chosen by a hash of the
-            text.
+            text; 3 or more.
         revision: Branch, tag or commit of a hub dataset.
         **kwargs: See :class:`PackedTextDataModule`.
     """
@@ -59,7 +59,7 @@ class TextDataModule(PackedTextDataModule):
         prompt_field: str | None = None,
         name_field: str | None = None,
         where: tuple[str, Any] | None = None,
-        holdout: PositiveInt | None = None,
+        holdout: Holdout | None = None,
         revision: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -137,11 +137,9 @@ class StreamingTextDataModule(TextDataModule):
             )
         if self.trainer is None or self.trainer.max_steps < 0:
             raise ValueError("A stream has no end: set `trainer.max_steps`.")
-        if (source := self.source("train")) is None:
-            raise ValueError("`train` is missing: set the documents to train on.")
         rank, world_size = self._reader_rank()
         rows = StreamedRows(
-            file_sources(source),
+            file_sources(self.source("train")),
             Encoder(self.tokenizer, add_special_tokens=self.add_special_tokens),
             sequence_length=self.sequence_length,
             isolate_documents=self.isolate_documents,

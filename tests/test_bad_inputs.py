@@ -101,6 +101,8 @@ OPTIONS = {
     "model.attn_implementation": ["nosuch"],
     "data.num_workers": ["1000000"],
     "data.long_documents": ["{longer_than: 9, weight: 1e12}"],
+    "data.curriculum": ["{sequence_length: 64, share: 1}"],
+    "data.holdout": ["2"],
     "data.packing": ["worst"],
 }
 """Values that an option refuses; the message has the option's name."""
@@ -147,7 +149,7 @@ DEEPSPEED = "lightning.pytorch.strategies.DeepSpeedStrategy"
 def test_deepspeed_is_refused_and_its_package_is_not_asked_for(value, run, monkeypatch):
     monkeypatch.setattr("lightning.pytorch.strategies.deepspeed._DEEPSPEED_AVAILABLE", False)
     message = run(f"--trainer.strategy={value}")
-    assert "DeepSpeed ZeRO is not supported. Use FSDP2: add `-c configs/strategies/fsdp.yaml`" in message
+    assert "DeepSpeed ZeRO and FSDP1 are not supported. Use FSDP2: add `-c configs/strategies/fsdp.yaml`" in message
 
 
 LINES = {

@@ -203,9 +203,7 @@ class InfluenceRows(LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        rows = self.data.training_rows()
-        if rows is None:
-            raise ValueError(f"{type(self.data).__name__} has no training sequences to compute weights for.")
+        rows = self.data.existing_rows()
         rows.loss_on_prompt = True  # prompts get weights as well, whether or not training scores them
         made_from = rows.identity() | self.made_from
         self.folder = self.folder or influence_folder(self.data.cache_dir, made_from)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
-from jsonargparse.typing import PositiveFloat, PositiveInt
+from jsonargparse.typing import OpenUnitInterval, PositiveInt
 
 from datamodules.packing.sequences import collate_rows, make_row, padded_row
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
@@ -27,14 +27,7 @@ class LengthCurriculum:
     """
 
     sequence_length: PositiveInt
-    share: PositiveFloat
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share < 1:
-            raise ValueError(
-                f"`curriculum.share` is the fraction of steps with short sequences and must be between 0 and 1, got"
-                f" {self.share}. To use none, remove `curriculum`; to use no long ones, lower `sequence_length`."
-            )
+    share: OpenUnitInterval
 
     def check(self, sequence_length: int) -> None:
         """Raise a ``ValueError`` if sequences of ``sequence_length`` cannot be cut into equal, shorter chunks."""

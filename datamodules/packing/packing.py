@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from jsonargparse.typing import PositiveFloat, PositiveInt
+from jsonargparse.typing import PositiveInt
 from lightning.pytorch.utilities import rank_zero_only
 from numpy.typing import NDArray
+
+from datamodules.number_types import LongDocumentWeight
 
 _log = logging.getLogger(__name__)
 
@@ -86,15 +88,11 @@ class LongDocuments:
 
     Args:
         longer_than: Documents with more tokens than this are long.
-        weight: How often each long document occurs; with 1.5, every other one occurs twice.
+        weight: How often each long document occurs, from 1 to 1000; with 1.5, every other one occurs twice.
     """
 
     longer_than: PositiveInt
-    weight: PositiveFloat
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.weight <= 1000:
-            raise ValueError(f"`long_documents.weight` must be between 1 and 1000, got {self.weight}.")
+    weight: LongDocumentWeight
 
     def order(self, document_boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the indices of documents in packing order: all documents, then the long ones again, and so on.

@@ -32,14 +32,15 @@ class Cursor(NamedTuple):
     content: str = ""  # identity of the file's content; missing in older checkpoints
 
 
-def file_sources(source: Source) -> list[Source]:
+def file_sources(source: Source | None) -> list[Source]:
     """Split a source into one source per file; raise a ``ValueError`` if it does not consist of files."""
     if isinstance(source, HashSplit):
         return [replace(source, source=each) for each in file_sources(source.source)]
     if isinstance(source, TextFiles | RecordFiles):
         return [replace(source, files=(file,)) for file in source.files]
     raise ValueError(
-        "Only files can be streamed: list the files of a hub dataset as hf://datasets/owner/name/**/*.parquet."
+        "Only files can be streamed: set `train` to files, those of a hub dataset as"
+        " hf://datasets/owner/name/**/*.parquet."
     )
 
 

@@ -29,7 +29,6 @@ Inference = Literal["repeat", "paraphrase", "hops", "gist"]
 """How a reader knows an answer: said like this before, in other words, of another name, or by the words of a genre."""
 
 _MARKERS = (SET, GET, ABOUT)
-_SHORTEST_SLOT = 4  # an event of 3 words and a local one
 
 
 class Word(NamedTuple):
@@ -113,13 +112,10 @@ def recall_records(
         count: Number of documents.
         length: Words in each document; the tokenizer makes one token of each and puts ``<bos>`` before them. The last
             event may be cut short.
-        slot: Mean number of words between events. Documents with fewer are faster to learn from.
+        slot: Mean number of words between events, 4 or more. Documents with fewer are faster to learn from.
         seed: Document ``i`` depends only on the seed, ``i`` and the other arguments; the language is always the same.
-        second_dialect: Fraction of the documents whose local words follow a second grammar.
+        second_dialect: Fraction of the documents whose local words follow a second grammar, from 0 to 1.
     """
-    _check_slot(slot)
-    if not 0 <= second_dialect <= 1:
-        raise ValueError(f"`second_dialect` must be in [0, 1], got {second_dialect}.")
     for index in range(count):
         writer = Writer((seed, index), slot, second_dialect)
         yield RecallRecord(tuple(writer.words(length)))
@@ -137,14 +133,9 @@ def recall_questions(
 
     The field occurs nowhere else, so the last word, the only one of kind ``answer`` with this value, depends on that
     one place. Its depth is drawn from the range ``depth``, where 0 is the front of the document and 1 its end. 16
-    values are possible. The other arguments are those of `recall_records`, whose documents differ for the same
-    seed; only answers have distances.
+    values are possible. A document has 8 words or more. The other arguments are those of `recall_records`, whose
+    documents differ for the same seed; only answers have distances.
     """
-    _check_slot(slot)
-    if not 0 <= depth[0] <= depth[1] <= 1:
-        raise ValueError(f"`depth` must be an ascending range within [0, 1], got {depth}.")
-    if length < 8:
-        raise ValueError(f"`length` must be at least 8, for the genre and a question of 7 words, got {length}.")
     for index in range(count):
         yield _draw_question(np.random.default_rng((seed, index, 1)), length, depth, slot)
 
@@ -171,11 +162,6 @@ def free_place(words: Sequence[Word], place: int) -> int:
     while words[place].kind != "local" and words[place - 1].kind != "local" and words[place].text not in _MARKERS:
         place -= 1
     return place
-
-
-def _check_slot(slot: int) -> None:
-    if slot < _SHORTEST_SLOT:
-        raise ValueError(f"`slot` must be at least {_SHORTEST_SLOT}, because an event has up to 3 words; got {slot}.")
 
 
 class Writer:

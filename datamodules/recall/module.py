@@ -5,10 +5,11 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from jsonargparse.typing import NonNegativeInt, PositiveInt
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveInt
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
+from datamodules.number_types import Slot
 from datamodules.packed_text import PackedTextDataModule
 from datamodules.recall.documents import recall_documents
 from datamodules.recall.language import recall_tokenizer
@@ -57,12 +58,12 @@ class RecallDataModule(PackedTextDataModule):
         *,
         train_documents: PositiveInt = 1000,
         document_length: PositiveInt | None = None,
-        slot: PositiveInt = 16,
+        slot: Slot = 16,
         sequence_length: PositiveInt = 512,
         validation_documents: PositiveInt = 32,
         test_documents: PositiveInt = 32,
         seed: NonNegativeInt = 0,
-        second_dialect: float = 0.0,
+        second_dialect: ClosedUnitInterval = 0.0,
         **kwargs: Any,
     ) -> None:
         super().__init__(

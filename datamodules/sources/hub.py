@@ -73,15 +73,12 @@ def _hash_local_content(folder: Path) -> str | None:
 def _load_split(path: str, split: str, revision: str | None) -> Any:
     local = Path(path).expanduser()
     # Refuse impossible paths early: the hub takes half a minute, and `datasets` would split a .txt file into lines.
-    if local.exists() and not holds_parquet(local):
-        raise FileNotFoundError(
-            f"`path` = {path!r} exists, but has neither parquet files nor a layout that this data module supports. See"
-            " the description of `path`."
-        )
     looks_like_a_file = path.endswith((*TEXT, *JSON_LINES, *PARQUET))
-    if not local.exists() and (looks_like_a_file or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path)):
+    on_hub = not looks_like_a_file and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path) is not None
+    if not (holds_parquet(local) if local.exists() else on_hub):
         raise FileNotFoundError(
-            f"`path` = {path!r} is not a local file or folder, and not an `owner/name` of a hub dataset. Correct it."
+            f"`path` = {path!r} is neither a folder with parquet files or a layout that this data module supports, nor"
+            " the `owner/name` of a hub dataset. See the description of `path`."
         )
     import datasets  # takes half a second, which commands that read no data save
 

@@ -166,8 +166,6 @@ def _remote_files(path: str) -> Sequence[File]:
         raise ValueError(
             f"'{path}' needs a package that is not installed: {error}. Install it by `pip install`."
         ) from error
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"'{path}' does not exist. Correct the path or check your access rights.") from error
     except (OSError, ValueError) as error:
         raise ValueError(f"'{path}' cannot be reached ({error}). Check URL, network and your access rights.") from error
     if isinstance(system, LocalFileSystem):  # file://

@@ -33,8 +33,6 @@ def evaluate(model: str, output: str, **options: Any) -> str:
     rank, processes = _read_rank()
     ours, theirs = split_tasks(config.tasks)
     config.check_used(ours, theirs)
-    if is_served(model) and config.context_extension is not None:
-        raise ValueError(f"'{model}' is a server, which extends its context itself: remove `context_extension`.")
     if is_served(model) and (theirs or config.mode != "teacher_forced"):
         raise ValueError(
             f"'{model}' is a server, which scores given answers but does not generate its own: set `mode` to"

@@ -85,9 +85,6 @@ def _list_variants(models: Sequence[str], options: dict[str, Any]) -> list[_Vari
 
 def _name_extensions(extensions: Sequence[Mapping[str, Any] | None]) -> list[str]:
     """Return what is added to a model's name: ``-yarn-16384``, with the options in which those of one method differ."""
-    for settings in extensions:
-        if not isinstance(settings, Mapping | None):
-            raise ValueError(f"`context_extension` must be a mapping such as {{method: yarn, ..}}, got {settings!r}.")
     parsed = [None if settings is None else asdict(ContextExtension.parse(settings)) for settings in extensions]
     names = []
     for extension in parsed:

@@ -83,10 +83,7 @@ def _choose_tokenizer(
         return tokenizer_from_json(saved)
     if facts.tokenizer is None:
         raise ValueError("The checkpoint does not specify a tokenizer: set one with `--tokenizer`.")
-    try:
-        return load_tokenizer(facts.tokenizer, revision=facts.tokenizer_revision, trimmed_offsets=True)
-    except ValueError as error:
-        raise ValueError(f"{error} Or set another tokenizer with `--tokenizer`.") from error
+    return load_tokenizer(facts.tokenizer, revision=facts.tokenizer_revision, trimmed_offsets=True)
 
 
 def _read_checkpoint(path: str) -> dict[str, Any]:
@@ -135,11 +132,6 @@ def _build_on_meta(saved: Mapping[str, str], facts: TrainingFacts) -> nn.ModuleD
 
 def _load_base(facts: TrainingFacts, fingerprint: str) -> Backbone:
     """Load the base model with new adapters, for a checkpoint that contains trained weights only."""
-    if facts.base_is_local and not Path(str(facts.base_model)).exists():
-        raise ValueError(
-            f"The checkpoint's adapters were trained on the model in '{facts.base_model}', which does not exist:"
-            " restore or link it, or export with `--adapters kept`, which needs no base model."
-        )
     changes = dict(facts.changes)
     extension = changes.pop("context_extension", None)
     settings: dict[str, Any] = {"revision": facts.revision, "dtype": facts.dtype, "lora": facts.lora}

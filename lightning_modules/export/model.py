@@ -160,16 +160,15 @@ def _find_generation_config(base: Any) -> GenerationConfig:
 
 def check_replaceable(folder: Path) -> None:
     """Raise a ``ValueError`` unless a folder does not exist, is empty, or is an earlier export without other files."""
-    if folder.is_file():
-        raise ValueError(f"`output_dir` of the export, '{folder}', is a file: use a new folder.")
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
     try:
         written = {EXPORT_MARKER, *json.loads((folder / EXPORT_MARKER).read_text())["files"]}
     except (OSError, ValueError, KeyError):
         written = set()
-    if added := sorted(files - written):
+    added = [folder.name] if folder.is_file() else sorted(files - written)
+    if added:
         raise ValueError(
-            f"`output_dir` of the export, '{folder}', contains files that no export has written, such as"
+            f"`output_dir` of the export, '{folder}', is or contains files that no export has written, such as"
             f" '{added[0]}': use a new folder, or remove this one."
         )
 

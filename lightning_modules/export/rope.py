@@ -37,16 +37,12 @@ def legacy_rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``rope_theta`` and ``rope_scaling`` for transformers 4, or raise a ``ValueError`` if it would be wrong."""
     rope = dict(config.get("rope_parameters") or {})
     model_type, rope_type = config["model_type"], rope.get("rope_type", "")
-    if own_type_name(config) is not None:
-        raise ValueError(
-            f"`legacy_rope_keys`: transformers 4 does not support RoPE of type '{rope_type}'. Leave the option out, or"
-            " set `eabf_as_abf` for EABF (logits then differ beyond the original length)."
-        )
     if rope_type not in LEGACY_TYPES.get(model_type, ()):
         known = ", ".join(f"{name} ({', '.join(types)})" for name, types in LEGACY_TYPES.items())
         raise ValueError(
             f"`legacy_rope_keys`: transformers 4.45 would compute RoPE of type '{rope_type}' wrongly for models of type"
-            f" '{model_type}'; it supports {known}. Leave the option out, and use transformers 5."
+            f" '{model_type}'; it supports {known}. Leave the option out, and use transformers 5, or set `eabf_as_abf`"
+            " for EABF (logits then differ beyond the original length)."
         )
     theta = rope.pop("rope_theta")
     return {"rope_theta": theta, "rope_scaling": None if rope_type == "default" else {**rope, "type": rope_type}}

@@ -14,10 +14,11 @@ def check_upload(options: ExportOptions) -> None:
     """Raise a ``ValueError`` if an export is to be uploaded, but the hub or a token is not available."""
     if options.push_to_hub is None:
         return
-    if is_offline_mode():
-        raise ValueError("`push_to_hub` needs the hub, but HF_HUB_OFFLINE is set: unset it, or upload later.")
-    if get_token() is None:
-        raise ValueError("`push_to_hub` needs a token with write access: run `hf auth login`, or set HF_TOKEN.")
+    if is_offline_mode() or get_token() is None:
+        raise ValueError(
+            "`push_to_hub` needs the hub and a token with write access: unset HF_HUB_OFFLINE, and run `hf auth login`"
+            " or set HF_TOKEN; or upload later."
+        )
 
 
 def upload_export(folder: Path, options: ExportOptions) -> None:

@@ -197,7 +197,9 @@ def _check_offsets(name: str, offsets: Tensor) -> None:
 
 
 def _check_spans(spans: Tensor) -> None:
-    if spans.ndim != 2 or spans.shape[1] != 2 or spans.dtype not in _INTEGERS:
-        raise ValueError(f"Spans must be integers [M, 2], got {spans.dtype} {list(spans.shape)}.")
-    if (spans[:, 1] < spans[:, 0]).any() or (spans[1:, 0] < spans[:-1, 0]).any():
-        raise ValueError("Spans must be in ascending order, and no end may be before its start.")
+    pairs = spans.ndim == 2 and spans.shape[1] == 2 and spans.dtype in _INTEGERS
+    if not pairs or (spans[:, 1] < spans[:, 0]).any() or (spans[1:, 0] < spans[:-1, 0]).any():
+        raise ValueError(
+            "Spans must be in ascending order, integers [M, 2], and no end may be before its start, got"
+            f" {spans.dtype} {list(spans.shape)}."
+        )

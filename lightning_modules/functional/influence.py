@@ -153,12 +153,12 @@ def mutual_information(long: Tensor, short: Tensor, *, part: Part = "positive", 
 
 def check_part(part: str, shift: float) -> None:
     """Raise a ``ValueError`` for an unknown part of the mutual information, or a shift that has no meaning."""
-    if part not in get_args(Part):
-        raise ValueError(f"`part` must be one of {', '.join(get_args(Part))}, got '{part}'.")
-    if not 0 < shift < math.inf:
-        raise ValueError(f"`shift` divides a likelihood ratio, so it must be finite and above 0, got {shift}.")
-    if part == "absolute" and shift != 1:
-        raise ValueError(f"`shift` must be 1 for `part: absolute`, which uses all tokens, got {shift}: remove it.")
+    valid = shift == 1 if part == "absolute" else 0 < shift < math.inf
+    if part not in get_args(Part) or not valid:
+        raise ValueError(
+            f"`part` must be one of {', '.join(get_args(Part))}, and `shift`, which divides a likelihood ratio, finite"
+            f" and above 0, or 1 for `absolute`, which uses all tokens: got '{part}' and {shift}."
+        )
 
 
 def threshold_weights(long: Tensor, short: Tensor, *, threshold: float = 0.5) -> Tensor:

@@ -58,11 +58,13 @@ def fit_power_law(context: Tensor, loss: Tensor) -> PowerLaw:
         >>> [round(value, 3) for value in fit_power_law(context, (8 / context) ** 0.5 + 2)]
         [8.0, 0.5, 2.0, 1.0, 0.49, 0.507]
     """
-    if context.shape != loss.shape or context.ndim != 1:
-        raise ValueError(f"`context` and `loss` must both be [N], got {list(context.shape)} and {list(loss.shape)}.")
     context, loss = context.double(), loss.double()
-    if not (torch.isfinite(context).all() and torch.isfinite(loss).all() and (context > 0).all()):
-        raise ValueError("`context` must be finite and above 0, and `loss` finite: omit lengths without a measurement.")
+    finite = torch.isfinite(context).all() and torch.isfinite(loss).all() and (context > 0).all()
+    if context.shape != loss.shape or context.ndim != 1 or not finite:
+        raise ValueError(
+            f"`context` and `loss` must both be [N], got {list(context.shape)} and {list(loss.shape)}, and finite, and"
+            " `context` above 0: omit lengths without a measurement."
+        )
     if len(context.unique()) < 3:
         raise ValueError(f"A power law has 3 parameters: give at least 3 context lengths, got {len(context.unique())}.")
     # 1. Search the exponent on a grid, again and again on a finer one around the best.

@@ -79,17 +79,13 @@ def enable_checkpointing(model: PreTrainedModel, kind: Checkpointing, *, offload
     if not kind:
         return
     attention = model.config._attn_implementation
-    if kind == "selective" and not re.search(r"sdpa$|flash[a-z_-]*[23]\b", attention):
+    rope_type = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type")
+    supported = re.search(r"sdpa$|flash[a-z_-]*[23]\b", attention) is not None and rope_type not in PATTERNS
+    if kind == "selective" and not supported:
         raise ValueError(
             "`gradient_checkpointing: selective` supports the attention implementations sdpa, flash_attention_2 and"
-            f" flash_attention_3, not '{attention}': set `attn_implementation` to one of them, or"
-            " `gradient_checkpointing: true`."
-        )
-    rope_type = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type")
-    if kind == "selective" and rope_type in PATTERNS:
-        raise ValueError(
-            "`gradient_checkpointing: selective` supports torch's attention only, not the pattern"
-            f" '{rope_type}': set `gradient_checkpointing: true`."
+            f" flash_attention_3 and no attention patterns, but the model has '{attention}' and RoPE of type"
+            f" '{rope_type}': set `gradient_checkpointing: true`, or another `attn_implementation`."
         )
     # The reentrant kind needs an input with a gradient, which frozen embeddings do not give.
     arguments: dict[str, Any] = {"use_reentrant": False}

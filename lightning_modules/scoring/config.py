@@ -130,9 +130,7 @@ class CommandConfig(ScoringConfig):
             check_count("`max_tokens`", self.max_tokens)
 
     def model_loading(self, model: str) -> ModelConfig:
-        """Return the settings to load the evaluated model; a served one has no context extension."""
-        if self.context_extension is not None and is_served(model):
-            raise ValueError(f"'{model}' is a server, which extends its context itself: remove `context_extension`.")
+        """Return the settings to load the evaluated model."""
         return self.loading(model, context_extension=self.context_extension)
 
     def evaluator_config(self, key_token_rule: KeyTokenRule = "paper") -> EvaluatorConfig:

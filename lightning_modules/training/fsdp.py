@@ -79,8 +79,6 @@ def data_parallel_mesh(trainer: Trainer) -> DeviceMesh | None:
     """Return the processes across which a trainer's strategy shards weights, or None if it does not shard them."""
     strategy = trainer.strategy
     check_strategy(strategy)
-    if isinstance(strategy, FSDPStrategy):
-        raise ValueError(f"FSDP1 (`trainer.strategy: fsdp`) is not supported: {_REMEDY}, which is FSDP2.")
     if not isinstance(strategy, ModelParallelStrategy):
         return None
     mesh = strategy.device_mesh
@@ -98,12 +96,13 @@ def data_parallel_mesh(trainer: Trainer) -> DeviceMesh | None:
 
 
 def check_strategy(strategy: Any) -> None:
-    """Raise a ``ValueError`` for DeepSpeed's strategy, or its name in a config; FSDP2 replaces ZeRO."""
+    """Raise a ``ValueError`` for DeepSpeed's strategy, or its name in a config, and for FSDP1; FSDP2 replaces both."""
     name = str(getattr(strategy, "class_path", strategy))
-    if isinstance(strategy, DeepSpeedStrategy) or name.rpartition(".")[2].lower().startswith("deepspeed"):
+    is_deepspeed = name.rpartition(".")[2].lower().startswith("deepspeed")
+    if isinstance(strategy, DeepSpeedStrategy | FSDPStrategy) or is_deepspeed:
         raise ValueError(
-            f"`trainer.strategy`: DeepSpeed ZeRO is not supported. Use FSDP2: add `-c configs/strategies/fsdp.yaml`,"
-            f" or {_REMEDY} and `trainer.inference_mode: false`."
+            "`trainer.strategy`: DeepSpeed ZeRO and FSDP1 are not supported. Use FSDP2: add"
+            f" `-c configs/strategies/fsdp.yaml`, or {_REMEDY} and `trainer.inference_mode: false`."
         )
 
 
@@ -191,7 +190,7 @@ def _find_layers(backbone: Backbone) -> list[nn.Module]:
     """Return the decoder layers: modules of the classes that transformers never splits across devices."""
     names = set(backbone.base_model._no_split_modules or ())
     layers = [module for module in backbone.decoder.modules() if type(module).__name__ in names]
-    if not layers:
+    if not layers:  # all weights would be gathered at once
         raise ValueError(
             f"`{type(backbone.base_model).__name__}` does not define its layers (`_no_split_modules`), so it cannot be"
             " sharded: use DDP."

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -32,7 +32,18 @@ LR_SCHEDULER: dict[str, Any] = {
     "init_args": {"start_factor": 0.05, "total_iters": 19},
 }
 
-_NOT_SCHEDULES = {"reduce_lr_on_plateau", "greedy", "constant_with_warmup"}
+ScheduleName = Literal[
+    "constant",
+    "cosine",
+    "cosine_warmup_with_min_lr",
+    "cosine_with_min_lr",
+    "cosine_with_restarts",
+    "inverse_sqrt",
+    "linear",
+    "polynomial",
+    "warmup_stable_decay",
+]
+"""Schedules of transformers' ``get_scheduler`` that are functions of the step."""
 """Names of transformers that need a metric, or that `constant` includes."""
 
 _UNSUPPORTED: dict[type, str] = {
@@ -66,16 +77,11 @@ class WarmupSchedule(LambdaLR):
     def __init__(
         self,
         optimizer: Optimizer,
-        name: str,
+        name: ScheduleName,
         warmup_steps: int = 0,
         total_steps: int | None = None,
         arguments: dict[str, Any] | None = None,
     ) -> None:
-        from transformers import SchedulerType  # imports peft
-
-        known = sorted({each.value for each in SchedulerType} - _NOT_SCHEDULES)
-        if name not in known:
-            raise ValueError(f"`lr_scheduler.name` must be one of {', '.join(known)}, got '{name}'.")
         check_count("`lr_scheduler.warmup_steps`", warmup_steps, minimum=0)
         check_count("`lr_scheduler.total_steps`", 1 if total_steps is None else total_steps)
         self.schedule, self.warmup_steps, self.total_steps = name, warmup_steps, total_steps
@@ -104,7 +110,7 @@ class WarmupSchedule(LambdaLR):
         name = "constant_with_warmup" if self.schedule == "constant" else self.schedule
         # Some arguments, such as `min_lr`, are learning rates: transformers divides them by that of the optimizer.
         optimizer = torch.optim.SGD([torch.zeros(1)], lr=self._largest)
-        from transformers import get_scheduler
+        from transformers import get_scheduler  # imports peft
 
         try:
             schedule = get_scheduler(name, optimizer, self.warmup_steps, total_steps, self.arguments)
@@ -254,12 +260,7 @@ class Optimization(Callback):
         config: Any = {"scheduler": scheduler, "interval": "step"}
         if isinstance(scheduler, WarmupSchedule):
             scheduler.end_at(max_steps)
-        if isinstance(scheduler, ReduceLROnPlateau):
-            if not isinstance(scheduler, MonitoringReduceLROnPlateau):
-                raise ValueError(
-                    "`lr_scheduler` ReduceLROnPlateau must name its metric: use"
-                    " `lightning.pytorch.cli.ReduceLROnPlateau` with `monitor: val/longppl`."
-                )
+        if isinstance(scheduler, MonitoringReduceLROnPlateau):
             config |= {"monitor": scheduler.monitor, "frequency": sys.maxsize}  # `on_validation_end` steps it
         return {"optimizer": optimizer, "lr_scheduler": config}
 

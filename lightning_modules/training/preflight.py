@@ -204,18 +204,17 @@ def check_sequence_parallelism(config: PreTrainedConfig, size: int, attn_impleme
             f"Sequence parallelism supports torch's `sdpa` only, which includes flash attention, not"
             f" '{attn_implementation}': set `attn_implementation: sdpa`."
         )
-    if (pattern := (getattr(text, "rope_parameters", None) or {}).get("rope_type")) in PATTERNS:
-        raise ValueError(
-            f"Sequence parallelism does not support the attention pattern '{pattern}': extend the context with 'eabf',"
-            " 'abf', 'yarn' or another method without a pattern."
-        )
+    rope_type = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
     layers = set(getattr(text, "layer_types", None) or ())
     window = None if layers else getattr(text, "sliding_window", None)
-    if window is not None or layers - {"full_attention"}:
-        kind = f"a sliding window of {window}" if window is not None else ", ".join(sorted(layers))
+    kinds = sorted(layers - {"full_attention"})
+    kinds += [f"the attention pattern '{rope_type}'"] if rope_type in PATTERNS else []
+    kinds += [f"a sliding window of {window}"] if window is not None else []
+    if kinds:
         raise ValueError(
-            f"Sequence parallelism supports full attention only, and this model has {kind}: set"
-            " `context_extension.full_attention: true` for a sliding window, or use another model."
+            f"Sequence parallelism supports full attention only, and this model has {', '.join(kinds)}: set"
+            " `context_extension.full_attention: true` for a sliding window, extend the context by a method without a"
+            " pattern, or use another model."
         )
 
 

@@ -23,7 +23,7 @@ from lightning_modules.training.checkpoints.io import (
 )
 from lightning_modules.training.checkpoints.resume import check_same_checkpoint
 from lightning_modules.training.checkpoints.spans import CONFIG_FILE, Span, write_spans
-from lightning_modules.utilities.files import remove_unfinished, write_atomically
+from lightning_modules.utilities.files import remove_unfinished, undamaged, write_atomically
 from lightning_modules.utilities.locks import RunLock
 
 RUN_FILE = "run.json"
@@ -136,11 +136,9 @@ def read_run(folder: Path) -> dict[str, Any] | None:
     path = folder / RUN_FILE
     if not path.exists():
         return None
-    try:
+    with undamaged(path):
         known = json.loads(path.read_bytes())
         return {**known, "id": str(known["id"])}
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"'{path}' is damaged ({error}): restore it from a backup, or delete it.") from error
 
 
 def _choose_config_name(folder: Path, start: Candidate | None) -> str:

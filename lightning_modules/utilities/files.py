@@ -174,6 +174,15 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
+@contextmanager
+def undamaged(path: Path) -> Iterator[None]:
+    """Name the file in the error if its content, which is parsed in this context, is damaged."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"'{path}' is damaged ({error}): restore it from a backup, or delete it.") from error
+
+
 def write_json(path: Path, content: Any) -> None:
     """Write a JSON file atomically, with null for numbers that are not finite."""
     write_atomically(path, (json.dumps(plain(content), indent=1) + "\n").encode())

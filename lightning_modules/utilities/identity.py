@@ -102,10 +102,7 @@ def file_state(path: str | Path) -> list[int]:
     They are not its identity: a second change within one tick of the file system's clock is missed, see
     `SETTLING_TIME`.
     """
-    try:
-        status = os.stat(path)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise ValueError(_unreadable_message(path, error)) from error
+    status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"'{path}' is not a regular file, so it cannot be identified by content. Use a file.")
     return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
@@ -114,15 +111,12 @@ def file_state(path: str | Path) -> list[int]:
 def _sample_crc32(path: str, size: int) -> int:
     """Return the CRC-32 of blocks spread evenly over a file, from its first to its last bytes."""
     crc, last = 0, max(0, size - _SAMPLE_BLOCK)
-    try:
-        with open(path, "rb", buffering=0) as file:
-            if size <= _SAMPLE_BLOCKS * _SAMPLE_BLOCK:
-                return zlib.crc32(file.read())
-            for number in range(_SAMPLE_BLOCKS):
-                file.seek(last * number // (_SAMPLE_BLOCKS - 1))
-                crc = zlib.crc32(file.read(_SAMPLE_BLOCK), crc)
-    except OSError as error:
-        raise ValueError(_unreadable_message(path, error)) from error
+    with open(path, "rb", buffering=0) as file:
+        if size <= _SAMPLE_BLOCKS * _SAMPLE_BLOCK:
+            return zlib.crc32(file.read())
+        for number in range(_SAMPLE_BLOCKS):
+            file.seek(last * number // (_SAMPLE_BLOCKS - 1))
+            crc = zlib.crc32(file.read(_SAMPLE_BLOCK), crc)
     return crc
 
 
@@ -162,19 +156,17 @@ def _hash_file(path: str, stop: threading.Event) -> tuple[str, list[int], str, b
                 if stop.is_set():
                     raise InterruptedError(0, "hashing was stopped")  # never the hash of a part
                 digest.update(chunk)
-    except OSError as error:
-        raise ValueError(_unreadable_message(path, error)) from error
+    except OSError as error:  # an error of reading does not name the file
+        raise ValueError(
+            f"'{path}' cannot be read ({error.strerror}). Check the path, your access rights and whether the disk is"
+            " mounted."
+        ) from error
     if file_state(path) != state:
         raise ValueError(f"'{path}' changed while it was hashed. Wait until nothing writes to it and start again.")
     _, _, modified, changed = state
     # A modification time far in the future was set on purpose; the change time never is.
     is_settled = changed < started - SETTLING_TIME and abs(started - modified) > SETTLING_TIME
     return path, state, digest.hexdigest(), is_settled
-
-
-def _unreadable_message(path: str | Path, error: Exception) -> str:
-    reason = getattr(error, "strerror", None) or error
-    return f"'{path}' cannot be read ({reason}). Check the path, your access rights and whether the disk is mounted."
 
 
 def _memo_path(folder: str) -> Path:

@@ -8,8 +8,6 @@ from lightning_modules.utilities.files import writable_folder
 
 def read_text(file: str, *, may_be_blank: bool = False) -> str:
     """Read a UTF-8 text file; raise a ``ValueError`` that explains the problem if it cannot be scored."""
-    if os.path.isdir(file):
-        raise ValueError(f"{file!r:.300} is a folder: pass its text files, such as {file.rstrip('/')}/*.txt.")
     if not os.path.isfile(file):
         raise ValueError(f"No file {file!r:.300}: pass UTF-8 text files, one document each.")
     if Path(file).suffix.lower() in (".json", ".jsonl", ".parquet"):
@@ -17,10 +15,7 @@ def read_text(file: str, *, may_be_blank: bool = False) -> str:
             f"'{file}' contains records, not one text: write each document to a text file, or score the file as a"
             " corpus with `longce predict -c configs/score_corpus.yaml`. `longce inspect` shows one with `--row`."
         )
-    try:
-        content = Path(file).read_bytes()
-    except OSError as error:
-        raise ValueError(f"'{file}' cannot be read ({error.strerror}). Check your access rights.") from error
+    content = Path(file).read_bytes()
     try:
         text = content.decode("utf-8").removeprefix("\ufeff")  # the byte-order mark that some editors add
     except UnicodeDecodeError as error:

@@ -98,8 +98,6 @@ def test_a_single_file_is_split_without_leaks(word_tokenizer, tmp_path):
     splits = [[document.text for document in pile.source(split)] for split in ("train", "validation", "test")]
     assert sorted(text for split in splits for text in split) == sorted(texts)
     assert all(splits)
-    with pytest.raises(ValueError, match="`holdout`"):
-        module(word_tokenizer, tmp_path, tmp_path / "all.jsonl", holdout=2).prepare_data()
 
 
 @pytest.mark.parametrize("field", ["input", "report", "text"])

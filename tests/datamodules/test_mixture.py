@@ -121,8 +121,8 @@ def changed(folder, **values):
     [
         ({"weight": 0}, "weight"),
         ({"weight": float("nan")}, "weight"),
-        ({"sequence_length": 8}, "`sequence_length`"),
-        ({"tokenizer": "other"}, "`tokenizer`"),
+        ({"sequence_length": 8}, "'sequence_length'"),
+        ({"tokenizer": "other"}, "'tokenizer'"),
         ({"batch_size": 8}, "'batch_size'"),
         ({"class_path": "datamodules.Nothing"}, "Nothing"),
     ],

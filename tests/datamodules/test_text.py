@@ -85,7 +85,6 @@ def test_hub_datasets_and_what_is_asked_of_them(word_tokenizer):
 @pytest.mark.parametrize(
     ("options", "error", "named"),
     [
-        ({"train": "{}/x.jsonl", "holdout": 2}, ValueError, "`holdout`"),
         ({"train": "x", "holdout": 5, "validation": "y"}, ValueError, "`holdout`"),
         ({"train": "x", "holdout": 5, "test": "y"}, ValueError, "`holdout`"),
         ({"train": None, "holdout": 5}, ValueError, "`holdout`"),

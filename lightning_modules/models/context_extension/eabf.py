@@ -42,19 +42,13 @@ def entropy_scale(positions: Tensor, original_length: int) -> Tensor:
 def scaled_attention(attention: Callable[..., Any], module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Compute attention with ``[B, H, T, D]`` queries that are scaled beyond the original length.
 
-    ``attention`` is the attention function of transformers, and the others are its arguments. Raises a ``ValueError``
-    if the model does not pass ``position_ids``.
+    ``attention`` is the attention function of transformers, and the others are its arguments, with ``position_ids``.
     """
     config: Any = module.config
     rope = config.rope_parameters
     # The paper leaves the first two layers as they are; the released code scales all.
     if module.layer_idx >= rope["unscaled_layers"]:
-        positions = kwargs.get("position_ids")
-        if positions is None:
-            raise ValueError(
-                f"`{type(module).__name__}` does not pass positions to its attention, which EABF needs: extend this"
-                " model with another method, such as 'abf'."
-            )
+        positions = kwargs["position_ids"]
         if (window := kwargs.get("attention_window")) is not None:
             positions = positions.clamp(max=window.size - 1)  # as in a document of this length
         # ``[B, T]`` to ``[B, 1, T, 1]``. Scaling queries scales all their logits.

@@ -141,8 +141,9 @@ class ContextExtension:
         # jsonargparse checks names and types. Configs keep the mapping, so that files can override single keys.
         parser = ArgumentParser(exit_on_error=False)
         parser.add_argument("--context_extension", type=cls)
+        given = dict(settings) if isinstance(settings, Mapping) else settings
         try:
-            parsed = parser.parse_object({"context_extension": dict(settings)})
+            parsed = parser.parse_object({"context_extension": given})
             return parser.instantiate_classes(parsed)["context_extension"]
         except (ArgumentError, TypeError) as error:
             raise ValueError(f"`context_extension` = {settings}: {' '.join(str(error).split())}") from error
@@ -177,18 +178,14 @@ class ContextExtension:
         config.validate()
 
     def _check_fits(self, config: PreTrainedConfig) -> None:
-        if config.model_type not in ARCHITECTURES:
-            raise ValueError(
-                f"Context extension supports models of type {', '.join(ARCHITECTURES)}, not"
-                f" '{config.model_type}', which may use RoPE differently. Remove `context_extension`"
-                " (`--model.context_extension null`), or set `model_config.rope_parameters` yourself."
-            )
         supported = METHODS[self.method].architectures
         if config.model_type not in supported:
+            # Other architectures may use RoPE differently.
             fit = [name for name, method in METHODS.items() if config.model_type in method.architectures]
+            advice = f"choose one of {', '.join(fit)}" if fit else "remove it (`--model.context_extension null`)"
             raise ValueError(
-                f"The method '{self.method}' supports {', '.join(supported)}, not '{config.model_type}': choose one of"
-                f" {', '.join(fit)}."
+                f"The `context_extension` '{self.method}' supports {', '.join(supported)}, not '{config.model_type}':"
+                f" {advice}, or set `model_config.rope_parameters` yourself."
             )
         windows = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
         if self.method in PATTERN_SETTINGS and not self.full_attention and windows:

@@ -70,16 +70,14 @@ def is_gguf(pretrained_model_name_or_path: str | None) -> bool:
 
 def local_or_hub(path_or_id: str, kind: str) -> str:
     """Return a local path, with its ``~`` expanded, or a hub id; a ``ValueError`` if it can be neither."""
-    if not path_or_id or "\0" in path_or_id:
-        raise ValueError(f"No {kind} at {path_or_id!r}: use a local folder or a hub id.")
     local = Path(path_or_id).expanduser()
     if local.is_file() and local.suffix != ".json" and not is_gguf(path_or_id):
         raise ValueError(f"The {kind} '{path_or_id}' is a file: use its folder '{local.parent}'.")
-    if local.exists():
+    if path_or_id and local.exists():  # an empty path would be the current folder
         return str(local)
     # Anything else could be a hub id, which only the hub can know.
     if path_or_id.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_id):
-        raise ValueError(f"No {kind} at '{path_or_id}': the file or folder does not exist. Check the path.")
+        raise ValueError(f"No {kind} at {path_or_id!r}: the file or folder does not exist. Check the path.")
     return path_or_id
 
 
@@ -164,3 +162,8 @@ class ModelConfig:
             object.__setattr__(self, "server", ServerConfig(**self.server))
         if self.offload_activations and not self.gradient_checkpointing:
             raise ValueError("`offload_activations` needs checkpointing: set `gradient_checkpointing` to true.")
+        if self.context_extension is not None and is_served(self.pretrained_model_name_or_path):
+            raise ValueError(
+                f"'{self.pretrained_model_name_or_path}' is a server, which extends its context itself: remove"
+                " `context_extension`."
+            )

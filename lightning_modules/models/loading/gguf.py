@@ -69,7 +69,7 @@ def convert_gguf(file: Path) -> Path:
 def _convert(file: Path, folder: Path) -> None:
     values, tensors = _read_header(file)
     # Norms are always float32, so the type of most parameters decides.
-    dtype = _DTYPES.get(max(tensors.kinds, key=lambda kind: tensors.kinds[kind]), torch.bfloat16)
+    dtype = _DTYPES.get(max(tensors.kinds, key=lambda kind: tensors.kinds[kind], default=""), torch.bfloat16)
     size = file.stat().st_size / 1e9
     log.info("Converting '%s' (%.1f GB) once, into %s: this takes a minute or two per GB.", file, size, folder.parent)
     try:
@@ -90,7 +90,10 @@ def _convert(file: Path, folder: Path) -> None:
             f"transformers cannot read '{file}': {reason} Use the model's folder of the Hugging Face hub instead."
         ) from error
     if missing := sorted(report["missing_keys"]):
-        raise ValueError(f"'{file}' lacks {len(missing)} tensors ({', '.join(missing[:3])}, ..): download it again.")
+        raise ValueError(
+            f"'{file}' lacks {len(missing)} tensors ({', '.join(missing[:3])}, ..): download it again, or join parts by"
+            " `llama-gguf-split --merge`."
+        )
     _set_rope(model.config, values, tensors, file)
     _restore_digits(tokenizer, values, file)
     # Otherwise transformers takes the weights for quantized ones, and refuses to save them.
@@ -129,10 +132,6 @@ def _read_header(file: Path) -> tuple[dict[str, Any], _Tensors]:
     except Exception as error:  # any kind, for a file that is cut or something else
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"'{file}' is not a complete GGUF file ({reason:.200}): download it again.") from error
-    if found.get("split.count", 1) > 1:
-        raise ValueError(f"'{file}' is one of {found['split.count']} parts: join them by `llama-gguf-split --merge`.")
-    if not tensors.parameters:
-        raise ValueError(f"'{file}' has no weights, only a vocabulary: name the file of the model.")
     prefix = f"{found.get('general.architecture')}."
     return {name.removeprefix(prefix): value for name, value in found.items()}, tensors
 

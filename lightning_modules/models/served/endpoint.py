@@ -267,9 +267,10 @@ class Endpoint:
             raise Unavailable(self._hide_key(f"{answer}: {quote(body)}"), blamed=True)
         if status in _OF_THE_REQUEST:
             raise AnswerError(str(self._refuse(f"{answer}: {quote(body)}")))
-        if status in (401, 403):
-            raise self._refuse(f"{answer}: set the environment variable {self._config.key_variable} to a valid key")
-        raise self._refuse(f"{answer}: {quote(body)}. Check the address and `server.dialect`")
+        raise self._refuse(
+            f"{answer}: {quote(body)}. Check the address, `server.dialect` and the key in the environment variable"
+            f" {self._config.key_variable}"
+        )
 
     def _refuse(self, message: str) -> ValueError:
         return ValueError(self._hide_key(f"The server {self.address} {message}."))

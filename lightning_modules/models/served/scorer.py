@@ -44,8 +44,6 @@ class RemoteScorer(Scorer):
     def __init__(self, addresses: Sequence[str], config: ServerConfig) -> None:
         super().__init__()
         addresses = [address.strip().rstrip("/") for address in addresses]
-        if len(set(addresses)) < len(addresses):
-            raise ValueError(f"A server is named twice in '{','.join(addresses)}': name each once.")
         # A fork would inherit the sockets, and mix its requests with those of its parent.
         self._config, self._process = config, os.getpid()
         self._endpoints = [Endpoint(address, config) for address in addresses]

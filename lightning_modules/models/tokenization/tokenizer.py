@@ -157,21 +157,15 @@ def encode_document(
     if not text.strip():
         raise ValueError(f"Document '{name}' is empty: there is nothing to score. Remove it or check its path.")
     # The backend, because the tokenizer would warn about its maximum sequence length before the text is cut.
-    try:
+    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    # A loop, because a cut text may have more tokens than before: its last word has lost its end.
+    while (end := _cut(encoding, max_tokens)) is not None:
+        text = text[:end]
+        if not text.strip():
+            raise ValueError(
+                f"The first `max_tokens` = {max_tokens} tokens of document '{name}' are white space: increase it."
+            )
         encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        # A loop, because a cut text may have more tokens than before: its last word has lost its end.
-        while (end := _cut(encoding, max_tokens)) is not None:
-            text = text[:end]
-            if not text.strip():
-                raise ValueError(
-                    f"The first `max_tokens` = {max_tokens} tokens of document '{name}' are white space: increase it."
-                )
-            encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    except TypeError as error:
-        raise ValueError(
-            f"Document '{name}' is not Unicode text: it contains a lone surrogate. Read its file with"
-            " `errors='replace'`."
-        ) from error
     ids = torch.tensor(encoding.ids[:max_tokens], dtype=torch.int64)
     offsets = torch.tensor(encoding.offsets[:max_tokens], dtype=torch.int64)
     if len(ids) == 0:

@@ -92,11 +92,9 @@ def _space_depths(depths: Depths) -> list[float | None]:
     if depths is None:
         return [None]
     if isinstance(depths, int):
-        if depths < 2:
-            raise ValueError(f"`depths` must be a number of 2 or more, or a list of depths, got {depths}.")
-        return [*even_depths(depths)]
+        depths = even_depths(depths) if depths > 1 else []
     if not depths or len(set(depths)) < len(depths) or not all(0 <= depth <= 1 for depth in depths):
-        raise ValueError(f"`depths` must be distinct, from 0 (front) to 1 (end), got {list(depths)}.")
+        raise ValueError("`depths` must be a number of 2 or more, or distinct depths from 0 (front) to 1 (end).")
     return [*sorted(depths)]
 
 

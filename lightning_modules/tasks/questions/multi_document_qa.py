@@ -36,18 +36,14 @@ class MultiDocumentQA(FittedTask):
 
     Without a file (see `read_nq_open`), questions and documents are synthetic: short biographies of invented people.
     Scores on them are not comparable to *Lost in the Middle*. The question is ``after`` the passages, ``before`` them,
-    or in ``both`` places (the paper's query-aware contextualization). The paper has 10, 20 or 30 ``documents``; by
-    default the length decides.
+    or in ``both`` places (the paper's query-aware contextualization). The paper has 10, 20 or 30 ``documents``, or 1
+    (its oracle setting); by default the length decides.
     """
 
     max_new_tokens = 100
     varies_depth = True
 
     def __init__(self, path: str | Path | None = None, documents: int | None = None, query: Query = "after") -> None:
-        if documents is not None and documents < 2:
-            raise ValueError(
-                f"`documents` must be 2 or more, because one of the passages has the answer; got {documents}."
-            )
         self.query = query
         self.name = "multi_document_qa" if query == "after" else f"multi_document_qa_query_{query}"
         self.documents = documents
@@ -75,7 +71,7 @@ class MultiDocumentQA(FittedTask):
             min_units=self.documents or 2,
             max_units=self.documents or self._passages or None,
             exhausted=too_few if self.documents is None else None,
-            depth=lambda count: place(depth, count - 1) / (count - 1),
+            depth=lambda count: place(depth, count - 1) / max(1, count - 1),
         )
 
     def _choose_question(self, index: int, seed: int) -> OpenQuestion:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from lightning_modules.training.checkpoints.io import describe_checkpoint, load_without_tensors
-from lightning_modules.utilities.files import write_atomically
+from lightning_modules.utilities.files import undamaged, write_atomically
 
 SPANS_FILE = "spans.json"
 """File in the folder of a resumed run with its spans."""
@@ -105,10 +105,8 @@ def read_spans(folder: Path) -> list[Span]:
     path = folder / SPANS_FILE
     if not path.is_file():
         return [Span(0, CONFIG_FILE, {})]
-    try:
+    with undamaged(path):
         return _parse_spans(path.read_bytes())
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"'{path}' is damaged ({error}): restore it from a backup, or delete it.") from error
 
 
 def _parse_spans(text: str | bytes) -> list[Span]:

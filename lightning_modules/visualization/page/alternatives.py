@@ -1,7 +1,7 @@
 """Likeliest candidates for each token in the long and the short context."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -51,13 +51,13 @@ def find_alternatives(
 ) -> Alternatives:
     """Find an evaluator's ``count`` likeliest candidates for each of the ``[N]`` tokens of a text; they are not stored.
 
+    A served evaluator does not rank other tokens, which `InspectConfig` refuses.
+
     Raises:
-        ValueError: If the evaluator is on a server, or a token id is beyond its embedding.
+        ValueError: If a token id is beyond the evaluator's embedding.
     """
     batch = evaluator.encode(text, name=name)
-    backbone = evaluator.backbone(device)
-    if not isinstance(backbone, Backbone):
-        raise ValueError(f"'{evaluator.name}' is a server, which does not rank other tokens.")
+    backbone = cast(Backbone, evaluator.backbone(device))
     backbone.check_batch(batch)
     both = long_and_short_alternatives(
         backbone,

@@ -117,17 +117,3 @@ def test_a_question_is_answered_in_one_place_only(length, low, high):
         assert [words[-3], words[words.index(value) - 2]] == [GET, SET]
         assert [i for i, word in enumerate(words[:-2]) if word == field] == [words.index(value) - 1]
         assert length < 100 or low * length - 2 <= words.index(value) <= high * length + 3
-
-
-@pytest.mark.parametrize(
-    ("refused", "named"),
-    [
-        (lambda: recall_documents(1, length=60, slot=3), "`slot`"),
-        (lambda: recall_documents(1, length=20, second_dialect=1.5), "`second_dialect`"),
-        (lambda: recall_questions(1, length=20, depth=(0.5, 1.1)), "`depth`"),
-        (lambda: recall_questions(1, length=7), "`length`"),
-    ],
-)
-def test_what_cannot_be_written_is_refused(refused, named):
-    with pytest.raises(ValueError, match=named):
-        next(refused())

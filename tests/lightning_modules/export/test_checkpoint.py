@@ -74,7 +74,7 @@ def test_adapters_are_merged_into_the_base_that_they_were_trained_on(kind, base,
     with pytest.raises(ValueError, match=base):
         export_checkpoint(*arguments, tokenizer=str(model_dir))
     shutil.rmtree(base)
-    with pytest.raises(ValueError, match=f"{base}.*kept"):
+    with pytest.raises(ValueError, match=f"No model at '{base}'"):
         export_checkpoint(*arguments, tokenizer=str(model_dir))
     assert not (tmp_path / "out").exists()
 

@@ -155,7 +155,7 @@ def test_a_model_for_mixed_precision_has_the_configured_residual_stream(autocast
 
 
 def test_attention_that_cannot_be_kept_and_other_words_are_refused():
-    with pytest.raises(ValueError, match=r"not 'eager'.*attn_implementation"):
+    with pytest.raises(ValueError, match=r"has 'eager'.*attn_implementation"):
         enable_checkpointing(build("llama", attention="eager"), "selective")
     enable_checkpointing(build("llama", attention="eager"), True)
 

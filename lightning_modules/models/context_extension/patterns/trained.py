@@ -141,14 +141,10 @@ def longnet_keys(segment_lengths: list[int], dilation_rates: list[int]) -> int:
 
 def check_dilation(segment_lengths: list[int], dilation_rates: list[int]) -> None:
     """Raise a ``ValueError`` for segments and rates that do not make dilated attention."""
-    if not 0 < len(segment_lengths) == len(dilation_rates):
+    multiples = all(longer > shorter and longer % shorter == 0 for shorter, longer in pairwise(segment_lengths))
+    # If the first rate is not 1, some tokens attend to nothing.
+    if not multiples or len(segment_lengths) != len(dilation_rates) or dilation_rates[:1] != [1]:
         raise ValueError(
-            f"`segment_lengths` and `dilation_rates` must have a number for each branch, got {len(segment_lengths)}"
-            f" and {len(dilation_rates)}."
+            "Each of `segment_lengths` must be a multiple of the previous one and have a number in `dilation_rates`,"
+            f" of which the first must be 1: got {segment_lengths} and {dilation_rates}."
         )
-    if dilation_rates[0] != 1:
-        raise ValueError(
-            f"The first of `dilation_rates` must be 1, or some tokens would attend to nothing; got {dilation_rates}."
-        )
-    if any(longer <= shorter or longer % shorter for shorter, longer in pairwise(segment_lengths)):
-        raise ValueError(f"Each of `segment_lengths` must be a multiple of the one before, got {segment_lengths}.")

@@ -63,7 +63,7 @@ USAGE_ERRORS = [
     ("fiit", "unknown command `fiit`"),
     ("score --model a --evaluator b missing.txt", "No file 'missing.txt'"),
     ("score --model a --evaluator b --stride x missing.txt", "stride"),
-    ("score --model a --evaluator b texts/", "'texts/' is a folder: pass its text files, such as texts/*.txt."),
+    ("score --model a --evaluator b texts/", "No file 'texts/': pass UTF-8 text files, one document each."),
     ("inspect --evaluator b missing.txt", "No file 'missing.txt'"),
     ("evaluate --model ./missing --output o", "No model at './missing'"),
     ("evaluate --model a --output o --mode x", "mode"),

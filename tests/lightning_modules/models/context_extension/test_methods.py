@@ -210,7 +210,7 @@ def test_wrong_settings(option, settings, tmp_path):
 @pytest.mark.parametrize("architecture", ["falcon", "gemma3_text", "gpt2", "opt"])
 def test_other_architectures(architecture):
     config = AutoConfig.for_model(architecture)
-    with pytest.raises(ValueError, match=f"supports models of type llama.*, not '{architecture}'"):
+    with pytest.raises(ValueError, match=f"'abf' supports llama.*, not '{architecture}': remove it"):
         ContextExtension("abf", 64, 512).apply(config)
 
 

@@ -255,8 +255,6 @@ def test_two_servers_must_have_the_same_model():
             vars(other).update(change)
             with pytest.raises(ValueError, match=r"nats differently|have different models"):
                 RemoteScorer([one.address, other.address], ServerConfig(**QUICK))
-        with pytest.raises(ValueError, match="named twice"):
-            RemoteScorer([one.address, f" {one.address}/"], ServerConfig(**QUICK))
 
 
 @pytest.mark.parametrize("fault", ["503", "500", "down"])
@@ -324,7 +322,7 @@ def test_the_key_is_sent_and_appears_nowhere(monkeypatch, caplog):
             scorer(random_batch([30]))
         assert "hunter2" not in str(caught.value)
         server.fault, server.key = None, "renewed"  # and the server repeats the old one in its answer
-        with pytest.raises(ValueError, match=r"MY_KEY.*valid key") as caught:
+        with pytest.raises(ValueError, match=r"key in.*MY_KEY") as caught:
             scorer(random_batch([30]))
     chain = f"{caught.value!r} {caught.value.__cause__!r} {caught.value.__context__!r}"
     assert "hunter2" not in chain + caplog.text + repr(config) + scorer.identity

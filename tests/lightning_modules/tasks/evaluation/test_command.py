@@ -122,7 +122,7 @@ def test_unusable_options_are_refused_before_the_model_is_loaded(
     guessing_dir, tmp_path, monkeypatch, option, value, named
 ):
     monkeypatch.setattr(command, "load_scorer", None)
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises((ValueError, FileNotFoundError), match=named):
         evaluate(**{"model": str(guessing_dir), "output": str(tmp_path / "out"), **TASKS, option: value})
 
 

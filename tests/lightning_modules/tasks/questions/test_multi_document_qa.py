@@ -99,6 +99,13 @@ def test_passages_of_other_questions_have_no_answer_and_do_not_repeat(tmp_path, 
     assert seen == {"0", "1"}
 
 
+def test_a_single_document_has_the_answer(prompter):
+    example = MultiDocumentQA(documents=1).example(prompter, 600, 0)
+    assert example.depth == 0
+    assert example.prompt.count("Document [") == 1
+    assert example.answers[0] in example.prompt
+
+
 def test_random_depths_cover_all_places(prompter):
     depths = [MultiDocumentQA(documents=10).example(prompter, 1500, index).depth for index in range(40)]
     assert {0, 1} < set(depths)
@@ -107,7 +114,7 @@ def test_random_depths_cover_all_places(prompter):
 
 @pytest.mark.parametrize(
     ("documents", "length", "message"),
-    [(1, 600, "documents"), (None, 50_000, "50000"), (500, 50_000, "500 passages"), (20, 200, "200")],
+    [(None, 50_000, "50000"), (500, 50_000, "500 passages"), (20, 200, "200")],
 )
 def test_impossible_numbers_of_documents_are_refused(nq_open, prompter, documents, length, message):
     with pytest.raises(ValueError, match=message):

@@ -144,7 +144,7 @@ def test_gradient_checkpointing_and_gradients_in_bf16(name, folder):
     assert torch.equal(gradients[False, "float32"], gradients[True, "float32"])
     cosine = torch.cosine_similarity(gradients[True, "float32"], gradients[True, "bfloat16"], dim=0)
     assert cosine > 0.99
-    with pytest.raises(ValueError, match=f"not the pattern '{name}': set `gradient_checkpointing: true`"):
+    with pytest.raises(ValueError, match=f"RoPE of type '{name}': set `gradient_checkpointing: true`"):
         enable_checkpointing(backbone.base_model, "selective")
 
 

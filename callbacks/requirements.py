@@ -1,8 +1,20 @@
-"""Refuse callbacks that log under the same names."""
+"""What callbacks require of the trainer and of its module."""
 
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_modules.long_context_lm import LongContextLM
+
+
+def require_long_context_lm(module: LightningModule, callback: Callback) -> LongContextLM:
+    """Return the module of a callback, or raise a ``ValueError`` if it is of another class."""
+    if not isinstance(module, LongContextLM):
+        raise ValueError(
+            f"The callback `{type(callback).__name__}` needs a `LongContextLM`, got a `{type(module).__name__}`: remove"
+            " the callback."
+        )
+    return module
 
 
 def check_names(trainer: Trainer, kind: type[Any]) -> int:
