@@ -32,6 +32,14 @@ def test_weights_carry_no_gradient(scores):
     torch.testing.assert_close(log_likelihood.grad, -weights.detach() * labels.ne(IGNORE_INDEX) / 13)
 
 
+def test_soft_influence_weights_each_token(scores):
+    log_likelihood = scores[0].double()
+    influence = 5 * torch.rand(2, 9, dtype=torch.float64)
+    pairs = [*zip(log_likelihood.flatten().tolist(), influence.flatten().tolist(), strict=True)]
+    mean = sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
+    assert float(long_perplexity(log_likelihood, influence)) == pytest.approx(math.exp(-mean))
+
+
 def test_perplexity_carries_no_gradient(scores):
     log_likelihood, influence = scores[0].requires_grad_(), torch.rand(2, 9, requires_grad=True)
     assert not long_perplexity(log_likelihood, influence).requires_grad
