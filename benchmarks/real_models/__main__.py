@@ -39,7 +39,7 @@ def main() -> None:
         elif options.part == "picture":
             make_pictures(options)
         else:
-            study = Study(options.models, options.data, options.work)
+            study = Study(options.models, options.data, options.work, device=options.device)
             getattr(study, options.part)()
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"error: {error}")
@@ -50,6 +50,9 @@ def add_study_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", type=Path, required=True, help="Folder that `fetch` wrote.")
     parser.add_argument("--data", type=Path, required=True, help="Folder with govreport, pg19, pile-arxiv, haystack.")
     parser.add_argument("--work", type=Path, required=True, help="Folder for what has been scored.")
+    parser.add_argument(
+        "--device", default="cpu", help="Device of the models, such as cuda; costs of steps are of CPUs."
+    )
 
 
 def add_picture_options(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ from benchmarks.real_models.questions import QuestionSheet
 from benchmarks.real_models.systems import LoadedSystem, System
 from benchmarks.real_models.texts import Text
 from benchmarks.token_weights import METHODS, Run, batch_of
-from lightning_modules.batch import PackedBatch
+from lightning_modules.batch import PackedBatch, batch_to
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone
@@ -134,7 +134,7 @@ class Examination:
                 mask[0] = False  # the first token has no context
                 losses.append([text.name, kind, float(loss[mask].sum()), int(mask.sum())])
             windows = own["token_ids"][: len(loss) // SHORT * SHORT].view(-1, SHORT)
-            short = -backbone(batch_of(windows))[:, 1:].double()
+            short = -backbone(batch_to(batch_of(windows), backbone.device))[:, 1:].double()
             losses.append([text.name, "short", float(short.sum()), short.numel()])
         right = [answer for sheet in self.sheets for answer in loaded.answers(sheet)]
         return {"losses": losses, "right": right}
@@ -159,21 +159,24 @@ def train(
     weights: Callable[[Sequence[PackedBatch]], Sequence[Tensor]],
     examination: Examination,
     steps: int,
+    *,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Train a model for some steps, and return its examination and the CPU seconds of its steps.
 
     ``weights`` returns the stored ones of each batch, and is called only by a weighting that needs them.
     """
     method = METHODS[arm.weighting]
-    loaded = LoadedSystem(System(MODEL, arm.path, context_extension=STARTS[arm.start]), models)
+    loaded = LoadedSystem(System(MODEL, arm.path, context_extension=STARTS[arm.start]), models, device=device)
     config = ModelConfig(loaded.file, dtype="float32", context_extension=STARTS[arm.start])
     torch.manual_seed(arm.seed)
-    backbone = load_backbone(config)
+    backbone = load_backbone(config, device=device).to(device)
     stored = weights(batches) if method.scorer == "evaluator" else [None] * steps
     run = Run(backbone, method, steps=steps, rate=arm.rate, window=K)
-    seconds = [
-        run.step(batch, number, own) for number, (batch, own) in enumerate(zip(batches[:steps], stored, strict=False))
-    ]
+    seconds = []
+    for number, (batch, own) in enumerate(zip(batches[:steps], stored, strict=False)):
+        moved = batch_to(batch, backbone.device)
+        seconds.append(run.step(moved, number, None if own is None else own.to(device)))
     loaded.use(backbone)
     return {"steps": steps, "step_seconds": statistics.median(seconds), **examination(backbone, loaded)}
 

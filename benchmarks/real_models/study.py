@@ -48,7 +48,7 @@ from benchmarks.real_models.systems import LoadedSystem, System, reuse_scores, s
 from benchmarks.real_models.tables import tabulate_anatomy, tabulate_correlate, tabulate_extend, tabulate_fine_tune
 from benchmarks.real_models.texts import LONG_BOOKS, Text, read_books, read_texts, read_validation_books
 from benchmarks.results import FOLDER, LIBRARIES, ROOT, describe_machine
-from lightning_modules.batch import PackedBatch
+from lightning_modules.batch import PackedBatch, batch_to
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator, score_text
 from lightning_modules.scoring.influence_transfer import compute_influence, make_transfer
@@ -93,6 +93,7 @@ class Study:
     data: Path
     work: Path
     kept: Path = FOLDER / "real"
+    device: str = "cpu"
 
     def evaluator(
         self, name: str, *, context_length: int = CONTEXT_LENGTH, stride: int = STRIDE, dtype: str = "auto"
@@ -116,7 +117,7 @@ class Study:
         scores = {}
         for text in texts:
             started = time.process_time()
-            scores[text.name] = evaluator.scores(text.text, name=text.name)
+            scores[text.name] = evaluator.scores(text.text, name=text.name, device=self.device)
             if (seconds := time.process_time() - started) > 1:
                 log.info("%s, %s: %.0f CPU s", Path(evaluator.name).stem, text.name, seconds)
         evaluator.release()
@@ -134,7 +135,7 @@ class Study:
         for text in texts:
             key = text_sha256(text.text)
             if key not in arrays:
-                computed = evaluator.scores(text.text, name=text.name)
+                computed = evaluator.scores(text.text, name=text.name, device=self.device)
                 log.info("%s, %s is scored.", name, text.name)
                 arrays = add_arrays(file, {key: torch.stack([computed.long, computed.short]).numpy()})
             batch = evaluator.encode(text.text, name=text.name)
@@ -153,7 +154,7 @@ class Study:
             reuse_scores(system, self.texts, evaluator.scores, self.work / "float32")
 
         def measure(system: System) -> dict[str, Any]:
-            score_system(system, self.models, self.texts, self.sheets, self.work / "float32")
+            score_system(system, self.models, self.texts, self.sheets, self.work / "float32", device=self.device)
             return measure_system(system, self.texts, self.sheets, evaluators, self.work / "float32")
 
         found = self._measure_each("correlate", SYSTEMS, measure)
@@ -197,7 +198,7 @@ class Study:
         evaluator = self.kept_scores(EVALUATORS[0], books)
 
         def measure(method: System) -> dict[str, Any]:
-            score_system(method, self.models, books, sheets, self.work / "float32")
+            score_system(method, self.models, books, sheets, self.work / "float32", device=self.device)
             return measure_method(method, books, evaluator, [sheet.name for sheet in sheets], self.work / "float32")
 
         found = self._measure_each("extend", METHODS, measure)
@@ -226,7 +227,7 @@ class Study:
             chosen = tuning if arm.seed == TUNING_SEED else examination
             weights = partial(self._stored_weights, tokenizer)
             count = steps[arm.weighting] if arm.budget == "CPU" else STEPS
-            return train(arm, self.models, batches(arm.seed), weights, chosen, count)
+            return train(arm, self.models, batches(arm.seed), weights, chosen, count, device=self.device)
 
         tuned = [name for name in WEIGHTINGS if not name.startswith("control")]
         found = self._measure_each("fine_tune", [arm for name in tuned for arm in tuning_arms(name)], measure)
@@ -249,8 +250,10 @@ class Study:
         keys = [combined_hash({"ids": repr(batch["input_ids"].tolist())}) for batch in batches]
         for key, batch in zip(keys, batches, strict=True):
             if key not in arrays:
+                backbone = evaluator.backbone(self.device)
                 with torch.no_grad():
-                    weights = weigh(batch, evaluator.backbone(), context_length=K, stride=K, gamma=GAMMA)
+                    moved = batch_to(batch, backbone.device)
+                    weights = weigh(moved, backbone, context_length=K, stride=K, gamma=GAMMA).cpu()
                 if not weights.isfinite().all():
                     raise FloatingPointError(f"Weights of '{EVALUATORS[0]}' are not finite: its file is damaged.")
                 arrays = add_arrays(file, {key: weights.numpy()})
@@ -275,7 +278,8 @@ class Study:
 
     def _score_rounded(self, bits: int, texts: Sequence[Text]) -> dict[str, TokenScores]:
         """Return the scores of the first evaluator with rounded weights, which the cache of longce does not know."""
-        loaded = LoadedSystem(System(EVALUATORS[0], f"evaluator {bits} bits", bits=bits), self.models, dtype="auto")
+        system = System(EVALUATORS[0], f"evaluator {bits} bits", bits=bits)
+        loaded = LoadedSystem(system, self.models, dtype="auto", device=self.device)
         scores = {}
         for text in texts:
             file = self.work / loaded.system.path / f"{text.name.replace(' ', '_')}.safetensors"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from benchmarks.real_models.questions import QuestionSheet
 from benchmarks.real_models.texts import Text
+from lightning_modules.batch import batch_to
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.loading.config import DType, ModelConfig
 from lightning_modules.models.loading.load import load_frozen
@@ -47,9 +48,10 @@ class System:
 class LoadedSystem:
     """A system whose weights are loaded when something has to be scored."""
 
-    def __init__(self, system: System, models: Path, *, dtype: DType = "float32") -> None:
+    def __init__(self, system: System, models: Path, *, dtype: DType = "float32", device: str = "cpu") -> None:
         self.system = system
         self.dtype = dtype
+        self.device = device
         self.file = str(models / f"{system.model}.gguf")
         self.tokenizer = load_tokenizer(self.file)
         self._backbone: Backbone | None = None
@@ -59,7 +61,7 @@ class LoadedSystem:
         """The model, loaded once."""
         if self._backbone is None:
             config = ModelConfig(self.file, dtype=self.dtype, context_extension=self.system.context_extension)
-            self._backbone = load_frozen(config, "cpu")
+            self._backbone = load_frozen(config, self.device)
             if self.system.bits is not None:
                 round_weights(self._backbone, self.system.bits)
         return self._backbone
@@ -74,7 +76,7 @@ class LoadedSystem:
         # Gemma is far worse without the special token at the front; the other tokenizers add none.
         document = encode_document(text.text, self.tokenizer, name=text.name, add_special_tokens=True)
         return {
-            "log_likelihood": self.backbone(document)[0].float(),
+            "log_likelihood": self.backbone(batch_to(document, self.backbone.device))[0].float().cpu(),
             "offsets": document["offsets"][0],
             "token_ids": document["input_ids"][0],
         }
@@ -104,10 +106,16 @@ def round_weights(backbone: Backbone, bits: int) -> None:
 
 
 def score_system(
-    system: System, models: Path, texts: Sequence[Text], sheets: Sequence[QuestionSheet], folder: Path
+    system: System,
+    models: Path,
+    texts: Sequence[Text],
+    sheets: Sequence[QuestionSheet],
+    folder: Path,
+    *,
+    device: str = "cpu",
 ) -> None:
     """Score texts and question sheets with a system, each into its own file; those that exist are kept."""
-    loaded = LoadedSystem(system, models)
+    loaded = LoadedSystem(system, models, device=device)
     place = folder / system.path
     for text in texts:
         file = _scores_file(system, text, folder)

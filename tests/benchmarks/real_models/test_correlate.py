@@ -113,8 +113,8 @@ def test_a_study_measures_what_the_command_measures(tmp_path, monkeypatch, corpu
 
 
 def _load_from(folder):
-    def load(self, system, models, dtype="float32"):
-        self.system, self.file, self.dtype, self._backbone = system, str(folder), dtype, None
+    def load(self, system, models, dtype="float32", device="cpu"):
+        self.system, self.file, self.dtype, self.device, self._backbone = system, str(folder), dtype, device, None
         self.tokenizer = load_tokenizer(str(folder))
 
     return load

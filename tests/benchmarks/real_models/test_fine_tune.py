@@ -28,7 +28,7 @@ from lightning_modules.scoring.evaluator import Evaluator
 
 @pytest.fixture
 def small(monkeypatch, model_dir):
-    def load(self, system, models, *, dtype="float32"):
+    def load(self, system, models, *, dtype="float32", device="cpu"):
         self.system, self.file, self.dtype, self._backbone = system, str(model_dir), dtype, None
         self.tokenizer = load_tokenizer(str(model_dir))
 
