@@ -37,6 +37,7 @@ import transformers
 from benchmarks.gpu.cases import CASES, Sizes, predict, predict_seconds
 from benchmarks.gpu.checks import NotAvailableError, evaluator_check, resume_check, step_checks
 from benchmarks.gpu.timing import measure_rates, profile_step, time_case
+from benchmarks.results import read_commit
 from lightning_modules.commands.plan.hardware import GPU, GPUS, RESULTS, Range
 from lightning_modules.commands.plan.memory import GIB
 from lightning_modules.utilities.files import write_atomically
@@ -120,9 +121,7 @@ def describe_run(gpu: GPU, device: str) -> dict[str, Any]:
         card = torch.cuda.get_device_name()
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
             driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0]
-    commit = "unknown"
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        commit = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
+    commit = read_commit()
     versions = {"python": platform.python_version(), **{library: version(library) for library in LIBRARIES}}
     date = datetime.now(UTC).date().isoformat()
     return {

@@ -57,7 +57,7 @@ def record(name: str, command: list[str], *, title: str, data: list[str], remark
     result = {
         "title": title,
         "command": shlex.join(command),
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": read_commit(),
         "date": started.date().isoformat(),
         "seconds": round((datetime.now(UTC) - started).total_seconds()),
         "machine": {**describe_machine(), "load_at_start": round(load, 1)},
@@ -68,6 +68,14 @@ def record(name: str, command: list[str], *, title: str, data: list[str], remark
     }
     write_atomically(FOLDER / f"{name}.json", (json.dumps(result, indent=1, ensure_ascii=False) + "\n").encode())
     return FOLDER / f"{name}.json"
+
+
+def read_commit() -> str:
+    """Return the commit of the checkout, or "unknown" in a copy without git's folder, as on a rented machine."""
+    try:
+        return _git("rev-parse", "HEAD")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def describe_machine() -> dict[str, Any]:

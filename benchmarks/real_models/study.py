@@ -4,7 +4,6 @@ import io
 import json
 import logging
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -47,7 +46,7 @@ from benchmarks.real_models.questions import QuestionSheet, make_sheets
 from benchmarks.real_models.systems import LoadedSystem, System, reuse_scores, score_system
 from benchmarks.real_models.tables import tabulate_anatomy, tabulate_correlate, tabulate_extend, tabulate_fine_tune
 from benchmarks.real_models.texts import LONG_BOOKS, Text, read_books, read_texts, read_validation_books
-from benchmarks.results import FOLDER, LIBRARIES, ROOT, describe_machine
+from benchmarks.results import FOLDER, LIBRARIES, describe_machine, read_commit
 from lightning_modules.batch import PackedBatch, batch_to
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator, score_text
@@ -268,7 +267,7 @@ class Study:
         found = _read_kept(file)
         for system in systems:
             if system.path not in found:
-                numbers = measure(system) | {"commit": _read_commit(), "machine": describe_machine()}
+                numbers = measure(system) | {"commit": read_commit(), "machine": describe_machine()}
                 file.parent.mkdir(parents=True, exist_ok=True)
                 with exclusive(file):  # another process may have kept others meanwhile
                     found = _read_kept(file) | {system.path: numbers}
@@ -298,7 +297,7 @@ class Study:
         result = {
             "title": title,
             "command": f"python -m benchmarks.real_models {name} --models .. --data .. --work ..",
-            "commit": _read_commit(),
+            "commit": read_commit(),
             "date": datetime.now(UTC).date().isoformat(),
             "seconds": None,
             "machine": describe_machine(),
@@ -334,8 +333,3 @@ def add_arrays(file: Path, added: dict[str, NDArray[np.float32]]) -> dict[str, N
 
 def _read_kept(file: Path) -> dict[str, dict[str, Any]]:
     return json.loads(file.read_text()) if file.exists() else {}
-
-
-def _read_commit() -> str:
-    command = ["git", "rev-parse", "HEAD"]
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
