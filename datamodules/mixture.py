@@ -94,12 +94,9 @@ class MixtureDataModule(PackedTextDataModule):
 
     @override
     def source(self, split: Split) -> Source | None:
-        raise ValueError("A mixture does not have documents: use those of its `modules`.")
-
-    @override
-    def training_rows(self) -> PackedRowDataset | None:
         raise ValueError(
-            "A mixture has sequences of several sources: inspect them, or compute token weights, one source at a time."
+            "A mixture has documents and sequences of several sources: inspect them, or compute token weights, one"
+            " source at a time."
         )
 
     @override

@@ -56,7 +56,7 @@ def _parquet_rows(
     first: int,
 ) -> Iterator[tuple[int, Parse]]:
     # The file system reads ahead. By default pyarrow would also buffer whole column chunks in memory.
-    try:
+    with _damage_named(file):
         table = opened_table(stream, file)
         names = table.schema_arrow.names
         if text_columns and not set(text_columns) & set(names):
@@ -69,14 +69,18 @@ def _parquet_rows(
                 if wanted(first + index):
                     yield first + index, partial(_parse_row, batch, index, f"{file}:{first + index}")
             first += batch.num_rows
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{file}: the parquet file is damaged ({error}). Download it again.") from error
 
 
 def _parse_row(batch: pyarrow.RecordBatch, index: int, place: str) -> dict[str, Any]:
-    try:
+    with _damage_named(place):
         return {name: batch.column(name)[index].as_py() for name in batch.schema.names}
-    except UnicodeDecodeError as error:
+
+
+@contextmanager
+def _damage_named(place: object) -> Iterator[None]:
+    try:
+        yield
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise ValueError(f"{place}: the parquet file is damaged ({error}). Download it again.") from error
 
 

@@ -3,7 +3,8 @@
 import json
 import logging
 import zlib
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -44,15 +45,13 @@ class TokenStore:
     folder: Path
 
     def __post_init__(self) -> None:
-        try:
+        with _damage_named(self.folder):
             for name, size in self.manifest["bytes"].items():
                 if (found := (self.folder / name).stat().st_size) != size:
                     raise ValueError(f"{name} has {found:,} of {size:,} bytes")
             for name in self.manifest["crc32"]:
                 if name != TOKENS:
                     self._check_content(name)
-        except (OSError, ValueError) as error:
-            raise ValueError(_damage_message(self.folder, error)) from error
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
@@ -86,14 +85,12 @@ class TokenStore:
 
     def verify(self) -> None:
         """Compare the tokens with their checksum, unless inodes, sizes and times are those of the last verification."""
-        try:
+        with _damage_named(self.folder):
             state = {name: file_state(self.folder / name) for name in _CONTENT}
             with suppress(OSError, ValueError):  # the file is missing or torn
                 if state == json.loads((self.folder / VERIFIED).read_text()):
                     return
             self._check_content(TOKENS)
-        except (OSError, ValueError) as error:
-            raise ValueError(_damage_message(self.folder, error)) from error
         with suppress(OSError):  # the store may belong to another user
             (self.folder / VERIFIED).write_text(json.dumps(state))
 
@@ -142,8 +139,13 @@ def _open_verified(folder: Path) -> TokenStore:
     return store
 
 
-def _damage_message(folder: Path, reason: Exception) -> str:
-    return f"The token store {folder} is damaged ({reason}). Start the run again to rebuild it."
+@contextmanager
+def _damage_named(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        remedy = "Start the run again to rebuild it."
+        raise ValueError(f"The token store {folder} is damaged ({error}). {remedy}") from error
 
 
 def _make_recipe(source: Source, tokenizer: PreTrainedTokenizerFast, add_special_tokens: bool) -> dict[str, Any]:

@@ -60,13 +60,11 @@ def fit_power_law(context: Tensor, loss: Tensor) -> PowerLaw:
     """
     context, loss = context.double(), loss.double()
     finite = torch.isfinite(context).all() and torch.isfinite(loss).all() and (context > 0).all()
-    if context.shape != loss.shape or context.ndim != 1 or not finite:
+    if context.shape != loss.shape or context.ndim != 1 or not finite or len(context.unique()) < 3:
         raise ValueError(
             f"`context` and `loss` must both be [N], got {list(context.shape)} and {list(loss.shape)}, and finite, and"
-            " `context` above 0: omit lengths without a measurement."
+            " `context` above 0, with 3 different lengths or more: omit lengths without a measurement."
         )
-    if len(context.unique()) < 3:
-        raise ValueError(f"A power law has 3 parameters: give at least 3 context lengths, got {len(context.unique())}.")
     # 1. Search the exponent on a grid, again and again on a finer one around the best.
     exponents = _EXPONENTS
     for _ in range(_REFINEMENTS):

@@ -90,8 +90,14 @@ def _check_quantization(loading: ModelConfig, config: PreTrainedConfig, *, fits:
     if loading.quantization is not None:
         check_quantization(loading.pretrained_model_name_or_path, config)
         quantization_config(loading.quantization, compute_dtype=torch.float32)
+    if fits:
+        check_trainable(loading, config)
+
+
+def check_trainable(loading: ModelConfig, config: PreTrainedConfig) -> None:
+    """Raise a ``ValueError`` for full training of quantized weights."""
     quantized = loading.quantization is not None or getattr(config, "quantization_config", None) is not None
-    if fits and quantized and loading.lora is None:
+    if quantized and loading.lora is None:
         raise ValueError("Quantized weights cannot be trained: set `model.lora` to train adapters instead.")
 
 

@@ -59,9 +59,8 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             os.fsync(stream.fileno())
         os.replace(temporary, path)
         to_disk(path.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)  # there is none after a success
 
 
 def create_file(folder: Path, prefix: str, suffix: str = "") -> tuple[int, Path]:

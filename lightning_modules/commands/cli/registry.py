@@ -114,11 +114,12 @@ def data_command(arguments: Sequence[str]) -> None:
     sys.argv[1:] = arguments[2:]
     cli = PartCLI(add_data_options)
     options = cli.config
-    if options.get("data") is None:
-        raise ValueError("`data` is missing: set the data module to inspect, as for `longce fit`.")
-    module = cli.make("data")
+    module: Any = None if options.get("data") is None else cli.make("data")
     if not callable(getattr(module, "inspect", None)):
-        raise ValueError(f"`longce data inspect` needs packed training sequences, which {type(module).__name__} lacks.")
+        raise ValueError(
+            "`longce data inspect` needs packed training sequences: set `data` to a module that has them, as for"
+            f" `longce fit`, instead of {'nothing' if module is None else type(module).__name__}."
+        )
     sys.stdout.write(
         module.inspect(options.rows or None, count=options.count, width=options.width, names=options.names)
     )

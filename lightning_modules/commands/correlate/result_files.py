@@ -212,17 +212,16 @@ _READERS = (
 def _csv_entries(file: Path, text: str) -> list[Measured]:
     rows = csv.DictReader(io.StringIO(text, newline=""))
     rows.fieldnames = names = [name.strip() for name in rows.fieldnames or ()]
-    if "model" not in names or len(set(names)) < len(names):
-        raise ValueError(f"it has no column 'model', or duplicate columns: {names}")
+    records = [(rows.line_num, row) for row in rows]
+    if "model" not in names or len(set(names)) < len(names) or not records:
+        raise ValueError(f"it must have a column 'model', no column twice, and a row for each model; it has {names}")
     entries = []
-    for row in rows:
-        place = f"{file}:{rows.line_num}"
+    for number, row in records:
+        place = f"{file}:{number}"
         if None in row:
             raise ValueError(f"{place} has more than {len(names)} cells: quote cells that contain a comma")
         values = {name: cell.strip() for name, cell in row.items() if cell and cell.strip()}
         entries.append(_parse_values(place, values.pop("model", ""), values))
-    if not entries:
-        raise ValueError("it has columns but no model")
     return entries
 
 

@@ -15,7 +15,7 @@ from lightning_modules.models.loading.config import ModelConfig, is_served
 from lightning_modules.models.loading.dtypes import stored_dtype
 from lightning_modules.models.loading.load import load_config
 from lightning_modules.objectives import Scheduled
-from lightning_modules.training.preflight import check_influence, check_sequence_parallelism
+from lightning_modules.training.preflight import check_influence, check_sequence_parallelism, check_trainable
 from lightning_modules.training.sequence_parallel import check_processes
 
 # Type of the weights, unless `model.dtype` decides it, and type of the matrix products in mixed precision.
@@ -77,8 +77,7 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         raise ValueError(f"`longce plan` does not support `trainer.precision` '{precision}', only {[*_PRECISIONS]}.")
     cast, autocast = _PRECISIONS[precision]
     quantization, checkpointing = loading.quantization, loading.gradient_checkpointing
-    if quantization is not None and loading.lora is None:
-        raise ValueError("Quantized weights cannot be trained: set `model.lora` to train adapters.")
+    check_trainable(loading, config)
     # A class of the user may have no such argument; it then has the default optimizer.
     optimizer, settings = _read_component(parsed["model"].get("init_args", parsed["model"]).get("optimizer", "AdamW"))
     moments = 1.0 if settings.get("momentum") else _MOMENTS.get(optimizer, 2.0)

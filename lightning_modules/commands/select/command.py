@@ -81,10 +81,11 @@ def _check_options(shards: ScoreShards, config: SelectConfig) -> None:
     if not (pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind)):
         raise ValueError(f"`rank_by` must be a numeric column, but '{config.rank_by}' has type {kind}.")
     kind = pyarrow.string() if config.by == FOLDER else schema.field(config.by).type
-    if pyarrow.types.is_nested(kind):
-        raise ValueError(f"`by` must name a source, but column '{config.by}' has type {kind}.")
-    if config.mixture is not None and (config.by == FOLDER or not pyarrow.types.is_string(kind)):
-        raise ValueError(f"`mixture` needs a column of text that names the sources, but `by` is '{config.by}'.")
+    names_sources = config.by != FOLDER and pyarrow.types.is_string(kind)
+    if pyarrow.types.is_nested(kind) or (config.mixture is not None and not names_sources):
+        raise ValueError(
+            f"`by` must be a column that names sources, for `mixture` one of text, but is '{config.by}' of type {kind}."
+        )
     if (config.unique or config.mixture is not None) and TEXT_HASH not in schema.names:
         option = "unique" if config.unique else "mixture"
         raise ValueError(f"`{option}` needs the column `{TEXT_HASH}`, which these scores lack: score the corpus again.")

@@ -1,10 +1,11 @@
 """Checks of a model's config and files before its weights are read, and of its scores before they are used."""
 
+import contextlib
 import json
 import logging
 import math
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +98,20 @@ def check_weight_files(folder: str) -> None:
 
 def _check_pickles(files: list[Path]) -> None:
     for file in files:
-        try:
+        # An old format, which cannot be mapped, is checked when it is loaded.
+        with contextlib.suppress(RuntimeError), pickles_refused(file):
             torch.load(file, map_location="meta", mmap=True, weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise ValueError(
-                f"The weights '{file}' cannot be used: the file {refused_pickle(error)}. Use a model with .safetensors"
-                " files."
-            ) from error
-        except RuntimeError:  # an old format, which cannot be mapped: it is checked when it is loaded
-            continue
+
+
+@contextlib.contextmanager
+def pickles_refused(path: str | Path) -> Iterator[None]:
+    """Name the weights and the remedy where torch refuses to unpickle them."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"The weights '{path}' cannot be used: a file {refused_pickle(error)}. Use a model with .safetensors files."
+        ) from error
 
 
 def _read_index(index: Path) -> set[str]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt
+
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 """Dtype of the weights; ``auto`` keeps the stored one."""
 
@@ -34,17 +36,12 @@ class ServerConfig:
     model: str | None = None
     claim: str | None = None
     key_variable: str = "LONGCE_API_KEY"
-    concurrency: int = 16
-    timeout: float = 600.0
-    patience: float = 600.0
+    concurrency: PositiveInt = 16
+    timeout: PositiveFloat = 600.0
+    patience: NonNegativeFloat = 600.0
     allow_http: bool = False
 
     def __post_init__(self) -> None:
-        if not (1 <= self.concurrency <= 1024 and self.timeout > 0 and self.patience >= 0):
-            raise ValueError(
-                "`server.concurrency` must be from 1 to 1024, `server.timeout` above 0 and `server.patience` 0 or more,"
-                f" got {self.concurrency}, {self.timeout} and {self.patience}."
-            )
         if not re.fullmatch(r"[A-Za-z_]\w*", self.key_variable):  # without the value, which may be the key itself
             raise ValueError("`server.key_variable` must be the name of an environment variable, not the key.")
 

@@ -1,8 +1,8 @@
 """Identity of a stored model: a hash of weights, config, tokenizer, chat templates and code."""
 
 import json
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -98,26 +98,29 @@ def check_same_model(identity: str, config: ModelConfig) -> None:
 
 def hub_commit(name: str, revision: str | None = None, *, fetched: bool = False) -> str:
     """Return the commit of a model on the hub, or of the cached version if offline or ``fetched``."""
-    try:
+    with _model_named(name, revision):
         local = fetched or is_offline_mode()
         return resolve_revision(name, revision=revision, local_files_only=local).resolved
+
+
+@contextmanager
+def _model_named(name: str, revision: str | None) -> Iterator[None]:
+    """Name the model in errors of the hub."""
+    try:
+        yield
     except (OSError, ValueError, RevisionResolutionError) as error:
-        raise ValueError(_describe_failure(name, revision, error)) from error
-
-
-def _describe_failure(name: str, revision: str | None, error: Exception) -> str:
-    reason = str(error).strip().splitlines()[0]
-    return (
-        f"The model '{name}' (revision {revision or 'main'}) cannot be identified: {reason.rstrip('.')}."
-        f" Download it where there is a network (`hf download {name}`), or give a local folder or another hub id."
-    )
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"The model '{name}' (revision {revision or 'main'}) cannot be identified: {reason.rstrip('.')}."
+            f" Download it where there is a network (`hf download {name}`), or give a local folder or another hub id."
+        ) from error
 
 
 def _download_snapshot(name: str, revision: str | None, with_code: bool) -> Path:
     """Download all files that may be loaded; files downloaded later would change the identity."""
     fetch = partial(snapshot_download, name, revision=hub_commit(name, revision))
     others = ["*/*", "pytorch_model*", "consolidated*", *_UNUSED_FILES]  # in folders, or in other formats
-    try:
+    with _model_named(name, revision):
         if is_offline_mode():
             return Path(fetch(allow_patterns=[], local_files_only=True))  # whatever is in the cache
         # Two steps, because the config names weights that no pattern covers.
@@ -127,8 +130,6 @@ def _download_snapshot(name: str, revision: str | None, with_code: bool) -> Path
         pickles = [] if any((folder / weights).exists() for weights in _SAFETENSORS) else ["pytorch_model*"]
         code = ["*.py"] if with_code else []
         return Path(fetch(allow_patterns=["additional_chat_templates/*", *named, *pickles, *code]))
-    except (OSError, ValueError) as error:
-        raise ValueError(_describe_failure(name, revision, error)) from error
 
 
 def _find_loaded_files(folder: Path, with_code: bool) -> list[Path]:

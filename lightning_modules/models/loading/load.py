@@ -4,7 +4,7 @@ import contextlib
 import importlib.util
 import logging
 import os
-import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -20,7 +20,13 @@ from lightning_modules.models.context_extension.methods import extend_config
 from lightning_modules.models.context_extension.rope_types import own_type
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
 from lightning_modules.models.loading.adapters import add_adapters, find_adapters, load_adapters, quantization_config
-from lightning_modules.models.loading.checks import check_config, check_scoring, check_sizes, check_weight_files
+from lightning_modules.models.loading.checks import (
+    check_config,
+    check_scoring,
+    check_sizes,
+    check_weight_files,
+    pickles_refused,
+)
 from lightning_modules.models.loading.config import ModelConfig, is_served
 from lightning_modules.models.loading.dtypes import report_dtype, scoring_config, stored_dtype
 from lightning_modules.models.loading.gguf import model_folder
@@ -29,7 +35,7 @@ from lightning_modules.models.progress import report_progress
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.served.scorer import connect
 from lightning_modules.models.tokenization.tokenizer import not_loaded
-from lightning_modules.utilities.errors import did_you_mean, refused_pickle
+from lightning_modules.utilities.errors import did_you_mean
 
 log = logging.getLogger(__name__)
 
@@ -120,10 +126,12 @@ def has_weights(pretrained_model_name_or_path: str | None) -> TypeGuard[str]:
 
 def check_quantization(pretrained_model_name_or_path: str | None, config: PreTrainedConfig) -> None:
     """Raise a ``ValueError`` if there are no stored weights to quantize, or they are already quantized."""
-    if not has_weights(pretrained_model_name_or_path):
-        raise ValueError("`quantization` needs stored weights: set a hub id or a folder, or remove `quantization`.")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"'{pretrained_model_name_or_path}' is stored with quantized weights: remove `quantization`.")
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    if is_quantized or not has_weights(pretrained_model_name_or_path):
+        raise ValueError(
+            "`quantization` needs stored weights that are not quantized, which"
+            f" '{pretrained_model_name_or_path}' does not have: set another hub id or folder, or remove `quantization`."
+        )
 
 
 def load_config(config: ModelConfig) -> PreTrainedConfig:
@@ -147,10 +155,8 @@ def load_config(config: ModelConfig) -> PreTrainedConfig:
     check_config(loaded, trust_remote_code=config.trust_remote_code)
     # Before the model is built: a later change would be saved, but have no effect.
     extend_config(loaded, config.context_extension)
-    try:
+    with _model_config_named(overrides):
         loaded.validate()
-    except Exception as error:
-        raise ValueError(f"`model_config` = {overrides} is not a valid config: {_join_lines(error)}") from error
     return loaded
 
 
@@ -167,11 +173,18 @@ def _load_stored_config(config: ModelConfig) -> PreTrainedConfig:
 
 def _make_config(overrides: dict[str, Any]) -> PreTrainedConfig:
     """Build a config from its values alone."""
-    try:
+    with _model_config_named(overrides):
         known = AutoConfig.for_model(overrides["model_type"])
         _check_keys(overrides, known)
         return AutoConfig.for_model(**overrides)
-    except Exception as error:  # as above
+
+
+@contextlib.contextmanager
+def _model_config_named(overrides: dict[str, Any]) -> Iterator[None]:
+    """Name `model_config` in errors of transformers, which raises all kinds of them for wrong values."""
+    try:
+        yield
+    except Exception as error:
         raise ValueError(f"`model_config` = {overrides} is not a valid config: {_join_lines(error)}") from error
 
 
@@ -273,16 +286,12 @@ def _load_weights(
     path = model_folder(path)
     check_weight_files(path)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path, config=config, revision=revision, output_loading_info=True, **settings
-        )
+        with pickles_refused(path):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path, config=config, revision=revision, output_loading_info=True, **settings
+            )
     except (ValueError, MemoryError, torch.OutOfMemoryError):
         raise
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"The weights of '{path}' cannot be used: a file {refused_pickle(error)}."
-            " Use a model with .safetensors files."
-        ) from error
     except Exception as error:  # transformers raises all kinds of errors for a wrong config
         if "mismatched" in str(error):
             error = ValueError("the shapes of its tensors do not match its config, see the table above")

@@ -91,14 +91,19 @@ def token_texts(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> list[
     return texts
 
 
+_DECODERS = {"ByteLevel", "ByteFallback", "Replace", "Metaspace", "Fuse", "Strip"}
+
+
 def _converter(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
     """Return a function from a token of the vocabulary to the bytes it adds to a text."""
     parts = [] if decoder is None else decoder.get("decoders", [decoder])
     kinds = {part["type"] for part in parts}
-    if unknown := kinds - {"ByteLevel", "ByteFallback", "Replace", "Metaspace", "Fuse", "Strip"}:
+    # A regular expression may match across tokens.
+    unknown = [part for part in parts if part["type"] not in _DECODERS or "Regex" in part.get("pattern", {})]
+    if unknown:
         raise ValueError(
-            f"Tokens of a tokenizer with a decoder of type {unknown.pop()} cannot be decoded one by one: choose an"
-            " evaluator with the same tokenizer."
+            f"Tokens of a tokenizer with the decoder {unknown[0]} cannot be decoded one by one: choose an evaluator"
+            " with the same tokenizer."
         )
     if "ByteLevel" in kinds:
         byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
@@ -114,10 +119,6 @@ def _converter(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
 def _replacement(part: dict[str, Any]) -> tuple[str, str]:
     if part["type"] == "Metaspace":
         return part["replacement"], " "
-    if "String" not in part["pattern"]:
-        raise ValueError(
-            f"Tokens of a tokenizer that replaces a pattern ({part['pattern']}) cannot be decoded one by one."
-        )
     return part["pattern"]["String"], part["content"]
 
 

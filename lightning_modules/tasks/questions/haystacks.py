@@ -8,6 +8,7 @@ from itertools import count, islice
 from pathlib import Path
 
 from lightning_modules.tasks.questions.words import ADJECTIVES, NOUNS
+from lightning_modules.utilities.text_files import read_text
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """The line that RULER's `noise` haystack repeats (there called `repeat`), first used by Mohtashami and Jaggi (2023)."""
@@ -42,15 +43,17 @@ class Essays:
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self.folder = folder
-        self._source = _synthetic_prose() if folder is None else _prose_of(_text_files(Path(folder)))
+        self._source = _synthetic_prose() if folder is None else _prose_of(sorted(Path(folder).glob("*.txt")))
         self._sentences: list[str] = []
+        if folder is not None:
+            self.sentences(1)  # refuses a folder without prose now, and not in the middle of an evaluation
 
     def sentences(self, count: int, start: int = 0) -> list[str]:
         """Return ``count`` sentences from index ``start`` on."""
         self._sentences += islice(self._source, max(0, start + count - len(self._sentences)))
         size = len(self._sentences)
         if not size:
-            raise ValueError(f"The text files in '{self.folder}' are empty: the haystack needs prose.")
+            raise ValueError(f"The haystack '{self.folder}' must be a folder with .txt files of prose.")
         return [self._sentences[number % size] for number in range(start, start + count)]
 
 
@@ -62,18 +65,7 @@ def _synthetic_prose() -> Iterator[str]:
 
 def _prose_of(files: list[Path]) -> Iterator[str]:
     for file in files:
-        try:
-            text = file.read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"The haystack file '{file}' is not UTF-8 ({error}): convert it.") from None
-        yield from split_sentences(text)
-
-
-def _text_files(folder: Path) -> list[Path]:
-    files = sorted(folder.glob("*.txt"))
-    if not files:
-        raise ValueError(f"The haystack '{folder}' must be a folder with .txt files of prose.")
-    return files
+        yield from split_sentences(read_text(str(file), may_be_blank=True))
 
 
 _SENTENCE_END = re.compile(

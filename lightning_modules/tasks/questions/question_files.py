@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+_Question = TypeVar("_Question")
 
 
 class DocumentQuestion(NamedTuple):
@@ -89,10 +91,7 @@ def read_nq_open(path: str | Path) -> tuple[OpenQuestion, ...]:
     its retrieval results. The place of the gold passage in the file does not matter.
     """
     with _expect(path, "Lost in the Middle, which has JSON with `question`, `answers`, `ctxs` in each line"):
-        questions = tuple(_open_question(json.loads(line)) for line in _read(path).split(b"\n") if line.strip())
-        if not questions:
-            raise ValueError("it has no question")
-        return questions
+        return tuple(_any(_open_question(json.loads(line)) for line in _read(path).split(b"\n") if line.strip()))
 
 
 def _open_question(record: Any) -> OpenQuestion:
@@ -126,10 +125,14 @@ def _read(path: str | Path) -> bytes:
 
 def _collect(documents: list[str], questions: list[DocumentQuestion]) -> Collection:
     """Return the questions that have an answer and documents."""
-    usable = [question for question in questions if question.answers and question.documents]
-    if not usable:
+    return Collection(documents, _any(question for question in questions if question.answers and question.documents))
+
+
+def _any(questions: Iterable[_Question]) -> list[_Question]:
+    found = list(questions)
+    if not found:
         raise ValueError("it has no question with an answer")
-    return Collection(documents, usable)
+    return found
 
 
 def _distinct_answers(texts: Iterable[str]) -> tuple[str, ...]:

@@ -95,14 +95,16 @@ def check_checkpoint(path: str | Path, option: str = "ckpt_path", *, resume: boo
 
     The error names the newest intact one in the same folder. To ``resume``, weights alone are not sufficient.
     """
-    if (problem := _find_fault(path, resume)) is not None:
-        raise _load_error(path, problem, option)
+    _refuse(path, _find_fault(path, resume), option)
 
 
 def check_integrity(path: str | Path, option: str = "ckpt_path") -> None:
     """Compare a checkpoint with its checksums. All processes must call it: they share the work and the outcome."""
     own = find_damage(path) or find_content_damage(Path(path), *rank_and_size())
-    problem = next((problem for problem in gathered(own) if problem is not None), None)
+    _refuse(path, next((problem for problem in gathered(own) if problem is not None), None), option)
+
+
+def _refuse(path: str | Path, problem: str | None, option: str) -> None:
     if problem is not None:
         raise _load_error(path, problem, option)
 

@@ -66,8 +66,8 @@ def test_the_interval_covers_the_exponent_in_95_of_100_samples_or_a_few_more():
 @pytest.mark.parametrize(
     ("context", "loss", "message"),
     [
-        ([1.0, 2.0], [1.0, 2.0], "at least 3 context lengths, got 2"),
-        ([1.0, 2.0, 2.0], [1.0, 2.0, 3.0], "got 2"),
+        ([1.0, 2.0], [1.0, 2.0], "3 different lengths"),
+        ([1.0, 2.0, 2.0], [1.0, 2.0, 3.0], "3 different lengths"),
         ([0.0, 2.0, 3.0], [1.0, 2.0, 3.0], "above 0"),
         ([1.0, 2.0, 3.0], [1.0, math.nan, 3.0], "finite"),
         ([1.0, 2.0, 3.0], [1.0, 2.0], r"\[3\] and \[2\]"),

@@ -139,7 +139,7 @@ BAD_FILES = [
     ("a.json", '{"longppl": 2, "perplexity": 3, "documents": []}', "a.json does not name its model"),
     ("a.csv", "name\n", "'model'"),
     ("a.csv", "model,x\n", "a.csv"),
-    ("a.csv", "model,x,x\na,1,2\n", "duplicate columns"),
+    ("a.csv", "model,x,x\na,1,2\n", "no column twice"),
     ("a.csv", "model,x\na,1,7\n", "a.csv:2"),
     ("a.csv", "model,x\na,1\n ,2\n", "a.csv:3"),
 ]

@@ -350,5 +350,5 @@ def test_the_page_is_that_of_the_selected_documents(scored):
     assert "15 documents that meet <code>tokens &gt; 20</code>" in content
     assert "Context ladder" in content
     assert "Documents by key-token ratio, sources stacked" in content
-    with pytest.raises(ValueError, match=r"`mixture` needs a column of text .* `by` is 'folder'"):
+    with pytest.raises(ValueError, match=r"for `mixture` one of text, but is 'folder'"):
         select(str(scored / "scores"), by="folder", output=str(scored / "d.jsonl"), mixture=str(scored / "m.yaml"))

@@ -48,12 +48,11 @@ def test_essays_are_read_only_as_far_as_needed(tmp_path):
 
 
 def test_folders_without_text_are_refused(tmp_path):
-    for folder in (tmp_path / "nowhere", tmp_path):
-        with pytest.raises(ValueError, match=str(folder)):
-            Essays(folder)
-    (tmp_path / "a.txt").write_text("\n")
-    with pytest.raises(ValueError, match=str(tmp_path)):
-        Essays(tmp_path).sentences(1)
+    (tmp_path / "blank").mkdir()
+    (tmp_path / "blank" / "a.txt").write_text("\n")
+    for name in ("nowhere", ".", "blank"):
+        with pytest.raises(ValueError, match=str(tmp_path / name)):
+            Essays(tmp_path / name)
 
 
 def test_synthetic_essays_are_endless_and_have_no_answer():
