@@ -87,6 +87,15 @@ def test_interpolated_is_a_mean_with_cross_entropy_and_keeps_what_is_at_the_cap(
     assert torch.equal(found, at_cap | (share == 1))
 
 
+def test_weights_carry_no_gradient_whatever_an_objective_computes():
+    class Likelihood(LongCE):
+        def token_weights(self, long, short, batch):
+            return long.exp()
+
+    long = PAIR[0].clone().requires_grad_()
+    assert not Likelihood()(long, None, BATCH).requires_grad
+
+
 def test_wrappers_are_like_what_they_wrap():
     for wrap in (Interpolated, Normalized, Scheduled):
         assert wrap(LongCE()).uses_short_context
@@ -177,6 +186,8 @@ def test_sparse_weights_of_a_fraction_and_means_over_each_sequence():
     objective = Normalized(Sparse(fraction=0.25), "sequence")
     assert not objective.pointwise
     assert not objective.normalized
+    assert Normalized(LongCE(), "sequence").largest_weight is None
+    assert Normalized(LongCE()).largest_weight == 5.0
     chosen = Sparse(fraction=0.25).token_weights(*PAIR, BATCH)
     assert torch.equal(chosen, top_fraction_weights(*PAIR, scored, fraction=0.25))
     assert chosen.sum(-1).tolist() == [12, 12]
