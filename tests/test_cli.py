@@ -359,7 +359,7 @@ def test_data_inspect_shows_the_rows_of_fit_and_loads_no_model(experiment, monke
     for option, value in (("rows", "9999"), ("width", "0"), ("data.packing", "worst_fit")):
         assert option.rpartition(".")[2].rstrip("s") in refused(*settings, f"--{option}", value)
     assert "`longce data inspect`" in refused("data", "show")
-    assert "set the data module" in refused("data", "inspect", "-c", BASE)
+    assert "set `data` to a module that has them" in refused("data", "inspect", "-c", BASE)
 
 
 @pytest.mark.parametrize("config", EXPERIMENTS, ids=lambda path: f"{path.parent.name}-{path.stem}")

@@ -70,8 +70,11 @@ class InfluenceStore:
     def header(self) -> dict[str, Any]:
         """Header with statistics of the weights and, under ``made_from``, everything they depend on."""
         header = read_header(self.folder)
-        if header is None:
-            raise ValueError(f"There are no token weights in '{self.folder}'. {_REMEDY}")
+        kinds: dict[str, type] = {"complete": bool, "tokens": int, "made_from": dict}
+        if header is None or any(not isinstance(header.get(name), kind) for name, kind in kinds.items()):
+            raise ValueError(
+                f"There are no token weights in '{self.folder}', or no whole '{HEADER}' of them. {_REMEDY}"
+            )
         return header
 
     @cached_property

@@ -7,8 +7,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt
-
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 """Dtype of the weights; ``auto`` keeps the stored one."""
 
@@ -36,14 +34,19 @@ class ServerConfig:
     model: str | None = None
     claim: str | None = None
     key_variable: str = "LONGCE_API_KEY"
-    concurrency: PositiveInt = 16
-    timeout: PositiveFloat = 600.0
-    patience: NonNegativeFloat = 600.0
+    concurrency: int = 16
+    timeout: float = 600.0
+    patience: float = 600.0
     allow_http: bool = False
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z_]\w*", self.key_variable):  # without the value, which may be the key itself
             raise ValueError("`server.key_variable` must be the name of an environment variable, not the key.")
+        if self.concurrency < 1 or self.timeout <= 0 or self.patience < 0:
+            raise ValueError(
+                "`server` needs `concurrency` of 1 or more, a `timeout` above 0 and a `patience` of 0 or more, got"
+                f" {self.concurrency}, {self.timeout} and {self.patience}."
+            )
 
 
 def is_served(pretrained_model_name_or_path: str | None) -> bool:
