@@ -137,13 +137,11 @@ class InfluenceTrainer(Trainer):
 
     def _check_settings(self, model: LongContextLM, datamodule: LightningDataModule) -> dict[str, Any]:
         """Return the settings of the weights, after all checks that need no model or data."""
-        if not isinstance(model, LongContextLM):
-            raise ValueError(f"`longce influence` needs a `LongContextLM`, got a `{type(model).__name__}`.")
-        objective = unwrap(model.objective)
+        objective = unwrap(model.objective) if isinstance(model, LongContextLM) else None
         if not isinstance(objective, (LongCE, StoredInfluence)):
             raise ValueError(
-                f"`longce influence` computes the token weights of LongCE, but `model.objective` is"
-                f" {type(objective).__name__}: set it to LongCE or StoredInfluence."
+                "`longce influence` computes the token weights of a `LongContextLM` whose `model.objective` is LongCE or"
+                f" StoredInfluence, got {type(model if objective is None else objective).__name__}."
             )
         if not callable(getattr(datamodule, "influence_rows", None)):
             raise ValueError(
