@@ -17,8 +17,8 @@ import pytest
 LIMIT = 1.0
 """CPU seconds of a test that is not marked slow, without its fixtures."""
 
-TOLERANCE = 3.0
-"""How many times the limit a test may take: the same test has taken 1.5 s and 2.2 s on idle machines."""
+TOLERANCE = 5.0
+"""How many times the limit a test may take: the same test has taken 1.5 s on an idle machine and 4 s on a busy one."""
 
 GATES = {}
 """Outcome, seconds and measured values of each `long` test of this run."""

@@ -129,6 +129,7 @@ def test_data_pipeline(run, model_dir, tmp_path):
     assert float(table["0.0002 GB"][1]) > 50
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from Linux's /proc")
 def test_soak(run):
@@ -181,8 +182,8 @@ def test_token_weights_end_to_end(tmp_path, monkeypatch, capsys):
     assert str(token_weights.report([comparison], rates)) == str(rows)  # as text, because nan is not equal to itself
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.limit(20)
 def test_token_weights_on_books(tmp_path, monkeypatch, capsys):
     words = [f"w{index}" for index in range(300)]
     for part in ("train", "validation", "test"):

@@ -22,7 +22,7 @@ def outcome(*arguments):
 
 @pytest.mark.slow
 def test_what_faults_leave_behind():
-    rows = outcome("2", "quick")
+    rows = outcome("1", "quick")
     assert len(rows) == 6
     for fault, trials, wrong, lost, seconds, message in rows:
         assert (int(trials) > 0, wrong) == (True, "0"), fault

@@ -167,6 +167,7 @@ def test_losses_after_kills_equal_those_of_an_undisturbed_run(config, tmp_path):
     compare(config, tmp_path, kills=2)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_losses_after_many_kills(config, tmp_path):
     config["trainer"]["max_steps"] = 100
@@ -174,7 +175,7 @@ def test_losses_after_many_kills(config, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_losses_of_a_stream_after_many_kills(config, corpus, tmp_path, num_workers):
     for index, text in enumerate(corpus):
         (tmp_path / f"part{index}.jsonl").write_text(json.dumps({"text": text}))

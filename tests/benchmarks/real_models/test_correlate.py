@@ -127,6 +127,7 @@ def test_characters_of_key_spans():
     assert math.isnan(compare_key_characters(spans[:0], spans[:0]))
 
 
+@pytest.mark.limit(2)  # many intervals
 def test_correlations_find_the_metric_that_follows_accuracy():
     draw = torch.Generator().manual_seed(0)
     results = []
@@ -155,6 +156,7 @@ def test_correlations_find_the_metric_that_follows_accuracy():
     assert found["twenty questions"]["judge: longppl"] < -0.85 < 0 < found["twenty questions"]["20 questions"]
 
 
+@pytest.mark.limit(2)  # many intervals
 def test_verdicts_are_recomputed_without_longce():
     draw = torch.Generator().manual_seed(1)
     systems = []

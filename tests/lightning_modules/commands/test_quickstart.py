@@ -75,6 +75,7 @@ def test_ctrl_c_is_no_failure(tmp_path, capfd):
     assert re.fullmatch(r"Train \.\. stopped after \d+ s\n", capfd.readouterr().out)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_longppl_falls(tmp_path, monkeypatch, capfd):
     table = rows(run(tmp_path, monkeypatch, capfd).out)

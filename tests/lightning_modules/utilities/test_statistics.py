@@ -68,12 +68,19 @@ def test_the_interval_of_a_perfect_rank_correlation_is_the_range_that_often_look
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("correlation", [0.0, -0.8, -0.96])
-@pytest.mark.parametrize("models", [7, 9, 12])
+@pytest.mark.parametrize(
+    ("models", "correlation"),
+    [
+        (7, 0.0),
+        (9, -0.8),
+        (12, -0.96),
+        *(pytest.param(12, correlation, marks=pytest.mark.long) for correlation in (0.0, -0.8)),
+    ],
+)
 def test_intervals_of_rank_correlations_cover_the_true_one(models, correlation):
     rng, true = np.random.default_rng(3), 6 / math.pi * math.asin(correlation / 2)
-    intervals = [correlate_values(*normal_models(rng, models, correlation)).interval for _ in range(1000)]
-    assert 0.9 < np.mean([low <= true <= high for low, high in intervals]) < 0.995  # standard error: 0.007
+    intervals = [correlate_values(*normal_models(rng, models, correlation)).interval for _ in range(300)]
+    assert 0.9 < np.mean([low <= true <= high for low, high in intervals]) < 0.995  # standard error: 0.013
 
 
 def test_two_metrics_are_compared_as_in_the_formulas_of_zou_and_williams():

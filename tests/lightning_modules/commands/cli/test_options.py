@@ -74,6 +74,7 @@ USAGE_ERRORS = [
 ]
 
 
+@pytest.mark.limit(2)  # a process, which makes all of them
 def test_usage_errors_import_no_torch(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "twice.yaml").write_text("seed_everything: 1\nseed_everything: 2\n")
