@@ -140,7 +140,7 @@ class InfluenceTrainer(Trainer):
         objective = unwrap(model.objective) if isinstance(model, LongContextLM) else None
         if not isinstance(objective, (LongCE, StoredInfluence)):
             raise ValueError(
-                "`longce influence` computes the token weights of a `LongContextLM` whose `model.objective` is LongCE or"
+                "`longce influence` computes the token weights of a `LongContextLM`, whose objective is LongCE or"
                 f" StoredInfluence, got {type(model if objective is None else objective).__name__}."
             )
         if not callable(getattr(datamodule, "influence_rows", None)):
