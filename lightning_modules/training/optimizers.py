@@ -43,8 +43,7 @@ ScheduleName = Literal[
     "polynomial",
     "warmup_stable_decay",
 ]
-"""Schedules of transformers' ``get_scheduler`` that are functions of the step."""
-"""Names of transformers that need a metric, or that `constant` includes."""
+"""Schedules of transformers' ``get_scheduler``, without those that need a metric or that `constant` includes."""
 
 _UNSUPPORTED: dict[type, str] = {
     LearningRateFinder: "train short runs with several `--model.optimizer.lr`",
