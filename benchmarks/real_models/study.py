@@ -279,9 +279,10 @@ class Study:
         """Return the scores of the first evaluator with rounded weights, which the cache of longce does not know."""
         system = System(EVALUATORS[0], f"evaluator {bits} bits", bits=bits)
         loaded = LoadedSystem(system, self.models, dtype="auto", device=self.device)
+        folder = self.work / str(loaded.backbone.model.dtype).removeprefix("torch.") / loaded.system.path
         scores = {}
         for text in texts:
-            file = self.work / loaded.system.path / f"{text.name.replace(' ', '_')}.safetensors"
+            file = folder / f"{text.name.replace(' ', '_')}.safetensors"
             if not file.exists():
                 sizes = {"context_length": CONTEXT_LENGTH, "stride": STRIDE}
                 computed = score_text(text.text, loaded.backbone, loaded.tokenizer, name=text.name, **sizes)

@@ -76,6 +76,17 @@ def judge_correlate(numbers: dict[str, Any]) -> Iterator[Verdict]:
         yield f"5. {name}: more than 20 questions", abs(few[f"{name}: longppl"]) > abs(few["20 questions"]), text
 
 
+def describe_measured(systems: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield rank correlations over the systems of one model that ``correlate`` has measured so far; no verdicts."""
+    accuracy = [np.mean(system["right"]) for system in systems]
+    evaluators = [name for name, found in systems[0]["metrics"].items() if isinstance(found, dict)]
+    values = {"perplexity": [system["metrics"]["perplexity"] for system in systems]}
+    for name in evaluators:
+        values[f"LongPPL by {name}"] = [system["metrics"][name]["longppl"] for system in systems]
+    for name, numbers in values.items():
+        yield f"{name}: Spearman {_spearman(numbers, accuracy):.3f} over {len(systems)} systems"
+
+
 def judge_extend(numbers: dict[str, Any]) -> Iterator[Verdict]:
     """Yield which methods keep the far context, and whether LongPPL separates them more than perplexity."""
     for name, found in numbers["methods"].items():
@@ -142,7 +153,7 @@ def _williams(first: np.ndarray, second: np.ndarray, score: np.ndarray) -> float
 
 
 def main() -> None:
-    """Print the verdicts of all studies that have been run."""
+    """Print the verdicts of all studies that have been run, and what an unfinished ``correlate`` has measured."""
     judges = {"anatomy": judge_anatomy, "correlate": judge_correlate, "extend": judge_extend}
     for name, judge in (judges | {"fine_tune": judge_fine_tune}).items():
         file = FOLDER / f"real_{name}.json"
@@ -150,6 +161,12 @@ def main() -> None:
             print(name)
             for claim, holds, text in judge(json.loads(file.read_text())["numbers"]):
                 print(f"  {'holds  ' if holds else 'REJECTED'} {claim}: {text}")
+    kept = FOLDER / "real" / "correlate.json"
+    if kept.exists() and not (FOLDER / "real_correlate.json").exists():
+        systems = list(json.loads(kept.read_text()).values())
+        for model in dict.fromkeys(system["model"] for system in systems):
+            if len(chosen := [system for system in systems if system["model"] == model]) > 2:
+                print(f"correlate, unfinished, {model}", *describe_measured(chosen), sep="\n  ")
 
 
 if __name__ == "__main__":

@@ -30,11 +30,13 @@ class LengthCurriculum:
     share: OpenUnitInterval
 
     def check(self, sequence_length: int) -> None:
-        """Raise a ``ValueError`` if sequences of ``sequence_length`` cannot be cut into equal, shorter chunks."""
-        if not 0 < self.sequence_length < sequence_length or sequence_length % self.sequence_length:
+        """Raise a ``ValueError`` if sequences of ``sequence_length`` cannot be cut into equal, shorter chunks, or ``share`` is no fraction."""
+        divides = 0 < self.sequence_length < sequence_length and sequence_length % self.sequence_length == 0
+        if not divides or not 0 < self.share < 1:
             raise ValueError(
                 f"`curriculum.sequence_length` = {self.sequence_length} must divide `sequence_length` ="
-                f" {sequence_length} and be smaller: sequences are cut into equal chunks before the switch."
+                f" {sequence_length} and be smaller, because sequences are cut into equal chunks before the switch, and"
+                f" `curriculum.share` = {self.share} must be between 0 and 1."
             )
 
 

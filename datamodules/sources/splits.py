@@ -39,6 +39,10 @@ class HashSplit:
     split: Split
     share: int  # `holdout` of the data modules
 
+    def __post_init__(self) -> None:
+        if self.share < 3:
+            raise ValueError(f"`holdout` must be at least 3, or no document is left to train on; got {self.share}.")
+
     def __iter__(self) -> Iterator[Document]:
         empty = True
         for document in self.source:

@@ -259,7 +259,12 @@ class Optimization(Callback):
         config: Any = {"scheduler": scheduler, "interval": "step"}
         if isinstance(scheduler, WarmupSchedule):
             scheduler.end_at(max_steps)
-        if isinstance(scheduler, MonitoringReduceLROnPlateau):
+        if isinstance(scheduler, ReduceLROnPlateau):
+            if not isinstance(scheduler, MonitoringReduceLROnPlateau):
+                raise ValueError(
+                    "`lr_scheduler` ReduceLROnPlateau must name its metric: use"
+                    " `lightning.pytorch.cli.ReduceLROnPlateau` with `monitor: val/longppl`."
+                )
             config |= {"monitor": scheduler.monitor, "frequency": sys.maxsize}  # `on_validation_end` steps it
         return {"optimizer": optimizer, "lr_scheduler": config}
 

@@ -342,7 +342,10 @@ def test_stored_influence(tmp_path, marker):
         pickled,
         b"[" * 100_000,
         *(json.dumps({**good, **change}).encode() for change in ({"tokens": "4"}, {"tokens": -1}, {"made_from": [1]})),
-        *(json.dumps({**good, **change}).encode() for change in ({"made_from": None}, {"complete": "yes"})),
+        *(
+            json.dumps({**good, **change}).encode()
+            for change in ({"made_from": {}}, {"made_from": None}, {"complete": "yes"})
+        ),
     ):
         (store / "header.json").write_bytes(header)
         with pytest.raises(ValueError, match=r"header\.json' |influence\.bin' "):

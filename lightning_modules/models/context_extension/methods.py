@@ -141,9 +141,10 @@ class ContextExtension:
         # jsonargparse checks names and types. Configs keep the mapping, so that files can override single keys.
         parser = ArgumentParser(exit_on_error=False)
         parser.add_argument("--context_extension", type=cls)
-        given = dict(settings) if isinstance(settings, Mapping) else settings
+        if not isinstance(settings, Mapping):  # jsonargparse would read a file with this name
+            raise ValueError(f"`context_extension` must be a mapping such as {{method: yarn, ..}}, got {settings!r}.")
         try:
-            parsed = parser.parse_object({"context_extension": given})
+            parsed = parser.parse_object({"context_extension": dict(settings)})
             return parser.instantiate_classes(parsed)["context_extension"]
         except (ArgumentError, TypeError) as error:
             raise ValueError(f"`context_extension` = {settings}: {' '.join(str(error).split())}") from error

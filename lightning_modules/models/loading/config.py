@@ -42,7 +42,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z_]\w*", self.key_variable):  # without the value, which may be the key itself
             raise ValueError("`server.key_variable` must be the name of an environment variable, not the key.")
-        if self.concurrency < 1 or self.timeout <= 0 or self.patience < 0:
+        if not (self.concurrency >= 1 and self.timeout > 0 and self.patience >= 0):  # also for NaN
             raise ValueError(
                 "`server` needs `concurrency` of 1 or more, a `timeout` above 0 and a `patience` of 0 or more, got"
                 f" {self.concurrency}, {self.timeout} and {self.patience}."

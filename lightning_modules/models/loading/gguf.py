@@ -132,6 +132,11 @@ def _read_header(file: Path) -> tuple[dict[str, Any], _Tensors]:
     except Exception as error:  # any kind, for a file that is cut or something else
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"'{file}' is not a complete GGUF file ({reason:.200}): download it again.") from error
+    if found.get("split.count", 1) > 1 or not tensors.parameters:
+        raise ValueError(
+            f"'{file}' has a part of a model, or only its vocabulary: join the parts by `llama-gguf-split --merge`, or"
+            " name the file of the model."
+        )
     prefix = f"{found.get('general.architecture')}."
     return {name.removeprefix(prefix): value for name, value in found.items()}, tensors
 

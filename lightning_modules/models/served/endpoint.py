@@ -267,8 +267,9 @@ class Endpoint:
             raise Unavailable(self._hide_key(f"{answer}: {quote(body)}"), blamed=True)
         if status in _OF_THE_REQUEST:
             raise AnswerError(str(self._refuse(f"{answer}: {quote(body)}")))
+        said = "" if status in (401, 403) else f": {quote(body)}"  # which may repeat parts of the key
         raise self._refuse(
-            f"{answer}: {quote(body)}. Check the address, `server.dialect` and the key in the environment variable"
+            f"{answer}{said}. Check the address, `server.dialect` and the key in the environment variable"
             f" {self._config.key_variable}"
         )
 

@@ -44,6 +44,8 @@ class MultiDocumentQA(FittedTask):
     varies_depth = True
 
     def __init__(self, path: str | Path | None = None, documents: int | None = None, query: Query = "after") -> None:
+        if documents is not None and documents < 1:
+            raise ValueError(f"`documents` must be 1 or more, because one passage has the answer; got {documents}.")
         self.query = query
         self.name = "multi_document_qa" if query == "after" else f"multi_document_qa_query_{query}"
         self.documents = documents

@@ -78,6 +78,12 @@ def test_rows_are_short_in_the_first_share_of_the_steps(tmp_path, options, short
     assert shapes_trained_on(tmp_path, **options) == short * [(3, 4)] + long * [(1, 12)]
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0, 80, float("nan")])
+def test_a_share_that_is_no_fraction_is_refused(share):
+    with pytest.raises(ValueError, match=r"`curriculum\.share`"):
+        RecallDataModule(sequence_length=12, curriculum=LengthCurriculum(sequence_length=4, share=share))
+
+
 def test_a_share_of_an_endless_run_is_refused():
     endless = RecallDataModule(sequence_length=12, curriculum=LengthCurriculum(sequence_length=4, share=0.5))
     endless.trainer = lightning.Trainer(max_epochs=-1, accelerator="cpu", logger=False)

@@ -57,3 +57,9 @@ def test_files_of_a_split(tmp_path, names, found):
     assert [str(file.relative_to(tmp_path)) for file in json_lines_files(tmp_path, "train")] == found
     with pytest.raises(FileNotFoundError, match="test"):
         json_lines_files(tmp_path, "test")
+
+
+@pytest.mark.parametrize("share", [0, 1, 2])
+def test_a_share_that_leaves_nothing_to_train_on_is_refused(share):
+    with pytest.raises(ValueError, match="`holdout` must be at least 3"):
+        HashSplit(Source(TEXTS), "train", share)

@@ -225,7 +225,7 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(model_dir, texts,
     short = Folder(model_dir, texts)
     short.sequence_length = 32
     for named, options in {
-        "`model.objective`": {"objective": Normalized(CrossEntropy())},
+        "whose objective is LongCE or StoredInfluence, got CrossEntropy": {"objective": Normalized(CrossEntropy())},
         "nowhere": {"evaluator": "./nowhere"},
         "`context_length`": {"data": short},
         "packed training sequences": {"data": torch.nn.Module(), "objective": Normalized(StoredInfluence())},

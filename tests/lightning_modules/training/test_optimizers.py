@@ -113,6 +113,10 @@ def test_a_schedule_that_needs_a_metric_is_stepped_once_after_each_evaluation(se
     with pytest.raises(ValueError, match=r"'val/longppl'.*'val/perplexity'"):
         trainer(tmp_path, **fit).fit(module, loader(*[row(n) for n in range(8)]), loader(row(50)))
 
+    module = lm(None, lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau, **settings)
+    with pytest.raises(ValueError, match="must name its metric"):
+        trainer(tmp_path, **fit).fit(module, loader(row(0)))
+
 
 def test_groups_have_their_own_learning_rates_and_weight_decay_spares_norms_and_biases(settings, tmp_path):
     settings["model_config"]["attention_bias"] = True

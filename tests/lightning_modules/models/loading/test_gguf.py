@@ -140,6 +140,7 @@ BAD = [
     ({}, truncate),
     ({}, lambda path: path.write_bytes(b"PK" + path.read_bytes()[2:])),
     ({"skip": ("model", "lm_head")}, None),
+    ({"values": {"split.count": 3}}, None),
     ({"architecture": "nosuch"}, None),
     ({"skip": ("model.layers.0.self_attn.k", "model.layers.1.self_attn.k")}, None),
     ({"values": {**YARN, "llama.rope.scaling.yarn_log_multiplier": 0.1}}, None),

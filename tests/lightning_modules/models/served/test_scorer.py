@@ -1,6 +1,7 @@
 """Faults of servers and what becomes of them: every value is right or refused, and none is lost."""
 
 import logging
+import math
 import os
 import re
 import threading
@@ -334,7 +335,7 @@ def test_the_key_is_sent_and_appears_nowhere(monkeypatch, caplog):
         ServerConfig(key_variable="sk-hunter2")
 
 
-@pytest.mark.parametrize("settings", [{"concurrency": 0}, {"timeout": 0.0}, {"patience": -1.0}])
+@pytest.mark.parametrize("settings", [{"concurrency": 0}, {"timeout": 0.0}, {"patience": -1.0}, {"patience": math.nan}])
 def test_settings_out_of_range_are_refused(settings):
     with pytest.raises(ValueError, match=f"{next(iter(settings))}.*{next(iter(settings.values()))}"):
         ModelConfig("http://localhost", server=settings)

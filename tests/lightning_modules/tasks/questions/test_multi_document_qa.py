@@ -150,3 +150,8 @@ def test_synthetic_lives_have_distinct_names():
         town, teacher = re.search(r"town of (\w+) as .* taught by (\w+),", life.text).groups()
         flat += [*life.title.split(), town, teacher]
     assert len(flat) == len(set(flat)) == 4 * 1500
+
+
+def test_a_question_without_passages_is_refused():
+    with pytest.raises(ValueError, match="`documents` must be 1 or more"):
+        MultiDocumentQA(documents=0)
