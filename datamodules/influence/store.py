@@ -69,9 +69,9 @@ class InfluenceStore:
     @cached_property
     def header(self) -> dict[str, Any]:
         """Header with statistics of the weights and, under ``made_from``, everything they depend on."""
-        header = read_header(self.folder)
+        header = read_header(self.folder) or {}
         kinds: dict[str, type] = {"complete": bool, "tokens": int, "made_from": dict}
-        damaged = header is None or any(not isinstance(header.get(name), kind) for name, kind in kinds.items())
+        damaged = any(not isinstance(header.get(name), kind) for name, kind in kinds.items())
         if damaged or not isinstance(header["made_from"].get("gamma"), int | float):
             raise ValueError(
                 f"There are no token weights in '{self.folder}', or no whole '{HEADER}' of them. {_REMEDY}"
