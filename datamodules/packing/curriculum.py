@@ -30,7 +30,7 @@ class LengthCurriculum:
     share: OpenUnitInterval
 
     def check(self, sequence_length: int) -> None:
-        """Raise a ``ValueError`` if sequences of ``sequence_length`` cannot be cut into equal, shorter chunks by a ``share``."""
+        """Raise a ``ValueError`` if sequences cannot be cut into equal, shorter chunks, or ``share`` is no fraction."""
         divides = 0 < self.sequence_length < sequence_length and sequence_length % self.sequence_length == 0
         if not divides or not 0 < self.share < 1:
             raise ValueError(

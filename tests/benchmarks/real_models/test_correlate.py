@@ -19,7 +19,7 @@ from benchmarks.real_models.questions import ANSWERS, make_sheets
 from benchmarks.real_models.study import Study
 from benchmarks.real_models.systems import LoadedSystem, System, read_scores, reuse_scores, round_weights, score_system
 from benchmarks.real_models.texts import Text
-from benchmarks.real_models.verdicts import judge_correlate
+from benchmarks.real_models.verdicts import describe_measured, judge_correlate
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_frozen
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
@@ -173,6 +173,9 @@ def test_verdicts_are_recomputed_without_longce():
     assert [claim[0] for claim, *_ in verdicts] == list("12345")
     first, second, *_ = verdicts
     assert first[1]
+    unfinished = list(describe_measured(systems))
+    for name, text in (("perplexity", unfinished[0]), ("judge: longppl", unfinished[1])):
+        assert f"{correlations['over all'][name]['spearman']['value']:.3f} over 9 systems" in text
     p = correlations["against perplexity"]["judge: longppl"]["p"]
     assert f"p {p:.4f}" in second[2]
     assert second[1] == (p < 0.05)
