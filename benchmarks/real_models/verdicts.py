@@ -77,14 +77,18 @@ def judge_correlate(numbers: dict[str, Any]) -> Iterator[Verdict]:
 
 
 def describe_measured(systems: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield rank correlations over the systems of one model that ``correlate`` has measured so far; no verdicts."""
+    """Yield rank correlations with accuracy over these systems, and their range without one of them; no verdicts."""
     accuracy = [np.mean(system["right"]) for system in systems]
     evaluators = [name for name, found in systems[0]["metrics"].items() if isinstance(found, dict)]
     values = {"perplexity": [system["metrics"]["perplexity"] for system in systems]}
     for name in evaluators:
         values[f"LongPPL by {name}"] = [system["metrics"][name]["longppl"] for system in systems]
     for name, numbers in values.items():
-        yield f"{name}: Spearman {_spearman(numbers, accuracy):.3f} over {len(systems)} systems"
+        without = [_spearman(np.delete(numbers, one), np.delete(accuracy, one)) for one in range(len(systems))]
+        yield (
+            f"{name}: Spearman {_spearman(numbers, accuracy):.3f} over {len(systems)} systems, {min(without):.3f} to"
+            f" {max(without):.3f} without one of them"
+        )
 
 
 def judge_extend(numbers: dict[str, Any]) -> Iterator[Verdict]:
@@ -164,9 +168,9 @@ def main() -> None:
     kept = FOLDER / "real" / "correlate.json"
     if kept.exists() and not (FOLDER / "real_correlate.json").exists():
         systems = list(json.loads(kept.read_text()).values())
-        for model in dict.fromkeys(system["model"] for system in systems):
-            if len(chosen := [system for system in systems if system["model"] == model]) > 2:
-                print(f"correlate, unfinished, {model}", *describe_measured(chosen), sep="\n  ")
+        first = [system for system in systems if system["model"] == systems[0]["model"]]
+        print("correlate, unfinished: all models", *describe_measured(systems), sep="\n  ")
+        print(f"correlate, unfinished: {first[0]['model']}", *describe_measured(first), sep="\n  ")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import math
 
+import pandas as pd
 import pytest
 import torch
 
@@ -157,6 +158,11 @@ def test_correlations_find_the_metric_that_follows_accuracy():
 
 
 @pytest.mark.limit(2)  # many intervals
+def _of_ranks(systems):
+    accuracy = pd.Series([system["accuracy_all"] for system in systems])
+    return pd.Series([system["metrics"]["judge"]["longppl"] for system in systems]).corr(accuracy, method="spearman")
+
+
 def test_verdicts_are_recomputed_without_longce():
     draw = torch.Generator().manual_seed(1)
     systems = []
@@ -176,6 +182,8 @@ def test_verdicts_are_recomputed_without_longce():
     unfinished = list(describe_measured(systems))
     for name, text in (("perplexity", unfinished[0]), ("judge: longppl", unfinished[1])):
         assert f"{correlations['over all'][name]['spearman']['value']:.3f} over 9 systems" in text
+    without = [_of_ranks(systems[:one] + systems[one + 1 :]) for one in range(9)]
+    assert f"{min(without):.3f} to {max(without):.3f} without" in unfinished[1]
     p = correlations["against perplexity"]["judge: longppl"]["p"]
     assert f"p {p:.4f}" in second[2]
     assert second[1] == (p < 0.05)

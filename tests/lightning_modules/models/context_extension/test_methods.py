@@ -360,3 +360,10 @@ def test_the_extension_is_kept_in_a_checkpoint(folder, tmp_path):
     again = LongContextLM.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
     assert again.hparams["context_extension"] == extension("yarn")
     check_formula(again, "yarn", 8, {})
+
+
+def test_settings_that_are_no_mapping_are_refused_and_no_file_is_read(tmp_path):
+    file = tmp_path / "yarn.yaml"
+    file.write_text("{method: yarn, original_length: 8, target_length: 16}")
+    with pytest.raises(ValueError, match="must be a mapping"):
+        ContextExtension.parse(str(file))

@@ -97,6 +97,8 @@ def test_a_faulty_answer_is_repeated_or_refused_and_never_used(dialect, fault):
         with pytest.raises(ValueError, match=re.escape(server.address)) as caught:
             scorer(batch)
         assert isinstance(caught.value, AnswerError) == (fault in REFUSED)
+        if fault in ("403", "404"):  # the body of a 403 may repeat parts of the key
+            assert ("no None" in str(caught.value)) == (fault == "404")
         assert torch.equal(scorer(batch), expected_values(batch)), "the next document is scored"
 
 
