@@ -162,7 +162,7 @@ def test_methods_of_one_model_are_compared(files, model_dir, evaluator_dir, tmp_
     assert {path.stem for path in (tmp_path / "results").iterdir()} == {name, f"{name}-pi-512"}
     assert f"LongPPL / {name}'s" in capsys.readouterr().out
     assert "'kind'" in fails([*words, "--context_extension", "{kind: yarn}"], capsys)
-    assert "`context_extension` = yarn" in fails([*words, "--context_extension", "yarn"], capsys)
+    assert "must be a mapping such as {method: yarn" in fails([*words, "--context_extension", "yarn"], capsys)
     alone = ["inspect", files[0], "--evaluator", str(evaluator_dir), "--context_extension", "{method: pi}"]
     assert "is for the evaluated model" in fails(alone, capsys)
 
