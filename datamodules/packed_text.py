@@ -175,12 +175,10 @@ class PackedTextDataModule(LightningDataModule, ABC):
 
     @override
     def train_dataloader(self) -> DataLoader[Row]:
-        if self.rows is None:
-            name = type(self).__name__
-            raise ValueError(f"{name} has no training sequences: it is for evaluation, or call `setup('fit')` first.")
+        rows = self._required(self.rows, "it is for evaluation, or call `setup('fit')` first")
         rank, world_size = self._reader_rank()
-        sampler = RowSampler(len(self.rows), seed=self.seed, rank=rank, world_size=world_size)
-        return self._training_loader([self.rows], sampler)
+        sampler = RowSampler(len(rows), seed=self.seed, rank=rank, world_size=world_size)
+        return self._training_loader([rows], sampler)
 
     @override
     def val_dataloader(self) -> DataLoader[Row]:
@@ -218,9 +216,11 @@ class PackedTextDataModule(LightningDataModule, ABC):
 
     def existing_rows(self) -> PackedRowDataset:
         """Return the packed sequences, or raise a ``ValueError`` without a training split."""
-        rows = self.training_rows()
+        return self._required(self.training_rows(), "set its training documents")
+
+    def _required(self, rows: PackedRowDataset | None, remedy: str) -> PackedRowDataset:
         if rows is None:
-            raise ValueError(f"{type(self).__name__} has no training sequences: set its training documents.")
+            raise ValueError(f"{type(self).__name__} has no training sequences: {remedy}.")
         return rows
 
     def inspect(

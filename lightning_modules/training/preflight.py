@@ -155,17 +155,19 @@ def check_influence(objective: Objective, influence: str | None) -> None:
 
     ``influence`` describes where the stored weights are, and is None without any.
     """
-    name = type(objective).__name__
-    if objective.uses_stored_influence and influence is None:
-        raise ValueError(
-            f"The objective {name} needs stored token weights, and the data module has none: compute them with"
-            " `longce influence` and set `data.influence` to their folder, or choose another `model.objective`."
+    if objective.uses_stored_influence == (influence is not None):
+        return
+    if influence is None:
+        problem = (
+            "needs stored token weights, and the data module has none: compute them with `longce influence` and set"
+            " `data.influence` to their folder, or choose another `model.objective`"
         )
-    if influence is not None and not objective.uses_stored_influence:
-        raise ValueError(
-            f"The objective {name} would ignore the stored token weights {influence}: set `model.objective` to"
-            " StoredInfluence, or remove `data.influence`."
+    else:
+        problem = (
+            f"would ignore the stored token weights {influence}: set `model.objective` to StoredInfluence, or remove"
+            " `data.influence`"
         )
+    raise ValueError(f"The objective {type(objective).__name__} {problem}.")
 
 
 def check_drawn_windows(objective: Objective, window_fraction: float) -> None:

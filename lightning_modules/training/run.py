@@ -110,20 +110,19 @@ class Run:
             return None
         folder, last = present[-1].path.parent, present[-1]
         other = "or give this run another folder (--trainer.logger.init_args.version NAME)"
+        if start is not None:
+            check_one_run(folder, [*present, start])
         if start is None:
-            raise ValueError(
-                f"'{folder}' contains checkpoints of an earlier training ({last.path.name}): resume it with"
-                f" `--ckpt_path {folder}`, {other}."
-            )
-        check_one_run(folder, [*present, start])
-        if start.path not in existing and start.run is None:
-            raise ValueError(f"'{folder}' contains other checkpoints than '{start.path}': move them, {other}.")
-        if named and start.step < last.step and find_damage(last.path) is None:
-            raise ValueError(
-                f"`ckpt_path` '{start.path}' goes back to step {start.step:.0f}, but '{last.path}' of step"
-                f" {last.step:.0f} would still be the newest: move it away, {other}."
-            )
-        return start.run
+            problem = f"'{folder}' contains checkpoints of an earlier training ({last.path.name}): resume it with"
+            problem += f" `--ckpt_path {folder}`"
+        elif start.path not in existing and start.run is None:
+            problem = f"'{folder}' contains other checkpoints than '{start.path}': move them"
+        elif named and start.step < last.step and find_damage(last.path) is None:
+            problem = f"`ckpt_path` '{start.path}' goes back to step {start.step:.0f}, but '{last.path}' of step"
+            problem += f" {last.step:.0f} would still be the newest: move it away"
+        else:
+            return start.run
+        raise ValueError(f"{problem}, {other}.")
 
 
 def _find_folders_to_lock(folders: Sequence[Path]) -> list[Path]:

@@ -86,9 +86,10 @@ def compare_correlations(
     correlations and the correlation between them. Williams' test is the one that Steiger (1980,
     https://doi.org/10.1037/0033-2909.87.2.245) recommends. A ValueError for fewer than 5 models.
     """
+    _check_values(first, score, MIN_FOR_INTERVAL)
     one, other = correlate_values(first, score, kind), correlate_values(second, score, kind)
-    if one.interval is None or other.interval is None:
-        raise ValueError(f"{one.models} models are too few, {MIN_FOR_INTERVAL} are needed")
+    assert one.interval is not None
+    assert other.interval is not None
     a, b, c, models = one.value, other.value, correlate_values(first, second, kind).value, one.models
     # 1. Zou's interval. The two estimates are correlated, which is undefined next to a perfect correlation.
     rest = 1 - a * a - b * b - c * c
@@ -253,10 +254,12 @@ def _spearman_interval(value: float, models: int) -> Interval:
     return limit((1 - _CONFIDENCE) / 2), limit((1 + _CONFIDENCE) / 2)
 
 
-def _check_values(x: ArrayLike, y: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _check_values(
+    x: ArrayLike, y: ArrayLike, least: int = MIN_MODELS
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    if len(x) < MIN_MODELS:
-        raise ValueError(f"{len(x)} models are too few")
+    if len(x) < least:
+        raise ValueError(f"{len(x)} models are too few, {least} are needed")
     for values in (x, y):
         if not np.isfinite(values).all():
             raise ValueError(f"{int((~np.isfinite(values)).sum())} of {len(values)} values are not finite")
