@@ -135,6 +135,7 @@ def _load_base(facts: TrainingFacts, fingerprint: str) -> Backbone:
     changes = dict(facts.changes)
     extension = changes.pop("context_extension", None)
     settings: dict[str, Any] = {"revision": facts.revision, "dtype": facts.dtype, "lora": facts.lora}
+    log.info("The adapters are merged into '%s'; `--adapters kept` would need no base model.", facts.base_model)
     backbone = load_backbone(ModelConfig(facts.base_model, changes, extension, **settings))
     if fingerprint != frozen_fingerprint(nn.ModuleDict({"backbone": backbone})):
         raise ValueError(

@@ -64,7 +64,7 @@ def test_a_model_trained_in_full_needs_no_base(kind, base, model_dir, tmp_path, 
 
 
 @pytest.mark.parametrize("kind", [LongContextLM, WithProbe])
-def test_adapters_are_merged_into_the_base_that_they_were_trained_on(kind, base, model_dir, tmp_path):
+def test_adapters_are_merged_into_the_base_that_they_were_trained_on(kind, base, model_dir, tmp_path, caplog):
     trained = checkpoint(tmp_path / "a.ckpt", base, kind, model_config=CHANGES, lora=LORA)
     arguments = [str(tmp_path / "a.ckpt"), str(tmp_path / "out")]
     export_checkpoint(*arguments, tokenizer=base)
@@ -74,8 +74,10 @@ def test_adapters_are_merged_into_the_base_that_they_were_trained_on(kind, base,
     with pytest.raises(ValueError, match=base):
         export_checkpoint(*arguments, tokenizer=str(model_dir))
     shutil.rmtree(base)
+    caplog.set_level("INFO")
     with pytest.raises(ValueError, match=f"No model at '{base}'"):
         export_checkpoint(*arguments, tokenizer=str(model_dir))
+    assert "`--adapters kept` would need no base model" in caplog.text
     assert not (tmp_path / "out").exists()
 
 
