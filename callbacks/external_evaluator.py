@@ -235,7 +235,7 @@ class ExternalEvaluator(Callback):
         for set_name, set_key in validation_set_keys(trainer).items():
             place = join_key(stage, set_key, self._key)
             own = [each for each in found if each[0].set == set_name]
-            for label, value in self._measure(trainer, own, pl_module.device, join_key(stage, set_key)).items():
+            for label, value in self._measure(trainer, own, pl_module.device, place).items():
                 value = torch.as_tensor(value, dtype=torch.float32)
                 pl_module.log(
                     join_key(place, label), value, prog_bar=join_key(place, label) == "val/longppl", sync_dist=True

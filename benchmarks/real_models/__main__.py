@@ -30,7 +30,9 @@ def main() -> None:
     download.add_argument("models", nargs="*", metavar="MODEL", help=f"By default all: {', '.join(MODELS)}.")
     for name, purpose in STUDIES.items():
         add_study_options(parts.add_parser(name, help=purpose))
-    add_picture_options(parts.add_parser("picture", help="Make the README's picture, and count its key tokens."))
+    add_picture_options(
+        parts.add_parser("picture", help="Make the README's picture and its page, and count the key tokens.")
+    )
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
@@ -67,7 +69,9 @@ def add_picture_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--beta", type=float, default=-2.0, help="Key tokens have a larger LCL, in nats.")
     parser.add_argument("--max_tokens", type=int, help="Maximum number of tokens of the document.")
     parser.add_argument("--token", type=int, help="Key token to show; by default the most instructive one.")
-    parser.add_argument("--output", type=Path, default=Path("docs/images"), help="Folder for the two pictures.")
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs/images"), help="Folder for the page and its pictures."
+    )
 
 
 def make_pictures(options: argparse.Namespace) -> None:

@@ -6,7 +6,6 @@ It needs a real evaluator, and Chromium for playwright (the extra ``dev``).
 import shutil
 from io import BytesIO
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pandas as pd
 from PIL import Image
@@ -60,7 +59,7 @@ def describe_key_tokens(tokens: pd.DataFrame, longest_short: int) -> str:
 
 
 def save_pictures(inspection: Inspection, token: int, folder: Path) -> list[Path]:
-    """Save the page at a key token as ``inspect.png`` and ``inspect-dark.png``.
+    """Save the page as ``inspect.html``, which the site has, and at a key token as pictures, light and dark.
 
     Raises:
         ValueError: If playwright or a browser is not installed.
@@ -73,9 +72,9 @@ def save_pictures(inspection: Inspection, token: int, folder: Path) -> list[Path
     if browser_path is None:
         raise ValueError("Pictures need Chromium: `apt-get install chromium` installs it on Debian and Ubuntu.")
     writable_folder(folder, remedy="Choose another folder with `--output`.")
+    page_file = inspection.save(folder / "inspect.html")
     paths = [folder / "inspect.png", folder / "inspect-dark.png"]
-    with TemporaryDirectory() as place, sync_playwright() as playwright:
-        page_file = inspection.save(Path(place) / "page.html")
+    with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox", "--hide-scrollbars"])
         for path, scheme in zip(paths, ("light", "dark"), strict=True):
             size = {"width": WIDTH, "height": HEIGHT}
@@ -86,4 +85,4 @@ def save_pictures(inspection: Inspection, token: int, folder: Path) -> list[Path
             with Image.open(BytesIO(page.screenshot())) as picture:  # with few colors, so that it loads fast
                 picture.convert("RGB").quantize(COLORS, dither=Image.Dither.NONE).save(path, optimize=True)
         browser.close()
-    return paths
+    return [page_file, *paths]

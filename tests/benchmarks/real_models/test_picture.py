@@ -80,6 +80,7 @@ def test_the_command_draws_a_light_and_a_dark_picture(tmp_path, monkeypatch, cap
     pictures = [Image.open(tmp_path / "images" / name).convert("L") for name in ("inspect.png", "inspect-dark.png")]
     light, dark = (sum(picture.histogram()[128:]) / (picture.width * picture.height) for picture in pictures)
     assert light > 0.8 > 0.2 > dark
+    assert "<html" in (tmp_path / "images" / "inspect.html").read_text("utf-8")
     printed = capsys.readouterr().out
     assert "text.jsonl-0: " in printed
     assert "key tokens: " in printed
