@@ -78,6 +78,22 @@ def test_logits_and_tokens_are_those_of_the_original(write, model, original, mon
     load_backbone(ModelConfig(path))
 
 
+def test_the_vocabulary_is_parsed_once(write, monkeypatch):
+    import gguf as library
+
+    parsed = []
+
+    class Reader(library.GGUFReader):
+        def __init__(self, *arguments):
+            parsed.append(arguments)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(library, "GGUFReader", Reader)
+    gguf.convert_gguf(write())
+    assert len(parsed) == 1
+    assert library.GGUFReader is Reader  # others get their own again
+
+
 def test_identity_is_the_hash_of_the_file(write, original):
     path = write()
     assert model_identity(ModelConfig(str(path))) == f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"

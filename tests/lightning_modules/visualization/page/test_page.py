@@ -146,10 +146,12 @@ def test_a_judged_model_has_figures_of_its_own(tokenizer, other_tokenizer):
     assert inside[1:].sum() > 5
     expected = long_perplexity(log_likelihood[1:], inside[1:])
     page = inspection.html()
-    assert f'<dd id="model-longppl-0">{expected:.3f}</dd>' in page
+    assert f'<td id="model-longppl-0" class="key">{expected:.3f}</td>' in page
     assert f"&lt;b&gt;judged&lt;/b&gt;: LongPPL {expected:.3f}" in html.escape(inspection.summary())
     assert "&lt;b&gt;judged&lt;/b&gt;" in page
-    assert "LongPPL of other" in page
+    assert '<th scope="row">other</th>' in page
+    alone = make_inspection(tokenizer, text=text, models=[model]).html()
+    assert f'<dd id="model-longppl-0">{expected:.3f}</dd>' in alone
     for number in range(2):
         assert np.array_equal(unpacked(page, "scores")[f"model_{number}_long"], log_likelihood.numpy())
 
