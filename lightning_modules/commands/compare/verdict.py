@@ -130,11 +130,13 @@ def _judge_cells(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
         claim = f"Whether `{name}` predicts key tokens better than `{baseline}` depends on the evaluation"
     else:
         claim = f"`{name}` and `{baseline}` cannot be told apart on key tokens"
-    values = [ratio.value for ratio in ratios]
+    values, documents = [ratio.value for ratio in ratios], sorted({ratio.documents for ratio in ratios})
+    sizes = " to ".join(f"{count:,}" for count in dict.fromkeys((documents[0], documents[-1])))
     between = f"{_format_ratio(min(values))} to {_format_ratio(max(values))}"
     return (
         f"{claim}: of {total} evaluations (sets, evaluators, thresholds), {better} show it better and {worse} worse,"
-        f" and {total - better - worse} do not tell; {_name_with_verb(ratios[0].kind)} {between} times as large."
+        f" and {total - better - worse} do not tell; {_name_with_verb(ratios[0].kind)} {between} times as large,"
+        f" each over {sizes} documents."
     )
 
 
@@ -145,8 +147,11 @@ def _judge_all_tokens(ratios: Sequence[Ratio]) -> str:
         return ""
     name, verb = NAMES[distinct[0].kind].capitalize(), _name_with_verb(distinct[0].kind).rpartition(" ")[2]
     meaning = {"better": "better", "worse": "worse", "tie": "no difference is shown", "unknown": "too few documents"}
-    outcomes = {ratio.outcome for ratio in distinct}
-    judged = meaning[outcomes.pop()] if len(outcomes) == 1 else "it depends on the set"
+    sets: dict[Outcome, list[str]] = {}
+    for ratio in distinct:
+        sets.setdefault(ratio.outcome, []).append(ratio.cell.partition(", ")[0])
+    by_set = [f"{meaning[outcome]} on {', '.join(names)}" for outcome, names in sets.items()]
+    judged = meaning[distinct[0].outcome] if len(sets) == 1 else "; ".join(by_set)
     values = [ratio.value for ratio in distinct]
     between = f"{_format_ratio(min(values))} to {_format_ratio(max(values))} times as large"
     return f"{name}, over all tokens, {verb} {distinct[0] if len(distinct) == 1 else between}: {judged}."

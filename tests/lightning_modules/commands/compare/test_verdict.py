@@ -60,13 +60,16 @@ def test_several_evaluations_are_counted():
     old, new = make_run("old", 1.0, cells=cells, noise=0.0), make_run("new", 0.8, cells=cells)
     first, *_ = write_verdict([old, new], old, [])
     assert "of 4 evaluations (sets, evaluators, thresholds), 4 show it better and 0 worse, and 0 do not tell" in first
+    assert f"times as large, each over {DOCUMENTS} documents." in first
     mixed = new._replace(
         evaluations=new.evaluations | {cells[0]: make_run("new", 1.3, cells=cells[:1]).evaluations[cells[0]]}
     )
     assert "depends on the evaluation" in write_verdict([old, mixed], old, [])[0]
 
 
-@pytest.mark.parametrize(("factors", "judged"), [((1.1, 1.2), "worse"), ((0.9, 1.2), "it depends on the set")])
+@pytest.mark.parametrize(
+    ("factors", "judged"), [((1.1, 1.2), "worse"), ((0.9, 1.2), "better on books; worse on reports")]
+)
 def test_perplexities_of_several_sets_are_judged_together(factors, judged):
     cells = ("books, judge (K 64), alpha 2, beta -2", "reports, judge (K 64), alpha 2, beta -2")
     old, new = make_run("old", 1.0, cells=cells), make_run("new", 0.8, cells=cells)
