@@ -54,7 +54,9 @@ def test_the_gpu_benchmark_runs_from_checks_to_profile(tmp_path):
     assert len(rows["profile of a LongCE step"]["largest"]) == 3
     # The next call adds what is missing, and `longce plan` reads the result.
     done = subprocess.run([*command, "--only", "^(?!.*(compiled|Flash|flash|tests))"], **run)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     again = json.loads(results.read_text())
+    assert any(name.startswith("8 layers, fp32") for name in again["rows"].keys() - rows.keys())
     assert {name: again["rows"][name] for name in timed} == {name: rows[name] for name in timed}
     rates = find_rates(GPU("CPU", 0.1, 1.0), str(results), autocast=True)
     assert rates.measured == ("gemm", "attention", "attention_backward", "slowdown")

@@ -79,7 +79,7 @@ def save_pictures(inspection: Inspection, token: int, folder: Path) -> list[Path
         for path, scheme in zip(paths, ("light", "dark"), strict=True):
             size = {"width": WIDTH, "height": HEIGHT}
             page = browser.new_page(viewport=size, device_scale_factor=SCALE, color_scheme=scheme)
-            page.goto(page_file.as_uri())
+            page.goto(page_file.resolve().as_uri())
             assert page.evaluate(_POINT, token), "the key n reaches every key token"
             page.wait_for_timeout(300)  # it scrolls there over several frames
             with Image.open(BytesIO(page.screenshot())) as picture:  # with few colors, so that it loads fast

@@ -136,25 +136,35 @@ def _judge_cells(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
     return (
         f"{claim}: of {total} evaluations (sets, evaluators, thresholds), {better} show it better and {worse} worse,"
         f" and {total - better - worse} do not tell; {_name_with_verb(ratios[0].kind)} {between} times as large,"
-        f" each over {sizes} documents."
+        f" each over {sizes} document{'s' if documents[-1] > 1 else ''}."
     )
 
 
 def _judge_all_tokens(ratios: Sequence[Ratio]) -> str:
     """Return one sentence on all tokens, which hardly need the long context."""
-    distinct = list({(ratio.value, ratio.interval): ratio for ratio in ratios}.values())
+    # Most evaluators and thresholds repeat the number of a set.
+    distinct = list({(_find_set(ratio), ratio.value, ratio.interval): ratio for ratio in ratios}.values())
     if not distinct:
         return ""
     name, verb = NAMES[distinct[0].kind].capitalize(), _name_with_verb(distinct[0].kind).rpartition(" ")[2]
     meaning = {"better": "better", "worse": "worse", "tie": "no difference is shown", "unknown": "too few documents"}
-    sets: dict[Outcome, list[str]] = {}
-    for ratio in distinct:
-        sets.setdefault(ratio.outcome, []).append(ratio.cell.partition(", ")[0])
-    by_set = [f"{meaning[outcome]} on {', '.join(names)}" for outcome, names in sets.items()]
-    judged = meaning[distinct[0].outcome] if len(sets) == 1 else "; ".join(by_set)
+    outcomes = dict.fromkeys(ratio.outcome for ratio in distinct)
+    judged = meaning[distinct[0].outcome]
+    if len(outcomes) > 1:
+        sets = Counter(_find_set(ratio) for ratio in distinct)
+        places: dict[Outcome, list[str]] = {outcome: [] for outcome in outcomes}
+        for ratio in distinct:
+            name_of_set = _find_set(ratio)
+            places[ratio.outcome].append(name_of_set if sets[name_of_set] == 1 else f"({shorten_cell(ratio.cell)})")
+        judged = "; ".join(f"{meaning[outcome]} on {', '.join(names)}" for outcome, names in places.items())
     values = [ratio.value for ratio in distinct]
     between = f"{_format_ratio(min(values))} to {_format_ratio(max(values))} times as large"
-    return f"{name}, over all tokens, {verb} {distinct[0] if len(distinct) == 1 else between}: {judged}."
+    same = len({(ratio.value, ratio.interval) for ratio in distinct}) == 1
+    return f"{name}, over all tokens, {verb} {distinct[0] if same else between}: {judged}."
+
+
+def _find_set(ratio: Ratio) -> str:
+    return ratio.cell.partition(", ")[0]
 
 
 def _name_own_evaluators(runs: Sequence[ComparedRun]) -> list[str]:

@@ -112,7 +112,12 @@ def _parsed_once(reader: Any) -> Iterator[None]:
     import gguf
 
     original = gguf.GGUFReader
-    gguf.GGUFReader = lambda _: reader
+    parsed = Path(reader.data.filename).resolve()
+
+    def read(path: Any, *arguments: Any, **options: Any) -> Any:
+        return reader if Path(path).resolve() == parsed else original(path, *arguments, **options)
+
+    gguf.GGUFReader = read
     try:
         yield
     finally:

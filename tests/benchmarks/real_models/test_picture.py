@@ -73,7 +73,8 @@ def test_the_command_draws_a_light_and_a_dark_picture(tmp_path, monkeypatch, cap
     if not any(map(shutil.which, BROWSERS)):
         pytest.skip("Chromium is not installed")
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": corpus[0]}))
-    options = f"--evaluator {evaluator_dir} --text {tmp_path}/text.jsonl --row 0 --output {tmp_path}/images"
+    options = f"--evaluator {evaluator_dir} --text {tmp_path}/text.jsonl --row 0 --output images"
+    monkeypatch.chdir(tmp_path)
     options += " --context_length 32 --stride 16 --alpha 0.001 --beta -9"
     monkeypatch.setattr(sys, "argv", ["real_models", "picture", *options.split()])
     main()

@@ -80,6 +80,25 @@ def test_perplexities_of_several_sets_are_judged_together(factors, judged):
     assert re.search(rf"Perplexity, over all tokens, is {low}\d\d to {high}\d\d times as large: {judged}\.$", first)
 
 
+def test_places_of_different_perplexities_are_named():
+    """Diverged sets have equal ratios and no interval, and a set may have another ratio with another evaluator."""
+    sets = ("books", "laws", "reports")
+    cells = tuple(f"{name}, judge (K 64), alpha 2, beta -2" for name in sets)
+    old, new = make_run("old", 1.0, cells=cells), make_run("new", 0.8, cells=cells)
+    for cell, factor in zip(cells, (math.inf, math.inf, 0.5), strict=True):
+        new.evaluations[cell][100]["perplexity"] *= factor
+    assert "worse on books, laws; better on reports." in write_verdict([old, new], old, [])[0]
+    cells = tuple(f"books, {name}: M (K 64), alpha 2, beta -2" for name in ("one", "other"))
+    old, new = make_run("old", 1.0, cells=cells), make_run("new", 0.8, cells=cells)
+    new.evaluations[cells[0]][100]["perplexity"] *= 0.5
+    expected = (
+        "better on (books, one: M, alpha 2, beta -2); no difference is shown on (books, other: M, alpha 2, beta -2)."
+    )
+    assert expected in write_verdict([old, new], old, [])[0]
+    single = new._replace(evaluations={cell: {1: steps[100][:1]} for cell, steps in new.evaluations.items()})
+    assert "each over 1 document." in write_verdict([old, single], old, [])[0]
+
+
 def test_few_documents_no_key_tokens_and_diverged_models():
     old, new = make_run("old", 1.0), make_run("new", 0.5)
     few = new._replace(evaluations={cell: {1: steps[100][:3]} for cell, steps in new.evaluations.items()})
