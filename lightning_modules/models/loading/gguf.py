@@ -108,7 +108,7 @@ def _convert(file: Path, folder: Path) -> None:
 
 @contextmanager
 def _parsed_once(file: Path, reader: Any) -> Iterator[None]:
-    """Let transformers use the reader of a file, which it would parse three times, each in 20 s for Gemma's vocabulary."""
+    """Let transformers use the reader of a file, which it would parse three times, each in 20 s for Gemma."""
     import gguf
 
     original = gguf.GGUFReader
