@@ -111,6 +111,11 @@ def test_a_perfect_correlation_can_be_compared():
     assert same.p == 1
 
 
+def test_four_models_are_too_few_to_compare_two_metrics():
+    with pytest.raises(ValueError, match="4 models are too few, 5 are needed"):
+        compare_correlations([1, 2, 3, 4], [2, 1, 4, 3], [4, 3, 2, 1])
+
+
 def test_scores_have_the_interval_of_wilson():
     for right in (0, 7, 20):
         expected = stats.binomtest(right, 20).proportion_ci(method="wilson")
