@@ -94,7 +94,7 @@ def write_verdict(runs: Sequence[ComparedRun], baseline: ComparedRun, differing:
         return []
     sentences += _name_own_evaluators(runs) + _compare_training(runs) + _name_settings(differing)
     noise = "; another seed of the training may change more" if any(run.scalars.get("step") for run in runs) else ""
-    sentences.append(f"Intervals are about the choice of documents{noise}.")
+    sentences.append(f"Intervals (95%) are about the choice of documents{noise}.")
     return sentences
 
 

@@ -92,6 +92,8 @@ def test_the_vocabulary_is_parsed_once(write, monkeypatch):
     gguf.convert_gguf(write())
     assert len(parsed) == 1
     assert library.GGUFReader is Reader  # others get their own again
+    with gguf._parsed_once(Path("other.gguf"), "reader of the other"):
+        assert isinstance(library.GGUFReader(write()), Reader)
 
 
 def test_identity_is_the_hash_of_the_file(write, original):
