@@ -184,6 +184,8 @@ def test_lines_that_a_text_wraps_are_joined_on_the_page_only(browser, tokenizer,
 
 def test_models_are_shown_side_by_side(browser, tokenizer, tmp_path):
     inspection = make_inspection(tokenizer, text=make_text(400))
+    scores = replace(inspection.scores, long=inspection.scores.long.clamp(min=-10.0))  # otherwise both are infinite
+    inspection = replace(inspection, scores=scores)
     tokens = Tokens(inspection.scores.token_ids, inspection.scores.offsets)
     key = key_token_mask(inspection.scores.long, inspection.scores.short)
     likelihoods = [torch.full((len(key),), probability).log() for probability in (0.25, 0.75)]
