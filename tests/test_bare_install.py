@@ -12,10 +12,12 @@ from tests.docs.test_docs import ROOT
 from tests.support.bare_install import bare_environment, required_distributions
 
 IMPORTS = """
-import pkgutil, lightning_modules.models, lightning_modules.functional, lightning_modules.metrics
+import pkgutil, sys, lightning_modules.models, lightning_modules.functional, lightning_modules.metrics
 import lightning_modules.long_context_lm, lightning_modules.scoring.evaluator, lightning_modules.training.fsdp
 import lightning_modules.training.sequence_parallel, lightning_modules.training.checkpoints.io
 from callbacks import ExternalEvaluator, StepCheckpoint
+import benchmarks.on_gpu
+assert "lightning_modules.models.served.endpoint" not in sys.modules  # httpx2 comes with new huggingface_hubs only
 for package in (lightning_modules.models, lightning_modules.functional):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         __import__(module.name)

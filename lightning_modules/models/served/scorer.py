@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Coroutine, Sequence
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +18,9 @@ from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.models.loading.config import ModelConfig, ServerConfig
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.served.dialects import Scores, TokenSpan
-from lightning_modules.models.served.endpoint import Endpoint
+
+if TYPE_CHECKING:
+    from lightning_modules.models.served.endpoint import Endpoint
 
 Result = TypeVar("Result")
 
@@ -43,6 +45,8 @@ class RemoteScorer(Scorer):
 
     def __init__(self, addresses: Sequence[str], config: ServerConfig) -> None:
         super().__init__()
+        from lightning_modules.models.served.endpoint import Endpoint  # needs httpx2, which a GPU machine may lack
+
         addresses = [address.strip().rstrip("/") for address in addresses]
         # A fork would inherit the sockets, and mix its requests with those of its parent.
         self._config, self._process = config, os.getpid()
@@ -158,7 +162,7 @@ class RemoteScorer(Scorer):
         # One iterator for all tasks: each takes the next span when it has finished one.
         waiting = iter(longest_first)
 
-        async def work(endpoint: Endpoint) -> None:
+        async def work(endpoint: "Endpoint") -> None:
             for index in waiting:  # which all servers share
                 answers[index] = await endpoint.score(spans[index])
 
