@@ -16,7 +16,7 @@ from lightning_modules.export.options import ExportOptions
 from lightning_modules.export.upload import check_upload, upload_export
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.methods import extend_config
-from lightning_modules.models.loading.adapters import add_adapters, changes_base, frozen_fingerprint, trained_state
+from lightning_modules.models.loading.adapters import add_adapters, frozen_fingerprint, trained_state
 from lightning_modules.models.loading.config import ModelConfig, is_gguf
 from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_from_json
@@ -135,8 +135,8 @@ def _load_base(facts: TrainingFacts, fingerprint: str) -> Backbone:
     changes = dict(facts.changes)
     extension = changes.pop("context_extension", None)
     settings: dict[str, Any] = {"revision": facts.revision, "dtype": facts.dtype, "lora": facts.lora}
-    other = "" if changes_base(facts.lora or {}) else "; `--adapters kept` would need no base model"
-    log.info("The adapters will be merged into '%s'%s.", facts.base_model, other)
+    # Adapters that changed the base model's weights do not come here: their checkpoints have all weights.
+    log.info("The adapters will be merged into '%s'; `--adapters kept` would need no base model.", facts.base_model)
     backbone = load_backbone(ModelConfig(facts.base_model, changes, extension, **settings))
     if fingerprint != frozen_fingerprint(nn.ModuleDict({"backbone": backbone})):
         raise ValueError(

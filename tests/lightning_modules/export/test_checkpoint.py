@@ -81,13 +81,6 @@ def test_adapters_are_merged_into_the_base_that_they_were_trained_on(kind, base,
     assert not (tmp_path / "out").exists()
 
 
-def test_adapters_that_can_only_be_merged_have_no_other_remedy(model_dir, tmp_path, caplog):
-    caplog.set_level("INFO")
-    checkpoint(tmp_path / "a.ckpt", str(model_dir), lora={**LORA, "init_lora_weights": "pissa"})
-    export_checkpoint(str(tmp_path / "a.ckpt"), str(tmp_path / "out"), tokenizer=str(model_dir))
-    assert f"will be merged into '{model_dir}'." in caplog.text
-
-
 def test_paths_are_found_from_other_folders_and_published_only_where_they_are_needed(
     base, tmp_path, monkeypatch, tokenizer
 ):
