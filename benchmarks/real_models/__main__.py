@@ -18,6 +18,7 @@ STUDIES = {
     "correlate": "Whether LongPPL predicts accuracy on long-context questions, and perplexity does not.",
     "extend": "How SmolLM2 reads beyond its 8,192 positions, by each method of context extension.",
     "fine_tune": "Whether LongCE pays on SmolLM2 and books, after equal steps and equal CPU time.",
+    "fine_tune_8k": "The same on rows of 8,192 tokens, after equal steps and equal time, for a GPU.",
 }
 
 
@@ -53,7 +54,7 @@ def add_study_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, required=True, help="Folder with govreport, pg19, pile-arxiv, haystack.")
     parser.add_argument("--work", type=Path, required=True, help="Folder for what has been scored.")
     parser.add_argument(
-        "--device", default="cpu", help="Device of the models, such as cuda; costs of steps are of CPUs."
+        "--device", default="cpu", help="Device of the models, such as cuda; `fine_tune` times steps on the CPU."
     )
 
 

@@ -1,12 +1,14 @@
-"""Whether LongCE pays on a real model: SmolLM2 trained on books by each weighting, for equal steps and CPU time.
+"""Whether LongCE pays on a real model: SmolLM2 trained on books by each weighting, for equal steps and equal time.
 
-Table 3 and Figure 7 of Fang et al. (2025), https://arxiv.org/abs/2410.23771, at the size of a CPU. The protocol, with
-hypotheses and decision rules, is in `docs/real.md`.
+Table 3 and Figure 7 of Fang et al. (2025), https://arxiv.org/abs/2410.23771, at the size of a CPU and of minutes of a
+GPU. The protocol, with hypotheses and decision rules, is in `docs/real.md`.
 """
 
 import itertools
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,10 +32,6 @@ from lightning_modules.scoring.key_tokens import Tokens, find_key_tokens
 from lightning_modules.scoring.token_scores import TokenScores
 
 MODEL = "smollm2-135m"
-LENGTH, K = 1024, 128
-"""Tokens of a training row, and K and d in training: an eighth, as in the paper."""
-
-STEPS = 24
 RATES = (1e-5, 2e-5, 4e-5)
 TUNING_SEED, SEEDS = 100, (0, 1, 2)
 SHORT = 256
@@ -45,14 +43,44 @@ STARTS: dict[str, dict[str, Any] | None] = {
 }
 """The model with its positions, and with a quarter of them, so that it has to learn long contexts again."""
 
-WEIGHTINGS = ("CE", "LongCE", "LongCE, half CE", "stored by the evaluator", "control: shuffled weights")
 COUNTED = ("LongCE", "LongCE, half CE")
-"""Weightings that are also compared after the CPU time of cross entropy."""
+"""Weightings that are also compared after the time of cross entropy."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is trained, and on what the trained models are compared."""
+
+    study: str
+    length: int  # tokens of a training row
+    k: int  # K and d in training: an eighth, as in the paper
+    steps: int
+    exam_tokens: int  # of a text
+    exam_k: int  # K and d of its evaluators
+    exam_characters: int  # of a question sheet
+    weightings: tuple[str, ...]
+    evaluators: tuple[str, ...]  # the first one chooses learning rates, and stores weights
+    autocast: bool = False  # whether products are in bfloat16
+    cost_device: str | None = None  # on which steps are timed; by default that of the runs
+
+
+CPU_SCALE = Scale(
+    *("fine_tune", 1024, 128, 24, 2048, 256, 7_500),
+    weightings=("CE", "LongCE", "LongCE, half CE", "stored by the evaluator", "control: shuffled weights"),
+    evaluators=("gemma-3-270m", "qwen2.5-coder-0.5b"),
+    cost_device="cpu",
+)
+GPU_SCALE = Scale(
+    *("fine_tune_8k", 8192, 1024, 64, 8192, 1024, 30_000),
+    weightings=("CE", "LongCE", "LongCE, half CE"),
+    evaluators=("gemma-3-270m",),
+    autocast=True,
+)
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One training run; ``budget`` is that of `STEPS` steps of cross entropy: "steps" or "CPU"."""
+    """One training run; ``budget`` is that of the steps of cross entropy: "steps" or "time"."""
 
     start: str
     weighting: str
@@ -73,21 +101,75 @@ class Costs:
     path: str = "costs"
 
 
-def measure_costs(models: Path, batches: Sequence[PackedBatch], rounds: int = 5) -> dict[str, float]:
-    """Measure the median CPU seconds of a step by each weighting that is compared at equal time; all take turns."""
+Keep = Callable[[Sequence[Any], Callable[[Any], dict[str, Any]]], dict[str, dict[str, Any]]]
+"""Measures those of the runs that are not yet kept, and returns the numbers of all kept ones by their path."""
+
+
+def compare_weightings(
+    scale: Scale,
+    models: Path,
+    batches: Callable[[int], Sequence[PackedBatch]],
+    weights: Callable[[Sequence[PackedBatch]], Sequence[Tensor]],
+    tuning: "Examination",
+    examination: "Examination",
+    keep: Keep,
+    *,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Choose each weighting's learning rate, train all runs, and return the numbers of the study.
+
+    ``batches`` are the training rows of a seed; ``weights`` returns the stored weights of batches.
+    """
+    timed = scale.cost_device or device
+    costs = keep([Costs()], lambda _: measure_costs(scale, models, batches(TUNING_SEED), device=timed))[Costs().path]
+    steps = {name: equal_time_steps(scale, costs, name) for name in COUNTED}
+
+    def measure(arm: Arm) -> dict[str, Any]:
+        chosen = tuning if arm.seed == TUNING_SEED else examination
+        count = steps[arm.weighting] if arm.budget == "time" else scale.steps
+        return train(scale, arm, models, batches(arm.seed), weights, chosen, count, device=device)
+
+    tuned = [name for name in scale.weightings if not name.startswith("control")]
+    found = keep([arm for name in tuned for arm in tuning_arms(name)], measure)
+    rates = {name: best_rate(found, name, scale.evaluators[0]) for name in tuned}
+    found = keep(list_arms(scale, rates), measure)
+    return {"costs": costs, "rates": rates, "rows": list(compare_arms(scale, found, rates))}
+
+
+def measure_costs(
+    scale: Scale, models: Path, batches: Sequence[PackedBatch], rounds: int = 5, *, device: str = "cpu"
+) -> dict[str, float]:
+    """Measure the median seconds of a step by each weighting that is compared at equal time; all take turns."""
     loaded = LoadedSystem(System(MODEL, "costs"), models)
+    config = ModelConfig(loaded.file, dtype="float32")
     names = ("CE", *COUNTED)
     runs = {
         name: Run(
-            load_backbone(ModelConfig(loaded.file, dtype="float32")), METHODS[name], steps=rounds, rate=1e-6, window=K
+            load_backbone(config, device=device).to(device), METHODS[name], steps=rounds, rate=1e-6, window=scale.k
         )
         for name in names
     }
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number, batch in enumerate(batches[:rounds]):
         for name, run in runs.items():
-            seconds[name].append(run.step(batch, number))
+            seconds[name].append(timed_step(run, batch, number, autocast=scale.autocast))
     return {name: statistics.median(each[1:]) for name, each in seconds.items()}
+
+
+def timed_step(
+    run: Run, batch: PackedBatch, number: int, stored: Tensor | None = None, *, autocast: bool = False
+) -> float:
+    """Train on a batch, and return the CPU seconds, or on a GPU the seconds that passed."""
+    device = run.backbone.device
+    moved, weights = batch_to(batch, device), None if stored is None else stored.to(device)
+    with torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
+        if device.type == "cpu":
+            return run.step(moved, number, weights)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        run.step(moved, number, weights)
+        torch.cuda.synchronize()
+        return time.perf_counter() - started
 
 
 def tuning_arms(weighting: str) -> list[Arm]:
@@ -95,11 +177,11 @@ def tuning_arms(weighting: str) -> list[Arm]:
     return [Arm("as it is", weighting, "steps", rate, TUNING_SEED) for rate in RATES]
 
 
-def list_arms(rates: Mapping[str, float]) -> list[Arm]:
-    """Return all compared runs, given the learning rate of each weighting; the control has that of the stored ones."""
-    kinds = [*((name, "steps") for name in WEIGHTINGS), *((name, "CPU") for name in COUNTED)]
+def list_arms(scale: Scale, rates: Mapping[str, float]) -> list[Arm]:
+    """Return all compared runs, given the learning rate of each weighting."""
+    kinds = [*((name, "steps") for name in scale.weightings), *((name, "time") for name in COUNTED)]
     return [
-        Arm(start, name, budget, rates.get(name, rates["stored by the evaluator"]), seed)
+        Arm(start, name, budget, _rate(rates, name), seed)
         for start, (name, budget), seed in itertools.product(STARTS, kinds, SEEDS)
     ]
 
@@ -140,19 +222,22 @@ class Examination:
         return {"losses": losses, "right": right}
 
 
-def training_rows(books: Sequence[str], tokenizer: PreTrainedTokenizerFast, seed: int, count: int) -> list[PackedBatch]:
-    """Return rows of `LENGTH` tokens, a batch each, cut from books at places and in an order by ``seed``."""
+def training_rows(
+    books: Sequence[str], tokenizer: PreTrainedTokenizerFast, seed: int, count: int, length: int
+) -> list[PackedBatch]:
+    """Return rows of ``length`` tokens, a batch each, cut from books at places and in an order by ``seed``."""
     draw = np.random.default_rng(seed)
     rows: list[Tensor] = []
     for book in books:
         ids = torch.tensor(tokenizer.backend_tokenizer.encode(book, add_special_tokens=False).ids)
-        ids = ids[draw.integers(LENGTH) :]
-        rows.extend(ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH))
+        ids = ids[draw.integers(length) :]
+        rows.extend(ids[: len(ids) // length * length].view(-1, length))
     order = draw.permutation(len(rows))[:count]
     return [batch_of(rows[number][None]) for number in order]
 
 
 def train(
+    scale: Scale,
     arm: Arm,
     models: Path,
     batches: Sequence[PackedBatch],
@@ -162,7 +247,7 @@ def train(
     *,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Train a model for some steps, and return its examination and the CPU seconds of its steps.
+    """Train a model for some steps, and return its examination and the median seconds of a step.
 
     ``weights`` returns the stored ones of each batch, and is called only by a weighting that needs them.
     """
@@ -172,11 +257,11 @@ def train(
     torch.manual_seed(arm.seed)
     backbone = load_backbone(config, device=device).to(device)
     stored = weights(batches) if method.scorer == "evaluator" else [None] * steps
-    run = Run(backbone, method, steps=steps, rate=arm.rate, window=K)
-    seconds = []
-    for number, (batch, own) in enumerate(zip(batches[:steps], stored, strict=False)):
-        moved = batch_to(batch, backbone.device)
-        seconds.append(run.step(moved, number, None if own is None else own.to(device)))
+    run = Run(backbone, method, steps=steps, rate=arm.rate, window=scale.k)
+    seconds = [
+        timed_step(run, batch, number, own, autocast=scale.autocast)
+        for number, (batch, own) in enumerate(zip(batches[:steps], stored, strict=False))
+    ]
     loaded.use(backbone)
     return {"steps": steps, "step_seconds": statistics.median(seconds), **examination(backbone, loaded)}
 
@@ -187,9 +272,14 @@ def best_rate(found: Mapping[str, Mapping[str, Any]], weighting: str, evaluator:
     return min(results, key=lambda rate: _perplexity([results[rate]], evaluator))
 
 
-def equal_time_steps(costs: Mapping[str, float], weighting: str) -> int:
-    """Return the steps of a weighting in the CPU time of `STEPS` steps of cross entropy, given their costs."""
-    return min(STEPS, int(STEPS * costs["CE"] / costs[weighting]))
+def equal_time_steps(scale: Scale, costs: Mapping[str, float], weighting: str) -> int:
+    """Return the steps of a weighting in the time of all steps of cross entropy, given their costs."""
+    return min(scale.steps, int(scale.steps * costs["CE"] / costs[weighting]))
+
+
+def _rate(rates: Mapping[str, float], weighting: str) -> float:
+    """Return the learning rate of a weighting; the control has that of the stored weights."""
+    return rates["stored by the evaluator" if weighting.startswith("control") else weighting]
 
 
 class Compared(NamedTuple):
@@ -200,12 +290,14 @@ class Compared(NamedTuple):
     by_seed: list[float]
 
 
-def compare_arms(found: Mapping[str, Mapping[str, Any]], rates: Mapping[str, float]) -> Iterator[dict[str, Any]]:
+def compare_arms(
+    scale: Scale, found: Mapping[str, Mapping[str, Any]], rates: Mapping[str, float]
+) -> Iterator[dict[str, Any]]:
     """Yield for each start, weighting and budget the ratios to cross entropy by kind of tokens, and the answers.
 
     ``found`` are the results of `train` by the path of their arms. Losses are means over the seeds.
     """
-    arms = list_arms(rates)
+    arms = list_arms(scale, rates)
     for start, (name, budget) in itertools.product(STARTS, dict.fromkeys((arm.weighting, arm.budget) for arm in arms)):
         own = [found[arm.path] for arm in arms if (arm.start, arm.weighting, arm.budget) == (start, name, budget)]
         base = [found[arm.path] for arm in arms if (arm.start, arm.weighting, arm.budget) == (start, "CE", "steps")]
@@ -215,7 +307,7 @@ def compare_arms(found: Mapping[str, Mapping[str, Any]], rates: Mapping[str, flo
             "start": start,
             "weighting": name,
             "budget": budget,
-            "rate": rates.get(name, rates["stored by the evaluator"]),
+            "rate": _rate(rates, name),
             "steps": own[0]["steps"],
             "step_seconds": statistics.median(each["step_seconds"] for each in own),
             "accuracy": sum(right) / len(right),

@@ -24,28 +24,27 @@ from benchmarks.real_models.anatomy import choose_examples, compare_evaluators, 
 from benchmarks.real_models.correlate import GAMMA, SYSTEMS, EvaluatorScores, correlate_systems, measure_system
 from benchmarks.real_models.extend import METHODS, TARGET, compare_methods, measure_method
 from benchmarks.real_models.fine_tune import (
-    COUNTED,
+    CPU_SCALE,
+    GPU_SCALE,
     MODEL,
-    STEPS,
-    TUNING_SEED,
-    WEIGHTINGS,
     Arm,
     Costs,
     Examination,
-    K,
-    best_rate,
-    compare_arms,
-    equal_time_steps,
-    list_arms,
-    measure_costs,
-    train,
+    Scale,
+    compare_weightings,
     training_rows,
-    tuning_arms,
 )
 from benchmarks.real_models.questions import QuestionSheet, make_sheets
 from benchmarks.real_models.systems import LoadedSystem, System, reuse_scores, score_system
 from benchmarks.real_models.tables import tabulate_anatomy, tabulate_correlate, tabulate_extend, tabulate_fine_tune
-from benchmarks.real_models.texts import LONG_BOOKS, Text, read_books, read_texts, read_validation_books
+from benchmarks.real_models.texts import (
+    LONG_BOOKS,
+    Text,
+    read_books,
+    read_exam_texts,
+    read_texts,
+    read_validation_books,
+)
 from benchmarks.results import FOLDER, LIBRARIES, describe_machine, read_commit
 from lightning_modules.batch import PackedBatch, batch_to
 from lightning_modules.scoring.config import EvaluatorConfig
@@ -66,9 +65,6 @@ LONG_CHARACTERS = 68_000
 """Characters of the sheets of ``extend``: about 16k tokens."""
 
 CONTEXT_LENGTH, STRIDE = 512, 512
-
-EXAM_TOKENS, EXAM_K, EXAM_CHARACTERS = 2048, 256, 7_500
-"""Tokens of the texts on which trained models are compared, K and d for them, and characters of their sheets."""
 
 EVALUATORS = ("gemma-3-270m", "qwen2.5-coder-0.5b")
 SHEETS = 3  # of each task
@@ -208,41 +204,44 @@ class Study:
 
     def fine_tune(self) -> None:
         """Train by each weighting, tuned on other books, and keep what the trained models score."""
+        self._fine_tune(CPU_SCALE, "SmolLM2 fine-tuned on books by each weighting")
+
+    def fine_tune_8k(self) -> None:
+        """Train on rows of 8,192 tokens, which is for a GPU."""
+        self._fine_tune(GPU_SCALE, "SmolLM2 fine-tuned on rows of 8,192 tokens")
+
+    def _fine_tune(self, scale: Scale, title: str) -> None:
         tokenizer = LoadedSystem(System(MODEL, "as it is"), self.models).tokenizer
         books = [file.read_text(encoding="utf-8") for file in sorted((self.data / "pg19/train").glob("*.txt"))]
-        batches = cache(lambda seed: training_rows(books, tokenizer, seed, STEPS))
-        held_out = read_texts(self.data, self.evaluator(EVALUATORS[0]), EXAM_TOKENS)
-        held_out = [*held_out[:6], *(text for text in held_out if text.kind == "books")]
-        tuning_texts = read_validation_books(self.data, self.evaluator(EVALUATORS[0]), EXAM_TOKENS)
-        sheets = make_sheets(self.data / "haystack" / "2944.txt", characters=EXAM_CHARACTERS, sheets=1)
-        tuning = Examination(tuning_texts, self._exam_scores(tuning_texts), [])
-        examination = Examination(held_out, self._exam_scores(held_out), sheets)
-        costs = self._measure_each("fine_tune", [Costs()], lambda _: measure_costs(self.models, batches(TUNING_SEED)))[
-            Costs().path
-        ]
-        steps = {name: equal_time_steps(costs, name) for name in COUNTED}
+        batches = cache(lambda seed: training_rows(books, tokenizer, seed, scale.steps, scale.length))
+        first = self.evaluator(scale.evaluators[0])
+        held_out = read_exam_texts(self.data, first, scale.exam_tokens)
+        tuning_texts = read_validation_books(self.data, first, scale.exam_tokens)
+        sheets = make_sheets(self.data / "haystack" / "2944.txt", characters=scale.exam_characters, sheets=1)
+        numbers = compare_weightings(
+            scale,
+            self.models,
+            batches,
+            partial(self._stored_weights, scale, tokenizer),
+            Examination(tuning_texts, self._exam_scores(scale, scale.evaluators[:1], tuning_texts), []),
+            Examination(held_out, self._exam_scores(scale, scale.evaluators, held_out), sheets),
+            partial(self._measure_each, scale.study),
+            device=self.device,
+        )
+        self.keep(scale.study, title, numbers, tabulate_fine_tune(numbers), [*held_out, *tuning_texts])
 
-        def measure(arm: Arm) -> dict[str, Any]:
-            chosen = tuning if arm.seed == TUNING_SEED else examination
-            weights = partial(self._stored_weights, tokenizer)
-            count = steps[arm.weighting] if arm.budget == "CPU" else STEPS
-            return train(arm, self.models, batches(arm.seed), weights, chosen, count, device=self.device)
+    def _exam_scores(
+        self, scale: Scale, evaluators: Sequence[str], texts: Sequence[Text]
+    ) -> dict[str, dict[str, TokenScores]]:
+        return {name: self.kept_scores(name, texts, context_length=scale.exam_k) for name in evaluators}
 
-        tuned = [name for name in WEIGHTINGS if not name.startswith("control")]
-        found = self._measure_each("fine_tune", [arm for name in tuned for arm in tuning_arms(name)], measure)
-        rates = {name: best_rate(found, name, EVALUATORS[0]) for name in tuned}
-        found = self._measure_each("fine_tune", list_arms(rates), measure)
-        numbers = {"costs": costs, "rates": rates, "rows": list(compare_arms(found, rates))}
-        title = "SmolLM2 fine-tuned on books by each weighting"
-        self.keep("fine_tune", title, numbers, tabulate_fine_tune(numbers), [*held_out, *tuning_texts])
-
-    def _exam_scores(self, texts: Sequence[Text]) -> dict[str, dict[str, TokenScores]]:
-        return {name: self.kept_scores(name, texts, context_length=EXAM_K) for name in EVALUATORS}
-
-    def _stored_weights(self, tokenizer: PreTrainedTokenizerFast, batches: Sequence[PackedBatch]) -> list[Tensor]:
+    def _stored_weights(
+        self, scale: Scale, tokenizer: PreTrainedTokenizerFast, batches: Sequence[PackedBatch]
+    ) -> list[Tensor]:
         """Return the LongCE weights of training rows by the first evaluator, which the work folder keeps."""
-        file = self.work / f"weights-{EVALUATORS[0]}-{K}.npz"
-        evaluator = self.evaluator(EVALUATORS[0], dtype="float32")
+        name = scale.evaluators[0]
+        file = self.work / f"weights-{name}-{scale.k}.npz"
+        evaluator = self.evaluator(name, dtype="float32")
         transfer = make_transfer(tokenizer, evaluator.tokenizer, add_special_tokens=True)
         weigh = compute_influence if transfer is None else transfer.compute_influence
         arrays = read_arrays(file)
@@ -252,9 +251,9 @@ class Study:
                 backbone = evaluator.backbone(self.device)
                 with torch.no_grad():
                     moved = batch_to(batch, backbone.device)
-                    weights = weigh(moved, backbone, context_length=K, stride=K, gamma=GAMMA).cpu()
+                    weights = weigh(moved, backbone, context_length=scale.k, stride=scale.k, gamma=GAMMA).cpu()
                 if not weights.isfinite().all():
-                    raise FloatingPointError(f"Weights of '{EVALUATORS[0]}' are not finite: its file is damaged.")
+                    raise FloatingPointError(f"Weights of '{name}' are not finite: its file is damaged.")
                 arrays = add_arrays(file, {key: weights.numpy()})
         evaluator.release()
         return [torch.from_numpy(arrays[key]) for key in keys]

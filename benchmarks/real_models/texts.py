@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -43,15 +44,16 @@ def read_texts(data: Path, evaluator: Evaluator, tokens: int) -> list[Text]:
         OSError: If the folder lacks one of the files.
         ValueError: If a text is shorter.
     """
-    found = [
-        Text(f"report {number}", "reports", text) for number, text in enumerate(_read_lines(data / REPORTS, "input"))
-    ]
-    for number in BOOK_NUMBERS:
-        book = (data / BOOKS / f"{number}.txt").read_text(encoding="utf-8")
-        found.append(Text(f"book {number}", "books", book[BOOK_START:]))
     papers = _read_lines(data / PAPERS, "text")
-    found += [Text(f"paper {line}", "papers", papers[line]) for line in PAPER_LINES]
+    found = [*_reports(data), *_books(data), *(Text(f"paper {line}", "papers", papers[line]) for line in PAPER_LINES)]
     return [each._replace(text=_cut(each, evaluator, tokens)) for each in found]
+
+
+def read_exam_texts(data: Path, evaluator: Evaluator, tokens: int) -> list[Text]:
+    """Read the first six reports that have ``tokens`` tokens of an evaluator, and six books, cut to them."""
+    encode = partial(evaluator.encode, max_tokens=tokens)
+    long = (each for each in _reports(data) if encode(each.text, name=each.name)["input_ids"].shape[1] == tokens)
+    return [each._replace(text=_cut(each, evaluator, tokens)) for each in [*islice(long, 6), *_books(data)]]
 
 
 def read_books(data: Path, numbers: Sequence[int], tokenizer: PreTrainedTokenizerFast, tokens: int) -> list[Text]:
@@ -70,6 +72,18 @@ def read_validation_books(data: Path, evaluator: Evaluator, tokens: int) -> list
     files = sorted((data / "pg19/validation").glob("*.txt"), key=lambda file: int(file.stem))[:6]
     found = [Text(f"book {file.stem}", "books", file.read_text(encoding="utf-8")[BOOK_START:]) for file in files]
     return [each._replace(text=_cut(each, evaluator, tokens)) for each in found]
+
+
+def _reports(data: Path) -> list[Text]:
+    return [Text(f"report {line}", "reports", text) for line, text in enumerate(_read_lines(data / REPORTS, "input"))]
+
+
+def _books(data: Path) -> list[Text]:
+    """Return the books of the test split without their first pages."""
+    texts = [(data / BOOKS / f"{number}.txt").read_text(encoding="utf-8") for number in BOOK_NUMBERS]
+    return [
+        Text(f"book {number}", "books", text[BOOK_START:]) for number, text in zip(BOOK_NUMBERS, texts, strict=True)
+    ]
 
 
 def _cut(text: Text, evaluator: Evaluator, tokens: int) -> str:

@@ -111,8 +111,10 @@ def judge_extend(numbers: dict[str, Any]) -> Iterator[Verdict]:
 
 
 def judge_fine_tune(numbers: dict[str, Any]) -> Iterator[Verdict]:
-    """Yield the verdicts on the four hypotheses of ``fine_tune``."""
+    """Yield the verdicts on the four hypotheses of ``fine_tune``, of which ``fine_tune_8k`` has all but the third."""
     own = "qwen2.5-coder-0.5b"  # has stored no weights
+    if own not in numbers["rows"][0]["ratio"]:
+        own = "gemma-3-270m"
     rows = {(row["start"], row["weighting"], row["budget"]): row["ratio"] for row in numbers["rows"]}
     hypotheses = {
         "LongCE": "1",
@@ -126,7 +128,7 @@ def judge_fine_tune(numbers: dict[str, Any]) -> Iterator[Verdict]:
         found = ratios[own]
         high = found["interval"][1]
         pays = high < 1 and max(found["by_seed"]) < 1
-        number = "2" if budget == "CPU" else hypotheses[name]
+        number = "2" if budget == "time" else hypotheses[name]
         expected = not pays if name.startswith("control") else pays
         claim = f"{number}. {start}, {name}, {budget}: {'does not pay' if name.startswith('control') else 'pays'}"
         yield claim, expected, f"ratio {found['ratio']:.3f}, at most {high:.3f}, by seed {max(found['by_seed']):.3f}"
@@ -159,7 +161,7 @@ def _williams(first: np.ndarray, second: np.ndarray, score: np.ndarray) -> float
 def main() -> None:
     """Print the verdicts of all studies that have been run, and what an unfinished ``correlate`` has measured."""
     judges = {"anatomy": judge_anatomy, "correlate": judge_correlate, "extend": judge_extend}
-    for name, judge in (judges | {"fine_tune": judge_fine_tune}).items():
+    for name, judge in (judges | {"fine_tune": judge_fine_tune, "fine_tune_8k": judge_fine_tune}).items():
         file = FOLDER / f"real_{name}.json"
         if file.exists():
             print(name)

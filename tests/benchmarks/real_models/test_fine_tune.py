@@ -1,16 +1,20 @@
 """Fine-tuning of the studies: a run on a tiny model, and its comparisons against sums over a list."""
 
 import math
+from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 
 from benchmarks.real_models import fine_tune as module
 from benchmarks.real_models.fine_tune import (
+    CPU_SCALE,
     Arm,
     Examination,
     best_rate,
     compare_arms,
+    compare_weightings,
     equal_time_steps,
     list_arms,
     measure_costs,
@@ -25,6 +29,8 @@ from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator
 
+SMALL = replace(CPU_SCALE, length=64, k=16)
+
 
 @pytest.fixture
 def small(monkeypatch, model_dir):
@@ -33,17 +39,17 @@ def small(monkeypatch, model_dir):
         self.tokenizer = load_tokenizer(str(model_dir))
 
     monkeypatch.setattr(LoadedSystem, "__init__", load)
-    for name, value in {"LENGTH": 64, "K": 16, "SHORT": 16, "STARTS": {"as it is": None}}.items():
+    for name, value in {"SHORT": 16, "STARTS": {"as it is": None}}.items():
         monkeypatch.setattr(module, name, value)
     return load_tokenizer(str(model_dir))
 
 
 def test_rows_are_pieces_of_the_books(small, corpus):
-    batches = training_rows(corpus, small, seed=3, count=4)
+    batches = training_rows(corpus, small, seed=3, count=4, length=64)
     texts = [small.decode(batch["input_ids"][0]) for batch in batches]
     assert all(batch["input_ids"].shape == (1, 64) for batch in batches)
     assert all(any(text.strip() in book for book in corpus) for text in texts)
-    again = training_rows(corpus, small, seed=3, count=4)
+    again = training_rows(corpus, small, seed=3, count=4, length=64)
     assert all(torch.equal(one["input_ids"], other["input_ids"]) for one, other in zip(batches, again, strict=True))
 
 
@@ -53,12 +59,12 @@ def test_a_run_learns_its_rows_and_is_examined(small, corpus, evaluator_dir, tmp
     evaluator = Evaluator(EvaluatorConfig(str(evaluator_dir), context_length=16, stride=16))
     scores = {"judge": {"book 1": evaluator.scores(corpus[0])}}
     examination = Examination(texts, scores, [])
-    batches = training_rows(corpus[:1], small, seed=0, count=1) * 6
+    batches = training_rows(corpus[:1], small, seed=0, count=1, length=64) * 6
     arm = Arm("as it is", weighting, "steps", 1e-2, 0)
     stored = [torch.ones(1, 64)] * 6
     losses = []
     for steps in (1, 6):
-        found = train(arm, tmp_path, batches, lambda _: stored, examination, steps)
+        found = train(SMALL, arm, tmp_path, batches, lambda _: stored, examination, steps)
         by_kind = {kind: (loss, tokens) for _, kind, loss, tokens in found["losses"]}
         assert list(by_kind) == ["all", "judge", "short"]
         length = len(small.encode(corpus[0], add_special_tokens=True))
@@ -72,7 +78,7 @@ def test_a_run_learns_its_rows_and_is_examined(small, corpus, evaluator_dir, tmp
 def make_results(rates):
     draw = torch.Generator().manual_seed(0)
     found = {}
-    for arm in list_arms(rates):
+    for arm in list_arms(CPU_SCALE, rates):
         gain = {"LongCE": 0.9, "control: shuffled weights": 1.1}.get(arm.weighting, 1.0)
         losses = []
         for number in range(6):
@@ -85,13 +91,17 @@ def make_results(rates):
 
 
 def test_ratios_are_those_of_sums_and_verdicts_follow_them():
-    rates = dict.fromkeys(module.WEIGHTINGS[:4], 1e-5)
+    rates = dict.fromkeys(CPU_SCALE.weightings[:4], 1e-5)
     found = make_results(rates)
-    rows = list(compare_arms(found, rates))
+    rows = list(compare_arms(CPU_SCALE, found, rates))
     assert len(rows) == 2 * 7
 
     def mean(weighting, kind):
-        arms = [a for a in list_arms(rates) if (a.start, a.weighting, a.budget) == ("as it is", weighting, "steps")]
+        arms = [
+            a
+            for a in list_arms(CPU_SCALE, rates)
+            if (a.start, a.weighting, a.budget) == ("as it is", weighting, "steps")
+        ]
         chosen = [row for arm in arms for row in found[arm.path]["losses"] if row[1] == kind]
         return sum(row[2] for row in chosen) / sum(row[3] for row in chosen)
 
@@ -112,11 +122,35 @@ def test_the_rate_is_the_best_of_the_tuning_runs_and_the_steps_follow_from_the_c
         loss = abs(arm.rate - 2e-5) * 1e5 + 1
         found[arm.path] = {"losses": [["book 1", "judge", loss, 1]], "right": []}
     assert best_rate(found, "LongCE", "judge") == 2e-5
-    assert equal_time_steps({"CE": 2.0, "LongCE": 3.0}, "LongCE") == 16
-    assert equal_time_steps({"CE": 2.0, "LongCE": 1.0}, "LongCE") == 24, "at most the rows that there are"
+    assert equal_time_steps(CPU_SCALE, {"CE": 2.0, "LongCE": 3.0}, "LongCE") == 16
+    assert equal_time_steps(CPU_SCALE, {"CE": 2.0, "LongCE": 1.0}, "LongCE") == 24, "at most the rows that there are"
 
 
 def test_costs_of_all_weightings_are_measured_in_turn(small, corpus, tmp_path):
-    costs = measure_costs(tmp_path, training_rows(corpus, small, seed=0, count=3), rounds=3)
+    costs = measure_costs(SMALL, tmp_path, training_rows(corpus, small, seed=0, count=3, length=64), rounds=3)
     assert set(costs) == {"CE", "LongCE", "LongCE, half CE"}
     assert costs["LongCE"] > costs["CE"] > 0
+
+
+def test_all_runs_of_a_scale_are_measured_once_and_compared(small, corpus, evaluator_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(LoadedSystem, "answers", lambda *_: [True, False])
+    weightings = ("CE", "LongCE", "LongCE, half CE")
+    scale = replace(SMALL, steps=2, weightings=weightings, evaluators=("judge",), autocast=True)
+    evaluator = Evaluator(EvaluatorConfig(str(evaluator_dir), context_length=16, stride=16))
+    texts = [Text(f"book {number}", "books", book) for number, book in enumerate(corpus[:2])]
+    scores = {"judge": {text.name: evaluator.scores(text.text) for text in texts}}
+    examination, kept = Examination(texts, scores, ["sheet"]), {}
+
+    def keep(runs, measure):
+        kept.update({run.path: measure(run) for run in runs if run.path not in kept})
+        return kept
+
+    batches = cache(lambda seed: training_rows(corpus, small, seed, 5, 64))
+    numbers = compare_weightings(scale, tmp_path, batches, list, examination, examination, keep)
+    assert len(kept) == 1 + 3 * 3 + 5 * 3, "costs, learning rates, and five kinds of runs of three seeds"
+    assert {(row["weighting"], row["budget"]) for row in numbers["rows"]} == {
+        *((name, "steps") for name in scale.weightings),
+        *((name, "time") for name in ("LongCE", "LongCE, half CE")),
+    }
+    (base,) = (row for row in numbers["rows"] if row["weighting"] == "CE")
+    assert base["ratio"]["judge"]["ratio"] == 1
