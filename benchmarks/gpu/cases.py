@@ -132,8 +132,8 @@ def predict(case: Case, sizes: Sizes, device: str) -> tuple[Flops, float]:
             offload_activations=bool(case.settings.get("offload_activations")),
         )
         memory = training_memory(shape, activations, training).peak
-    if case.kind == "authors":  # logits, their float32 copy, its softmax and both gradients
-        memory += sizes.tokens * shape.vocabulary * (2 + 4 + 4 + 4 + 2)
+    if case.kind == "authors":  # logits, their float32 copy, and its softmax
+        memory += sizes.tokens * shape.vocabulary * (2 + 4 + 4)
     return flops * case.documents, memory
 
 

@@ -192,8 +192,9 @@ def resume_check(device: str) -> dict[str, Any]:
         runs[1].wait()
         killed_after = len(_read_losses(folders[1]))
         runs[1] = _start_training(folders[1], device)
-        if any(run.wait(timeout=180) for run in runs):
-            raise RuntimeError(f"A training failed: {(folders[1] / 'errors.txt').read_text()[-500:]}")
+        for folder, run in zip(folders, runs, strict=True):
+            if code := run.wait(timeout=180):
+                raise RuntimeError(f"A training ended with {code}: {(folder / 'errors.txt').read_text()[-500:]}")
         undisturbed, resumed = map(_read_losses, folders)
     difference = max(abs(loss - resumed[step]) for step, loss in undisturbed.items())
     resumes = len(undisturbed) == len(resumed) == STEPS and killed_after < STEPS

@@ -4,7 +4,6 @@ import inspect
 import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from lightning_modules.models.loading.config import DType, ModelConfig
 from lightning_modules.models.loading.identity import hub_commit
 from lightning_modules.objectives import Objective
+from lightning_modules.utilities.identity import package_version
 
 PACKAGES = ("longce", "torch", "transformers", "peft", "lightning")
 OPTIMIZER_SETTINGS = ("lr", "betas", "momentum", "eps", "weight_decay")
@@ -143,7 +143,7 @@ def run_facts(trainer: Trainer, metrics_step: int | None) -> dict[str, Any]:
         "tokenizer_revision": getattr(data, "tokenizer_revision", None),
         "metrics": metrics,
         "metrics_step": metrics_step if metrics else None,
-        "versions": {name: version(name) for name in PACKAGES},
+        "versions": {name: package_version(name) for name in PACKAGES},
     }
 
 

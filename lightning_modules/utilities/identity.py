@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from functools import reduce
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ _SAMPLE_BLOCKS, _SAMPLE_BLOCK = 32, 4096  # blocks spread evenly over a file, an
 
 _LOGGED_SIZE = 1 << 30  # bytes; hashing less takes about a second
 _STORE_INTERVAL = 10.0  # seconds between writes of the memo
+
 
 _unstored: dict[str, list[Any]] = {}
 """Memo entries that could not be written, so that this process does not hash the same files again."""
@@ -214,3 +216,11 @@ def _memoize_hashes(memo: Path, entries: Mapping[str, list[Any]]) -> None:
                 error.strerror,
             )
         _unstored.update(entries)
+
+
+def package_version(name: str) -> str:
+    """Return a package's version; "unknown" for modules of a folder that is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "unknown"

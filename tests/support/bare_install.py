@@ -37,10 +37,10 @@ def required_distributions():
 
 
 def restrict_imports():
-    """Hide all packages that `ROOTS` do not require, except our own."""
-    visible = {"longce", *required_distributions()}
+    """Hide all packages that `ROOTS` do not require, except our own modules, which are not installed as a package."""
+    visible = required_distributions()
     owners = {name: {_normalize(each) for each in owner} for name, owner in packages_distributions().items()}
-    hidden = {name for name, owner in owners.items() if not owner & visible}
+    hidden = {name for name, owner in owners.items() if not owner & {"longce", *visible}}
     assert {"jsonargparse", "datasets", "pandas"} <= hidden
 
     class VisiblePackages(PathFinder):

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.tasks.evaluation.summary import Summary
 from lightning_modules.utilities.files import write_json
+from lightning_modules.utilities.identity import package_version
 
 SOURCE = "longce"
 
@@ -34,9 +34,9 @@ def write_results(
     about = {
         "config": {"model": SOURCE, "model_args": arguments, "limit": config.limit, "gen_kwargs": config.generation},
         "date": datetime.now().timestamp(),
-        "transformers_version": version("transformers"),
+        "transformers_version": package_version("transformers"),
         # The harness is an optional extra.
-        **({"lm_eval_version": version("lm_eval")} if find_spec("lm_eval") else {}),
+        **({"lm_eval_version": package_version("lm_eval")} if find_spec("lm_eval") else {}),
         "max_length": config.max_length,
         "model_source": SOURCE,
         "model_name": config.model,
@@ -64,7 +64,7 @@ def convert_summary(summary: Summary, settings: Mapping[str, Any]) -> Parts:
         parts["higher_is_better"].setdefault(task, {})[str(length)] = True
     for task, entry in parts["results"].items():
         parts["configs"][task] = {"task": task, "metadata": dict(settings)}
-        parts["versions"][task] = version("longce")
+        parts["versions"][task] = package_version("longce")
         parts["n-shot"][task] = 0
         parts["n-samples"][task] = dict.fromkeys(("original", "effective"), entry["sample_len"])
     return parts

@@ -5,7 +5,6 @@ import re
 import subprocess
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from lightning_modules.models.loading.identity import hub_commit, model_identity
 from lightning_modules.models.loading.load import has_weights
 from lightning_modules.training.checkpoints.spans import name_object
 from lightning_modules.training.facts import run_facts
-from lightning_modules.utilities.identity import combined_hash
+from lightning_modules.utilities.identity import combined_hash, package_version
 
 NOT_LOGGED = ("ckpt_path", "trainer.logger")  # where a run starts and logs is not what it computes; URLs have passwords
 SHOWN = (
@@ -119,7 +118,7 @@ def _identify_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     values = {
         "id": getattr(module, "run_id", None),
         "commit": git_commit(Path.cwd()),
-        "longce": version("longce"),
+        "longce": package_version("longce"),
         "longce_commit": git_commit(Path(__file__).parent),
         "model": identify_model(loading) if isinstance(loading, ModelConfig) else None,
         # Streamed sequences have no identity before they are read, and the user's own rows may have none.
