@@ -128,6 +128,7 @@ def predict(case: Case, sizes: Sizes, device: str) -> tuple[Flops, float]:
             dtype=dtype,
             autocast=activations.autocast,
             checkpointing=checkpointing,
+            accumulates=False,
             step_copy=False,
             offload_activations=bool(case.settings.get("offload_activations")),
         )

@@ -38,6 +38,7 @@ class Training:
     bfloat16_residual: bool = True  # whether the residual stream is bfloat16 under bfloat16 autocast
     checkpointing: Checkpointing = "none"
     moments: float = 2.0  # numbers that the optimizer keeps for each trained weight, in the type of the weights
+    accumulates: bool = True  # whether gradients of earlier micro-batches exist
     step_copy: bool = True  # whether its step needs a temporary as large as the weights, as torch's `foreach` does
     sharded: bool = False  # whether weights, gradients and optimizer state are sharded across the GPUs (FSDP2)
     gradient_copy: bool = False  # whether the gradients exist twice, in the buckets of DDP
@@ -93,7 +94,10 @@ class Memory:
 
 
 def training_memory(shape: ModelShape, activations: ActivationBytes, training: Training) -> Memory:
-    """Return the memory of a training step with all gradients, as from the second accumulated batch on."""
+    """Return the memory of a training step.
+
+    Without accumulation, a layer's gradients take the place of what was kept for its backward pass.
+    """
     tokens, lasting = training.tokens_per_gpu, lasting_memory(shape, training)
     whole = training.checkpointing == "none"
     layer = activations.layer if whole else activations.layer_input
@@ -109,12 +113,18 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
     accumulated = (4.0 + training.dtype.itemsize) * shape.head_weights if shape.head_trained else 0.0
     chunk = HEAD_ROWS * shape.vocabulary * _logit_bytes(training.compute_bytes, backward=True)
     every, one = _autocast_copies(shape, training)
+    backward = {**(every if whole else one), "one layer's backward pass": tokens * max(again, 0.0)}
     phases = {
         "head": {**kept, **every, "head: a chunk of logits": chunk, "head: sum of its gradient": accumulated},
-        "backward pass": {**kept, **(every if whole else one), "one layer's backward pass": tokens * max(again, 0.0)},
+        "backward pass": kept | backward,
     }
+    optimizer_step = {"temporary of the optimizer": lasting["gradients"]} if training.step_copy else {}
+    if not training.accumulates and not training.offload:
+        gradients = {"gradients": lasting.pop("gradients")}
+        phases["end of the backward pass"] = gradients | {"activations of a layer": tokens * layer} | backward
+        optimizer_step |= gradients
     if training.step_copy and not training.offload:
-        phases["optimizer step"] = {"temporary of the optimizer": lasting["gradients"]}
+        phases["optimizer step"] = optimizer_step
     if training.short_pass:
         together = short_passes(training)[1]
         chunk = HEAD_ROWS * shape.vocabulary * _logit_bytes(training.compute_bytes, backward=False)

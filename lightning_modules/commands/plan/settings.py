@@ -97,6 +97,7 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         bfloat16_residual=loading.residual_dtype == "bfloat16" or distribution["sharded"],
         checkpointing="selective" if checkpointing == "selective" else "full" if checkpointing else "none",
         moments=moments,
+        accumulates=(trainer.get("accumulate_grad_batches") or 1) > 1,
         step_copy=moments > 0 and not settings.get("fused") and settings.get("foreach") is not False,
         **distribution,
     )

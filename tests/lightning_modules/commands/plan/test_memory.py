@@ -1,3 +1,4 @@
+import copy
 from dataclasses import replace
 
 import pytest
@@ -122,6 +123,31 @@ def test_phases_follow_one_another(eight):
     assert training_memory(*eight, replace(BF16, tokens=4096, context_length=512)).largest_phase == "optimizer step"
     quiet = training_memory(*eight, replace(BF16, step_copy=False, short_pass=False)).phases
     assert set(quiet) == {"head", "backward pass"}
+
+
+# GiB that torch reported on an H200 for a LongCE step of 32,768 tokens with 8 layers in bfloat16: of the first batch
+# and of the second of two accumulated ones.
+@pytest.mark.parametrize(("accumulates", "expected"), [(False, 28.01), (True, 31.04)])
+def test_a_step_takes_what_was_measured_on_an_h200(llamas, accumulates, expected):
+    config = copy.deepcopy(llamas["llama-3.1-8b"])
+    config.num_hidden_layers = 8
+    sizes = ModelShape.of(config), ActivationBytes(config, dtype=torch.bfloat16)
+    training = replace(BF16, step_copy=False, accumulates=accumulates)
+    assert training_memory(*sizes, training).peak / GIB == pytest.approx(expected, rel=0.05)
+
+
+def test_gradients_take_the_place_of_activations(eight):
+    kinds = [replace(BF16, accumulates=each) for each in (True, False)]
+    together, alone = (training_memory(*eight, kind) for kind in kinds)
+    assert "gradients" not in alone.lasting
+    assert alone.lasting["weights"] == together.lasting["weights"]
+    first, last = alone.phases["backward pass"], alone.phases["end of the backward pass"]
+    assert first == together.phases["backward pass"]
+    assert last["gradients"] == together.lasting["gradients"]
+    assert last["activations of a layer"] == 32768 * 4096 * 2
+    assert alone.phases["optimizer step"] == together.phases["optimizer step"] | {"gradients": last["gradients"]}
+    peaks = [training_memory(*eight, replace(kind, step_copy=False)).peak for kind in kinds]
+    assert peaks[0] - peaks[1] == (31 + 3) * 32768 * 4096 * 2, "31 layer inputs, and three times the last hidden states"
 
 
 def test_offloaded_parts_move_to_main_memory(eight):
