@@ -88,3 +88,14 @@ def test_what_a_measurement_lacks_is_assumed(tmp_path):
 )
 def test_a_gpu_is_recognized_by_its_name_in_cuda(device, name):
     assert recognize_gpu(device) == (name and GPUS[name])
+
+
+def test_an_h200_has_the_rates_that_were_measured(assumed_rates, monkeypatch):
+    assert find_rates(GPUS["H200"], autocast=False) == Rates()
+    monkeypatch.setattr(hardware, "RESULTS", assumed_rates)
+    rates = find_rates(GPUS["H200"], autocast=False)
+    assert rates.measured == ("gemm", "attention", "attention_backward", "slowdown")
+    assert (
+        0.5 < rates.attention_backward < rates.attention < rates.gemm < 1 < rates.slowdown.low < rates.slowdown.high < 2
+    )
+    assert find_rates(GPUS["H100"], autocast=False) == Rates(), "another card"
