@@ -104,7 +104,36 @@ def draw_extend(numbers: dict[str, Any]) -> str:
     return as_svg(figure)
 
 
-DRAWN = {"anatomy": draw_anatomy, "correlate": draw_correlate, "extend": draw_extend}
+@matplotlib.rc_context(STYLE)
+def draw_fine_tune(numbers: dict[str, Any]) -> str:
+    """Draw the ratios of each weighting's perplexities to those of cross entropy after equal steps, as SVG text."""
+    starts = list(dict.fromkeys(row["start"] for row in numbers["rows"]))
+    figure = Figure(figsize=(6.8, 2.7), layout="constrained")
+    for plot, start in zip(figure.subplots(1, len(starts), sharex=True, sharey=True), starts, strict=True):
+        rows = [row for row in numbers["rows"] if row["start"] == start and row["budget"] == "steps"][1:]
+        places = np.arange(len(rows))[::-1]
+        labels = {name: f"LongPPL, {SHORT_NAMES[name]}" for name in rows[0]["ratio"] if name in SHORT_NAMES}
+        labels |= {"all": "perplexity", "short": "short perplexity"}
+        for number, (kind, label) in enumerate(labels.items()):
+            value, low, high = np.array(
+                [[row["ratio"][kind]["ratio"], *row["ratio"][kind]["interval"]] for row in rows]
+            ).T
+            at, errors = places + 0.24 - 0.16 * number, [value - low, high - value]
+            plot.errorbar(value, at, xerr=errors, fmt="o", ms=3.5, color=COLORS[number], label=label)
+        plot.axvline(1, color=INK, lw=0.8)
+        plot.set_yticks(places, [row["weighting"] for row in rows])
+        plot.set_title(f"SmolLM2 {start}", loc="left")
+        plot.set_xlabel("ratio to cross entropy (lower is better)")
+    figure.legend(*plot.get_legend_handles_labels(), loc="outside upper left", ncols=len(labels))
+    return as_svg(figure)
+
+
+DRAWN = {
+    "anatomy": draw_anatomy,
+    "correlate": draw_correlate,
+    "extend": draw_extend,
+    "fine_tune": draw_fine_tune,
+}
 
 
 def main() -> None:
