@@ -296,6 +296,7 @@ def _format_number(value: float) -> str:
 
 def _format_ratio(shared: pd.DataFrame, kind: str) -> str:
     value, interval = paired_ratio(shared, kind)
-    unknown = "(too few documents)" if 0 < value < math.inf else ""
+    count = (shared[UNITS[kind]] > 0).sum()
+    unknown = f"({count} document{'s' if count > 1 else ''}: too few)" if 0 < value < math.inf else ""
     between = "[{}, {}]".format(*map(_format_number, interval)) if interval else unknown
     return f"{_format_number(value)} {between}".strip()

@@ -134,9 +134,10 @@ def _judge_cells(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
     sizes = " to ".join(f"{count:,}" for count in dict.fromkeys((documents[0], documents[-1])))
     between = f"{_format_ratio(min(values))} to {_format_ratio(max(values))}"
     return (
-        f"{claim}: of {total} evaluations (sets, evaluators, thresholds), {better} show it better and {worse} worse,"
-        f" and {total - better - worse} do not tell; {_name_with_verb(ratios[0].kind)} {between} times as large,"
-        f" each over {sizes} document{'s' if documents[-1] > 1 else ''}."
+        f"{claim}: of {total} evaluations, {better} show it better and {worse} worse, and {total - better - worse} do"
+        f" not tell; {_name_with_verb(ratios[0].kind)} {between} times as large (lower is better), each over {sizes}"
+        f" document{'s' if documents[-1] > 1 else ''} with key tokens. An evaluation is of a set of documents, whose"
+        " key tokens an evaluator, which is another model, finds by thresholds."
     )
 
 
@@ -246,10 +247,10 @@ def draw_ratios(ratios: Sequence[Ratio]) -> str:
     plot = figure.subplots()
     plot.set_xscale("log")
     plot.grid(visible=False)  # its lines would cross the labels
-    plot.axvline(1, color=INK, linewidth=0.8)
     kinds = list(dict.fromkeys(ratio.kind for ratio in ratios))
     for place, (label, own) in enumerate(lines.items()):
         plot.text(0, -place + 0.32, label, transform=plot.get_yaxis_transform(), va="center")
+        plot.plot((1, 1), (-place - 0.4, -place + 0.12), color=INK, linewidth=0.8)  # not across the labels
         for ratio in own:
             color, height = COLORS[kinds.index(ratio.kind)], -place - 0.22 * kinds.index(ratio.kind)
             face = color if ratio.outcome in ("better", "worse") else "none"

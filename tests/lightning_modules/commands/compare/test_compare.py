@@ -245,7 +245,7 @@ def test_other_documents_and_other_evaluators_are_not_compared(tmp_path):
     assert [line[:2] for line in lines if "K 128" in line[0]] == [
         ["validation, evaluator (K 128), alpha 2, beta -2", "b"]
     ]
-    assert "0.500 (too few documents)" in printed
+    assert "0.500 (4 documents: too few)" in printed
     assert "ratio over 4 of 6 documents" in printed
     assert "best" not in printed
 

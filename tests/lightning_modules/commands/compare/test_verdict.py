@@ -59,8 +59,11 @@ def test_several_evaluations_are_counted():
     cells = tuple(f"books, judge {n} (K 64), alpha 2, beta -2" for n in range(4))
     old, new = make_run("old", 1.0, cells=cells, noise=0.0), make_run("new", 0.8, cells=cells)
     first, *_ = write_verdict([old, new], old, [])
-    assert "of 4 evaluations (sets, evaluators, thresholds), 4 show it better and 0 worse, and 0 do not tell" in first
-    assert f"times as large, each over {DOCUMENTS} documents." in first
+    assert "of 4 evaluations, 4 show it better and 0 worse, and 0 do not tell" in first
+    assert (
+        f"times as large (lower is better), each over {DOCUMENTS} documents with key tokens. An evaluation is of"
+        in first
+    )
     mixed = new._replace(
         evaluations=new.evaluations | {cells[0]: make_run("new", 1.3, cells=cells[:1]).evaluations[cells[0]]}
     )
@@ -96,7 +99,7 @@ def test_places_of_different_perplexities_are_named():
     )
     assert expected in write_verdict([old, new], old, [])[0]
     single = new._replace(evaluations={cell: {1: steps[100][:1]} for cell, steps in new.evaluations.items()})
-    assert "each over 1 document." in write_verdict([old, single], old, [])[0]
+    assert "each over 1 document with key tokens." in write_verdict([old, single], old, [])[0]
 
 
 def test_few_documents_no_key_tokens_and_diverged_models():
