@@ -166,6 +166,12 @@ class LongContextLM(LightningModule):
         self.log_dict({f"train/{name}": value for name, value in values.items()}, batch_size=1)
         self.log("loss", values["loss"], prog_bar=True, logger=False, batch_size=1)
 
+    @override
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        # Lightning would keep the gradients, as large as the weights, during the passes over the next batch.
+        optimizer.zero_grad()
+
     def _start_step(self) -> None:
         self._losses = {}
         self._statistics.reset()

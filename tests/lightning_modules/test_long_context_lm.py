@@ -227,6 +227,20 @@ def test_paper_defaults(folder, tmp_path):
     assert rates[19:] == pytest.approx([2e-5] * 3)
 
 
+@pytest.mark.parametrize(("accumulated", "kept"), [(1, [False] * 4), (2, [False, True] * 2)])
+def test_gradients_are_freed_after_the_step(folder, tmp_path, monkeypatch, accumulated, kept):
+    module, found = lm(folder), []
+    original = module.training_step
+
+    def look(*arguments):
+        found.append(any(parameter.grad is not None for parameter in module.parameters()))
+        return original(*arguments)
+
+    monkeypatch.setattr(module, "training_step", look)
+    trainer(tmp_path, accumulate_grad_batches=accumulated, max_steps=9).fit(module, loader(*map(row, range(4))))
+    assert found == kept
+
+
 def test_dropout_and_checkpointing_are_on_in_training(folder, tmp_path, monkeypatch):
     module = lm(folder, gradient_checkpointing=True)
     modes = []

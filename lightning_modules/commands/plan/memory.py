@@ -113,15 +113,18 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
     accumulated = (4.0 + training.dtype.itemsize) * shape.head_weights if shape.head_trained else 0.0
     chunk = HEAD_ROWS * shape.vocabulary * _logit_bytes(training.compute_bytes, backward=True)
     every, one = _autocast_copies(shape, training)
-    backward = {**(every if whole else one), "one layer's backward pass": tokens * max(again, 0.0)}
+    backward = {"one layer's backward pass": tokens * max(again, 0.0)}
     phases = {
         "head": {**kept, **every, "head: a chunk of logits": chunk, "head: sum of its gradient": accumulated},
-        "backward pass": kept | backward,
+        "backward pass": {**kept, **(every if whole else one), **backward},
     }
     optimizer_step = {"temporary of the optimizer": lasting["gradients"]} if training.step_copy else {}
     if not training.accumulates and not training.offload:
         gradients = {"gradients": lasting.pop("gradients")}
-        phases["end of the backward pass"] = gradients | {"activations of a layer": tokens * layer} | backward
+        shards = training.gpus if training.sharded else 1
+        head = shape.head_weights * training.trained_bytes(shape) / shards if shape.head_trained else 0.0
+        phases["backward pass"]["gradient of the head"] = head
+        phases["end of the backward pass"] = gradients | {"activations of a layer": tokens * layer} | one | backward
         optimizer_step |= gradients
     if training.step_copy and not training.offload:
         phases["optimizer step"] = optimizer_step
