@@ -237,7 +237,9 @@ def test_gradients_are_freed_after_the_step(folder, tmp_path, monkeypatch, accum
         return original(*arguments)
 
     monkeypatch.setattr(module, "training_step", look)
-    trainer(tmp_path, accumulate_grad_batches=accumulated, max_steps=9).fit(module, loader(*map(row, range(4))))
+    trainer(tmp_path, accumulate_grad_batches=accumulated, max_steps=4 // accumulated).fit(
+        module, loader(*map(row, range(4)))
+    )
     assert found == kept
 
 

@@ -136,8 +136,8 @@ def _judge_cells(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
     return (
         f"{claim}: of {total} evaluations, {better} show it better and {worse} worse, and {total - better - worse} do"
         f" not tell; {_name_with_verb(ratios[0].kind)} {between} times as large (lower is better), each over {sizes}"
-        f" document{'s' if documents[-1] > 1 else ''} with key tokens. An evaluation is of a set of documents, whose"
-        " key tokens an evaluator, which is another model, finds by thresholds."
+        f" document{'s' if documents[-1] > 1 else ''} with key tokens. Each evaluation is one set of documents, with"
+        " key tokens found by one evaluator (another model) at one pair of thresholds."
     )
 
 

@@ -45,7 +45,7 @@ class RemoteScorer(Scorer):
 
     def __init__(self, addresses: Sequence[str], config: ServerConfig) -> None:
         super().__init__()
-        from lightning_modules.models.served.endpoint import Endpoint  # needs httpx2, which a GPU machine may lack
+        from lightning_modules.models.served.endpoint import Endpoint  # needs httpx2, which old huggingface_hubs lack
 
         addresses = [address.strip().rstrip("/") for address in addresses]
         # A fork would inherit the sockets, and mix its requests with those of its parent.

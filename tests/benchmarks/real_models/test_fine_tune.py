@@ -152,5 +152,9 @@ def test_all_runs_of_a_scale_are_measured_once_and_compared(small, corpus, evalu
         *((name, "steps") for name in scale.weightings),
         *((name, "time") for name in ("LongCE", "LongCE, half CE")),
     }
-    (base,) = (row for row in numbers["rows"] if row["weighting"] == "CE")
-    assert base["ratio"]["judge"]["ratio"] == 1
+    steps = {row["weighting"]: row["steps"] for row in numbers["rows"] if row["budget"] == "time"}
+    assert steps == {name: equal_time_steps(scale, numbers["costs"], name) for name in steps}
+    perplexity = {row["weighting"]: row["perplexity"]["judge"] for row in numbers["rows"] if row["budget"] == "steps"}
+    for row in numbers["rows"]:
+        expected = row["perplexity"]["judge"] / perplexity["CE"]
+        assert row["ratio"]["judge"]["ratio"] == pytest.approx(expected)

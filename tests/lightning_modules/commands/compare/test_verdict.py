@@ -61,7 +61,7 @@ def test_several_evaluations_are_counted():
     first, *_ = write_verdict([old, new], old, [])
     assert "of 4 evaluations, 4 show it better and 0 worse, and 0 do not tell" in first
     assert (
-        f"times as large (lower is better), each over {DOCUMENTS} documents with key tokens. An evaluation is of"
+        f"times as large (lower is better), each over {DOCUMENTS} documents with key tokens. Each evaluation is"
         in first
     )
     mixed = new._replace(
