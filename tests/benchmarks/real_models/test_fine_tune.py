@@ -154,6 +154,7 @@ def test_all_runs_of_a_scale_are_measured_once_and_compared(small, corpus, evalu
     }
     steps = {row["weighting"]: row["steps"] for row in numbers["rows"] if row["budget"] == "time"}
     assert steps == {name: equal_time_steps(scale, numbers["costs"], name) for name in steps}
+    assert {row["steps"] for row in numbers["rows"] if row["budget"] == "steps"} == {scale.steps}
     perplexity = {row["weighting"]: row["perplexity"]["judge"] for row in numbers["rows"] if row["budget"] == "steps"}
     for row in numbers["rows"]:
         expected = row["perplexity"]["judge"] / perplexity["CE"]

@@ -12,7 +12,7 @@ from scipy import stats
 from torch.utils.tensorboard import SummaryWriter
 
 from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.compare.command import compare
+from lightning_modules.commands.compare.command import _format_ratio, compare
 from lightning_modules.commands.compare.runs import read_runs
 from lightning_modules.training.monitoring.identity import flatten_config
 from lightning_modules.utilities.statistics import paired_ratio
@@ -325,3 +325,10 @@ def test_the_page_of_a_run_has_curves_over_each_axis_and_changed_documents(tmp_p
     assert re.search(r"Documents that changed most\|.*?doc2\|+5\.000\|+9\.000\|+1\.800", texts)
     assert "LongPPL / step 0" in texts
     assert "nan" not in texts.lower()
+
+
+def test_documents_without_key_tokens_are_not_counted_as_too_few():
+    shared = pd.DataFrame(
+        {"key_tokens": [5, 0, 5], "longppl": [2.0, math.nan, 2.0], "longppl_baseline": [4.0, math.nan, 4.0]}
+    )
+    assert _format_ratio(shared, "longppl") == "0.500 (2 documents: too few)"

@@ -56,6 +56,11 @@ def test_everything_is_found(read, model_dir, evaluator_dir):
     assert (experiment.window_share, experiment.notes) == (1.0, ())
 
 
+@pytest.mark.parametrize(("batches", "accumulates"), [("1", False), ("2", True)])
+def test_gradients_last_only_if_batches_are_accumulated(read, batches, accumulates):
+    assert read("--trainer.accumulate_grad_batches", batches).training.accumulates is accumulates
+
+
 def test_a_number_of_devices_that_is_not_known(read):
     experiment = read("--trainer.devices", "auto")
     assert experiment.training.gpus == 1
