@@ -193,6 +193,7 @@ class LongContextLM(LightningModule):
         # An earlier run may have been interrupted within a step, and have had other weights at the same step.
         self._start_step()
         self.on_validation_start()  # training needs the same scoring checks
+        preflight.warn_of_noise(self.objective, self.backbone, self.trainer)
         if self.objective.uses_short_context and self.short_context.method == "sliding_window":
             with self.trainer.precision_plugin.forward_context():
                 check_attention_window(self.backbone, self.short_context.sink_tokens)

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import causal_mask_function, packed_sequence_compatibility_function, sdpa_mask
 
 from lightning_modules.batch import send
 
@@ -50,11 +51,15 @@ DOCUMENT_SDPA = "document_sdpa"
 """Name under which torch's scaled dot product attention, one document at a time, is registered."""
 
 
-# Number of open `boundaries_only` blocks, which threads may leave in any order. Not a context variable, because
-# torch.compile cannot trace those.
-_mask_free_blocks = 0
+class _ForwardPass(threading.local):
+    """The pass of `documents_by_boundaries` that is open in this thread."""
 
-_find_documents = masking_utils.find_packed_sequence_indices
+    position_ids: Tensor | None = None
+
+
+_forward_pass = _ForwardPass()
+
+_find_packed_sequences = masking_utils.find_packed_sequence_indices
 
 
 def document_attention(
@@ -238,28 +243,40 @@ def _attend_at_once(
 
 
 @contextlib.contextmanager
-def boundaries_only(implementation: str = "") -> Iterator[None]:
-    """Let `document_attention` separate documents by their boundaries only, without a mask."""
-    global _mask_free_blocks
-    _mask_free_blocks += 1
-    if implementation == DOCUMENT_SDPA or "flash" in implementation:
-        # Theirs reads whether there are several documents, for which the CPU waits in each forward pass.
-        masking_utils.find_packed_sequence_indices = lambda ids: (ids.diff(prepend=ids[:, :1] - 1) != 1).cumsum(-1)
+def documents_by_boundaries(implementation: str, position_ids: Tensor) -> Iterator[None]:
+    """Let documents be separated by their boundaries, and not by masks of transformers, during a forward pass.
+
+    This concerns `document_attention` and flash attention. ``position_ids`` are ``[B, T]`` and restart in documents.
+    """
+    if implementation != DOCUMENT_SDPA and "flash" not in implementation:
+        yield
+        return
+    # For each mask, transformers asks whether the positions restart, for which the CPU waits. Also, a mask that
+    # separates documents is never skipped, so it would hide whether the model itself needs one.
+    masking_utils.find_packed_sequence_indices = _find_undivided_documents
+    _forward_pass.position_ids = position_ids
     try:
         yield
     finally:
-        _mask_free_blocks -= 1
-        if not _mask_free_blocks:
-            masking_utils.find_packed_sequence_indices = _find_documents
+        _forward_pass.position_ids = None
 
 
-def document_mask(**kwargs: Any) -> Tensor | None:
-    """Return the mask for `document_attention`: None for plain causal attention, and always in `boundaries_only`.
+def _find_undivided_documents(position_ids: Tensor) -> Tensor | None:
+    return None if _forward_pass.position_ids is not None else _find_packed_sequences(position_ids)
 
-    Otherwise transformers decides: documents that it recognizes by restarting positions, or the empty end of a static
-    cache, need a mask.
+
+def document_mask(*, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> Tensor | None:
+    """Return the mask for `document_attention`: None for plain causal attention, unless the model always needs a mask.
+
+    In `documents_by_boundaries`, any other mask (a layer's window, for example) also separates the documents, whether
+    or not the model passes the positions by which transformers would do it.
     """
-    return sdpa_mask(**(kwargs | {"allow_is_causal_skip": True} if _mask_free_blocks else kwargs))
+    positions = _forward_pass.position_ids
+    # A mask of another shape is that of a layer that shortens the sequence; `check_scoring` tells whether it leaks.
+    if positions is not None and kwargs["q_length"] == kwargs["kv_length"] == positions.shape[1]:
+        documents = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+        mask_function = packed_sequence_compatibility_function(mask_function, positions, documents)
+    return sdpa_mask(mask_function=mask_function, **kwargs)
 
 
 def register_document_attention() -> str:

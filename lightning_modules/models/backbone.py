@@ -17,7 +17,7 @@ from lightning_modules.functional import token_log_likelihood
 from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.functional.log_likelihood import Head
 from lightning_modules.functional.top_tokens import with_greedy
-from lightning_modules.models.attention import AttentionWindow, Exchange, boundaries_only, isolation_arguments
+from lightning_modules.models.attention import AttentionWindow, Exchange, documents_by_boundaries, isolation_arguments
 from lightning_modules.models.context_extension.rotary_checks import check_static, index_free_length
 from lightning_modules.models.loading.adapters import active_module, is_peft_model
 from lightning_modules.models.optimizations import last_layer_reads_from, no_autocast_cache
@@ -57,9 +57,10 @@ class Backbone(Scorer):
     def __init__(self, model: "PreTrainedModel | PeftModel") -> None:
         super().__init__()
         self.model = model
-        # In a stateful model, the state passes from token to token, so neither positions nor a mask can isolate
-        # documents or skip tokens. `check_scoring` measures this for other models; here weights could hide the effect.
-        self.isolates_documents = self.trims_last_layer = not self.is_stateful
+        # Until `check_scoring` has measured more, each document gets a forward pass of its own, and the last layer
+        # computes all tokens.
+        self.isolates_documents = self.trims_last_layer = False
+        self.checked_conditions: tuple[Any, ...] | None = None
         self.cache_use: CacheUse | None = None
         self._longest_warned = 0
         if self.base_model.get_output_embeddings() is None or self.decoder is None:
@@ -76,7 +77,9 @@ class Backbone(Scorer):
     def decoder(self) -> Any:
         """Return the module that turns tokens into hidden states, or None."""
         decoder = self.base_model.get_decoder()
-        if decoder is None or decoder.get_output_embeddings() is None:
+        if not isinstance(decoder, PreTrainedModel):  # some models call their output head a decoder
+            return None
+        if decoder.get_output_embeddings() is None:
             return decoder
         # Some models (Llama 4) return a whole language model with its head, or themselves.
         return getattr(decoder, decoder.base_model_prefix, None) or getattr(decoder, "model", None)
@@ -90,14 +93,6 @@ class Backbone(Scorer):
     def vocabulary_size(self) -> int:
         """Return the size of the embedding; token ids must be below it."""
         return next(self.base_model.get_input_embeddings().parameters()).shape[0]
-
-    @property
-    def has_dropout(self) -> bool:
-        """Return whether the model has dropout in training mode."""
-        config = self.base_model.config.get_text_config(decoder=True)
-        # Attention dropout is a number in the config, passed to a function: no module has it.
-        layers = any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.modules())
-        return layers or getattr(config, "attention_dropout", 0.0) > 0
 
     @property
     def device(self) -> torch.device:
@@ -181,15 +176,19 @@ class Backbone(Scorer):
         arguments = isolation_arguments(self.attention, boundaries, tokens.shape[1], tokens.device, window)
         if exchange is not None:
             arguments["exchange"] = exchange
-        with boundaries_only(self.attention):
-            hidden_states = self.decoder(
-                input_ids=tokens,
-                position_ids=batch["position_ids"],
-                use_cache=False,  # a cache object silently disables document isolation
-                **arguments,
-            ).last_hidden_state
+        with documents_by_boundaries(self.attention, batch["position_ids"]):
+            hidden_states = self.run_decoder(input_ids=tokens, position_ids=batch["position_ids"], **arguments)
         # A shard has one more label: its last token predicts the first token of the next shard.
         return hidden_states if exchange is None else F.pad(hidden_states, (0, 0, 0, 1))
+
+    def run_decoder(self, **inputs: Any) -> Tensor:
+        """Return the ``[B, T, D]`` last hidden states of the decoder, in the dtype of the head."""
+        # A cache object would silently disable document isolation.
+        hidden_states = self.decoder(use_cache=False, **inputs).last_hidden_state
+        weight = getattr(self.base_model.get_output_embeddings(), "weight", hidden_states)
+        # Mamba's residual stream is in float32 in a model of half precision.
+        is_wider = hidden_states.dtype == torch.float32 and weight.dtype in (torch.bfloat16, torch.float16)
+        return hidden_states.to(weight.dtype) if is_wider else hidden_states
 
     def _needs_separate_passes(self, batch: PackedBatch) -> bool:
         """Return whether each document of the sequences needs a forward pass by itself."""

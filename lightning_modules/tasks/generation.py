@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from lightning_modules.models.attention import boundaries_only
 from lightning_modules.models.backbone import Backbone, CacheUse
 from lightning_modules.models.lockstep import lockstep
 from lightning_modules.models.optimizations import eval_mode, last_layer_reads_from, no_autocast_cache, uncompiled
@@ -201,7 +200,7 @@ def _last_logits(
     backbone: Backbone, tokens: Tensor, positions: Tensor, cache: Cache | None, mask: Tensor | None = None
 ) -> Tensor:
     arguments: dict[str, Any] = {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
-    with boundaries_only(), uncompiled(backbone.decoder):  # each row is one document, whatever its first position
+    with uncompiled(backbone.decoder):
         hidden_states = backbone.decoder(
             input_ids=tokens, position_ids=positions, attention_mask=mask, **arguments
         ).last_hidden_state

@@ -19,7 +19,7 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.patterns import PATTERNS
 from lightning_modules.models.context_extension.rotary_checks import check_rotary, check_static
 from lightning_modules.models.loading.adapters import find_adapters, quantization_config
-from lightning_modules.models.loading.checks import check_scoring
+from lightning_modules.models.loading.checks import check_scoring, has_training_noise
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.dtypes import warn_of_slow_dtype
 from lightning_modules.models.loading.load import check_model, check_quantization, has_weights, load_backbone
@@ -76,6 +76,18 @@ def check_loaded(backbone: Scorer, trainer: Trainer, group: SequenceGroup | None
             group.check_backbone(backbone)
 
 
+def warn_of_noise(objective: Objective, backbone: Backbone, trainer: Trainer) -> None:
+    """Warn about dropout and other noise of a model in training mode, which would count as an effect of the context."""
+    with trainer.precision_plugin.forward_context():
+        is_noisy = objective.uses_short_context and has_training_noise(backbone)
+    if is_noisy:
+        rank_zero_warn(
+            "The model has dropout or noise in its router, which adds noise to every token weight: it is on in the long"
+            " pass and off in the short one. Set the keys of `model.model_config` for it (`attention_dropout`,"
+            " `router_jitter_noise`) and `lora_dropout` to 0."
+        )
+
+
 def _warn_of_slow_dtype(backbone: Backbone, precision: str) -> None:
     mixed = torch.is_autocast_enabled("cpu")
     dtype = torch.get_autocast_dtype("cpu") if mixed else backbone.base_model.dtype
@@ -108,11 +120,6 @@ def check_fit(objective: Objective, loading: ModelConfig, backbone: Backbone, da
     tokenizer = loaded_tokenizer(data)
     if tokenizer is not None and has_weights(path := loading.pretrained_model_name_or_path):
         warn_of_other_tokenizer(tokenizer, path, loading.revision)
-    if objective.uses_short_context and backbone.has_dropout:
-        rank_zero_warn(
-            "The model has dropout, which adds noise to every token weight: it is on in the long pass and off in the"
-            " short one. Set `attention_dropout` and `lora_dropout` to 0."
-        )
 
 
 def check_batch(

@@ -11,6 +11,7 @@ from lightning_modules.batch import pack_sequence
 from lightning_modules.models import attention
 from lightning_modules.models.attention import AttentionWindow, document_attention, register_document_attention
 from lightning_modules.models.backbone import Backbone
+from tests.support.packing import assume_isolation
 
 GROUPS = SimpleNamespace(num_key_value_groups=2, is_causal=True)
 
@@ -97,7 +98,10 @@ def test_a_model_with_windows_scores_and_learns_as_with_whole_masks(products, mo
     layers = ["sliding_attention", "full_attention", "sliding_attention"]
     model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, **heads, layer_types=layers, pad_token_id=0))
     model.set_attn_implementation(register_document_attention())
-    backbone, batch = Backbone(model), pack_sequence([torch.randint(50, (length,)) for length in lengths])
+    backbone, batch = (
+        assume_isolation(Backbone(model)),
+        pack_sequence([torch.randint(50, (length,)) for length in lengths]),
+    )
 
     def run():
         products.clear()

@@ -16,6 +16,7 @@ from lightning_modules.models.loading.checks import check_scoring
 from lightning_modules.models.short_context import long_and_short, short_log_likelihood
 from tests.conftest import tiny_config
 from tests.support import reference
+from tests.support.packing import assume_isolation
 
 VOCABULARY = 120
 
@@ -138,7 +139,7 @@ def log_likelihood_and_gradients(scorer, batch):
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_packed_equals_separate_in_every_mode(attention, training, batch_size, checkpointing):
     """Rows as `best_fit` makes them: of several documents, some with padding behind the last border."""
-    scorer = Backbone(build("llama", attention).train(training))
+    scorer = assume_isolation(Backbone(build("llama", attention).train(training)))
     if checkpointing:
         scorer.model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     assert scorer.model.config.use_cache  # the default, which would let documents see each other
@@ -163,7 +164,9 @@ def test_long_and_short_match_one_window_at_a_time(context_length, stride, windo
         monkeypatch.setattr(Backbone, "windows_per_pass", lambda *_: 5)
     model = build("llama")
     rows = [documents(30, 8, 17), documents(40)]
-    long, short = long_and_short(Backbone(model), packed(*rows), context_length=context_length, stride=stride)
+    long, short = long_and_short(
+        assume_isolation(Backbone(model)), packed(*rows), context_length=context_length, stride=stride
+    )
     with torch.no_grad():
         for index, row in enumerate(rows):
             pairs = [reference.long_and_short(model, document, context_length, stride) for document in row]
@@ -175,7 +178,7 @@ def test_long_and_short_match_one_window_at_a_time(context_length, stride, windo
 
 @pytest.mark.parametrize("beta", [-4.0, -5.5, -99.0, 0.0])
 def test_tokens_that_cannot_be_key_are_spared(beta, monkeypatch):
-    scorer = Backbone(build("llama"))
+    scorer = assume_isolation(Backbone(build("llama")))
     batch = packed(documents(60, 8, 30), documents(70))
     sizes = {"context_length": 6, "stride": 3}
     long, short = long_and_short(scorer, batch, **sizes)
@@ -226,7 +229,7 @@ def test_a_last_layer_that_cannot_be_cut_works_on_all_tokens():
 
 
 def test_windows_share_a_pass_on_an_accelerator():
-    backbone = Backbone(build("llama"))
+    backbone = assume_isolation(Backbone(build("llama")))
     assert backbone.windows_per_pass(5120) == 1
     accelerated = backbone.to("meta")
     assert accelerated.windows_per_pass(5120) == 6
@@ -234,7 +237,7 @@ def test_windows_share_a_pass_on_an_accelerator():
 
 
 def test_a_share_of_the_windows_is_drawn_by_the_seed():
-    scorer = Backbone(build("llama"))
+    scorer = assume_isolation(Backbone(build("llama")))
     batch = packed(documents(60, 8, 30), documents(70))
     sizes = {"context_length": 6, "stride": 3}
     whole = short_log_likelihood(scorer, batch, **sizes)
@@ -252,7 +255,7 @@ def test_a_share_of_the_windows_is_drawn_by_the_seed():
 
 
 def test_short_pass_leaves_modes_and_gradients_alone():
-    scorer = Backbone(build("llama", attention_dropout=0.5).train())
+    scorer = assume_isolation(Backbone(build("llama", attention_dropout=0.5).train()))
     scorer.model.model.layers[0].eval()
     batch = packed(documents(40))
     first, *_ = short_log_likelihood(scorer, batch, context_length=6, stride=3)
@@ -265,7 +268,7 @@ def test_short_pass_leaves_modes_and_gradients_alone():
 
 
 def test_autocast_weights_cached_by_the_short_pass_do_not_rob_the_long_pass_of_gradients():
-    scorer = Backbone(build("llama").train())
+    scorer = assume_isolation(Backbone(build("llama").train()))
     batch = packed(documents(40))
     gradients = []
     for with_short_pass in (False, True):
@@ -306,7 +309,7 @@ def _scaled(output):
 
 
 def test_a_model_that_our_attention_cannot_split_gets_masks(monkeypatch):
-    scorer = Backbone(build("llama"))
+    scorer = assume_isolation(Backbone(build("llama")))
     original = backbone_module.isolation_arguments
 
     def lost(implementation, *rest):
@@ -325,7 +328,7 @@ def test_a_model_that_our_attention_cannot_split_gets_masks(monkeypatch):
 
 
 def test_a_model_that_leaks_scores_documents_one_by_one_or_not_at_all_where_weights_are_shared(monkeypatch):
-    scorer = Backbone(build("llama"))
+    scorer = assume_isolation(Backbone(build("llama")))
     with torch.no_grad():
         expected = scorer(packed(documents(9, 12), documents(20, seed=1)))
     decoder = scorer.base_model.get_decoder()
@@ -443,7 +446,7 @@ def test_half_precision_rounds_the_same_with_and_without_gradient(make, widens, 
     if widens:  # as on a GPU
         monkeypatch.setattr(linear_head, "_multiplies_into_float32", lambda operand: operand.dtype == torch.bfloat16)
         monkeypatch.setattr(linear_head, "_multiply_into_float32", lambda rows, weight: rows.float() @ weight.float().T)
-    scorer = Backbone(make().eval())
+    scorer = assume_isolation(Backbone(make().eval()))
     scorer = scorer.bfloat16() if precision == "true" else scorer
     batch = packed(documents(30, 8), documents(40))
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "mixed"):

@@ -17,6 +17,7 @@ from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations import enable_checkpointing
 from tests.conftest import tiny_model
+from tests.support.packing import assume_isolation
 
 LAYERS, VOCABULARY, WIDTH = 2, 400, 32
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm"}
@@ -48,7 +49,7 @@ def train(kind=False, precision="float32"):
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model = tiny_model(attn_implementation=register_document_attention(), dtype=dtype, num_hidden_layers=LAYERS)
     enable_checkpointing(model.train(), kind)
-    backbone = Backbone(model)
+    backbone = assume_isolation(Backbone(model))
     generator = torch.Generator().manual_seed(0)
     batch = pack_sequence([torch.randint(VOCABULARY, (length,), generator=generator) for length in LENGTHS])
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
@@ -145,7 +146,7 @@ def test_on_a_gpu_one_call_for_all_documents_agrees_with_one_per_document(monkey
     for supported in (True, False):
         monkeypatch.setattr(attention_module, "can_use_flash_attention", lambda _, supported=supported: supported)
         model.zero_grad()
-        log_likelihood = Backbone(model)(batch)
+        log_likelihood = assume_isolation(Backbone(model))(batch)
         log_likelihood.mean().backward()
         gradients = [parameter.grad.float() for parameter in model.parameters()]
         results.append((log_likelihood, torch.cat([gradient.flatten() for gradient in gradients])))

@@ -16,6 +16,7 @@ from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.tasks.generation import generate
 from tests.conftest import tiny_model
 from tests.lightning_modules.models.test_backbone import documents, packed
+from tests.support.packing import assume_isolation
 
 # torch.compile looks at all attributes of a tensor.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -28,7 +29,7 @@ def build(checkpointing=False, lora=False, layers=3):
     if lora:
         torch.manual_seed(1)
         model = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
-    return Backbone(model)
+    return assume_isolation(Backbone(model))
 
 
 class Graphs:

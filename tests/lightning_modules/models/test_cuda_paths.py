@@ -25,6 +25,7 @@ from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.scoring.evaluator import score_text
 from tests.conftest import make_text, tiny_model
 from tests.support.fake_cuda import fake_cuda, flash_attention_2
+from tests.support.packing import assume_isolation
 
 K, D, LAYERS, HEADS, KEY_HEADS, VOCABULARY = 32, 16, 2, 4, 2, 400
 GPU = torch.device("cuda", 0)
@@ -59,7 +60,7 @@ def cuda_model(precision="bf16", attention="sdpa", architecture="llama", **confi
             use_bfloat16_residual(model)  # as `load_backbone` does
             stack.enter_context(torch.autocast("cuda", dtype=torch.bfloat16))
         recorded.clear()
-        yield Backbone(model), recorded
+        yield assume_isolation(Backbone(model)), recorded
 
 
 def host_batch(tokens, documents):

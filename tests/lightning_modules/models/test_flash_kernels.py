@@ -20,6 +20,7 @@ from lightning_modules.models.optimizations import ATTENTION_OPERATORS
 from tests.conftest import tiny_config, tiny_model
 from tests.lightning_modules.models.test_backbone import documents, packed
 from tests.support import flash_kernel
+from tests.support.packing import assume_isolation
 
 PACKED = packed(documents(30, 8), documents(20, 18))
 
@@ -29,7 +30,7 @@ def load(folder, attention, checkpointing=False):
     config = ModelConfig(
         str(folder), dtype="bfloat16", attn_implementation=attention, gradient_checkpointing=checkpointing
     )
-    return load_backbone(config).train()
+    return assume_isolation(load_backbone(config)).train()
 
 
 class Count(TorchDispatchMode):

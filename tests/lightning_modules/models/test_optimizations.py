@@ -18,6 +18,7 @@ from lightning_modules.models.optimizations import (
 )
 from tests.conftest import tiny_model
 from tests.lightning_modules.models.test_backbone import build, documents, packed
+from tests.support.packing import assume_isolation
 
 ARCHITECTURES = [
     ("llama", {}),
@@ -94,7 +95,7 @@ class Count(TorchDispatchMode):
 def step(kind, autocast=False, offload=False):
     model = build("llama").train()
     enable_checkpointing(model, kind, offload=offload)
-    scorer = Backbone(model)
+    scorer = assume_isolation(Backbone(model))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), Count() as count:
         (-scorer(packed(documents(30, 8), documents(38))).mean()).backward()
     return count.attention, {name: p.grad for name, p in scorer.named_parameters()}
@@ -123,7 +124,7 @@ def test_offloading_without_checkpointing_is_refused():
 @pytest.mark.parametrize(("architecture", "overrides"), ARCHITECTURES)
 def test_the_residual_stream_is_bfloat16_in_all_layers(architecture, overrides):
     def run(residual):
-        backbone = Backbone(tiny_model(architecture, 90, num_hidden_layers=3, **overrides).train())
+        backbone = assume_isolation(Backbone(tiny_model(architecture, 90, num_hidden_layers=3, **overrides).train()))
         if residual == "bfloat16":
             use_bfloat16_residual(backbone.decoder)
         seen = []

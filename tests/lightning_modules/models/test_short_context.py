@@ -1,5 +1,7 @@
 """Short contexts by one pass with a limited attention, against masks and against exact windows."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -8,14 +10,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from lightning_modules.batch import IGNORE_INDEX, pack_sequence
 from lightning_modules.models.attention import (
     AttentionWindow,
-    boundaries_only,
     document_mask,
+    documents_by_boundaries,
     register_document_attention,
 )
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.rope_types import register_rope_types
 from lightning_modules.models.loading.checks import check_attention_window
 from lightning_modules.models.short_context import short_log_likelihood, sliding_window_log_likelihood
+from tests.support.packing import assume_isolation
 
 SIZES = {
     "vocab_size": 50,
@@ -29,15 +32,12 @@ SIZES = {
 }
 
 
-MASK = {"batch_size": 1, "q_length": 4, "kv_length": 4, "allow_is_causal_skip": False}
-
-
 def backbone(config=LlamaConfig, model=LlamaForCausalLM, layers=3, **settings):
     register_rope_types()
     torch.manual_seed(0)
     made = model(config(**{**SIZES, "num_hidden_layers": layers, **settings})).eval()
     made.set_attn_implementation(register_document_attention())
-    return Backbone(made)
+    return assume_isolation(Backbone(made))
 
 
 def documents(*lengths):
@@ -111,7 +111,7 @@ def test_adapters_are_part_of_it_and_it_leaves_mode_and_gradients_alone():
     model, batch = backbone(), pack_sequence(documents(60))
     plain = sliding_window_log_likelihood(model, batch, context_length=12).log_likelihood
     adapted = get_peft_model(model.base_model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
-    trained = Backbone(adapted).train()
+    trained = assume_isolation(Backbone(adapted)).train()
     scores = sliding_window_log_likelihood(trained, batch, context_length=12).log_likelihood
     assert trained.training
     assert not scores.requires_grad
@@ -155,13 +155,18 @@ def test_a_window_as_long_as_the_text_changes_nothing():
         torch.testing.assert_close(model(batch, window=AttentionWindow(60)), model(batch), rtol=0, atol=2e-6)
 
 
-def test_blocks_of_two_threads_may_end_in_any_order():
-    find = masking_utils.find_packed_sequence_indices
-    first, second = boundaries_only("document_sdpa"), boundaries_only("document_sdpa")
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert document_mask(**MASK) is None
-    second.__exit__(None, None, None)
-    assert masking_utils.find_packed_sequence_indices is find
-    assert document_mask(**MASK) is not None
+def test_masks_of_another_thread_are_those_of_transformers():
+    """A thread that generates, or scores without our attention, needs what transformers makes of its positions."""
+    positions = torch.tensor([[0, 1, 0, 1]])
+    arguments = {"batch_size": 1, "q_length": 4, "kv_length": 4}
+    with documents_by_boundaries("document_sdpa", positions), ThreadPoolExecutor(1) as thread:
+        assert masking_utils.find_packed_sequence_indices(positions) is None
+        assert document_mask(**arguments) is None
+        assert thread.submit(masking_utils.find_packed_sequence_indices, positions).result().tolist() == [[0, 0, 1, 1]]
+        # A mask that the model needs separates the documents, in our thread only.
+        ours = document_mask(**arguments, allow_is_causal_skip=False)
+        theirs = thread.submit(document_mask, **arguments, allow_is_causal_skip=False).result()
+    causal = torch.ones(4, 4).tril().bool()
+    assert torch.equal(theirs[0, 0], causal)
+    assert torch.equal(ours[0, 0], torch.block_diag(torch.ones(2, 2), torch.ones(2, 2)).bool() & causal)
+    assert masking_utils.find_packed_sequence_indices(positions).tolist() == [[0, 0, 1, 1]]

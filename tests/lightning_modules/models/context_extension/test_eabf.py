@@ -22,6 +22,7 @@ from tests.conftest import tiny_model
 from tests.lightning_modules.models.context_extension.patterns import dense
 from tests.lightning_modules.models.context_extension.test_methods import EXTRA
 from tests.lightning_modules.test_long_context_lm import row
+from tests.support.packing import assume_isolation
 
 VOCABULARY, ORIGINAL, TARGET, LENGTH = 50, 16, 64, 60
 
@@ -49,7 +50,9 @@ def float64_scale(positions, unscaled):
 @pytest.mark.parametrize("boundaries", [(0, LENGTH), (0, 7, 40, LENGTH)], ids=["plain", "packed"])
 def test_every_layer_equals_dense_attention(architecture, boundaries, folder):
     check_every_layer(
-        load_backbone(ModelConfig(folder(architecture), context_extension=settings_of())), boundaries, unscaled_layers=2
+        assume_isolation(load_backbone(ModelConfig(folder(architecture), context_extension=settings_of()))),
+        boundaries,
+        unscaled_layers=2,
     )
 
 
@@ -57,7 +60,7 @@ def test_every_layer_equals_dense_attention(architecture, boundaries, folder):
 @pytest.mark.parametrize(("architecture", "theta"), [("llama", 500000.0), ("mistral", 10000.0)])
 def test_the_authors_leave_no_layer_unscaled(attention, architecture, theta, folder):
     settings = {"method": "eabf_authors", "original_length": 4096, "target_length": 32768}
-    backbone = load_backbone(ModelConfig(folder(architecture), context_extension=settings))
+    backbone = assume_isolation(load_backbone(ModelConfig(folder(architecture), context_extension=settings)))
     backbone.base_model.set_attn_implementation(attention)
     backbone.base_model.config.rope_parameters["original_max_position_embeddings"] = ORIGINAL  # for short rows
     check_every_layer(backbone, (0, 7, LENGTH), unscaled_layers=0, theta=theta)

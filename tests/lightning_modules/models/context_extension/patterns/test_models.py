@@ -19,6 +19,7 @@ from tests.conftest import tiny_model
 from tests.lightning_modules.models.context_extension.patterns import dense
 from tests.lightning_modules.models.context_extension.test_methods import EXTRA
 from tests.lightning_modules.test_long_context_lm import row
+from tests.support.packing import assume_isolation
 
 VOCABULARY, ORIGINAL, TARGET, LENGTH = 50, 16, 64, 60
 SETTINGS = {
@@ -70,14 +71,14 @@ def check_every_layer(backbone, boundaries):
 @pytest.mark.parametrize("boundaries", [(0, LENGTH), (0, 7, 8, 40, LENGTH)], ids=["plain", "packed"])
 @pytest.mark.parametrize("architecture", ["llama", "gpt_neox"])
 def test_every_layer_equals_the_formula(name, boundaries, architecture, folder):
-    check_every_layer(load_backbone(ModelConfig(folder(architecture), context_extension=extension(name))), boundaries)
+    backbone = load_backbone(ModelConfig(folder(architecture), context_extension=extension(name)))
+    check_every_layer(assume_isolation(backbone), boundaries)
 
 
 @pytest.mark.parametrize("architecture", [name for name in TYPE_ARCHITECTURES if name not in ("llama", "gpt_neox")])
 def test_every_architecture(architecture, folder):
-    check_every_layer(
-        load_backbone(ModelConfig(folder(architecture), context_extension=extension("dual_chunk"))), (0, 7, LENGTH)
-    )
+    backbone = load_backbone(ModelConfig(folder(architecture), context_extension=extension("dual_chunk")))
+    check_every_layer(assume_isolation(backbone), (0, 7, LENGTH))
 
 
 @pytest.mark.parametrize("name", PATTERNS)
