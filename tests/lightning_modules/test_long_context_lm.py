@@ -8,8 +8,10 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, known_scored, max_token_id, note_values
 from lightning_modules.functional import long_perplexity
@@ -29,7 +31,7 @@ from lightning_modules.training import fsdp
 from lightning_modules.training.facts import objective_facts
 from lightning_modules.training.step import REFERENCE_TOKENS, gradient_norm
 from tests.conftest import make_text, tiny_model
-from tests.support import reference
+from tests.support import architectures, reference
 
 VOCABULARY = 90
 LENGTH = 40
@@ -98,6 +100,29 @@ def test_longce_loss_and_gradients_match_a_float64_reference(model_folder, gamma
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     for (name, actual), wanted in zip(module.backbone.model.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(actual.grad.double(), wanted.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("architecture", ["lfm2", "gpt_oss"])
+def test_evaluations_do_not_change_the_losses_of_packed_documents(architecture, tmp_path):
+    """Of models whose documents cannot share a pass, which each start of an evaluation had decided again."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(architectures.tiny_config(architecture), dtype=torch.float32)
+    model.save_pretrained(tmp_path / "model")
+    rows = [row(seed, (0, 23, LENGTH)) for seed in range(4)]
+
+    def losses(**settings):
+        seen = []
+        record = LambdaCallback(on_train_batch_end=lambda *args: seen.append(args[2]["loss"].item()))
+        module = lm(str(tmp_path / "model"), optimizer=partial(torch.optim.SGD, lr=0.0))
+        trainer(tmp_path, max_steps=4, callbacks=[record], **settings).fit(module, loader(*rows), loader(rows[0]))
+        assert not module.backbone.isolates_documents
+        return seen
+
+    alone = losses(limit_val_batches=0)
+    assert losses(val_check_interval=1, num_sanity_val_steps=1) == alone
+    documents = [rows[0]["input_ids"][0, :23], rows[0]["input_ids"][0, 23:]]
+    exact = [reference.longce(model.eval(), ids, 8, 4, 5.0) * (len(ids) - 1) for ids in documents]
+    assert alone[0] == pytest.approx(sum(exact).item() / REFERENCE_TOKENS, rel=1e-4)
 
 
 class Recorder(torch.optim.SGD):

@@ -12,10 +12,10 @@ from lightning_modules.models import short_context
 from lightning_modules.models.attention import isolation_arguments, register_document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
-from lightning_modules.models.loading.checks import check_scoring
+from lightning_modules.models.loading.checks import check_scoring, has_training_noise
 from lightning_modules.models.short_context import long_and_short, short_log_likelihood
 from tests.conftest import tiny_config
-from tests.support import reference
+from tests.support import architectures, reference
 from tests.support.packing import assume_isolation
 
 VOCABULARY = 120
@@ -346,6 +346,75 @@ def test_a_model_that_leaks_scores_documents_one_by_one_or_not_at_all_where_weig
     scorer(packed(documents(9)))
     with pytest.raises(ValueError, match="cannot isolate the documents of a sequence"):
         scorer(packed(documents(9, 12)))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "attention", "dtype"),
+    [
+        ("afmoe", "sdpa", torch.float32),  # makes the masks of its windows without positions
+        ("gpt_oss", "eager", torch.float32),
+        ("openai-gpt", "eager", torch.bfloat16),  # whose rounding is as large as what leaks
+        ("doge", "document_sdpa", torch.bfloat16),
+    ],
+)
+def test_documents_that_leak_are_found_after_any_number_of_checks(architecture, attention, dtype):
+    config = architectures.tiny_config(architecture)
+    torch.manual_seed(0)
+    scorer = Backbone(AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).eval())
+    parts = documents(31, 23)
+    for _ in range(3):
+        check_scoring(scorer)
+        assert not scorer.isolates_documents
+        scorer.checked_conditions = None  # decide again
+        with torch.no_grad():
+            alone = torch.cat([scorer(packed([part]))[0] for part in parts])
+            assert torch.equal(scorer(packed(parts))[0], alone)
+    scorer.is_sharded = True
+    check_scoring(scorer)
+    with pytest.raises(ValueError, match="cannot isolate the documents of a sequence"):
+        scorer(packed(parts))
+
+
+def test_documents_of_a_model_of_small_weights_leak_although_its_scores_hardly_change():
+    config = architectures.tiny_config("lfm2", initializer_range=0.02)
+    torch.manual_seed(0)
+    scorer = Backbone(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).eval())
+    check_scoring(scorer)
+    assert not scorer.isolates_documents
+
+
+def test_a_decision_is_made_once_for_a_device_and_a_precision(monkeypatch):
+    scorer = Backbone(build("llama"))
+    passes = []
+    scorer.register_forward_hook(lambda *_: passes.append(1))
+    check_scoring(scorer)
+    first = len(passes)
+    check_scoring(scorer)
+    assert len(passes) == first > 0
+    with torch.autocast("cpu", torch.bfloat16):
+        check_scoring(scorer)
+    assert len(passes) > first
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "expected"),
+    [
+        ("llama", {}, False),
+        ("llama", {"attention_dropout": 0.1}, True),
+        ("gpt2", {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}, False),
+        ("gpt2", {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.1}, True),
+        ("phimoe", {}, True),
+        ("phimoe", {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0}, False),
+        ("mixtral", {}, False),
+        ("mixtral", {"router_jitter_noise": 0.1}, True),
+    ],
+)
+def test_noise_of_training_mode_is_found(architecture, settings, expected):
+    torch.manual_seed(0)
+    scorer = Backbone(AutoModelForCausalLM.from_config(architectures.tiny_config(architecture, **settings)).train())
+    state = torch.get_rng_state()
+    assert has_training_noise(scorer) is expected
+    assert torch.equal(torch.get_rng_state(), state), "or a resumed run would draw other numbers"
 
 
 def test_long_rows_of_llama_4_are_windowed_and_trained_as_documents_alone():
