@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,6 +27,7 @@ from lightning_modules.commands.plan.plan import plan_run
 from lightning_modules.commands.plan.scoring import describe_scoring_time
 from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.training.checkpoints.due_evaluation import DueEvaluation, ResumingTrainer
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO
 from lightning_modules.training.checkpoints.resume import (
     check_checkpoint_folders,
@@ -42,7 +44,7 @@ from lightning_modules.training.monitoring.csv_metrics import keep_metrics
 from lightning_modules.training.monitoring.identity import RunIdentity
 from lightning_modules.training.monitoring.progress import StepProgress
 from lightning_modules.training.optimizers import LR_SCHEDULER, OPTIMIZER
-from lightning_modules.training.preemption import Preemption
+from lightning_modules.training.preemption import EvaluationStop, Preemption
 from lightning_modules.training.preflight import check_influence, check_trainer
 from lightning_modules.training.random_states import RandomStates
 from lightning_modules.training.run import Run, RunMember
@@ -69,20 +71,28 @@ class LongceCLI(LightningCLI):
     """
 
     def __init__(
-        self, args: ArgsType = None, run: bool = True, *, callbacks: Sequence[Callback] = (), **settings: Any
+        self,
+        args: ArgsType = None,
+        run: bool = True,
+        *,
+        trainer_class: type[Trainer] = ResumingTrainer,
+        callbacks: Sequence[Callback] = (),
+        **settings: Any,
     ) -> None:
         logging.getLogger("lightning").handlers.clear()  # the root logger prints its messages already
         self.preemption = Preemption()
         self.training_run = Run()
         self.identity = RunIdentity()
         self._requested_checkpoint: str | None = None  # --ckpt_path, as it was given
-        own = [RunMember(self.training_run), RandomStates(), self.preemption, self.identity]
+        due = DueEvaluation(self.preemption.signal)
+        own = [RunMember(self.training_run), RandomStates(), due, self.preemption, self.identity]
         words: Any = sys.argv[1:] if args is None else args
         self._names_class = isinstance(words, list) and names_model_class(words)
         try:
             super().__init__(
                 LightningModule if self._names_class else LongContextLM,
                 subclass_mode_model=self._names_class,
+                trainer_class=trainer_class,
                 args=args,
                 run=run,
                 auto_configure_optimizers=False,
@@ -151,6 +161,7 @@ class LongceCLI(LightningCLI):
             plugins.append(CheckedCheckpointIO())
         callbacks = options.get("callbacks") or []
         callbacks = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+        callbacks.insert(0, EvaluationStop(self.preemption.signal))
         if options.get("enable_progress_bar") is not False and not any(isinstance(x, ProgressBar) for x in callbacks):
             callbacks.append(StepProgress())
         # Our data modules shard documents and sequences themselves, without repeating any.
@@ -166,7 +177,9 @@ class LongceCLI(LightningCLI):
         with loopback(self.trainer), children_end_with_us():
             try:
                 super()._run_subcommand(subcommand)
-            except SystemExit as stopped:  # Lightning exits with status 1 after Ctrl-C
+            except SystemExit as stopped:  # Lightning exits with status 1 after Ctrl-C, and 0 after SIGTERM
+                if subcommand != "fit" and isinstance(stopped, SIGTERMException):
+                    sys.exit(128 + signal.SIGTERM)  # not 0: the results are incomplete
                 if subcommand == "fit" or not isinstance(stopped.__context__, KeyboardInterrupt):
                     raise
                 raise KeyboardInterrupt from stopped
