@@ -1,6 +1,7 @@
 """Config files of a command line: stricter YAML, packaged configs, and the class of the model."""
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
@@ -13,14 +14,35 @@ from jsonargparse._loaders_dumpers import get_yaml_default_loader
 CONFIGS = Path(__file__).parents[3] / "configs"
 """Folder of the configs, in a checkout or beside the installed packages."""
 
+_INFINITY = re.compile(r"[-+](inf|infinity)$", re.IGNORECASE)
+_NEGATIVE = re.compile(rf"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?|-\.inf|{_INFINITY.pattern}", re.IGNORECASE)
+
 
 def use_checked_yaml() -> None:
-    """Make jsonargparse refuse duplicate keys, and read ``10:00:00``, a number in YAML 1.1, as text."""
+    """Make jsonargparse refuse duplicate keys, and read ``-inf`` as a number and ``10:00:00`` (YAML 1.1) as text."""
     loader = get_yaml_default_loader()
+    loader.add_implicit_resolver("tag:yaml.org,2002:float", _INFINITY, ["-", "+"])
     loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
     for kind in ("int", "float"):
         read = getattr(loader, f"construct_yaml_{kind}")
         loader.add_constructor(f"tag:yaml.org,2002:{kind}", partial(_construct_number, read))
+
+
+def join_values(arguments: Sequence[str]) -> list[str]:
+    """Write ``--option value`` as ``--option=value`` where argparse would take the value for an option.
+
+    These are negative numbers such as ``-inf`` and ``-1e3``, values with a space, and all values of ``--fit_options``.
+    """
+    words: list[str] = []
+    for word in arguments:
+        previous = words[-1] if words else ""
+        is_option = re.fullmatch(r"--[^=\s]+", previous) is not None
+        is_value = previous == "--fit_options" or " " in word or _NEGATIVE.fullmatch(word)
+        if is_option and word.startswith("-") and is_value:
+            words[-1] = f"{previous}={word}"
+        else:
+            words.append(word)
+    return words
 
 
 def find_packaged_configs(arguments: Sequence[str]) -> list[str]:

@@ -62,6 +62,7 @@ def _run_command(arguments: list[str]) -> None:
     from lightning_modules.commands.cli.config_files import (
         check_config_files,
         find_packaged_configs,
+        join_values,
         use_checked_yaml,
     )
     from lightning_modules.commands.cli.errors import stop_with, stop_with_usage, suggest_nearest
@@ -86,7 +87,7 @@ def _run_command(arguments: list[str]) -> None:
         use_checked_yaml()
         # Even an empty list makes jsonargparse enforce its own (`os`, `subprocess`, ..), as its version 5 always does.
         jsonargparse.set_parsing_settings(import_path_denylist=[])
-        arguments = find_packaged_configs(arguments)
+        arguments = find_packaged_configs(join_values(arguments))
         check_config_files(arguments)
         configure_hub()
         with user_modules():
