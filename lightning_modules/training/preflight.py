@@ -21,7 +21,7 @@ from lightning_modules.models.context_extension.rotary_checks import check_rotar
 from lightning_modules.models.loading.adapters import find_adapters, quantization_config
 from lightning_modules.models.loading.checks import check_scoring
 from lightning_modules.models.loading.config import ModelConfig
-from lightning_modules.models.loading.dtypes import warn_of_slow_dtype
+from lightning_modules.models.loading.dtypes import SLOW_WEIGHTS_REMEDY, warn_of_slow_dtype
 from lightning_modules.models.loading.load import check_model, check_quantization, has_weights, load_backbone
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.sequence_group import SequenceGroup
@@ -79,10 +79,8 @@ def check_loaded(backbone: Scorer, trainer: Trainer, group: SequenceGroup | None
 def _warn_of_slow_dtype(backbone: Backbone, precision: str) -> None:
     mixed = torch.is_autocast_enabled("cpu")
     dtype = torch.get_autocast_dtype("cpu") if mixed else backbone.base_model.dtype
-    stored = "the weights to float32 (`--model.dtype`, or `--evaluator_dtype` of `longce influence`)"
-    warn_of_slow_dtype(
-        backbone.device.type, dtype, stored if precision.startswith("32") else "`trainer.precision: 32-true`"
-    )
+    remedy = SLOW_WEIGHTS_REMEDY if precision.startswith("32") else "`trainer.precision: 32-true`"
+    warn_of_slow_dtype(backbone.device.type, dtype, remedy)
 
 
 def _check_quantization(loading: ModelConfig, config: PreTrainedConfig, *, fits: bool) -> None:

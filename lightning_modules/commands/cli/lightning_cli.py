@@ -4,13 +4,13 @@ import argparse
 import logging
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jsonargparse
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -20,9 +20,9 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from typing_extensions import override
 
 from lightning_modules.commands.cli.config_files import names_model_class
-from lightning_modules.commands.cli.experiment_options import accept_saved_config, add_price_option
+from lightning_modules.commands.cli.experiment_options import add_price_option
 from lightning_modules.commands.cli.experiment_parser import ExperimentParser
-from lightning_modules.commands.influence import InfluenceTrainer
+from lightning_modules.commands.cli.slow_types import avoid_slow_settings, avoid_slow_weights
 from lightning_modules.commands.plan.plan import plan_run
 from lightning_modules.commands.plan.scoring import describe_scoring_time
 from lightning_modules.functional.windows import check_context
@@ -87,7 +87,8 @@ class LongceCLI(LightningCLI):
         due = DueEvaluation(self.preemption.signal)
         own = [RunMember(self.training_run), RandomStates(), due, self.preemption, self.identity]
         words: Any = sys.argv[1:] if args is None else args
-        self._names_class = isinstance(words, list) and names_model_class(words)
+        self._words: list[str] = words if isinstance(words, list) else []
+        self._names_class = names_model_class(self._words)
         try:
             super().__init__(
                 LightningModule if self._names_class else LongContextLM,
@@ -149,6 +150,8 @@ class LongceCLI(LightningCLI):
         finally:
             jsonargparse.set_parsing_settings(unset_sentinel=False)
         check_strategy(self._get(self.config, "trainer").get("strategy"))
+        if self.subcommand is not None:
+            avoid_slow_settings(self.config[self.subcommand], self._words)
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -207,6 +210,7 @@ class LongceCLI(LightningCLI):
     def _check_model(self, model: LongContextLM, *, fits: bool) -> None:
         rows = getattr(self.datamodule, "sequence_length", None) if fits else None
         model.check_early(rows, sequence_parallel_size(self.trainer))
+        avoid_slow_weights(model, self.trainer)
         if fits:
             model.optimization.check(self.trainer)
             curriculum = getattr(self.datamodule, "curriculum", None)
@@ -264,61 +268,3 @@ class LongceCLI(LightningCLI):
             if isinstance(stopped, SIGTERMException) and self.trainer.is_global_zero:
                 self.preemption.requeue(would_resume=would_resume(self._requested_checkpoint, self.trainer))
             raise
-
-
-class InfluenceCLI(LongceCLI):
-    """LightningCLI of ``longce influence``: the configs of ``fit``, without logger, callbacks and checkpoints."""
-
-    def __init__(self) -> None:
-        super().__init__(trainer_class=InfluenceTrainer)
-
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """Return the one subcommand, and its arguments that are not options."""
-        return {"influence": {"model", "datamodule"}}
-
-    @override
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Accept the further keys of a config that ``longce fit`` saved."""
-        super().add_arguments_to_parser(parser)
-        accept_saved_config(parser)
-
-    @override
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        return super().instantiate_trainer(
-            logger=False, callbacks=[], enable_checkpointing=False, use_distributed_sampler=False, **kwargs
-        )
-
-    @override
-    def after_instantiate_classes(self) -> None:
-        """Skip the checks of ``fit``: the trained model is not loaded, and the command checks the rest itself."""
-
-
-class PartCLI(LongceCLI):
-    """Parser for the options of ``longce fit`` plus those of another command; it runs nothing."""
-
-    def __init__(self, add_options: Callable[[Any], None]) -> None:
-        self._add_options = add_options
-        super().__init__(run=False)
-
-    @override
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        super().add_arguments_to_parser(parser)
-        self._add_options(parser)
-
-    @override
-    def _set_seed(self) -> None:
-        """Skip seeding: nothing here is random."""
-
-    @override
-    def instantiate_classes(self) -> None:
-        """Instantiate nothing; `make` instantiates the model or the data module on demand."""
-
-    def make(self, name: str) -> Any:
-        """Instantiate only the ``model`` or only the ``data`` of the config."""
-        parser = jsonargparse.ArgumentParser()
-        if name == "model" and not self._names_class:
-            parser.add_class_arguments(LongContextLM, name)
-        else:
-            parser.add_subclass_arguments(LightningModule if name == "model" else LightningDataModule, name)
-        return parser.instantiate(jsonargparse.Namespace({name: self.config[name]}))[name]
