@@ -184,6 +184,7 @@ class LongContextLM(LightningModule):
 
     @override
     def configure_callbacks(self) -> list[Callback]:
+        preflight.check_callbacks(self.trainer.callbacks)  # type: ignore[attr-defined]
         return [self.optimization, self.costs]
 
     @override

@@ -1,12 +1,13 @@
 """Checks before training, so that a run that must fail does so at once."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -233,3 +234,14 @@ def check_trainer(options: Any) -> None:
             raise ValueError(f"`trainer.{name}` must be {wanted}, got {value}. Remove it to use Lightning's default.")
     if (devices := str(options.get("devices"))).isdecimal():
         check_count("`trainer.devices`", int(devices), maximum=MAX_PROCESSES)
+
+
+def check_callbacks(callbacks: Iterable[Callback]) -> None:
+    """Raise a ``ValueError`` for callbacks that average weights: they copy the module before it has any."""
+    for callback in callbacks:
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise ValueError(
+                f"The callback `{type(callback).__name__}` is not supported: Lightning's weight averaging copies the"
+                " module before its weights are loaded, sharded or resumed. Remove it from `trainer.callbacks`, and let"
+                " `model.lr_scheduler` lower the learning rate to 0 instead."
+            )

@@ -8,6 +8,7 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
@@ -310,6 +311,19 @@ class BrokenOnce(CrossEntropy):
     def token_weights(self, long, short, batch):
         self.batches += 1
         return torch.full_like(long, float("nan") if self.batches == 2 else 1.0)
+
+
+class AverageOfLastSteps(WeightAveraging):
+    """A user's own averaging."""
+
+
+@pytest.mark.parametrize("callback", [StochasticWeightAveraging(0.1), EMAWeightAveraging(), AverageOfLastSteps()])
+@pytest.mark.parametrize("lora", [None, {"r": 2}])
+def test_weight_averaging_of_lightning_is_refused_before_weights_are_loaded(folder, tmp_path, callback, lora):
+    module = lm(folder, lora=lora)
+    with pytest.raises(ValueError, match=f"`{type(callback).__name__}` is not supported.*Remove it"):
+        trainer(tmp_path, callbacks=[callback]).fit(module, loader(row(0)))
+    assert not list(module.parameters())
 
 
 def test_labels_of_a_collated_batch_may_be_edited(folder):

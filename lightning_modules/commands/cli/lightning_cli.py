@@ -45,7 +45,7 @@ from lightning_modules.training.monitoring.identity import RunIdentity
 from lightning_modules.training.monitoring.progress import StepProgress
 from lightning_modules.training.optimizers import LR_SCHEDULER, OPTIMIZER
 from lightning_modules.training.preemption import EvaluationStop, Preemption
-from lightning_modules.training.preflight import check_influence, check_trainer
+from lightning_modules.training.preflight import check_callbacks, check_influence, check_trainer
 from lightning_modules.training.random_states import RandomStates
 from lightning_modules.training.run import Run, RunMember
 from lightning_modules.training.sequence_parallel import sequence_parallel_size
@@ -208,6 +208,7 @@ class LongceCLI(LightningCLI):
         self._save_config(None if options.ckpt_path in (None, "best", "hpc") else Path(options.ckpt_path), logger)
 
     def _check_model(self, model: LongContextLM, *, fits: bool) -> None:
+        check_callbacks(self.trainer.callbacks)  # type: ignore[attr-defined]
         rows = getattr(self.datamodule, "sequence_length", None) if fits else None
         model.check_early(rows, sequence_parallel_size(self.trainer))
         avoid_slow_weights(model, self.trainer)
