@@ -47,7 +47,8 @@ if getattr(multiprocessing.current_process(), "_inheriting", False):
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the console script.
 
-    The exit status is 0 after success, 130 after Ctrl-C (1 for ``fit``), 2 for a user error, and 1 for any other error.
+    The exit status is 0 after success, 130 after Ctrl-C (1 for ``fit``), 143 after SIGTERM (0 for ``fit``), 2 for a
+    user error, and 1 for any other error.
     """
     try:
         _run_command(sys.argv[1:] if arguments is None else list(arguments))
