@@ -46,8 +46,7 @@ class DocumentScoresWriter(Callback):
     scores, or null. When all documents are done, ``_SUCCESS.json`` has the counts, and ``_report.html`` is a page of
     the corpus. If more documents of a source failed than `data.allowed_failures`, the run ends with exit status 1 and a
     report, without these files. A restarted run continues with the missing documents, with any number of processes;
-    failed documents count as done. A killed process loses its shard in progress. SIGTERM and Ctrl-C lose only the batch
-    in progress: the scores of finished documents are written.
+    failed documents count as done. A killed process loses its shard in progress, SIGTERM and Ctrl-C only the batch.
 
     Args:
         output_dir: Folder or fsspec URL; created if needed.
