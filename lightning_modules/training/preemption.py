@@ -178,8 +178,14 @@ class EvaluationStop(Callback):
     def _stop_together(self, trainer: Trainer) -> None:
         """Raise a `SIGTERMException` in all processes if one of them got a signal; all of them must call it."""
         self.signal.check()
-        several = trainer.world_size > 1 and _can_stop(trainer)
-        if several and any(gathered(self.signal.received is not None, self._patient)):
+        if trainer.world_size == 1 or not _can_stop(trainer):
+            return
+        got_signal = self.signal.received is not None
+        if self._patient is None:
+            stops = trainer.strategy.reduce_boolean_decision(got_signal, all=False)
+        else:
+            stops = any(gathered(got_signal, self._patient))
+        if stops:
             raise SIGTERMException
 
     def _is_announced(self, trainer: Trainer) -> bool:
