@@ -1,6 +1,5 @@
 """Write the scores of a corpus's documents to parquet shards while they are computed."""
 
-import signal
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -28,7 +27,7 @@ from lightning_modules.scoring.corpus.table import ScoreTable, TokenType, count_
 from lightning_modules.scoring.document_scorer import Failed
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.training.monitoring.progress import watch_batch
-from lightning_modules.training.preemption import StopSignal
+from lightning_modules.training.preemption import uninterrupted
 from lightning_modules.utilities.collectives import gathered, patient_group
 from lightning_modules.utilities.errors import IncompleteError
 from lightning_modules.utilities.identity import content_hash
@@ -47,8 +46,7 @@ class DocumentScoresWriter(Callback):
     scores, or null. When all documents are done, ``_SUCCESS.json`` has the counts, and ``_report.html`` is a page of
     the corpus. If more documents of a source failed than `data.allowed_failures`, the run ends with exit status 1 and a
     report, without these files. A restarted run continues with the missing documents, with any number of processes;
-    failed documents count as done. A killed process loses its shard in progress. After SIGTERM nothing is lost: from
-    then on, every batch is written immediately.
+    failed documents count as done. A killed process loses its shard in progress, SIGTERM and Ctrl-C only the batch.
 
     Args:
         output_dir: Folder or fsspec URL; created if needed.
@@ -86,7 +84,6 @@ class DocumentScoresWriter(Callback):
         self._lock: RunLock | None = None
         self._table: ScoreTable | None = None  # while documents are scored
         self._batch = ExitStack()  # has the bar of the current batch
-        self._signal = StopSignal("every batch is now written immediately; another SIGTERM ends the run")
 
     def existing_scores(self) -> ExistingScores:
         """Lock the folder against other runs, and return the scores of earlier ones."""
@@ -163,7 +160,6 @@ class DocumentScoresWriter(Callback):
         self._started = self._shard_begun = time.monotonic()
         self._bar = progress_bar("Scoring", unit="doc", total=self._corpus.expected())  # of this process
         self._patient = patient_group()
-        self._signal.listen(trainer, signal.SIGTERM)  # the process continues: on its own, it would leave others waiting
 
     @override
     def on_predict_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -173,11 +169,14 @@ class DocumentScoresWriter(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PackedBatch, *_: Any
     ) -> None:
+        with uninterrupted(trainer):
+            self._batch.close()
+            self._keep_scores(trainer, outputs, batch)
+
+    def _keep_scores(self, trainer: Trainer, outputs: Sequence[TokenScores | Failed], batch: PackedBatch) -> None:
         assert self._table is not None
-        self._batch.close()
         # 1. Add a row for each document, scored or failed. An idle process has outputs without references.
-        scored: Sequence[TokenScores | Failed] = outputs
-        for ref, scores in zip(batch["document_refs"], scored, strict=False):
+        for ref, scores in zip(batch["document_refs"], outputs, strict=False):
             self._table.add(ref, scores)
         for ref in batch["failed"]:
             self._table.add(ref, Failed(str(ref.error)))
@@ -185,10 +184,10 @@ class DocumentScoresWriter(Callback):
         rate = (self._tokens + self._table.tokens) / max(time.monotonic() - self._started, 1e-9)
         self._bar.set_postfix_str(f"{tqdm.format_sizeof(rate)} tokens/s", refresh=False)
         self._bar.update(self._documents + len(self._table) - self._bar.n)
-        # 3. Write a shard if it is full or old, or if the run is about to be killed.
+        # 3. Write a shard if it is full or old.
         minutes = (time.monotonic() - self._shard_begun) / 60
         full = len(self._table) >= self.shard_rows or self._table.tokens >= _MAX_SHARD_TOKENS
-        if full or minutes >= self.shard_minutes or self._signal.received is not None:
+        if full or minutes >= self.shard_minutes:
             self._write_shard(trainer)
 
     def _write_shard(self, trainer: Trainer) -> None:

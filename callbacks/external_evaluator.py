@@ -1,7 +1,6 @@
 """Log LongPPL during training: key tokens by frozen evaluators, likelihoods by the trained model."""
 
 import re
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ from lightning_modules.scoring.key_tokens import (
 )
 from lightning_modules.scoring.token_scores import read_key_spans, text_sha256
 from lightning_modules.training.evaluation import join_key, validation_set_keys
-from lightning_modules.utilities.collectives import fail_together
+from lightning_modules.training.preemption import interruptible, raise_if_stopping
 from lightning_modules.utilities.identity import content_hash
 from lightning_modules.visualization.tensorboard.layout import CUSTOM_SCALARS
 
@@ -231,7 +230,7 @@ class ExternalEvaluator(Callback):
         if trainer.sanity_checking and self.before_training:
             return
         stage = "test" if trainer.testing else "val"
-        found = self._find_all(pl_module.device)
+        found = self._find_all(trainer, pl_module.device)
         for set_name, set_key in validation_set_keys(trainer).items():
             place = join_key(stage, set_key, self._key)
             own = [each for each in found if each[0].set == set_name]
@@ -255,14 +254,16 @@ class ExternalEvaluator(Callback):
         described = {f"evaluator_{name}": value for name, value in evaluator._asdict().items()}
         return {**described, **sizes, "key_token_rule": self.config.key_token_rule}
 
-    def _find_all(self, device: torch.device) -> list[tuple[ScoredDocument, Influence]]:
+    def _find_all(self, trainer: Trainer, device: torch.device) -> list[tuple[ScoredDocument, Influence]]:
         """Find the key tokens of all documents, in the same order in all processes, and free the evaluator."""
         found, sizes = [], {"context_length": self.config.context_length, "stride": self.config.stride}
         tokens = [count_tokens(len(document.tokens.ids), **sizes) for document in self._documents]
         # A sharded evaluator communicates, so its processes cannot wait for each other here.
-        together = nullcontext() if self.evaluator is None or self.config.sharded else fail_together()
-        with together, show_progress(self._documents, "evaluator", tokens) as documents:
+        sharded = self.evaluator is not None and self.config.sharded
+        stopping = interruptible(trainer, communicates=sharded)
+        with stopping, show_progress(self._documents, "evaluator", tokens) as documents:
             for document in documents:
+                raise_if_stopping(trainer, together=sharded)
                 if document.text:
                     found.append((document, self._find_influence(document, device)))
                 elif self.evaluator is not None:

@@ -31,13 +31,16 @@ from lightning_modules.tasks.harness import split_tasks
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.registry import find_tasks
 from lightning_modules.training.facts import loaded_tokenizer
-from lightning_modules.training.preemption import between_steps
+from lightning_modules.training.preemption import between_steps, interruptible
 from lightning_modules.training.sequence_parallel import sequence_group
 from lightning_modules.utilities.collectives import gathered
 from lightning_modules.visualization.report import as_markdown_table
 
 if TYPE_CHECKING:
     from lightning_modules.tasks.harness.tasks import LoadedTasks
+
+_STEP_KEY = "longce_tasks_step"
+"""Key in a checkpoint for the last step after which the tasks ran."""
 
 
 class LongContextTasks(Callback):
@@ -91,7 +94,8 @@ class LongContextTasks(Callback):
         self._questions: list[Question] = []
         self._train_start: float | None = None
         self._seconds = 0.0
-        self._last_step = 0
+        self._last_step = 0  # the last one after which the tasks ran, with `every_n_steps`
+        self._is_resumed = False
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -116,17 +120,31 @@ class LongContextTasks(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._train_start, self._seconds, self._last_step = time.perf_counter(), 0.0, trainer.global_step
-        if self.at_start:
+        self._train_start, self._seconds = time.perf_counter(), 0.0
+        was_interrupted = self._is_resumed and self._is_due(trainer.global_step)
+        self._is_resumed = False
+        if self.at_start or was_interrupted:
             self._log_now(trainer, pl_module)
+        self._last_step = trainer.global_step
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        step = trainer.global_step
-        due = self.every_n_steps is not None and step != self._last_step and step % self.every_n_steps == 0
-        if due and between_steps(trainer):
-            self._last_step = step
+        if self._is_due(trainer.global_step) and between_steps(trainer):
             self._log_now(trainer, pl_module)
+            self._last_step = trainer.global_step
+
+    def _is_due(self, step: int) -> bool:
+        return self.every_n_steps is not None and step != self._last_step and step % self.every_n_steps == 0
+
+    # Not `state_dict`, of which Lightning would refuse two before `check_names` can name the remedy.
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint[_STEP_KEY] = self._last_step
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if _STEP_KEY in checkpoint:
+            self._last_step, self._is_resumed = checkpoint[_STEP_KEY], True
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -171,7 +189,9 @@ class LongContextTasks(Callback):
         pl_module.costs.stop_clock()
         started = time.perf_counter()
         values: dict[str, float] = {}
-        with isolate_rng(), trainer.precision_plugin.forward_context():  # flash attention does not support float32
+        stopping = interruptible(trainer, communicates=True)
+        # Flash attention does not support float32.
+        with stopping, isolate_rng(), trainer.precision_plugin.forward_context():
             if self.keys:
                 values |= self._run_longce_tasks(trainer, pl_module)
             if self._loaded:
@@ -187,7 +207,10 @@ class LongContextTasks(Callback):
     def _run_longce_tasks(self, trainer: Trainer, pl_module: LongContextLM) -> dict[str, float]:
         assert self._prompter is not None
         questions, generation = self._questions, self.config.generation
-        asked = put_questions(pl_module.backbone, self._prompter, questions, self.config.mode, generation=generation)
+        with interruptible(trainer, communicates=pl_module.backbone.is_sharded):
+            asked = put_questions(
+                pl_module.backbone, self._prompter, questions, self.config.mode, generation=generation
+            )
         results = gathered(asked)
         by_key = {result.key: result for of_rank in results for result in of_rank}
         in_order = [by_key[key] for key in self.keys]  # the order of a single process

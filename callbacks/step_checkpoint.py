@@ -30,7 +30,7 @@ class StepCheckpoint(ModelCheckpoint):
     """
 
     _loops: dict[str, Any] | None = None  # state of the training loops at the last complete step
-    _failed = _updating = _due = False
+    _failed = _updating = _due = _has_stepped = False
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -41,7 +41,7 @@ class StepCheckpoint(ModelCheckpoint):
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        self._updating = True
+        self._updating = self._has_stepped = True
 
     @override
     def on_train_batch_end(
@@ -73,7 +73,9 @@ class StepCheckpoint(ModelCheckpoint):
         agreed = isinstance(exception, SIGTERMException)
         if (trainer.world_size > 1 and not agreed) or isinstance(exception, CheckpointError):
             return
-        if agreed and trainer.training:  # raised after a step, before this callback runs
+        # Raised after a step, before this callback runs, or by several processes in an evaluation after a step.
+        after_step = self._updating if trainer.training else self._has_stepped and trainer.world_size > 1
+        if agreed and after_step:
             self._note_step(trainer)
         if self._loops is None or self._updating or not self._should_save_on_exception(trainer):
             return

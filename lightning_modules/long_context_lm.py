@@ -126,13 +126,14 @@ class LongContextLM(LightningModule):
         # 2. Score the whole documents, with gradient.
         long = self.log_likelihood(batch)
         # 3. Weight each token by the effect of the long context (Equation 7).
-        token_weights = objective(long.detach(), short, batch)
+        with step.note_step(self.global_step):
+            token_weights = objective(long.detach(), short, batch)
         # 4. Sum the weighted losses (Equation 6). `on_before_optimizer_step` turns the sum into a mean.
         loss = long_cross_entropy(long, token_weights, batch["labels"], divisor=step.REFERENCE_TOKENS)
         # 5. Keep sums for the log, and let callbacks see the tokens.
         self._losses[batch_idx] = loss.detach()
         cap = objective.largest_weight
-        self._statistics.update(loss.detach(), long.detach(), token_weights, batch["labels"], cap=cap)
+        self._statistics.update(loss.detach(), long.detach(), token_weights, batch["labels"], cap=cap, short=short)
         for observe in self.token_observers:
             observe(long.detach(), token_weights, short, batch)
         return loss
@@ -154,8 +155,9 @@ class LongContextLM(LightningModule):
         values |= self.costs.end_step(float(values.pop("step_tokens")), self.trainer.world_size)
         losses = self._losses
         self._start_step()
-        # 2. Refuse the step if a loss is not finite: after 1, so that no process waits for one that has stopped. The
-        #    CPU waits for the accelerator here and in 1, and nowhere else in this hook.
+        # 2. Refuse the step if weights or a loss are not valid: after 1, so that no process waits for one that has
+        #    stopped. The CPU waits for the accelerator here and in 1, and nowhere else in this hook.
+        self._statistics.check_weights(self.global_step)
         preflight.check_finite(losses, self, mean=values["loss"])
         # 3. Turn the gradients into those of the mean over the tokens of the step, and their norm with them.
         batches = self.trainer.accumulate_grad_batches * self.trainer.world_size
@@ -182,6 +184,7 @@ class LongContextLM(LightningModule):
 
     @override
     def configure_callbacks(self) -> list[Callback]:
+        preflight.check_callbacks(self.trainer.callbacks)  # type: ignore[attr-defined]
         return [self.optimization, self.costs]
 
     @override

@@ -50,6 +50,17 @@ class Objective(ABC):
             batch: The batch, with whole sequences even if several processes share them.
         """
 
+    def checked_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
+        """Return `token_weights`, or raise a ``ValueError`` if they are not a ``[B, T]`` tensor."""
+        weights = self.token_weights(long, short, batch)
+        if not isinstance(weights, Tensor) or weights.shape != long.shape:  # it would be broadcast
+            found = list(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+            raise ValueError(
+                f"`token_weights` of {type(self).__name__} must return a tensor of the shape [B, T] ="
+                f" {list(long.shape)}, got {found}."
+            )
+        return weights
+
     @torch.no_grad()
     def __call__(self, long: Tensor, short: ShortContext | None, batch: PackedBatch) -> Tensor:
         """Return ``[B, T]`` token weights, 0 where a token is not scored.
@@ -58,17 +69,11 @@ class Objective(ABC):
         right: ``1 + (I - 1) / fraction`` for LongCE. They can be negative.
         """
         # A token without a short context has equal log-likelihoods, and so a difference of 0.
-        weights = self.token_weights(long, long if short is None else short.fill_missing(long), batch)
-        if not isinstance(weights, Tensor) or weights.shape != long.shape:  # it would be broadcast
-            found = list(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-            raise ValueError(
-                f"`token_weights` of {type(self).__name__} must return a tensor of the shape [B, T] ="
-                f" {list(long.shape)}, got {found}."
-            )
+        weights = self.checked_weights(long, long if short is None else short.fill_missing(long), batch)
         if short is not None and short.window_fraction < 1:
             # Scale the difference from the weight that a token has without a short context. Each window is drawn with
             # probability `window_fraction`, so the expected weight is that of all windows.
-            without_short = self.token_weights(long, long, batch)
+            without_short = self.checked_weights(long, long, batch)
             weights = without_short + (weights - without_short) / short.window_fraction
         return weights.to(long.dtype).masked_fill(batch["labels"].eq(IGNORE_INDEX), 0)
 
@@ -184,7 +189,7 @@ class Wrapper(Objective):
 
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
         """Return the weights of the inner objective."""
-        return self.objective.token_weights(long, short, batch)
+        return self.objective.checked_weights(long, short, batch)
 
     def at_step(self, step: int) -> Objective:
         """Return this wrapper around the inner objective of the step."""
@@ -227,7 +232,7 @@ class Normalized(Wrapper):
 
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
         """Return the weights, scaled over each sequence; for a mean over a step, the step's divisor does it."""
-        weights = self.objective.token_weights(long, short, batch)
+        weights = self.objective.checked_weights(long, short, batch)
         if self.normalized:
             return weights
         # Multiply by the number of scored tokens over the sum of their weights ([B, 1]): the mean becomes 1.
@@ -259,7 +264,7 @@ class Interpolated(Wrapper):
 
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
         """Return the weighted mean of 1 and the other objective's weights."""
-        other, cap = self.objective.token_weights(long, short, batch), self.objective.largest_weight
+        other, cap = self.objective.checked_weights(long, short, batch), self.objective.largest_weight
         weight = self.cross_entropy_share + (1 - self.cross_entropy_share) * other
         if cap is None or self.largest_weight is None:
             return weight
@@ -284,13 +289,7 @@ class Scheduled(Wrapper):
         stop: First optimizer step with cross entropy again, or null to keep the objective.
     """
 
-    def __init__(
-        self,
-        objective: Objective,
-        start: int = 0,
-        warmup: int = 0,
-        stop: int | None = None,
-    ) -> None:
+    def __init__(self, objective: Objective, start: int = 0, warmup: int = 0, stop: int | None = None) -> None:
         for name, value in (("start", start), ("warmup", warmup)):
             check_count(f"`{name}`", value, minimum=0)
         first = start + (warmup > 0)  # in the first step of a warm-up, all weights are still 1

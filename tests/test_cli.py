@@ -18,8 +18,9 @@ from datamodules.influence.store import InfluenceStore
 from datamodules.influence.writer import InfluenceWriter
 from datamodules.recall import recall_tokenizer
 from lightning_modules.commands.cli.experiment_options import add_data_options
-from lightning_modules.commands.cli.lightning_cli import LongceCLI, PartCLI
+from lightning_modules.commands.cli.lightning_cli import LongceCLI
 from lightning_modules.commands.cli.main import main
+from lightning_modules.commands.cli.part_cli import PartCLI
 from lightning_modules.commands.plan.scoring import describe_scoring_time
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import short_context

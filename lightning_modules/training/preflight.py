@@ -1,12 +1,13 @@
 """Checks before training, so that a run that must fail does so at once."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -21,7 +22,7 @@ from lightning_modules.models.context_extension.rotary_checks import check_rotar
 from lightning_modules.models.loading.adapters import find_adapters, quantization_config
 from lightning_modules.models.loading.checks import check_scoring, has_training_noise
 from lightning_modules.models.loading.config import ModelConfig
-from lightning_modules.models.loading.dtypes import warn_of_slow_dtype
+from lightning_modules.models.loading.dtypes import SLOW_WEIGHTS_REMEDY, warn_of_slow_dtype
 from lightning_modules.models.loading.load import check_model, check_quantization, has_weights, load_backbone
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.sequence_group import SequenceGroup
@@ -91,10 +92,8 @@ def warn_of_noise(objective: Objective, backbone: Backbone, trainer: Trainer) ->
 def _warn_of_slow_dtype(backbone: Backbone, precision: str) -> None:
     mixed = torch.is_autocast_enabled("cpu")
     dtype = torch.get_autocast_dtype("cpu") if mixed else backbone.base_model.dtype
-    stored = "the weights to float32 (`--model.dtype`, or `--evaluator_dtype` of `longce influence`)"
-    warn_of_slow_dtype(
-        backbone.device.type, dtype, stored if precision.startswith("32") else "`trainer.precision: 32-true`"
-    )
+    remedy = SLOW_WEIGHTS_REMEDY if precision.startswith("32") else "`trainer.precision: 32-true`"
+    warn_of_slow_dtype(backbone.device.type, dtype, remedy)
 
 
 def _check_quantization(loading: ModelConfig, config: PreTrainedConfig, *, fits: bool) -> None:
@@ -242,3 +241,14 @@ def check_trainer(options: Any) -> None:
             raise ValueError(f"`trainer.{name}` must be {wanted}, got {value}. Remove it to use Lightning's default.")
     if (devices := str(options.get("devices"))).isdecimal():
         check_count("`trainer.devices`", int(devices), maximum=MAX_PROCESSES)
+
+
+def check_callbacks(callbacks: Iterable[Callback]) -> None:
+    """Raise a ``ValueError`` for callbacks that average weights: they copy the module before it has any."""
+    for callback in callbacks:
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise ValueError(
+                f"The callback `{type(callback).__name__}` is not supported: Lightning's weight averaging copies the"
+                " module before its weights are loaded, sharded or resumed. Remove it from `trainer.callbacks`, and let"
+                " `model.lr_scheduler` lower the learning rate to 0 instead."
+            )

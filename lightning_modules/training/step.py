@@ -2,7 +2,8 @@
 
 import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from lightning.pytorch.strategies import Strategy
@@ -10,7 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_modules.batch import IGNORE_INDEX
-from lightning_modules.objectives import Objective
+from lightning_modules.functional import ShortContext
+from lightning_modules.objectives import Objective, unwrap
 from lightning_modules.training.sequence_parallel import sequence_group
 
 REFERENCE_TOKENS = 2**15
@@ -55,15 +57,27 @@ def window_seed(batch: int, rank: int) -> int:
     return zlib.crc32(f"{torch.initial_seed()} {batch} {rank}".encode())
 
 
+@contextmanager
+def note_step(global_step: int) -> Iterator[None]:
+    """Add the optimizer step to a ``ValueError`` that is raised in the block."""
+    try:
+        yield
+    except ValueError as error:
+        error.add_note(f"This is optimizer step {global_step}.")
+        raise
+
+
 class TrainingStatistics:
     """Means over all tokens of one optimizer step: of all its micro-batches and all processes.
 
     If a ``window_fraction`` is drawn at random, single weights are meaningless, but their mean is not. `compute` sets
     ``step_divisor``, the divisor of the step's loss: its number of scored tokens, or the sum of their weights for a
-    normalized objective.
+    normalized objective. It also sets ``invalid_weights``: the number of weights that are NaN, infinite or negative,
+    by kind.
     """
 
     step_divisor: Tensor
+    invalid_weights: dict[str, int]
 
     def __init__(self, objective: Objective, window_fraction: float = 1.0) -> None:
         self.objective = objective
@@ -71,7 +85,16 @@ class TrainingStatistics:
         self._names: list[str] = []  # of the sums
         self._sums: Tensor | None = None
 
-    def update(self, loss: Tensor, long: Tensor, token_weights: Tensor, labels: Tensor, *, cap: float | None) -> None:
+    def update(
+        self,
+        loss: Tensor,
+        long: Tensor,
+        token_weights: Tensor,
+        labels: Tensor,
+        *,
+        cap: float | None,
+        short: ShortContext | None = None,
+    ) -> None:
         """Add a batch, without waiting for the accelerator.
 
         ``loss`` is the batch's sum over tokens in nats, divided by `REFERENCE_TOKENS`, and ``cap`` the largest weight
@@ -91,6 +114,12 @@ class TrainingStatistics:
             "above_1": (weights > 1).sum(),
             "at_cap": ((token_weights >= largest) & scored).sum(),
         }
+        # Faults of the objective, unless the log-likelihoods that it gets are not finite.
+        given = scored & long.isfinite() & (long if short is None else short.fill_missing(long)).isfinite()
+        sums["NaN"] = (token_weights.isnan() & given).sum()
+        sums["infinite"] = (token_weights.isinf() & given).sum()
+        # The weights of sampled windows can be negative.
+        sums["negative"] = (token_weights.isfinite() & (token_weights < 0) & given).sum() * (not self.drawn)
         # One tensor, so that processes exchange and the CPU reads all sums at once.
         batch = torch.stack([value.double() for value in sums.values()])
         self._names = list(sums)
@@ -112,6 +141,7 @@ class TrainingStatistics:
         copies = 1 if group is None else group.size
         total = {name: value / copies for name, value in zip(self._names, values, strict=True)}
         # 3. Divide by the tokens of the step. If all weights are 0, the gradient is 0 and any divisor will do.
+        self.invalid_weights = {kind: int(total[kind]) for kind in ("NaN", "infinite", "negative") if total[kind] > 0}
         tokens, weights = total["scored"], total["weights"]
         self.step_divisor = weights.where(weights > 0, 1.0) if self.objective.normalized else tokens.clamp(min=1)
         means = {
@@ -130,6 +160,18 @@ class TrainingStatistics:
         if self.objective.largest_weight is not None and not self.drawn:
             means["weight_at_cap"] = total["at_cap"] / tokens
         return {name: value.float() for name, value in means.items()}
+
+    def check_weights(self, global_step: int) -> None:
+        """Raise a ``FloatingPointError`` that names the objective if `compute` found invalid weights in any process."""
+        if not self.invalid_weights:
+            return
+        outer, inner = type(self.objective).__name__, type(unwrap(self.objective)).__name__
+        found = " and ".join(f"{count:,} {kind}" for kind, count in self.invalid_weights.items())
+        raise FloatingPointError(
+            f"The objective {inner if inner == outer else f'{inner} (inside {outer})'} returned {found} token weights"
+            f" at step {global_step}, for finite log-likelihoods. Weights must be finite and 0 or more: correct"
+            " `token_weights`. The step is not taken."
+        )
 
     def reset(self) -> None:
         """Start the next optimizer step."""

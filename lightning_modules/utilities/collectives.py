@@ -36,18 +36,20 @@ def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """Raise an error in all processes if one of them fails in the block, so that none waits for it afterwards.
+    """Raise an error in all processes if one of them fails or exits in the block, so that none waits for it afterwards.
 
     The processes must not communicate in the block.
     """
-    failure: Exception | None = None
+    failure: BaseException | None = None
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         failure = error
-    failures = gathered(None if failure is None else f"{type(failure).__name__}: {failure}")
-    if failure is not None:
+    found = gathered(f"{type(failure).__name__}: {failure}" if isinstance(failure, Exception) else failure)
+    if isinstance(failure, Exception):
         raise failure
-    if any(failures):
-        rank = next(rank for rank, text in enumerate(failures) if text)
-        raise IncompleteError(f"Process {rank} failed: {failures[rank]}")
+    for rank, other in enumerate(found):
+        if isinstance(other, str):
+            raise IncompleteError(f"Process {rank} failed: {other}")
+    if (stopped := next((other for other in found if other is not None), None)) is not None:
+        raise stopped

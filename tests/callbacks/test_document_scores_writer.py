@@ -15,6 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from callbacks import DocumentScoresWriter, TokenScoresWriter
 from callbacks.document_scores_writer import _checkpoint_identity
@@ -28,8 +29,10 @@ from lightning_modules.models.tokenization.tokenizer import encode_document, loa
 from lightning_modules.scoring.context_lengths import ContextLadder
 from lightning_modules.scoring.corpus.columns import document_scores, ladder_scores
 from lightning_modules.scoring.corpus.shards import SUCCESS, ReadProgress, ScoreShards
+from lightning_modules.scoring.corpus.table import ScoreTable
 from lightning_modules.scoring.document_scorer import DocumentScorer
 from lightning_modules.scoring.token_scores import text_sha256
+from lightning_modules.training.preemption import EvaluationStop, StopSignal
 from lightning_modules.utilities.errors import IncompleteError
 from lightning_modules.utilities.files import BUILDING
 from lightning_modules.visualization.corpus.page import PAGE
@@ -369,20 +372,29 @@ def test_what_is_scored_is_kept_when_a_run_is_stopped(run, tmp_path, monkeypatch
     assert sorted(others) == [SUCCESS, PAGE]
 
 
-def test_nothing_is_lost_after_a_warning(run, tmp_path, monkeypatch, capfd):
-    add, shards, handler = DocumentScoresWriter.on_predict_batch_end, [], signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("where", ["predict_step", "on_predict_batch_end"])
+def test_sigterm_stops_in_seconds_and_keeps_the_finished_documents(run, tmp_path, monkeypatch, capfd, where):
+    owner = LongContextLM if where == "predict_step" else ScoreTable
+    method, calls = ("predict_step" if where == "predict_step" else "add"), []
+    plain, handler = getattr(owner, method), signal.getsignal(signal.SIGTERM)
 
     def warned(*arguments, **settings):
-        if len(shards) == 2:
+        calls.append(1)
+        if len(calls) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
-        add(*arguments, **settings)
-        shards.append(len(list((tmp_path / "out").glob("*.parquet"))))
+        return plain(*arguments, **settings)
 
-    monkeypatch.setattr(DocumentScoresWriter, "on_predict_batch_end", warned)
-    run()
-    assert shards == [0, 0, 1, 2, 3, 4]
-    assert "is now written immediately" in capfd.readouterr().err
+    writer = DocumentScoresWriter(str(tmp_path / "out"), **THRESHOLDS)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, warned)
+        with pytest.raises(SIGTERMException):
+            run(callbacks=[EvaluationStop(StopSignal()), writer])
+    kept = 2 if where == "predict_step" else 3  # a row that is added is not left half done
+    assert len(rows(tmp_path / "out")) == kept
+    assert "SIGTERM: stopping" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGTERM) == handler
+    run()
+    assert success(tmp_path / "out")["documents"] == 6
 
 
 def test_shards_behind_an_address(run, tmp_path):

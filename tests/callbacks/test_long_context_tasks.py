@@ -1,18 +1,22 @@
 """Tasks while a model is trained: what is logged, when, and that training does not notice."""
 
+import os
 import random
+import signal
 from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from callbacks import LongContextTasks, long_context_tasks
+from callbacks import LongContextTasks, StepCheckpoint, long_context_tasks
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.tasks.evaluation.questions import put_questions
 from lightning_modules.tasks.evaluation.summary import summarize
+from lightning_modules.training.preemption import EvaluationStop, Preemption
 from tests.conftest import make_text
 from tests.support.runs import Losses, make_data, make_trainer
 from tests.support.toy_tasks import GUESS, SEVERAL
@@ -112,6 +116,36 @@ def test_logged_values_and_figures(setup, tmp_path):
     results = put_questions(run.module.backbone, tasks._prompter, tasks._questions, "teacher_forced")
     for name, value in summarize(results).logged().items():
         assert logged[f"tasks/{name}"] == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore:You.re resuming")
+def test_tasks_that_a_signal_cuts_run_first_when_the_training_resumes(setup, tmp_path, monkeypatch):
+    steps, put, stops = [], long_context_tasks.put_questions, [4]
+    options = {"enable_checkpointing": True, "limit_val_batches": 0}
+
+    def run(checkpoint=None):
+        preemption = Preemption()
+        save = StepCheckpoint(tmp_path, "{step}", monitor="step", mode="max", save_on_exception=True)
+        tasks = LongContextTasks(**TASKS, every_n_steps=2)
+        module, data = make_run(setup)
+        callbacks = [EvaluationStop(preemption.signal), tasks, preemption, save]
+        trainer = make_trainer(tmp_path, 1, "auto", callbacks=callbacks, max_steps=6, **options)
+
+        def watched(*arguments, **settings):
+            if trainer.global_step in stops:
+                stops.clear()
+                os.kill(os.getpid(), signal.SIGTERM)
+            steps.append(trainer.global_step)
+            return put(*arguments, **settings)
+
+        monkeypatch.setattr(long_context_tasks, "put_questions", watched)
+        trainer.fit(module, data, ckpt_path=checkpoint)
+
+    with pytest.raises(SIGTERMException):
+        run()
+    assert steps == [2]
+    run(tmp_path / "step=4.ckpt")
+    assert steps == [2, 4, 6]
 
 
 @pytest.mark.slow

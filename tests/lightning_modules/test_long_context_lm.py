@@ -8,7 +8,12 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    LambdaCallback,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
@@ -298,7 +303,7 @@ def test_a_loss_that_is_not_finite_changes_no_weight_and_does_not_stop_the_next_
     module = lm(folder, objective=BrokenOnce())
     module.configure_model()
     before = copy.deepcopy(module.state_dict())
-    with pytest.raises(FloatingPointError, match="The loss is nan at step 0, batch 1 of epoch 0"):
+    with pytest.raises(FloatingPointError, match="objective BrokenOnce returned 39 NaN token weights at step 0"):
         trainer(tmp_path, accumulate_grad_batches=3).fit(module, loader(*(row(seed) for seed in range(3))))
     for name, value in module.state_dict().items():
         assert torch.equal(value, before[name]), name
@@ -335,6 +340,19 @@ class BrokenOnce(CrossEntropy):
     def token_weights(self, long, short, batch):
         self.batches += 1
         return torch.full_like(long, float("nan") if self.batches == 2 else 1.0)
+
+
+class AverageOfLastSteps(WeightAveraging):
+    """A user's own averaging."""
+
+
+@pytest.mark.parametrize("callback", [StochasticWeightAveraging(0.1), EMAWeightAveraging(), AverageOfLastSteps()])
+@pytest.mark.parametrize("lora", [None, {"r": 2}])
+def test_weight_averaging_of_lightning_is_refused_before_weights_are_loaded(folder, tmp_path, callback, lora):
+    module = lm(folder, lora=lora)
+    with pytest.raises(ValueError, match=f"`{type(callback).__name__}` is not supported.*Remove it"):
+        trainer(tmp_path, callbacks=[callback]).fit(module, loader(row(0)))
+    assert not list(module.parameters())
 
 
 def test_labels_of_a_collated_batch_may_be_edited(folder):

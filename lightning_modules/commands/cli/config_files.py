@@ -1,6 +1,7 @@
 """Config files of a command line: stricter YAML, packaged configs, and the class of the model."""
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
@@ -13,14 +14,35 @@ from jsonargparse._loaders_dumpers import get_yaml_default_loader
 CONFIGS = Path(__file__).parents[3] / "configs"
 """Folder of the configs, in a checkout or beside the installed packages."""
 
+_INFINITY = re.compile(r"[-+](inf|infinity)$", re.IGNORECASE)
+_NEGATIVE = re.compile(rf"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?|-\.inf|{_INFINITY.pattern}", re.IGNORECASE)
+
 
 def use_checked_yaml() -> None:
-    """Make jsonargparse refuse duplicate keys, and read ``10:00:00``, a number in YAML 1.1, as text."""
+    """Make jsonargparse refuse duplicate keys, and read ``-inf`` as a number and ``10:00:00`` (YAML 1.1) as text."""
     loader = get_yaml_default_loader()
+    loader.add_implicit_resolver("tag:yaml.org,2002:float", _INFINITY, ["-", "+"])
     loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
     for kind in ("int", "float"):
         read = getattr(loader, f"construct_yaml_{kind}")
         loader.add_constructor(f"tag:yaml.org,2002:{kind}", partial(_construct_number, read))
+
+
+def join_values(arguments: Sequence[str]) -> list[str]:
+    """Write ``--option value`` as ``--option=value`` where argparse would take the value for an option.
+
+    These are negative numbers such as ``-inf`` and ``-1e3``, values with a space, and all values of ``--fit_options``.
+    """
+    words: list[str] = []
+    for word in arguments:
+        previous = words[-1] if words else ""
+        is_option = re.fullmatch(r"--[^=\s]+", previous) is not None
+        is_value = previous == "--fit_options" or " " in word or _NEGATIVE.fullmatch(word)
+        if is_option and word.startswith("-") and is_value:
+            words[-1] = f"{previous}={word}"
+        else:
+            words.append(word)
+    return words
 
 
 def find_packaged_configs(arguments: Sequence[str]) -> list[str]:
@@ -38,21 +60,22 @@ def find_packaged_configs(arguments: Sequence[str]) -> list[str]:
 
 def check_config_files(arguments: Sequence[str]) -> None:
     """Check the syntax of the configs of a command line, and name the file in the error."""
-    for option, value in _list_options(arguments):
+    for option, value in list_options(arguments):
         if option not in ("-c", "--config") or not os.path.isfile(value):
             continue
         try:
-            _load_config(value)
+            load_config_file(value)
         except (ValueError, yaml.YAMLError) as error:
             advice = " Save it as UTF-8 text." if isinstance(error, UnicodeDecodeError) else ""
             raise ValueError(f"The config '{value}' cannot be used: {error}{advice}") from error
 
 
-def _load_config(file: str) -> Any:
+def load_config_file(file: str) -> Any:
+    """Read a YAML file by the loader of jsonargparse."""
     return yaml.load(Path(file).read_text(encoding="utf-8-sig"), Loader=get_yaml_default_loader())
 
 
-def _list_options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+def list_options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield each word as an option, with the value after ``=`` or else the next word."""
     for word, following in pairwise([*arguments, ""]):
         option, equals, value = word.partition("=")
@@ -61,7 +84,7 @@ def _list_options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def names_model_class(arguments: Sequence[str]) -> bool:
     """Return whether a command line or one of its configs names the class of the model, instead of only settings."""
-    for option, value in _list_options(arguments):
+    for option, value in list_options(arguments):
         if option in ("--model", "--model.class_path", "--model.help"):
             if not (value.startswith("{") or os.path.isfile(value)):
                 return True
@@ -71,7 +94,7 @@ def names_model_class(arguments: Sequence[str]) -> bool:
 
 
 def _config_names_class(file: str) -> bool:
-    config = _load_config(file)
+    config = load_config_file(file)
     # The settings of one command, or of each command by its name.
     parts = [config, *config.values()] if isinstance(config, dict) else []
     for part in parts:

@@ -2,14 +2,15 @@
 
 import argparse
 import logging
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jsonargparse
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -19,13 +20,14 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from typing_extensions import override
 
 from lightning_modules.commands.cli.config_files import names_model_class
-from lightning_modules.commands.cli.experiment_options import accept_saved_config, add_price_option
+from lightning_modules.commands.cli.experiment_options import add_price_option
 from lightning_modules.commands.cli.experiment_parser import ExperimentParser
-from lightning_modules.commands.influence import InfluenceTrainer
+from lightning_modules.commands.cli.slow_types import avoid_slow_settings, avoid_slow_weights
 from lightning_modules.commands.plan.plan import plan_run
 from lightning_modules.commands.plan.scoring import describe_scoring_time
 from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.training.checkpoints.due_evaluation import DueEvaluation, ResumingTrainer
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO
 from lightning_modules.training.checkpoints.resume import (
     check_checkpoint_folders,
@@ -42,8 +44,8 @@ from lightning_modules.training.monitoring.csv_metrics import keep_metrics
 from lightning_modules.training.monitoring.identity import RunIdentity
 from lightning_modules.training.monitoring.progress import StepProgress
 from lightning_modules.training.optimizers import LR_SCHEDULER, OPTIMIZER
-from lightning_modules.training.preemption import Preemption
-from lightning_modules.training.preflight import check_influence, check_trainer
+from lightning_modules.training.preemption import EvaluationStop, Preemption
+from lightning_modules.training.preflight import check_callbacks, check_influence, check_trainer
 from lightning_modules.training.random_states import RandomStates
 from lightning_modules.training.run import Run, RunMember
 from lightning_modules.training.sequence_parallel import sequence_parallel_size
@@ -69,20 +71,29 @@ class LongceCLI(LightningCLI):
     """
 
     def __init__(
-        self, args: ArgsType = None, run: bool = True, *, callbacks: Sequence[Callback] = (), **settings: Any
+        self,
+        args: ArgsType = None,
+        run: bool = True,
+        *,
+        trainer_class: type[Trainer] = ResumingTrainer,
+        callbacks: Sequence[Callback] = (),
+        **settings: Any,
     ) -> None:
         logging.getLogger("lightning").handlers.clear()  # the root logger prints its messages already
         self.preemption = Preemption()
         self.training_run = Run()
         self.identity = RunIdentity()
         self._requested_checkpoint: str | None = None  # --ckpt_path, as it was given
-        own = [RunMember(self.training_run), RandomStates(), self.preemption, self.identity]
+        due = DueEvaluation(self.preemption.signal)
+        own = [RunMember(self.training_run), RandomStates(), due, self.preemption, self.identity]
         words: Any = sys.argv[1:] if args is None else args
-        self._names_class = isinstance(words, list) and names_model_class(words)
+        self._words: list[str] = words if isinstance(words, list) else []
+        self._names_class = names_model_class(self._words)
         try:
             super().__init__(
                 LightningModule if self._names_class else LongContextLM,
                 subclass_mode_model=self._names_class,
+                trainer_class=trainer_class,
                 args=args,
                 run=run,
                 auto_configure_optimizers=False,
@@ -139,6 +150,8 @@ class LongceCLI(LightningCLI):
         finally:
             jsonargparse.set_parsing_settings(unset_sentinel=False)
         check_strategy(self._get(self.config, "trainer").get("strategy"))
+        if self.subcommand is not None:
+            avoid_slow_settings(self.config[self.subcommand], self._words)
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -151,6 +164,7 @@ class LongceCLI(LightningCLI):
             plugins.append(CheckedCheckpointIO())
         callbacks = options.get("callbacks") or []
         callbacks = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+        callbacks.insert(0, EvaluationStop(self.preemption.signal))
         if options.get("enable_progress_bar") is not False and not any(isinstance(x, ProgressBar) for x in callbacks):
             callbacks.append(StepProgress())
         # Our data modules shard documents and sequences themselves, without repeating any.
@@ -166,7 +180,9 @@ class LongceCLI(LightningCLI):
         with loopback(self.trainer), children_end_with_us():
             try:
                 super()._run_subcommand(subcommand)
-            except SystemExit as stopped:  # Lightning exits with status 1 after Ctrl-C
+            except SystemExit as stopped:  # Lightning exits with status 1 after Ctrl-C, and 0 after SIGTERM
+                if subcommand != "fit" and isinstance(stopped, SIGTERMException):
+                    sys.exit(128 + signal.SIGTERM)  # not 0: the results are incomplete
                 if subcommand == "fit" or not isinstance(stopped.__context__, KeyboardInterrupt):
                     raise
                 raise KeyboardInterrupt from stopped
@@ -192,8 +208,10 @@ class LongceCLI(LightningCLI):
         self._save_config(None if options.ckpt_path in (None, "best", "hpc") else Path(options.ckpt_path), logger)
 
     def _check_model(self, model: LongContextLM, *, fits: bool) -> None:
+        check_callbacks(self.trainer.callbacks)  # type: ignore[attr-defined]
         rows = getattr(self.datamodule, "sequence_length", None) if fits else None
         model.check_early(rows, sequence_parallel_size(self.trainer))
+        avoid_slow_weights(model, self.trainer)
         if fits:
             model.optimization.check(self.trainer)
             curriculum = getattr(self.datamodule, "curriculum", None)
@@ -251,61 +269,3 @@ class LongceCLI(LightningCLI):
             if isinstance(stopped, SIGTERMException) and self.trainer.is_global_zero:
                 self.preemption.requeue(would_resume=would_resume(self._requested_checkpoint, self.trainer))
             raise
-
-
-class InfluenceCLI(LongceCLI):
-    """LightningCLI of ``longce influence``: the configs of ``fit``, without logger, callbacks and checkpoints."""
-
-    def __init__(self) -> None:
-        super().__init__(trainer_class=InfluenceTrainer)
-
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """Return the one subcommand, and its arguments that are not options."""
-        return {"influence": {"model", "datamodule"}}
-
-    @override
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Accept the further keys of a config that ``longce fit`` saved."""
-        super().add_arguments_to_parser(parser)
-        accept_saved_config(parser)
-
-    @override
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        return super().instantiate_trainer(
-            logger=False, callbacks=[], enable_checkpointing=False, use_distributed_sampler=False, **kwargs
-        )
-
-    @override
-    def after_instantiate_classes(self) -> None:
-        """Skip the checks of ``fit``: the trained model is not loaded, and the command checks the rest itself."""
-
-
-class PartCLI(LongceCLI):
-    """Parser for the options of ``longce fit`` plus those of another command; it runs nothing."""
-
-    def __init__(self, add_options: Callable[[Any], None]) -> None:
-        self._add_options = add_options
-        super().__init__(run=False)
-
-    @override
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        super().add_arguments_to_parser(parser)
-        self._add_options(parser)
-
-    @override
-    def _set_seed(self) -> None:
-        """Skip seeding: nothing here is random."""
-
-    @override
-    def instantiate_classes(self) -> None:
-        """Instantiate nothing; `make` instantiates the model or the data module on demand."""
-
-    def make(self, name: str) -> Any:
-        """Instantiate only the ``model`` or only the ``data`` of the config."""
-        parser = jsonargparse.ArgumentParser()
-        if name == "model" and not self._names_class:
-            parser.add_class_arguments(LongContextLM, name)
-        else:
-            parser.add_subclass_arguments(LightningModule if name == "model" else LightningDataModule, name)
-        return parser.instantiate(jsonargparse.Namespace({name: self.config[name]}))[name]

@@ -47,7 +47,8 @@ if getattr(multiprocessing.current_process(), "_inheriting", False):
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the console script.
 
-    The exit status is 0 after success, 130 after Ctrl-C (1 for ``fit``), 2 for a user error, and 1 for any other error.
+    The exit status is 0 after success, 130 after Ctrl-C (1 for ``fit``), 143 after SIGTERM (0 for ``fit``), 2 for a
+    user error, and 1 for any other error.
     """
     try:
         _run_command(sys.argv[1:] if arguments is None else list(arguments))
@@ -62,6 +63,7 @@ def _run_command(arguments: list[str]) -> None:
     from lightning_modules.commands.cli.config_files import (
         check_config_files,
         find_packaged_configs,
+        join_values,
         use_checked_yaml,
     )
     from lightning_modules.commands.cli.errors import stop_with, stop_with_usage, suggest_nearest
@@ -86,7 +88,7 @@ def _run_command(arguments: list[str]) -> None:
         use_checked_yaml()
         # Even an empty list makes jsonargparse enforce its own (`os`, `subprocess`, ..), as its version 5 always does.
         jsonargparse.set_parsing_settings(import_path_denylist=[])
-        arguments = find_packaged_configs(arguments)
+        arguments = find_packaged_configs(join_values(arguments))
         check_config_files(arguments)
         configure_hub()
         with user_modules():

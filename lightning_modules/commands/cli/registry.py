@@ -83,7 +83,7 @@ def reproduce_command(arguments: Sequence[str]) -> None:
 def plan_command(arguments: Sequence[str]) -> None:
     """Run ``longce plan`` and print its report."""
     print_help(arguments, add_plan_options)
-    from lightning_modules.commands.cli.lightning_cli import PartCLI
+    from lightning_modules.commands.cli.part_cli import PartCLI
     from lightning_modules.commands.plan.hardware import find_gpu
     from lightning_modules.commands.plan.plan import make_planner
     from lightning_modules.commands.plan.report import report
@@ -109,7 +109,7 @@ def data_command(arguments: Sequence[str]) -> None:
             "`longce data` has one subcommand: use `longce data inspect`, with the options of `longce fit`."
         )
     print_help(arguments, add_data_options)
-    from lightning_modules.commands.cli.lightning_cli import PartCLI
+    from lightning_modules.commands.cli.part_cli import PartCLI
 
     sys.argv[1:] = arguments[2:]
     cli = PartCLI(add_data_options)
@@ -128,7 +128,7 @@ def data_command(arguments: Sequence[str]) -> None:
 def influence_command(arguments: Sequence[str]) -> None:
     """Run ``longce influence``."""
     print_help(arguments, add_influence_options)
-    from lightning_modules.commands.cli.lightning_cli import InfluenceCLI
+    from lightning_modules.commands.cli.part_cli import InfluenceCLI
 
     sys.argv[1:] = arguments
     InfluenceCLI()

@@ -1,5 +1,6 @@
 """Known GPUs, and the time of operations on them: measured by `benchmarks/on_gpu.py`, or assumed."""
 
+import difflib
 import json
 import re
 from pathlib import Path
@@ -46,16 +47,31 @@ GPUS = {
 def find_gpu(
     name: str | None, *, tflops: float | None = None, memory: float | None = None, network: float | None = None
 ) -> GPU:
-    """Return the GPU of this name, with the given rate (dense bfloat16 TFLOP/s), memory (GiB) and network (GB/s)."""
-    known = GPUS.get(name or "", GPU(name or "GPU", 0.0, 0.0))
+    """Return the GPU of this name, with the given rate (dense bfloat16 TFLOP/s), memory (GiB) and network (GB/s).
+
+    A name in CUDA and other spellings are known as well; ``A100`` is the one with 80 GB.
+    """
+    known = _find_known(name or "") or GPU(name or "GPU", 0.0, 0.0)
     tflops, memory, network = tflops or known.tflops, memory or known.memory, network or known.network
     gpu = known._replace(tflops=tflops, memory=memory, network=network)
     if not (gpu.tflops and gpu.memory):
         raise ValueError(
-            f"`gpu` {name!r} is not among the known cards: {', '.join(GPUS)}."
+            f"`gpu` {name!r} is not among the known cards: {', '.join(GPUS)}.{_suggest(name or '')}"
             " For another one give `gpu_tflops` (dense bfloat16 TFLOP/s) and `gpu_memory` (GiB)."
         )
     return gpu
+
+
+def _find_known(name: str) -> GPU | None:
+    spelled = {re.sub(r"\W", "", known).lower(): gpu for known, gpu in GPUS.items()}
+    spelled["a100"] = GPUS["A100-80"]
+    return spelled.get(re.sub(r"\W|_", "", name).lower().removesuffix("gb")) or recognize_gpu(name)
+
+
+def _suggest(name: str) -> str:
+    spelled = {known.lower(): known for known in GPUS}
+    near = difflib.get_close_matches(name.lower(), spelled, n=2, cutoff=0.5)
+    return f" Did you mean {' or '.join(spelled[each] for each in near)}?" if near else ""
 
 
 def recognize_gpu(device_name: str) -> GPU | None:

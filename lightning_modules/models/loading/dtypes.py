@@ -24,6 +24,9 @@ with AVX512-BF16, of which oneDNN was told to use less (``ONEDNN_MAX_CPU_ISA``).
 """
 
 
+SLOW_WEIGHTS_REMEDY = "the weights to float32 (`--model.dtype`, or `--evaluator_dtype` of `longce influence`)"
+
+
 def stored_dtype(config: PreTrainedConfig, asked: DType = "auto") -> torch.dtype:
     """Return the dtype of a model's weights: the requested one, or for ``auto`` the stored one."""
     return (config.dtype or torch.float32) if asked == "auto" else getattr(torch, asked)
@@ -34,18 +37,18 @@ def scoring_config(config: ModelConfig, stored: PreTrainedConfig, device: torch.
     quantized = config.quantization is not None or getattr(stored, "quantization_config", None) is not None
     if config.dtype != "auto" or torch.device(device).type != "cpu" or quantized:
         return config
-    return replace(config, dtype="float32") if _is_slow(stored_dtype(stored)) else config
+    return replace(config, dtype="float32") if is_slow_on_cpu(stored_dtype(stored)) else config
 
 
 @cache
 def warn_of_slow_dtype(device: str, dtype: torch.dtype, remedy: str) -> None:
     """Write once to the log that a run computes in a type that this CPU is slow in."""
-    if device == "cpu" and _is_slow(dtype):
+    if device == "cpu" and is_slow_on_cpu(dtype):
         name = str(dtype).removeprefix("torch.")
         log.warning("This CPU is slow in %s, at a quarter to half of the speed of float32: set %s.", name, remedy)
 
 
-def _is_slow(dtype: torch.dtype) -> bool:
+def is_slow_on_cpu(dtype: torch.dtype) -> bool:
     """Return whether this CPU, if it is known, has none of the instructions that make a type fast."""
     known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch lack it
     return bool(known) and dtype in _FAST_ON_CPU and not any(known.get(name) for name in _FAST_ON_CPU[dtype])

@@ -127,11 +127,16 @@ def fit(tmp_path, monkeypatch):
     ("expression", "expected"),
     [
         ("long.sum(1)", r"`token_weights` of Mine must return a tensor of the shape \[B, T\] = .*, got \[\d+\]"),
-        ("None", r"`token_weights` of Mine must return .* got NoneType"),
+        ("None", r"`token_weights` of Mine must return .* got NoneType(.|\n)*optimizer step 0"),
+        ("long * float('nan')", r"objective Mine returned [\d,]+ NaN token weights at step 0"),
+        ("1 / (long * 0).abs()", r"objective Mine returned [\d,]+ infinite token weights at step 0"),
+        ("-torch.ones_like(long)", r"objective Mine returned [\d,]+ negative token weights at step 0"),
     ],
 )
 def test_an_objective_of_the_user_that_fails_is_named(fit, expression, expected, capsys):
     with pytest.raises(SystemExit) as stopped:
         fit(expression)
     assert stopped.value.code == 2
-    assert re.search(expected, capsys.readouterr().err)
+    error = capsys.readouterr().err
+    assert re.search(expected, error)
+    assert "learning rate" not in error

@@ -31,6 +31,16 @@ def test_unknown_names_are_refused_with_the_known_ones():
         find_gpu(None, memory=24)
 
 
+@pytest.mark.parametrize("name", ["A100", "a100-80", "A100-80GB", "NVIDIA A100-SXM4-80GB", "a100_80"])
+def test_other_spellings_of_a_name_are_known(name):
+    assert find_gpu(name) == GPUS["A100-80"]
+
+
+def test_the_nearest_names_are_suggested():
+    with pytest.raises(ValueError, match="Did you mean A100-"):
+        find_gpu("A100-60")
+
+
 def test_another_card():
     assert find_gpu(None, tflops=100, memory=32)[:3] == ("GPU", 100, 32)
     assert find_gpu("mine", tflops=100, memory=32)[:3] == ("mine", 100, 32)

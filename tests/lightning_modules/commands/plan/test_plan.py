@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from lightning_modules.commands.cli.lightning_cli import PartCLI
 from lightning_modules.commands.cli.main import main
+from lightning_modules.commands.cli.part_cli import PartCLI
 from lightning_modules.commands.plan.flops import ce_step_flops, necessary_flops, short_pass_flops
 from lightning_modules.commands.plan.hardware import GPUS, Rates
 from lightning_modules.commands.plan.memory import Training

@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from lightning_modules.commands.cli.experiment_options import add_plan_options
-from lightning_modules.commands.cli.lightning_cli import PartCLI
+from lightning_modules.commands.cli.part_cli import PartCLI
 from lightning_modules.commands.plan.settings import read_experiment
 
 

@@ -1,0 +1,72 @@
+"""LightningCLI for the commands that take the configs of ``longce fit`` and more options."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jsonargparse
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser
+from typing_extensions import override
+
+from lightning_modules.commands.cli.experiment_options import accept_saved_config
+from lightning_modules.commands.cli.lightning_cli import LongceCLI
+from lightning_modules.commands.influence import InfluenceTrainer
+from lightning_modules.long_context_lm import LongContextLM
+
+
+class InfluenceCLI(LongceCLI):
+    """LightningCLI of ``longce influence``: the configs of ``fit``, without logger, callbacks and checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__(trainer_class=InfluenceTrainer)
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return the one subcommand, and its arguments that are not options."""
+        return {"influence": {"model", "datamodule"}}
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Accept the further keys of a config that ``longce fit`` saved."""
+        super().add_arguments_to_parser(parser)
+        accept_saved_config(parser)
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        return super().instantiate_trainer(
+            logger=False, callbacks=[], enable_checkpointing=False, use_distributed_sampler=False, **kwargs
+        )
+
+    @override
+    def after_instantiate_classes(self) -> None:
+        """Skip the checks of ``fit``: the trained model is not loaded, and the command checks the rest itself."""
+
+
+class PartCLI(LongceCLI):
+    """Parser for the options of ``longce fit`` plus those of another command; it runs nothing."""
+
+    def __init__(self, add_options: Callable[[Any], None]) -> None:
+        self._add_options = add_options
+        super().__init__(run=False)
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_arguments_to_parser(parser)
+        self._add_options(parser)
+
+    @override
+    def _set_seed(self) -> None:
+        """Skip seeding: nothing here is random."""
+
+    @override
+    def instantiate_classes(self) -> None:
+        """Instantiate nothing; `make` instantiates the model or the data module on demand."""
+
+    def make(self, name: str) -> Any:
+        """Instantiate only the ``model`` or only the ``data`` of the config."""
+        parser = jsonargparse.ArgumentParser()
+        if name == "model" and not self._names_class:
+            parser.add_class_arguments(LongContextLM, name)
+        else:
+            parser.add_subclass_arguments(LightningModule if name == "model" else LightningDataModule, name)
+        return parser.instantiate(jsonargparse.Namespace({name: self.config[name]}))[name]

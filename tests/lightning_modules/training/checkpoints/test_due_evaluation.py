@@ -1,0 +1,103 @@
+import os
+import signal
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader
+
+from callbacks import StepCheckpoint
+from lightning_modules.training.checkpoints.due_evaluation import DueEvaluation, ResumingTrainer
+from lightning_modules.training.checkpoints.resume import find_checkpoint
+from lightning_modules.training.preemption import EvaluationStop, Preemption
+from tests.support.distributed import run_distributed
+from tests.support.trainers import QUIET
+
+
+class Line(LightningModule):
+    """One weight, whose value is the result of each evaluation; it signals its own process once."""
+
+    def __init__(self, curve, hook=None, number=0, rank=None):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.curve, self.left, self.rank = curve, {hook: number}, rank
+
+    def call(self, hook):
+        self.left[hook] = self.left.get(hook, -1) - 1
+        if self.left[hook] == -1 and hook in self.left and self.rank in (None, self.global_rank):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def training_step(self, batch, batch_idx):
+        self.call("training_step")
+        return (self.weight - 5) ** 2  # a plain loader starts over when it resumes
+
+    def validation_step(self, batch, batch_idx):
+        self.call("validation_step")
+
+    def on_validation_epoch_end(self):
+        self.call("on_validation_epoch_end")
+
+    def on_validation_end(self):
+        if not self.trainer.sanity_checking and self.global_rank == 0:
+            with self.curve.open("a") as file:
+                file.write(f"{self.global_step} {self.weight.item():.9f}\n")
+        self.call("on_validation_end")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(folder, *signal_at, processes=1, **settings):
+    folder.mkdir(exist_ok=True)
+    preemption = Preemption()
+    keep = {"monitor": "step", "mode": "max", "save_top_k": 2, "every_n_train_steps": 2, "save_on_exception": True}
+    save = StepCheckpoint(folder / "checkpoints", "{step}", **keep)
+    own = [EvaluationStop(preemption.signal), DueEvaluation(preemption.signal), preemption, save]
+    options = {"max_steps": 6, "val_check_interval": 2, "num_sanity_val_steps": 1, **settings}
+    strategy = {"strategy": "ddp", "devices": processes} if processes > 1 else {}
+    trainer = ResumingTrainer(callbacks=own, **{**QUIET, "enable_checkpointing": True}, **options, **strategy)
+    checkpoint = find_checkpoint("last", trainer, None)
+    loader = DataLoader(range(24))
+    trainer.fit(Line(folder / "curve", *signal_at), loader, DataLoader(range(3)), ckpt_path=checkpoint)
+
+
+STOPS = [
+    ("training_step", 3),  # before the evaluation that follows this step
+    ("validation_step", 1),  # in the first evaluation
+    ("validation_step", 5),
+    ("validation_step", 9),  # in the last one, after which nothing is left to train
+    ("on_validation_epoch_end", 1),
+    ("on_validation_end", 1),
+    ("on_validation_end", 2),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("hook", "number"), STOPS)
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_stopped_run_has_the_evaluations_of_another_once_each(tmp_path, hook, number, accumulate):
+    settings = {"max_steps": 6 // accumulate + 1, "accumulate_grad_batches": accumulate}
+    fit(tmp_path / "whole", **settings)
+    try:
+        fit(tmp_path / "stopped", hook, number, **settings)
+    except SIGTERMException:
+        fit(tmp_path / "stopped", **settings)
+    fit(tmp_path / "stopped", **settings)  # a finished run repeats nothing
+    assert (tmp_path / "stopped" / "curve").read_text() == (tmp_path / "whole" / "curve").read_text()
+
+
+def stop_and_resume(rank, world_size, folder, hook, number):
+    os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(world_size), "NODE_RANK": "0"}
+    with pytest.raises(SIGTERMException):
+        fit(folder, hook, number, 1, processes=world_size)
+    fit(folder, processes=world_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("hook", "number"), STOPS[:4])
+def test_several_processes_stop_together_if_one_gets_the_signal(tmp_path, hook, number):
+    number = number if hook == "training_step" else number * 2 // 3  # each has two of the three batches
+    run_distributed(stop_and_resume, tmp_path, hook, number)
+    steps = [line.split()[0] for line in (tmp_path / "curve").read_text().splitlines()]
+    assert steps == ["2", "4", "6"]
