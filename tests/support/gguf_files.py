@@ -51,6 +51,8 @@ def write_gguf(path, model, tokenizer, *, rule="smollm", kind="F32", architectur
     architecture = architecture or ARCHITECTURES[model.config.model_type]
     writer = GGUFWriter(path, architecture)
     _add_config(writer, model.config)
+    for name in dict(values):  # instead of the model's own
+        writer.kv_data[0].pop(name, None)
     add_tokenizer = _add_byte_level if isinstance(tokenizer, PreTrainedTokenizerFast) else _add_sentencepiece
     add_tokenizer(writer, tokenizer, rule)
     for name, value in dict(values).items():

@@ -137,8 +137,13 @@ def _match_parameters(
     metadata: Metadata, config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, str]:
     """Return the parameter's name for each tensor; raise a ``ValueError`` unless they are all of the model's."""
-    with torch.device("meta"):
-        expected = {name: tuple(tensor.shape) for name, tensor in _build(config).state_dict().items()}
+    try:
+        with torch.device("meta"):
+            expected = {name: tuple(tensor.shape) for name, tensor in _build(config).state_dict().items()}
+    except RuntimeError as error:
+        raise ValueError(
+            f"'{metadata.name}' describes a model of impossible sizes ({error}): download it again."
+        ) from error
     if config.tie_word_embeddings:
         del expected["lm_head.weight"]
     modules, names = parameter_names(metadata.architecture, config), {}

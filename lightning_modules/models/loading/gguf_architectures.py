@@ -93,11 +93,13 @@ def read_config(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], facto
 
 
 def _read_sizes(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    vocabulary = shapes.get("token_embd.weight", (0,))[0]
+    vocabulary, stored = shapes.get("token_embd.weight", (0, 0))
     layers = metadata.take_size("block_count")
     if layers > len(shapes):
         metadata.refuse("block_count", layers, f"a number of layers that the file's {len(shapes)} tensors can make up")
     width, heads = metadata.take_size("embedding_length"), metadata.take_size("attention.head_count")
+    if width != stored:
+        metadata.refuse("embedding_length", width, f"{stored}, the width of the file's embedding,")
     head_dim = metadata.take_size("attention.key_length", max(width // heads, 1))
     # Values that transformers derives from others, and parts that these architectures lack.
     metadata.expect("attention.value_length", head_dim)

@@ -17,6 +17,7 @@ from lightning_modules.batch import PackedBatch, pack_sequence
 from lightning_modules.functional import character_units, unit_spans
 from lightning_modules.models.loading.gguf import model_folder
 from lightning_modules.models.tokenization.encoding import encode_text, panics_caught
+from lightning_modules.models.tokenization.expansion import check_expansion
 
 _TOKENIZER_FILES = ("tokenizer.*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 """Patterns of file names, one of which matches in every folder with a tokenizer."""
@@ -41,6 +42,7 @@ def load_tokenizer(
     setting (GPT-NeoX and RoBERTa) leave out spaces, as in the authors' code.
     """
     pretrained_model_name_or_path = model_folder(pretrained_model_name_or_path, "tokenizer")
+    check_expansion(pretrained_model_name_or_path, revision)
     try:
         with panics_caught():
             tokenizer = AutoTokenizer.from_pretrained(

@@ -284,6 +284,8 @@ BAD = [
     ({"architecture": "nosuch"}, None),
     ({"architecture": "starcoder2"}, None),
     ({"values": {"general.type": "adapter"}}, None),
+    *[({"values": {f"llama.{name}": 2**32 - 1}}, None) for name in ("block_count", "embedding_length")],
+    *[({"values": {f"llama.{name}": 2**32 - 1}}, None) for name in ("feed_forward_length", "attention.head_count")],
     ({"values": {"llama.attention.scale": 0.3}}, None),
     ({"values": {"tokenizer.ggml.precompiled_charsmap": "abc"}}, None),
     ({"values": {"tokenizer.ggml.remove_extra_whitespaces": True}}, None),
