@@ -66,8 +66,9 @@ class InfluenceTransfer:
                 text, offsets = self.characters(ids[row, start:stop])  # offsets: [N, 2]
                 tokens: list[int] = []
                 if text.strip():
-                    options = {"name": "training text", "add_special_tokens": self.add_special_tokens}
-                    tokens = encode_text(text, self.tokenizer, **options).ids
+                    special = self.add_special_tokens
+                    encoding = encode_text(text, self.tokenizer, name="training text", add_special_tokens=special)
+                    tokens = encoding.ids
                 if len(tokens) <= context_length + stride:
                     continue  # no token has a short context
                 scores = score_text(
