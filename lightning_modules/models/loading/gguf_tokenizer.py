@@ -44,6 +44,9 @@ _WITHOUT_EFFECT = (
 )
 """Values that do not change the tokens of a text: roles of tokens in chats and gaps, and of other kinds of models."""
 
+_CONTROL = 3
+"""Type of tokens that are matched whole, such as BOS."""
+
 log = logging.getLogger(__name__)
 
 
@@ -73,8 +76,28 @@ def read_tokenizer(file: Path, reader: Any, metadata: Metadata) -> PreTrainedTok
         _set_rule(tokenizer, rule, metadata.name)
     else:
         _set_spaces(tokenizer, metadata)
+    _check_control_tokens(tokenizer, reader, metadata.name)
     _set_ends(tokenizer, metadata, begins=kind == "llama" or rule in _LLAMA_3)
     return tokenizer
+
+
+def _check_control_tokens(tokenizer: PreTrainedTokenizerFast, reader: Any, name: str) -> None:
+    """Raise a ``ValueError`` for a control token, such as BOS, that has another id than in the file, or none.
+
+    transformers gives a new id to one with letters that a byte-level vocabulary does not spell.
+    """
+    tokens, types = (reader.fields.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    if types is None:
+        return
+    added = tokenizer.get_added_vocab()
+    for index, part in enumerate(types.data):
+        if types.parts[part][0] == _CONTROL:
+            token = bytes(tokens.parts[tokens.data[index]]).decode("utf-8", errors="replace")
+            if added.get(token) != index:
+                raise ValueError(
+                    f"'{name}' has the control token '{token}' (`tokenizer.ggml.token_type`), which transformers would"
+                    " split. Use the model's folder of the Hugging Face hub instead."
+                )
 
 
 def _set_spaces(tokenizer: PreTrainedTokenizerFast, metadata: Metadata) -> None:

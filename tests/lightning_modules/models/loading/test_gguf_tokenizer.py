@@ -94,3 +94,15 @@ def test_rules_of_byte_level_tokenizers(rule, regex, read):
         assert found.encode(text, add_special_tokens=False).ids == expected
         begin = [tokenizer.bos_token_id] if rule == "llama-bpe" else []
         assert found.encode(text).ids == [*begin, *expected]
+
+
+def test_a_control_token_that_transformers_would_split_is_refused_by_name(read):
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<北begin>", "</s>"]
+    )
+    backend.train_from_iterator(TRAINING, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<北begin>", eos_token="</s>")
+    with pytest.raises(ValueError, match="control token '<北begin>'"):
+        read(tokenizer, len(tokenizer))
