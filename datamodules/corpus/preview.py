@@ -17,6 +17,7 @@ from datamodules.sources.documents import is_empty
 from datamodules.sources.locations import JSON_LINES, PARQUET
 from datamodules.sources.records import lines_of, opened
 from lightning_modules.batch import DocumentRef
+from lightning_modules.models.tokenization.encoding import encode_text
 
 _DOCUMENTS = 64  # of the sample
 _CHARACTERS = 1 << 15  # at most, of each that are tokenized; about 2 MB in all
@@ -141,9 +142,11 @@ def _sample_documents(corpus: CorpusFiles, language: str) -> tuple[list[tuple[Do
 
 
 def _count_tokens(text: str, tokenizer: PreTrainedTokenizerFast) -> int:
-    """Count the tokens of a text; of a long one, estimate them from its beginning."""
+    """Count the tokens of a text; of a long one, estimate them from its beginning; 0 if the tokenizer fails on it."""
     start = text[:_CHARACTERS]
-    return round(len(tokenizer.backend_tokenizer.encode(start, add_special_tokens=False).ids) * len(text) / len(start))
+    with suppress(ValueError):  # recorded when it is scored
+        return round(len(encode_text(start, tokenizer).ids) * len(text) / len(start))
+    return 0
 
 
 def count_scripts(text: str) -> Counter[str]:

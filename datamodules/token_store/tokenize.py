@@ -13,6 +13,7 @@ from tokenizers import Encoding
 from transformers import PreTrainedTokenizerFast
 
 from datamodules.sources.documents import Document
+from lightning_modules.models.tokenization.encoding import encode_text, panics_caught
 from lightning_modules.models.tokenization.tokenizer import tokenizer_hash, vocabulary_size
 
 # Limits of a batch: a token needs about 260 bytes of memory until it is written, a character about 65.
@@ -42,7 +43,7 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, add_special_tokens: bool) -> None:
         # Use the backend: it does not warn about a "maximum sequence length", which is irrelevant before packing.
-        self._backend = tokenizer.backend_tokenizer
+        self._tokenizer, self._backend = tokenizer, tokenizer.backend_tokenizer
         self._add_special_tokens = add_special_tokens
         self._end_of_text: int | None = tokenizer.eos_token_id
         self._vocabulary_size = vocabulary_size(tokenizer)
@@ -55,7 +56,12 @@ class Encoder:
         texts, prompt_ends = [document.text for document in documents], [each.prompt_end for each in documents]
         # Character offsets take time, and only prompts need them.
         encode = self._backend.encode_batch if any(prompt_ends) else self._backend.encode_batch_fast
-        encodings = encode(texts, add_special_tokens=self._add_special_tokens)
+        try:
+            with panics_caught():
+                encodings = encode(texts, add_special_tokens=self._add_special_tokens)
+        except Exception:
+            self._name_document(documents)
+            raise
         ids = [np.array(self._with_end_of_text(encoding.ids), dtype=np.int64) for encoding in encodings]
         tokens = np.concatenate(ids)
         if tokens.size and tokens.max() >= self._vocabulary_size:
@@ -69,6 +75,11 @@ class Encoder:
             prompt_lengths=np.array([_count_prompt_tokens(*each) for each in zip(encodings, prompt_ends, strict=True)]),
             text_bytes=sum(len(text.encode()) for text in texts),
         )
+
+    def _name_document(self, documents: list[Document]) -> None:
+        """Raise a ``ValueError`` for the first document on which the tokenizer fails."""
+        for document in documents:
+            encode_text(document.text, self._tokenizer, name=document.name)
 
     def _with_end_of_text(self, ids: list[int]) -> list[int]:
         """Append the end-of-text token, unless the tokenizer's special tokens already did."""

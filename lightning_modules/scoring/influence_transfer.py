@@ -16,6 +16,7 @@ from lightning_modules.functional.windows import batch_windows
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.models.tokenization.detokenization import TokenCharacters
+from lightning_modules.models.tokenization.encoding import encode_text
 from lightning_modules.scoring.evaluator import score_text
 
 log = logging.getLogger(__name__)
@@ -63,8 +64,11 @@ class InfluenceTransfer:
         for row, boundaries in enumerate(batch["document_boundaries"]):
             for start, stop in pairwise(boundaries):
                 text, offsets = self.characters(ids[row, start:stop])  # offsets: [N, 2]
-                encode = self.tokenizer.backend_tokenizer.encode
-                tokens = encode(text, add_special_tokens=self.add_special_tokens).ids if text.strip() else []
+                tokens: list[int] = []
+                if text.strip():
+                    special = self.add_special_tokens
+                    encoding = encode_text(text, self.tokenizer, name="training text", add_special_tokens=special)
+                    tokens = encoding.ids
                 if len(tokens) <= context_length + stride:
                     continue  # no token has a short context
                 scores = score_text(

@@ -1,10 +1,12 @@
 """Stubs of the servers of log-likelihoods, which can fail in many ways, or answer with the values of a model."""
 
+import gzip
 import json
 import socket
 import struct
 import threading
 import time
+import zlib
 from collections import Counter, deque
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +15,9 @@ import numpy as np
 import torch
 
 from lightning_modules.batch import pack_sequence
+
+ENDLESS = ("trickle", "trickle_headers", "flood", "bomb")
+"""Faults that are methods of the handler: replies that do not end, or fill the memory."""
 
 PATHS = {"vllm": "/v1/completions", "sglang": "/generate"}
 
@@ -91,6 +96,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         if self.server.fault == "down":
             return self.reset()
+        if self.server.fault in ENDLESS:
+            return getattr(self, self.server.fault)()
         if self.server.fault == "hello":
             return self.answer(b"<html>hello</html>")
         return self.answer(json.dumps({"data": self.server.models()}).encode())
@@ -106,6 +113,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self.answer(f"wrong key {self.headers.get('Authorization')}".encode(), 401)
         if fault in ("down", "reset"):
             return self.reset()
+        if fault in ENDLESS:
+            return getattr(self, fault)()
         status = "404" if self.path != PATHS[server.dialect] else str(fault)
         if status.isdecimal():
             return self.answer(
@@ -126,6 +135,8 @@ class _Handler(BaseHTTPRequestHandler):
             content = bytes(4_000_000)
         if fault == "slow":
             time.sleep(1.5)
+        if fault == "gzip":  # by a proxy that ignores what was asked for
+            content, headers = gzip.compress(content), {"Content-Encoding": "gzip"}
         return self.answer(content, 200, headers)
 
     def tops(self, ids):
@@ -193,6 +204,39 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
         self.close_connection = self.close_connection or bool(self.server.closes)
+
+    def trickle(self):
+        """A reply of one byte at a time, each within the time for a read."""
+        self.begin_without_length()
+        while True:
+            self.wfile.write(b" ")
+            time.sleep(0.05)
+
+    def trickle_headers(self):
+        self.wfile.write(b"HTTP/1.1 200 OK\r\n")
+        while True:
+            self.wfile.write(b"X: y\r\n")
+            time.sleep(0.05)
+
+    def flood(self):
+        self.begin_without_length()
+        while True:
+            self.wfile.write(bytes(2**20))
+
+    def bomb(self):
+        """A gigabyte of zeros in a megabyte."""
+        self.begin_without_length({"Content-Encoding": "gzip"})
+        compressor = zlib.compressobj(wbits=zlib.MAX_WBITS | 16)
+        for _ in range(1024):
+            self.wfile.write(compressor.compress(bytes(2**20)))
+        self.wfile.write(compressor.flush())
+
+    def begin_without_length(self, headers=None):
+        self.close_connection = True
+        self.send_response(200)
+        for name, value in {"Connection": "close", **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
 
     def reset(self):
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

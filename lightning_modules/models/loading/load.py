@@ -30,6 +30,7 @@ from lightning_modules.models.loading.checks import (
 from lightning_modules.models.loading.config import ModelConfig, is_served
 from lightning_modules.models.loading.dtypes import report_dtype, scoring_config, stored_dtype
 from lightning_modules.models.loading.gguf import model_folder
+from lightning_modules.models.loading.size_checks import check_parameters, check_sizes_of, check_stored_sizes
 from lightning_modules.models.optimizations import compile_layers, enable_checkpointing, use_bfloat16_residual
 from lightning_modules.models.progress import report_progress
 from lightning_modules.models.scorer import Scorer
@@ -116,6 +117,7 @@ def check_model(config: ModelConfig) -> PreTrainedConfig | None:
     stored = load_config(config)
     if has_weights(config.pretrained_model_name_or_path):
         check_weight_files(config.pretrained_model_name_or_path)
+        check_parameters(stored, config.pretrained_model_name_or_path)
     return stored
 
 
@@ -165,6 +167,7 @@ def _load_stored_config(config: ModelConfig) -> PreTrainedConfig:
     if (adapters := find_adapters(path)) is not None:
         path, revision = adapters.config, adapters.revision
     path = model_folder(path)
+    check_stored_sizes(path, revision, config.model_config)
     try:
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # transformers raises all kinds of errors for wrong values
@@ -173,6 +176,7 @@ def _load_stored_config(config: ModelConfig) -> PreTrainedConfig:
 
 def _make_config(overrides: dict[str, Any]) -> PreTrainedConfig:
     """Build a config from its values alone."""
+    check_sizes_of(overrides)
     with _model_config_named(overrides):
         known = AutoConfig.for_model(overrides["model_type"])
         _check_keys(overrides, known)
@@ -285,6 +289,7 @@ def _load_weights(
         path, revision = adapters.base, adapters.revision
     path = model_folder(path)
     check_weight_files(path)
+    check_parameters(config, path)
     try:
         with pickles_refused(path):
             model, report = AutoModelForCausalLM.from_pretrained(

@@ -7,7 +7,6 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx2
@@ -23,6 +22,7 @@ from lightning_modules.models.served.dialects import (
     TokenSpan,
     quote,
 )
+from lightning_modules.models.served.transfer import BadReplyError, Unavailable, request
 from lightning_modules.utilities.errors import IncompleteError
 from lightning_modules.utilities.files import default_cache_dir, write_atomically
 from lightning_modules.utilities.identity import combined_hash
@@ -43,15 +43,9 @@ _BUSY = {408, 425, 429, 502, 503, 504}  # statuses of a server that cannot answe
 _OF_THE_REQUEST = {400, 413, 422}  # .. that refuse one request, such as a document that is too long
 _MAX_ATTEMPTS = 4  # for a request that may be the reason why the server fails
 _MAX_DELAY = 30.0  # seconds between attempts
-
-
-@dataclass(eq=False)
-class Unavailable(Exception):  # noqa: N818, not an error: it is handled by asking again
-    """Raised if a server does not answer."""
-
-    reason: str
-    delay: float | None = None  # seconds after which the server wants to be asked again, if it said so
-    blamed: bool = False  # whether the request may be the reason
+_LIST_SECONDS = 60.0  # for a list of models
+_REPLY_BYTES = 4 * 2**20  # of a reply, whatever was asked
+_TOKEN_BYTES = 1024  # of a reply for each token of the request; vLLM's has about 80 and the texts of two tokens
 
 
 class Endpoint:
@@ -240,7 +234,7 @@ class Endpoint:
 
     async def _score(self, span: TokenSpan) -> Scores:
         path = self.dialect.path
-        answer = await self._send("POST", path, self.dialect.body(span, self._model))
+        answer = await self._send("POST", path, self.dialect.body(span, self._model), len(span.ids))
         self.last_answer = time.monotonic()
         try:
             return self.dialect.read(span, answer)
@@ -248,20 +242,22 @@ class Endpoint:
             message = f"was asked POST {path} for {len(span.ids) - span.scored_from} of {len(span.ids)} tokens"
             raise AnswerError(str(self._refuse(f"{message}, and sent {error}"))) from None
 
-    async def _send(self, method: str, path: str, content: dict[str, Any] | None = None) -> bytes:
+    async def _send(self, method: str, path: str, content: dict[str, Any] | None = None, tokens: int = 0) -> bytes:
         """Return the body of an answer with status 200; raise what other answers mean."""
+        # A list of models is ready at once, also in a server that is busy.
+        seconds = self._config.timeout if tokens else min(self._config.timeout, _LIST_SECONDS)
+        options = {"json": content, "extensions": {"trace": self._note_connection}}
         try:
-            trace = {"trace": self._note_connection}
-            response = await self._client.request(method, path, json=content, extensions=trace)
-        except httpx2.TransportError as error:  # also a timeout, and an answer that is cut off
-            reason = f"{type(error).__name__}: {error}".rstrip(": ")
-            raise Unavailable(reason, blamed=not isinstance(error, httpx2.ConnectError)) from None
-        status, body = response.status_code, response.content
+            status, wait, body = await request(
+                self._client, method, path, seconds=seconds, max_bytes=_REPLY_BYTES + _TOKEN_BYTES * tokens, **options
+            )
+        except BadReplyError as error:
+            refusal = self._refuse(f"sent a reply to {method} {path} that {error}. Use another server")
+            raise AnswerError(str(refusal)) if tokens else refusal from None
         if status == 200:
             return body
         answer = f"answered {method} {path} with status {status}"
         if status in _BUSY:
-            wait = response.headers.get("Retry-After", "")
             raise Unavailable(answer, delay=float(wait) if wait.isdecimal() else None)
         if status >= 500:
             raise Unavailable(self._hide_key(f"{answer}: {quote(body)}"), blamed=True)

@@ -16,6 +16,8 @@ from transformers.utils import cached_file
 from lightning_modules.batch import PackedBatch, pack_sequence
 from lightning_modules.functional import character_units, unit_spans
 from lightning_modules.models.loading.gguf import model_folder
+from lightning_modules.models.tokenization.encoding import encode_text, panics_caught
+from lightning_modules.models.tokenization.expansion import check_expansion
 
 _TOKENIZER_FILES = ("tokenizer.*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 """Patterns of file names, one of which matches in every folder with a tokenizer."""
@@ -40,10 +42,12 @@ def load_tokenizer(
     setting (GPT-NeoX and RoBERTa) leave out spaces, as in the authors' code.
     """
     pretrained_model_name_or_path = model_folder(pretrained_model_name_or_path, "tokenizer")
+    check_expansion(pretrained_model_name_or_path, revision)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code
-        )
+        with panics_caught():
+            tokenizer = AutoTokenizer.from_pretrained(
+                pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code
+            )
     except Exception as error:  # `tokenizers` raises a bare Exception for a damaged tokenizer.json
         raise ValueError(not_loaded("tokenizer", pretrained_model_name_or_path, error)) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -67,6 +71,7 @@ def load_tokenizer(
     return tokenizer
 
 
+@panics_caught()
 def _is_stored(tokenizer: PreTrainedTokenizerFast, path: str, revision: str | None) -> bool:
     """Return whether a tokenizer splits text like its ``tokenizer.json``, or has none.
 
@@ -110,7 +115,9 @@ def tokenizer_from_json(text: str) -> PreTrainedTokenizerFast:
     """Load the result of `tokenizer_to_json` without running code; raise a ``ValueError`` if it is damaged."""
     try:
         content = json.loads(text)
-        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(content["tokenizer"]), **content["special"])
+        with panics_caught():
+            backend = Tokenizer.from_str(content["tokenizer"])
+        return PreTrainedTokenizerFast(tokenizer_object=backend, **content["special"])
     except Exception as error:  # `tokenizers` raises a bare Exception
         raise ValueError(f"The stored tokenizer is damaged ({error}).") from error
 
@@ -156,8 +163,7 @@ def encode_document(
     """
     if not text.strip():
         raise ValueError(f"Document '{name}' is empty: there is nothing to score. Remove it or check its path.")
-    # The backend, because the tokenizer would warn about its maximum sequence length before the text is cut.
-    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    encoding = encode_text(text, tokenizer, name=name, add_special_tokens=add_special_tokens)
     # A loop, because a cut text may have more tokens than before: its last word has lost its end.
     while (end := _cut(encoding, max_tokens)) is not None:
         text = text[:end]
@@ -165,7 +171,7 @@ def encode_document(
             raise ValueError(
                 f"The first `max_tokens` = {max_tokens} tokens of document '{name}' are white space: increase it."
             )
-        encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        encoding = encode_text(text, tokenizer, name=name, add_special_tokens=add_special_tokens)
     ids = torch.tensor(encoding.ids[:max_tokens], dtype=torch.int64)
     offsets = torch.tensor(encoding.offsets[:max_tokens], dtype=torch.int64)
     if len(ids) == 0:

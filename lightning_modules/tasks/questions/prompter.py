@@ -7,6 +7,7 @@ from tokenizers import Encoding
 from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.models.tokenization.chat_templates import check_chat_template, render_chat, user_turn
+from lightning_modules.models.tokenization.encoding import encode_text
 
 
 class ForcedAnswer(NamedTuple):
@@ -83,8 +84,7 @@ class Prompter:
 
     def _encode_text(self, text: str) -> tuple[list[int], Encoding]:
         """Return ids and encoding, without a final end-of-text token, after which the model would have to answer."""
-        # Use the backend: it does not warn about a "maximum sequence length".
-        encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=self.add_special_tokens)
+        encoding = encode_text(text, self.tokenizer, name="question", add_special_tokens=self.add_special_tokens)
         ids, end = list(encoding.ids), self.tokenizer.eos_token_id
         ends = bool(ids) and ids[-1] == end != self.tokenizer.bos_token_id
         return ids[:-1] if ends else ids, encoding

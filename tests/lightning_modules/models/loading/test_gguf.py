@@ -3,23 +3,27 @@
 import hashlib
 import logging
 import math
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from gguf import Keys
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from lightning_modules.commands.cli.main import main
-from lightning_modules.models.loading import gguf
+from lightning_modules.models.loading import gguf, gguf_tokenizer
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.gguf import convert_gguf
+from lightning_modules.models.loading.gguf_architectures import ARCHITECTURES, read_config
+from lightning_modules.models.loading.gguf_metadata import Metadata
 from lightning_modules.models.loading.identity import model_identity
 from lightning_modules.models.loading.load import load_backbone, load_config
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.score import score
-from tests.support.gguf_files import tiny_llama, write_gguf
+from tests.support.gguf_files import tiny_llama, tiny_model, write_gguf
 
 TEXTS = [
     " leading space",
@@ -92,7 +96,7 @@ def test_the_vocabulary_is_parsed_once(write, monkeypatch):
     gguf.convert_gguf(write())
     assert len(parsed) == 1
     assert library.GGUFReader is Reader  # others get their own again
-    with gguf._parsed_once(Path("other.gguf"), "reader of the other"):
+    with gguf_tokenizer._parsed_once(Path("other.gguf"), "reader of the other"):
         assert isinstance(library.GGUFReader(write()), Reader)
 
 
@@ -150,6 +154,124 @@ def test_scaled_logits_are_those_of_the_original(tmp_path, original):
     torch.testing.assert_close(logits(found, 200), logits(model, 200))
 
 
+def rope(theta, **scaling):
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, **scaling}}
+
+
+def yarn(architecture):
+    names = {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_context_length": 64,
+        "yarn_beta_fast": 20.0,
+        "yarn_beta_slow": 2.0,
+    }
+    return {f"{architecture}.rope.scaling.{name}": value for name, value in names.items()}
+
+
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 20,
+    "beta_slow": 2,
+}
+LOCAL_ROPE = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+    }
+}
+GEMMA_VALUES = {
+    "gemma3.rope.scaling.type": "linear",
+    "gemma3.rope.scaling.factor": 8.0,
+    "gemma3.rope.freq_base_swa": 700.0,
+    "gemma3.attention.sliding_window_pattern": 2,
+    "gemma3.final_logit_softcapping": 3.0,
+}
+GEMMA = {
+    **LOCAL_ROPE,
+    "head_dim": 24,
+    "query_pre_attn_scalar": 24,
+    "rms_norm_eps": 0.02,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "final_logit_softcapping": 3.0,
+}
+# Models with no value at its default, and the values of their files beyond sizes, base and epsilon.
+MODELS = {
+    "llama": ("llama", {"head_dim": 24, "rms_norm_eps": 0.02, **rope(5e5)}, {}),
+    "llama-tied": ("llama", {"head_dim": 16, "tie_word_embeddings": True, **rope(3e4)}, {}),
+    "llama-biases": ("llama", {"head_dim": 16, "attention_bias": True, "mlp_bias": True, **rope(3e4)}, {}),
+    "llama-yarn": ("llama", {"head_dim": 16, **rope(3e4, **YARN_ROPE)}, yarn("llama")),
+    "qwen2": ("qwen2", {"rms_norm_eps": 0.02, **rope(5e5)}, {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, **rope(3e4, **YARN_ROPE)}, yarn("qwen2")),
+    "qwen3": ("qwen3", {"head_dim": 24, "rms_norm_eps": 0.02, **rope(5e5)}, {}),
+    "gemma3": ("gemma3_text", GEMMA, GEMMA_VALUES),
+    "gemma3-untied": ("gemma3_text", {**GEMMA, "tie_word_embeddings": False}, GEMMA_VALUES),
+    "gemma3-list": (
+        "gemma3_text",
+        {**GEMMA, "layer_types": ["full_attention", "sliding_attention"]},
+        {**GEMMA_VALUES, "gemma3.attention.sliding_window_pattern": [False, True]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_value_of_a_file_is_used(name, tmp_path, original):
+    torch.manual_seed(0)
+    model_type, settings, values = MODELS[name]
+    written = tiny_model(model_type, len(original), **settings)
+    path = write_gguf(tmp_path / f"{name}.gguf", written, original, values=values)
+    found = load_backbone(ModelConfig(str(path))).model
+    torch.testing.assert_close(logits(found, 200), logits(written, 200), rtol=1e-4, atol=1e-4)
+
+
+def model_keys():
+    """All keys of models that the package gguf knows, for any architecture."""
+    groups = [group for name, group in vars(Keys).items() if isinstance(group, type)]
+    groups += [group for parent in groups for group in vars(parent).values() if isinstance(group, type)]
+    keys = [
+        key for group in groups for key in vars(group).values() if isinstance(key, str) and key.startswith("{arch}.")
+    ]
+    return sorted({key.removeprefix("{arch}.") for key in keys})
+
+
+USED = {"block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count"}
+USED |= {"attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon", "rope.freq_base"}
+USED |= {f"rope.scaling.{name}" for name in ("factor", "original_context_length", "yarn_beta_fast", "yarn_beta_slow")}
+USED |= {"rope.scaling.type", "rope.scaling.finetuned"}
+USED_BY_GEMMA = {"final_logit_softcapping", "rope.freq_base_swa", "attention.sliding_window"}
+USED_BY_GEMMA |= {"attention.sliding_window_pattern"}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_other_key_is_refused_by_name(architecture):
+    sizes = {"block_count": 1, "context_length": 64, "embedding_length": 8, "feed_forward_length": 8}
+    sizes |= {"attention.head_count": 2, "attention.layer_norm_rms_epsilon": 1e-5}
+    others = {*model_keys(), "made.up"} - USED - (USED_BY_GEMMA if architecture == "gemma3" else set())
+    assert len(others) > 80
+    for key in others:
+        values = {f"{architecture}.{name}": value for name, value in {**sizes, key: 3}.items()}
+        with pytest.raises(ValueError, match=rf"{architecture}\.{re.escape(key)}`"):
+            read(values)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("key", "value"), [("head_count", [2, 2]), ("head_count", True), ("head_count_kv", 0)])
+def test_values_that_are_not_one_number_are_refused_by_name(architecture, key, value):
+    sizes = {"block_count": 1, "embedding_length": 8, "attention.head_count": 2, "feed_forward_length": 8}
+    values = {f"{architecture}.{name}": size for name, size in {**sizes, f"attention.{key}": value}.items()}
+    with pytest.raises(ValueError, match=key):
+        read(values)
+
+
+def read(values):
+    metadata = Metadata("tiny.gguf", {"general.architecture": next(iter(values)).partition(".")[0], **values})
+    read_config(metadata, {"token_embd.weight": (384, 8), "output_norm.weight": (8,)}, None)
+    metadata.check_all_taken()
+
+
 def truncate(path):
     path.write_bytes(path.read_bytes()[:-5000])
 
@@ -160,6 +282,17 @@ BAD = [
     ({"skip": ("model", "lm_head")}, None),
     ({"values": {"split.count": 3}}, None),
     ({"architecture": "nosuch"}, None),
+    ({"architecture": "starcoder2"}, None),
+    ({"values": {"general.type": "adapter"}}, None),
+    *[({"values": {f"llama.{name}": 2**32 - 1}}, None) for name in ("block_count", "embedding_length")],
+    *[({"values": {f"llama.{name}": 2**32 - 1}}, None) for name in ("feed_forward_length", "attention.head_count")],
+    ({"values": {"llama.attention.scale": 0.3}}, None),
+    ({"values": {"tokenizer.ggml.precompiled_charsmap": "abc"}}, None),
+    ({"values": {"tokenizer.ggml.remove_extra_whitespaces": True}}, None),
+    ({"values": {"llama.rope.scaling.type": "none", "llama.rope.scale_linear": 2.0}}, None),
+    ({"tensors": {"blk.0.attn_q.bias": torch.zeros(64)}}, None),
+    ({"tensors": {"blk.0.attn_sinks.weight": torch.zeros(4)}}, None),
+    ({"tensors": {"blk.2.attn_norm.weight": torch.zeros(64)}}, None),
     ({"skip": ("model.layers.0.self_attn.k", "model.layers.1.self_attn.k")}, None),
     ({"values": {**YARN, "llama.rope.scaling.yarn_log_multiplier": 0.1}}, None),
     ({"values": {"llama.rope.scaling.type": "longrope"}}, None),

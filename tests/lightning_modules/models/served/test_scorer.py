@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import re
+import resource
 import threading
 import time
 import warnings
@@ -24,7 +25,7 @@ from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.tasks.teacher_forcing import padded_rows
 from lightning_modules.utilities.errors import IncompleteError
-from tests.support.servers import StubServer, stub_greedy, stub_server, stub_values
+from tests.support.servers import ENDLESS, StubServer, stub_greedy, stub_server, stub_values
 
 BATCH = pack_sequence([torch.arange(20)])
 DIALECTS = ("vllm", "sglang")
@@ -100,6 +101,35 @@ def test_a_faulty_answer_is_repeated_or_refused_and_never_used(dialect, fault):
         if fault in ("403", "404"):  # the body of a 403 may repeat parts of the key
             assert ("no None" in str(caught.value)) == (fault == "404")
         assert torch.equal(scorer(batch), expected_values(batch)), "the next document is scored"
+
+
+@pytest.mark.parametrize("fault", ENDLESS)
+def test_a_reply_without_end_ends(fault):
+    """The time for single reads and compression bound neither time nor memory."""
+    settings = {"timeout": 0.5, "patience": 0.5}
+    with stub_server() as server:
+        scorer = RemoteScorer([server.address], ServerConfig(**settings))
+        server.fault = fault
+        started, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises((AnswerError, IncompleteError), match=re.escape(server.address)) as caught:
+            scorer(random_batch([30]))
+        assert isinstance(caught.value, AnswerError) == (fault in ("flood", "bomb"))
+        with pytest.raises(ValueError, match=re.escape(server.address)):
+            RemoteScorer([server.address], ServerConfig(**settings))
+        assert time.monotonic() - started < 5
+        # In kilobytes; the stub itself has a few of them.
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+        server.fault = None
+        batch = random_batch([30])
+        assert torch.equal(scorer(batch), expected_values(batch)), "the next document is scored"
+
+
+def test_a_reply_that_a_proxy_compresses_is_read():
+    batch = random_batch([30])
+    with stub_server() as server:
+        scorer = RemoteScorer([server.address], ServerConfig(**QUICK))
+        server.fault = "gzip"
+        assert torch.equal(scorer(batch), expected_values(batch))
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

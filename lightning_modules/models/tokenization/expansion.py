@@ -1,0 +1,95 @@
+"""Bound of the text that a stored tokenizer makes of a text: a short file could make a billion letters of one."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers.utils import cached_file
+
+from lightning_modules.models.tokenization.encoding import panics_caught
+
+MAX_GROWTH = 100
+"""Characters that a normalizer or decoder may make of one, at most. Unicode's own rules make up to 18."""
+
+MAX_STEPS = 2000
+"""Steps of a normalizer or decoder, at most. Common ones have fewer than ten."""
+
+_SAMPLE = (*map(chr, range(32, 127)), *"\t\n éßﬁ①ａ北가ក😀ﷺ", "e\u0301")
+"""Characters of many kinds, which a regular expression or a table could replace."""
+
+_DECODERS = frozenset({"ByteFallback", "Fuse", "Metaspace", "WordPiece", "CTC", "BPEDecoder"})
+"""Steps that only decoders have; they make at most a few characters of one, and are not repeated to an effect."""
+
+
+def check_expansion(path_or_id: str, revision: str | None = None) -> None:
+    """Raise a ``ValueError`` if the normalizer or the decoder of a stored tokenizer expands text without bound.
+
+    It has to be checked before the tokenizer is loaded, which normalizes the tokens in its own file.
+    """
+    options: dict[str, Any] = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    try:
+        file = cached_file(path_or_id, "tokenizer.json", **options)
+        content = {} if file is None else json.loads(Path(file).read_bytes())
+        parts = [list(_steps(content.get(name))) for name in ("normalizer", "decoder")]
+    except Exception:  # any kind, which is reported where the tokenizer is loaded
+        return
+    for steps in parts:
+        if expands(steps):
+            raise ValueError(
+                f"The tokenizer.json of '{path_or_id}' has {len(steps)} replacements that together make more than"
+                f" {MAX_GROWTH} characters of one, which would fill the memory: use the original tokenizer."
+            )
+
+
+def expands(steps: list[Mapping[str, Any]]) -> bool:
+    """Return whether steps of a normalizer or decoder, one after another, make too much of any character."""
+    steps = [step for step in steps if step.get("type") not in _DECODERS]
+    if len(steps) > MAX_STEPS or any(len(text) > MAX_GROWTH for step in steps for text in _written(step)):
+        return True
+    # What a step writes is what the next one can replace again, so each is tried, also by its characters.
+    texts = {text for step in steps for text in (*_written(step), *_replaced(step))}
+    functions = _functions(steps)
+    for first in sorted(texts | {character for text in texts for character in text} | set(_SAMPLE)):
+        text = first
+        for normalize in functions:
+            text = normalize(text)
+            if len(text) > MAX_GROWTH * max(len(first), 1):
+                return True
+    return False
+
+
+def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the steps of a normalizer or decoder, also those of sequences in it."""
+    if not isinstance(part, Mapping):
+        return
+    inner = part.get("normalizers", part.get("decoders"))
+    if inner is None:
+        yield part
+    for each in inner or ():
+        yield from _steps(each)
+
+
+def _replaced(step: Mapping[str, Any]) -> list[str]:
+    return [text for text in step.get("pattern", {}).values() if isinstance(text, str)]
+
+
+def _written(step: Mapping[str, Any]) -> list[str]:
+    texts = [step.get("content"), step.get("prepend")]
+    return [text for text in texts if isinstance(text, str)]
+
+
+def _functions(steps: list[Mapping[str, Any]]) -> list[Callable[[str], str]]:
+    """Return the functions of the steps; one that cannot be made is reported where the tokenizer is loaded."""
+    empty, functions = json.loads(Tokenizer(BPE()).to_str()), []
+    for step in steps:
+        try:
+            with panics_caught():
+                # Only a complete tokenizer can be read from JSON.
+                normalizer = Tokenizer.from_str(json.dumps(empty | {"normalizer": dict(step)})).normalizer
+        except Exception:  # `tokenizers` raises a bare Exception, also for a step that only decoders have
+            continue
+        functions.append(normalizer.normalize_str)
+    return functions
