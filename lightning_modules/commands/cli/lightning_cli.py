@@ -45,7 +45,7 @@ from lightning_modules.training.optimizers import LR_SCHEDULER, OPTIMIZER
 from lightning_modules.training.preemption import Preemption
 from lightning_modules.training.preflight import check_influence, check_trainer
 from lightning_modules.training.random_states import RandomStates
-from lightning_modules.training.run import Run, RunMember
+from lightning_modules.training.run import Run, RunMember, remove_unstarted_versions
 from lightning_modules.training.sequence_parallel import sequence_parallel_size
 from lightning_modules.utilities.loopback import loopback
 from lightning_modules.utilities.orphans import children_end_with_us
@@ -180,14 +180,14 @@ class LongceCLI(LightningCLI):
         fits, options = self.subcommand == "fit", self.config_init[self.subcommand]
         if isinstance(self.model, LongContextLM):
             self._check_model(self.model, fits=fits)
-        if fits:
+        logger = self._get(self.config, "trainer").logger
+        if fits and self.trainer.is_global_zero and not self._is_dry_run:
+            remove_unstarted_versions(self.trainer, logger)  # before this run gets its number
             check_checkpoint_folders(self.trainer)
-            if self.trainer.is_global_zero and not self._is_dry_run:
-                self.training_run.begin(owned_folders(self.trainer))
+            self.training_run.begin(owned_folders(self.trainer), provisional=True)
         self._requested_checkpoint = options.ckpt_path
         if self.subcommand == "predict":
             options.return_predictions = False  # callbacks write them; those of a corpus would not fit in memory
-        logger = self._get(self.config, "trainer").logger
         options.ckpt_path = find_checkpoint(options.ckpt_path, self.trainer, logger, resume=fits)
         self._save_config(None if options.ckpt_path in (None, "best", "hpc") else Path(options.ckpt_path), logger)
 
@@ -245,6 +245,7 @@ class LongceCLI(LightningCLI):
         try:
             with logging_redirect_tqdm():  # a message while a progress line is shown gets a line of its own
                 self.trainer.fit(**arguments)
+            self.training_run.confirm()
         except SystemExit as stopped:  # status 0 after SIGTERM, 1 after Ctrl-C
             if isinstance(stopped, SIGTERMException) or isinstance(stopped.__context__, KeyboardInterrupt):
                 log_resume_command(self.trainer)
