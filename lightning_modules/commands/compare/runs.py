@@ -17,6 +17,7 @@ from lightning_modules.commands.correlate.result_files import FILES
 from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.tasks.evaluation.evaluation import SETTINGS
 from lightning_modules.training.checkpoints.spans import read_spans
+from lightning_modules.training.monitoring.event_files import list_event_files, read_records
 from lightning_modules.utilities.identity import shorten_hashes
 from lightning_modules.utilities.statistics import UNITS
 
@@ -136,24 +137,14 @@ def _describe_resumes(folder: Path) -> dict[str, str]:
 
 def _read_scalars(folder: Path) -> Iterator[tuple[str, int, float]]:
     """Yield name, logged step and value of the scalars of TensorBoard and of CSV files, oldest first."""
-    # By the numbers in the names: the time in seconds, and a count of the writers of the process (.. 9, 10 ..).
-    for file in sorted(folder.glob("events.out.tfevents.*"), key=_split_numbers):
-        content, at = file.read_bytes(), 0
-        # TensorBoard's own reader takes 18 times longer, because it computes checksums in Python. A record is a length
-        # (8 bytes), a checksum (4), an event and a checksum (4); the last one of a run in training may be incomplete.
-        while len(content) >= at + 16 + (size := int.from_bytes(content[at : at + 8], "little")):
-            event = Event.FromString(content[at + 12 : at + 12 + size])
+    for file in list_event_files(folder):
+        for _, content in read_records(file):
+            event = Event.FromString(content)
             found = (value for value in event.summary.value if value.HasField("simple_value"))
             yield from ((value.tag, event.step, value.simple_value) for value in found)
-            at += 16 + size
     if (table := folder / "metrics.csv").is_file():
         logged = pd.read_csv(table).drop(columns="epoch", errors="ignore").melt("step").dropna(subset="value")
         yield from zip(logged["variable"], logged["step"], logged["value"], strict=True)
-
-
-def _split_numbers(file: Path) -> list[int | str]:
-    """Return the parts of a file's name, with its numbers as such, so that 9 precedes 10."""
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", file.name)]
 
 
 def _read_documents(folder: Path) -> Iterator[tuple[str, int, pd.DataFrame]]:
