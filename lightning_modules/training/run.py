@@ -35,7 +35,7 @@ UNSTARTED_FILE = ".unstarted.json"
 """File in the folder of a run whose present start has trained no step yet, with what the folder contained before it."""
 
 _RECORDS = (
-    *(RUN_FILE, SPANS_FILE, "hparams.yaml", "metrics.csv", "config-resumed-at-step-*.yaml"),
+    *(RUN_FILE, SPANS_FILE, "hparams.yaml", "metrics.csv", "numerics.json", "config-resumed-at-step-*.yaml"),
     *("events.out.tfevents.*", "documents/*"),
 )
 """What a start writes into the folder of its run, beside its config and checkpoints."""

@@ -40,6 +40,7 @@ from lightning_modules.training.evaluation import at_checkpoint_step, place_eval
 from lightning_modules.training.fsdp import check_strategy
 from lightning_modules.training.monitoring.csv_metrics import keep_metrics
 from lightning_modules.training.monitoring.identity import RunIdentity
+from lightning_modules.training.monitoring.numerics import NumericsRecord
 from lightning_modules.training.monitoring.progress import StepProgress
 from lightning_modules.training.optimizers import LR_SCHEDULER, OPTIMIZER
 from lightning_modules.training.preemption import Preemption
@@ -56,10 +57,8 @@ _DESCRIPTIONS = {
     "test": "Evaluate a model on the test documents.",
     "predict": "Score a corpus into a table (configs/score_corpus.yaml), or every token of the test documents.",
 }
-_CKPT_PATH_HELP = (
-    "Checkpoint file, the folder of a run (its newest valid checkpoint), or ``last`` for the newest valid checkpoint"
-    " of this run."
-)
+_CKPT_PATH_HELP = "Checkpoint file, the folder of a run (its newest valid checkpoint), or ``last`` for the newest valid"
+_CKPT_PATH_HELP += " checkpoint of this run."
 
 
 class LongceCLI(LightningCLI):
@@ -76,7 +75,7 @@ class LongceCLI(LightningCLI):
         self.training_run = Run()
         self.identity = RunIdentity()
         self._requested_checkpoint: str | None = None  # --ckpt_path, as it was given
-        own = [RunMember(self.training_run), RandomStates(), self.preemption, self.identity]
+        own = [RunMember(self.training_run), RandomStates(), self.preemption, self.identity, NumericsRecord()]
         words: Any = sys.argv[1:] if args is None else args
         self._names_class = isinstance(words, list) and names_model_class(words)
         try:
