@@ -1,6 +1,7 @@
 """Error reports: what went wrong and how to fix it, or the traceback of an unexpected error."""
 
 import difflib
+import inspect
 import os
 import pydoc
 import re
@@ -50,6 +51,8 @@ class ConciseParser(jsonargparse.ArgumentParser):
             near = difflib.get_close_matches(found[1], paths, n=1)
             hint = f"Did you mean `{paths[near[0]]}`?" if near else "Write it with its module."
             return f"{_find_in_configs(self.args, found[1])}unknown class `{found[1]}`. {hint}"
+        if found := re.search(r"([\w.]+) is abstract", message):
+            return f"{_find_in_configs(self.args, found[1])}{_describe_abstract(found[1])}"
         for pattern, list_known in (
             (r"class_path '(?P<owner>[\w.]+)':\s+Option '(?P<name>[\w.]+)'", _list_parameters),
             (r"Option '(?P<name>[\w.]+)' is not .*Namespace\(class_path='(?P<owner>[\w.]+)'", _list_parameters),
@@ -62,8 +65,22 @@ class ConciseParser(jsonargparse.ArgumentParser):
                 place = _find_in_configs(self.args, name)
                 dashes = "" if owner or place else "--"
                 what = f"`{owner}` has no" if owner else "unknown option"
-                return f"{place}{what} `{dashes}{name}`.{suggest_nearest(name, list_known(owner), dashes)}"
+                same = f" Your folder '{owner}' has the name of a package of longce: rename it." * os.path.isdir(owner)
+                return f"{place}{what} `{dashes}{name}`.{suggest_nearest(name, list_known(owner), dashes)}{same}"
         return None
+
+
+def _describe_abstract(class_path: str) -> str:
+    """Return which methods a class must define, each with the nearest name that it defines instead."""
+    kind: Any = pydoc.locate(class_path)
+    own = [name for name, value in vars(kind).items() if inspect.isfunction(value) and not name.startswith("__")]
+    sentences = []
+    for name in sorted(kind.__abstractmethods__):
+        near = difflib.get_close_matches(name, own, n=1)
+        rename = f" It defines `{near[0]}`: rename it to `{name}`." if near else ""
+        parameters = ", ".join(inspect.signature(getattr(kind, name)).parameters)
+        sentences.append(f"`{class_path}` must define the method `{name}({parameters})`.{rename}")
+    return " ".join(sentences)
 
 
 def _drop_noise(message: str) -> str:
