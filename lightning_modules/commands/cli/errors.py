@@ -65,8 +65,10 @@ class ConciseParser(jsonargparse.ArgumentParser):
                 place = _find_in_configs(self.args, name)
                 dashes = "" if owner or place else "--"
                 what = f"`{owner}` has no" if owner else "unknown option"
-                same = f" Your folder '{owner}' has the name of a package of longce: rename it." * os.path.isdir(owner)
-                return f"{place}{what} `{dashes}{name}`.{suggest_nearest(name, list_known(owner), dashes)}{same}"
+                hint = suggest_nearest(name, list_known(owner), dashes)
+                if owner and Path(owner, f"{name}.py").is_file():
+                    hint = f" Your folder '{owner}' has the name of a package of longce: rename it."
+                return f"{place}{what} `{dashes}{name}`.{hint}"
         return None
 
 

@@ -116,9 +116,7 @@ class Mine(Objective):
         ("helper", False, ""),
     ],
 )
-def test_an_objective_without_its_method_is_named_with_what_it_must_define(
-    error, tmp_path, monkeypatch, method, wraps, hint
-):
+def test_an_objective_without_its_method_is_named(error, tmp_path, monkeypatch, method, wraps, hint):
     source = OBJECTIVE.format("long").replace("token_weights", method).replace("Mine", "Typo")
     (tmp_path / "my_typo.py").write_text(source)
     monkeypatch.chdir(tmp_path)
