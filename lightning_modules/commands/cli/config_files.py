@@ -38,21 +38,22 @@ def find_packaged_configs(arguments: Sequence[str]) -> list[str]:
 
 def check_config_files(arguments: Sequence[str]) -> None:
     """Check the syntax of the configs of a command line, and name the file in the error."""
-    for option, value in _list_options(arguments):
+    for option, value in list_options(arguments):
         if option not in ("-c", "--config") or not os.path.isfile(value):
             continue
         try:
-            _load_config(value)
+            load_config(value)
         except (ValueError, yaml.YAMLError) as error:
             advice = " Save it as UTF-8 text." if isinstance(error, UnicodeDecodeError) else ""
             raise ValueError(f"The config '{value}' cannot be used: {error}{advice}") from error
 
 
-def _load_config(file: str) -> Any:
+def load_config(file: str) -> Any:
+    """Read a config with the checks of `use_checked_yaml`."""
     return yaml.load(Path(file).read_text(encoding="utf-8-sig"), Loader=get_yaml_default_loader())
 
 
-def _list_options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+def list_options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield each word as an option, with the value after ``=`` or else the next word."""
     for word, following in pairwise([*arguments, ""]):
         option, equals, value = word.partition("=")
@@ -61,7 +62,7 @@ def _list_options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def names_model_class(arguments: Sequence[str]) -> bool:
     """Return whether a command line or one of its configs names the class of the model, instead of only settings."""
-    for option, value in _list_options(arguments):
+    for option, value in list_options(arguments):
         if option in ("--model", "--model.class_path", "--model.help"):
             if not (value.startswith("{") or os.path.isfile(value)):
                 return True
@@ -71,7 +72,7 @@ def names_model_class(arguments: Sequence[str]) -> bool:
 
 
 def _config_names_class(file: str) -> bool:
-    config = _load_config(file)
+    config = load_config(file)
     # The settings of one command, or of each command by its name.
     parts = [config, *config.values()] if isinstance(config, dict) else []
     for part in parts:

@@ -40,7 +40,7 @@ class ConciseParser(jsonargparse.ArgumentParser):
         short = _drop_noise(re.sub(r"\. Got value: Namespace\(.*", ".", message))
         short = re.sub(r"an? <class '(\w+)'>", r"\1", short)
         if key := re.match(r'Parser key "([\w.]+)":', short):
-            short = f"{_find_in_configs(self.args, key[1])}`{key[1]}`:{short[key.end() :]}"
+            short = f"{find_in_configs(self.args, key[1])}`{key[1]}`:{short[key.end() :]}"
         stop_with_usage(short)
 
     def _describe_unknown_name(self, message: str) -> str | None:
@@ -50,9 +50,9 @@ class ConciseParser(jsonargparse.ArgumentParser):
             paths = {name: f"{module}.{name}" for module in modules for name in _list_classes(module)}
             near = difflib.get_close_matches(found[1], paths, n=1)
             hint = f"Did you mean `{paths[near[0]]}`?" if near else "Write it with its module."
-            return f"{_find_in_configs(self.args, found[1])}unknown class `{found[1]}`. {hint}"
+            return f"{find_in_configs(self.args, found[1])}unknown class `{found[1]}`. {hint}"
         if found := re.search(r"([\w.]+) is abstract", message):
-            return f"{_find_in_configs(self.args, found[1])}{_describe_abstract(found[1])}"
+            return f"{find_in_configs(self.args, found[1])}{_describe_abstract(found[1])}"
         for pattern, list_known in (
             (r"class_path '(?P<owner>[\w.]+)':\s+Option '(?P<name>[\w.]+)'", _list_parameters),
             (r"Option '(?P<name>[\w.]+)' is not .*Namespace\(class_path='(?P<owner>[\w.]+)'", _list_parameters),
@@ -62,7 +62,7 @@ class ConciseParser(jsonargparse.ArgumentParser):
         ):
             if found := re.search(pattern, message):
                 owner, name = found["owner"], found["name"]
-                place = _find_in_configs(self.args, name)
+                place = find_in_configs(self.args, name)
                 dashes = "" if owner or place else "--"
                 what = f"`{owner}` has no" if owner else "unknown option"
                 hint = suggest_nearest(name, list_known(owner), dashes)
@@ -130,7 +130,7 @@ def _list_classes(module: str) -> list[str]:
     return getattr(found, "__all__", None) or [name for name in defined if name[:1].isupper()]
 
 
-def _find_in_configs(words: Sequence[str], name: str) -> str:
+def find_in_configs(words: Sequence[str], name: str) -> str:
     """Return ``FILE, line N: `` of the first line of a config that has a name, otherwise an empty text."""
     if any(re.match(rf"--(.*\.)?{re.escape(name)}\b", word) for word in words):
         return ""
