@@ -136,8 +136,10 @@ def _shorten_cells(runs: Sequence[ComparedRun]) -> tuple[list[ComparedRun], str]
 
 
 def _first_evaluation(run: ComparedRun) -> ComparedRun:
-    first = {cell: dict([min(steps.items())]) for cell, steps in run.evaluations.items() if len(steps) > 1}
-    return ComparedRun(f"step {min(map(min, first.values()), default=0)}", first, {}, {})
+    step = min((min(steps) for steps in run.evaluations.values()), default=0)
+    # An evaluation of other precision may begin later.
+    first = {cell: {step: steps[step]} for cell, steps in run.evaluations.items() if step in steps and len(steps) > 1}
+    return ComparedRun(f"step {step}", first, {}, {})
 
 
 def _make_page(

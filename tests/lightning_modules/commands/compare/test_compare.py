@@ -150,6 +150,10 @@ def test_a_later_evaluation_of_other_precision_is_not_the_final_number_of_a_run(
     printed = " ".join(compare([one, other], tmp_path / "page.html").split())
     assert "ratio 0.800" in printed
     assert "their precision differs: 32-true (a, b) against bf16-mixed (a)." in printed
+    write_documents(later, 3, 0.2, numerics=NUMERICS | {"precision": "bf16-mixed"})
+    alone = compare([one], tmp_path / "page.html")
+    assert "step 0's" in alone
+    assert "0.500" not in alone, "the first one in bf16-mixed is not that of step 0"
 
 
 def test_documents_of_other_texts_are_not_compared(tmp_path):
