@@ -16,16 +16,11 @@ def separate_numerics(runs: Sequence[ComparedRun]) -> tuple[list[ComparedRun], l
     sentences = describe_unknown(unknown)
     if len(found) < 2:
         return [_rename(run, {cell: split_numerics(cell)[0] for cell in run.evaluations}) for run in runs], sentences
-    differences = []
-    for place in dict.fromkeys(split_numerics(cell)[0] for run in runs for cell in run.evaluations):
-        groups: dict[Numerics, list[str]] = {}
-        for run in runs:
-            for cell, numerics in run.numerics.items():
-                if split_numerics(cell)[0] == place:
-                    groups.setdefault(numerics, []).append(run.name)
-        if len(groups) > 1:
-            differences.append(describe_difference(groups))
-    return list(runs), [*sentences, *dict.fromkeys(differences)]
+    groups: dict[Numerics, list[str]] = {each: [] for each in found}
+    for run in runs:
+        for numerics in run.numerics.values():
+            groups[numerics].append(run.name)
+    return list(runs), [*sentences, describe_difference(groups)]
 
 
 def split_numerics(cell: str) -> tuple[str, str]:

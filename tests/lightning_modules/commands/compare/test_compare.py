@@ -137,6 +137,12 @@ def test_numbers_of_other_numerics_are_not_compared_and_the_difference_is_named(
     sentences = " ".join(printed.partition("\n\n")[0].split())
     assert f"their {key} differs: {NUMERICS[key]} (a, same) against {value or 'not recorded'} (b)." in sentences
     assert ("The precision of b is not recorded" in sentences) == (value is None)
+    # Also if other texts or another evaluator keep them apart already.
+    apart = write_score(tmp_path / "apart.json", 1.0, texts="u") if write is write_result else None
+    if apart is not None:
+        content = json.loads(Path(apart).read_text())
+        Path(apart).write_text(json.dumps({**content, "provenance": {"model": NUMERICS | changed}}))
+        assert f"their {key} differs" in " ".join(compare([one, apart]).split())
     unknown = [write(tmp_path, name, 1.0, {}) for name in ("c", "d")]
     assert "The precision of c, d is not recorded" in " ".join(compare(unknown).split())
 
