@@ -165,6 +165,7 @@ class LongceCLI(LightningCLI):
         with loopback(self.trainer), children_end_with_us():
             try:
                 super()._run_subcommand(subcommand)
+                self.training_run.confirm()
             except SystemExit as stopped:  # Lightning exits with status 1 after Ctrl-C
                 if subcommand == "fit" or not isinstance(stopped.__context__, KeyboardInterrupt):
                     raise
@@ -244,7 +245,6 @@ class LongceCLI(LightningCLI):
         try:
             with logging_redirect_tqdm():  # a message while a progress line is shown gets a line of its own
                 self.trainer.fit(**arguments)
-            self.training_run.confirm()
         except SystemExit as stopped:  # status 0 after SIGTERM, 1 after Ctrl-C
             if isinstance(stopped, SIGTERMException) or isinstance(stopped.__context__, KeyboardInterrupt):
                 log_resume_command(self.trainer)
