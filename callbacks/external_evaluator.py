@@ -44,6 +44,7 @@ from lightning_modules.scoring.key_tokens import (
 )
 from lightning_modules.scoring.token_scores import read_key_spans, text_sha256
 from lightning_modules.training.evaluation import join_key, validation_set_keys
+from lightning_modules.training.monitoring.numerics import find_numerics
 from lightning_modules.training.preemption import interruptible, raise_if_stopping
 from lightning_modules.utilities.identity import content_hash
 from lightning_modules.visualization.tensorboard.layout import CUSTOM_SCALARS
@@ -241,7 +242,9 @@ class ExternalEvaluator(Callback):
                     join_key(place, label), value, prog_bar=join_key(place, label) == "val/longppl", sync_dist=True
                 )
         name = self.name or "evaluator"
-        settings = self._describe_key_tokens(pl_module.device)
+        numerics = find_numerics(trainer, pl_module)
+        settings = {f"model_{name}": value for name, value in numerics._asdict().items()}
+        settings |= self._describe_key_tokens(pl_module.device)
         write_documents(trainer, found, self.thresholds, stage=stage, evaluator=name, settings=settings)
 
     def _describe_key_tokens(self, device: torch.device) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Import the user's own classes from the working directory, and nothing else from there.
 
 If the working directory were on ``sys.path``, a file ``wandb.py`` in it would run as soon as any library looks for the
-optional package of that name. Here, only modules that the user names are found in it.
+optional package of that name. Here, only modules that the user names are found in it. The packages of this project come
+first: a folder ``callbacks`` of the user's hides none of them, even if its parent is on ``sys.path`` or ``PYTHONPATH``.
 """
 
 import importlib
@@ -20,6 +21,22 @@ from typing_extensions import override
 
 _IMPORTERS = {__name__, "jsonargparse._util", "multiprocessing.spawn"}
 """Modules that import classes the user names: this one, the parser of options and configs, and worker processes."""
+
+
+_OWN_PACKAGES = ("benchmarks", "callbacks", "datamodules", "lightning_modules")
+_OWN_FOLDER = str(Path(__file__).parents[2])
+
+
+class OwnPackages(MetaPathFinder):
+    """Finder for the packages of this project, before those of other folders with their names."""
+
+    @override
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if path is not None or fullname not in _OWN_PACKAGES:
+            return None
+        return PathFinder.find_spec(fullname, [_OWN_FOLDER], target)
 
 
 class UserModules(MetaPathFinder):
@@ -56,11 +73,12 @@ def _importing_module(frame: FrameType | None) -> str:
     return ""
 
 
-def find_user_modules() -> UserModules:
-    """Make modules of the working directory importable by name."""
-    finder = UserModules(Path.cwd())
-    sys.meta_path.append(finder)
-    return finder
+def find_user_modules() -> tuple[MetaPathFinder, MetaPathFinder]:
+    """Make modules of the working directory importable by name, but not instead of the packages of this project."""
+    own, users = OwnPackages(), UserModules(Path.cwd())
+    sys.meta_path.insert(0, own)
+    sys.meta_path.append(users)
+    return own, users
 
 
 @contextmanager
@@ -71,7 +89,8 @@ def user_modules() -> Iterator[None]:
     get the option ``-P``, which prevents that; other processes, such as scripts of a callback, do not change. If the
     folder is on the path of this process (``python -m``), it stays on theirs.
     """
-    finder, options = find_user_modules(), multiprocessing.util._args_from_interpreter_flags  # type: ignore[attr-defined]
+    finders = find_user_modules()
+    options = multiprocessing.util._args_from_interpreter_flags  # type: ignore[attr-defined]
     if not {"", os.getcwd()} & set(sys.path):
         multiprocessing.util._args_from_interpreter_flags = lambda: [*options(), "-P"]  # type: ignore[attr-defined]
     if sys.flags.safe_path:  # Lightning starts the other processes of a run without this process's options
@@ -79,7 +98,8 @@ def user_modules() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.meta_path.remove(finder)
+        for finder in finders:
+            sys.meta_path.remove(finder)
         multiprocessing.util._args_from_interpreter_flags = options  # type: ignore[attr-defined]
 
 

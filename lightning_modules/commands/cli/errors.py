@@ -1,6 +1,7 @@
 """Error reports: what went wrong and how to fix it, or the traceback of an unexpected error."""
 
 import difflib
+import inspect
 import os
 import pydoc
 import re
@@ -39,7 +40,7 @@ class ConciseParser(jsonargparse.ArgumentParser):
         short = _drop_noise(re.sub(r"\. Got value: Namespace\(.*", ".", message))
         short = re.sub(r"an? <class '(\w+)'>", r"\1", short)
         if key := re.match(r'Parser key "([\w.]+)":', short):
-            short = f"{_find_in_configs(self.args, key[1])}`{key[1]}`:{short[key.end() :]}"
+            short = f"{find_in_configs(self.args, key[1])}`{key[1]}`:{short[key.end() :]}"
         stop_with_usage(short)
 
     def _describe_unknown_name(self, message: str) -> str | None:
@@ -49,7 +50,9 @@ class ConciseParser(jsonargparse.ArgumentParser):
             paths = {name: f"{module}.{name}" for module in modules for name in _list_classes(module)}
             near = difflib.get_close_matches(found[1], paths, n=1)
             hint = f"Did you mean `{paths[near[0]]}`?" if near else "Write it with its module."
-            return f"{_find_in_configs(self.args, found[1])}unknown class `{found[1]}`. {hint}"
+            return f"{find_in_configs(self.args, found[1])}unknown class `{found[1]}`. {hint}"
+        if found := re.search(r"([\w.]+) is abstract", message):
+            return f"{find_in_configs(self.args, found[1])}{_describe_abstract(found[1])}"
         for pattern, list_known in (
             (r"class_path '(?P<owner>[\w.]+)':\s+Option '(?P<name>[\w.]+)'", _list_parameters),
             (r"Option '(?P<name>[\w.]+)' is not .*Namespace\(class_path='(?P<owner>[\w.]+)'", _list_parameters),
@@ -59,11 +62,27 @@ class ConciseParser(jsonargparse.ArgumentParser):
         ):
             if found := re.search(pattern, message):
                 owner, name = found["owner"], found["name"]
-                place = _find_in_configs(self.args, name)
+                place = find_in_configs(self.args, name)
                 dashes = "" if owner or place else "--"
                 what = f"`{owner}` has no" if owner else "unknown option"
-                return f"{place}{what} `{dashes}{name}`.{suggest_nearest(name, list_known(owner), dashes)}"
+                hint = suggest_nearest(name, list_known(owner), dashes)
+                if owner and Path(owner, f"{name}.py").is_file():
+                    hint = f" Your folder '{owner}' has the name of a package of longce: rename it."
+                return f"{place}{what} `{dashes}{name}`.{hint}"
         return None
+
+
+def _describe_abstract(class_path: str) -> str:
+    """Return which methods a class must define, each with the nearest name that it defines instead."""
+    kind: Any = pydoc.locate(class_path)
+    own = [name for name, value in vars(kind).items() if inspect.isfunction(value) and not name.startswith("__")]
+    sentences = []
+    for name in sorted(kind.__abstractmethods__):
+        near = difflib.get_close_matches(name, own, n=1)
+        rename = f" It defines `{near[0]}`: rename it to `{name}`." if near else ""
+        parameters = ", ".join(inspect.signature(getattr(kind, name)).parameters)
+        sentences.append(f"`{class_path}` must define the method `{name}({parameters})`.{rename}")
+    return " ".join(sentences)
 
 
 def _drop_noise(message: str) -> str:
@@ -111,7 +130,7 @@ def _list_classes(module: str) -> list[str]:
     return getattr(found, "__all__", None) or [name for name in defined if name[:1].isupper()]
 
 
-def _find_in_configs(words: Sequence[str], name: str) -> str:
+def find_in_configs(words: Sequence[str], name: str) -> str:
     """Return ``FILE, line N: `` of the first line of a config that has a name, otherwise an empty text."""
     if any(re.match(rf"--(.*\.)?{re.escape(name)}\b", word) for word in words):
         return ""

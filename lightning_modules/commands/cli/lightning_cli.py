@@ -42,12 +42,13 @@ from lightning_modules.training.evaluation import at_checkpoint_step, place_eval
 from lightning_modules.training.fsdp import check_strategy
 from lightning_modules.training.monitoring.csv_metrics import keep_metrics
 from lightning_modules.training.monitoring.identity import RunIdentity
+from lightning_modules.training.monitoring.numerics import NumericsRecord
 from lightning_modules.training.monitoring.progress import StepProgress
 from lightning_modules.training.optimizers import LR_SCHEDULER, OPTIMIZER
 from lightning_modules.training.preemption import EvaluationStop, Preemption
 from lightning_modules.training.preflight import check_callbacks, check_influence, check_trainer
 from lightning_modules.training.random_states import RandomStates
-from lightning_modules.training.run import Run, RunMember
+from lightning_modules.training.run import Run, RunMember, remove_unstarted_versions
 from lightning_modules.training.sequence_parallel import sequence_parallel_size
 from lightning_modules.utilities.loopback import loopback
 from lightning_modules.utilities.orphans import children_end_with_us
@@ -58,10 +59,8 @@ _DESCRIPTIONS = {
     "test": "Evaluate a model on the test documents.",
     "predict": "Score a corpus into a table (configs/score_corpus.yaml), or every token of the test documents.",
 }
-_CKPT_PATH_HELP = (
-    "Checkpoint file, the folder of a run (its newest valid checkpoint), or ``last`` for the newest valid checkpoint"
-    " of this run."
-)
+_CKPT_PATH_HELP = "Checkpoint file, the folder of a run (its newest valid checkpoint), or ``last`` for the newest valid"
+_CKPT_PATH_HELP += " checkpoint of this run."
 
 
 class LongceCLI(LightningCLI):
@@ -85,7 +84,7 @@ class LongceCLI(LightningCLI):
         self.identity = RunIdentity()
         self._requested_checkpoint: str | None = None  # --ckpt_path, as it was given
         due = DueEvaluation(self.preemption.signal)
-        own = [RunMember(self.training_run), RandomStates(), due, self.preemption, self.identity]
+        own = [RunMember(self.training_run), RandomStates(), due, self.preemption, self.identity, NumericsRecord()]
         words: Any = sys.argv[1:] if args is None else args
         self._words: list[str] = words if isinstance(words, list) else []
         self._names_class = names_model_class(self._words)
@@ -180,6 +179,7 @@ class LongceCLI(LightningCLI):
         with loopback(self.trainer), children_end_with_us():
             try:
                 super()._run_subcommand(subcommand)
+                self.training_run.confirm()
             except SystemExit as stopped:  # Lightning exits with status 1 after Ctrl-C, and 0 after SIGTERM
                 if subcommand != "fit" and isinstance(stopped, SIGTERMException):
                     sys.exit(128 + signal.SIGTERM)  # not 0: the results are incomplete
@@ -196,14 +196,14 @@ class LongceCLI(LightningCLI):
         fits, options = self.subcommand == "fit", self.config_init[self.subcommand]
         if isinstance(self.model, LongContextLM):
             self._check_model(self.model, fits=fits)
-        if fits:
+        logger = self._get(self.config, "trainer").logger
+        if fits and self.trainer.is_global_zero and not self._is_dry_run:
+            remove_unstarted_versions(self.trainer, logger)  # before this run gets its number
             check_checkpoint_folders(self.trainer)
-            if self.trainer.is_global_zero and not self._is_dry_run:
-                self.training_run.begin(owned_folders(self.trainer))
+            self.training_run.begin(owned_folders(self.trainer), provisional=True)
         self._requested_checkpoint = options.ckpt_path
         if self.subcommand == "predict":
             options.return_predictions = False  # callbacks write them; those of a corpus would not fit in memory
-        logger = self._get(self.config, "trainer").logger
         options.ckpt_path = find_checkpoint(options.ckpt_path, self.trainer, logger, resume=fits)
         self._save_config(None if options.ckpt_path in (None, "best", "hpc") else Path(options.ckpt_path), logger)
 

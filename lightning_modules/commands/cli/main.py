@@ -66,6 +66,7 @@ def _run_command(arguments: list[str]) -> None:
         join_values,
         use_checked_yaml,
     )
+    from lightning_modules.commands.cli.early_keys import check_keys
     from lightning_modules.commands.cli.errors import stop_with, stop_with_usage, suggest_nearest
     from lightning_modules.commands.cli.hub import configure_hub
     from lightning_modules.commands.cli.registry import COMMANDS, run_experiment
@@ -90,6 +91,8 @@ def _run_command(arguments: list[str]) -> None:
         jsonargparse.set_parsing_settings(import_path_denylist=[])
         arguments = find_packaged_configs(join_values(arguments))
         check_config_files(arguments)
+        if COMMANDS.get(arguments[0]) is run_experiment:
+            check_keys(arguments)
         configure_hub()
         with user_modules():
             COMMANDS.get(arguments[0], run_experiment)(arguments)

@@ -15,6 +15,7 @@ from lightning_modules.commands.compare.evaluations import (
     judge_evaluations,
     tabulate_evaluations,
 )
+from lightning_modules.commands.compare.numerics import separate_numerics, split_numerics
 from lightning_modules.commands.compare.ratios import compared_kinds, shared_documents
 from lightning_modules.commands.compare.runs import (
     AXES,
@@ -94,6 +95,7 @@ def _compare_evaluations(found: Sequence[ComparedEvaluation], output: str | Path
 
 def compare_runs(found: Sequence[ComparedRun], output: str | Path | None = None) -> str:
     """Compare runs or scored models, as `compare` does."""
+    found, sentences = separate_numerics(found)
     found, evaluators = _shorten_cells(found)
     baseline, *others = found if len(found) > 1 else [_first_evaluation(found[0]), *found]
     tables = {
@@ -101,7 +103,7 @@ def compare_runs(found: Sequence[ComparedRun], output: str | Path | None = None)
         "Cost": _tabulate_costs(found),
         "Settings that differ": _compare_settings(found),
     }
-    verdict = write_verdict([baseline, *others], baseline, tables["Settings that differ"].rows)
+    verdict = write_verdict([baseline, *others], baseline, tables["Settings that differ"].rows) + sentences
     texts = [f"{textwrap.fill(' '.join(verdict).replace('`', ''), _WIDTH)}\n"] if verdict else []
     for heading, table in tables.items():
         short = [[cell if len(cell) <= _WIDTH else f"…{cell[1 - _WIDTH :]}" for cell in row] for row in table.rows]
@@ -134,8 +136,10 @@ def _shorten_cells(runs: Sequence[ComparedRun]) -> tuple[list[ComparedRun], str]
 
 
 def _first_evaluation(run: ComparedRun) -> ComparedRun:
-    first = {cell: dict([min(steps.items())]) for cell, steps in run.evaluations.items() if len(steps) > 1}
-    return ComparedRun(f"step {min(map(min, first.values()), default=0)}", first, {}, {})
+    step = min((min(steps) for steps in run.evaluations.values()), default=0)
+    # An evaluation of other precision may begin later.
+    first = {cell: {step: steps[step]} for cell, steps in run.evaluations.items() if step in steps and len(steps) > 1}
+    return ComparedRun(f"step {step}", first, {}, {})
 
 
 def _make_page(
@@ -194,7 +198,9 @@ def _find_curves(run: ComparedRun) -> dict[str, Mapping[int, float]]:
     curves: dict[str, Mapping[int, float]] = {}
     for kind, name in (("longppl", "LongPPL"), ("perplexity", "Perplexity")):
         for cell, steps in sorted(run.evaluations.items(), key=lambda each: each[0]):
-            title = f"{name}: {cell if kind == 'longppl' else cell.partition(',')[0]}"
+            place, numerics = split_numerics(cell)
+            perplexity = f"{place.partition(',')[0]}{f' [{numerics}]' if numerics else ''}"  # whoever finds key tokens
+            title = f"{name}: {cell if kind == 'longppl' else perplexity}"
             curves[title] = {step: corpus_mean(documents, kind) for step, documents in steps.items()}
     rates = {f"Learning rate: {key[3:]}": values for key, values in run.scalars.items() if key.startswith("lr-")}
     return {**curves, "Training loss (nats)": run.scalars.get("train/loss", {}), **rates}

@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from lightning_modules.commands.correlate.result_files import FILES, OF_SETS, Cells, read_cells
-from lightning_modules.models.loading.provenance import Provenance
+from lightning_modules.models.loading.provenance import Numerics, Provenance, describe_difference, describe_unknown
 from lightning_modules.tasks.evaluation.evaluation import read_results
 from lightning_modules.tasks.evaluation.report import describe_synthetic_text, short
 from lightning_modules.tasks.evaluation.summary import tabulate
@@ -65,6 +65,7 @@ def tabulate_evaluations(evaluations: Sequence[ComparedEvaluation]) -> tuple[Tab
         for other in evaluations[1:]
         if not other.questions.empty and (differing := _differing_settings(baseline, other))
     ]
+    notes += _describe_numerics(evaluations)
     head = ["task", "length or metric", *(each.name for each in evaluations)]
     head += [f"{other.name} - {baseline.name}" for other in paired]
     notes += [f"{each.missing} questions of {each.name} have no result yet." for each in evaluations if each.missing]
@@ -138,11 +139,27 @@ def _list_cells(tasks: Mapping[str, Sequence[str]]) -> str:
 
 
 def _find_paired(evaluations: Sequence[ComparedEvaluation]) -> list[ComparedEvaluation]:
-    """Return the evaluations that answered the questions of the first one."""
+    """Return the evaluations that answered the questions of the first one, with the same dtype and attention."""
     baseline, *others = evaluations
     if baseline.questions.empty:
         return []
-    return [each for each in others if not each.questions.empty and not _differing_settings(baseline, each)]
+    numerics = Numerics.read(baseline.settings)
+    return [
+        each
+        for each in others
+        if not each.questions.empty
+        and not _differing_settings(baseline, each)
+        and Numerics.read(each.settings) == numerics
+    ]
+
+
+def _describe_numerics(evaluations: Sequence[ComparedEvaluation]) -> list[str]:
+    """Return sentences on numerics that are unknown or differ."""
+    groups: dict[Numerics, list[str]] = {}
+    for each in evaluations:
+        groups.setdefault(Numerics.read(each.settings), []).append(each.name)
+    unknown = [name for numerics, names in groups.items() if not numerics.is_known for name in names]
+    return describe_unknown(unknown) + ([describe_difference(groups)] if len(groups) > 1 else [])
 
 
 def draw_scores(evaluations: Sequence[ComparedEvaluation]) -> dict[str, str]:

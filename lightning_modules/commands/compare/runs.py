@@ -14,9 +14,11 @@ from tensorboard.compat.proto.event_pb2 import Event
 
 from lightning_modules.commands.compare.evaluations import ComparedEvaluation, read_evaluation
 from lightning_modules.commands.correlate.result_files import FILES
-from lightning_modules.models.loading.provenance import Provenance
+from lightning_modules.models.loading.provenance import UNKNOWN, Numerics, Provenance
 from lightning_modules.tasks.evaluation.evaluation import SETTINGS
 from lightning_modules.training.checkpoints.spans import read_spans
+from lightning_modules.training.monitoring.event_files import list_event_files, read_records
+from lightning_modules.training.monitoring.numerics import read_numerics
 from lightning_modules.utilities.identity import shorten_hashes
 from lightning_modules.utilities.statistics import UNITS
 
@@ -34,13 +36,15 @@ _STAGES = {"val": "validation", "test": "test"}
 class ComparedRun(NamedTuple):
     """A run, or a model that was scored.
 
-    Evaluations are tables of documents, by set, evaluator and thresholds, which a text names, and by optimizer step.
+    Evaluations are tables of documents, by set, evaluator, thresholds and the model's numerics, which a text names, and
+    by optimizer step.
     """
 
     name: str
     evaluations: dict[str, dict[int, pd.DataFrame]]
     config: dict[str, str]
     scalars: dict[str, dict[int, float]]  # by optimizer step
+    numerics: dict[str, Numerics] = {}  # noqa: RUF012, it is never changed. By the names of evaluations
 
     def last(self, cell: str) -> tuple[int, pd.DataFrame]:
         """Return the last evaluation of a cell and its step."""
@@ -101,27 +105,36 @@ def _is_evaluation(path: Path) -> bool:
     return any((path / file).is_file() for file in FILES)
 
 
-def _read_run(name: str, folder: Path) -> ComparedRun:
+def _read_run(run_name: str, folder: Path) -> ComparedRun:
     hparams = yaml.safe_load((folder / "hparams.yaml").read_text()) if (folder / "hparams.yaml").is_file() else {}
     names = {key: key.replace(".init_args", "").removesuffix(".class_path") for key in hparams if not _PATHS.match(key)}
     config = {name: str(hparams[key]) for key, name in names.items()} | _describe_resumes(folder)
     scalars: dict[str, dict[int, float]] = defaultdict(dict)
     evaluations: dict[str, dict[int, pd.DataFrame]] = defaultdict(dict)
+    numerics: dict[str, Numerics] = {}
+    evaluated: dict[tuple[str, int], Numerics] = {}  # numerics of scalars, by name and step
     for place in (folder, *sorted(folder.glob("evaluations/*"), key=os.path.getmtime)):
+        recorded = read_numerics(place)
         for key, step, value in _read_scalars(place):
             # Lightning numbers steps from 0, but evaluations before training and of checkpoints are at their step.
             exact = place != folder or (step == 0 and key.startswith("val/"))
-            scalars[key][step if exact else step + 1] = value
-        for cell, step, documents in _read_documents(place):
-            evaluations[cell][step] = documents
+            step = step if exact else step + 1
+            scalars[key][step] = value
+            evaluated[key, step] = recorded.get(step, UNKNOWN)
+        for cell, by_model, step, documents in _read_documents(place):
+            name = _add_numerics(cell, by_model)
+            evaluations[name][step] = documents
+            numerics[name] = by_model
     for key, values in {} if evaluations else scalars.items():  # as if they were of a single document
         if found := re.fullmatch(r"(val|test)/(?:(.+)/)?(longppl|perplexity)", key):
-            steps = evaluations[found[2] or _STAGES[found[1]]]
             for step, value in values.items():
+                name = _add_numerics(found[2] or _STAGES[found[1]], evaluated[key, step])
+                steps = evaluations[name]
+                numerics[name] = evaluated[key, step]
                 row = pd.DataFrame([{"document": "all documents", "tokens": 1.0, "key_tokens": 1.0}])
                 steps.setdefault(step, _index(row))[found[3]] = value
     scalars["step"] = {step: step for steps in (*scalars.values(), *evaluations.values()) for step in steps}
-    return ComparedRun(name, dict(evaluations), config, dict(scalars))
+    return ComparedRun(run_name, dict(evaluations), config, dict(scalars), numerics)
 
 
 def _describe_resumes(folder: Path) -> dict[str, str]:
@@ -136,28 +149,18 @@ def _describe_resumes(folder: Path) -> dict[str, str]:
 
 def _read_scalars(folder: Path) -> Iterator[tuple[str, int, float]]:
     """Yield name, logged step and value of the scalars of TensorBoard and of CSV files, oldest first."""
-    # By the numbers in the names: the time in seconds, and a count of the writers of the process (.. 9, 10 ..).
-    for file in sorted(folder.glob("events.out.tfevents.*"), key=_split_numbers):
-        content, at = file.read_bytes(), 0
-        # TensorBoard's own reader takes 18 times longer, because it computes checksums in Python. A record is a length
-        # (8 bytes), a checksum (4), an event and a checksum (4); the last one of a run in training may be incomplete.
-        while len(content) >= at + 16 + (size := int.from_bytes(content[at : at + 8], "little")):
-            event = Event.FromString(content[at + 12 : at + 12 + size])
+    for file in list_event_files(folder):
+        for _, content in read_records(file):
+            event = Event.FromString(content)
             found = (value for value in event.summary.value if value.HasField("simple_value"))
             yield from ((value.tag, event.step, value.simple_value) for value in found)
-            at += 16 + size
     if (table := folder / "metrics.csv").is_file():
         logged = pd.read_csv(table).drop(columns="epoch", errors="ignore").melt("step").dropna(subset="value")
         yield from zip(logged["variable"], logged["step"], logged["value"], strict=True)
 
 
-def _split_numbers(file: Path) -> list[int | str]:
-    """Return the parts of a file's name, with its numbers as such, so that 9 precedes 10."""
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", file.name)]
-
-
-def _read_documents(folder: Path) -> Iterator[tuple[str, int, pd.DataFrame]]:
-    """Yield the evaluations of a folder that have a table of documents."""
+def _read_documents(folder: Path) -> Iterator[tuple[str, Numerics, int, pd.DataFrame]]:
+    """Yield the evaluations of a folder that have a table of documents, with the model's numerics."""
     spans = [span for span in read_spans(folder) if span.config]
     settings = {span.step: _read_evaluators(folder / span.config) for span in spans}
     for file in sorted(folder.glob("documents/*.parquet")):
@@ -168,7 +171,8 @@ def _read_documents(folder: Path) -> Iterator[tuple[str, int, pd.DataFrame]]:
             in_effect = settings[max((first for first in settings if first <= int(step)), default=min(settings))]
             values = in_effect.get(name, {}) | {key: row[key] for key in _KEY_TOKENS if key in row}
             evaluator = Provenance.read(row, "evaluator_")
-            yield _name_cell(group or _STAGES[stage], name, thresholds, values, evaluator), int(step), _index(rows)
+            cell = _name_cell(group or _STAGES[stage], name, thresholds, values, evaluator)
+            yield cell, Numerics.read(row, "model_"), int(step), _index(rows)
 
 
 def _read_evaluators(config: Path) -> dict[str, dict[str, Any]]:
@@ -194,9 +198,10 @@ def make_scored_run(name: str, content: Mapping[str, Any]) -> ComparedRun:
     settings, models = content["settings"], content.get("provenance", {})
     cell = _name_cell(f"texts {settings['texts'][:8]}", "", "", settings, Provenance.read(models.get("evaluator", {})))
     config = settings | {f"{kind}.{key}": value for kind, found in models.items() for key, value in found.items()}
-    return ComparedRun(
-        name, {cell: {0: _index(rows)}}, {key: shorten_hashes(str(value)) for key, value in config.items()}, {}
-    )
+    numerics = Numerics.read(models.get("model", {}))
+    cell = _add_numerics(cell, numerics)
+    described = {key: shorten_hashes(str(value)) for key, value in config.items()}
+    return ComparedRun(name, {cell: {0: _index(rows)}}, described, {}, {cell: numerics})
 
 
 def _name_cell(
@@ -216,6 +221,10 @@ def _name_cell(
     values = f"alpha {settings['alpha']:g}, beta {settings['beta']:g}"
     named = f"{thresholds} ({values})" if thresholds else values
     return f"{documents}, {judge} ({', '.join(sizes)}), {named}".replace(" ()", "")
+
+
+def _add_numerics(cell: str, numerics: Numerics) -> str:
+    return cell if numerics == UNKNOWN else f"{cell} [{numerics}]"
 
 
 def shorten_cell(cell: str) -> str:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import matplotlib
 from matplotlib.figure import Figure
 
-from lightning_modules.commands.correlate.joining import Models, choose_names, join
+from lightning_modules.commands.correlate.joining import Models, choose_names, describe_numerics, join
 from lightning_modules.commands.correlate.result_files import read_results
 from lightning_modules.utilities.files import writable_folder
 from lightning_modules.utilities.statistics import (
@@ -48,18 +48,20 @@ def correlate(
     Returns a table of the correlations with their 95% intervals, a table of their differences between metrics, and why
     models are left out.
     """
-    models = join(read_results(files))
+    entries = read_results(files)
+    models = join(entries)
+    numerics = describe_numerics(entries)
     values = models.values
     chosen, against = choose_names(metrics, models, "metrics"), choose_names(scores, models, "scores")
     pairs = [_correlate_pair(values, metric, score) for score in against for metric in chosen]
-    _check_enough(pairs)
+    _check_enough(pairs, numerics)
     folder = writable_folder(Path(output).expanduser(), remedy="Choose another one with `--output`.")
     figures = _file_names([pair for pair in pairs if pair.models])
     pictures = {name: _draw_scatter(pair, values) for name, pair in figures.items()}
     table = Table(_HEAD, [_format_pair(pair) for pair in pairs])
     differences = [_compare_metrics(values, score, chosen[0], other) for score in against for other in chosen[1:]]
     compared = Table(_DIFFERENCES, [_format_difference(each) for each in differences if each.spearman is not None])
-    left_out = [*_describe_left_out(pairs), *_describe_repeated(models)]
+    left_out = [*numerics, *_describe_left_out(pairs), *_describe_repeated(models)]
     columns = [*chosen, *against]
     cells = [
         (model, *(f"{own[name]:.4g}" if name in own else "" for name in columns), models.provenance.get(model, ""))
@@ -140,14 +142,14 @@ def _find_problem(entry: Mapping[str, float], name: str) -> str:
     return f"{name} is {'not a number' if math.isnan(entry[name]) else 'infinite'}"
 
 
-def _check_enough(pairs: Sequence[Pair]) -> None:
+def _check_enough(pairs: Sequence[Pair], numerics: Sequence[str]) -> None:
     best = max(pairs, key=lambda pair: len(pair.models))
     if len(best.models) < MIN_MODELS:
         reasons = "; ".join(f"{model}: {reason}" for model, reason in best.left_out.items())
         raise ValueError(
             f"A correlation needs at least {MIN_MODELS} models with both values, but {best.metric} and {best.score}"
             f" have {len(best.models)}. Left out: {reasons or 'none'}. Add results of more models; NAME=FILE renames a"
-            " model."
+            f" model. {' '.join(numerics)}".rstrip()
         )
 
 

@@ -2,13 +2,20 @@
 
 import difflib
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_modules.commands.correlate.result_files import Measured, is_perplexity
-from lightning_modules.models.loading.provenance import Provenance
+from lightning_modules.models.loading.provenance import (
+    UNKNOWN,
+    Numerics,
+    Provenance,
+    describe_difference,
+    describe_unknown,
+)
 from lightning_modules.utilities.identity import shorten_hashes
 
 _ALIASES = {"ppl": "perplexity", "longppl": "longppl", "perplexity": "perplexity"}
@@ -59,6 +66,17 @@ def join(entries: Sequence[Measured]) -> Models:
             if given in entry.main:
                 joined.main.add(name)
     return joined
+
+
+def describe_numerics(entries: Sequence[Measured]) -> list[str]:
+    """Return sentences on dtype, precision and attention: where they differ, and where they are not recorded."""
+    groups: dict[Numerics, list[str]] = {}
+    for entry in entries:
+        if entry.numerics != UNKNOWN:
+            groups.setdefault(entry.numerics, []).append(entry.model)
+    # Without the lines of a table.
+    unknown = [re.sub(r":\d+$", "", entry.place) for entry in entries if not entry.numerics.is_known]
+    return describe_unknown(unknown) + ([describe_difference(groups)] if len(groups) > 1 else [])
 
 
 def choose_names(wanted: Sequence[str] | None, models: Models, kind: str) -> list[str]:

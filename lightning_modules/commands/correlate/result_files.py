@@ -10,7 +10,7 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from lightning_modules.models.loading.provenance import Provenance, describe_key_tokens
+from lightning_modules.models.loading.provenance import NOT_RECORDED, UNKNOWN, Numerics, Provenance, describe_key_tokens
 from lightning_modules.tasks.evaluation.report import short
 from lightning_modules.tasks.questions.registry import GROUPS
 from lightning_modules.utilities.statistics import TOKENS, UNITS, Interval, mean_interval
@@ -43,6 +43,7 @@ class Measured(NamedTuple):
     intervals: Mapping[str, Interval | None] = MappingProxyType({})  # 95% intervals of scores
     provenance: Provenance | None = None  # of the model, if the file has it
     key_tokens: str = ""  # how the key tokens of LongPPL were found
+    numerics: Numerics = UNKNOWN  # dtype, precision and attention of the model
 
 
 def read_results(words: Sequence[str]) -> list[Measured]:
@@ -110,7 +111,9 @@ def _read_score(file: Path, content: Mapping[str, Any]) -> Measured:
     names = [name for name in UNITS if name in content or name in TOKENS]  # older results have no bits
     values = {name: _parse_number(name, content[name]) for name in names}
     evaluator = {f"evaluator.{name}": value for name, value in models.get("evaluator", {}).items()}
-    texts = {name: settings[name] for name in _TEXTS if name in settings}
+    numerics = _read_numerics(models.get("model", {}))
+    settings |= numerics
+    texts = {name: settings[name] for name in (*_TEXTS, *numerics) if name in settings}
     return Measured(
         str(file),
         str(content.get("model") or ""),
@@ -119,7 +122,13 @@ def _read_score(file: Path, content: Mapping[str, Any]) -> Measured:
         {name: texts if name in ("perplexity", "bits_per_byte") else settings | evaluator for name in names},
         provenance=Provenance.read(models.get("model", {})),
         key_tokens=describe_key_tokens(settings, Provenance.read(models.get("evaluator", {}))),
+        numerics=Numerics.read(models.get("model", {})),
     )
+
+
+def _read_numerics(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return those of dtype, precision and attention that a result has: values of others are other metrics."""
+    return {name: value for name, value in Numerics.read(values)._asdict().items() if value != NOT_RECORDED}
 
 
 def read_cells(content: Mapping[str, Any]) -> Cells:
@@ -154,6 +163,7 @@ def _read_evaluation(file: Path, content: Mapping[str, Any]) -> Measured:
         )
     by_task = _group_by_task(read_cells(content))
     told = {"by": "evaluate"} | {name: value for name, value in content["settings"].items() if name in _QUESTIONS}
+    told |= _read_numerics(content["settings"])
     # Means over different lengths are not comparable.
     lengths = told | {"lengths": sorted({length for cells in by_task.values() for length in cells})}
     values: dict[str, float] = {}
@@ -173,8 +183,9 @@ def _read_evaluation(file: Path, content: Mapping[str, Any]) -> Measured:
         if content.get(name) is not None:
             values[name], settings[name] = _parse_number(name, content[name]), lengths
     main = tuple(name for name in ("RULER", "LongEval") if name in values) or ("average",)
-    model, provenance = str(content.get("model") or ""), Provenance.read(content["settings"])
-    return Measured(str(file), model, values, main, settings, True, intervals, provenance)
+    model, given = str(content.get("model") or ""), content["settings"]
+    identity: Any = {"provenance": Provenance.read(given), "numerics": Numerics.read(given)}
+    return Measured(str(file), model, values, main, settings, True, intervals, **identity)
 
 
 def _group_by_task(cells: Cells) -> dict[str, dict[int, tuple[float, Interval | None]]]:
@@ -193,12 +204,14 @@ def _read_harness(file: Path, content: Mapping[str, Any]) -> Measured:
     intervals = {name: interval for name, (_, interval) in cells.items()}
     given = content["settings"]
     told = {"by": "harness"} | {name: value for name, value in given.items() if name in _PROMPTS}
+    told |= _read_numerics(given)
     settings = dict.fromkeys(values, told)
     if "RULER" in values:  # which is a mean over lengths
         settings["RULER"] = told | {"lengths": sorted(given.get("lengths", []))}
     main = tuple(content["scores"] or values)
-    model, provenance = str(content.get("model") or ""), Provenance.read(given)
-    return Measured(str(file), model, values, main, settings, True, intervals, provenance)
+    model = str(content.get("model") or "")
+    identity: Any = {"provenance": Provenance.read(given), "numerics": Numerics.read(given)}
+    return Measured(str(file), model, values, main, settings, True, intervals, **identity)
 
 
 # Readers of our results, and the keys by which each kind is recognized.

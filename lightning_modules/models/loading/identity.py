@@ -17,7 +17,7 @@ from lightning_modules.models.loading.adapters import find_adapters
 from lightning_modules.models.loading.config import ModelConfig, is_gguf, is_served, local_or_hub
 from lightning_modules.models.loading.dtypes import scoring_config, stored_dtype
 from lightning_modules.models.loading.load import choose_attention, load_config
-from lightning_modules.models.loading.provenance import Provenance
+from lightning_modules.models.loading.provenance import SERVED, Provenance
 from lightning_modules.models.served.scorer import connect
 from lightning_modules.models.tokenization.tokenizer import tokenizer_hash
 from lightning_modules.utilities.identity import combined_hash, content_hash
@@ -48,7 +48,7 @@ def describe_model(
     if config.context_extension is not None:
         identity += f" with {describe_extension(config.context_extension)}"
     if is_served(config.pretrained_model_name_or_path):
-        return Provenance(identity, tokens, "served", "served")
+        return Provenance(identity, tokens, SERVED, SERVED, SERVED)
     stored = load_config(config)
     config = scoring_config(config, stored, device)
     dtype = str(stored_dtype(stored, config.dtype)).removeprefix("torch.")

@@ -1,9 +1,68 @@
 """What identifies a model in a result; importable without torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lightning_modules.utilities.identity import shorten_hashes
+
+NOT_RECORDED = "not recorded"
+SERVED = "served"
+
+
+class Numerics(NamedTuple):
+    """Number formats and attention by which a model computed log-likelihoods; numbers of others are not compared.
+
+    Attributes:
+        dtype: Dtype of the weights, or several in alphabetical order.
+        precision: ``none`` if all is computed in the dtype of the weights, or the precision of a Lightning trainer.
+        attention: Attention implementation.
+    """
+
+    dtype: str
+    precision: str
+    attention: str
+
+    def __str__(self) -> str:
+        """Return the parts, each once."""
+        return ", ".join(dict.fromkeys(self))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the numbers can be compared with others of the same numerics."""
+        return NOT_RECORDED not in self and SERVED not in self
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], prefix: str = "") -> "Numerics":
+        """Return the numerics in a stored result; an older version did not record all of them."""
+        return cls(*(str(values.get(f"{prefix}{name}") or NOT_RECORDED) for name in cls._fields))
+
+
+UNKNOWN = Numerics(NOT_RECORDED, NOT_RECORDED, NOT_RECORDED)
+
+
+def describe_unknown(names: Sequence[str]) -> list[str]:
+    """Return a sentence on named results whose numerics are not known, if there are any."""
+    if not names:
+        return []
+    listed = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
+    return [f"The precision of {listed} is not recorded, so a difference may be due to it."]
+
+
+def describe_difference(groups: Mapping[Numerics, Sequence[str]]) -> str:
+    """Return a sentence on how the numerics of named results differ.
+
+    Example:
+        >>> describe_difference({Numerics("a", "bf16-mixed", "b"): ["x"], Numerics("a", "32-true", "b"): ["y", "z"]})
+        'Not compared, because their precision differs: bf16-mixed (`x`) against 32-true (`y`, `z`).'
+    """
+    differing = [name for name in Numerics._fields if len({getattr(each, name) for each in groups}) > 1]
+    sides = []
+    for numerics, names in groups.items():
+        values = dict.fromkeys(getattr(numerics, name) for name in differing)
+        listed = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
+        sides.append(f"{', '.join(values)} ({listed})")
+    what = f"{' and '.join(differing)} {'differ' if len(differing) > 1 else 'differs'}"
+    return f"Not compared, because their {what}: {' against '.join(sides)}."
 
 
 class Provenance(NamedTuple):
@@ -14,22 +73,26 @@ class Provenance(NamedTuple):
         tokenizer: SHA-256 of the tokenizer that is used, which may be another one than the model's own.
         dtype: Dtype of the weights; ``served`` if a server has the model.
         attention: Attention implementation; ``served`` if a server has the model.
+        precision: ``none``, because no command that loads a model itself uses autocast; ``served`` if a server has it.
     """
 
     identity: str
     tokenizer: str
     dtype: str
     attention: str
+    precision: str = "none"
 
     def __str__(self) -> str:
         """Return the parts that a reader compares, with short hashes."""
         tokens = f"tokenizer {self.tokenizer[:8]}" if self.tokenizer else ""
-        parts = dict.fromkeys((shorten_hashes(self.identity), tokens, self.dtype, self.attention))
+        precision = self.precision if self.precision not in ("none", NOT_RECORDED) else ""
+        parts = dict.fromkeys((shorten_hashes(self.identity), tokens, self.dtype, precision, self.attention))
         return ", ".join(filter(None, parts))
 
     @classmethod
     def read(cls, values: Mapping[str, Any], prefix: str = "") -> "Provenance | None":
         """Return the provenance in a stored result; None if a part is missing because an older version wrote it."""
+        values = {f"{prefix}precision": NOT_RECORDED, **values}
         found = [values.get(f"{prefix}{name}") for name in cls._fields]
         return None if None in found else cls(*map(str, found))
 

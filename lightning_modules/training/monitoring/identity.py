@@ -21,9 +21,13 @@ from lightning_modules.models.loading.identity import hub_commit, model_identity
 from lightning_modules.models.loading.load import has_weights
 from lightning_modules.training.checkpoints.spans import name_object
 from lightning_modules.training.facts import run_facts
+from lightning_modules.training.monitoring.event_files import list_event_files, remove_events
 from lightning_modules.utilities.identity import combined_hash, package_version
 
 NOT_LOGGED = ("ckpt_path", "trainer.logger")  # where a run starts and logs is not what it computes; URLs have passwords
+EXPERIMENT_TAG = "_hparams_/experiment"
+SESSION_START_INFO_TAG = "_hparams_/session_start_info"
+"""Tags of TensorBoard's HPARAMS tab."""
 SHOWN = (
     "data.init_args.sequence_length",
     "model.objective.class_path",
@@ -45,6 +49,7 @@ class RunIdentity(Callback):
         self._values: dict[str, Any] = {}
         self._best: dict[str, float] = {}
         self._has_tab = False  # whether TensorBoard knows the metrics
+        self._first_step: int | None = None  # the run's step when this start began, until it has trained a step
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -54,8 +59,19 @@ class RunIdentity(Callback):
         self._values = {**flatten_config(yaml.safe_load(self.config)), **_identify_run(trainer, pl_module)}
         parameters, trained = (self._values[f"run.{name}"] for name in ("parameters", "trained_parameters"))
         rank_zero_info(f"{parameters / 1e6:,.2f}M parameters, of which {trained / 1e6:,.2f}M are trained.")
+        self._first_step = trainer.global_step
         for logger in trainer.loggers:
             _log_hyperparameters(logger, self._values)
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Remove the settings of earlier starts after the first step: TensorBoard shows the first ones it finds."""
+        if self._first_step is None or trainer.global_step == self._first_step:
+            return
+        self._first_step = None
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                _remove_earlier_settings(logger)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -158,6 +174,13 @@ def _log_hyperparameters(logger: Logger, values: dict[str, Any]) -> None:
         known = logger.experiment.get_run(logger.run_id).data.params
         values = {name: value for name, value in values.items() if name not in known}
     logger.log_hyperparams(values)
+
+
+def _remove_earlier_settings(logger: TensorBoardLogger) -> None:
+    own = logger.experiment._get_file_writer().event_writer._file_name
+    for file in list_event_files(Path(logger.log_dir)):
+        if file.name != Path(own).name:
+            remove_events(file, [EXPERIMENT_TAG, SESSION_START_INFO_TAG])
 
 
 def _add_hparams_tab(logger: TensorBoardLogger, values: Mapping[str, Any], metrics: Collection[str] = ()) -> None:

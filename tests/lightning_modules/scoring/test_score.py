@@ -69,7 +69,7 @@ def test_command_prints_a_table_and_writes_json(files, model_dir, evaluator_dir,
     written = json.loads(output.read_text())
     models = {kind: Provenance(**found) for kind, found in written["provenance"].items()}
     assert models["model"].identity == model_identity(ModelConfig(str(model_dir)))
-    assert models["model"][2:] == models["evaluator"][2:] == ("float32", "sdpa")
+    assert models["model"][2:] == models["evaluator"][2:] == ("float32", "sdpa", "none")
     lines = lines[3:]
     assert lines[0].split() == _HEAD.split()
     assert [line.split()[0] for line in lines if line[0] != "-"] == ["document", *files, "corpus", "Key"]

@@ -1,6 +1,7 @@
 """Evaluations as a user runs them: beside a run, at the step of its checkpoint, and never among its files."""
 
 import hashlib
+import json
 import os
 import shutil
 import sys
@@ -121,6 +122,40 @@ def test_an_evaluation_without_logs_leaves_the_working_folder_alone(folder):
     longce("validate", *FIT[1:-2], "--trainer.logger", "false")
     assert set(folder.iterdir()) == before
     assert Path("config.yaml").read_text() == Path("own.yaml").read_text()
+
+
+STOP = """
+from lightning.pytorch import Callback
+
+class Stop(Callback):
+    def __init__(self, steps: int):
+        self.steps = steps
+
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == self.steps:
+            raise ValueError("stopped")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [0, 1])
+def test_the_config_and_hparams_of_a_run_are_those_that_trained(tmp_path, monkeypatch, steps):
+    monkeypatch.chdir(tmp_path)
+    fit = [word for word in FIT if word != "own.yaml"]
+    del fit[fit.index(str(CONFIGS / "debug.yaml")) + 1]  # its -c
+    Path("stop_early.py").write_text(STOP)
+    callback = json.dumps([{"class_path": "stop_early.Stop", "init_args": {"steps": steps}}])
+    version = ["--trainer.logger.init_args.version", "a"] if steps else []
+    with pytest.raises(SystemExit):
+        longce(*fit, *version, "--trainer.callbacks", callback, "--model.optimizer.lr", "0.5")
+    longce(*fit, *version)
+    (run,) = Path("runs/longce").glob("*")
+    assert run.name == ("a" if steps else "version_0")
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+    shown = yaml.safe_load((run / "hparams.yaml").read_text())
+    assert saved["model"]["optimizer"]["init_args"]["lr"] == shown["model.optimizer.init_args.lr"] != 0.5
+    assert not list(run.glob("config-*"))
+    assert len(list(run.glob("events.*"))) == 1
 
 
 @pytest.mark.slow

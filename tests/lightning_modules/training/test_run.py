@@ -10,8 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_modules.training.run import RUN_FILE, Run, RunMember, read_run
+from lightning_modules.training.checkpoints.spans import Span
+from lightning_modules.training.run import RUN_FILE, Run, RunMember, read_run, remove_unstarted_versions
 from lightning_modules.utilities.locks import RunLock
 
 FORK = multiprocessing.get_context("fork")
@@ -58,6 +60,69 @@ def test_a_run_is_recorded_once(tmp_path):
     assert start(tmp_path / "own") != identity, "two runs have two identities"
     assert configs(tmp_path / "own") == {"config.yaml": "mine", "config-resumed-at-step-0.yaml": "model: 1\n"}
     assert read_run(tmp_path / "own")["config"] == "config-resumed-at-step-0.yaml"
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_start_without_a_checkpoint_is_replaced_by_the_next_one(tmp_path):
+    """Whatever it has logged is not that of the run that the folder then contains."""
+    folder = tmp_path / "run"
+    first = start(folder, config="precision: bf16-mixed\n")
+    for name in ("events.out.tfevents.1", "hparams.yaml", "documents/val-evaluator-step-0.parquet", "mine.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("first")
+    second = start(folder, config="precision: 32-true\n")
+    assert first != second
+    assert {name for name in contents(folder) if "/" not in name} == {"config.yaml", RUN_FILE, "mine.txt"}
+    assert (folder / "config.yaml").read_text() == "precision: 32-true\n"
+    assert read_run(folder)["id"] == second
+    assert read_run(folder / "unfinished-1")["id"] == first
+    assert (folder / "unfinished-1/documents/val-evaluator-step-0.parquet").read_text() == "first"
+    # A resumed run that lost its folder of checkpoints is the same run, and one of another run is not.
+    assert start(folder, save(tmp_path / "moved", 8, second)) == second
+    assert start(folder, save(tmp_path / "other", 8, "another")) not in (first, second)
+    assert "config.yaml" in configs(folder)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_start_that_trains_no_step_leaves_nothing(tmp_path, resumes, killed):
+    folder = tmp_path / "run"
+    checkpoint = save(folder, 8, start(folder)) if resumes else None
+    if resumes:
+        start(folder, checkpoint, "model: 2\n", spans=[Span(0, "config.yaml", {}), Span(8, "", {"a": (1, 2)})])
+    before = contents(tmp_path)
+    run = Run()
+    run.begin([folder, folder / "checkpoints"], provisional=True)
+    run.record(checkpoint, "model: 3\n", 7, spans=[Span(0, "", {}), Span(8, "", {"a": (1, 3)})])
+    (folder / "events.out.tfevents.9").touch()
+    (folder / "documents").mkdir()
+    (folder / "documents" / "val-evaluator-step-0.parquet").touch()
+    if killed:
+        run._lock.leave()
+        Run().begin([folder, folder / "checkpoints"])
+    else:
+        run.leave()
+        assert folder.exists() == resumes
+    assert {name: content for name, content in contents(tmp_path).items() if "rank" not in name} == before
+
+
+def test_the_number_of_a_version_is_free_again_unless_a_step_was_trained_in_it(tmp_path):
+    logger = TensorBoardLogger(tmp_path, name="longce")
+    runs = [Run() for _ in range(4)]
+    for number, run in enumerate(runs):
+        run.begin([tmp_path / "longce" / f"version_{number}"], provisional=True)
+        run.record(None, "", 0)
+    runs[0].confirm()
+    for run in runs[:3]:
+        run._lock.leave()  # killed
+    remove_unstarted_versions(SimpleNamespace(logger=logger), None)
+    assert len(list((tmp_path / "longce").iterdir())) == 4, "the last one has only just started"
+    runs[3]._lock.leave()
+    remove_unstarted_versions(SimpleNamespace(logger=logger), None)
+    assert logger.version == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]"])

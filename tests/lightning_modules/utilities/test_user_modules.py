@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from multiprocessing.spawn import get_command_line
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -48,6 +49,18 @@ def test_what_the_user_names_is_found_and_what_that_imports_now_and_later(folder
         assert sys.path == path
     with pytest.raises(ImportError):
         import_object("um_decoy.Name")
+
+
+@pytest.mark.parametrize("name", ["benchmarks", "callbacks", "datamodules", "lightning_modules"])
+def test_a_folder_of_the_user_hides_no_package_of_ours(folder, monkeypatch, name):
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").write_text("raise AssertionError('a decoy was run')")
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])  # as with PYTHONPATH
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with user_modules():
+        found = importlib.util.find_spec(name)
+        assert Path(found.origin).parents[1] == Path(__file__).parents[3]
+        assert import_object("um_package.own.Own")
 
 
 @pytest.mark.parametrize("name", ["um_decoy", "um_namespace"])

@@ -108,6 +108,25 @@ class Mine(Objective):
 """
 
 
+@pytest.mark.parametrize(
+    ("method", "wraps", "hint"),
+    [
+        ("token_weight", False, " It defines `token_weight`: rename it to `token_weights`."),
+        ("tokenweights", True, " It defines `tokenweights`: rename it to `token_weights`."),
+        ("helper", False, ""),
+    ],
+)
+def test_an_objective_without_its_method_is_named(error, tmp_path, monkeypatch, method, wraps, hint):
+    source = OBJECTIVE.format("long").replace("token_weights", method).replace("Mine", "Typo")
+    (tmp_path / "my_typo.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_typo", raising=False)
+    named = "{class_path: my_typo.Typo}"
+    named = f"{{class_path: Normalized, init_args: {{objective: {named}}}}}" if wraps else named
+    expected = f"`my_typo.Typo` must define the method `token_weights(self, long, short, batch)`.{hint}"
+    assert error(*FIT, config=f"model:\n  objective: {named}\n") == f"my.yaml, line 2: {expected}"
+
+
 @pytest.fixture
 def fit(tmp_path, monkeypatch):
     """Train with an objective of the user whose weights are an expression."""

@@ -71,6 +71,9 @@ USAGE_ERRORS = [
     ("select missing", "'missing' contains no scores"),
     ("evaluate --model a", "output"),
     ("fit -c twice.yaml", "given twice"),
+    ("fit -c typo.yaml", "typo.yaml, line 2: unknown option `model.strid`. Did you mean `model.stride`?"),
+    ("validate --trainer.precison=32", "unknown option `--trainer.precison`. Did you mean `--trainer.precision`?"),
+    ("fit --model.revison a", "unknown option `--model.revison`. Did you mean `--model.revision`?"),
 ]
 
 
@@ -78,6 +81,7 @@ USAGE_ERRORS = [
 def test_usage_errors_import_no_torch(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "twice.yaml").write_text("seed_everything: 1\nseed_everything: 2\n")
+    (tmp_path / "typo.yaml").write_text("model:\n  strid: 3\ntrainer: {callbacks+: []}\n")
     results = run(*(words for words, _ in USAGE_ERRORS), folder=tmp_path)
     for words, message in USAGE_ERRORS:
         status, out, err, imported = results[words]

@@ -51,14 +51,15 @@ def make_run(folder, factors, *, objective="LongCE", scalars=True, k=64, documen
     return folder
 
 
-def write_documents(folder, step, factor, documents=6):
+def write_documents(folder, step, factor, documents=6, numerics=None):
     names = [f"doc{number}" for number in range(documents)]
     values = {"longppl": LONGPPL[:documents] * factor, "perplexity": LONGPPL[:documents] * 10}
     counts = {"key_tokens": KEY_TOKENS[:documents], "tokens": 100, "alpha": 2.0, "beta": -2.0}
     (folder / "documents").mkdir(parents=True, exist_ok=True)
     path = folder / "documents" / f"val-evaluator-step-{step}.parquet"
     columns = {"evaluator": "evaluator", "set": "", "thresholds": "", "document": names, **values, **counts}
-    pd.DataFrame(columns).to_parquet(path)
+    described = {f"model_{name}": value for name, value in (numerics or {}).items()}
+    pd.DataFrame(columns | described).to_parquet(path)
 
 
 def write_score(path, factor, **settings):
@@ -91,6 +92,74 @@ def test_another_evaluator_has_a_heading_of_its_own(tmp_path, changed):
     assert len(set(re.findall(r"^texts t, E \(.*?\)", printed, re.MULTILINE))) == 2
     assert "1.000" not in printed  # no ratio of numbers by different evaluators
     assert f"evaluator.{next(iter(changed))}" in printed
+
+
+NUMERICS = {"dtype": "float32", "precision": "32-true", "attention": "sdpa"}
+CHANGED = [{"precision": "bf16-mixed"}, {"dtype": "bfloat16"}, {"attention": "eager"}, {"precision": None}]
+
+
+def write_run(tmp_path, name, factor, numerics):
+    folder = make_run(tmp_path / name, {0: 1.0, 2: factor}, scalars=False)
+    for step, each in ((0, 1.0), (2, factor)):
+        write_documents(folder, step, each, numerics=numerics)
+    return folder
+
+
+def write_scalars(tmp_path, name, factor, numerics):
+    """A run without an evaluator."""
+    folder = make_run(tmp_path / name, {}, scalars=False)
+    (folder / "metrics.csv").write_text(f"step,epoch,val/perplexity\n0,0,9.0\n1,0,{8 * factor}\n")
+    (folder / "numerics.json").write_text(json.dumps(dict.fromkeys((0, 2), numerics)))
+    return folder
+
+
+def write_result(tmp_path, name, factor, numerics):
+    path = Path(write_score(tmp_path / f"{name}.json", factor))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "provenance": {"model": numerics}}))
+    return path
+
+
+@pytest.mark.parametrize("write", [write_run, write_scalars, write_result])
+@pytest.mark.parametrize("changed", CHANGED)
+def test_numbers_of_other_numerics_are_not_compared_and_the_difference_is_named(tmp_path, write, changed):
+    one, same = (write(tmp_path, name, factor, NUMERICS) for name, factor in (("a", 1.0), ("same", 0.8)))
+    other = write(tmp_path, "b", 0.5, NUMERICS | changed)
+    printed = compare([one, same], tmp_path / "page.html")
+    assert "0.800" in printed
+    assert "Not compared" not in printed
+    assert "not recorded" not in printed
+    assert "32-true" not in printed, "a name of numerics that all have"
+    printed = compare([one, same, other], tmp_path / "page.html")
+    assert "0.800" in printed
+    assert "0.500" not in printed
+    assert "0.625" not in printed
+    ((key, value),) = changed.items()
+    sentences = " ".join(printed.partition("\n\n")[0].split())
+    assert f"their {key} differs: {NUMERICS[key]} (a, same) against {value or 'not recorded'} (b)." in sentences
+    assert ("The precision of b is not recorded" in sentences) == (value is None)
+    # Also if other texts or another evaluator keep them apart already.
+    apart = write_score(tmp_path / "apart.json", 1.0, texts="u") if write is write_result else None
+    if apart is not None:
+        content = json.loads(Path(apart).read_text())
+        Path(apart).write_text(json.dumps({**content, "provenance": {"model": NUMERICS | changed}}))
+        assert f"their {key} differs" in " ".join(compare([one, apart]).split())
+    unknown = [write(tmp_path, name, 1.0, {}) for name in ("c", "d")]
+    assert "The precision of c, d is not recorded" in " ".join(compare(unknown).split())
+
+
+def test_a_later_evaluation_of_other_precision_is_not_the_final_number_of_a_run(tmp_path):
+    one, other = (write_run(tmp_path, name, factor, NUMERICS) for name, factor in (("a", 1.0), ("b", 0.8)))
+    later = one / "evaluations" / "validate-step-2"
+    later.mkdir(parents=True)
+    (later / "config.yaml").write_text((one / "config.yaml").read_text())
+    write_documents(later, 2, 0.4, numerics=NUMERICS | {"precision": "bf16-mixed"})
+    printed = " ".join(compare([one, other], tmp_path / "page.html").split())
+    assert "ratio 0.800" in printed
+    assert "their precision differs: 32-true (a, b) against bf16-mixed (a)." in printed
+    write_documents(later, 3, 0.2, numerics=NUMERICS | {"precision": "bf16-mixed"})
+    alone = compare([one], tmp_path / "page.html")
+    assert "step 0's" in alone
+    assert "0.500" not in alone, "the first one in bf16-mixed is not that of step 0"
 
 
 def test_documents_of_other_texts_are_not_compared(tmp_path):

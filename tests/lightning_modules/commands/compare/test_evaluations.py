@@ -52,6 +52,21 @@ def test_the_difference_is_over_the_same_questions(tmp_path):
     assert "b - a" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.parametrize("changed", [{"dtype": "bfloat16"}, {"attention": "eager"}, {"precision": None}])
+def test_answers_of_other_numerics_have_no_difference(tmp_path, changed):
+    numerics = {"dtype": "float32", "precision": "none", "attention": "sdpa"}
+    one = write_evaluation(tmp_path / "a", FIRST, **numerics)
+    same = write_evaluation(tmp_path / "same", SECOND, **numerics)
+    other = write_evaluation(tmp_path / "b", SECOND, **numerics | changed)
+    text = compare([one, same, other])
+    assert "same - a" in text
+    assert "b - a" not in text
+    assert "Compared with a, b" not in text
+    ((key, value),) = changed.items()
+    assert f"{numerics[key]} (`a`, `same`) against {value or 'not recorded'} (`b`)" in text
+    assert ("The precision of `b` is not recorded" in text) == (value is None)
+
+
 def test_the_verdict_names_tasks_by_their_intervals(tmp_path):
     good, bad = [1] * 10, [0] * 10
     one = write_evaluation(tmp_path / "a", bad)

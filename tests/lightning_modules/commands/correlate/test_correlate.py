@@ -1,5 +1,6 @@
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,30 @@ def test_models_of_one_name_but_different_content_or_numerics_are_different(chan
     assert set(join([one, unknown]).values) == {"M"}
     with pytest.raises(ValueError, match="of which the other files have 2 versions"):
         join([one, other, unknown])
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"precision": "bf16-mixed"}, "none (`{0}`) against bf16-mixed (`{1}`"),
+        ({"dtype": "bfloat16"}, "float32 (`{0}`) against bfloat16 (`{1}`"),
+        ({"attention": "eager"}, "sdpa (`{0}`) against eager (`{1}`"),
+        ({"precision": None}, "The precision of "),
+    ],
+)
+def test_values_of_other_numerics_are_another_metric_and_the_difference_is_named(files, tmp_path, changed, said):
+    for number, (file, model) in enumerate(zip(files[:-1], MODELS, strict=True)):
+        found = provenance(identity=model)._asdict() | (changed if number else {})
+        content = json.loads(Path(file).read_text())
+        content["provenance"] = {"model": {name: value for name, value in found.items() if value is not None}}
+        Path(file).write_text(json.dumps(content))
+    printed = correlate(files, str(tmp_path / "out"))
+    (key,) = changed
+    assert f"longppl [{key}=" in printed
+    assert not re.search(r"longppl +9", printed)
+    assert said.format(*(f"/models/{model}" for model in MODELS)) in printed
+    with pytest.raises(ValueError, match="differs" if changed[key] else "not recorded"):
+        correlate([*files[:3], files[-1]], str(tmp_path / "few"))
 
 
 def test_a_model_with_several_names_is_reported(files, tmp_path):

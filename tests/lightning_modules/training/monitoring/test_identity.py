@@ -88,6 +88,13 @@ def test_a_commit_shows_changes_and_a_folder_without_one_has_none(repository, tm
     assert git_commit(tmp_path_factory.mktemp("empty")) is None
 
 
+def shown_rate(folder):
+    """The learning rate in the run's row of the HPARAMS tab."""
+    metadata = EventAccumulator(str(folder)).Reload().SummaryMetadata(SESSION_START_INFO_TAG)
+    content = HParamsPluginData.FromString(metadata.plugin_data.content)
+    return content.session_start_info.hparams["model.optimizer.init_args.lr"].number_value
+
+
 @pytest.mark.slow
 def test_tensorboard_shows_final_and_best_values_without_points_of_its_own(fit, repository):
     fit("--trainer.max_steps", "2", "--model.optimizer.lr", "20")  # which makes the model worse
@@ -115,7 +122,17 @@ def test_tensorboard_shows_final_and_best_values_without_points_of_its_own(fit, 
     assert start.session_start_info.hparams["model.objective.class_path"].string_value == "LongCE"
     assert sum(setting.differs for setting in experiment.experiment.hparam_infos) == 5
 
-    fit("--trainer.max_steps", "3", "--ckpt_path", str(folder))
+    # In its own folder, other settings train from now on: not if the start fails, and not while it has trained no step.
+    resumed = ("--trainer.logger.init_args.version", "version_0", "--ckpt_path", "last", "--model.optimizer.lr", "0.5")
+    with pytest.raises(SystemExit):
+        fit(*resumed, "--trainer.max_steps", "3", "--data.train", "missing")
+    assert shown_rate(folder) == 20
+    fit(*resumed, "--trainer.max_steps", "3")
+    assert shown_rate(folder) == 0.5
+    after = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    assert [(each.step, each.value) for each in after.Scalars("best/a/longppl")][:3] == curves["best/a/longppl"]
+
+    fit("--trainer.max_steps", "4", "--ckpt_path", str(folder))
     events = EventAccumulator(str(folder.parent / "version_1")).Reload()
     assert EXPERIMENT_TAG in events.summary_metadata
     assert events.Scalars("best/a/longppl")[-1].value == curves["val/a/longppl"][0][1]
