@@ -32,7 +32,7 @@ from lightning_modules.functional.checks import find_impossible
 from lightning_modules.functional.influence import check_gamma
 from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.models.progress import count_tokens, show_progress
-from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from lightning_modules.models.tokenization.tokenizer import encode_text, load_tokenizer
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import EvaluatedDocument, Evaluator
 from lightning_modules.scoring.key_tokens import (
@@ -293,7 +293,7 @@ class ExternalEvaluator(Callback):
 def stored_offsets(text: str, tokens: Tokens, tokenizer: PreTrainedTokenizerFast) -> Tensor:
     """Return the ``[N, 2]`` offsets of a document's tokens by the unmodified tokenizer, which may trim spaces."""
     for special in (False, True):
-        encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=special)
-        if encoding.ids[: len(tokens.ids)] == tokens.ids.tolist():
-            return torch.tensor(encoding.offsets[: len(tokens.ids)])
+        encoded = encode_text(text, tokenizer, add_special_tokens=special)
+        if encoded.ids[: len(tokens.ids)] == tokens.ids.tolist():
+            return torch.tensor(encoded.offsets[: len(tokens.ids)])
     raise ValueError("`key_token_rule: authors`: the document's tokens are not those of the data module's tokenizer.")

@@ -14,7 +14,7 @@ from lightning_modules.models.loading.identity import check_same_model, describe
 from lightning_modules.models.loading.load import check_model, load_scorer
 from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.models.scorer import Scorer
-from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
+from lightning_modules.models.tokenization.tokenizer import encode_document, encode_text, load_tokenizer
 from lightning_modules.scoring.checks import check_log_likelihood, warn_of_chance
 from lightning_modules.scoring.config import tokenizer_name
 
@@ -84,13 +84,13 @@ class EvaluatedModel:
 
 def _warn_of_left_out_token(tokenizer: PreTrainedTokenizerFast, model: str) -> None:
     """Warn if a tokenizer would put a special token before a text, without which some models are far worse."""
-    first, alone = (tokenizer.backend_tokenizer.encode("a", add_special_tokens=added).ids for added in (True, False))
-    if first[:1] != alone[:1]:  # tokens after the text do not change how it is predicted
+    encoded = encode_text("a", tokenizer, add_special_tokens=True)
+    if encoded.added:
         log.warning(
             "'%s' is scored without the '%s' that its tokenizer puts before a text, as in the authors' code. Some"
             " models, such as Gemma, are far worse without it: see `--add_special_tokens true`.",
             model,
-            tokenizer.convert_ids_to_tokens(first[0]),
+            tokenizer.convert_ids_to_tokens(encoded.ids[0]),
         )
 
 

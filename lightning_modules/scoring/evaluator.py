@@ -207,7 +207,8 @@ class Evaluator:
 
     def _describe_scores(self, sha256: str, device: torch.device | str) -> dict[str, Any]:
         """Return the fields of `TokenScores` that identify the scores of a text."""
-        settings = self.provenance(device)._asdict() | {"special_tokens": self.config.add_special_tokens}
+        special = "before the text" if self.config.add_special_tokens else False
+        settings = self.provenance(device)._asdict() | {"special_tokens": special}
         return {
             "text_sha256": sha256,
             "evaluator": settings.pop("identity"),
@@ -259,7 +260,7 @@ class Evaluator:
         # Tokens at the floor have no short log-likelihood by design; they count as possible.
         for values in (scores.long, scores.short.where(~(scores.long <= scores.floor), 0.0)):
             check_log_likelihood(values, **about, text=text, offsets=scores.offsets)
-        warn_of_chance(scores.long, torch.arange(len(scores.long)) > 0, self.name)  # the first is not scored
+        warn_of_chance(scores.long, torch.arange(len(scores.long)) >= scores.unscored, self.name)
 
     def _store(self, scores: TokenScores, name: str, device: torch.device | str, *, partial: bool) -> None:
         """Store scores for later runs; failing to do so is a warning, because they are also in memory."""

@@ -16,6 +16,7 @@ from lightning_modules.functional.windows import batch_windows
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.models.tokenization.detokenization import TokenCharacters
+from lightning_modules.models.tokenization.tokenizer import encode_text
 from lightning_modules.scoring.evaluator import score_text
 
 log = logging.getLogger(__name__)
@@ -63,9 +64,10 @@ class InfluenceTransfer:
         for row, boundaries in enumerate(batch["document_boundaries"]):
             for start, stop in pairwise(boundaries):
                 text, offsets = self.characters(ids[row, start:stop])  # offsets: [N, 2]
-                encode = self.tokenizer.backend_tokenizer.encode
-                tokens = encode(text, add_special_tokens=self.add_special_tokens).ids if text.strip() else []
-                if len(tokens) <= context_length + stride:
+                if not text.strip():
+                    continue
+                encoded = encode_text(text, self.tokenizer, add_special_tokens=self.add_special_tokens)
+                if len(encoded.ids) <= context_length + stride:
                     continue  # no token has a short context
                 scores = score_text(
                     text,

@@ -22,7 +22,7 @@ Truncation = Literal["middle", "left"]
 SOURCES = ("haystack", "squad", "hotpot", "nq_open")
 """Options that name texts from which questions are made."""
 
-_LONGCE_OPTIONS = (*SOURCES, "depths", "documents", "seed", "add_special_tokens")
+_LONGCE_OPTIONS = (*SOURCES, "depths", "documents", "seed")
 _HARNESS_OPTIONS = (
     *("include_path", "num_fewshot", "fewshot_as_multiturn", "limit", "max_length", "truncation"),
     "log_samples",
@@ -57,7 +57,7 @@ class TaskConfig:
             template.
         gen_kwargs: Arguments of generation, such as ``temperature=0.8,top_p=0.95,top_k=50,seed=1,max_gen_toks=64``;
             they replace those of each task. Greedy by default.
-        add_special_tokens: Whether the tokenizer adds special tokens to prompts without a chat template.
+        add_special_tokens: Whether the tokenizer adds special tokens before prompts without a chat template.
         include_path: Folder of additional harness tasks, which take precedence over those of the harness.
         num_fewshot: Number of few-shot examples of harness tasks; by default as each task specifies.
         limit: Number of questions per harness task, or a fraction below 1; all by default.
