@@ -189,8 +189,10 @@ class ExternalEvaluator(Callback):
             coverage = measure_coverage(tokens, None, "authors" if authors else "characters")
             bits = dict.fromkeys(self.thresholds, measure_bits(document, spans))
             return Influence(dict.fromkeys(self.thresholds, masked(key)), None, coverage, bits)
+        # Once for all thresholds: of a sharded evaluator, a process without a text joins once.
+        scores = self.evaluator.scores(text, device=device, name=document.name)
         found = {
-            name: self.evaluator.evaluate(text, tokens, device=device, name=document.name, thresholds=each)
+            name: self.evaluator.evaluate_scores(scores, tokens, thresholds=each)
             for name, each in self.thresholds.items()
         }
         first = next(iter(found.values()))

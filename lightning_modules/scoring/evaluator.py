@@ -108,16 +108,24 @@ class Evaluator:
         device: torch.device | str = "cpu",
         name: str = "document",
         key_tokens_only: bool = False,
-        thresholds: tuple[float, float] | None = None,
     ) -> EvaluatedDocument:
         """Find the key tokens of a text for an evaluated model with these tokens, by the configured rule.
 
-        ``key_tokens_only`` skips tokens in the short pass that cannot be key. ``thresholds`` are alpha and beta, by
-        default those of the settings, and ``name`` is the document's in messages.
+        ``key_tokens_only`` skips tokens in the short pass that cannot be key; ``name`` is the document's in messages.
+        """
+        beta = self.config.beta if key_tokens_only else None
+        return self.evaluate_scores(self.scores(text, device=device, name=name, beta=beta), tokens)
+
+    def evaluate_scores(
+        self, scores: TokenScores, tokens: Tokens, *, thresholds: tuple[float, float] | None = None
+    ) -> EvaluatedDocument:
+        """Find the key tokens by scores of `scores`, without a forward pass.
+
+        ``thresholds`` are alpha and beta, by default those of the settings. For several, request the scores once: of a
+        sharded evaluator, each request is one that all processes must make.
         """
         alpha, beta = thresholds or (self.config.alpha, self.config.beta)
         rule = self.config.key_token_rule
-        scores = self.scores(text, device=device, name=name, beta=beta if key_tokens_only else None)
         key, alignment = find_key_tokens(scores, tokens, alpha=alpha, beta=beta, rule=rule)
         spans = key_spans(scores, alpha=alpha, beta=beta)
         return EvaluatedDocument(key, spans, alignment, measure_coverage(tokens, scores, alignment), scores)
