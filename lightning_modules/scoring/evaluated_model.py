@@ -33,7 +33,7 @@ class EvaluatedModel:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer of the documents."""
-        return load_tokenizer(self._tokenizer_name, trust_remote_code=self.config.trust_remote_code)
+        return self._load_tokenizer()
 
     @cached_property
     def identity(self) -> str:
@@ -52,14 +52,21 @@ class EvaluatedModel:
         """
         config, tokenizer = check_model(self.config), self.tokenizer
         if trimmed_offsets:  # which is a part of the key-token rule, not of the model
-            trust = self.config.trust_remote_code
-            tokenizer = load_tokenizer(self._tokenizer_name, trust_remote_code=trust, trimmed_offsets=True)
+            tokenizer = self._load_tokenizer(trimmed_offsets=True)
         if not options.get("add_special_tokens"):
             _warn_of_left_out_token(tokenizer, self.name)
         documents = [encode_document(text, tokenizer, name=name, **options) for name, text in texts.items()]
         if config is not None:
             _check_vocabulary(documents, config, self.name)
         return documents
+
+    def _load_tokenizer(self, *, trimmed_offsets: bool = False) -> PreTrainedTokenizerFast:
+        return load_tokenizer(
+            self._tokenizer_name,
+            revision=self.config.revision if self._tokenizer_name == self.name else None,  # it is the model's
+            trust_remote_code=self.config.trust_remote_code,
+            trimmed_offsets=trimmed_offsets,
+        )
 
     def log_likelihood(self, document: PackedBatch) -> torch.Tensor:
         """Compute the ``[1, T]`` log-likelihoods of a document in nats, in main memory.

@@ -91,7 +91,7 @@ class Evaluator:
         check_model(self._loading)
         self.tokenizer = load_tokenizer(
             tokenizer,
-            revision=config.revision,
+            revision=config.revision if config.tokenizer is None else None,  # it is the model's
             trust_remote_code=config.trust_remote_code,
             trimmed_offsets=config.key_token_rule == "authors",
         )

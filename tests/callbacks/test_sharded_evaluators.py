@@ -1,4 +1,4 @@
-"""Evaluators in two processes that have different numbers of documents: none waits, and the numbers are those of one."""
+"""Evaluators in two processes with different numbers of documents: none waits, and the numbers are those of one."""
 
 import os
 import shutil

@@ -138,6 +138,7 @@ class EvaluationConfig(TaskConfig, LoadingOptions):
     Args:
         model: Hub id or local folder; for teacher-forced questions also the addresses of servers.
         output: Folder for the results and the report; results already there are reused.
+        revision: Branch, tag or commit of the model on the hub.
         tokenizer: Hub id or local folder of the tokenizer; by default the model's. A served model needs it.
         server: How a served model is asked.
         device: Device such as ``cuda:0`` or ``cpu``; ``auto`` is the GPU of this process, or the CPU.
@@ -148,6 +149,7 @@ class EvaluationConfig(TaskConfig, LoadingOptions):
 
     model: str
     output: str
+    revision: str | None = None
     tokenizer: str | None = None
     server: ServerConfig | None = None
     device: str = "auto"
