@@ -143,9 +143,7 @@ def table(result: dict[str, Any]) -> str:
         columns = [(head, column) for head, column in columns if column[0] != "longppl_per_evaluator_token"]
     # 1. The numbers have the width that they need, and the names of documents what the terminal leaves.
     cells = [list(line) for line in zip(*(head for head, _ in columns), strict=True)]
-    for row in rows:
-        # Digits after the point of a large number would only take space.
-        cells.append([f"{row[key]:{',.0f' if row[key] >= 10_000 else form}}" for _, (key, form) in columns])
+    cells += [[_format_number(row[key], form) for _, (key, form) in columns] for row in rows]
     numbers = _align(cells)
     terminal = shutil.get_terminal_size((120, 24)).columns
     limit = max(terminal - len(numbers[0]), _MIN_NAME)
@@ -169,6 +167,11 @@ def table(result: dict[str, Any]) -> str:
     )
     broken = [_break(text, terminal) for text in (*heading, coverage)]
     return "\n".join([*broken[:2], "", *lines, broken[2]])
+
+
+def _format_number(value: float, form: str) -> str:
+    """Return a number in its column's format, or a large one without digits that would only take space."""
+    return f"{value:,.0f}" if value >= 10_000 else f"{value:{form}}"
 
 
 def _align(cells: Sequence[Sequence[str]]) -> list[str]:
