@@ -158,7 +158,7 @@ class DocumentScoresWriter(Callback):
         self._table = ScoreTable(self._corpus.column_types, contexts, per_token=self.per_token, **self.statistics)
         self._documents = self._tokens = 0  # in the shards of this process and run
         self._started = self._shard_begun = time.monotonic()
-        self._bar = progress_bar("Scoring", unit="doc", total=self._corpus.expected())  # of this process
+        self._bar = progress_bar("Scoring", unit=" documents", total=self._corpus.expected(), scaled=False)
         self._patient = patient_group()
 
     @override

@@ -190,8 +190,10 @@ class ExternalEvaluator(Callback):
             coverage = measure_coverage(tokens, None, "authors" if authors else "characters")
             bits = dict.fromkeys(self.thresholds, measure_bits(document, spans))
             return Influence(dict.fromkeys(self.thresholds, masked(key)), None, coverage, bits)
+        # Once for all thresholds: of a sharded evaluator, a process without a text joins once.
+        scores = self.evaluator.scores(text, device=device, name=document.name)
         found = {
-            name: self.evaluator.evaluate(text, tokens, device=device, name=document.name, thresholds=each)
+            name: self.evaluator.evaluate_scores(scores, tokens, thresholds=each)
             for name, each in self.thresholds.items()
         }
         first = next(iter(found.values()))
@@ -298,7 +300,7 @@ class ExternalEvaluator(Callback):
 def stored_offsets(text: str, tokens: Tokens, tokenizer: PreTrainedTokenizerFast) -> Tensor:
     """Return the ``[N, 2]`` offsets of a document's tokens by the unmodified tokenizer, which may trim spaces."""
     for special in (False, True):
-        encoding = encode_text(text, tokenizer, add_special_tokens=special)
-        if encoding.ids[: len(tokens.ids)] == tokens.ids.tolist():
-            return torch.tensor(encoding.offsets[: len(tokens.ids)])
+        encoded = encode_text(text, tokenizer, add_special_tokens=special)
+        if encoded.ids[: len(tokens.ids)] == tokens.ids.tolist():
+            return torch.tensor(encoded.offsets[: len(tokens.ids)])
     raise ValueError("`key_token_rule: authors`: the document's tokens are not those of the data module's tokenizer.")

@@ -146,12 +146,14 @@ def test_fit_trains_evaluates_logs_and_its_saved_config_gives_equal_losses(exper
 
 
 @pytest.mark.slow
-def test_a_saved_config_with_the_default_optimizer_can_be_read_again(experiment, tmp_path, capsys):
+def test_a_saved_config_with_the_default_optimizer_can_be_read_again(experiment, tmp_path, capsys, caplog):
+    caplog.set_level("INFO")
     config = yaml.safe_load(Path(experiment).read_text())
     del config["model"]["optimizer"]
     Path(experiment).write_text(yaml.safe_dump(config))
     longce("fit", "-c", BASE, "-c", experiment)
     (saved,) = (tmp_path / "runs").rglob("config.yaml")
+    assert f"The run is in {saved.parent.relative_to(tmp_path)}." in caplog.messages[-1]
     assert yaml.safe_load(saved.read_text())["model"]["optimizer"]["init_args"]["betas"] == [0.9, 0.95]
     checkpoint = str(next(tmp_path.glob("runs/longce/*/checkpoints/last.ckpt")))
     longce("validate", "-c", str(saved), "--ckpt_path", checkpoint)

@@ -7,6 +7,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -72,9 +73,7 @@ def draw_correlate(numbers: dict[str, Any]) -> str:
         title = f"LongPPL by {SHORT_NAMES.get(evaluator, evaluator)}" if evaluator else metric
         plot.set(xscale="log", xlabel=title)
         plot.set_title(f"Spearman {found[name]['spearman']['value']:.2f}", loc="left")
-        plot.xaxis.set(
-            major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:g}", minor_formatter=NullFormatter()
-        )
+        label_decades(plot)
     plots[0].set_ylabel("right answers, %")
     figure.legend(*plots[0].get_legend_handles_labels(), loc="outside upper left", ncols=len(models))
     return as_svg(figure)
@@ -99,9 +98,21 @@ def draw_extend(numbers: dict[str, Any]) -> str:
     plot.axvline(1, color=INK, lw=0.8)
     plot.set_yticks(places, methods)
     plot.set(xscale="log", xlabel="ratio to SmolLM2 as it is, positions 8,192 to 16,384")
-    plot.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:g}", minor_formatter=NullFormatter())
+    label_decades(plot)
     figure.legend(loc="outside upper left", ncols=2)
     return as_svg(figure)
+
+
+def label_decades(plot: Axes) -> None:
+    """Label a logarithmic x axis of drawn points with plain numbers, the fewer per decade the more decades it has."""
+    low, high = plot.get_xlim()
+    decades = np.log10(high / low)
+    multiples = [1]
+    if decades < 2:
+        multiples = [1, 3]
+    if decades < 1.2:
+        multiples = [1, 2, 5]
+    plot.xaxis.set(major_locator=LogLocator(subs=multiples), major_formatter="{x:g}", minor_formatter=NullFormatter())
 
 
 @matplotlib.rc_context(STYLE)

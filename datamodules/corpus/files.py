@@ -45,6 +45,7 @@ _NAMED_FIELDS = 20  # at most, in an error
 _COMPRESSION_RATIO = 4  # estimated bytes of text per byte of a compressed file
 _SAMPLE_LINES, _SAMPLE_BYTES = 64, 1 << 18  # about as many are read from the start of each JSON-lines file
 _MIN_SAMPLE_LINES = 8  # however long, before a file counts as having no documents
+_COUNTED_BYTES = 1 << 26  # lines of local files up to this size are counted
 
 
 class Part(NamedTuple):
@@ -162,19 +163,26 @@ def find_corpus(paths: Sequence[str], columns: CorpusColumns, *, lenient: bool =
                     f"{file}: column {column!r} has type {kind}, but {types[column]} in other files. Remove it from"
                     " `data.columns`, or use one type in all files."
                 )
-    # 3. Estimate the number of lines of JSON-lines files from their first lines.
+    # 3. Count the lines of JSON-lines files, or estimate their number from the first ones.
     samples = _sample_files(files, [columns.text, *([columns.key] if columns.key else [])], lenient=lenient)
     lines, size = sum(sample.lines for sample in samples), sum(sample.size for sample in samples)
 
-    def with_rows(part: Part) -> Part:
-        own = samples[part.file] if samples[part.file].lines else _Sample(lines, size)  # as all others, if unreadable
-        return part._replace(expected_rows=part.size * own.lines / own.size) if part.rows is None and lines else part
-
-    parts = tuple(with_rows(part) for own_parts, *_ in found for part in own_parts)
+    everything = _Sample(lines, size)  # files that cannot be read are taken to be like all others
+    parts = tuple(_with_rows(part, samples[part.file], everything) for own_parts, *_ in found for part in own_parts)
     typed = all(file.name.endswith(PARQUET) for file in files)
     column_types = {column: types[column] if typed else pyarrow.string() for column in columns.others}
     fields = {name for _, _, own in found for name in own}.union(*(sample.fields for sample in samples))
     return CorpusFiles(files, names, parts, columns, column_types, tuple(sorted(fields)))
+
+
+def _with_rows(part: Part, own: "_Sample", everything: "_Sample") -> Part:
+    """Return a part with the number of its rows, or with an estimate from the first lines of its file."""
+    if part.rows is not None or not everything.lines:
+        return part
+    if own.rows is not None:
+        return part._replace(expected_rows=own.rows)
+    sample = own if own.lines else everything
+    return part._replace(expected_rows=part.size * sample.lines / sample.size)
 
 
 def _name_files(path: str) -> Iterator[tuple[str, File]]:
@@ -246,6 +254,7 @@ class _Sample(NamedTuple):
     size: int  # in bytes
     fields: frozenset[str] = frozenset()  # of any line
     present: frozenset[str] = frozenset()  # required fields that have a value in some line
+    rows: int | None = None  # lines of the whole file, if they were counted
 
 
 def _sample_files(files: Sequence[File], required: Sequence[str], *, lenient: bool = False) -> list[_Sample]:
@@ -273,11 +282,13 @@ def _sample_lines(file: File, required: Sequence[str]) -> _Sample:
     lines = size = 0
     fields: set[str] = set()
     present: set[str] = set()
+    rows: int | None = None
     if not file.name.endswith(JSON_LINES):
         return _Sample(0, 0)
     # A file that cannot be read is reported later, after the documents of all other files are done.
     with suppress(ValueError, OSError), opened(file) as stream:
-        for line in lines_of(stream):
+        remaining = iter(lines_of(stream))
+        for line in remaining:
             size += len(line)
             if line.isspace():
                 continue
@@ -289,4 +300,6 @@ def _sample_lines(file: File, required: Sequence[str]) -> _Sample:
             seen_enough = present.issuperset(required) or lines >= _MIN_SAMPLE_LINES
             if lines == _SAMPLE_LINES or (size > _SAMPLE_BYTES and seen_enough):
                 break
-    return _Sample(lines, size, frozenset(fields), frozenset(present))
+        if not isinstance(file, RemoteFile) and (file_size(file) or 0) <= _COUNTED_BYTES:
+            rows = lines + sum(not line.isspace() for line in remaining)
+    return _Sample(lines, size, frozenset(fields), frozenset(present), rows)

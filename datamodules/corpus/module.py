@@ -165,7 +165,7 @@ class DocumentCorpus(LightningDataModule):
         """Return the settings that decide which tokens are scored, as plain values."""
         return {
             "tokenizer": tokenizer_hash(self.tokenizer),
-            "add_special_tokens": self.add_special_tokens,
+            "add_special_tokens": "before the text" if self.add_special_tokens else False,
             "text_column": self.column_names.text,
             "key_column": self.column_names.key,
             "text_hash": "sha256",  # a column that folders of earlier versions lack

@@ -141,7 +141,7 @@ def collate_rows(rows: list[Row]) -> PackedBatch:
 
 
 def collate_examples(examples: Sequence[Mapping[str, Any]] | Mapping[str, Tensor]) -> PackedBatch:
-    """Make a batch of examples of a Hugging Face dataset, as the ``collate_fn`` of a loader.
+    """Make a batch of examples of a Hugging Face dataset in main memory, as the ``collate_fn`` of a loader.
 
     As in Hugging Face models, labels are not shifted: ``labels[t]`` is token ``t``, or ``IGNORE_INDEX``. The first
     token of each document is not scored, because it has no context.
@@ -166,6 +166,8 @@ def collate_examples(examples: Sequence[Mapping[str, Any]] | Mapping[str, Tensor
 
 
 def _example_row(example: Mapping[str, Any]) -> Row:
+    # A dataset may keep its tensors on an accelerator.
+    example = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in example.items()}
     ids = np.asarray(example.get("input_ids", ()), dtype=np.int64)
     kept = np.asarray(example.get("attention_mask", np.ones_like(ids)), dtype=bool)
     if not kept.any():

@@ -40,10 +40,13 @@ def evaluate(model: str, output: str, **options: Any) -> str:
         )
     writable_folder(config.output_folder, remedy="Choose another folder with `--output`.")
     device = find_device(_choose_device(config.device))
-    loading = config.loading(model, server=config.server, context_extension=config.context_extension)
+    loading = config.loading(
+        model, revision=config.revision, server=config.server, context_extension=config.context_extension
+    )
     tokenizer_path = tokenizer_name(model, config.tokenizer, "`--tokenizer`")
     model_config = check_model(loading)
-    tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=config.trust_remote_code)
+    own_revision = config.revision if config.tokenizer is None else None
+    tokenizer = load_tokenizer(tokenizer_path, revision=own_revision, trust_remote_code=config.trust_remote_code)
     identity = model_identity(loading)
     provenance = describe_model(loading, tokenizer, device=device, identity=identity)
     runs: list[Any] = []

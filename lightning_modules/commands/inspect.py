@@ -1,13 +1,16 @@
 """``longce inspect``: the key tokens of a document as an HTML page. It imports torch only to work."""
 
-import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jsonargparse.typing import NonNegativeInt
-
-from lightning_modules.commands.cli.measuring import make_parser, parse_options, split_repeated
+from lightning_modules.commands.cli.measuring import (
+    add_row_options,
+    make_parser,
+    parse_options,
+    read_row,
+    split_repeated,
+)
 from lightning_modules.scoring.config import InspectConfig
 from lightning_modules.utilities.text_files import check_output, read_text
 
@@ -18,8 +21,7 @@ def inspect_command(arguments: Sequence[str]) -> None:
     description += " Several `--model`s are shown side by side."
     parser = make_parser("inspect", description, InspectConfig)
     parser.add_argument("file", type=str, help="UTF-8 text file, or a file of a corpus with `--row`.")
-    parser.add_argument("--row", type=NonNegativeInt | None, help="Row of a .parquet file, or line of a .jsonl file.")
-    parser.add_argument("--text_column", type=str, default="text", help="Column or field of the text, with `--row`.")
+    add_row_options(parser)
     parser.add_argument("--output", type=str | None, help="HTML file; by default FILE.html in the working directory.")
     arguments, others = split_repeated(arguments, "--model")
     options = parse_options(parser, arguments)
@@ -35,18 +37,3 @@ def inspect_command(arguments: Sequence[str]) -> None:
 
     inspection = inspect_document(text, name=name, other_models=others, **options)
     sys.stdout.write(f"{inspection.summary()}\n{output} ({inspection.save(output).stat().st_size / 1e6:.1f} MB)\n")
-
-
-def read_row(file: str, row: int, text_column: str) -> tuple[str, str]:
-    """Return name and text of a row of a parquet file, or of a line of a JSON-lines file, from 0 as in scores.
-
-    Raises:
-        FileNotFoundError: If the file does not exist.
-        ValueError: If the document does not exist or cannot be scored.
-    """
-    datamodules = importlib.import_module("datamodules")  # this package may not import it statically
-    for ref, text in datamodules.DocumentCorpus(file, text_column=text_column).documents({Path(file).name: [row]}):
-        if ref.error is not None or not text.strip():
-            raise ValueError(f"Row {row} of '{file}' cannot be scored: {ref.error or 'it is only white space'}.")
-        return f"{Path(file).name}-{row}", text
-    raise ValueError(f"'{file}' has no row {row}: rows and lines count from 0, and blank lines are not documents.")

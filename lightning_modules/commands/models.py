@@ -100,7 +100,12 @@ def _name_extensions(extensions: Sequence[Mapping[str, Any] | None]) -> list[str
 
 
 def _name_models(
-    models: Sequence[str], *, trust_remote_code: bool = False, server: ServerConfig | None = None, **_: Any
+    models: Sequence[str],
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    server: ServerConfig | None = None,
+    **_: Any,
 ) -> list[str]:
     """Return different names for models, whose configs and weights are found before the first is loaded."""
     names = [os.path.basename(os.path.abspath(model)) for model in models]  # also of `.` and `models/a/`
@@ -109,5 +114,5 @@ def _name_models(
     if len(set(names)) < len(names):
         raise ValueError(f"`model` names a model twice: {', '.join(models)}. Give each one once.")
     for model in models:
-        check_model(ModelConfig(model, trust_remote_code=trust_remote_code, server=server))
+        check_model(ModelConfig(model, revision=revision, trust_remote_code=trust_remote_code, server=server))
     return names

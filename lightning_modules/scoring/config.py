@@ -104,6 +104,8 @@ class CommandConfig(ScoringConfig):
     Args:
         max_tokens: Maximum number of the evaluator's tokens of each document, so that all models get the same text; by
             default, documents are not cut.
+        revision: Branch, tag or commit of the evaluated model on the hub.
+        evaluator_revision: Branch, tag or commit of the evaluator on the hub.
         add_special_tokens: Whether the model's tokenizer adds special tokens; by default not, as in the authors' code.
         evaluator_add_special_tokens: Whether the evaluator's tokenizer adds special tokens, as in the authors' code.
         device: Device such as ``cuda:0`` or ``cpu``; ``auto`` is the first GPU, or the CPU.
@@ -115,6 +117,8 @@ class CommandConfig(ScoringConfig):
     """
 
     max_tokens: int | None = None  # of the evaluator, whatever model is evaluated
+    revision: str | None = None
+    evaluator_revision: str | None = None
     add_special_tokens: bool = False  # the authors' code adds them for the evaluator only
     evaluator_add_special_tokens: bool = True
     device: str = "auto"
@@ -131,14 +135,19 @@ class CommandConfig(ScoringConfig):
 
     def model_loading(self, model: str) -> ModelConfig:
         """Return the settings to load the evaluated model."""
-        return self.loading(model, context_extension=self.context_extension)
+        return self.loading(model, revision=self.revision, context_extension=self.context_extension)
 
     def evaluator_config(self, key_token_rule: KeyTokenRule = "paper") -> EvaluatorConfig:
         """Return the settings of the evaluator."""
         # The fields of both; those of special tokens and tokenizer have other names here.
         shared = {each.name: getattr(self, each.name) for each in fields(ScoringConfig)}
-        special, tokenizer = self.evaluator_add_special_tokens, self.evaluator_tokenizer
-        return EvaluatorConfig(**shared, key_token_rule=key_token_rule, add_special_tokens=special, tokenizer=tokenizer)
+        return EvaluatorConfig(
+            **shared,
+            key_token_rule=key_token_rule,
+            revision=self.evaluator_revision,
+            add_special_tokens=self.evaluator_add_special_tokens,
+            tokenizer=self.evaluator_tokenizer,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

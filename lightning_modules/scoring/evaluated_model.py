@@ -14,6 +14,7 @@ from lightning_modules.models.loading.identity import check_same_model, describe
 from lightning_modules.models.loading.load import check_model, load_scorer
 from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.models.scorer import Scorer
+from lightning_modules.models.tokenization.encoding import encode_text
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.checks import check_log_likelihood, warn_of_chance
 from lightning_modules.scoring.config import tokenizer_name
@@ -33,7 +34,7 @@ class EvaluatedModel:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer of the documents."""
-        return load_tokenizer(self._tokenizer_name, trust_remote_code=self.config.trust_remote_code)
+        return self._load_tokenizer()
 
     @cached_property
     def identity(self) -> str:
@@ -52,14 +53,21 @@ class EvaluatedModel:
         """
         config, tokenizer = check_model(self.config), self.tokenizer
         if trimmed_offsets:  # which is a part of the key-token rule, not of the model
-            trust = self.config.trust_remote_code
-            tokenizer = load_tokenizer(self._tokenizer_name, trust_remote_code=trust, trimmed_offsets=True)
+            tokenizer = self._load_tokenizer(trimmed_offsets=True)
         if not options.get("add_special_tokens"):
             _warn_of_left_out_token(tokenizer, self.name)
         documents = [encode_document(text, tokenizer, name=name, **options) for name, text in texts.items()]
         if config is not None:
             _check_vocabulary(documents, config, self.name)
         return documents
+
+    def _load_tokenizer(self, *, trimmed_offsets: bool = False) -> PreTrainedTokenizerFast:
+        return load_tokenizer(
+            self._tokenizer_name,
+            revision=self.config.revision if self._tokenizer_name == self.name else None,  # it is the model's
+            trust_remote_code=self.config.trust_remote_code,
+            trimmed_offsets=trimmed_offsets,
+        )
 
     def log_likelihood(self, document: PackedBatch) -> torch.Tensor:
         """Compute the ``[1, T]`` log-likelihoods of a document in nats, in main memory.
@@ -84,13 +92,13 @@ class EvaluatedModel:
 
 def _warn_of_left_out_token(tokenizer: PreTrainedTokenizerFast, model: str) -> None:
     """Warn if a tokenizer would put a special token before a text, without which some models are far worse."""
-    first, alone = (tokenizer.backend_tokenizer.encode("a", add_special_tokens=added).ids for added in (True, False))
-    if first[:1] != alone[:1]:  # tokens after the text do not change how it is predicted
+    encoded = encode_text("a", tokenizer, add_special_tokens=True)
+    if encoded.added:
         log.warning(
             "'%s' is scored without the '%s' that its tokenizer puts before a text, as in the authors' code. Some"
             " models, such as Gemma, are far worse without it: see `--add_special_tokens true`.",
             model,
-            tokenizer.convert_ids_to_tokens(first[0]),
+            tokenizer.convert_ids_to_tokens(encoded.ids[0]),
         )
 
 

@@ -91,7 +91,7 @@ class Evaluator:
         check_model(self._loading)
         self.tokenizer = load_tokenizer(
             tokenizer,
-            revision=config.revision,
+            revision=config.revision if config.tokenizer is None else None,  # it is the model's
             trust_remote_code=config.trust_remote_code,
             trimmed_offsets=config.key_token_rule == "authors",
         )
@@ -108,16 +108,24 @@ class Evaluator:
         device: torch.device | str = "cpu",
         name: str = "document",
         key_tokens_only: bool = False,
-        thresholds: tuple[float, float] | None = None,
     ) -> EvaluatedDocument:
         """Find the key tokens of a text for an evaluated model with these tokens, by the configured rule.
 
-        ``key_tokens_only`` skips tokens in the short pass that cannot be key. ``thresholds`` are alpha and beta, by
-        default those of the settings, and ``name`` is the document's in messages.
+        ``key_tokens_only`` skips tokens in the short pass that cannot be key; ``name`` is the document's in messages.
+        """
+        beta = self.config.beta if key_tokens_only else None
+        return self.evaluate_scores(self.scores(text, device=device, name=name, beta=beta), tokens)
+
+    def evaluate_scores(
+        self, scores: TokenScores, tokens: Tokens, *, thresholds: tuple[float, float] | None = None
+    ) -> EvaluatedDocument:
+        """Find the key tokens by scores of `scores`, without a forward pass.
+
+        ``thresholds`` are alpha and beta, by default those of the settings. For several, request the scores once: of a
+        sharded evaluator, each request is one that all processes must make.
         """
         alpha, beta = thresholds or (self.config.alpha, self.config.beta)
         rule = self.config.key_token_rule
-        scores = self.scores(text, device=device, name=name, beta=beta if key_tokens_only else None)
         key, alignment = find_key_tokens(scores, tokens, alpha=alpha, beta=beta, rule=rule)
         spans = key_spans(scores, alpha=alpha, beta=beta)
         return EvaluatedDocument(key, spans, alignment, measure_coverage(tokens, scores, alignment), scores)
@@ -207,7 +215,8 @@ class Evaluator:
 
     def _describe_scores(self, sha256: str, device: torch.device | str) -> dict[str, Any]:
         """Return the fields of `TokenScores` that identify the scores of a text."""
-        settings = self.provenance(device)._asdict() | {"special_tokens": self.config.add_special_tokens}
+        special = "before the text" if self.config.add_special_tokens else False
+        settings = self.provenance(device)._asdict() | {"special_tokens": special}
         return {
             "text_sha256": sha256,
             "evaluator": settings.pop("identity"),
@@ -259,7 +268,7 @@ class Evaluator:
         # Tokens at the floor have no short log-likelihood by design; they count as possible.
         for values in (scores.long, scores.short.where(~(scores.long <= scores.floor), 0.0)):
             check_log_likelihood(values, **about, text=text, offsets=scores.offsets)
-        warn_of_chance(scores.long, torch.arange(len(scores.long)) > 0, self.name)  # the first is not scored
+        warn_of_chance(scores.long, torch.arange(len(scores.long)) >= scores.unscored, self.name)
 
     def _store(self, scores: TokenScores, name: str, device: torch.device | str, *, partial: bool) -> None:
         """Store scores for later runs; failing to do so is a warning, because they are also in memory."""

@@ -64,12 +64,12 @@ class InfluenceTransfer:
         for row, boundaries in enumerate(batch["document_boundaries"]):
             for start, stop in pairwise(boundaries):
                 text, offsets = self.characters(ids[row, start:stop])  # offsets: [N, 2]
-                tokens: list[int] = []
-                if text.strip():
-                    special = self.add_special_tokens
-                    encoding = encode_text(text, self.tokenizer, name="training text", add_special_tokens=special)
-                    tokens = encoding.ids
-                if len(tokens) <= context_length + stride:
+                if not text.strip():
+                    continue
+                encoded = encode_text(
+                    text, self.tokenizer, name="training text", add_special_tokens=self.add_special_tokens
+                )
+                if len(encoded.ids) <= context_length + stride:
                     continue  # no token has a short context
                 scores = score_text(
                     text,

@@ -3,8 +3,10 @@
 import hashlib
 import logging
 import math
+import shutil
+import textwrap
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +26,29 @@ from lightning_modules.utilities.files import write_json
 from lightning_modules.utilities.text_files import check_output, read_text
 
 _COLUMNS = {
-    "tokens": ("tokens", ","),
-    "key tokens": ("key_tokens", ","),
-    "LongPPL": ("longppl", ".4f"),
-    "per evaluator token": ("longppl_per_evaluator_token", ".4f"),
-    "perplexity": ("perplexity", ".4f"),
-    "key bits/byte": ("key_bits_per_byte", ".4f"),
-    "bits/byte": ("bits_per_byte", ".4f"),
+    ("", "tokens"): ("tokens", ","),
+    ("key", "tokens"): ("key_tokens", ","),
+    ("", "LongPPL"): ("longppl", ".4f"),
+    ("per eval.", "token"): ("longppl_per_evaluator_token", ".4f"),
+    ("", "perplexity"): ("perplexity", ".4f"),
+    ("key bits", "/byte"): ("key_bits_per_byte", ".4f"),
+    ("bits", "/byte"): ("bits_per_byte", ".4f"),
 }
-"""Columns of the table, each with its key in a result and its format."""
+"""Columns of the table: the two lines of the head, the key in a result, and the format."""
+
+_MIN_NAME = 12  # characters of a document's name in the table, also in a narrow terminal
 
 log = logging.getLogger(__name__)
 
 
-def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any) -> dict[str, Any]:
+def score(files: str | Sequence[str] | Mapping[str, str], model: str, evaluator: str, **options: Any) -> dict[str, Any]:
     """Compute LongPPL and perplexity of a model on text files, with the key tokens of an evaluator.
 
     The evaluator is freed before the model is loaded, so they never share the accelerator. If they are the same model
     with the same tokens, the evaluator's long pass is used for both.
 
     Args:
-        files: UTF-8 text files, one document each.
+        files: UTF-8 text files, one document each; or texts by their names.
         model: Hub id or local folder of the model to evaluate.
         evaluator: Hub id or local folder of the model that finds the key tokens, with any tokenizer.
         options: The other fields of `lightning_modules.scoring.config.ScoreConfig`.
@@ -62,7 +66,10 @@ def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any
     """
     # 1. Read the texts and check everything that needs no weights.
     config = ScoreConfig(model=model, evaluator=evaluator, **options)
-    texts, skipped = _read_texts([files] if isinstance(files, str) else files)
+    if isinstance(files, Mapping):
+        texts, skipped = dict(files), list[str]()
+    else:
+        texts, skipped = _read_texts([files] if isinstance(files, str) else files)
     if config.output is not None:
         check_output(config.output)
     evaluated_model = EvaluatedModel(config.model_loading(model), find_device(config.device), config.model_tokenizer)
@@ -131,31 +138,55 @@ def _describe_settings(config: ScoreConfig, texts: Iterable[str]) -> dict[str, A
 def table(result: dict[str, Any]) -> str:
     """Format the result of `score`: its heading, and a table with a row per document and one for the corpus."""
     rows = [*result["documents"], {**result, "file": f"corpus of {len(result['documents'])}"}]
-    width = max(len("document"), *(len(row["file"]) for row in rows))
-    columns = dict(_COLUMNS)
+    columns = list(_COLUMNS.items())
     if "characters" not in result["alignment"]:  # it is LongPPL then
-        del columns["per evaluator token"]
-    widths = {name: max(len(name), 9) for name in columns}
-    lines = [f"{'document':<{width}}" + "".join(f"  {name:>{widths[name]}}" for name in columns)]
-    for row in rows:
-        cells = [f"  {row[key]:>{widths[name]}{form}}" for name, (key, form) in columns.items()]
-        lines.append(f"{row['file']:<{width}}" + "".join(cells))
+        columns = [(head, column) for head, column in columns if column[0] != "longppl_per_evaluator_token"]
+    # 1. The numbers have the width that they need, and the names of documents what the terminal leaves.
+    cells = [list(line) for line in zip(*(head for head, _ in columns), strict=True)]
+    cells += [[_format_number(row[key], form) for _, (key, form) in columns] for row in rows]
+    numbers = _align(cells)
+    terminal = shutil.get_terminal_size((120, 24)).columns
+    limit = max(terminal - len(numbers[0]), _MIN_NAME)
+    names = ["", "document", *(_shorten(row["file"], limit) for row in rows)]
+    width = max(map(len, names))
+    lines = [f"{name:<{width}}{line}".rstrip() for name, line in zip(names, numbers, strict=True)]
+    lines.insert(2, "-" * len(lines[1]))
+    lines.insert(-1, "-" * len(lines[1]))  # above the corpus, the last row
+    # 2. Longer lines are broken.
     settings, models = result["settings"], result["provenance"]
     heading = [
         f"model {result['model']} ({Provenance(**models['model'])})",
         describe_key_tokens(settings, Provenance(**models["evaluator"])),
-        "",
     ]
-    lines.insert(1, "-" * len(lines[0]))
-    lines.insert(-1, "-" * len(lines[0]))  # above the corpus, the last row
     # Absent if the evaluator has no tokens with characters.
     evaluator = {kind: result.get(f"evaluator_tokens_{kind}_characters", 0) for kind in ("sharing", "without")}
-    lines.append(
+    coverage = (
         f"Key tokens aligned by {result['alignment']}. Tokens that share a character:"
         f" {result['tokens_sharing_characters']:.1%} (evaluator: {evaluator['sharing']:.1%}); that cover none:"
         f" {result['tokens_without_characters']:.1%} (evaluator: {evaluator['without']:.1%})."
     )
-    return "\n".join([*heading, *lines])
+    broken = [_break(text, terminal) for text in (*heading, coverage)]
+    return "\n".join([*broken[:2], "", *lines, broken[2]])
+
+
+def _format_number(value: float, form: str) -> str:
+    """Return a number in its column's format, or a large one without digits that would only take space."""
+    return f"{value:,.0f}" if value >= 10_000 else f"{value:{form}}"
+
+
+def _align(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Return lines of right-aligned columns, each after two spaces."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["".join(f"  {cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in cells]
+
+
+def _shorten(name: str, length: int) -> str:
+    """Return a name, or only its end, in which paths differ."""
+    return name if len(name) <= length else f"…{name[1 - length :]}"
+
+
+def _break(text: str, width: int) -> str:
+    return textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def measure_document(document: PackedBatch, log_likelihood: torch.Tensor, evaluated: EvaluatedDocument) -> TextBits:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from lightning_modules.batch import PackedBatch
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import merge_spans, soft_influence
 from lightning_modules.functional.checks import find_impossible
 from lightning_modules.utilities.files import write_atomically
@@ -44,6 +44,7 @@ class TokenScores:
             ``beta`` of this or above do not need them.
         context_scores: ``[w]`` float32 log-likelihoods of the last w tokens by context length, from a `ContextLadder`.
         settings: Everything else that the evaluator's scores depend on: tokenizer, dtype, attention, special tokens.
+        unscored: Number of tokens at the start that are not scored: the first, and special tokens before the text.
     """
 
     text_sha256: str
@@ -57,6 +58,7 @@ class TokenScores:
     floor: float = -math.inf
     context_scores: dict[int, Tensor] = field(default_factory=dict)
     settings: str = ""
+    unscored: int = 1
 
     def soft_influence(self, *, gamma: float = 5.0) -> Tensor:
         """Return the ``[N]`` soft influence of the tokens."""
@@ -88,6 +90,8 @@ class TokenScores:
         header = {"format": FORMAT, **{name: str(getattr(self, name)) for name in names}}
         if self.floor > -math.inf:  # absent from files of complete scores, whose checksums it would change
             header["floor"] = repr(self.floor)
+        if self.unscored != 1:
+            header["unscored"] = str(self.unscored)
         header["checksum"] = _compute_checksum(header, tensors)  # safetensors has none
         write_atomically(Path(path), save(tensors, metadata=header))
 
@@ -121,6 +125,7 @@ class TokenScores:
             stride=int(header["stride"]),
             floor=float(header.get("floor", -math.inf)),
             settings=header.get("settings", ""),
+            unscored=int(header.get("unscored", 1)),
             context_scores=dict(sorted(context_scores.items())),
             **tensors,
         )
@@ -131,12 +136,14 @@ class TokenScores:
 def scores_of_row(batch: PackedBatch, row: int, long: Tensor, short: Tensor, **fields: Any) -> TokenScores:
     """Return the scores of a sequence with one document, from ``[T]`` log-likelihoods and the other ``fields``."""
     tokens = batch["document_boundaries"][row][-1]
+    scored = batch["labels"][row, :tokens].ne(IGNORE_INDEX).nonzero()
     return TokenScores(
         text_sha256=text_sha256(batch["text"][row]),
         token_ids=batch["input_ids"][row, :tokens].cpu(),
         offsets=batch["offsets"][row, :tokens].cpu(),
         long=long[:tokens].float().cpu(),
         short=short[:tokens].float().cpu(),
+        unscored=int(scored[0]) if len(scored) else tokens,
         **fields,
     )
 

@@ -1,7 +1,8 @@
 """Generation for many prompts, with a key-value cache: greedy, or sampled.
 
 Prefill runs one prompt at a time, without padding or a mask. Then the caches of a group are padded on the left to one
-length, and the group decodes together, one token per pass. A trial run detects models that do not support this.
+length, and the group decodes together, one token per pass. A trial run detects models that do not support this. A
+prompt whose RoPE would change as it grows (dynamic NTK, LongRoPE) is continued alone, without a cache.
 """
 
 # Why not `transformers.generate` (measured with 5.23): it reads a padded batch with a [B, 1, T, T] mask, 1 GiB for each
@@ -22,9 +23,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from lightning_modules.models.backbone import Backbone, CacheUse
+from lightning_modules.models.context_extension.length_dependent import forget_earlier_lengths, rotation_key
 from lightning_modules.models.lockstep import lockstep
 from lightning_modules.models.optimizations import eval_mode, last_layer_reads_from, no_autocast_cache, uncompiled
-from lightning_modules.tasks.sampling import Sampler
+from lightning_modules.tasks.sampling import Sampler, find_end_tokens
 from lightning_modules.tasks.teacher_forcing import padded_rows
 
 log = logging.getLogger(__name__)
@@ -57,10 +59,14 @@ def generate(
         samplers: For each prompt what draws its tokens.
     """
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    forget_earlier_lengths(backbone.base_model)  # for models that are not from `load_backbone`
     rows = [_Row(number, *row) for number, row in enumerate(zip(prompts, limits, strict=True))]
+    for row in rows:
+        lengths = len(row.prompt), row.max_length - 1  # of the first and the last pass
+        row.rotations = sorted({rotation_key(backbone.base_model.config, length) for length in lengths})
     backbone.check_length(max((row.max_length for row in rows), default=0))
     # Rows of a group decode until the last one is done, so group prompts with similar limits and lengths.
-    longest_first = sorted(rows, key=lambda row: (row.limit, len(row.prompt)), reverse=True)
+    longest_first = sorted(rows, key=lambda row: (row.rotations, row.limit, len(row.prompt)), reverse=True)
     with torch.no_grad(), no_autocast_cache(), eval_mode(backbone), lockstep(backbone) as run:
         decoder = _Decoder(backbone, run, stopped, samplers)
         for group in decoder.continue_rows(longest_first):
@@ -70,11 +76,12 @@ def generate(
 
 @dataclass
 class _Row:
-    """A prompt and its continuation so far."""
+    """A prompt and its continuation so far; without a cache if its passes have several ``rotations``."""
 
     number: int
     prompt: Sequence[int]
     limit: int
+    rotations: list[int] = field(default_factory=list)
     continuation: list[int] = field(default_factory=list)
     is_active: bool = True
 
@@ -96,7 +103,7 @@ class _Decoder:
         self.backbone = backbone
         self.run = run
         self.samplers = samplers
-        self.end_tokens = _find_end_tokens(backbone)
+        self.end_tokens = find_end_tokens(backbone)
         self.stopped = stopped
         self.use = cache_use(backbone)
 
@@ -114,7 +121,7 @@ class _Decoder:
                 group, caches, first = [], [], []
             # 2. Prefill: read the prompt, and keep its cache and the logits of its next token.
             group.append(row)
-            if self.use == "none":
+            if self.use == "none" or len(row.rotations) > 1:
                 first.append(_uncached_logits(self.backbone, self.run, row.prompt))
             else:
                 logits, cache = read_prompt(self.backbone, self.run, row.prompt)
@@ -125,11 +132,14 @@ class _Decoder:
             yield group
 
     def _is_full(self, group: list[_Row], caches: list[Cache], row: _Row, room: int) -> bool:
-        """Return whether the padded caches of a group leave no memory for another row."""
+        """Return whether a row cannot join a group, whose padded caches may leave no memory for it."""
         if self.use != "together" or len(group) == MAX_GROUP:
             return True
         longest_prompt = max(len(one.prompt) for one in (*group, row))
         tokens = longest_prompt + max(one.limit for one in (*group, row))
+        # The longest row rotates all of them, also when it is finished.
+        if not row.rotations == group[0].rotations == [rotation_key(self.backbone.base_model.config, tokens - 1)]:
+            return True
         bytes_per_token = _count_bytes(caches[0]) / len(group[0].prompt)
         return (len(group) + 1) * tokens * bytes_per_token > room
 
@@ -173,7 +183,9 @@ def read_prompt(backbone: Backbone, run: Callable[..., Any], prompt: Sequence[in
     batch = padded_rows([prompt], backbone.device)
     backbone.check_batch(batch)
     windowed = any(cache.is_sliding) and "flash" not in backbone.attention
-    chunk = WINDOWED_CHUNK if windowed else len(prompt)
+    # A chunk must not be rotated like a shorter text.
+    rotations = {rotation_key(backbone.base_model.config, length) for length in (WINDOWED_CHUNK, len(prompt))}
+    chunk = WINDOWED_CHUNK if windowed and len(rotations) == 1 else len(prompt)
     chunks = zip(batch["input_ids"].split(chunk, 1), batch["position_ids"].split(chunk, 1), strict=True)
     logits = torch.zeros(0)
     for tokens, positions in chunks:
@@ -295,10 +307,3 @@ def _can_be_stacked(backbone: Backbone) -> bool:
     layers = DynamicCache(config=config).layers
     chunked = getattr(config.get_text_config(decoder=True), "attention_chunk_size", None) is not None
     return not chunked and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
-
-
-def _find_end_tokens(backbone: Backbone) -> list[int]:
-    """Return the tokens of the generation config that end a continuation and are not part of it."""
-    ends = backbone.base_model.generation_config.eos_token_id if backbone.base_model.can_generate() else None
-    ends = backbone.base_model.config.get_text_config(decoder=True).eos_token_id if ends is None else ends
-    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)

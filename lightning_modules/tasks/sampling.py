@@ -13,6 +13,8 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveInt,
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lightning_modules.models.backbone import Backbone
+
 _TYPES: dict[str, Any] = {
     "temperature": restricted_number_type(None, float, [(">=", 0), ("<=", 100)]),
     "top_k": NonNegativeInt,
@@ -113,3 +115,10 @@ def make_samplers(sampling: Sequence[Sampling], prompts: Sequence[Sequence[int]]
         samplers.append(Sampler(each, prompt, seen[prompt]))
         seen[prompt] += 1
     return samplers
+
+
+def find_end_tokens(backbone: "Backbone") -> list[int]:
+    """Return the tokens of the generation config that end a continuation and are not part of it."""
+    ends = backbone.base_model.generation_config.eos_token_id if backbone.base_model.can_generate() else None
+    ends = backbone.base_model.config.get_text_config(decoder=True).eos_token_id if ends is None else ends
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)

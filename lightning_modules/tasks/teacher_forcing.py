@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.context_extension.length_dependent import rotation_key
 from lightning_modules.models.lockstep import lockstep
 from lightning_modules.models.optimizations import eval_mode
 from lightning_modules.models.scorer import Scorer
@@ -50,7 +52,8 @@ def teacher_forced(
     """
     results: dict[int, AnswerScores] = {}
     with torch.no_grad(), eval_mode(backbone), lockstep(backbone) as run:
-        for group in group_rows([len(question.input_ids) for question in questions], backbone.tokens_per_pass):
+        lengths = [len(question.input_ids) for question in questions]
+        for group in group_rows(lengths, backbone.tokens_per_pass, backbone):
             rows = [questions[index] for index in group]
             batch = padded_rows([question.input_ids for question in rows], backbone.device)
             backbone.check_batch(batch)
@@ -60,11 +63,19 @@ def teacher_forced(
     return [results[index] for index in range(len(questions))]
 
 
-def group_rows(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Group rows of similar length, longest first; a padded group has at most ``max_tokens`` tokens."""
+def group_rows(lengths: Sequence[int], max_tokens: int, backbone: Scorer) -> list[list[int]]:
+    """Group rows of similar length, longest first; a padded group has at most ``max_tokens`` tokens.
+
+    Rows of a group have the same `rotation_key`.
+    """
+    rotations = [0] * len(lengths)
+    if isinstance(backbone, Backbone):
+        rotations = [rotation_key(backbone.base_model.config, length) for length in lengths]
     groups: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= max_tokens:
+        first = groups[-1][0] if groups else row
+        fits = groups and (len(groups[-1]) + 1) * lengths[first] <= max_tokens
+        if fits and rotations[row] == rotations[first]:
             groups[-1].append(row)
         else:
             groups.append([row])

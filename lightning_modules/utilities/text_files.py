@@ -12,8 +12,8 @@ def read_text(file: str, *, may_be_blank: bool = False) -> str:
         raise ValueError(f"No file {file!r:.300}: pass UTF-8 text files, one document each.")
     if Path(file).suffix.lower() in (".json", ".jsonl", ".parquet"):
         raise ValueError(
-            f"'{file}' contains records, not one text: write each document to a text file, or score the file as a"
-            " corpus with `longce predict -c configs/score_corpus.yaml`. `longce inspect` shows one with `--row`."
+            f"'{file}' contains records, not one text: choose one with `--row`, or score the file as a corpus with"
+            " `longce predict -c configs/score_corpus.yaml`."
         )
     content = Path(file).read_bytes()
     try:

@@ -64,13 +64,13 @@ def check_config_files(arguments: Sequence[str]) -> None:
         if option not in ("-c", "--config") or not os.path.isfile(value):
             continue
         try:
-            load_config(value)
+            read_config(value)
         except (ValueError, yaml.YAMLError) as error:
             advice = " Save it as UTF-8 text." if isinstance(error, UnicodeDecodeError) else ""
             raise ValueError(f"The config '{value}' cannot be used: {error}{advice}") from error
 
 
-def load_config(file: str) -> Any:
+def read_config(file: str) -> Any:
     """Read a config with the checks of `use_checked_yaml`."""
     return yaml.load(Path(file).read_text(encoding="utf-8-sig"), Loader=get_yaml_default_loader())
 
@@ -94,7 +94,7 @@ def names_model_class(arguments: Sequence[str]) -> bool:
 
 
 def _config_names_class(file: str) -> bool:
-    config = load_config(file)
+    config = read_config(file)
     # The settings of one command, or of each command by its name.
     parts = [config, *config.values()] if isinstance(config, dict) else []
     for part in parts:

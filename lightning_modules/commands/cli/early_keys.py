@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from lightning_modules.commands.cli.config_files import list_options, load_config, names_model_class
+from lightning_modules.commands.cli.config_files import list_options, names_model_class, read_config
 from lightning_modules.commands.cli.errors import find_in_configs, stop_with_usage
 from lightning_modules.models.loading.config import ModelConfig
 
@@ -34,7 +34,7 @@ def _list_keys(arguments: Sequence[str]) -> Iterator[tuple[str, str, str]]:
     """Yield the config (empty for an option), the section and the name of each key."""
     for option, value in list_options(arguments):
         if option in ("-c", "--config") and Path(value).is_file():
-            config = load_config(value)
+            config = read_config(value)
             sections = config.items() if isinstance(config, dict) else ()
             for section, values in sections:
                 for key in values if isinstance(values, dict) else ():

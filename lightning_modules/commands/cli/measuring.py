@@ -1,12 +1,14 @@
 """Commands that measure models and compare results. Each parses its arguments first, and imports torch only to work."""
 
+import importlib
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse.typing import NonNegativeFloat, PositiveInt
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from lightning_modules.commands.cli.errors import ConciseParser
 from lightning_modules.scoring.config import ScoreConfig
@@ -20,12 +22,17 @@ def score_command(arguments: Sequence[str]) -> None:
     description += " With several `--model`s or `--context_extension`s, they are compared with the first one, and"
     description += " `output` is a folder."
     parser = make_parser("score", description, ScoreConfig)
-    parser.add_argument("files", nargs="+", type=str, help="UTF-8 text files, one document each.")
+    parser.add_argument("files", nargs="+", type=str, help="UTF-8 text files, or files of a corpus with `--row`.")
+    add_row_options(parser)
     arguments, others = split_repeated(arguments, "--model")
     arguments, extensions = split_repeated(arguments, "--context_extension")
     options = parse_options(parser, arguments)
-    for file in options["files"]:
-        read_text(file, may_be_blank=len(options["files"]) > 1)
+    row, column = options.pop("row"), options.pop("text_column")
+    if row is not None:
+        options["files"] = read_rows(options["files"], row, column)
+    else:
+        for file in options["files"]:
+            read_text(file, may_be_blank=len(options["files"]) > 1)
     ScoreConfig(**{name: value for name, value in options.items() if name != "files"}).check_names(others)
     if extensions:
         options["other_extensions"] = [yaml.safe_load(extension) for extension in extensions]
@@ -34,6 +41,38 @@ def score_command(arguments: Sequence[str]) -> None:
     for part in score_models([options.pop("model"), *others], **options):
         sys.stdout.write(f"{part}\n")
         sys.stdout.flush()
+
+
+def add_row_options(parser: Any) -> None:
+    """Add the options that choose a document in a file of a corpus."""
+    parser.add_argument("--row", type=NonNegativeInt | None, help="Row of a .parquet file, or line of a .jsonl file.")
+    parser.add_argument("--text_column", type=str, default="text", help="Column or field of the text, with `--row`.")
+
+
+def read_rows(files: Sequence[str], row: int, text_column: str) -> dict[str, str]:
+    """Read the same row of each file; return the texts by name. For the errors see `read_row`."""
+    texts: dict[str, str] = {}
+    for file in files:
+        name, text = read_row(file, row, text_column)
+        if name in texts:
+            raise ValueError(f"'{file}' has the name of another file: score them one by one.")
+        texts[name] = text
+    return texts
+
+
+def read_row(file: str, row: int, text_column: str) -> tuple[str, str]:
+    """Return name and text of a row of a parquet file, or of a line of a JSON-lines file, from 0 as in scores.
+
+    Raises:
+        FileNotFoundError: If the file does not exist.
+        ValueError: If the document does not exist or cannot be scored.
+    """
+    datamodules = importlib.import_module("datamodules")  # this package may not import it statically
+    for ref, text in datamodules.DocumentCorpus(file, text_column=text_column).documents({Path(file).name: [row]}):
+        if ref.error is not None or not text.strip():
+            raise ValueError(f"Row {row} of '{file}' cannot be scored: {ref.error or 'it is only white space'}.")
+        return f"{Path(file).name}-{row}", text
+    raise ValueError(f"'{file}' has no row {row}: rows and lines count from 0, and blank lines are not documents.")
 
 
 def evaluate_command(arguments: Sequence[str]) -> None:

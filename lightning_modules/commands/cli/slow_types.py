@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_modules.commands.cli.config_files import CONFIGS, list_options, load_config
+from lightning_modules.commands.cli.config_files import CONFIGS, list_options, read_config
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.loading.config import is_served
 from lightning_modules.models.loading.dtypes import (
@@ -59,7 +59,7 @@ def _find_packaged_source(name: str, words: Sequence[str]) -> str | None:
     for option, value in list_options(words):
         if option in (f"--{name}", f"--{name.partition('.')[0]}"):
             found = None
-        elif option in ("-c", "--config") and Path(value).is_file() and _sets(load_config(value), name):
+        elif option in ("-c", "--config") and Path(value).is_file() and _sets(read_config(value), name):
             is_packaged = Path(value).resolve().is_relative_to(CONFIGS.resolve())
             found = f"configs/{Path(value).resolve().relative_to(CONFIGS.resolve())}" if is_packaged else None
     return found

@@ -22,7 +22,7 @@ from lightning_modules.training.monitoring.numerics import read_numerics
 from lightning_modules.utilities.identity import shorten_hashes
 from lightning_modules.utilities.statistics import UNITS
 
-AXES = {"optimizer steps": "step", "tokens": "train/tokens", "GPU hours": "train/gpu_hours"}
+AXES = {"optimizer steps": "step", "tokens": "train/tokens", "device hours": "train/gpu_hours"}
 """Measures of the progress of a training, each with its scalar."""
 
 _COLUMNS = [*dict.fromkeys(name for pair in UNITS.items() for name in pair)]

@@ -26,7 +26,7 @@ _SMALLEST = 1e-3
 _WIDTH = 4.4
 """Width of the picture in inches."""
 _NOTED_COST = 1.1
-"""Ratio of GPU hours that is worth a sentence; smaller ones are noise of the machine."""
+"""Ratio of device hours that is worth a sentence; smaller ones are noise of the machine."""
 _SETTINGS = 3
 """Differing settings that the verdict names."""
 
@@ -43,6 +43,7 @@ class Ratio(NamedTuple):
     interval: Interval | None
     documents: int
     units: int  # tokens or bytes that the run's number is over
+    total: int = 0  # documents that both have, also those without such units
 
     @property
     def outcome(self) -> Outcome:
@@ -78,7 +79,7 @@ def measure_ratios(runs: Sequence[ComparedRun], baseline: ComparedRun) -> list[R
                 value, interval = paired_ratio(shared, kind)
                 if not math.isnan(value):
                     units = int(counted[UNITS[kind]].sum())
-                    found.append(Ratio(cell, name, kind, value, interval, len(counted), units))
+                    found.append(Ratio(cell, name, kind, value, interval, len(counted), units, len(shared)))
     return found
 
 
@@ -92,7 +93,7 @@ def write_verdict(runs: Sequence[ComparedRun], baseline: ComparedRun, differing:
             sentences.append(_judge(run.name, baseline.name, own))
     if not sentences:
         return []
-    sentences += _name_own_evaluators(runs) + _compare_training(runs) + _name_settings(differing)
+    sentences += _name_own_evaluators(runs) + _compare_training(runs) + _name_settings(differing, runs)
     noise = "; another seed of the training may change more" if any(run.scalars.get("step") for run in runs) else ""
     sentences.append(f"Intervals (95%) are about the choice of documents{noise}.")
     return sentences
@@ -113,7 +114,10 @@ def _judge(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
         "tie": f"`{name}` and `{baseline}` cannot be told apart on key tokens",
         "unknown": f"`{name}` and `{baseline}` were compared on too few documents to tell",
     }[ratio.outcome]
-    over = f"{ratio.documents:,} documents with {ratio.units:,} key {'tokens' if ratio.kind == 'longppl' else 'bytes'}"
+    units = f"{ratio.units:,} key {'tokens' if ratio.kind == 'longppl' else 'bytes'}"
+    over = f"{ratio.documents:,} documents with {units}"
+    if ratio.documents < ratio.total:
+        over = f"{units} of {ratio.documents:,} of {ratio.total:,} documents, because the others have none"
     place = shorten_cell(ratio.cell)
     return f"{claim}: {_name_with_verb(ratio.kind)} {ratio}, over {over} ({place}). {_judge_all_tokens(of_all)}"
 
@@ -187,7 +191,7 @@ def _compare_training(runs: Sequence[ComparedRun]) -> list[str]:
     unequal = []
     for axis, scalar in AXES.items():
         last = {run.name: max(run.scalars[scalar].values()) for run in runs if run.scalars.get(scalar)}
-        if axis != "GPU hours" and len({round(value) for value in last.values()}) > 1:
+        if axis != "device hours" and len({round(value) for value in last.values()}) > 1:
             values = ", ".join(f"`{name}` {value:,.0f}" for name, value in last.items())
             unequal.append(f"{axis} ({values})")
     sentences = [f"They were not trained equally: {' and '.join(unequal)}."] if unequal else []
@@ -196,16 +200,20 @@ def _compare_training(runs: Sequence[ComparedRun]) -> list[str]:
     }
     if hours and max(hours.values()) > _NOTED_COST * min(hours.values()):
         values = ", ".join(f"`{name}` {value:.3g}" for name, value in hours.items())
-        sentences.append(f"They did not cost the same: GPU hours are {values}.")
+        sentences.append(f"They did not cost the same: device hours are {values}.")
     return sentences
 
 
-def _name_settings(differing: Sequence[Sequence[str]]) -> list[str]:
-    """Return a sentence on the settings that differ, the model's first."""
+def _name_settings(differing: Sequence[Sequence[str]], runs: Sequence[ComparedRun]) -> list[str]:
+    """Return a sentence on the settings that differ, the model's first, with the value of each run by name."""
     if not differing:
         return []
+    names = [run.name for run in runs if run.config] or [run.name for run in runs]
     ordered = sorted(differing, key=lambda row: not row[0].startswith("model."))
-    named = [f"`{row[0]}` ({', '.join(_shorten(value) for value in row[1:])})" for row in ordered[:_SETTINGS]]
+    named = []
+    for setting, *values in ordered[:_SETTINGS]:
+        pairs = [f"`{name}`: {_shorten(value)}" for name, value in zip(names, values, strict=True)]
+        named.append(f"`{setting}` ({'; '.join(pairs)})")
     rest = len(ordered) - len(named)
     more = f" and {rest} more setting{'s' if rest > 1 else ''} (below)" if rest else ""
     return [f"They differ in {', '.join(named)}{more}."]

@@ -56,7 +56,7 @@ def _format_run(row: dict[str, Any]) -> list[str]:
     numbers = [row["tokens_per_second"], row["hours"], row["gpu_hours"], row["price"]]
     return [
         f"{name} *" if row["configured"] else name,
-        f"{row['tflop']:,.4g}",
+        format_number(row["tflop"]),
         *("" if each is None else f"{each:+.0%}" for each in overheads),
         format_duration(row["step_seconds"]),
         *(format_number(each) if each else "" for each in numbers),
@@ -80,7 +80,7 @@ def _format_scoring(plan: dict[str, Any]) -> Iterator[str]:
         f"SCORING a document of {scoring['document_tokens']:,} tokens on one GPU (LongPPL,"
         f" K={scoring['context_length']}, d={scoring['stride']})"
     )
-    rows = [[row["pass"], f"{row['tflop']:,.4g}", format_duration(row["seconds"])] for row in scoring["passes"]]
+    rows = [[row["pass"], format_number(row["tflop"]), format_duration(row["seconds"])] for row in scoring["passes"]]
     yield _format_table(["", "TFLOP", "time"], *rows)
     if (evaluator := scoring["evaluator"]) is not None:
         yield f"  evaluator: {evaluator['name']}, {_format_size(evaluator['parameters'])}"

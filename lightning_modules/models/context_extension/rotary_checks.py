@@ -17,7 +17,7 @@ def check_static(config: PreTrainedConfig, *, compares: bool) -> None:
     Without ``compares``, for a run that does not compare long and short contexts, LongRoPE is allowed.
     """
     for parameters in rope_parameter_sets(config):
-        if _depends_on_length(parameters) and (compares or parameters["rope_type"] == "dynamic"):
+        if depends_on_length(parameters) and (compares or parameters["rope_type"] == "dynamic"):
             raise ValueError(
                 f"RoPE of type '{parameters['rope_type']}' depends on the length of the text, so that"
                 f" {'a long and a short context cannot be compared' if compares else 'training has no fixed rotation'}."
@@ -47,11 +47,12 @@ def check_rotary(model: PreTrainedModel) -> None:
         if getattr(config, "model_type", None) not in ARCHITECTURES or "inv_freq" not in module._buffers:
             continue
         # Dynamic NTK and LongRoPE replace them in a forward pass.
-        if not any(map(_depends_on_length, rope_parameter_sets(config))):
+        if not any(map(depends_on_length, rope_parameter_sets(config))):
             _check_frequencies(name, module)
 
 
-def _depends_on_length(parameters: dict[str, Any]) -> bool:
+def depends_on_length(parameters: dict[str, Any]) -> bool:
+    """Return whether RoPE with these parameters has other frequencies for longer texts."""
     kind = parameters.get("rope_type")
     return kind == "dynamic" or (kind == "longrope" and parameters.get("short_factor") != parameters.get("long_factor"))
 

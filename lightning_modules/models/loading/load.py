@@ -16,6 +16,7 @@ from transformers.utils.import_utils import KERNELS_MAX_VERSION, KERNELS_MIN_VER
 
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.context_extension.length_dependent import forget_earlier_lengths
 from lightning_modules.models.context_extension.methods import extend_config
 from lightning_modules.models.context_extension.rope_types import own_type
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
@@ -75,6 +76,7 @@ def load_backbone(
             model = AutoModelForCausalLM.from_config(stored, **{**settings, "dtype": dtype})
         if with_weights:
             check_rotary(model)
+        forget_earlier_lengths(model)
         enable_checkpointing(model, config.gradient_checkpointing, offload=config.offload_activations)
         if autocast and config.residual_dtype == "bfloat16":
             use_bfloat16_residual(model)

@@ -2,21 +2,46 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerFast
 
 
+class EncodedText(NamedTuple):
+    """Tokens of a text, each with its character span.
+
+    The first ``added`` tokens are special tokens that the tokenizer puts before a text: context that is never scored.
+    Those that it puts after a text are left out, because they are not part of it, and nothing follows them.
+    """
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+    added: int
+
+
 def encode_text(
     text: str, tokenizer: PreTrainedTokenizerFast, *, name: str = "text", add_special_tokens: bool = False
-) -> Encoding:
-    """Tokenize a text; ``name`` is what an error calls it.
-
-    The backend is used, because the tokenizer itself would warn about its maximum sequence length.
+) -> EncodedText:
+    """Tokenize a text to be scored or continued; every such text becomes tokens here, and an error calls it ``name``.
 
     Raises:
         ValueError: If the tokenizer fails on this text.
     """
+    encoding = _encode(text, tokenizer, name, add_special_tokens)
+    special = encoding.special_tokens_mask  # 1 for added tokens only: a special token that the text spells out has 0
+    if not all(special):
+        added = special.index(0)
+    else:  # an empty text, which does not show which of them precede it
+        added = [*_encode("a", tokenizer, name, True).special_tokens_mask[: len(special)], 0].index(0)
+    end = len(special)
+    while end > added and special[end - 1]:
+        end -= 1
+    return EncodedText(encoding.ids[:end], encoding.offsets[:end], added)
+
+
+def _encode(text: str, tokenizer: PreTrainedTokenizerFast, name: str, add_special_tokens: bool) -> Encoding:
+    # The backend itself: the tokenizer would warn of its maximum sequence length.
     try:
         with panics_caught():
             return tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -7,16 +7,16 @@ from pathlib import Path
 from weakref import WeakSet
 
 import torch
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
-from lightning_modules.batch import PackedBatch, pack_sequence
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch, pack_sequence
 from lightning_modules.functional import character_units, unit_spans
 from lightning_modules.models.loading.gguf import model_folder
-from lightning_modules.models.tokenization.encoding import encode_text, panics_caught
+from lightning_modules.models.tokenization.encoding import EncodedText, encode_text, panics_caught
 from lightning_modules.models.tokenization.expansion import check_expansion
 
 _TOKENIZER_FILES = ("tokenizer.*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -159,25 +159,27 @@ def encode_document(
 
     All tokens but the first are scored. A text of more than ``max_tokens`` is cut after the last complete character,
     and tokenized again, so that its tokens are those of the text that it returns. Special tokens that the tokenizer
-    adds, such as ``<s>``, have empty offsets.
+    adds before the text, such as ``<s>``, have empty offsets and are not scored; those after it are left out.
     """
     if not text.strip():
         raise ValueError(f"Document '{name}' is empty: there is nothing to score. Remove it or check its path.")
-    encoding = encode_text(text, tokenizer, name=name, add_special_tokens=add_special_tokens)
+    encoded = encode_text(text, tokenizer, name=name, add_special_tokens=add_special_tokens)
     # A loop, because a cut text may have more tokens than before: its last word has lost its end.
-    while (end := _cut(encoding, max_tokens)) is not None:
+    while (end := _cut(encoded, max_tokens)) is not None:
         text = text[:end]
         if not text.strip():
             raise ValueError(
                 f"The first `max_tokens` = {max_tokens} tokens of document '{name}' are white space: increase it."
             )
-        encoding = encode_text(text, tokenizer, name=name, add_special_tokens=add_special_tokens)
-    ids = torch.tensor(encoding.ids[:max_tokens], dtype=torch.int64)
-    offsets = torch.tensor(encoding.offsets[:max_tokens], dtype=torch.int64)
-    if len(ids) == 0:
+        encoded = encode_text(text, tokenizer, name=name, add_special_tokens=add_special_tokens)
+    ids = torch.tensor(encoded.ids[:max_tokens], dtype=torch.int64)
+    offsets = torch.tensor(encoded.offsets[:max_tokens], dtype=torch.int64)
+    if len(ids) == encoded.added:
         raise ValueError(f"The tokenizer '{tokenizer.name_or_path}' finds no token in document '{name}'.")
     _warn_of_unread_text(text, ids, offsets, tokenizer, name)
-    return PackedBatch(**pack_sequence([ids]), text=[text], offsets=offsets.unsqueeze(0), names=[name])
+    batch = pack_sequence([ids])
+    batch["labels"][:, : encoded.added] = IGNORE_INDEX
+    return PackedBatch(**batch, text=[text], offsets=offsets.unsqueeze(0), names=[name])
 
 
 def _warn_of_unread_text(
@@ -200,11 +202,11 @@ def _warn_of_unread_text(
     )
 
 
-def _cut(encoding: Encoding, max_tokens: int | None) -> int | None:
+def _cut(encoded: EncodedText, max_tokens: int | None) -> int | None:
     """Return the number of complete characters in the first tokens, or None if the text need not be cut."""
-    if max_tokens is None or len(encoding.ids) <= max_tokens:
+    if max_tokens is None or len(encoded.ids) <= max_tokens:
         return None
-    offsets = encoding.offsets
+    offsets = encoded.offsets
     # A character whose bytes are in several tokens must not be divided.
     left_out = [start for start, end in offsets[max_tokens:] if end > start]
     if not left_out:

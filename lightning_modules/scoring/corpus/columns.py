@@ -50,7 +50,8 @@ def document_scores(
     Returns:
         Values by the names in `COLUMNS`, or None if the document is too short; sums are float64:
 
-        - ``tokens``, ``scored_tokens`` (all but the first), ``compared_tokens`` (with a short context), ``key_tokens``;
+        - ``tokens``, ``scored_tokens`` (without the first, and without special tokens), ``compared_tokens`` (with a
+          short context), ``key_tokens``;
         - ``key_token_ratio``: fraction of the compared tokens that are key tokens;
         - ``tokens_sharing_characters``, ``tokens_without_characters``: fractions of the tokens; they matter only for
           evaluated models with another tokenizer;
@@ -69,11 +70,11 @@ def document_scores(
     values: dict[str, int | float | None] = dict.fromkeys(COLUMNS)
     values |= {
         "tokens": tokens,
-        "scored_tokens": tokens - 1,
+        "scored_tokens": tokens - scores.unscored,
         "compared_tokens": max(tokens - start, 0),
         "key_tokens": int(key.sum()),
         **measure_coverage(Tokens(scores.token_ids, scores.offsets), None, "tokens").fractions(),
-        "perplexity": _compute_perplexity(long[1:]),  # the first token has no context
+        "perplexity": _compute_perplexity(long[scores.unscored :]),
     }
     if tokens > start:
         # Thirds of all tokens: the first has a mean only if it extends beyond K + d.

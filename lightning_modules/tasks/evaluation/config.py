@@ -22,7 +22,7 @@ Truncation = Literal["middle", "left"]
 SOURCES = ("haystack", "squad", "hotpot", "nq_open")
 """Options that name texts from which questions are made."""
 
-_LONGCE_OPTIONS = (*SOURCES, "depths", "documents", "seed", "add_special_tokens")
+_LONGCE_OPTIONS = (*SOURCES, "depths", "documents", "seed")
 _HARNESS_OPTIONS = (
     *("include_path", "num_fewshot", "fewshot_as_multiturn", "limit", "max_length", "truncation"),
     "log_samples",
@@ -57,7 +57,7 @@ class TaskConfig:
             template.
         gen_kwargs: Arguments of generation, such as ``temperature=0.8,top_p=0.95,top_k=50,seed=1,max_gen_toks=64``;
             they replace those of each task. Greedy by default.
-        add_special_tokens: Whether the tokenizer adds special tokens to prompts without a chat template.
+        add_special_tokens: Whether the tokenizer adds special tokens before prompts without a chat template.
         include_path: Folder of additional harness tasks, which take precedence over those of the harness.
         num_fewshot: Number of few-shot examples of harness tasks; by default as each task specifies.
         limit: Number of questions per harness task, or a fraction below 1; all by default.
@@ -138,6 +138,7 @@ class EvaluationConfig(TaskConfig, LoadingOptions):
     Args:
         model: Hub id or local folder; for teacher-forced questions also the addresses of servers.
         output: Folder for the results and the report; results already there are reused.
+        revision: Branch, tag or commit of the model on the hub.
         tokenizer: Hub id or local folder of the tokenizer; by default the model's. A served model needs it.
         server: How a served model is asked.
         device: Device such as ``cuda:0`` or ``cpu``; ``auto`` is the GPU of this process, or the CPU.
@@ -148,6 +149,7 @@ class EvaluationConfig(TaskConfig, LoadingOptions):
 
     model: str
     output: str
+    revision: str | None = None
     tokenizer: str | None = None
     server: ServerConfig | None = None
     device: str = "auto"

@@ -173,7 +173,7 @@ def figures(summary: Summary) -> dict[str, Figure]:
     """Draw the figures that have data, by name: ``lengths``, ``heat_map``, ``heat_maps``, ``depths``."""
     found: dict[str, Figure] = {}
     if summary.scores:
-        found["lengths"] = score_by_length(summary.scores, summary.averages)
+        found["lengths"] = score_by_length(summary.scores, summary.averages, ruler=summary.effective_length is not None)
     drawn = drawn_heat_maps(summary)
     if summary.heat_maps:
         name, matrix = next(iter(summary.heat_maps.items()))
@@ -207,8 +207,8 @@ def _describe_cells(name: str, summary: Summary) -> str:
     return f" A cell has {between} questions.{empty}"
 
 
-def score_by_length(scores: Mapping[tuple[str, int], Score], averages: Mapping[int, float]) -> Figure:
-    """Draw a line for each task, a thick line for their average, and RULER's threshold."""
+def score_by_length(scores: Mapping[tuple[str, int], Score], averages: Mapping[int, float], *, ruler: bool) -> Figure:
+    """Draw a line for each task, a thick line for their average, and for ``ruler``'s tasks their threshold."""
     tasks = list(dict.fromkeys(task for task, _ in scores))
     width, height = PANEL
     figure = Figure(figsize=(width, height + 0.09 * len(tasks)), layout="constrained")
@@ -223,7 +223,8 @@ def score_by_length(scores: Mapping[tuple[str, int], Score], averages: Mapping[i
             axis.vlines(lengths, *ends.T, color=color, lw=0.8)
     if len(tasks) > 1:
         axis.plot(list(averages), list(averages.values()), "o-", color=INK, lw=2.5, markersize=5, label="average")
-    axis.axhline(RULER_THRESHOLD, color=COLORS[-1], ls=":", lw=1, label=f"RULER's threshold, {RULER_THRESHOLD}")
+    if ruler:
+        axis.axhline(RULER_THRESHOLD, color=COLORS[-1], ls=":", lw=1, label=f"RULER's threshold, {RULER_THRESHOLD}")
     ticks = sorted({length for _, length in scores})
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [short(length) for length in ticks])

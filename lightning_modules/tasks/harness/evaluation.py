@@ -59,7 +59,8 @@ class HarnessEvaluation:
             check_chat_template(tokenizer, config.system_instruction)
         self.config, self.words, self.tokenizer = config, tasks, tokenizer
         settings: dict[str, Any] = {**provenance._asdict(), "max_length": max_length, "lm_eval": version("lm_eval")}
-        for option in ("num_fewshot", "limit", "truncation", "chat_template", "system_instruction"):
+        names = ("num_fewshot", "limit", "truncation", "chat_template", "system_instruction", "add_special_tokens")
+        for option in names:
             settings[option] = getattr(config, option)
         # The default, also if it is given explicitly, is null.
         multiturn = None if config.as_multiturn == config.chat_template else config.as_multiturn

@@ -20,6 +20,7 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.lockstep import lockstep
 from lightning_modules.models.optimizations import eval_mode, last_layer_reads_from, no_autocast_cache
 from lightning_modules.models.tokenization.chat_templates import render_chat
+from lightning_modules.models.tokenization.encoding import encode_text
 from lightning_modules.tasks.evaluation.config import TaskConfig
 from lightning_modules.tasks.generation import generate
 from lightning_modules.tasks.sampling import make_samplers, read_sampling
@@ -72,8 +73,13 @@ class HarnessModel(TemplateLM):
     @property
     @override
     def prefix_token_id(self) -> int:
-        first = self.tokenizer.bos_token_id
-        return int(self.tokenizer.eos_token_id if first is None else first)
+        for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
+            if token is not None:
+                return int(token)
+        raise ValueError(
+            f"The tokenizer '{self.tokenizer.name_or_path}' has neither a BOS nor an EOS token, one of which a text"
+            " without context follows in the harness: set `bos_token` in its tokenizer_config.json."
+        )
 
     @property
     @override
@@ -92,9 +98,9 @@ class HarnessModel(TemplateLM):
     @override
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         if add_special_tokens is None:  # a chat template has already added them
-            add_special_tokens = not string.startswith(str(self.tokenizer.decode([self.prefix_token_id])))
-        # The backend itself: it does not warn of a "maximum sequence length".
-        return list(self.tokenizer.backend_tokenizer.encode(string, add_special_tokens=add_special_tokens).ids)
+            has_prefix = string.startswith(str(self.tokenizer.decode([self.prefix_token_id])))
+            add_special_tokens = self.task_config.add_special_tokens and not has_prefix
+        return encode_text(string, self.tokenizer, add_special_tokens=add_special_tokens).ids
 
     @override
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -120,7 +126,9 @@ class HarnessModel(TemplateLM):
         windows: list[Continuation] = []
         window_texts: list[int] = []  # the text of each window
         for number, request in enumerate(requests):
-            tokens = self.tok_encode(request.args[0])
+            tokens = self.tok_encode(request.args[0], add_special_tokens=False)  # the prefix is given apart
+            if tokens[:1] == [self.prefix_token_id]:
+                tokens = tokens[1:]
             for window in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1):
                 windows.append(Continuation(*make_disjoint_window(window)))
                 window_texts.append(number)
@@ -166,14 +174,17 @@ class HarnessModel(TemplateLM):
         return any(stop in end for stop in stops)
 
     def _truncate_prompt(self, prompt: list[int], length: int) -> list[int]:
-        """Truncate a prompt to ``length`` tokens; raise a ``ValueError`` if that leaves none."""
+        """Truncate a prompt to ``length`` tokens; raise a ``ValueError`` if that leaves none.
+
+        An empty prompt becomes the prefix token, because a model needs at least one token.
+        """
         if length < 1:
             raise ValueError(
                 f"A task generates {self.max_length - length} tokens, which leaves no room for the prompt in"
                 f" `max_length` = {self.max_length}: remove the task, or use a model with a longer context."
             )
         if len(prompt) <= length:
-            return prompt
+            return prompt or [self.prefix_token_id]
         self.truncated += 1
         front = length // 2 if self.task_config.truncation == "middle" else 0
         return prompt[:front] + prompt[len(prompt) - (length - front) :]
@@ -206,7 +217,7 @@ def score_continuations(
     texts = list(rows)
     found: dict[int, ContinuationScore] = {}
     with torch.no_grad(), no_autocast_cache(), eval_mode(backbone), lockstep(backbone) as run:
-        for group in group_rows([len(text) for text in texts], batch_tokens)[own_slice()]:
+        for group in group_rows([len(text) for text in texts], batch_tokens, backbone)[own_slice()]:
             batch = [texts[row] for row in group]
             members = [(row, index) for row, text in enumerate(batch) for index in rows[text]]
             asked = [(row, continuations[index]) for row, index in members]

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tokenizers import Encoding
 from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.models.tokenization.chat_templates import check_chat_template, render_chat, user_turn
-from lightning_modules.models.tokenization.encoding import encode_text
+from lightning_modules.models.tokenization.encoding import EncodedText, encode_text
 
 
 class ForcedAnswer(NamedTuple):
@@ -52,7 +51,7 @@ class Prompter:
 
     def encode(self, prompt: str, answer_prefix: str) -> list[int]:
         """Return the token ids of a question."""
-        return self._encode_text(self.text(prompt, answer_prefix))[0]
+        return self._encode_text(self.text(prompt, answer_prefix)).ids
 
     def count(self, prompt: str, answer_prefix: str) -> int:
         """Return the number of tokens of a question."""
@@ -67,8 +66,7 @@ class Prompter:
         if self.chat_template and not answer_prefix:
             target = target.lstrip()
         text = self.text(prompt, answer_prefix)
-        ids, encoding = self._encode_text(text + target)
-        offsets = encoding.offsets  # once: each access makes a list of all tokens
+        ids, offsets, _ = self._encode_text(text + target)
         # A tokenizer may join the last character of the question with the first of the answer.
         start = next((i for i, (a, b) in enumerate(zip(asked, ids, strict=False)) if a != b), min(len(asked), len(ids)))
         spans, stop = [], len(text)
@@ -82,9 +80,5 @@ class Prompter:
                 spans.append((tokens[0], tokens[-1] + 1))
         return ForcedAnswer(ids, start, spans)
 
-    def _encode_text(self, text: str) -> tuple[list[int], Encoding]:
-        """Return ids and encoding, without a final end-of-text token, after which the model would have to answer."""
-        encoding = encode_text(text, self.tokenizer, name="question", add_special_tokens=self.add_special_tokens)
-        ids, end = list(encoding.ids), self.tokenizer.eos_token_id
-        ends = bool(ids) and ids[-1] == end != self.tokenizer.bos_token_id
-        return ids[:-1] if ends else ids, encoding
+    def _encode_text(self, text: str) -> EncodedText:
+        return encode_text(text, self.tokenizer, name="question", add_special_tokens=self.add_special_tokens)

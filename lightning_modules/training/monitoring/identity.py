@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.identity import hub_commit, model_identity
 from lightning_modules.models.loading.load import has_weights
+from lightning_modules.training.checkpoints.resume import run_folder
 from lightning_modules.training.checkpoints.spans import name_object
 from lightning_modules.training.facts import run_facts
 from lightning_modules.training.monitoring.event_files import list_event_files, remove_events
@@ -91,6 +92,12 @@ class RunIdentity(Callback):
                 _add_hparams_tab(logger, self._values, [*bests, *bests.values()])
             logger.save()  # as Lightning does after its own rows, or a kill would lose these
         self._has_tab = True
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Name the folder of the run."""
+        if self._values and trainer.loggers and trainer.is_global_zero:
+            rank_zero_info(f"The run is in {run_folder(trainer)}.")
 
     @override
     def state_dict(self) -> dict[str, Any]:

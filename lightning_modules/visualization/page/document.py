@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.models.progress import count_tokens, show_progress
 from lightning_modules.models.tokenization.detokenization import token_texts
 from lightning_modules.scoring.config import InspectConfig
@@ -49,8 +50,9 @@ def inspect_document(
         with show_progress([document], "model", [document["labels"].numel()]):
             log_likelihood = model.log_likelihood(document)[0].float()
         tokens = document_tokens(document)
+        unscored = int(document["labels"][0].eq(IGNORE_INDEX).sum())  # special tokens are all at the start
         key = scorer.evaluate(text, tokens, device=device, name=name).key
-        evaluated.append(ModelScores(model.name, tokens, log_likelihood, key, str(model.provenance)))
+        evaluated.append(ModelScores(model.name, tokens, log_likelihood, key, str(model.provenance), unscored))
     return Inspection(
         name=name,
         text=text,

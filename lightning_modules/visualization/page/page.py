@@ -35,8 +35,8 @@ _SCRIPTS = ("data.js", "key_tokens.js", "blocks.js", "card.js", "charts.js", "ma
 class ModelScores(NamedTuple):
     """A model that is evaluated on the key tokens, with its ``[M]`` tokens of the document.
 
-    Log-likelihoods are float32 nats given all preceding tokens; token 0 is not scored. ``key`` marks its key tokens,
-    and ``provenance`` identifies its content and numerics for readers.
+    Log-likelihoods are float32 nats given all preceding tokens; the first ``unscored`` are not scored. ``key`` marks
+    its key tokens, and ``provenance`` identifies its content and numerics for readers.
     """
 
     name: str
@@ -44,10 +44,11 @@ class ModelScores(NamedTuple):
     log_likelihood: Tensor
     key: Tensor
     provenance: str = ""
+    unscored: int = 1
 
     def perplexities(self) -> tuple[float, float]:
         """Return LongPPL and perplexity."""
-        return perplexities(self.log_likelihood, self.key)
+        return perplexities(self.log_likelihood, self.key, self.unscored)
 
 
 @dataclass(repr=False)
@@ -118,7 +119,7 @@ class Inspection:
             numbers = {"longppl": longppl, "perplexity": perplexity, "short_name": self._shorten(model.name)}
             models.append({"name": model.name, "provenance": model.provenance, **numbers})
         key = evaluator_key_tokens(scores, alpha=self.alpha, beta=self.beta)
-        longppl, perplexity = map(_format_perplexity, perplexities(scores.long, key))
+        longppl, perplexity = map(_format_perplexity, perplexities(scores.long, key, scores.unscored))
         longest_short = scores.context_length + scores.stride - 1
         return {
             "name": self.name,
@@ -190,10 +191,11 @@ class Inspection:
         return torch.cat([self.scores.token_ids, *shown]).unique()
 
 
-def perplexities(log_likelihood: Tensor, key: Tensor) -> tuple[float, float]:
-    """Return LongPPL and perplexity of ``[N]`` tokens without token 0, which is not scored."""
-    longppl = long_perplexity(log_likelihood[1:], key[1:])
-    perplexity = long_perplexity(log_likelihood[1:], torch.ones_like(key[1:]))
+def perplexities(log_likelihood: Tensor, key: Tensor, unscored: int = 1) -> tuple[float, float]:
+    """Return LongPPL and perplexity of ``[N]`` tokens, of which the first are not scored."""
+    scored = torch.arange(len(key)) >= unscored
+    longppl = long_perplexity(log_likelihood, key & scored)
+    perplexity = long_perplexity(log_likelihood, scored)
     return float(longppl), float(perplexity)
 
 

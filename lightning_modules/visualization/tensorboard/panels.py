@@ -105,10 +105,11 @@ class EvaluationPanels:
 
     def _draw_scores(self, writer: Any, documents: Sequence[TokenScores], scored_by: str, step: int) -> None:
         """Draw the density of LSD and LCL over all documents of a model, and their loss by context length."""
-        long, short = (torch.cat([getattr(s, name)[1:] for s in documents]) for name in ("long", "short"))
+        long = torch.cat([s.long[s.unscored :] for s in documents])
+        short = torch.cat([s.short[s.unscored :] for s in documents])
+        key = torch.cat([self._key_tokens(s)[s.unscored :] for s in documents])
         positions = PositionSums(3)
-        key = torch.cat([self._key_tokens(s)[1:] for s in documents])
-        positions.add(torch.cat([torch.arange(1, len(s.long)) for s in documents]), -long, -short, key)
+        positions.add(torch.cat([torch.arange(s.unscored, len(s.long)) for s in documents]), -long, -short, key)
         title = f"{scored_by}, {len(documents):,} documents"
         if (long != short).any():
             figure = benefit_figure(long, short, **self.thresholds, title=title)

@@ -217,6 +217,16 @@ def test_first_words_are_one_short_line(text, line):
     assert shorten_text(text) == line
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_progress_knows_the_number_of_lines_however_long_they_are(name, word_tokenizer, tmp_path):
+    texts = ["a b " * (2000 if number % 3 else 1) for number in range(500)]
+    lines = [json.dumps({"text": text}) + "\n" * (1 + number % 2) for number, text in enumerate(texts)]
+    (tmp_path / name).write_bytes(gzip.compress("".join(lines).encode()) if "gz" in name else "".join(lines).encode())
+    corpus = DocumentCorpus(str(tmp_path), tokenizer=word_tokenizer, num_workers=0)
+    corpus.setup("predict")
+    assert corpus.expected() == 500
+
+
 def test_settings_of_the_data_module(folder, word_tokenizer):
     corpus = DocumentCorpus(str(folder / "b.jsonl"), tokenizer=word_tokenizer, num_workers=0, max_tokens=2)
     corpus.setup("predict")

@@ -31,8 +31,9 @@ def test_text_is_exactly_that_of_the_kept_tokens(byte_tokenizer, length):
 
 def test_special_tokens_stand_for_no_characters(bos_eos_tokenizer):
     row = dataset(bos_eos_tokenizer, "a b", add_special_tokens=True)[0]
-    assert row["input_ids"].tolist() == [8, 1, 2, 0]
-    assert row["offsets"].tolist() == [[0, 0], [0, 1], [2, 3], [0, 0]]
+    assert row["input_ids"].tolist() == [8, 1, 2], "nothing follows a text"
+    assert row["labels"].tolist() == [IGNORE_INDEX, 1, 2]
+    assert row["offsets"].tolist() == [[0, 0], [0, 1], [2, 3]]
     assert row["text"] == "a b"
 
 

@@ -176,6 +176,31 @@ def test_examples_that_cannot_be_trained_on_are_refused(example, named):
         collate_examples([example])
 
 
+class OnDevice(torch.Tensor):
+    """A tensor that, like one on an accelerator, is no array before it is copied."""
+
+    def __array__(self, *_):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_examples_may_be_on_an_accelerator(batched):
+    rows = {"input_ids": [[5, 6, 7], [8, 9, 0]], "attention_mask": [[1, 1, 1], [1, 1, 0]]}
+    rows["labels"] = [[5, NO, 7], [8, 9, NO]]
+    expected = collate_examples({name: torch.tensor(values) for name, values in rows.items()})
+    given = {name: torch.tensor(values).as_subclass(OnDevice) for name, values in rows.items()}
+    if not batched:
+        given = [{name: values[row] for name, values in given.items()} for row in range(2)]
+    found = collate_examples(given)
+    assert found["document_boundaries"] == expected["document_boundaries"]
+    for name in ("input_ids", "labels", "position_ids"):
+        assert torch.equal(found[name], expected[name])
+        assert type(found[name]) is torch.Tensor
+
+
 def test_packed_examples_may_be_padded_on_the_left_and_have_documents_of_one_token():
     padded = {"input_ids": [0, 0, 7, 8, 9], "attention_mask": [0, 0, 1, 1, 1], "position_ids": [1, 1, 0, 0, 1]}
     batch = collate_examples([padded])

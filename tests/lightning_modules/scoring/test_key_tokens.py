@@ -58,14 +58,16 @@ def random_scores(tokens, seed=0):
 def test_every_pair_of_tokenizers_matches_the_slow_definition(evaluator, language, tokenizers):
     text = text_of(language, words=12)
     scores = random_scores(read(text, tokenizers[evaluator], add_special_tokens=True))
+    shares = []
     for model, tokenizer in tokenizers.items():
         tokens = read(text, tokenizer)
         found = find_key_tokens(scores, tokens, **THRESHOLDS)
         values = [part.tolist() for part in (scores.token_ids, scores.offsets, scores.long, scores.short, *tokens)]
         assert found.mask.tolist() == reference.key_tokens(*values, *THRESHOLDS.values()), model
-        assert 0 < found.mask.sum() < len(tokens.ids)
+        shares.append(found.mask.double().mean())
         if model == evaluator:
             assert found.alignment == "tokens"
+    assert 0 < min(shares) < 1
 
 
 def test_the_same_tokens_keep_mask_and_influence_also_where_they_share_characters(tokenizers):

@@ -4,10 +4,12 @@ import math
 import shutil
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from longppl.longppl import compute_longppl
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.compare.command import compare
@@ -18,7 +20,7 @@ from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring import evaluated_model as model_module
 from lightning_modules.scoring import evaluator as evaluator_module
-from lightning_modules.scoring.score import score
+from lightning_modules.scoring.score import score, table
 from lightning_modules.scoring.token_scores import TokenScores
 from tests.conftest import make_text, tiny_model
 
@@ -58,10 +60,11 @@ def test_agrees_with_the_authors_document_by_document(files, model_dir, evaluato
     assert math.isfinite(short["perplexity"])
 
 
-_HEAD = "document tokens key tokens LongPPL per evaluator token perplexity key bits/byte bits/byte"
+_HEAD = "key per eval. key bits bits", "document tokens tokens LongPPL token perplexity /byte /byte"
 
 
-def test_command_prints_a_table_and_writes_json(files, model_dir, evaluator_dir, tmp_path, capsys):
+def test_command_prints_a_table_and_writes_json(files, model_dir, evaluator_dir, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
     output = tmp_path / "out.json"
     models = ["--model", str(model_dir), "--evaluator", str(evaluator_dir)]
     main(["score", *files, *models, *OPTIONS, "--output", str(output)])
@@ -71,7 +74,8 @@ def test_command_prints_a_table_and_writes_json(files, model_dir, evaluator_dir,
     assert models["model"].identity == model_identity(ModelConfig(str(model_dir)))
     assert models["model"][2:] == models["evaluator"][2:] == ("float32", "sdpa", "none")
     lines = lines[3:]
-    assert lines[0].split() == _HEAD.split()
+    assert [line.split() for line in lines[:2]] == [line.split() for line in _HEAD]
+    lines = lines[1:]
     assert [line.split()[0] for line in lines if line[0] != "-"] == ["document", *files, "corpus", "Key"]
     assert "nan" in lines[4]
     kinds = ("tokens_sharing_characters", "tokens_without_characters")
@@ -85,6 +89,58 @@ def test_command_prints_a_table_and_writes_json(files, model_dir, evaluator_dir,
     assert written["settings"]["evaluator"] == str(evaluator_dir)
     assert written["documents"][2]["longppl"] is None
     assert f"{written['longppl']:.4f}" in lines[-2]
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_the_table_fits_the_terminal(columns, files, model_dir, evaluator_dir, monkeypatch):
+    result = score(files, str(model_dir), str(evaluator_dir), **SETTINGS)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = table(result).splitlines()
+    assert max(map(len, lines)) <= columns
+    ends = [line.split()[0][-5:] for line in lines if ".txt" in line]
+    assert ends == ["0.txt", "1.txt", "2.txt"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_row_of_a_file_is_scored_like_a_text(kind, model_dir, evaluator_dir, tmp_path):
+    texts = [make_text(80, seed=number) for number in range(3)]
+    rows = [{"body": text} for text in texts]
+    corpus = tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), corpus)
+    models = ["--model", str(model_dir), "--evaluator", str(evaluator_dir), *OPTIONS]
+    output = tmp_path / "out.json"
+    main(["score", str(corpus), "--row", "1", "--text_column", "body", *models, "--output", str(output)])
+    (tmp_path / "1.txt").write_text(texts[1])
+    expected = score(str(tmp_path / "1.txt"), str(model_dir), str(evaluator_dir), **SETTINGS)
+    found = json.loads(output.read_text())
+    assert found["documents"][0]["file"] == f"a.{kind}-1"
+    for name in ("longppl", "perplexity", "key_tokens", "tokens", "settings"):
+        assert found[name] == expected[name]
+
+
+def test_revisions_are_those_of_model_and_evaluator(files, model_dir, evaluator_dir, tmp_path, monkeypatch):
+    """A local folder has no revisions; here it is only seen where they arrive."""
+    seen = set()
+
+    def note(load):
+        def noted(path, *args, revision=None, **options):
+            seen.add((path, revision))
+            return load(path, *args, revision=revision, **options)
+
+        return noted
+
+    for owner in (AutoConfig, AutoModelForCausalLM, AutoTokenizer):
+        monkeypatch.setattr(owner, "from_pretrained", note(owner.from_pretrained))
+    score(files[:1], str(model_dir), str(evaluator_dir), revision="a", evaluator_revision="b", **SETTINGS)
+    assert seen == {(str(model_dir), "a"), (str(evaluator_dir), "b")}
+    seen.clear()
+    other = str(shutil.copytree(evaluator_dir, tmp_path / "other"))
+    options = {"evaluator_tokenizer": other, "evaluator_revision": "b", **SETTINGS}
+    score(files[:1], str(model_dir), str(evaluator_dir), **options)
+    assert seen == {(str(model_dir), None), (str(evaluator_dir), "b"), (other, None)}
 
 
 def test_all_models_read_the_text_of_the_evaluators_first_tokens_which_it_scores_once(

@@ -170,3 +170,60 @@ def test_a_repetition_penalty_of_the_model_changes_no_greedy_answer():
     backbone.base_model.generation_config.repetition_penalty = 5.0
     assert generate(backbone, prompts(), 8) == plain
     assert by_transformers(backbone, prompts()[1], 8) != plain[1]
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 4,
+    "long_factor": [1.0, 2.0, 4.0, 8.0],
+    "original_max_position_embeddings": 16,
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:A document of .* tokens is longer")
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}}),
+        ("llama", {"rope_parameters": LONGROPE, "max_position_embeddings": 64}),
+        ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16, "sliding_window": 100}),
+    ],
+    ids=["dynamic", "longrope", "phi3"],
+)
+def test_rope_that_depends_on_the_length_gives_each_prompt_its_own_answer(architecture, settings, monkeypatch):
+    """Below, at and beyond the original length, in several orders, against plain logits of a new model."""
+    monkeypatch.setattr(generation, "WINDOWED_CHUNK", 8)
+    config = tiny_config(architecture, **{"max_position_embeddings": 16, **settings})
+    state, passes = None, []
+
+    def make():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="sdpa").eval()
+        model.generation_config.eos_token_id = None
+        model.config.eos_token_id = None
+        return model
+
+    def recompute(prompt, limit):
+        new = []
+        for _ in range(limit):
+            fresh = make()
+            fresh.load_state_dict(state)
+            new.append(int(fresh(torch.tensor([prompt + new]), use_cache=False).logits[0, -1].argmax()))
+        return new
+
+    model = make()
+    state = model.state_dict()
+    backbone = Backbone(model)
+    asked = [*zip(prompts(), LIMITS, strict=True), (prompts()[2][:8], 8), ([5] * 16, 1), ([6] * 16, 9)]
+    expected = [recompute(*each) for each in asked]
+    model.get_decoder().register_forward_hook(lambda *_: passes.append(1))
+    for order in (range(len(asked)), reversed(range(len(asked))), [3, 0, 1, 5, 2, 4]):
+        order = list(order)
+        found = generate(backbone, [asked[row][0] for row in order], [asked[row][1] for row in order])
+        assert found == [expected[row] for row in order]
+    passes.clear()
+    generate(backbone, [[5] * 4, [6] * 6, [7] * 3], 6)
+    assert len(passes) == 3 + 5, "short texts are continued together, with a cache"

@@ -55,6 +55,13 @@ def test_one_evaluation_is_judged_by_its_interval(factor, noise, claim, outcome)
     assert (ratio.value, ratio.interval) == paired_ratio(merged, "longppl")
 
 
+def test_documents_without_key_tokens_are_told_from_those_of_the_table():
+    counts = [0.0, *[20.0] * (DOCUMENTS - 1)]
+    old, new = make_run("old", 1.0, noise=0.0, key_tokens=counts), make_run("new", 0.8, key_tokens=counts)
+    first, *_ = write_verdict([old, new], old, [])
+    assert "over 220 key tokens of 11 of 12 documents" in first
+
+
 def test_several_evaluations_are_counted():
     cells = tuple(f"books, judge {n} (K 64), alpha 2, beta -2" for n in range(4))
     old, new = make_run("old", 1.0, cells=cells, noise=0.0), make_run("new", 0.8, cells=cells)
@@ -145,7 +152,7 @@ def test_a_model_that_found_the_key_tokens_itself_is_named():
     assert "`new` is itself the evaluator, which favors it" in " ".join(write_verdict([old, own], old, []))
 
 
-@pytest.mark.parametrize(("hours", "said"), [(1.5, "GPU hours are `old` 1, `new` 1.5."), (1.05, "")])
+@pytest.mark.parametrize(("hours", "said"), [(1.5, "device hours are `old` 1, `new` 1.5."), (1.05, "")])
 def test_unequal_costs_are_named_unless_they_are_noise(hours, said):
     old, new = (make_run(name, factor, steps=100) for name, factor in (("old", 1.0), ("new", 0.8)))
     for run, value in ((old, 1.0), (new, hours)):
@@ -157,14 +164,15 @@ def test_unequal_costs_are_named_unless_they_are_noise(hours, said):
 
 def test_unequal_training_and_settings_are_named():
     old, new = make_run("old", 1.0, steps=100), make_run("new", 0.8, steps=200)
-    rows = [["trainer.max_steps", "100", "200"], ["data.seed", "1", "2"], ["optimizer", "a", "b"]]
+    rows = [["trainer.max_steps", "100", "200, from step 4 on 300"], ["data.seed", "1", "2"], ["optimizer", "a", "b"]]
     rows.append(["model.objective", "lightning_modules.objectives.CrossEntropy", "lightning_modules.objectives.LongCE"])
     verdict = " ".join(write_verdict([old, new], old, rows))
     assert (
         "not trained equally: optimizer steps (`old` 100, `new` 200) and tokens (`old` 100,000, `new` 200,000)."
         in verdict
     )
-    assert "They differ in `model.objective` (CrossEntropy, LongCE), `trainer.max_steps` (100, 200)" in verdict
+    assert "They differ in `model.objective` (`old`: CrossEntropy; `new`: LongCE)" in verdict
+    assert "`trainer.max_steps` (`old`: 100; `new`: 200, from step 4 on 300)" in verdict
     assert "and 1 more setting (below)" in verdict
     assert "equally" not in " ".join(write_verdict([old, make_run("new", 0.8, steps=100)], old, []))
 
@@ -209,7 +217,7 @@ def test_the_page_names_the_baseline_and_begins_with_the_curves_of_one_axis(tmp_
     page = (tmp_path / "page.html").read_text()
     assert "Numbers of the last evaluations of new over those of old, the baseline" in page
     assert "different tokenizers" not in page
-    for axis, folded in (("optimizer steps", False), ("tokens", True), ("GPU hours", True)):
+    for axis, folded in (("optimizer steps", False), ("tokens", True), ("device hours", True)):
         section = page.partition(f"<h2>Curves by {axis}</h2>")[2].partition("</section>")[0]
         assert ("<details" in section) == folded, axis
 

@@ -51,6 +51,9 @@ def test_command_line(guessing_dir, tmp_path, capsys):
     assert numbers["tasks"]["guess"]["48"]["questions"] == 9
     assert 0 < numbers["average"]["48"] <= 100
     assert (tmp_path / "out" / "figures" / "depths.svg").is_file()
+    lengths = (tmp_path / "out" / "figures" / "lengths.svg").read_text()
+    assert "average" in lengths
+    assert "RULER" not in lengths, "these are not its tasks"
 
 
 @pytest.mark.slow
