@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from lightning_modules.export.model import SHARD_SIZE, check_replaceable, export_folder
 from lightning_modules.export.options import ExportOptions
 from lightning_modules.models.loading.config import ModelConfig
-from lightning_modules.models.loading.gguf import model_folder
+from lightning_modules.models.loading.gguf.conversion import model_folder
 from lightning_modules.models.loading.identity import model_identity
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.real_models.fetch import fetch
-from lightning_modules.models.loading.gguf import convert_gguf
+from lightning_modules.models.loading.gguf.conversion import convert_gguf
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.score import score

@@ -29,8 +29,8 @@ from lightning_modules.commands.cli.main import main
 from lightning_modules.export.card import model_card
 from lightning_modules.export.checkpoint import export_checkpoint
 from lightning_modules.export.options import ExportOptions
-from lightning_modules.models.loading.checks import check_weight_files
 from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.file_checks import check_weight_files
 from lightning_modules.models.loading.load import load_backbone, load_config
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.token_scores import TokenScores, read_key_spans

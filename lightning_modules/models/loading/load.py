@@ -21,16 +21,11 @@ from lightning_modules.models.context_extension.methods import extend_config
 from lightning_modules.models.context_extension.rope_types import own_type
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
 from lightning_modules.models.loading.adapters import add_adapters, find_adapters, load_adapters, quantization_config
-from lightning_modules.models.loading.checks import (
-    check_config,
-    check_scoring,
-    check_sizes,
-    check_weight_files,
-    pickles_refused,
-)
+from lightning_modules.models.loading.checks import check_scoring
 from lightning_modules.models.loading.config import ModelConfig, is_served
 from lightning_modules.models.loading.dtypes import report_dtype, scoring_config, stored_dtype
-from lightning_modules.models.loading.gguf import model_folder
+from lightning_modules.models.loading.file_checks import check_config, check_sizes, check_weight_files, pickles_refused
+from lightning_modules.models.loading.gguf.conversion import model_folder
 from lightning_modules.models.loading.size_checks import check_parameters, check_sizes_of, check_stored_sizes
 from lightning_modules.models.optimizations import compile_layers, enable_checkpointing, use_bfloat16_residual
 from lightning_modules.models.progress import report_progress

@@ -15,7 +15,7 @@ from transformers.utils import cached_file
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, pack_sequence
 from lightning_modules.functional import character_units, unit_spans
-from lightning_modules.models.loading.gguf import model_folder
+from lightning_modules.models.loading.gguf.conversion import model_folder
 from lightning_modules.models.tokenization.encoding import EncodedText, encode_text, panics_caught
 from lightning_modules.models.tokenization.expansion import check_expansion
 

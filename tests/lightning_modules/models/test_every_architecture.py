@@ -8,8 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from lightning_modules.batch import IGNORE_INDEX, pack_sequence
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.loading.checks import check_config, check_scoring
+from lightning_modules.models.loading.checks import check_scoring
 from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.file_checks import check_config
 from lightning_modules.models.loading.load import choose_attention, register_attention
 from tests.support.architectures import NAMES, tiny_config
 

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import decoders, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lightning_modules.models.loading.gguf_metadata import Metadata
+from lightning_modules.models.loading.gguf.metadata import Metadata
 
 _DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 """Tokenizers of llama.cpp (``tokenizer.ggml.pre``) that split numbers into digits, then by the rule of GPT-2.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from lightning_modules.models.loading.gguf_metadata import Metadata, exact_float
+from lightning_modules.models.loading.gguf.metadata import Metadata, exact_float
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Tensor of factors by which the RoPE frequencies of Llama 3 are divided. It is no parameter of the model."""

@@ -12,15 +12,15 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from lightning_modules.models.loading.config import is_gguf, local_or_hub
-from lightning_modules.models.loading.gguf_architectures import (
+from lightning_modules.models.loading.gguf.architectures import (
     ARCHITECTURES,
     ROPE_FACTORS,
     original_values,
     parameter_names,
     read_config,
 )
-from lightning_modules.models.loading.gguf_metadata import Metadata
-from lightning_modules.models.loading.gguf_tokenizer import read_tokenizer
+from lightning_modules.models.loading.gguf.metadata import Metadata
+from lightning_modules.models.loading.gguf.tokenizer import read_tokenizer
 from lightning_modules.utilities.files import atomic_folder, default_cache_dir, writable_folder
 from lightning_modules.utilities.identity import content_hash
 from lightning_modules.utilities.locks import exclusive

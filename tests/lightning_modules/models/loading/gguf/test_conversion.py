@@ -14,11 +14,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from lightning_modules.commands.cli.main import main
-from lightning_modules.models.loading import gguf, gguf_tokenizer
 from lightning_modules.models.loading.config import ModelConfig
-from lightning_modules.models.loading.gguf import convert_gguf
-from lightning_modules.models.loading.gguf_architectures import ARCHITECTURES, read_config
-from lightning_modules.models.loading.gguf_metadata import Metadata
+from lightning_modules.models.loading.gguf import conversion
+from lightning_modules.models.loading.gguf import tokenizer as gguf_tokenizer
+from lightning_modules.models.loading.gguf.architectures import ARCHITECTURES, read_config
+from lightning_modules.models.loading.gguf.conversion import convert_gguf
+from lightning_modules.models.loading.gguf.metadata import Metadata
 from lightning_modules.models.loading.identity import model_identity
 from lightning_modules.models.loading.load import load_backbone, load_config
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
@@ -78,7 +79,7 @@ def test_logits_and_tokens_are_those_of_the_original(write, model, original, mon
         found, expected = (each.backend_tokenizer.encode(text) for each in (tokenizer, original))
         assert (found.ids, found.tokens) == (expected.ids, expected.tokens)
     assert [tokenizer.bos_token, tokenizer.eos_token] == ["<|im_start|>", "<|im_end|>"]
-    monkeypatch.delattr(gguf, "_convert")  # it is converted once
+    monkeypatch.delattr(conversion, "_convert")  # it is converted once
     load_backbone(ModelConfig(path))
 
 
@@ -93,7 +94,7 @@ def test_the_vocabulary_is_parsed_once(write, monkeypatch):
             super().__init__(*arguments)
 
     monkeypatch.setattr(library, "GGUFReader", Reader)
-    gguf.convert_gguf(write())
+    convert_gguf(write())
     assert len(parsed) == 1
     assert library.GGUFReader is Reader  # others get their own again
     with gguf_tokenizer._parsed_once(Path("other.gguf"), "reader of the other"):
@@ -308,7 +309,7 @@ def test_files_that_cannot_be_used_are_refused_in_one_line(options, damage, writ
     with pytest.raises(ValueError, match=r"tiny\.gguf'") as error:
         convert_gguf(path)
     assert "\n" not in str(error.value)
-    assert not list((Path(gguf.default_cache_dir()) / "gguf").glob("*-*"))  # nothing unfinished is left
+    assert not list((Path(conversion.default_cache_dir()) / "gguf").glob("*-*"))  # nothing unfinished is left
 
 
 def test_a_missing_package_is_named(write, monkeypatch):

@@ -1,0 +1,1 @@
+"""Models in the GGUF files of llama.cpp."""
