@@ -1,5 +1,6 @@
 """A Hugging Face causal LM that computes log-likelihoods of tokens instead of logits."""
 
+import logging
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,6 +26,8 @@ from lightning_modules.models.scorer import Scorer
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -63,6 +66,7 @@ class Backbone(Scorer):
         self.checked_conditions: tuple[Any, ...] | None = None
         self.cache_use: CacheUse | None = None
         self._longest_warned = 0
+        self._reported_separate_passes = False
         if self.base_model.get_output_embeddings() is None or self.decoder is None:
             raise ValueError(
                 f"`{type(self.base_model).__name__}` is not a causal LM with a decoder and an output head."
@@ -205,6 +209,9 @@ class Backbone(Scorer):
                 " a sequence while its weights are sharded: use sequences of one document, or `isolate_documents:"
                 " false` for plain concatenation."
             )
+        if not self._reported_separate_passes:
+            self._reported_separate_passes = True
+            log.warning("`%s` scores each packed document in a pass of its own.", type(self.base_model).__name__)
         return True
 
     def _run_documents_separately(self, batch: PackedBatch, window: AttentionWindow | None) -> Tensor:
