@@ -207,8 +207,8 @@ class Backbone(Scorer):
             raise ValueError(
                 f"`{type(self.base_model).__name__}` with '{self.attention}' attention cannot isolate the documents of"
                 " a sequence while its weights are sharded: use sequences of one document, or `isolate_documents:"
-                " false` for plain concatenation. If its RoPE depends on the length of the text, also set the batch size"
-                " to 1."
+                " false` for plain concatenation. RoPE that depends on the length of the text also needs batches of one"
+                " sequence."
             )
         return True
 
