@@ -419,7 +419,7 @@ def test_a_decision_is_made_once_for_a_device_and_a_precision(monkeypatch):
     [
         ("llama", {}, False),
         ("llama", {"attention_dropout": 0.1}, True),
-        ("gpt2", {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}, False),
+        ("gpt2", {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "n_positions": 32}, False),
         ("gpt2", {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.1}, True),
         ("phimoe", {}, True),
         ("phimoe", {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0}, False),
