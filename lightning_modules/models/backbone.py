@@ -19,6 +19,7 @@ from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.functional.log_likelihood import Head
 from lightning_modules.functional.top_tokens import with_greedy
 from lightning_modules.models.attention import AttentionWindow, Exchange, documents_by_boundaries, isolation_arguments
+from lightning_modules.models.context_extension.length_dependent import rotation_key
 from lightning_modules.models.context_extension.rotary_checks import check_static, index_free_length
 from lightning_modules.models.loading.adapters import active_module, is_peft_model
 from lightning_modules.models.optimizations import last_layer_reads_from, no_autocast_cache
@@ -172,8 +173,7 @@ class Backbone(Scorer):
 
         Call it inside `unsharded` if weights may be sharded.
         """
-        lengths = [stop - start for row in batch["document_boundaries"] for start, stop in pairwise(row)]
-        self.check_length(max(lengths, default=0))
+        self.check_length(max(_document_lengths(batch), default=0))
         if self._needs_separate_passes(batch):
             return self._run_documents_separately(batch, window)
         tokens, boundaries = batch["input_ids"], batch["document_boundaries"]
@@ -196,18 +196,23 @@ class Backbone(Scorer):
 
     def _needs_separate_passes(self, batch: PackedBatch) -> bool:
         """Return whether each document of the sequences needs a forward pass by itself."""
-        if all(len(boundaries) <= 2 for boundaries in batch["document_boundaries"]):
-            return False
-        # Llama 4 counts chunks from the start of the sequence, so only short sequences can be packed.
-        limit = index_free_length(self.base_model.config)
-        if self.isolates_documents and (limit is None or batch["input_ids"].shape[1] <= limit):
-            return False
+        config = self.base_model.config
+        # The longest document of a pass decides how LongRoPE and dynamic NTK rotate all of them.
+        rotations = {rotation_key(config, length) for length in _document_lengths(batch)}
+        if len(rotations) <= 1:
+            if all(len(boundaries) <= 2 for boundaries in batch["document_boundaries"]):
+                return False
+            # Llama 4 counts chunks from the start of the sequence, so only short sequences can be packed.
+            limit = index_free_length(config)
+            if self.isolates_documents and (limit is None or batch["input_ids"].shape[1] <= limit):
+                return False
         # Ranks would make different numbers of passes, and wait for each other forever.
         if self.is_sharded:
             raise ValueError(
                 f"`{type(self.base_model).__name__}` with '{self.attention}' attention cannot isolate the documents of"
                 " a sequence while its weights are sharded: use sequences of one document, or `isolate_documents:"
-                " false` for plain concatenation."
+                " false` for plain concatenation. RoPE that depends on the length of the text also needs batches of one"
+                " sequence."
             )
         if not self._reported_separate_passes:
             self._reported_separate_passes = True
@@ -313,3 +318,7 @@ class Backbone(Scorer):
             module = self.get_submodule(parent)
             setattr(module, leaf, frequency.to(getattr(module, leaf).device))
         return self
+
+
+def _document_lengths(batch: PackedBatch) -> set[int]:
+    return {stop - start for row in batch["document_boundaries"] for start, stop in pairwise(row)}

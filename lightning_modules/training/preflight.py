@@ -18,7 +18,12 @@ from lightning_modules.functional.windows import check_context
 from lightning_modules.models.attention import DOCUMENT_SDPA
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.patterns import PATTERNS
-from lightning_modules.models.context_extension.rotary_checks import check_rotary, check_static
+from lightning_modules.models.context_extension.rotary_checks import (
+    check_rotary,
+    check_static,
+    depends_on_length,
+    rope_parameter_sets,
+)
 from lightning_modules.models.loading.adapters import find_adapters, quantization_config
 from lightning_modules.models.loading.checks import check_scoring, has_training_noise
 from lightning_modules.models.loading.config import ModelConfig
@@ -224,6 +229,8 @@ def check_sequence_parallelism(config: PreTrainedConfig, size: int, attn_impleme
     kinds = sorted(layers - {"full_attention"})
     kinds += [f"the attention pattern '{rope_type}'"] if rope_type in PATTERNS else []
     kinds += [f"a sliding window of {window}"] if window is not None else []
+    # A process would choose frequencies by the positions of its shard.
+    kinds += [f"RoPE of type '{each['rope_type']}'" for each in rope_parameter_sets(config) if depends_on_length(each)]
     if kinds:
         raise ValueError(
             f"Sequence parallelism supports full attention only, and this model has {', '.join(kinds)}: set"

@@ -42,7 +42,7 @@ OVERRIDES = {
         "ffn_config": {"ffn_hidden_size": 64},
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note": {"num_key_value_heads": 4},
     "dots3_note_text": {"num_key_value_heads": 4},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},

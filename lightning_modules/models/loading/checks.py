@@ -107,11 +107,13 @@ def has_training_noise(backbone: Backbone) -> bool:
     # Dropout in adapters that start at 0, or rare noise, would not show in a few passes.
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in backbone.modules()):
         return True
-    for name, value in vars(backbone.base_model.config.get_text_config(decoder=True)).items():
+    config = backbone.base_model.config.get_text_config(decoder=True)
+    for name, value in vars(config).items():
         if re.search("jitter|noise|layerdrop|attention_dropout", name) and isinstance(value, float) and value > 0:
             return True
     # Other models have other names for it.
-    batch = pack_sequence([torch.arange(64, device=backbone.device) % _vocabulary(backbone)])
+    length = min(64, getattr(config, "max_position_embeddings", None) or 64)
+    batch = pack_sequence([torch.arange(length, device=backbone.device) % _vocabulary(backbone)])
     devices = [backbone.device] if backbone.device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices):
         passes = [backbone.unsharded(partial(backbone.hidden_states, batch))[0].float() for _ in range(4)]

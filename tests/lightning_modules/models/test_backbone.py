@@ -375,6 +375,24 @@ def test_documents_that_leak_are_found_after_any_number_of_checks(architecture, 
         scorer(packed(parts))
 
 
+def test_a_document_is_rotated_by_its_own_length_and_not_by_the_longest_of_its_pass():
+    """LongRoPE has other frequencies from 17 tokens on here."""
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 32.0, "original_max_position_embeddings": 16}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+    torch.manual_seed(0)
+    register_document_attention()
+    config = architectures.tiny_config("phi3", rope_parameters=rope, original_max_position_embeddings=16)
+    scorer = Backbone(AutoModelForCausalLM.from_config(config, attn_implementation="document_sdpa").eval())
+    check_scoring(scorer)
+    parts = documents(31, 10, 23)
+    with torch.no_grad():
+        alone = torch.cat([scorer(packed([part]))[0] for part in parts])
+        torch.testing.assert_close(scorer(packed(parts))[0], alone, rtol=0, atol=1e-4)
+        rows = scorer(packed(*[[part] for part in parts]))
+    rows = torch.cat([row[: len(part)] for row, part in zip(rows, parts, strict=True)])
+    torch.testing.assert_close(rows, alone, rtol=0, atol=1e-4)
+
+
 def test_documents_of_a_model_of_small_weights_leak_although_its_scores_hardly_change():
     config = architectures.tiny_config("lfm2", initializer_range=0.02)
     torch.manual_seed(0)
@@ -401,7 +419,7 @@ def test_a_decision_is_made_once_for_a_device_and_a_precision(monkeypatch):
     [
         ("llama", {}, False),
         ("llama", {"attention_dropout": 0.1}, True),
-        ("gpt2", {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}, False),
+        ("gpt2", {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "n_positions": 32}, False),
         ("gpt2", {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.1}, True),
         ("phimoe", {}, True),
         ("phimoe", {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0}, False),

@@ -256,6 +256,7 @@ def test_parts_are_the_tokens_and_what_they_predict():
         (2, {"architecture": "mistral", "sliding_window": 64}, "auto", "sliding window of 64"),
         (2, {"architecture": "gemma3_text"}, "auto", "sliding_attention"),
         (2, {"rope_parameters": {"rope_type": "rerope", "rope_theta": 1e4}}, "auto", "'rerope'"),
+        (2, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "auto", "'dynamic'"),
     ],
 )
 def test_models_whose_rows_cannot_be_shared(size, settings, attention, named):
