@@ -401,6 +401,15 @@ def test_documents_of_a_model_of_small_weights_leak_although_its_scores_hardly_c
     assert not scorer.isolates_documents
 
 
+@pytest.mark.parametrize("architecture", ["marian", "pegasus"])
+def test_leaks_that_autocast_would_round_away_are_found(architecture):
+    torch.manual_seed(0)
+    scorer = Backbone(AutoModelForCausalLM.from_config(architectures.tiny_config(architecture)).eval())
+    with torch.autocast("cpu", torch.bfloat16):
+        check_scoring(scorer)
+    assert not scorer.isolates_documents
+
+
 def test_a_decision_is_made_once_for_a_device_and_a_precision(monkeypatch):
     scorer = Backbone(build("llama"))
     passes = []

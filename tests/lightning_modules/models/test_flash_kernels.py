@@ -85,7 +85,7 @@ def test_a_kernel_that_looks_ahead_is_refused(tmp_path, monkeypatch):
         return flash_kernel.flash_attn_func(*args, causal=False, **kwargs)
 
     backbone = load(tmp_path, flash_kernel.install(monkeypatch, flash_attn_func=looks_ahead))
-    with pytest.raises(ValueError, match=r"kernel '.*flash-attn3' is wrong.*`attn_implementation: sdpa`"):
+    with pytest.raises(ValueError, match=r"kernel '.*flash-attn3' is wrong.*`attn_implementation`"):
         check_scoring(backbone)
 
 
