@@ -36,7 +36,7 @@ UNSTARTED_FILE = ".unstarted.json"
 
 _RECORDS = (
     *(RUN_FILE, SPANS_FILE, "hparams.yaml", "metrics.csv", "numerics.json", "config-resumed-at-step-*.yaml"),
-    *("events.out.tfevents.*", "documents/*"),
+    *("events.out.tfevents.*", "documents/*-step-*.parquet"),
 )
 """What a start writes into the folder of its run, beside its config and checkpoints."""
 
@@ -255,7 +255,8 @@ def _set_aside(folder: Path, known: Mapping[str, Any]) -> None:
 class RunMember(Callback):
     """Makes all processes start from the same checkpoint, and share the lock on the run's folders.
 
-    The first optimizer step confirms the start.
+    The first optimizer step confirms the start, and so does an evaluation that a resumed run repeats: its results are
+    in no other start.
     """
 
     def __init__(self, run: Run) -> None:
@@ -270,8 +271,16 @@ class RunMember(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if self._first_step is not None and trainer.global_step > self._first_step:
             self._first_step = None
-            if trainer.is_global_zero:
-                self._run.confirm()
+            self._confirm(trainer)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._confirm(trainer)
+
+    def _confirm(self, trainer: Trainer) -> None:
+        if trainer.is_global_zero:
+            self._run.confirm()
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
