@@ -191,20 +191,31 @@ def _list_records(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in found)
 
 
+def _list_checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for pattern in ("", "checkpoints/") for path in folder.glob(f"{pattern}*{SUFFIX}"))
+
+
 def _mark_unstarted(folder: Path) -> None:
     """Note what the folder of a run contains before a start, until the start has trained a step."""
     spans = folder / SPANS_FILE
     before = {"records": _list_records(folder), "spans": spans.read_text() if spans.is_file() else None}
+    before["checkpoints"] = _list_checkpoints(folder)
     write_atomically(folder / UNSTARTED_FILE, json.dumps(before).encode())
 
 
 def remove_unstarted(folder: Path) -> None:
-    """Remove what a start that trained no step has written into the folder of its run, which must be locked."""
+    """Remove what a start that trained no step has written into the folder of its run, which must be locked.
+
+    Nothing is removed beside checkpoints that were not there before, as in a copy of a run over such a start.
+    """
     mark = folder / UNSTARTED_FILE
     if not mark.is_file():
         return
     with undamaged(mark):
         before = json.loads(mark.read_bytes())
+    if not set(_list_checkpoints(folder)) <= set(before["checkpoints"]):
+        mark.unlink()
+        return
     for name in set(_list_records(folder)) - set(before["records"]):
         (folder / name).unlink()
     if before["spans"] is not None:

@@ -123,6 +123,22 @@ def test_a_repeated_evaluation_is_kept_without_a_step(tmp_path):
         assert (tmp_path / "events.out.tfevents.9").exists() != sanity_checking
 
 
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_run_that_is_copied_over_a_killed_start_is_kept(tmp_path, resumes):
+    """The mark of the start remains, and says nothing about the files of the copy."""
+    if resumes:
+        save(tmp_path, 8, start(tmp_path))
+    run = Run()
+    run.begin([tmp_path], provisional=True)
+    run._lock.leave()  # killed
+    for name in ("config.yaml", RUN_FILE, "events.out.tfevents.1"):
+        (tmp_path / name).write_text('{"id": "copied"}')
+    checkpoint = save(tmp_path, 16, "copied")
+    (tmp_path / "checkpoints" / "step-8.ckpt").unlink(missing_ok=True)
+    assert start(tmp_path, checkpoint) == "copied"
+    assert {"config.yaml", "events.out.tfevents.1"} <= contents(tmp_path).keys()
+
+
 def test_files_of_the_user_are_no_records_of_a_start(tmp_path):
     """Without a logger, a run's folder is one that the user chose, and may also contain a corpus."""
     run = Run()
