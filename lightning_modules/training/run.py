@@ -36,7 +36,7 @@ UNSTARTED_FILE = ".unstarted.json"
 
 _RECORDS = (
     *(RUN_FILE, SPANS_FILE, "hparams.yaml", "metrics.csv", "numerics.json", "config-resumed-at-step-*.yaml"),
-    *("events.out.tfevents.*", "documents/*"),
+    *("events.out.tfevents.*", "documents/*-step-*.parquet"),
 )
 """What a start writes into the folder of its run, beside its config and checkpoints."""
 
@@ -191,20 +191,31 @@ def _list_records(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in found)
 
 
+def _list_checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for pattern in ("", "checkpoints/") for path in folder.glob(f"{pattern}*{SUFFIX}"))
+
+
 def _mark_unstarted(folder: Path) -> None:
     """Note what the folder of a run contains before a start, until the start has trained a step."""
     spans = folder / SPANS_FILE
     before = {"records": _list_records(folder), "spans": spans.read_text() if spans.is_file() else None}
+    before["checkpoints"] = _list_checkpoints(folder)
     write_atomically(folder / UNSTARTED_FILE, json.dumps(before).encode())
 
 
 def remove_unstarted(folder: Path) -> None:
-    """Remove what a start that trained no step has written into the folder of its run, which must be locked."""
+    """Remove what a start that trained no step has written into the folder of its run, which must be locked.
+
+    Nothing is removed beside checkpoints that were not there before, as in a copy of a run over such a start.
+    """
     mark = folder / UNSTARTED_FILE
     if not mark.is_file():
         return
     with undamaged(mark):
         before = json.loads(mark.read_bytes())
+    if not set(_list_checkpoints(folder)) <= set(before["checkpoints"]):
+        mark.unlink()
+        return
     for name in set(_list_records(folder)) - set(before["records"]):
         (folder / name).unlink()
     if before["spans"] is not None:
@@ -255,7 +266,8 @@ def _set_aside(folder: Path, known: Mapping[str, Any]) -> None:
 class RunMember(Callback):
     """Makes all processes start from the same checkpoint, and share the lock on the run's folders.
 
-    The first optimizer step confirms the start.
+    The first optimizer step confirms the start, and so does an evaluation that a resumed run repeats: its results are
+    in no other start.
     """
 
     def __init__(self, run: Run) -> None:
@@ -270,8 +282,16 @@ class RunMember(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if self._first_step is not None and trainer.global_step > self._first_step:
             self._first_step = None
-            if trainer.is_global_zero:
-                self._run.confirm()
+            self._confirm(trainer)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._confirm(trainer)
+
+    def _confirm(self, trainer: Trainer) -> None:
+        if trainer.is_global_zero:
+            self._run.confirm()
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -70,7 +70,8 @@ def read_row(file: str, row: int, text_column: str) -> tuple[str, str]:
     datamodules = importlib.import_module("datamodules")  # this package may not import it statically
     for ref, text in datamodules.DocumentCorpus(file, text_column=text_column).documents({Path(file).name: [row]}):
         if ref.error is not None or not text.strip():
-            raise ValueError(f"Row {row} of '{file}' cannot be scored: {ref.error or 'it is only white space'}.")
+            reason = (ref.error or "it is only white space").rstrip(".")
+            raise ValueError(f"Row {row} of '{file}' cannot be scored: {reason}.")
         return f"{Path(file).name}-{row}", text
     raise ValueError(f"'{file}' has no row {row}: rows and lines count from 0, and blank lines are not documents.")
 

@@ -60,14 +60,17 @@ class RunIdentity(Callback):
         self._values = {**flatten_config(yaml.safe_load(self.config)), **_identify_run(trainer, pl_module)}
         parameters, trained = (self._values[f"run.{name}"] for name in ("parameters", "trained_parameters"))
         rank_zero_info(f"{parameters / 1e6:,.2f}M parameters, of which {trained / 1e6:,.2f}M are trained.")
-        self._first_step = trainer.global_step
         for logger in trainer.loggers:
             _log_hyperparameters(logger, self._values)
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._first_step = trainer.global_step  # before, a resumed run has not restored it yet
+
+    @override
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Remove the settings of earlier starts after the first step: TensorBoard shows the first ones it finds."""
-        if self._first_step is None or trainer.global_step == self._first_step:
+        if not self._values or self._first_step is None or trainer.global_step == self._first_step:
             return
         self._first_step = None
         for logger in trainer.loggers:
