@@ -69,7 +69,7 @@ def check_scoring(backbone: Backbone) -> None:
             )
         # Half precision rounds differently for other matrix shapes. The errors to be found (a missing scale, attention
         # across documents) are much larger.
-        # The logits of a model may be in float32 although its layers compute in half precision, and the other way round.
+        # The logits of a model may be in float32 although its layers compute in half precision, or the other way round.
         exact = _is_exact(backbone) and logits[0].dtype in _FULL
         if not error <= (1e-3 if exact else 0.03):
             raise ValueError(
