@@ -156,7 +156,7 @@ class SequenceGroup:
     def check_backbone(self, backbone: Backbone) -> None:
         """Raise a ``ValueError`` if the group scores a few tokens differently from a single process."""
         name = type(backbone.base_model).__name__
-        if backbone.attention != DOCUMENT_SDPA:
+        if backbone.attention != DOCUMENT_SDPA or not backbone.isolates_documents:
             raise ValueError(
                 f"Sequence parallelism does not support `{name}` with '{backbone.attention}' attention: it needs"
                 " `attn_implementation: sdpa`, and a model that isolates packed documents without masks."

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch, known_scored
 from lightning_modules.functional import merge_spans, soft_influence
 from lightning_modules.functional.checks import find_impossible
 from lightning_modules.utilities.files import write_atomically
@@ -136,14 +136,16 @@ class TokenScores:
 def scores_of_row(batch: PackedBatch, row: int, long: Tensor, short: Tensor, **fields: Any) -> TokenScores:
     """Return the scores of a sequence with one document, from ``[T]`` log-likelihoods and the other ``fields``."""
     tokens = batch["document_boundaries"][row][-1]
-    scored = batch["labels"][row, :tokens].ne(IGNORE_INDEX).nonzero()
+    known = known_scored(batch)
+    scored = batch["labels"][row].ne(IGNORE_INDEX).cpu().numpy() if known is None else known[row]
+    positions = scored[:tokens].nonzero()[0]
     return TokenScores(
         text_sha256=text_sha256(batch["text"][row]),
         token_ids=batch["input_ids"][row, :tokens].cpu(),
         offsets=batch["offsets"][row, :tokens].cpu(),
         long=long[:tokens].float().cpu(),
         short=short[:tokens].float().cpu(),
-        unscored=int(scored[0]) if len(scored) else tokens,
+        unscored=int(positions[0]) if len(positions) else tokens,
         **fields,
     )
 

@@ -147,7 +147,7 @@ COMMANDS = {
     # First commands of the pages
     "longce score report*.txt --model HuggingFaceTB/SmolLM2-135M-Instruct --model google/gemma-3-270m --evaluator"
     " google/gemma-3-270m --max_tokens 2048 --context_length 512 --stride 256 --add_special_tokens true --output"
-    " results": Reading("", "(?s)bits/byte.*corpus of.*bits/byte", ("results/*.json",)),
+    " results": Reading("", "(?s)bits.*/byte.*corpus of.*bits/byte", ("results/*.json",)),
     "longce data inspect -c configs/base.yaml -c experiment.yaml --rows 0 7": Reading(
         prints=r"(?s)\nsequence 0.*sequence 7"
     ),

@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -122,6 +123,6 @@ def _read_shapes(folder: str) -> list[tuple[int, ...]]:
             for file in sorted(path.glob("pytorch_model*.bin")):
                 content = torch.load(file, map_location="meta", mmap=True, weights_only=True)
                 shapes += [tuple(tensor.shape) for tensor in content.values() if isinstance(tensor, torch.Tensor)]
-    except (SafetensorError, OSError, RuntimeError, ValueError, AttributeError, EOFError):
+    except (SafetensorError, OSError, RuntimeError, ValueError, AttributeError, EOFError, UnpicklingError):
         return []  # damaged, of an old format, or more than weights, which is reported where they are loaded
     return shapes

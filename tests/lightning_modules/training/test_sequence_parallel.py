@@ -30,6 +30,7 @@ from lightning_modules.training.sequence_parallel import (
 )
 from tests.conftest import make_text, tiny_config, tiny_model
 from tests.support.distributed import run_distributed
+from tests.support.packing import assume_isolation
 from tests.support.runs import assert_same, logged_values, whole
 
 # One of the books is too short for a key token.
@@ -146,6 +147,9 @@ def other_rows(group):
 def looks_elsewhere(setup, group):
     """What is said of a model of which a part is not attention and looks at other tokens."""
     backbone = load_backbone(ModelConfig(setup.folder))
+    with pytest.raises(ValueError, match="isolates packed documents without masks"):
+        group.check_backbone(backbone)  # nothing has measured it
+    assume_isolation(backbone)
     group.check_backbone(backbone)
     assert backbone.decoder.layers[0].self_attn.num_key_value_groups == 4, "passes that are not shared would use it"
     backbone.decoder.layers[0].mlp.register_forward_hook(lambda _, __, output: output.cumsum(1))

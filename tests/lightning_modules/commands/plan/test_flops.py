@@ -25,6 +25,7 @@ from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.short_context import long_and_short, short_log_likelihood, sliding_window_log_likelihood
 from tests.conftest import tiny_config
+from tests.support.packing import assume_isolation
 
 aten = torch.ops.aten
 TOKENS = 96
@@ -48,7 +49,7 @@ def backbone(config, lora=None, checkpointing=False, attention="eager"):
     if lora is not None:
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **lora))
     model.get_input_embeddings().weight.requires_grad_()
-    return Backbone(model).train()
+    return assume_isolation(Backbone(model)).train()
 
 
 def row(tokens=TOKENS):
