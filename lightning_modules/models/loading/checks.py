@@ -68,8 +68,7 @@ def check_scoring(backbone: Backbone) -> None:
                 f" {backbone.base_model.dtype}."
             )
         # Half precision rounds differently for other matrix shapes. The errors to be found (a missing scale, attention
-        # across documents) are much larger.
-        # The logits of a model may be in float32 although its layers compute in half precision, or the other way round.
+        # across documents) are much larger. Logits may be in float32 although the layers compute in half precision.
         exact = _is_exact(backbone) and logits[0].dtype in _FULL
         if not error <= (1e-3 if exact else 0.03):
             raise ValueError(
@@ -81,29 +80,46 @@ def check_scoring(backbone: Backbone) -> None:
                 f"`{name}` is not a causal LM: its hidden states depend on the tokens that follow, which it should"
                 " predict. Use another model, or set `is_decoder: true` in `model_config` if it has this key."
             )
-        # 2. Compare the scores of single documents: by our attention, a kernel from elsewhere, and compiled layers.
+        # 2. Compare compiled layers with the layers as written.
         tolerance = (0.01 if exact else 0.5) * max(1.0, logits[0].float().std().item())
         expected = _gather_scores(logits, documents)
         if any(part._compiled_call_impl is not None for part in backbone.modules()):
             _check_compiled(backbone, documents, tolerance)
-        difference = _largest_error(backbone, documents, expected)
         # 3. Find out how packed documents can be scored like single ones.
-        isolates = difference <= tolerance and _isolates(backbone, documents, expected, tolerance, exact=exact)
-        if not isolates and attention == DOCUMENT_SDPA:
-            log.warning("`%s` needs a mask of the whole sequence to isolate packed documents.", name)
-            backbone.base_model.set_attn_implementation("sdpa")
-            difference = _largest_error(backbone, documents, expected)
-            isolates = _isolates(backbone, documents, expected, tolerance, exact=exact)
-        if not difference <= tolerance:  # also for NaN
+        difference = _choose_masks(backbone, documents, expected, tolerance, exact=exact)
+        if not difference <= tolerance:
             raise ValueError(
                 f"The attention kernel '{attention}' is wrong on this machine: update it, or set"
                 " `attn_implementation` to another one, such as sdpa or eager. Log-likelihoods differ by"
                 f" {difference:.2g} nats."
             )
-        backbone.isolates_documents = isolates and _isolates_in_full_precision(backbone, documents)
         # After the decision on attention, which it depends on.
         backbone.trims_last_layer = not backbone.is_stateful and _can_trim(backbone, documents[0], tolerance)
     backbone.checked_conditions = _conditions(backbone)
+
+
+def _choose_masks(
+    backbone: Backbone, documents: Sequence[Tensor], expected: Tensor, tolerance: float, *, exact: bool
+) -> float:
+    """Let documents be separated by our attention, masks of transformers, or passes of their own, in this order.
+
+    Returns the largest error in nats of single documents, by our attention, a kernel from elsewhere or those masks.
+    """
+    attention = backbone.attention
+    difference = _largest_error(backbone, documents, expected)
+    is_right = difference <= tolerance  # False for NaN
+    isolates = is_right and _isolates(backbone, documents, expected, tolerance, exact=exact)
+    if attention == DOCUMENT_SDPA and not (isolates or (is_right and backbone.is_stateful)):
+        backbone.base_model.set_attn_implementation("sdpa")
+        with_masks = _largest_error(backbone, documents, expected)
+        isolates = with_masks <= tolerance and _isolates(backbone, documents, expected, tolerance, exact=exact)
+        if isolates or not is_right:
+            log.warning("`%s` needs the attention masks of transformers.", type(backbone.base_model).__name__)
+            difference = with_masks
+        else:  # masks do not separate its documents either
+            backbone.base_model.set_attn_implementation(attention)
+    backbone.isolates_documents = isolates and _isolates_in_full_precision(backbone, documents)
+    return difference
 
 
 def has_training_noise(backbone: Backbone) -> bool:
@@ -113,7 +129,7 @@ def has_training_noise(backbone: Backbone) -> bool:
         return True
     config = backbone.base_model.config.get_text_config(decoder=True)
     for name, value in vars(config).items():
-        if re.search("jitter|noise|layerdrop|attention_dropout", name) and isinstance(value, float) and value > 0:
+        if re.search("jitter|noise|layerdrop|attention_dropout", name) and isinstance(value, int | float) and value > 0:
             return True
     # Other models have other names for it.
     length = min(64, getattr(config, "max_position_embeddings", None) or 64)
