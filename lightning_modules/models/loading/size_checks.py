@@ -115,6 +115,8 @@ def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 def _read_shapes(folder: str) -> list[tuple[int, ...]]:
     """Return the shapes of all tensors in a local folder, without reading them; none if they cannot be told."""
     path, shapes = Path(folder).expanduser(), []
+    if (path / "adapter_config.json").is_file():  # its files have the adapters only
+        return shapes
     try:
         for file in sorted(path.glob("*.safetensors")):
             with safe_open(file, framework="pt") as tensors:

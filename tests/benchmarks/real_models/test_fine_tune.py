@@ -132,6 +132,7 @@ def test_costs_of_all_weightings_are_measured_in_turn(small, corpus, tmp_path):
     assert costs["LongCE"] > costs["CE"] > 0
 
 
+@pytest.mark.slow
 def test_all_runs_of_a_scale_are_measured_once_and_compared(small, corpus, evaluator_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(LoadedSystem, "answers", lambda *_: [True, False])
     weightings = ("CE", "LongCE", "LongCE, half CE")
