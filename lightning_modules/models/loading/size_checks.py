@@ -114,7 +114,8 @@ def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 def _read_shapes(folder: str) -> list[tuple[int, ...]]:
     """Return the shapes of all tensors in a local folder, without reading them; none if they cannot be told."""
-    path, shapes = Path(folder).expanduser(), []
+    path = Path(folder).expanduser()
+    shapes: list[tuple[int, ...]] = []
     if (path / "adapter_config.json").is_file():  # its files have the adapters only
         return shapes
     try:
