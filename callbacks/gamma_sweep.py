@@ -34,8 +34,7 @@ class GammaSweep(Callback):
             raise ValueError(
                 "`GammaSweep` needs a `LongContextLM` whose objective uses short contexts, such as LongCE."
             )
-        fraction = pl_module.short_context.window_fraction
-        self._statistics = [TrainingStatistics(objective, fraction) for objective in self._objectives]
+        self._statistics = [TrainingStatistics(objective) for objective in self._objectives]
         if self._observe not in pl_module.token_observers:
             pl_module.token_observers.append(self._observe)
 

@@ -28,7 +28,7 @@ from datamodules.packing.sequences import PackedRowDataset, Row, collate_rows
 from datamodules.sources.documents import Source
 from datamodules.sources.splits import Split
 from datamodules.token_store.store import TokenStore, build_token_store
-from lightning_modules.batch import PackedBatch, note_values
+from lightning_modules.batch import PackedBatch, with_scored
 from lightning_modules.functional.checks import MAX_PROCESSES, check_count
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.utilities.files import default_cache_dir
@@ -194,9 +194,9 @@ class PackedTextDataModule(LightningDataModule, ABC):
 
     @override
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Note the values that the CPU needs again: `on_before_batch_transfer` may have changed the batch."""
-        if isinstance(batch, dict) and batch["labels"].device.type == "cpu":
-            note_values(cast(PackedBatch, batch))
+        """Move a batch, whose labels `on_before_batch_transfer` may have changed, and note which are scored."""
+        if isinstance(batch, dict):
+            batch = with_scored(cast(PackedBatch, batch), device)
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def training_rows(self) -> PackedRowDataset | None:

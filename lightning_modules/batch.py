@@ -50,11 +50,9 @@ class PackedBatch(TypedDict):
         document_refs: For each sequence the source of its only document, and nothing for a dummy sequence that keeps
             processes in lockstep (documents of a corpus only).
         failed: Documents of the corpus that belong in this batch but could not be read or tokenized.
-        scored: ``[B, T]`` bool, whether ``labels`` are scored. An array, because Lightning, DDP and FSDP2 would move a
-            tensor to the accelerator. With it and ``max_token_id``, nothing waits for values from there; without, each
-            forward pass does. Our data modules add both before a batch is moved. Call `note_values` if you replace
-            ``labels`` or ``input_ids``; changes in place after the batch is moved are noticed.
-        max_token_id: Largest of ``input_ids``.
+        scored: ``[B, T]`` bool, whether ``labels`` are scored. A batch gets it when it is moved to an accelerator,
+            because a forward pass would have to wait for the labels otherwise; an array, because Lightning, DDP and
+            FSDP2 would move a tensor as well. Remove it if you change ``labels`` on an accelerator.
     """
 
     input_ids: Tensor
@@ -69,7 +67,6 @@ class PackedBatch(TypedDict):
     document_refs: NotRequired[list[DocumentRef]]
     failed: NotRequired[list[DocumentRef]]
     scored: NotRequired[BoolArray]
-    max_token_id: NotRequired[int]
 
 
 def pack_sequence(documents: Sequence[Tensor]) -> PackedBatch:
@@ -89,38 +86,19 @@ def unscored_token(device: torch.device) -> PackedBatch:
 
 def batch_to(batch: PackedBatch, device: torch.device) -> PackedBatch:
     """Return the batch with the tensors that a model reads moved to ``device``; text and offsets stay."""
-    moved = batch.copy()
-    if batch["labels"].device.type == "cpu":
-        note_values(moved)
+    moved = with_scored(batch, device)
     for name in ("input_ids", "labels", "position_ids", "influence"):
         if name in batch:
             moved[name] = send(batch[name], device)
     return moved
 
 
-def note_values(batch: PackedBatch) -> None:
-    """Add the values of a batch that the CPU needs, while its tensors are in main memory."""
-    batch["scored"] = batch["labels"].ne(IGNORE_INDEX).numpy()
-    batch["max_token_id"] = int(batch["input_ids"].max())
-
-
-def known_scored(batch: PackedBatch) -> BoolArray | None:
-    """Return which labels are scored, or None if the CPU would have to wait for the labels."""
-    if batch["labels"].device.type == "cpu":
-        return batch["labels"].ne(IGNORE_INDEX).numpy()
-    return None if _is_edited(batch["labels"]) else batch.get("scored")
-
-
-def max_token_id(batch: PackedBatch) -> int:
-    """Return the largest of ``input_ids``."""
-    ids = batch["input_ids"]
-    is_known = "max_token_id" in batch and ids.device.type != "cpu" and not _is_edited(ids)
-    return batch["max_token_id"] if is_known else int(ids.max())
-
-
-def _is_edited(values: Tensor) -> bool:
-    """Return whether a tensor was changed in place after it was made or moved."""
-    return not values.is_inference() and values._version > 0
+def with_scored(batch: PackedBatch, device: torch.device) -> PackedBatch:
+    """Return a copy of a batch that is about to be moved to ``device``, with ``scored`` if it is an accelerator."""
+    batch = batch.copy()
+    if batch["labels"].device.type == "cpu" and device.type != "cpu":
+        batch["scored"] = batch["labels"].ne(IGNORE_INDEX).numpy()
+    return batch
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ from lightning_modules.models.loading.checks import check_attention_window
 from lightning_modules.models.loading.config import DType, ModelConfig
 from lightning_modules.models.loading.load import has_weights
 from lightning_modules.models.sequence_group import SequenceGroup
-from lightning_modules.models.short_context import ShortContextConfig, ShortDType, ShortMethod, use_earlier_name
+from lightning_modules.models.short_context import ShortContextConfig, ShortMethod
 from lightning_modules.objectives import LongCE, Objective
 from lightning_modules.scoring.context_lengths import ContextLadder
 from lightning_modules.scoring.document_scorer import DocumentScorer, Failed, scoring_settings
@@ -48,16 +48,11 @@ class LongContextLM(LightningModule):
         stride: Number d of tokens that share one short window.
         short_context: ``windows`` for the paper's short windows; ``sliding_window`` approximates them in training by
             one pass whose attention is limited to K tokens (`sliding_window_log_likelihood`).
-        sink_tokens: First tokens of each document that a ``sliding_window`` attends to as well.
-        short_dtype: Dtype of the short pass, by default that of the long pass.
-        window_fraction: Fraction of the short windows that are computed, sampled at random for each batch. The weights
-            of their tokens are scaled up so that the expected weights are right; they can be negative.
         dtype: Dtype of the parameters: float32 for training in mixed precision, ``auto`` for the stored dtype.
         ladder: In prediction, also score documents in several context lengths: ``{contexts: [4096, 8192, 16384]}``.
         optimizer: Called with the trainable parameters.
         lr_scheduler: Called with the optimizer, and stepped with it; the default warms up over 20 steps.
         parameter_groups: Other learning rates for some parameters, and weight decay for weights only.
-        short_window_share: Earlier name of ``window_fraction``.
         loading: The other fields of `lightning_modules.models.loading.config.ModelConfig`, such as `lora`.
     """
 
@@ -73,27 +68,20 @@ class LongContextLM(LightningModule):
         context_length: int = 4096,
         stride: int = 1024,
         short_context: ShortMethod = "windows",
-        sink_tokens: int = 0,
-        short_dtype: ShortDType | None = None,
-        window_fraction: float = 1.0,
         dtype: DType = "float32",
         ladder: ContextLadder | None = None,
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable = default_lr_scheduler,
         parameter_groups: ParameterGroups | None = None,
-        short_window_share: float | None = None,
         **loading: Any,
     ) -> None:
         super().__init__()
-        if short_window_share not in (None, 1.0):  # 1.0 was the default, and is in all earlier checkpoints and configs
-            window_fraction = use_earlier_name(window_fraction, short_window_share)
-        self.save_hyperparameters(ignore=[*_OBJECTS, "server", "short_window_share"])
-        self.objective, self.ladder = objective, ladder
-        self.context_length, self.stride = context_length, stride
-        self.short_context = ShortContextConfig(
-            context_length, stride, short_context, sink_tokens, short_dtype, window_fraction
-        )
-        preflight.check_drawn_windows(objective, window_fraction)
+        self.save_hyperparameters(ignore=[*_OBJECTS, "server"])
+        self.objective = objective
+        self.ladder = ladder
+        self.context_length = context_length
+        self.stride = stride
+        self.short_context = ShortContextConfig(context_length, stride, short_context)
         self.loading = ModelConfig(pretrained_model_name_or_path, dtype=dtype, **loading)
         # Checkpoints of adapters do not contain the frozen base weights; a fingerprint identifies those.
         lora, stored = self.loading.lora, has_weights(pretrained_model_name_or_path)
@@ -101,7 +89,7 @@ class LongContextLM(LightningModule):
         self._frozen_fingerprint: str | None = None
         self.strict_loading = not self._adapters_only
         self.optimization = Optimization(optimizer, lr_scheduler, parameter_groups)
-        self._statistics = step.TrainingStatistics(objective, window_fraction)
+        self._statistics = step.TrainingStatistics(objective)
         self.costs = StepCosts()
         self._perplexities: dict[str, LongPerplexity] = {}  # by the name of the validation set
         # Callbacks add functions that take log-likelihoods, weights, short context and batch of each training step.
@@ -113,16 +101,12 @@ class LongContextLM(LightningModule):
 
     @override
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
-        group, objective = self._sequence_group, self.objective.at_step(self.global_step)
-        preflight.check_batch(batch, self.backbone, self.objective, self.short_context, group)
+        objective = self.objective.at_step(self.global_step)
         # 1. Score the tokens in their short contexts, without gradient. This comes first, so that its buffers are free
         #    again before the long pass allocates activations.
         short = None
         if objective.uses_short_context:
-            # Other windows are drawn for each batch of all epochs; `batch_idx` restarts in each.
-            number = self.trainer.fit_loop.epoch_loop.total_batch_idx if self._trainer else batch_idx
-            seed = step.window_seed(number, self.global_rank)
-            short = self.short_context.score(self.backbone, batch, seed=seed, group=group)
+            short = self.short_context.score(self.backbone, batch, self._sequence_group)
         # 2. Score the whole documents, with gradient.
         long = self.log_likelihood(batch)
         # 3. Weight each token by the effect of the long context (Equation 7).
@@ -199,7 +183,7 @@ class LongContextLM(LightningModule):
         preflight.warn_of_noise(self.objective, self.backbone, self.trainer)
         if self.objective.uses_short_context and self.short_context.method == "sliding_window":
             with self.trainer.precision_plugin.forward_context():
-                check_attention_window(self.backbone, self.short_context.sink_tokens)
+                check_attention_window(self.backbone)
 
     @override
     def on_fit_end(self) -> None:
@@ -210,6 +194,7 @@ class LongContextLM(LightningModule):
     def on_train_batch_start(self, batch: PackedBatch, batch_idx: int) -> None:
         if not self.backbone.training:
             raise RuntimeError("The model is in eval mode, without dropout and gradient checkpointing: call `train()`.")
+        preflight.check_batch(batch, self.backbone, self.objective, self.short_context, self._sequence_group)
 
     # ---------------------------------------------------------------------------------------------------- evaluation
 

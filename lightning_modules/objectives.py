@@ -2,7 +2,6 @@
 
 import copy
 from abc import ABC, abstractmethod
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import (
     ShortContext,
     mutual_information,
+    scale_to_mean_one,
     soft_influence,
     threshold_weights,
     top_fraction_weights,
@@ -28,17 +28,11 @@ class Objective(ABC):
     uses_short_context: bool = True
     """Whether `token_weights` uses ``short``; if not, the short pass is skipped."""
 
-    pointwise: bool = True
-    """Whether each weight depends on its own token only, so that short windows can be sampled."""
-
     uses_stored_influence: bool = False
     """Whether the batch contains the weights (`data.influence`)."""
 
     largest_weight: float | None = None
     """Cap of the weights, or None; the fraction of tokens at the cap is logged."""
-
-    normalized: bool = False
-    """Whether an optimizer step divides its loss by the sum of the weights, not by the number of scored tokens."""
 
     @abstractmethod
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
@@ -63,18 +57,9 @@ class Objective(ABC):
 
     @torch.no_grad()
     def __call__(self, long: Tensor, short: ShortContext | None, batch: PackedBatch) -> Tensor:
-        """Return ``[B, T]`` token weights, 0 where a token is not scored.
-
-        If only a random sample of the windows was scored, the weights are scaled up so that their expected value is
-        right: ``1 + (I - 1) / fraction`` for LongCE. They can be negative.
-        """
+        """Return ``[B, T]`` token weights, 0 where a token is not scored."""
         # A token without a short context has equal log-likelihoods, and so a difference of 0.
         weights = self.checked_weights(long, long if short is None else short.fill_missing(long), batch)
-        if short is not None and short.window_fraction < 1:
-            # Scale the difference from the weight that a token has without a short context. Each window is drawn with
-            # probability `window_fraction`, so the expected weight is that of all windows.
-            without_short = self.checked_weights(long, long, batch)
-            weights = without_short + (weights - without_short) / short.window_fraction
         return weights.to(long.dtype).masked_fill(batch["labels"].eq(IGNORE_INDEX), 0)
 
     def at_step(self, step: int) -> "Objective":
@@ -129,9 +114,8 @@ class StoredInfluence(LongCE):
 class MutualInformation(Objective):
     """Weight each token by its mutual information with the far context (PPMI, NPMI, dense; Helm et al., 2025).
 
-    The weights are scaled to a mean of 1 over all scored tokens of an optimizer step; if all are 0, the step has no
-    gradient. The paper (https://arxiv.org/abs/2503.09202) scales them over each sequence: use ``Normalized`` with
-    ``mean_over: sequence``. Its dense weights are ``part: absolute``, interpolated with cross entropy (`Interpolated`).
+    As in the paper (https://arxiv.org/abs/2503.09202), the weights of each sequence are scaled to a mean of 1
+    (`scale_to_mean_one`). Its dense weights are ``part: absolute``, interpolated with cross entropy (`Interpolated`).
 
     Args:
         part: ``positive`` for tokens that the long context makes likelier, ``negative`` for tokens that it makes less
@@ -139,41 +123,42 @@ class MutualInformation(Objective):
         shift: How many times likelier one context must make a token than the other; above 0, and 1 for ``absolute``.
     """
 
-    normalized = True
-
     def __init__(self, part: Part = "positive", shift: float = 1.0) -> None:
         check_part(part, shift)
         self.part: Part = part
         self.shift = shift
 
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
-        """Return the `mutual_information`."""
-        return mutual_information(long, short, part=self.part, shift=self.shift)
+        """Return the `mutual_information`, scaled over each sequence."""
+        weights = mutual_information(long, short, part=self.part, shift=self.shift)
+        return scale_to_mean_one(weights, batch["labels"].ne(IGNORE_INDEX))
 
 
 class Sparse(Objective):
     """Train only on tokens that the far context changes a lot: the sparse weights of Helm et al. (2025).
 
-    They are scaled like those of `MutualInformation`. The paper selects a ``fraction`` of each sequence.
+    They are scaled like those of `MutualInformation`: the selected tokens of a sequence have equal weights with a mean
+    of 1 over all its tokens. The paper selects a ``fraction`` of each sequence.
 
     Args:
         threshold: Smallest absolute difference of the log-likelihoods, in nats; 0 or more.
         fraction: Select this fraction of each sequence instead, the tokens with the largest differences.
     """
 
-    normalized = True
-
     def __init__(self, threshold: float = 0.5, fraction: float | None = None) -> None:
         check_threshold(threshold)
         check_fraction("`fraction`", 1.0 if fraction is None else fraction)
-        self.threshold, self.fraction, self.pointwise = threshold, fraction, fraction is None
+        self.threshold = threshold
+        self.fraction = fraction
 
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
-        """Return the `threshold_weights` or `top_fraction_weights`."""
-        # A threshold looks at each token alone, a fraction at its whole sequence (`pointwise`).
+        """Return the `threshold_weights` or `top_fraction_weights`, scaled over each sequence."""
+        scored = batch["labels"].ne(IGNORE_INDEX)
         if self.fraction is None:
-            return threshold_weights(long, short, threshold=self.threshold)
-        return top_fraction_weights(long, short, batch["labels"].ne(IGNORE_INDEX), fraction=self.fraction)
+            weights = threshold_weights(long, short, threshold=self.threshold)
+        else:
+            weights = top_fraction_weights(long, short, scored, fraction=self.fraction)
+        return scale_to_mean_one(weights, scored)
 
 
 class Wrapper(Objective):
@@ -184,8 +169,6 @@ class Wrapper(Objective):
         self.uses_short_context = objective.uses_short_context
         self.uses_stored_influence = objective.uses_stored_influence
         self.largest_weight = objective.largest_weight
-        self.normalized = objective.normalized
-        self.pointwise = objective.pointwise
 
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
         """Return the weights of the inner objective."""
@@ -213,41 +196,26 @@ def unwrap(objective: Objective) -> Objective:
 
 
 class Normalized(Wrapper):
-    """Weights of another objective, scaled to a mean of 1.
+    """Weights of another objective, scaled to a mean of 1 over each training sequence, as in Helm et al. (2025).
 
     Args:
         objective: The objective whose weights are scaled.
-        mean_over: ``step``: over all scored tokens of all batches and processes of an optimizer step; the log shows
-            the weights before scaling. ``sequence``: over each training sequence separately, as in Helm et al. (2025);
-            a sequence whose weights are all 0 gets weights of 1.
     """
 
-    def __init__(self, objective: Objective, mean_over: Literal["step", "sequence"] = "step") -> None:
+    def __init__(self, objective: Objective) -> None:
         super().__init__(objective)
-        self.mean_over = mean_over
-        self.normalized = mean_over == "step"
-        # A mean over a sequence needs all of its tokens, and scales the cap differently in each.
-        if not self.normalized:
-            self.pointwise, self.largest_weight = False, None
+        self.largest_weight = None  # the cap is scaled differently in each sequence
 
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
-        """Return the weights, scaled over each sequence; for a mean over a step, the step's divisor does it."""
+        """Return the weights of the inner objective, scaled over each sequence."""
         weights = self.objective.checked_weights(long, short, batch)
-        if self.normalized:
-            return weights
-        # Multiply by the number of scored tokens over the sum of their weights ([B, 1]): the mean becomes 1.
-        scored = batch["labels"].ne(IGNORE_INDEX)
-        total = weights.masked_fill(~scored, 0).sum(-1, keepdim=True)
-        return torch.where(total > 0, weights * scored.sum(-1, keepdim=True) / total, 1.0)
+        return scale_to_mean_one(weights, batch["labels"].ne(IGNORE_INDEX))
 
 
 class Interpolated(Wrapper):
     r"""Weighted mean of cross entropy and another objective.
 
     .. math:: w_t = \lambda + (1 - \lambda) I_t
-
-    Weights that are normalized over an optimizer step are interpolated before that. Helm et al. (2025) normalize each
-    sequence first: to do the same, interpolate a ``Normalized`` objective with ``mean_over: sequence``.
 
     Args:
         objective: The other objective.
@@ -264,7 +232,8 @@ class Interpolated(Wrapper):
 
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
         """Return the weighted mean of 1 and the other objective's weights."""
-        other, cap = self.objective.checked_weights(long, short, batch), self.objective.largest_weight
+        other = self.objective.checked_weights(long, short, batch)
+        cap = self.objective.largest_weight
         weight = self.cross_entropy_share + (1 - self.cross_entropy_share) * other
         if cap is None or self.largest_weight is None:
             return weight
@@ -303,7 +272,8 @@ class Scheduled(Wrapper):
         if step < self.start or (self.stop is not None and step >= self.stop):
             return CrossEntropy()
         # Step k of a warm-up of n steps has k / n of the weights, so step 0 has none and needs no short pass.
-        objective, passed = self.objective.at_step(step), step - self.start
+        objective = self.objective.at_step(step)
+        passed = step - self.start
         if passed >= self.warmup:
             return objective
         return Interpolated(objective, 1 - passed / self.warmup) if passed else CrossEntropy()

@@ -92,7 +92,6 @@ OPTIONS = {
     "trainer.limit_train_batches": ["0"],
     "model.context_length": ["112", "1e30", "0"],
     "model.stride": ["0", "-4"],
-    "model.window_fraction": [".nan", "0"],
     "model.objective": ["torch.nn.Linear", "{no: [mapping"],
     "model.objective.gamma": ["1e999", "0.5"],
     "model.lora": ["{target_modules: [nosuch]}", "{target_modules: [q_proj], lora_alpha: .nan}", "{rank: 3}"],

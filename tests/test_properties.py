@@ -24,7 +24,6 @@ from lightning_modules.functional import (
     transfer_influence,
 )
 from lightning_modules.functional.linear_head import LinearHead
-from lightning_modules.functional.windows import draw_windows
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.objectives import LongCE, StoredInfluence
 from tests.support import reference
@@ -215,17 +214,6 @@ def test_windows(boundaries, context_length, stride):
         return
     found = {token: start for start, scored, stop in call() for token in range(scored, stop)}
     assert found == slow_windows(boundaries, context_length, stride)
-
-
-@hypothesis.given(st.integers(0, 5), NUMBERS, st.integers(0, 99))
-def test_drawn_windows(count, share, seed):
-    windows = [(0, window) for window in short_context_windows([0, 20], context_length=2, stride=3)][:count]
-    if not 0 < share <= 1:
-        refused(lambda: draw_windows(windows, share, seed=seed), "`window_fraction`")
-        return
-    drawn, probability = draw_windows(windows, share, seed=seed)
-    assert drawn == [window for window in windows if window in drawn]
-    assert len(drawn) == probability * len(windows)
 
 
 # ----------------------------------------------------------------------------------------------------------- alignment

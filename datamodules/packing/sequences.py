@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from datamodules.influence.store import InfluenceStore
 from datamodules.packing.packing import PackedRows, document_of
 from datamodules.token_store.store import TokenStore
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch, note_values
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 
 
 class Row(TypedDict):
@@ -136,7 +136,6 @@ def collate_rows(rows: list[Row]) -> PackedBatch:
         batch["offsets"] = pad_sequence([row["offsets"] for row in rows], batch_first=True)
         batch["names"] = [row["name"] for row in rows]
         batch["sets"] = [row.get("set", "") for row in rows]
-    note_values(batch)
     return batch
 
 

@@ -124,7 +124,7 @@ def mutual_information(long: Tensor, short: Tensor, *, part: Part = "positive", 
     The pointwise mutual information is the LSD of Fang et al. (2025). Its parts are the weights of Helm et al. (2025),
     "Token Weighting for Long-Range Language Modeling", https://arxiv.org/abs/2503.09202: ``positive`` is their PPMI,
     ``negative`` their NPMI (the negative part, not normalized PMI), ``absolute`` their dense score. They scale the
-    weights to a mean of 1 over each sequence; this function does not. The result carries no gradient.
+    weights to a mean of 1 over each sequence (`scale_to_mean_one`). The result carries no gradient.
 
     Args:
         long: ``[B, T]`` log-likelihoods given everything before the token, in nats.
@@ -228,3 +228,27 @@ def top_fraction_weights(long: Tensor, short: Tensor, scored: Tensor, *, fractio
     threshold = change.sort(dim=-1, descending=True).values.gather(-1, count - 1)
     # 3. Compare with q instead of using the ranks: equal differences must have equal weights.
     return ((change >= threshold) & (change > 0)).to(long.dtype)
+
+
+def scale_to_mean_one(weights: Tensor, scored: Tensor) -> Tensor:
+    r"""Scale the weights of each sequence to a mean of 1 over its scored tokens.
+
+    .. math:: w'_t = w_t \, \frac{n}{\sum_s w_s}
+
+    Helm et al. (2025), https://arxiv.org/abs/2503.09202.
+
+    Args:
+        weights: ``[B, T]`` weights, 0 or more.
+        scored: ``[B, T]`` bool, which tokens are scored.
+
+    Returns:
+        ``[B, T]`` scaled weights; 1 in a sequence whose scored tokens all have weight 0.
+
+    Example:
+        >>> scored = torch.tensor([[False, True, True]])
+        >>> scale_to_mean_one(torch.tensor([[9.0, 1.0, 3.0]]), scored)[:, 1:]
+        tensor([[0.5000, 1.5000]])
+    """
+    total = weights.masked_fill(~scored, 0).sum(-1, keepdim=True)
+    count = scored.sum(-1, keepdim=True)
+    return torch.where(total > 0, weights * count / total, 1.0)

@@ -117,14 +117,20 @@ def select_scored(hidden_states: Tensor, labels: Tensor, scored: BoolArray | Non
     if hidden_states.ndim != 3 or any(shape != shapes[0][:2] for shape in shapes[1:]):
         raise ValueError(
             f"`hidden_states` must be [B, T, D], `labels` and `scored` [B, T], got {' and '.join(map(str, shapes))}."
-            " Call `note_values` again if you change a batch."
+            " Remove `scored` from a batch if you change it."
         )
     if labels.dtype != torch.int64 or not hidden_states.is_floating_point():
         raise ValueError(
             f"`hidden_states` must be floating point and `labels` int64, got {hidden_states.dtype} and {labels.dtype}."
         )
     # Their number decides the shapes, so the CPU must know it: from the caller, or by waiting for the labels.
-    is_scored = labels.ne(IGNORE_INDEX).cpu() if scored is None else torch.from_numpy(scored)
+    if scored is None:
+        is_scored = labels.ne(IGNORE_INDEX).cpu()
+    else:
+        is_scored = torch.from_numpy(scored)
+        agrees = labels.ne(IGNORE_INDEX).eq(send(is_scored, labels.device)).all()
+        # An accelerator checks it later, so that the CPU does not wait.
+        torch._assert_async(agrees, "`scored` does not agree with `labels`: remove it if you change a batch's labels.")
     if is_scored[:, :1].any():
         row = int(is_scored[:, 0].nonzero()[0])
         raise ValueError(

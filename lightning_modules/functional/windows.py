@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch, known_scored, send
-from lightning_modules.functional.checks import check_count, check_fraction
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch, send
+from lightning_modules.functional.checks import check_count
 
 
 class Window(NamedTuple):
@@ -24,7 +24,6 @@ class ShortContext(NamedTuple):
 
     log_likelihood: Tensor  # [B, T] in nats, 0 for a token without a short context
     has_short_context: Tensor  # [B, T] bool
-    window_fraction: float = 1.0  # fraction of the windows that were scored, drawn at random if below 1
 
     def fill_missing(self, long: Tensor) -> Tensor:
         """Return ``[B, T]`` short log-likelihoods, equal to the long ones for tokens without a short context."""
@@ -93,23 +92,6 @@ def batch_windows(
     ]
 
 
-def draw_windows(
-    windows: Sequence[tuple[int, Window]], fraction: float, *, seed: int
-) -> tuple[list[tuple[int, Window]], float]:
-    """Draw about this fraction of the windows, and at least one, uniformly without replacement.
-
-    Returns:
-        The drawn windows in their original order, and the fraction that was drawn: the probability of each window.
-    """
-    check_fraction("`window_fraction`", fraction)
-    count = max(1, round(fraction * len(windows)))
-    if count >= len(windows):
-        return list(windows), 1.0
-    # A generator on the CPU, so that the draw is the same on all devices and leaves the global random state alone.
-    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))
-    return [windows[index] for index in order[:count].sort().values.tolist()], count / len(windows)
-
-
 def trim_windows(windows: Sequence[tuple[int, Window]], wanted: Tensor) -> list[tuple[int, Window]]:
     """Shorten windows to end at the last wanted token that they score (``[B, T]``, on CPU); drop those without any."""
     trimmed = []
@@ -140,6 +122,6 @@ def window_batch(batch: PackedBatch, windows: Sequence[tuple[int, Window]]) -> P
         position_ids=torch.arange(width, device=device).expand(len(windows), width),
         document_boundaries=[[0, window.stop - window.start] for _, window in windows],
     )
-    if (known := known_scored(batch)) is not None:
-        result["scored"] = known[row.numpy(), token.numpy()] & is_scored.numpy()
+    if "scored" in batch:
+        result["scored"] = batch["scored"][row.numpy(), token.numpy()] & is_scored.numpy()
     return result

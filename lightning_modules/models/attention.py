@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,13 +40,6 @@ Exchange = Callable[..., tuple[Tensor, Tensor | None]]
 """Attention for sequences that are sharded across processes: `SequenceGroup.attend`."""
 
 
-class AttentionWindow(NamedTuple):
-    """Limits each token to itself, the ``size - 1`` tokens before it, and the first ``sinks`` of its document."""
-
-    size: int
-    sinks: int = 0
-
-
 DOCUMENT_SDPA = "document_sdpa"
 """Name under which torch's scaled dot product attention, one document at a time, is registered."""
 
@@ -70,7 +63,7 @@ def document_attention(
     attention_mask: Tensor | None,
     document_boundaries: Sequence[Sequence[int]] | None = None,
     exchange: Exchange | None = None,
-    attention_window: AttentionWindow | None = None,
+    attention_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute causal attention within each document of each sequence, without a mask.
@@ -131,22 +124,17 @@ def _attend_one_by_one(
 
 
 def _attend_in_window(
-    window: AttentionWindow, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _: None, **kwargs: Any
+    window: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _: None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Return ``[1, T, H, D]`` attention of one document, for one block of queries and its keys at a time."""
     tokens, outputs = query.shape[2], []
-    if tokens <= window.size:  # nothing is hidden but what follows: plain causal attention, which needs no mask
+    if tokens <= window:  # nothing is hidden but what follows: plain causal attention, which needs no mask
         return sdpa_attention_forward(module, query, key, value, None, **kwargs)
-    for first, start, stop in _blocks(tokens, window.size):
-        # The keys of a block are its own window, and the sinks that lie before it.
-        sinks = min(window.sinks, first)
-        arange = partial(torch.arange, device=query.device)  # on the device: the CPU would wait for a copy
-        index = torch.cat([arange(sinks), arange(first, stop)])
+    for first, start, stop in _blocks(tokens, window):
+        # Indices on the device, because the CPU would wait for a copy.
+        index = torch.arange(first, stop, device=query.device)
+        mask = _visible(index[start - first :], index, window)[None, None]
         keys, values = key[:, :, first:stop], value[:, :, first:stop]
-        if sinks:
-            keys = torch.cat([key[:, :, :sinks], keys], dim=2)
-            values = torch.cat([value[:, :, :sinks], values], dim=2)
-        mask = _visible(arange(start, stop), index, window)[None, None]
         outputs.append(sdpa_attention_forward(module, query[:, :, start:stop], keys, values, mask, **kwargs)[0])
     return torch.cat(outputs, dim=1), None
 
@@ -188,22 +176,20 @@ def _attend_with_mask(
     return torch.cat(outputs, dim=1), None
 
 
-def _narrow(mask: Tensor | None, window: AttentionWindow | None) -> Tensor | None:
+def _narrow(mask: Tensor | None, window: int | None) -> Tensor | None:
     """Return a ``[B, 1, T, T]`` mask of transformers, such as that of a layer's own window, within a window."""
     if mask is None or window is None:
         return mask
-    if window.sinks:
-        raise ValueError("`sink_tokens` needs full attention, and this model has layers with masks: set it to 0.")
     # Indices instead of positions are right here: distances inside a document are the same.
     index = torch.arange(mask.shape[-1], device=mask.device)
     return mask & _visible(index, index, window)
 
 
-def _visible(queries: Tensor, keys: Tensor, window: AttentionWindow) -> Tensor:
+def _visible(queries: Tensor, keys: Tensor, window: int) -> Tensor:
     """Return ``[Q, K]`` bool: whether a window and causality let the query at an index see the key at an index."""
     # ``[Q, K]``; a negative distance is a later token.
     distance = queries[:, None] - keys
-    return (distance >= 0) & ((distance < window.size) | (keys < window.sinks))
+    return (distance >= 0) & (distance < window)
 
 
 def _attend_at_once(
@@ -213,13 +199,11 @@ def _attend_at_once(
     bounds: Tensor,
     longest: int,
     *,
-    window: AttentionWindow | None,
+    window: int | None,
     **kwargs: Any,
 ) -> Tensor | None:
     """Return attention within all documents by one call, or None if torch's flash attention does not support it."""
     # Returning None lets the caller compute one document after another.
-    if window is not None and window.sinks:  # the kernel has a window, but no sinks
-        return None
     device = query.device.type
     if torch.is_autocast_enabled(device):  # it does not know this function
         query, key, value = (states.to(torch.get_autocast_dtype(device)) for states in (query, key, value))
@@ -236,7 +220,7 @@ def _attend_at_once(
     # ``[B, H, T, D]`` to ``[B * T, H, D]``: one long sequence, in which ``bounds`` separate the documents.
     flat = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
     # The kernel counts the tokens before the query, without the query itself.
-    before = -1 if window is None else window.size - 1
+    before = -1 if window is None else window - 1
     sizes = (bounds, bounds, longest, longest)
     output = attend(*flat, *sizes, scale=kwargs.get("scaling"), window_size=(before, 0), **groups)
     return torch.unflatten(output, 0, (query.shape[0], query.shape[2]))
@@ -292,7 +276,7 @@ def isolation_arguments(
     document_boundaries: Sequence[Sequence[int]],
     sequence_length: int,
     device: torch.device,
-    window: AttentionWindow | None = None,
+    window: int | None = None,
 ) -> dict[str, Any]:
     """Return keyword arguments for a decoder that isolate the documents of a sequence; none for single documents.
 

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lightning_modules.batch import PackedBatch, known_scored, max_token_id, pack_sequence
+from lightning_modules.batch import PackedBatch, pack_sequence
 from lightning_modules.functional import token_log_likelihood
 from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.functional.log_likelihood import Head
 from lightning_modules.functional.top_tokens import with_greedy
-from lightning_modules.models.attention import AttentionWindow, Exchange, documents_by_boundaries, isolation_arguments
+from lightning_modules.models.attention import Exchange, documents_by_boundaries, isolation_arguments
 from lightning_modules.models.context_extension.length_dependent import rotation_key
 from lightning_modules.models.context_extension.rotary_checks import check_static, index_free_length
 from lightning_modules.models.loading.adapters import active_module, is_peft_model
-from lightning_modules.models.optimizations import last_layer_reads_from, no_autocast_cache
+from lightning_modules.models.optimizations import no_autocast_cache
 from lightning_modules.models.scorer import Scorer
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ TOKENS_PER_PASS = 32_768
 
 TOKENS_PER_PASS_CPU = 4096
 
+WINDOW_TOKENS_PER_PASS_CPU = 1280
+
 
 class Backbone(Scorer):
     """Scores packed sequences with a causal LM, without ever holding the logits of a whole sequence.
@@ -61,9 +63,8 @@ class Backbone(Scorer):
     def __init__(self, model: "PreTrainedModel | PeftModel") -> None:
         super().__init__()
         self.model = model
-        # Until `check_scoring` has measured more, each document gets a forward pass of its own, and the last layer
-        # computes all tokens.
-        self.isolates_documents = self.trims_last_layer = False
+        # Until `check_scoring` has measured more, each document gets a forward pass of its own.
+        self.isolates_documents = False
         self.checked_conditions: tuple[Any, ...] | None = None
         self.cache_use: CacheUse | None = None
         self._longest_warned = 0
@@ -120,40 +121,37 @@ class Backbone(Scorer):
         return TOKENS_PER_PASS_CPU if self.device.type == "cpu" else TOKENS_PER_PASS
 
     def windows_per_pass(self, window_length: int) -> int:
-        """Return the number of windows in one forward pass: one on a CPU, where larger passes are not faster."""
-        return 1 if self.device.type == "cpu" else max(1, TOKENS_PER_PASS // window_length)
+        """Return the number of windows in one forward pass."""
+        # On a CPU, larger passes are not faster, and only short windows have an overhead that is worth sharing.
+        tokens = WINDOW_TOKENS_PER_PASS_CPU if self.device.type == "cpu" else TOKENS_PER_PASS
+        return max(1, tokens // window_length)
 
     def forward(
         self,
         batch: PackedBatch,
         *,
-        first_scored: int = 1,
         exchange: Exchange | None = None,
-        window: AttentionWindow | None = None,
+        window: int | None = None,
         head_fn: HeadFunction[Any] = token_log_likelihood,
     ) -> Any:
         """Compute the log-likelihood of each scored token given everything before it in its document.
 
         Args:
             batch: ``[B, T]`` packed sequences.
-            first_scored: Index of the first scored token in any sequence; the last layer skips what it does not need.
             exchange: How attention is computed if the batch is a shard of sequences that processes share
                 (`SequenceGroup.shard`). Labels and result are then ``[B, T + 1]``.
-            window: Limits the attention of all layers.
+            window: Number of tokens that each layer sees: a token itself and those before it. All by default.
             head_fn: Computes another result from the hidden states.
 
         Returns:
             ``[B, T]`` log-likelihoods in nats, float32; 0 where a token is not scored. Gradients flow through them if
             enabled. With ``head_fn``, its result.
         """
-        # Documents in separate passes start at 0, so the last layer must not skip their first tokens.
-        trims = self.trims_last_layer and not torch.is_grad_enabled() and not self._needs_separate_passes(batch)
         # This includes the head: with a cached half-precision copy of its weight, the gradient would be summed in half
         # precision over all chunks.
         with no_autocast_cache():
-            with last_layer_reads_from(self.decoder, first_scored - 1 if trims else 0):
-                hidden_states = self.hidden_states(batch, exchange, window)
-            return head_fn(hidden_states, self.head, batch["labels"], scored=known_scored(batch))
+            hidden_states = self.hidden_states(batch, exchange, window)
+            return head_fn(hidden_states, self.head, batch["labels"], scored=batch.get("scored"))
 
     def with_greedy(self, batch: PackedBatch, places: Sequence[slice]) -> tuple[Tensor, Tensor]:
         """Return ``[B, T]`` log-likelihoods in nats, and ``[B, T]`` likeliest tokens at ``places`` of each sequence."""
@@ -166,9 +164,7 @@ class Backbone(Scorer):
         """
         return function()
 
-    def hidden_states(
-        self, batch: PackedBatch, exchange: Exchange | None = None, window: AttentionWindow | None = None
-    ) -> Tensor:
+    def hidden_states(self, batch: PackedBatch, exchange: Exchange | None = None, window: int | None = None) -> Tensor:
         """Compute ``[B, T, D]`` last hidden states; entry ``t`` has seen the tokens of its document up to ``t``.
 
         Call it inside `unsharded` if weights may be sharded.
@@ -219,7 +215,7 @@ class Backbone(Scorer):
             log.warning("`%s` scores each packed document in a pass of its own.", type(self.base_model).__name__)
         return True
 
-    def _run_documents_separately(self, batch: PackedBatch, window: AttentionWindow | None) -> Tensor:
+    def _run_documents_separately(self, batch: PackedBatch, window: int | None) -> Tensor:
         """Return ``[B, T, D]`` last hidden states with one forward pass per document; padding is 0."""
         rows = []
         for tokens, boundaries in zip(batch["input_ids"], batch["document_boundaries"], strict=True):
@@ -261,8 +257,8 @@ class Backbone(Scorer):
 
     def check_batch(self, batch: PackedBatch) -> None:
         """Raise a ``ValueError`` for ids outside of the embedding, which an accelerator would report obscurely."""
-        # A CUDA kernel would report an assertion, asynchronously and in another line.
-        largest = max_token_id(batch)
+        # Waits for an accelerator once per batch. Its kernel would report an assertion, in another line.
+        largest = int(batch["input_ids"].max())
         if largest >= self.vocabulary_size:
             raise ValueError(
                 f"Token id {largest} is beyond the embedding of {self.vocabulary_size} tokens of"

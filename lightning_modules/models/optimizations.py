@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -116,10 +116,10 @@ def _keep_attention(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPo
 
 
 def compile_layers(decoder: Any, *, backend: str = "inductor") -> None:
-    """Compile the norms, attention projections and MLPs of all decoder layers but the last, at their first use.
+    """Compile the norms, attention projections and MLPs of all decoder layers, at their first use.
 
     Not whole layers: attention stays out, or it would be compiled for each number of documents, and torch compiles
-    nothing of a checkpointed layer in which a function stays out. `last_layer_reads_from` adds hooks to the last layer.
+    nothing of a checkpointed layer in which a function stays out.
     """
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList):
@@ -130,7 +130,7 @@ def compile_layers(decoder: Any, *, backend: str = "inductor") -> None:
     wrap_attention(decoder.config._attn_implementation)
     # With and without gradient and autocast, for one or several sequences of fixed or variable length.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
-    for part in (part for layer in layers[:-1] for part in layer.children()):
+    for part in (part for layer in layers for part in layer.children()):
         part.compile(backend=backend)
 
 
@@ -146,48 +146,3 @@ def uncompiled(module: nn.Module) -> Iterator[None]:
     finally:
         for part, compiled in parts.items():
             part._compiled_call_impl = compiled
-
-
-@contextlib.contextmanager
-def last_layer_reads_from(decoder: nn.Module, start: int) -> Iterator[None]:
-    """Let the last layer compute queries, attention output and MLP only from position ``start`` on.
-
-    Keys and values need all tokens, but the rest of the last layer only those whose output is used. Its output for
-    earlier positions is meaningless. A decoder whose last layer has no ``self_attn.q_proj``, ``self_attn.o_proj`` and
-    ``mlp`` computes everything.
-    """
-    handles = []
-    for module in _find_token_modules(decoder) if start > 0 else ():
-        handles.append(module.register_forward_pre_hook(lambda _, inputs: (_drop_first(inputs[0], start), *inputs[1:])))
-        handles.append(module.register_forward_hook(lambda _, __, output: _pad_first(output, start)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _find_token_modules(decoder: nn.Module) -> list[nn.Module]:
-    """Return the modules of the last layer that process tokens separately and do not affect keys and values."""
-    layers = getattr(decoder, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
-        return []
-    attention, mlp = (getattr(layers[-1], name, None) for name in ("self_attn", "mlp"))
-    # Not k_proj and v_proj: later queries attend to all tokens.
-    modules = [getattr(attention, "q_proj", None), getattr(attention, "o_proj", None), mlp]
-    return [module for module in modules if isinstance(module, nn.Module)] if None not in modules else []
-
-
-def _drop_first(hidden_states: Tensor, start: int) -> Tensor:
-    # ``[B, T, D]`` to ``[B, T - start, D]``.
-    return hidden_states[:, start:].contiguous()  # experts flatten the tokens of a batch
-
-
-def _pad_first(output: Any, start: int) -> Any:
-    """Put zeros in the positions that were left out."""
-    if not isinstance(output, Tensor):  # an MLP of experts may also return its router's logits
-        return (_pad_first(output[0], start), *output[1:])
-    # The residual connection and the next module expect all T positions.
-    whole = output.new_zeros(output.shape[0], start + output.shape[1], *output.shape[2:])
-    whole[:, start:] = output
-    return whole

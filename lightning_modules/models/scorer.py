@@ -12,8 +12,7 @@ from lightning_modules.batch import PackedBatch
 class Scorer(nn.Module, ABC):
     """A causal LM that scores batches: a `Backbone` in this process, or a model on servers.
 
-    Calling it with a batch returns ``[B, T]`` log-likelihoods in nats, 0 where a token is not scored. The argument
-    ``first_scored`` is the index of the first scored token in any sequence: earlier ones need less computation.
+    Calling it with a batch returns ``[B, T]`` log-likelihoods in nats, 0 where a token is not scored.
 
     Attributes:
         is_sharded: Whether each forward pass gathers weights from all processes, which must make the same number.

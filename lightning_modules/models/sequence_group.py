@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to, pack_sequence
-from lightning_modules.models.attention import DOCUMENT_SDPA, AttentionWindow, document_attention
+from lightning_modules.models.attention import DOCUMENT_SDPA, document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations import eval_mode
 
@@ -109,12 +109,6 @@ class SequenceGroup:
                 " them in the data module by `trainer.distributed_sampler_kwargs`, not by the global rank."
             )
 
-    def broadcast(self, number: int) -> int:
-        """Return the number of the first process of the group."""
-        sent = [number]
-        dist.broadcast_object_list(sent, group=self.processes, group_src=0)
-        return sent[0]
-
     def log_likelihood(self, backbone: Backbone, batch: PackedBatch) -> Tensor:
         """Return ``[B, T]`` log-likelihoods of this process's batch; the group scores one process's batch at a time."""
         device, result = batch["input_ids"].device, torch.empty(0)
@@ -132,9 +126,7 @@ class SequenceGroup:
             result = scored if owner == self.rank else result
         return result
 
-    def sharded_log_likelihood(
-        self, backbone: Backbone, batch: PackedBatch, window: AttentionWindow | None = None
-    ) -> Tensor:
+    def sharded_log_likelihood(self, backbone: Backbone, batch: PackedBatch, window: int | None = None) -> Tensor:
         """Return ``[B, T]`` log-likelihoods of sequences that all processes of the group hold.
 
         Gradients flow to the tokens of this process's shard only; the processes together have those of all tokens.

@@ -1,8 +1,6 @@
 """Short log-likelihoods: windows of a batch, or one pass with a limited attention; in eval mode, without gradient."""
 
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -11,18 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch, known_scored
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import ShortContext
-from lightning_modules.functional.checks import check_count, check_fraction
-from lightning_modules.functional.windows import (
-    Window,
-    batch_windows,
-    check_context,
-    draw_windows,
-    trim_windows,
-    window_batch,
-)
-from lightning_modules.models.attention import AttentionWindow
+from lightning_modules.functional.windows import Window, batch_windows, check_context, trim_windows, window_batch
 from lightning_modules.models.backbone import Backbone, HeadFunction
 from lightning_modules.models.lockstep import lockstep
 from lightning_modules.models.optimizations import eval_mode
@@ -31,21 +20,6 @@ from lightning_modules.models.sequence_group import SequenceGroup
 
 ShortMethod = Literal["windows", "sliding_window"]
 """How short contexts are computed: exactly, or approximately by `sliding_window_log_likelihood`."""
-
-ShortDType = Literal["bfloat16"]
-"""Dtype of the short pass, by autocast."""
-
-
-def use_earlier_name(window_fraction: float, short_window_share: float) -> float:
-    """Return the value of ``short_window_share``, the earlier name, with a warning; raise a ``ValueError`` for two."""
-    if window_fraction not in (1.0, short_window_share):
-        raise ValueError(
-            f"`window_fraction` is {window_fraction} and `short_window_share`, its earlier name, {short_window_share}:"
-            " remove one."
-        )
-    message = "`short_window_share` is now called `window_fraction`: please rename it."
-    warnings.warn(message, FutureWarning, stacklevel=3)
-    return short_window_share
 
 
 @dataclass(frozen=True)
@@ -56,61 +30,32 @@ class ShortContextConfig:
         context_length: Length K of the shortest short context, in tokens.
         stride: Number d of tokens that share one short window.
         method: Exact short windows, or an approximation by one pass with a limited attention.
-        sink_tokens: First tokens of each document that a sliding window attends to as well.
-        dtype: Dtype of the short pass, by default that of the long pass.
-        window_fraction: Fraction of the short windows that are computed, sampled at random for each batch.
 
     Raises:
-        ValueError: If a value is out of range, or does not belong to the method.
+        ValueError: If a length is below 1.
     """
 
     context_length: int = 4096
     stride: int = 1024
     method: ShortMethod = "windows"
-    sink_tokens: int = 0
-    dtype: ShortDType | None = None
-    window_fraction: float = 1.0
 
     def __post_init__(self) -> None:
         check_context(self.context_length, self.stride)
-        check_fraction("`window_fraction`", self.window_fraction)
-        check_count("`sink_tokens`", self.sink_tokens, minimum=0)
-        if self.method == "sliding_window" and self.window_fraction < 1:
-            raise ValueError(
-                f"`window_fraction: {self.window_fraction}` samples short windows, and `short_context: sliding_window`"
-                " has none: remove one of the two."
-            )
-        if self.method == "windows" and self.sink_tokens:
-            raise ValueError(f"`sink_tokens: {self.sink_tokens}` needs `short_context: sliding_window`.")
 
-    def score(
-        self, backbone: Backbone, batch: PackedBatch, *, seed: int = 0, group: SequenceGroup | None = None
-    ) -> ShortContext:
-        """Score each token of a training batch in its short context, without gradient.
+    def score(self, backbone: Backbone, batch: PackedBatch, group: SequenceGroup | None = None) -> ShortContext:
+        """Score each token of ``[B, T]`` sequences in its short context, without gradient.
 
         Args:
             backbone: The model in training.
             batch: ``[B, T]`` packed sequences.
-            seed: Seed for drawing the windows if `window_fraction` is below 1.
             group: Processes that share the sequences.
         """
-        # Autocast leaves the weights as they are, so that nothing has to be cast back for the long pass.
-        half = torch.autocast(backbone.device.type, dtype=torch.bfloat16)
-        with nullcontext() if self.dtype is None else half:
-            if self.method == "sliding_window":
-                return sliding_window_log_likelihood(
-                    backbone, batch, context_length=self.context_length, sinks=self.sink_tokens, group=group
-                )
-            return short_log_likelihood(
-                backbone,
-                batch,
-                context_length=self.context_length,
-                stride=self.stride,
-                window_fraction=self.window_fraction,
-                # All processes of a group must draw the same windows, which they divide among themselves.
-                seed=seed if group is None else group.broadcast(seed),
-                shared_by=None if group is None else group.processes,
-            )
+        if self.method == "sliding_window":
+            return sliding_window_log_likelihood(backbone, batch, context_length=self.context_length, group=group)
+        processes = None if group is None else group.processes
+        return short_log_likelihood(
+            backbone, batch, context_length=self.context_length, stride=self.stride, shared_by=processes
+        )
 
 
 @torch.no_grad()
@@ -121,8 +66,6 @@ def short_log_likelihood(
     context_length: int,
     stride: int,
     wanted: Tensor | None = None,
-    window_fraction: float = 1.0,
-    seed: int = 0,
     shared_by: dist.ProcessGroup | None = None,
 ) -> ShortContext:
     """Compute the log-likelihood of each token in its short context (Appendix A.1).
@@ -133,8 +76,6 @@ def short_log_likelihood(
         context_length: Length K of the shortest short context, in tokens.
         stride: Number d of tokens that share one window.
         wanted: ``[B, T]`` bool, the tokens to score; windows without any are skipped. All by default.
-        window_fraction: Fraction of the windows to score, drawn at random without replacement.
-        seed: Seed for drawing the windows.
         shared_by: Processes that have the same batch and divide its windows among themselves.
     """
     # 1. Place the windows of all sequences, and leave out those that are not needed.
@@ -143,18 +84,14 @@ def short_log_likelihood(
     short = torch.zeros_like(batch["labels"], dtype=backbone.log_likelihood_dtype)
     has_short_context = torch.zeros_like(batch["labels"], dtype=torch.bool)
     windows = batch_windows(batch["document_boundaries"], context_length=context_length, stride=stride)
-    # `drawn` is the fraction that was really drawn, by which an unbiased mean of the weights divides.
-    windows, drawn = draw_windows(windows, window_fraction, seed=seed)
     if wanted is not None:
         on_cpu = wanted.cpu()  # one transfer for all windows
         # A window ends at its last wanted token: what follows it cannot change its score.
         windows = trim_windows(windows, on_cpu)
-        known, batch = known_scored(batch), batch.copy()
+        batch = batch.copy()
         batch["labels"] = batch["labels"].masked_fill(~wanted, IGNORE_INDEX)
-        # The labels have changed, and `scored` must agree with them.
-        batch.pop("scored", None)
-        if known is not None:
-            batch["scored"] = known & on_cpu.numpy()
+        if "scored" in batch:  # it must agree with the labels
+            batch["scored"] = batch["scored"] & on_cpu.numpy()
     for row, (_, scored, stop) in windows:
         has_short_context[row, scored:stop] = True
     # 2. Score this process's windows, and copy the scores of each to the positions of its tokens.
@@ -168,7 +105,7 @@ def short_log_likelihood(
     # 3. Collect the windows of the other processes. Each token is scored by one of them and 0 elsewhere.
     if shared_by is not None:
         dist.all_reduce(short, group=shared_by)
-    return ShortContext(short, has_short_context & batch["labels"].ne(IGNORE_INDEX), drawn)
+    return ShortContext(short, has_short_context & batch["labels"].ne(IGNORE_INDEX))
 
 
 @torch.no_grad()
@@ -177,7 +114,6 @@ def sliding_window_log_likelihood(
     batch: PackedBatch,
     *,
     context_length: int,
-    sinks: int = 0,
     group: SequenceGroup | None = None,
 ) -> ShortContext:
     """Approximate short contexts by one pass in which each layer attends to the last K tokens only.
@@ -189,15 +125,13 @@ def sliding_window_log_likelihood(
         backbone: The model.
         batch: ``[B, T]`` packed sequences.
         context_length: Length K of the short context, in tokens.
-        sinks: First tokens of each document that every token attends to as well. Models that were pretrained with full
-            attention often need a few.
         group: Processes that share the sequences.
     """
     backbone.check_compares_contexts()
     # A group's processes hold a shard each, so their passes are one pass of the group.
     score = backbone if group is None else partial(group.sharded_log_likelihood, backbone)
     with eval_mode(backbone), lockstep(backbone) as run:
-        scored = run(score, batch, window=AttentionWindow(context_length, sinks))
+        scored = run(score, batch, window=context_length)
     # Up to position K, the window has hidden nothing: the short context is the long one.
     return ShortContext(scored, (batch["position_ids"] > context_length) & batch["labels"].ne(IGNORE_INDEX))
 
@@ -222,9 +156,7 @@ def score_windows(
     with eval_mode(backbone), lockstep(backbone) as run:
         for first in range(0, len(windows), size):
             group = windows[first : first + size]
-            # The last layer can skip what no window of this pass scores.
-            first_scored = min(window.scored - window.start for _, window in group)
-            yield group, run(backbone, window_batch(batch, group), first_scored=first_scored, **options)
+            yield group, run(backbone, window_batch(batch, group), **options)
 
 
 @torch.no_grad()

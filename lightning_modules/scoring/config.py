@@ -1,6 +1,5 @@
 """Settings of an evaluator and of the commands that use one; importable without torch."""
 
-import warnings
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -20,16 +19,6 @@ def tokenizer_name(model: str, tokenizer: str | None, option: str) -> str:
     if tokenizer is None and is_served(model):
         raise ValueError(f"'{model}' is a server, which gets token ids: set {option} to its model's tokenizer.")
     return tokenizer or model  # a model's folder has its tokenizer
-
-
-def _rename_rule(config: "EvaluatorConfig | ScoreConfig") -> None:
-    """Move a value of ``key_tokens`` to ``key_token_rule``, with a warning."""
-    earlier = config.key_tokens
-    object.__setattr__(config, "key_tokens", None)  # frozen, and a copy of the config must not warn again
-    if earlier in (None, "paper"):  # the default of both names, which all earlier configs have
-        return
-    warnings.warn("`key_tokens` is now called `key_token_rule`: please rename it.", FutureWarning, stacklevel=4)
-    object.__setattr__(config, "key_token_rule", earlier)
 
 
 @dataclass(frozen=True)
@@ -80,7 +69,6 @@ class EvaluatorConfig(ScoringConfig):
         add_special_tokens: Whether the evaluator's tokenizer adds special tokens, as in the authors' code.
         sharded: Shard the evaluator across all processes (FSDP2) instead of loading a full copy in each, for an
             evaluator that does not fit on a device next to the trained model. Works with every strategy.
-        key_tokens: Earlier name of ``key_token_rule``.
     """
 
     key_token_rule: KeyTokenRule = "paper"
@@ -88,11 +76,9 @@ class EvaluatorConfig(ScoringConfig):
     revision: str | None = None
     add_special_tokens: bool = True  # unlike those of an evaluated model
     sharded: bool = False
-    key_tokens: KeyTokenRule | None = None  # until the next release
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _rename_rule(self)
         if self.key_token_rule not in (rules := get_args(KeyTokenRule)):
             raise ValueError(f"`key_token_rule` must be one of {', '.join(rules)}, got {self.key_token_rule!r}.")
 
@@ -161,18 +147,12 @@ class ScoreConfig(CommandConfig):
         key_tokens_only: Skip the evaluator's short pass for tokens that cannot be key, because their long-context
             log-likelihood is at most ``beta``. The stored scores then cannot serve a lower ``beta`` or soft LongPPL.
         output: JSON file for the results.
-        key_tokens: Earlier name of ``key_token_rule``.
     """
 
     model: str
     key_token_rule: KeyTokenRule = "paper"
     key_tokens_only: bool = False  # the stored scores then end at beta
     output: str | None = None
-    key_tokens: KeyTokenRule | None = None  # until the next release
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _rename_rule(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,13 +14,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch, known_scored
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import merge_spans, soft_influence
 from lightning_modules.functional.checks import find_impossible
 from lightning_modules.utilities.files import write_atomically
 
 FORMAT = "longce-token-scores-3"
-_FORMATS = (FORMAT, "longce-token-scores-2")
 """Formats that can be read; the second has no `TokenScores.settings`."""
 
 _CONTEXT_PREFIX = "context_"
@@ -113,7 +112,7 @@ class TokenScores:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a mapping
         except SafetensorError:
             header, tensors = {}, {}
-        if header.get("format") not in _FORMATS or header.pop("checksum", None) != _compute_checksum(header, tensors):
+        if header.get("format") != FORMAT or header.pop("checksum", None) != _compute_checksum(header, tensors):
             raise ValueError(f"'{path}' is damaged, or does not contain token scores in the format {FORMAT}.")
         prefix = _CONTEXT_PREFIX
         # Names are in alphabetical order, in which 16384 precedes 4096.
@@ -136,9 +135,10 @@ class TokenScores:
 def scores_of_row(batch: PackedBatch, row: int, long: Tensor, short: Tensor, **fields: Any) -> TokenScores:
     """Return the scores of a sequence with one document, from ``[T]`` log-likelihoods and the other ``fields``."""
     tokens = batch["document_boundaries"][row][-1]
-    known = known_scored(batch)
-    scored = batch["labels"][row].ne(IGNORE_INDEX).cpu().numpy() if known is None else known[row]
-    positions = scored[:tokens].nonzero()[0]
+    scored = batch.get("scored")
+    if scored is None:
+        scored = batch["labels"].ne(IGNORE_INDEX).cpu().numpy()
+    positions = scored[row, :tokens].nonzero()[0]
     return TokenScores(
         text_sha256=text_sha256(batch["text"][row]),
         token_ids=batch["input_ids"][row, :tokens].cpu(),

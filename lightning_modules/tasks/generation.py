@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from lightning_modules.models.backbone import Backbone, CacheUse
 from lightning_modules.models.context_extension.length_dependent import forget_earlier_lengths, rotation_key
 from lightning_modules.models.lockstep import lockstep
-from lightning_modules.models.optimizations import eval_mode, last_layer_reads_from, no_autocast_cache, uncompiled
+from lightning_modules.models.optimizations import eval_mode, no_autocast_cache, uncompiled
 from lightning_modules.tasks.sampling import Sampler, find_end_tokens
 from lightning_modules.tasks.teacher_forcing import padded_rows
 
@@ -189,8 +189,7 @@ def read_prompt(backbone: Backbone, run: Callable[..., Any], prompt: Sequence[in
     chunks = zip(batch["input_ids"].split(chunk, 1), batch["position_ids"].split(chunk, 1), strict=True)
     logits = torch.zeros(0)
     for tokens, positions in chunks:
-        with last_layer_reads_from(backbone.decoder, tokens.shape[1] - 1 if backbone.trims_last_layer else 0):
-            logits = run(backbone.unsharded, partial(_last_logits, backbone, tokens, positions, cache))
+        logits = run(backbone.unsharded, partial(_last_logits, backbone, tokens, positions, cache))
     return logits, cache
 
 

@@ -45,11 +45,6 @@ def check_early(
     sequence_parallel_size: int = 1,
 ) -> None:
     """Check settings before text is tokenized or weights are loaded; ``sequence_length`` is None without training."""
-    if not objective.uses_short_context and (short_context.dtype is not None or short_context.window_fraction < 1):
-        rank_zero_warn(
-            f"`short_dtype` and `window_fraction` have no effect: {type(objective).__name__} does not use short"
-            " contexts."
-        )
     if sequence_length is not None and objective.uses_short_context:
         check_context(short_context.context_length, short_context.stride, sequence_length)
     if (config := check_model(loading)) is None:
@@ -179,20 +174,6 @@ def check_influence(objective: Objective, influence: str | None) -> None:
             " `data.influence`"
         )
     raise ValueError(f"The objective {type(objective).__name__} {problem}.")
-
-
-def check_drawn_windows(objective: Objective, window_fraction: float) -> None:
-    """Raise a ``ValueError`` for sampled windows if the expected weights would be wrong, or a divisor could be 0."""
-    if window_fraction < 1 and (objective.normalized or not objective.pointwise):
-        reason = (
-            "divides by the sum of its weights, and weights from sampled windows can be negative"
-            if objective.pointwise
-            else "compares the tokens of a sequence, so all of them need a short context"
-        )
-        raise ValueError(
-            f"The objective {type(objective).__name__} {reason}: set `model.window_fraction` to 1 instead of"
-            f" {window_fraction}, or choose an objective like LongCE."
-        )
 
 
 def check_cap(objective: Objective, stored: float | None) -> None:

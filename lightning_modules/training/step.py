@@ -1,7 +1,6 @@
 """Normalization of a training step: gradients of a mean over all its tokens, and means for the log."""
 
 import math
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -34,7 +33,7 @@ def normalize_gradients(parameters: Iterable[Tensor], divisor: float, *, batches
 
     Args:
         parameters: Parameters with the gradients :math:`g`; those without a gradient are skipped.
-        divisor: Divisor N of the step: its number of scored tokens, or the sum of their weights.
+        divisor: Divisor N of the step, its number of scored tokens.
         batches: Number B that the gradients were divided by: the nominal number of batches of all processes in a step,
             also for a shorter last one. In a sequence group, each process has the gradients of its own tokens, and N
             counts every token once.
@@ -47,14 +46,6 @@ def normalize_gradients(parameters: Iterable[Tensor], divisor: float, *, batches
         if parameter.grad is not None:
             parameter.grad.div_(scale)
     return scale
-
-
-def window_seed(batch: int, rank: int) -> int:
-    """Return the seed for drawing a batch's windows: other ones for each batch and process, equal ones on resume.
-
-    ``batch`` is the number of the batch over all epochs.
-    """
-    return zlib.crc32(f"{torch.initial_seed()} {batch} {rank}".encode())
 
 
 @contextmanager
@@ -70,18 +61,15 @@ def note_step(global_step: int) -> Iterator[None]:
 class TrainingStatistics:
     """Means over all tokens of one optimizer step: of all its micro-batches and all processes.
 
-    If a ``window_fraction`` is drawn at random, single weights are meaningless, but their mean is not. `compute` sets
-    ``step_divisor``, the divisor of the step's loss: its number of scored tokens, or the sum of their weights for a
-    normalized objective. It also sets ``invalid_weights``: the number of weights that are NaN, infinite or negative,
-    by kind.
+    `compute` sets ``step_divisor``, the number of scored tokens of the step, and ``invalid_weights``, the number of
+    weights that are NaN, infinite or negative, by kind.
     """
 
     step_divisor: Tensor
     invalid_weights: dict[str, int]
 
-    def __init__(self, objective: Objective, window_fraction: float = 1.0) -> None:
+    def __init__(self, objective: Objective) -> None:
         self.objective = objective
-        self.drawn = objective.uses_short_context and window_fraction < 1
         self._names: list[str] = []  # of the sums
         self._sums: Tensor | None = None
 
@@ -118,8 +106,7 @@ class TrainingStatistics:
         given = scored & long.isfinite() & (long if short is None else short.fill_missing(long)).isfinite()
         sums["NaN"] = (token_weights.isnan() & given).sum()
         sums["infinite"] = (token_weights.isinf() & given).sum()
-        # The weights of sampled windows can be negative.
-        sums["negative"] = (token_weights.isfinite() & (token_weights < 0) & given).sum() * (not self.drawn)
+        sums["negative"] = (token_weights.isfinite() & (token_weights < 0) & given).sum()
         # One tensor, so that processes exchange and the CPU reads all sums at once.
         batch = torch.stack([value.double() for value in sums.values()])
         self._names = list(sums)
@@ -140,10 +127,11 @@ class TrainingStatistics:
         group = sequence_group(strategy)
         copies = 1 if group is None else group.size
         total = {name: value / copies for name, value in zip(self._names, values, strict=True)}
-        # 3. Divide by the tokens of the step. If all weights are 0, the gradient is 0 and any divisor will do.
         self.invalid_weights = {kind: int(total[kind]) for kind in ("NaN", "infinite", "negative") if total[kind] > 0}
-        tokens, weights = total["scored"], total["weights"]
-        self.step_divisor = weights.where(weights > 0, 1.0) if self.objective.normalized else tokens.clamp(min=1)
+        # 3. Divide by the scored tokens of the step; without any, the gradient is 0 and any divisor will do.
+        tokens = total["scored"]
+        weights = total["weights"]
+        self.step_divisor = tokens.clamp(min=1)
         means = {
             "loss": total["loss"] * REFERENCE_TOKENS / self.step_divisor,
             "perplexity": torch.exp(total["nll"] / tokens),
@@ -153,11 +141,10 @@ class TrainingStatistics:
         has_weights = self.objective.uses_short_context or self.objective.uses_stored_influence
         if has_weights:
             means["weight_mean"] = weights / tokens
-        if has_weights and not self.drawn:
             means["weight_above_1"] = total["above_1"] / tokens
             # Kish's effective sample size as a fraction: a mean over this many equal weights would be as noisy.
             means["weight_effective_share"] = weights.square() / (total["squares"] * tokens).clamp(min=1e-300)
-        if self.objective.largest_weight is not None and not self.drawn:
+        if self.objective.largest_weight is not None:
             means["weight_at_cap"] = total["at_cap"] / tokens
         return {name: value.float() for name, value in means.items()}
 

@@ -52,8 +52,8 @@ def test_checks_build_their_models_on_the_device(tiny_on_cuda):
     with fake_cuda():
         module = checks.build_module("cuda", model_config=checks.SIZES, **checks.WINDOWS)
     assert {each.device.type for each in (*module.backbone.parameters(), *module.backbone.buffers())} == {"cuda"}
-    with pytest.raises(checks.NotAvailableError, match="window_fraction"):
-        checks.build_module("cpu", optional=True, window_fraction=2.0, model_config=checks.SIZES)
+    with pytest.raises(checks.NotAvailableError, match="context_length"):
+        checks.build_module("cpu", optional=True, context_length=0, model_config=checks.SIZES)
     bug = mock.patch.object(checks, "load_backbone", side_effect=ValueError("a bug"))
     with bug, pytest.raises(ValueError, match="a bug"):
         checks.build_module("cpu", model_config=checks.SIZES)

@@ -256,7 +256,6 @@ def test_prompts_that_nobody_has_named_are_no_reason_to_guess(word_tokenizer, ro
 
 def test_labels_may_be_edited_until_a_batch_is_moved(word_tokenizer, root):
     batch = next(iter(ready(word_tokenizer, root).train_dataloader()))
-    assert batch["scored"].any()
-    batch["labels"].fill_(IGNORE_INDEX)
-    moved = ready(word_tokenizer, root).transfer_batch_to_device(batch, torch.device("cpu"), 0)
-    assert not moved["scored"].any()
+    batch["labels"][:, ::2] = IGNORE_INDEX
+    moved = ready(word_tokenizer, root).transfer_batch_to_device(batch, torch.device("meta"), 0)
+    assert moved["scored"].tolist() == batch["labels"].ne(IGNORE_INDEX).tolist()

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch, known_scored, max_token_id, note_values
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import long_perplexity
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import short_context
@@ -31,7 +31,6 @@ from lightning_modules.models.short_context import (
 )
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.objectives import CrossEntropy, Interpolated, LongCE, Normalized, Scheduled, StoredInfluence
-from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.training import fsdp
 from lightning_modules.training.facts import objective_facts
 from lightning_modules.training.step import REFERENCE_TOKENS, gradient_norm
@@ -172,12 +171,13 @@ def test_stored_weights_and_objective_must_agree(folder):
     batch = row(0)
     module = lm(folder, objective=StoredInfluence())
     module.configure_model()
+    module.backbone.train()
     with pytest.raises(ValueError, match="the data module has none"):
-        module.training_step(batch, 0)
+        module.on_train_batch_start(batch, 0)
     module.objective = CrossEntropy()
     batch["influence"] = torch.ones(1, LENGTH)
     with pytest.raises(ValueError, match="CrossEntropy would ignore"):
-        module.training_step(batch, 0)
+        module.on_train_batch_start(batch, 0)
 
 
 def test_fit_logs_means_over_all_micro_batches_and_lowers_the_loss(folder, tmp_path):
@@ -358,22 +358,11 @@ def test_weight_averaging_of_lightning_is_refused_before_weights_are_loaded(fold
 def test_labels_of_a_collated_batch_may_be_edited(folder):
     module, expected, edited = lm(folder), row(0), row(0)
     module.configure_model()
-    note_values(edited)
     for batch in (expected, edited):
         batch["labels"][0, 20:25] = batch["labels"][0, 32] = IGNORE_INDEX
     short = partial(module.short_context.score, module.backbone)
     for score in (module.log_likelihood, lambda batch: short(batch).log_likelihood):
         assert torch.equal(score(edited), score(expected))
-
-
-def test_on_an_accelerator_an_edit_makes_the_noted_values_unknown():
-    batch = row(0)
-    note_values(batch)
-    moved = batch | {name: torch.empty_like(batch[name], device="meta") for name in ("labels", "input_ids")}
-    assert known_scored(moved) is batch["scored"]
-    assert max_token_id(moved) == batch["max_token_id"]
-    moved["labels"][:, 20:] = IGNORE_INDEX
-    assert known_scored(moved) is None
 
 
 def test_token_ids_beyond_the_embedding(folder, tmp_path):
@@ -423,8 +412,11 @@ def test_checkpoint_loads_without_pickle_and_scores_the_same(folder, tmp_path):
 def test_a_checkpoint_that_names_every_setting_of_the_model_loads(folder, tmp_path):
     module = LongContextLM(folder, context_length=8, stride=4)
     module.configure_model()
-    settings = asdict(ModelConfig(folder, dtype="float32", attn_implementation="eager"))  # as earlier versions saved it
-    settings |= {"context_length": 8, "stride": 4, "short_dtype": None, "short_window_share": 1.0}
+    settings = asdict(ModelConfig(folder, dtype="float32", attn_implementation="eager"))
+    settings |= {
+        "context_length": 8,
+        "stride": 4,
+    }
     content = {
         "state_dict": module.state_dict(),
         "hyper_parameters": settings,
@@ -435,81 +427,6 @@ def test_a_checkpoint_that_names_every_setting_of_the_model_loads(folder, tmp_pa
     torch.save({**content, "pytorch-lightning_version": lightning.__version__}, tmp_path / "earlier.ckpt")
     loaded = LongContextLM.load_from_checkpoint(tmp_path / "earlier.ckpt", weights_only=True)
     assert loaded.loading == ModelConfig(folder, dtype="float32", attn_implementation="eager")
-
-
-def test_a_short_pass_in_bfloat16_weighs_about_the_same_and_leaves_the_long_pass_exact(folder):
-    modules = [LongContextLM(folder, context_length=8, stride=4, short_dtype=d) for d in (None, "bfloat16")]
-    results = []
-    for module in modules:
-        module.configure_model()
-        module.backbone.train()
-        short = module.short_context.score(module.backbone, row(0))
-        long = module.backbone(row(0)).detach()
-        results.append((long, module.objective(long, short, row(0))))
-    (exact, exact_weights), (rough, rough_weights) = results
-    assert torch.equal(exact, rough)
-    assert not torch.equal(exact_weights, rough_weights)
-    assert torch.nn.functional.cosine_similarity(exact_weights, rough_weights) > 0.98
-
-
-@pytest.mark.slow
-def test_gradients_of_drawn_windows_are_those_of_longce_on_average(folder):
-    def gradient(share, seed):
-        module = LongContextLM(folder, context_length=8, stride=4, window_fraction=share)
-        module.configure_model()
-        module.backbone.train()
-        module.training_step(row(0), seed).backward()
-        return torch.cat([p.grad.flatten() for p in module.parameters()])
-
-    exact = gradient(1.0, 0)
-    draws = torch.stack([gradient(0.5, seed) for seed in range(150)])
-    noise = (draws.std(0) / len(draws) ** 0.5).norm()
-    assert (draws[0] - exact).norm() > 4 * noise
-    assert (draws.mean(0) - exact).norm() < 2 * noise
-
-
-def test_statistics_of_drawn_windows_are_means_only(folder, tmp_path):
-    module = LongContextLM(folder, context_length=8, stride=4, window_fraction=0.5)
-    fit = trainer(tmp_path)
-    fit.fit(module, loader(row(0), row(1)))
-    assert "train/weight_mean" in fit.callback_metrics
-    drawn = {"train/weight_above_1", "train/weight_at_cap", "train/weight_effective_share"}
-    assert not drawn & set(fit.callback_metrics)
-
-
-def test_the_earlier_names_of_options_work_and_warn(folder):
-    with pytest.warns(FutureWarning, match="`window_fraction`"):
-        module = LongContextLM(folder, short_window_share=0.5)
-    assert module.short_context.window_fraction == module.hparams["window_fraction"] == 0.5
-    with pytest.warns(FutureWarning, match="`key_token_rule`"):
-        config = EvaluatorConfig("evaluator", key_tokens="authors")
-    assert config == EvaluatorConfig("evaluator", key_token_rule="authors")
-
-
-@pytest.mark.limit(2)  # five trainings
-def test_windows_are_drawn_anew_for_each_batch_epoch_process_and_seed(folder, tmp_path, monkeypatch):
-    seeds = []
-    original = short_context.short_log_likelihood
-
-    def spy(backbone, batch, **options):
-        seeds.append(options["seed"])
-        return original(backbone, batch, **options)
-
-    monkeypatch.setattr(short_context, "short_log_likelihood", spy)
-
-    def run(seed, rank=0, **settings):
-        seeds.clear()
-        torch.manual_seed(seed)
-        module = LongContextLM(folder, context_length=8, stride=4, window_fraction=0.5)
-        monkeypatch.setattr(LongContextLM, "global_rank", rank)
-        trainer(tmp_path, **{"max_steps": -1, "max_epochs": 2, **settings}).fit(module, loader(row(0), row(1)))
-        return list(seeds)
-
-    first = run(0)
-    assert len(set(first)) == 4, "two epochs of two batches"
-    assert run(0) == first
-    assert not set(run(1)) & set(first)
-    assert not set(run(0, rank=1)) & set(first)
 
 
 def test_training_with_a_sliding_window_weighs_tokens_by_it(folder, tmp_path):
@@ -539,22 +456,11 @@ def test_the_probe_refuses_a_sliding_window_that_the_attention_ignores(folder, t
     [
         ({"context_length": 0}, "context_length"),
         ({"stride": -1}, "stride"),
-        ({"window_fraction": 0.0}, "window_fraction"),
-        ({"window_fraction": 1.5}, "window_fraction"),
-        ({"window_fraction": 0.5, "objective": Normalized(LongCE())}, "window_fraction"),
-        ({"window_fraction": 0.5, "short_context": "sliding_window"}, "short windows"),
-        ({"sink_tokens": 4}, "sliding_window"),
-        ({"sink_tokens": -1}, "sink_tokens"),
     ],
 )
 def test_options_without_a_meaning_are_refused_before_anything_is_loaded(settings, name):
     with pytest.raises(ValueError, match=name):
         lm("no/such", **settings)
-
-
-def test_options_of_the_short_pass_without_one_are_pointed_out(folder):
-    with pytest.warns(UserWarning, match="no effect: CrossEntropy"):
-        LongContextLM(folder, CrossEntropy(), short_dtype="bfloat16").check_early(None)
 
 
 def test_a_device_without_float64_is_refused_before_weights_are_read(folder, monkeypatch):
@@ -587,5 +493,5 @@ def test_a_schedule_makes_short_passes_only_where_there_are_weights(folder, tmp_
 def test_facts_of_an_objective_in_another_one():
     objective = Interpolated(Normalized(LongCE(3.0)), 0.25)
     facts = objective_facts(objective, 8, 4)["objective"]
-    inner = {"name": "Normalized", "objective": {"name": "LongCE", "gamma": 3.0}, "mean_over": "step"}
+    inner = {"name": "Normalized", "objective": {"name": "LongCE", "gamma": 3.0}}
     assert facts == {"name": "Interpolated", "objective": inner, "cross_entropy_share": 0.25}

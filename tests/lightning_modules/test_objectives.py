@@ -19,7 +19,7 @@ from lightning_modules.objectives import (
     StoredInfluence,
     Wrapper,
 )
-from lightning_modules.training.preflight import check_cap, check_drawn_windows, check_influence
+from lightning_modules.training.preflight import check_cap, check_influence
 
 
 def test_stored_influence_is_taken_as_it_is_and_capped():
@@ -50,29 +50,47 @@ BATCH = {"labels": torch.ones(2, 50, dtype=torch.int64).index_fill(1, torch.tens
 PAIR = (-torch.rand(2, 50, generator=GENERATOR), -9 * torch.rand(2, 50, generator=GENERATOR))
 
 
+def mean_one(weights):
+    """Weights scaled to a mean of 1 over the scored tokens of each sequence, one sequence at a time in float64."""
+    rows = []
+    for row, labels in zip(weights.double(), BATCH["labels"], strict=True):
+        mean = row[labels != IGNORE_INDEX].mean()
+        rows.append(row / mean if mean > 0 else torch.ones_like(row))
+    return torch.stack(rows).float()
+
+
+@pytest.mark.parametrize(
+    ("objective", "weights"),
+    [
+        (MutualInformation(), mutual_information(*PAIR)),
+        (MutualInformation("negative", 2.0), mutual_information(*PAIR, part="negative", shift=2.0)),
+        (Sparse(0.1), threshold_weights(*PAIR, threshold=0.1)),
+        (Sparse(fraction=0.25), top_fraction_weights(*PAIR, BATCH["labels"] != IGNORE_INDEX, fraction=0.25)),
+        (Normalized(LongCE(3.0)), soft_influence(*PAIR, gamma=3.0)),
+    ],
+)
+def test_weights_with_a_mean_of_1_over_each_sequence(objective, weights):
+    assert objective.uses_short_context
+    assert objective.largest_weight is None
+    scored = BATCH["labels"].ne(IGNORE_INDEX)
+    found = objective(PAIR[0], ShortContext(PAIR[1], scored), BATCH)
+    torch.testing.assert_close(found, mean_one(weights).masked_fill(~scored, 0))
+    torch.testing.assert_close(found.sum(-1), scored.sum(-1).float())
+    without = objective(PAIR[0], ShortContext(PAIR[0], scored), BATCH)
+    assert torch.equal(without, scored.float()), "no token differs"
+
+
 def test_defaults_of_objectives():
     assert (LongCE().gamma, StoredInfluence().gamma) == (5.0, 5.0)
     assert Sparse().threshold == 0.5
     assert torch.equal(
-        MutualInformation().token_weights(*PAIR, BATCH), mutual_information(*PAIR, part="positive", shift=1.0)
+        MutualInformation().token_weights(*PAIR, BATCH), MutualInformation("positive", 1.0).token_weights(*PAIR, BATCH)
     )
     torch.testing.assert_close(
         Interpolated(LongCE()).token_weights(*PAIR, BATCH), 0.5 + 0.5 * soft_influence(*PAIR, gamma=5.0)
     )
     schedule = Scheduled(LongCE())
     assert all(schedule.at_step(step).token_weights(*PAIR, BATCH).ne(1).any() for step in (0, 1, 10**9)), "always on"
-
-
-def test_weights_of_mutual_information_and_of_a_threshold_are_normalized():
-    for objective, expected in (
-        (MutualInformation(), mutual_information(*PAIR)),
-        (MutualInformation("negative", 2.0), mutual_information(*PAIR, part="negative", shift=2.0)),
-        (Sparse(0.1), threshold_weights(*PAIR, threshold=0.1)),
-    ):
-        assert torch.equal(objective.token_weights(*PAIR, BATCH), expected)
-        assert objective.normalized
-        assert objective.uses_short_context
-        assert objective.largest_weight is None
 
 
 @pytest.mark.parametrize("gamma", [1.3, 5.0, 9.7])
@@ -101,9 +119,7 @@ def test_wrappers_are_like_what_they_wrap():
         assert wrap(LongCE()).uses_short_context
         assert not wrap(StoredInfluence()).uses_short_context
         assert wrap(StoredInfluence()).uses_stored_influence
-        assert wrap(MutualInformation()).normalized
-        assert wrap(LongCE()).normalized == (wrap is Normalized)
-    assert torch.equal(Normalized(LongCE()).token_weights(*PAIR, BATCH), LongCE().token_weights(*PAIR, BATCH))
+    assert Normalized(LongCE()).largest_weight is None
     check_influence(Normalized(Interpolated(StoredInfluence())), "in 'x'")
 
 
@@ -122,10 +138,13 @@ def test_a_schedule_goes_from_cross_entropy_to_the_weights_and_back():
 
 
 def test_a_schedule_within_another_objective():
-    for objective in (Normalized(Scheduled(LongCE(), warmup=2)), Scheduled(Normalized(LongCE()), warmup=2)):
+    half = 0.5 + 0.5 * soft_influence(*PAIR)
+    outside, inside = Normalized(Scheduled(LongCE(), warmup=2)), Scheduled(Normalized(LongCE()), warmup=2)
+    for objective in (outside, inside):
         assert not objective.at_step(0).uses_short_context
-        assert objective.at_step(1).normalized
-        torch.testing.assert_close(objective.at_step(1).token_weights(*PAIR, BATCH), 0.5 + 0.5 * soft_influence(*PAIR))
+    torch.testing.assert_close(outside.at_step(1).token_weights(*PAIR, BATCH), mean_one(half))
+    expected = 0.5 + 0.5 * mean_one(soft_influence(*PAIR))
+    torch.testing.assert_close(inside.at_step(1).token_weights(*PAIR, BATCH), expected)
     assert Interpolated(Scheduled(LongCE(), stop=1), 0.3).at_step(1).token_weights(*PAIR, BATCH).eq(1).all()
 
 
@@ -157,41 +176,3 @@ def test_a_wrapper_of_the_users_own_keeps_the_schedule():
 def test_numbers_without_a_meaning_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_a_sum_of_weights_that_is_no_divisor_is_refused():
-    check_drawn_windows(Normalized(LongCE()), window_fraction=1.0)
-    check_drawn_windows(LongCE(), window_fraction=0.5)
-    with pytest.raises(ValueError, match=r"Sparse divides.*window_fraction` to 1 instead of 0\.5"):
-        check_drawn_windows(Sparse(), window_fraction=0.5)
-    with pytest.raises(ValueError, match=r"Sparse compares the tokens of a sequence.*instead of 0\.5"):
-        check_drawn_windows(Sparse(fraction=0.1), window_fraction=0.5)
-
-
-def test_weights_of_drawn_windows_are_scaled_up_around_those_without_a_short_context():
-    long, short = PAIR
-    where = torch.rand(2, 50, generator=GENERATOR) > 0.4
-    weights = LongCE()(long, ShortContext(short, where, 0.25), BATCH)
-    expected = torch.where(where, 1 + (soft_influence(long, short) - 1) / 0.25, 1.0)
-    assert (expected < 0).any() or (expected > 5).any()
-    torch.testing.assert_close(weights, expected * BATCH["labels"].ne(IGNORE_INDEX))
-    torch.testing.assert_close(
-        LongCE()(long, ShortContext(short, where), BATCH)[:, 1],
-        torch.where(where, soft_influence(long, short), 1.0)[:, 1],
-    )
-
-
-def test_sparse_weights_of_a_fraction_and_means_over_each_sequence():
-    scored = BATCH["labels"].ne(IGNORE_INDEX)
-    objective = Normalized(Sparse(fraction=0.25), "sequence")
-    assert not objective.pointwise
-    assert not objective.normalized
-    assert Normalized(LongCE(), "sequence").largest_weight is None
-    assert Normalized(LongCE()).largest_weight == 5.0
-    chosen = Sparse(fraction=0.25).token_weights(*PAIR, BATCH)
-    assert torch.equal(chosen, top_fraction_weights(*PAIR, scored, fraction=0.25))
-    assert chosen.sum(-1).tolist() == [12, 12]
-    weights = objective(PAIR[0], ShortContext(PAIR[1], scored), BATCH)
-    torch.testing.assert_close(weights, chosen * 4)
-    uniform = objective(PAIR[0], ShortContext(PAIR[0], scored), BATCH)
-    assert torch.equal(uniform, scored.to(uniform.dtype)), "no token differs"

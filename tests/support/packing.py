@@ -3,5 +3,5 @@
 
 def assume_isolation(backbone):
     """Score several documents in one pass, as `check_scoring` allows after its measurements."""
-    backbone.isolates_documents = backbone.trims_last_layer = True
+    backbone.isolates_documents = True
     return backbone

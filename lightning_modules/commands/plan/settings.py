@@ -107,7 +107,7 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         lora=loading.lora,
         objective=type(objective).__name__,
         training=training,
-        window_share=model.short_context.window_fraction,
+        window_share=1.0,
         accumulated=trainer.get("accumulate_grad_batches") or 1,
         max_steps=max(trainer.get("max_steps") or 0, 0) or None,
         optimizer=optimizer,

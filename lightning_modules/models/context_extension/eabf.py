@@ -50,7 +50,7 @@ def scaled_attention(attention: Callable[..., Any], module: nn.Module, query: Te
     if module.layer_idx >= rope["unscaled_layers"]:
         positions = kwargs["position_ids"]
         if (window := kwargs.get("attention_window")) is not None:
-            positions = positions.clamp(max=window.size - 1)  # as in a document of this length
+            positions = positions.clamp(max=window - 1)  # as in a document of this length
         # ``[B, T]`` to ``[B, 1, T, 1]``. Scaling queries scales all their logits.
         scale = entropy_scale(positions, rope["original_max_position_embeddings"])[:, None, :, None]
         query = (query * scale).to(query.dtype)  # promoted to float32 and rounded once

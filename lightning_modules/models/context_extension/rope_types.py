@@ -108,11 +108,9 @@ class RopeTypeAttention:
         """Compute attention with ``[B, H, T, D]`` queries and the arguments of transformers."""
         rope_type = own_type(getattr(module, "config", None))
         window = kwargs.get("attention_window")
-        if window is not None and self.attention is not document_attention:  # flash attention, without sinks
-            if window.sinks:
-                raise ValueError("`sink_tokens` needs torch's attention: set `attn_implementation` to sdpa.")
+        if window is not None and self.attention is not document_attention:  # flash attention
             # A layer's own window stays where it is narrower.
-            kwargs["sliding_window"] = min(window.size, kwargs.get("sliding_window") or window.size)
+            kwargs["sliding_window"] = min(window, kwargs.get("sliding_window") or window)
         if rope_type is None:
             return self.attention(module, query, *args, **kwargs)
         return rope_type.attend(self.attention, module, query, *args, **kwargs)

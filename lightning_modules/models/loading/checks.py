@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from lightning_modules.batch import IGNORE_INDEX, pack_sequence
-from lightning_modules.models.attention import DOCUMENT_SDPA, AttentionWindow
+from lightning_modules.models.attention import DOCUMENT_SDPA
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.rope_types import wrap_attention
 from lightning_modules.models.context_extension.rotary_checks import index_free_length
@@ -44,9 +44,9 @@ def check_scoring(backbone: Backbone) -> None:
     """Compare our scores of a dozen tokens with the model's own logits, for single and for packed documents.
 
     The reference are the logits that the model gives for each document alone, with an attention implementation of
-    transformers. What the check finds is stored in the backbone: whether the last layer may skip tokens, and whether
-    documents can be packed into one forward pass, by our attention or by the masks of transformers; otherwise each
-    document gets its own pass. It runs once for a device, dtype, precision and attention implementation.
+    transformers. What the check finds is stored in the backbone: whether documents can be packed into one forward pass,
+    by our attention or by the masks of transformers; otherwise each document gets its own pass. It runs once for a
+    device, dtype, precision and attention implementation.
 
     Raises:
         ValueError: If our log-likelihoods differ from the model's own, or those of compiled layers from the layers as
@@ -93,8 +93,6 @@ def check_scoring(backbone: Backbone) -> None:
                 " `attn_implementation` to another one, such as sdpa or eager. Log-likelihoods differ by"
                 f" {difference:.2g} nats."
             )
-        # After the decision on attention, which it depends on.
-        backbone.trims_last_layer = not backbone.is_stateful and _can_trim(backbone, documents[0], tolerance)
     backbone.checked_conditions = _conditions(backbone)
 
 
@@ -252,18 +250,16 @@ def _are_equal(backbone: Backbone, states: Tensor, others: Tensor) -> bool:
     return bool((change <= limit * states.float().abs().mean()).all())
 
 
-def check_attention_window(backbone: Backbone, sinks: int = 0) -> None:
+def check_attention_window(backbone: Backbone) -> None:
     """Raise a ``ValueError`` unless the model's attention can be limited to a window, which some models ignore."""
     layers, name = backbone.base_model.config.get_text_config(decoder=True).num_hidden_layers, backbone.attention
     wrap_attention(name)  # a kernel of the hub may not be wrapped yet
     generator = torch.Generator().manual_seed(0)
-    # With a window of 2 tokens, each layer reaches one token further back, and sinks are the first tokens.
-    ids = torch.randint(backbone.vocabulary_size, (2, sinks + layers + 3), generator=generator).to(backbone.device)
-    ids[1] = torch.cat(
-        [ids[0, :sinks], (ids[0, sinks : sinks + 1] + 1) % backbone.vocabulary_size, ids[0, sinks + 1 :]]
-    )
+    # Two texts with different first tokens. With a window of 2 tokens, each layer reaches one token further back.
+    ids = torch.randint(backbone.vocabulary_size, (layers + 3,), generator=generator).repeat(2, 1).to(backbone.device)
+    ids[1, 0] = (ids[0, 0] + 1) % backbone.vocabulary_size
     with torch.no_grad(), eval_mode(backbone):
-        one, other = (backbone(pack_sequence([row, row]), window=AttentionWindow(2, sinks)) for row in ids)
+        one, other = (backbone(pack_sequence([row, row]), window=2) for row in ids)
         # The last token of each of the two documents.
         last = [ids.shape[1] - 1, 2 * ids.shape[1] - 1]
         limited = not backbone.is_stateful and torch.allclose(one[:, last], other[:, last], rtol=0, atol=1e-3)
@@ -335,20 +331,3 @@ def _score_packed(backbone: Backbone, documents: Sequence[Tensor]) -> Tensor:
 def _score_alone(backbone: Backbone, documents: Sequence[Tensor]) -> Tensor:
     """Return the same log-likelihoods, with one forward pass for each document."""
     return torch.cat([_score_packed(backbone, [document]) for document in documents])
-
-
-def _can_trim(backbone: Backbone, document: Tensor, tolerance: float) -> bool:
-    """Return whether the last layer gives the same scores if it skips tokens that are not scored."""
-    batch = pack_sequence([document])
-    start = len(document) // 2 + 1
-    backbone.trims_last_layer = True
-    try:
-        trimmed = backbone(batch, first_scored=start)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # any kind: modules of such a layer do not process tokens separately
-        log.info("The last layer of %s computes all tokens: %r", type(backbone.base_model).__name__, error)
-        return False
-    # Now without trimming, for comparison; the caller stores the result.
-    backbone.trims_last_layer = False
-    return bool((trimmed - backbone(batch))[:, start:].abs().max() <= tolerance)

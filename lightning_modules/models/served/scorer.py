@@ -58,9 +58,8 @@ class RemoteScorer(Scorer):
             raise
         self.identity = self._endpoints[0].identity
 
-    def forward(self, batch: PackedBatch, *, first_scored: int = 1) -> Tensor:
+    def forward(self, batch: PackedBatch) -> Tensor:
         """Compute ``[B, T]`` float32 log-likelihoods in nats like `Backbone.forward`, without gradient."""
-        del first_scored  # each span begins at its own first scored token
         return self.with_greedy(batch, [slice(0, 0)] * len(batch["labels"]))[0]
 
     def with_greedy(self, batch: PackedBatch, places: Sequence[slice]) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_modules.functional import greedy_targets
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.lockstep import lockstep
-from lightning_modules.models.optimizations import eval_mode, last_layer_reads_from, no_autocast_cache
+from lightning_modules.models.optimizations import eval_mode, no_autocast_cache
 from lightning_modules.models.tokenization.chat_templates import render_chat
 from lightning_modules.models.tokenization.encoding import encode_text
 from lightning_modules.tasks.evaluation.config import TaskConfig
@@ -249,10 +249,7 @@ def _score_pass(
     """Return ``[N]`` log-likelihoods of the continuations' tokens, and whether each is the largest."""
     batch = padded_rows(texts, backbone.device)
     backbone.check_batch(batch)
-    # The preceding position predicts a token.
-    start = min(len(continuation.context) for _, continuation in asked) - 1
-    with last_layer_reads_from(backbone.decoder, start if backbone.trims_last_layer else 0):
-        hidden_states = backbone.hidden_states(batch)
+    hidden_states = backbone.hidden_states(batch)
     predicting = [hidden_states[row, len(c.context) - 1 :][: len(c.tokens)] for row, c in asked]
     targets = torch.tensor([token for _, continuation in asked for token in continuation.tokens])
     log_likelihoods, is_likeliest = greedy_targets(torch.cat(predicting), backbone.head, targets.to(backbone.device))

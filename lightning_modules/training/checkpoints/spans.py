@@ -131,10 +131,6 @@ def describe_for_checkpoint(config: str) -> str:
     return yaml.safe_dump(values, sort_keys=False)
 
 
-_EARLIER_NAMES = {"short_window_share": ("window_fraction", 1.0), "key_tokens": ("key_token_rule", "paper")}
-"""New names of renamed options, with their defaults."""
-
-
 def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ between two configs, with both values, by dotted name.
 
@@ -146,7 +142,7 @@ def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[st
         {'model.gamma': (5, 3), 'model.lora': (None, {'r': 8})}
     """
     changed: dict[str, tuple[Any, Any]] = {}
-    _compare(_use_new_names(_merge_model(before)), _use_new_names(_merge_model(after)), "", changed)
+    _compare(_merge_model(before), _merge_model(after), "", changed)
     return changed
 
 
@@ -175,20 +171,6 @@ def _merge_model(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(model, dict):
         return dict(config)
     return {**config, "model": {**model, **(model.get("init_args") or {}), "init_args": None}}
-
-
-def _use_new_names(value: Any) -> Any:
-    """Give options their new names everywhere in a config; a new name that has its default has the earlier value."""
-    if isinstance(value, list):
-        return [_use_new_names(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    renamed = {name: _use_new_names(item) for name, item in value.items()}
-    for earlier, (name, default) in _EARLIER_NAMES.items():
-        given = renamed.pop(earlier, None)
-        if given is not None and renamed.get(name, default) == default:
-            renamed[name] = given
-    return renamed
 
 
 def _has_objects(value: Any) -> bool:

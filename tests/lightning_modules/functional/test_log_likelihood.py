@@ -62,8 +62,12 @@ def test_scored_tokens_of_the_caller_are_used_and_must_have_the_shape_of_the_lab
     hidden, head, labels = problem
     scored = labels.ne(IGNORE_INDEX).numpy()
     assert torch.equal(token_log_likelihood(hidden, head, labels, scored=scored), token_log_likelihood(*problem))
-    with pytest.raises(ValueError, match=r"and \[2, \d+\]\. Call `note_values` again"):
+    with pytest.raises(ValueError, match=r"and \[2, \d+\]\. Remove `scored`"):
         token_log_likelihood(hidden, head, labels, scored=scored[:, :-1])
+    changed = labels.clone()
+    changed[:, 2] = IGNORE_INDEX
+    with pytest.raises(RuntimeError, match="`scored` does not agree with `labels`: remove it"):
+        token_log_likelihood(hidden, head, changed, scored=scored)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 16, None])

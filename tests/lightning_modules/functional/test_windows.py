@@ -5,7 +5,7 @@ import torch
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import Window, short_context_windows
-from lightning_modules.functional.windows import batch_windows, check_context, draw_windows, trim_windows, window_batch
+from lightning_modules.functional.windows import batch_windows, check_context, trim_windows, window_batch
 
 
 @pytest.mark.parametrize("n", range(1, 40))
@@ -51,6 +51,7 @@ def test_window_batch():
         labels=labels,
         position_ids=torch.arange(11).expand(2, 11),
         document_boundaries=[[0, 11], [0, 11]],
+        scored=labels.ne(IGNORE_INDEX).numpy(),
     )
     batch = window_batch(rows, [(0, Window(3, 7, 10)), (1, Window(6, 8, 11)), (1, Window(8, 10, 11))])
     ignore = IGNORE_INDEX
@@ -70,27 +71,6 @@ WINDOWS = batch_windows([[0, 9, 40], [0, 30]], context_length=4, stride=2)
 def test_windows_of_a_batch_name_their_rows():
     assert WINDOWS[0] == (0, Window(2, 6, 8))
     assert [window for row, window in WINDOWS if row == 1] == short_context_windows([0, 30], context_length=4, stride=2)
-
-
-@pytest.mark.parametrize("share", [0.01, 0.3, 0.5, 0.9])
-def test_each_window_is_drawn_with_the_probability_that_is_reported(share):
-    counts, draws = dict.fromkeys(WINDOWS, 0), 3000
-    for seed in range(draws):
-        drawn, probability = draw_windows(WINDOWS, share, seed=seed)
-        assert drawn == sorted(set(drawn), key=WINDOWS.index)
-        assert len(drawn) == max(1, round(share * len(WINDOWS)))
-        for window in drawn:
-            counts[window] += 1
-    assert probability == len(drawn) / len(WINDOWS)
-    spread = (probability * (1 - probability) / draws) ** 0.5
-    for count in counts.values():
-        assert abs(count / draws - probability) < 4.5 * spread
-
-
-def test_all_windows_or_none_need_no_draw():
-    assert draw_windows(WINDOWS, 1.0, seed=0) == (WINDOWS, 1.0)
-    assert draw_windows([], 0.5, seed=0) == ([], 1.0)
-    assert draw_windows(WINDOWS, 0.5, seed=1)[0] != draw_windows(WINDOWS, 0.5, seed=2)[0]
 
 
 def test_trimmed_windows_score_every_wanted_token_and_end_at_the_last():

@@ -9,7 +9,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from lightning_modules.batch import pack_sequence
 from lightning_modules.models import attention
-from lightning_modules.models.attention import AttentionWindow, document_attention, register_document_attention
+from lightning_modules.models.attention import document_attention, register_document_attention
 from lightning_modules.models.backbone import Backbone
 from tests.support.packing import assume_isolation
 
@@ -90,7 +90,7 @@ def test_a_mask_that_shows_more_than_the_window_is_used_whole(products):
 
 
 @pytest.mark.parametrize("lengths", [(333,), (150, 183), (20, 1, 312)])
-@pytest.mark.parametrize("limit", [None, AttentionWindow(50)])
+@pytest.mark.parametrize("limit", [None, 50])
 def test_a_model_with_windows_scores_and_learns_as_with_whole_masks(products, monkeypatch, lengths, limit):
     torch.manual_seed(0)
     sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8}

@@ -9,7 +9,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from lightning_modules.batch import IGNORE_INDEX, pack_sequence
 from lightning_modules.models.attention import (
-    AttentionWindow,
     document_mask,
     documents_by_boundaries,
     register_document_attention,
@@ -45,10 +44,10 @@ def documents(*lengths):
     return [torch.randint(SIZES["vocab_size"], (length,), generator=generator) for length in lengths]
 
 
-def masked(model, ids, window, sinks):
+def masked(model, ids, window):
     """Return ``[n]`` float64 log-likelihoods of a document by the model's eager attention with a mask."""
     index = torch.arange(len(ids))
-    visible = (index[:, None] >= index) & ((index[:, None] - index < window) | (index < sinks))
+    visible = (index[:, None] >= index) & (index[:, None] - index < window)
     mask = torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, -torch.inf)
     logits = model(input_ids=ids[None], attention_mask=mask[None, None], use_cache=False).logits[0, :-1]
     scores = logits.log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
@@ -56,30 +55,29 @@ def masked(model, ids, window, sinks):
 
 
 @pytest.mark.parametrize(
-    ("settings", "window", "sinks", "own"),
+    ("settings", "window", "own"),
     [
-        ({}, 16, 0, 999),
-        ({}, 1, 0, 999),
-        ({}, 70, 3, 999),
-        ({}, 200, 0, 999),
-        ({"config": MistralConfig, "model": MistralForCausalLM, "sliding_window": 40}, 16, 0, 40),
-        ({"config": MistralConfig, "model": MistralForCausalLM, "sliding_window": 40}, 90, 0, 40),
+        ({}, 16, 999),
+        ({}, 1, 999),
+        ({}, 70, 999),
+        ({}, 200, 999),
+        ({"config": MistralConfig, "model": MistralForCausalLM, "sliding_window": 40}, 16, 40),
+        ({"config": MistralConfig, "model": MistralForCausalLM, "sliding_window": 40}, 90, 40),
     ],
 )
 @torch.no_grad()
-def test_a_limited_attention_is_that_of_a_mask_in_packed_documents(settings, window, sinks, own):
+def test_a_limited_attention_is_that_of_a_mask_in_packed_documents(settings, window, own):
     model = backbone(**settings)
     texts = documents(150, 40, 3)
     batch = pack_sequence(texts)
-    actual = sliding_window_log_likelihood(model, batch, context_length=window, sinks=sinks)
+    actual = sliding_window_log_likelihood(model, batch, context_length=window)
     alone = [sliding_window_log_likelihood(model, pack_sequence([text]), context_length=window) for text in texts]
     model.base_model.set_attn_implementation("eager")
     model.double()
-    expected = torch.cat([masked(model.base_model, text, min(window, own), sinks) for text in texts])
+    expected = torch.cat([masked(model.base_model, text, min(window, own)) for text in texts])
     scored = batch["labels"][0] != IGNORE_INDEX
     assert torch.allclose(actual.log_likelihood[0, scored].double(), expected[scored], atol=2e-5)
-    if not sinks:
-        torch.testing.assert_close(torch.cat([each.log_likelihood for each in alone], 1), actual.log_likelihood)
+    torch.testing.assert_close(torch.cat([each.log_likelihood for each in alone], 1), actual.log_likelihood)
     assert actual.has_short_context.tolist() == (scored & (batch["position_ids"] > window)).tolist()
 
 
@@ -118,30 +116,9 @@ def test_adapters_are_part_of_it_and_it_leaves_mode_and_gradients_alone():
     assert (scores - plain).abs().max() > 0.01
 
 
-def test_sinks_reach_every_token_of_their_own_document_and_need_full_attention():
-    model = backbone()
-    first, other = documents(60, 60)
-    changed = torch.cat([(other[:1] + 1) % SIZES["vocab_size"], other[1:]])
-    scores = {
-        (name, sinks): sliding_window_log_likelihood(
-            model, pack_sequence([first, text]), context_length=4, sinks=sinks
-        ).log_likelihood
-        for name, text in (("as is", other), ("changed", changed))
-        for sinks in (0, 1)
-    }
-    last = scores["as is", 0][0, -1] - scores["changed", 0][0, -1]
-    assert last == 0
-    assert (scores["as is", 1] - scores["changed", 1])[0, -1] != 0
-    assert torch.equal(scores["as is", 1][:, :60], scores["changed", 1][:, :60])
-    windowed = backbone(MistralConfig, MistralForCausalLM, sliding_window=8)
-    with pytest.raises(ValueError, match="needs full attention"):
-        sliding_window_log_likelihood(windowed, pack_sequence([first]), context_length=4, sinks=1)
-
-
 def test_a_model_that_ignores_the_window_is_refused():
     model = backbone()
     check_attention_window(model)
-    check_attention_window(model, sinks=2)
     model.base_model.set_attn_implementation("eager")
     with pytest.raises(ValueError, match="'eager' attention ignores the window"):
         check_attention_window(model)
@@ -152,7 +129,7 @@ def test_a_model_that_ignores_the_window_is_refused():
 def test_a_window_as_long_as_the_text_changes_nothing():
     model, batch = backbone(), pack_sequence(documents(60, 5))
     with torch.no_grad():
-        torch.testing.assert_close(model(batch, window=AttentionWindow(60)), model(batch), rtol=0, atol=2e-6)
+        torch.testing.assert_close(model(batch, window=60), model(batch), rtol=0, atol=2e-6)
 
 
 def test_masks_of_another_thread_are_those_of_transformers():

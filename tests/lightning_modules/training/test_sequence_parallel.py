@@ -43,10 +43,9 @@ VARIANTS = {
     "cross entropy": {"objective": CrossEntropy(), "gradient_checkpointing": "selective"},
     "lora": {
         "lora": {"r": 2, "target_modules": ["q_proj", "lm_head"], "modules_to_save": ["norm"]},
-        "window_fraction": 0.5,
     },
 }
-VARIANTS["sliding window"] = {**VARIANTS["longce"], "short_context": "sliding_window", "sink_tokens": 2}
+VARIANTS["sliding window"] = {**VARIANTS["longce"], "short_context": "sliding_window"}
 RUNS = [("ddp", "longce"), ("fsdp", "lora")]
 STRATEGIES = {"ddp": UlyssesStrategy, "fsdp": FullyShardedUlyssesStrategy}
 

@@ -280,20 +280,3 @@ def test_what_cannot_change_is_refused_before_anything_is_recorded(fit, tmp_path
     assert stopped.value.code == 2
     assert named in capsys.readouterr().err
     assert first or not list(tmp_path.rglob("config-resumed*"))
-
-
-def test_a_renamed_option_is_no_change_and_its_value_may_be():
-    before, same = (
-        {"model": {"short_window_share": 0.5}},
-        {"model": {"short_window_share": None, "window_fraction": 0.5}},
-    )
-    assert find_changes(before, same) == {}
-    assert find_changes(before, {"model": {"window_fraction": 1.0}}) == {"model.window_fraction": (0.5, 1.0)}
-
-    def evaluator(**options):
-        return {"trainer": {"callbacks": [{"class_path": "callbacks.ExternalEvaluator", "init_args": options}]}}
-
-    new = evaluator(key_token_rule="paper", key_tokens=None)
-    assert find_changes(evaluator(key_tokens="paper"), new) == {}
-    (changed,) = find_changes(evaluator(key_tokens="authors"), new).values()
-    assert changed == ("authors", "paper")

@@ -87,7 +87,6 @@ def test_packed_batched_and_windowed_documents_are_scored_as_each_alone(name, fo
     backbone = load_backbone(ModelConfig(folder(), context_extension=extension(name))).eval()
     check_scoring(backbone)
     assert backbone.isolates_documents
-    assert backbone.trims_last_layer
     rows = [row(1, (0, 20, LENGTH), VOCABULARY), row(2, (0, 33, LENGTH), VOCABULARY)]
     both = {key: torch.cat([part[key] for part in rows]) for key in ("input_ids", "labels", "position_ids")}
     together = backbone({**both, "document_boundaries": [part["document_boundaries"][0] for part in rows]})
@@ -96,7 +95,7 @@ def test_packed_batched_and_windowed_documents_are_scored_as_each_alone(name, fo
         for start, stop in itertools.pairwise(part["document_boundaries"][0]):
             alone[number, start:stop] = backbone(document(part["input_ids"][0, start:stop]))[0]
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
-    # Short windows of 24 to 36 tokens, of which the last layer works on the last 12.
+    # Short windows of 24 to 36 tokens.
     batch = row(3, (0, LENGTH), VOCABULARY)
     short = short_log_likelihood(backbone, batch, context_length=24, stride=12)
     window = backbone(document(batch["input_ids"][0, 24:60]))
