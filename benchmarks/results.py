@@ -111,10 +111,11 @@ def render(results: Iterable[Path]) -> str:
         versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
         machine = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in result["machine"].items())
         data = f" Data: `{result['data'][:16]}`." if result["data"] else ""
+        left = " (which has the script)" if has_left(result["command"]) else ""
         blocks += [
             report.Heading(result["title"]),
             f"```bash\n{result['command']}\n```",
-            f"{result['date']}, commit `{result['commit'][:10]}`, {machine}, {versions}.{data}",
+            f"{result['date']}, commit `{result['commit'][:10]}`{left}, {machine}, {versions}.{data}",
             *([result["remark"]] if result["remark"] else []),
             *(_block(block) for block in result["output"]),
         ]
@@ -126,6 +127,17 @@ def _block(block: dict[str, Any]) -> report.Block:
         return str(block["text"]) if "\n" not in block["text"] else f"```\n{block['text']}\n```"
     width = len(block["head"])
     return report.Table(block["head"], [[*row, *[""] * (width - len(row))] for row in block["rows"]])
+
+
+def has_left(command: str) -> bool:
+    """Return whether the script of a recorded command is no longer in the checkout."""
+    program, *arguments = shlex.split(command)
+    if program == "longce":
+        return arguments[:2] == ["reproduce", "miniature"]
+    if program != "python" or arguments[:2] == ["-m", "pytest"]:
+        return False
+    module = arguments[1].replace(".", "/") if arguments[0] == "-m" else arguments[0].removesuffix(".py")
+    return not any((ROOT / file).exists() for file in (f"{module}.py", f"{module}/__main__.py"))
 
 
 def _git(*arguments: str) -> str:

@@ -23,7 +23,7 @@ from benchmarks.real_models.extend import loss_ratio
 from benchmarks.real_models.questions import QuestionSheet
 from benchmarks.real_models.systems import LoadedSystem, System
 from benchmarks.real_models.texts import Text
-from benchmarks.token_weights import METHODS, Run, batch_of
+from benchmarks.real_models.weightings import METHODS, Run, batch_of
 from lightning_modules.batch import PackedBatch, batch_to
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.loading.config import ModelConfig
@@ -150,24 +150,22 @@ def measure_costs(
         for name in names
     }
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number, batch in enumerate(batches[:rounds]):
+    for batch in batches[:rounds]:
         for name, run in runs.items():
-            seconds[name].append(timed_step(run, batch, number, autocast=scale.autocast))
+            seconds[name].append(timed_step(run, batch, autocast=scale.autocast))
     return {name: statistics.median(each[1:]) for name, each in seconds.items()}
 
 
-def timed_step(
-    run: Run, batch: PackedBatch, number: int, stored: Tensor | None = None, *, autocast: bool = False
-) -> float:
+def timed_step(run: Run, batch: PackedBatch, stored: Tensor | None = None, *, autocast: bool = False) -> float:
     """Train on a batch, and return the CPU seconds, or on a GPU the seconds that passed."""
     device = run.backbone.device
     moved, weights = batch_to(batch, device), None if stored is None else stored.to(device)
     with torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
         if device.type == "cpu":
-            return run.step(moved, number, weights)
+            return run.step(moved, weights)
         torch.cuda.synchronize()
         started = time.perf_counter()
-        run.step(moved, number, weights)
+        run.step(moved, weights)
         torch.cuda.synchronize()
         return time.perf_counter() - started
 
@@ -256,11 +254,11 @@ def train(
     config = ModelConfig(loaded.file, dtype="float32", context_extension=STARTS[arm.start])
     torch.manual_seed(arm.seed)
     backbone = load_backbone(config, device=device).to(device)
-    stored = weights(batches) if method.scorer == "evaluator" else [None] * steps
+    stored = weights(batches) if method.stored else [None] * steps
     run = Run(backbone, method, steps=steps, rate=arm.rate, window=scale.k)
     seconds = [
-        timed_step(run, batch, number, own, autocast=scale.autocast)
-        for number, (batch, own) in enumerate(zip(batches[:steps], stored, strict=False))
+        timed_step(run, batch, own, autocast=scale.autocast)
+        for batch, own in zip(batches[:steps], stored, strict=False)
     ]
     loaded.use(backbone)
     return {"steps": steps, "step_seconds": statistics.median(seconds), **examination(backbone, loaded)}

@@ -1,1 +1,1 @@
-"""The paper's experiments, in miniature and at full size."""
+"""The tables of the paper at full size."""

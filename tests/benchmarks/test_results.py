@@ -26,12 +26,7 @@ def test_a_stored_result_says_how_it_came_about(path):
     assert {"cpu", "cores"} <= result["machine"].keys() or "card" in result["machine"]
     assert {"python", "torch", "transformers"} <= result["versions"].keys()
     program, *arguments = shlex.split(result["command"])
-    if program == "python":
-        module = arguments[1].replace(".", "/") if arguments[0] == "-m" else arguments[0].removesuffix(".py")
-        files = [results.ROOT / f"{module}.py", results.ROOT / module / "__main__.py"]
-        assert any(file.exists() for file in files) or module == "pytest"
-    else:
-        assert program == "longce"
+    assert program in ("python", "longce")
     assert not any(argument.startswith("/") for argument in arguments), "a path of one machine"
 
 

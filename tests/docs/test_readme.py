@@ -102,8 +102,6 @@ TRAINED = Reading(
     makes=("runs/longce/*/config.yaml", "runs/longce/*/checkpoints/last.ckpt"),
     logs=("train/loss", "train/weight_mean", "val/longppl", "val/perplexity"),
 )
-MINIATURE = Reading(elsewhere="tests/benchmarks/reproduction/miniature/test_command.py")
-
 SERVED = Reading(elsewhere="tests/lightning_modules/scoring/test_served.py")
 SHORT = "--context_length 32 --stride 16"
 QUESTIONS = "--tasks passkey --lengths 512 --samples 1 --device cpu"
@@ -141,7 +139,8 @@ COMMANDS = {
         elsewhere="tests/lightning_modules/commands/compare/test_compare.py"
     ),
     "longce score .. --evaluator http://127.0.0.1:8000": SERVED,
-    "longce reproduce miniature": MINIATURE,
+    "longce reproduce table5": Reading(elsewhere="tests/benchmarks/reproduction/tables/test_command.py"),
+    "longce reproduce --list": Reading(prints="table5-package"),
     "longce --help": Reading(prints="usage: longce COMMAND"),
     **{f"longce {name} --help": Reading(prints=f"usage: longce .*{name}") for name in PROGRAMS},
     # First commands of the pages
@@ -152,7 +151,6 @@ COMMANDS = {
         prints=r"(?s)\nsequence 0.*sequence 7"
     ),
     f"longce export {RUN} DIR": Reading("", "DIR", ("DIR/model.safetensors",)),
-    "longce reproduce miniature --output runs/miniature": MINIATURE,
     "longce evaluate --model mistralai/Mistral-7B-v0.1 --tasks ruler_synthetic longeval --lengths 4096 8192 16384"
     " --samples 20 --output runs/mistral": Reading(QUESTIONS, "passkey", ("runs/mistral/report.html",)),
     "longce predict -c configs/base.yaml -c configs/score_corpus.yaml --model.pretrained_model_name_or_path"

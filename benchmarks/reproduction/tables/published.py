@@ -76,7 +76,7 @@ def find_table(name: str) -> Table:
     """
     tables = published()["tables"]
     if name not in tables:
-        raise ValueError(f"No table '{name}': there are {', '.join(tables)}, and `miniature` with tiny models.")
+        raise ValueError(f"No table '{name}': there are {', '.join(tables)}.")
     entry = dict(tables[name])
     entry["columns"] = tuple(entry["columns"])
     entry["rows"] = {row: tuple(map(float, values)) for row, values in entry["rows"].items()}

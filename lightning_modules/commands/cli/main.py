@@ -30,7 +30,7 @@ commands:
   compare     compare runs of `fit`, or results of `score`: final numbers, curves, costs and settings
   correlate   correlate LongPPL and perplexity of many models with their benchmark scores
   export      convert a checkpoint of `fit` into a folder that transformers loads
-  reproduce   repeat the paper's experiments: `miniature` with tiny models, `table1` .. `table12` with real ones
+  reproduce   measure the paper's tables again: `table1` .. `table12`
   launch      run any of these commands in several processes, and restart them after a crash
   plan        estimate FLOPs, time and memory of `fit` and of scoring, without weights or a GPU
 

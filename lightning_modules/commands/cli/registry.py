@@ -60,18 +60,7 @@ def select_command(arguments: Sequence[str]) -> None:
 
 
 def reproduce_command(arguments: Sequence[str]) -> None:
-    """Run ``longce reproduce miniature`` or ``longce reproduce TABLE``."""
-    if arguments[1:2] == ["miniature"]:
-        from benchmarks.reproduction.miniature.options import add_miniature_options
-
-        description = "Repeat the paper's experiments with tiny models of a synthetic language, on one CPU thread."
-        parser = make_parser("reproduce miniature", description)
-        add_miniature_options(parser)
-        options = parser.parse_args(list(arguments[2:])).as_dict()
-        from benchmarks.reproduction.miniature.command import reproduce_miniature
-
-        reproduce_miniature(**options)
-        return
+    """Run ``longce reproduce TABLE``."""
     from benchmarks.reproduction.tables.options import add_table_options
 
     print_help(arguments, add_table_options)

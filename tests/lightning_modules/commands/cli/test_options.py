@@ -50,7 +50,7 @@ def run(*commands, folder, heavy=HEAVY):
 
 
 def test_help_and_version_import_no_torch(tmp_path):
-    names = ["", *(name for name in COMMANDS if name not in EXPERIMENTS), "reproduce miniature"]
+    names = ["", *(name for name in COMMANDS if name not in EXPERIMENTS)]
     results = run(*(f"{name} --help" for name in names), "--version", folder=tmp_path)
     assert results.pop("--version") == [0, f"longce {version('longce')}\n", "", []]
     for command, (status, out, _, imported) in results.items():
