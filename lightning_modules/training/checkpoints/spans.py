@@ -75,8 +75,8 @@ def resumed_spans(checkpoint: Path | None, config: str) -> list[Span]:
     earlier = [span for span in spans if span.step < step]
     if text is None or not earlier:
         log.warning(
-            "'%s' is by an older version: what this resume changes is not known, and the optimizer's settings are those"
-            " of the checkpoint.",
+            "'%s' has no config: what this resume changes is not known, and the optimizer's settings are those of the"
+            " checkpoint.",
             checkpoint,
         )
         return [Span(step, CONFIG_FILE, {}, digest)]
@@ -92,7 +92,7 @@ def resumed_spans(checkpoint: Path | None, config: str) -> list[Span]:
 
 
 def _read_earlier(checkpoint: Path) -> tuple[str | None, list[Span]]:
-    """Return the config and the spans of the training that wrote a checkpoint; None if an older version wrote it."""
+    """Return the config and the spans of the training that wrote a checkpoint; None if no command wrote it."""
     try:
         stored = load_without_tensors(checkpoint).get(CONFIG_KEY)
     except Exception:  # damaged, which is reported when it is loaded
@@ -116,8 +116,8 @@ def _parse_spans(text: str | bytes) -> list[Span]:
 def write_spans(folder: Path, spans: Sequence[Span], config: str) -> None:
     """Write the spans of a resumed run; ``config`` is the name of the last one's config."""
     names = {hashlib.sha256(path.read_bytes()).hexdigest(): path.name for path in folder.glob("*.yaml")}
-    # Those of another folder have no file here. Spans of older versions have no hash.
-    earlier = [span._replace(config=names.get(span.digest, "") if span.digest else span.config) for span in spans[:-1]]
+    # Those of another folder have no file here.
+    earlier = [span._replace(config=names.get(span.digest, "")) for span in spans[:-1]]
     spans = [*earlier, spans[-1]._replace(config=config)]
     if len(spans) > 1:
         write_atomically(folder / SPANS_FILE, (json.dumps(spans, indent=1) + "\n").encode())
