@@ -1,4 +1,5 @@
-// The document as blocks of plain text; blocks near the viewport are split into tokens.
+// The document as blocks of plain text, which the browser renders near the viewport (`content-visibility`), and which
+// are split into tokens there.
 
 const STEPS = [0.5, 1, 2, 4, 8];  // nats from which each color applies
 const UNSEEN_ONLY = /^(?:(?![\t\r\n])[\p{C}\p{Zl}\p{Zp}])*$/u;  // control characters, direction marks, zero-width spaces
@@ -100,23 +101,19 @@ class DocumentView {
     this.watch();
   }
 
-  /** Fills blocks that come near the window, and empties those that went far away. */
+  /** Splits blocks that come near the window into cells: all of a book at once would take seconds. */
   watch() {
     const near = new IntersectionObserver((entries) => {
-      for (const { isIntersecting, target } of entries) if (isIntersecting) this.fill(this.blocks[target.dataset.block]);
+      for (const { isIntersecting, target } of entries) {
+        if (isIntersecting) this.fill(this.blocks[target.dataset.block]);
+      }
     }, { rootMargin: "60% 0%" });
-    const far = new IntersectionObserver((entries) => {
-      for (const { isIntersecting, target } of entries) if (!isIntersecting) this.empty(this.blocks[target.dataset.block]);
-    }, { rootMargin: "300% 0%" });
-    for (const { element } of this.blocks) {
-      near.observe(element);
-      far.observe(element);
-    }
+    for (const { element } of this.blocks) near.observe(element);
   }
 
   fill(block) {
     if (this.filled.has(block)) return;
-    block.cells ??= cellsOf(this.data, block, this.graphemes);
+    block.cells = cellsOf(this.data, block, this.graphemes);
     const fragment = new DocumentFragment();
     let at = block.from;
     for (const cell of block.cells) {
@@ -133,16 +130,6 @@ class DocumentView {
     fragment.append(this.data.shown.slice(at, block.to));
     block.element.replaceChildren(fragment);
     this.filled.add(block);
-  }
-
-  empty(block) {
-    const selection = getSelection();
-    const held = (this.current && block.cells?.includes(this.current))
-      || (selection.rangeCount > 0 && !selection.isCollapsed && selection.containsNode(block.element, true));
-    if (!this.filled.has(block) || held) return;
-    block.element.textContent = this.data.shown.slice(block.from, block.to);
-    this.filled.delete(block);
-    block.cells = null;
   }
 
   /** The classes of a cell that no threshold changes. */
