@@ -3,7 +3,7 @@
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -74,12 +74,13 @@ class Backbone(Scorer):
                 f"`{type(self.base_model).__name__}` is not a causal LM with a decoder and an output head."
             )
 
-    @property
+    # Cached, because each of them is read a dozen times per forward pass.
+    @cached_property
     def base_model(self) -> PreTrainedModel:
         """Return the Hugging Face model itself; adapters inside it stay active."""
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
 
-    @property
+    @cached_property
     def decoder(self) -> Any:
         """Return the module that turns tokens into hidden states, or None."""
         decoder = self.base_model.get_decoder()
