@@ -5,7 +5,7 @@ from dataclasses import fields
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from lightning_modules.models.loading.checks import WINDOWS
+from lightning_modules.models.loading.probes import WINDOWS
 
 SIZES = {
     "vocab_size": 120,

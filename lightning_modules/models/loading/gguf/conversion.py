@@ -92,13 +92,13 @@ def _convert(file: Path, folder: Path) -> None:
 def _read_header(file: Path) -> tuple[Any, Metadata]:
     """Return the parsed file and its metadata, of a whole model of an architecture that is supported."""
     try:
-        from gguf import GGUFReader
+        from lightning_modules.models.loading.gguf.reader import ArrayReader
     except ModuleNotFoundError as error:
         raise ValueError(
             f"'{file}' is a GGUF file, which needs the extra `gguf`: pip install -c constraints.txt -e '.[gguf]'."
         ) from error
     try:
-        reader = GGUFReader(file)
+        reader = ArrayReader(file)
         values = {name: _read_value(name, field) for name, field in reader.fields.items()}
     except Exception as error:  # any kind, for a file that is cut or something else
         reason = f"{type(error).__name__}: {error}"

@@ -1,0 +1,90 @@
+"""How packed documents can share a forward pass: found out by comparing them with each document alone."""
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lightning_modules.batch import pack_sequence
+from lightning_modules.models.attention import DOCUMENT_SDPA
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.loading.probes import (
+    FULL_PRECISION,
+    are_equal,
+    attention_of_transformers,
+    compare_logits,
+    gather_scores,
+    largest_error,
+    other_tokens,
+    score_packed,
+)
+
+log = logging.getLogger(__name__)
+
+
+def choose_masks(
+    backbone: Backbone, documents: Sequence[Tensor], expected: Tensor, tolerance: float, *, exact: bool
+) -> float:
+    """Let documents be separated by our attention, masks of transformers, or passes of their own, in this order.
+
+    Returns the largest error in nats of single documents, by our attention, a kernel from elsewhere or those masks.
+    """
+    attention = backbone.attention
+    difference = largest_error(backbone, documents, expected)
+    is_right = difference <= tolerance  # False for NaN
+    isolates = is_right and _isolates(backbone, documents, expected, tolerance, exact=exact)
+    if attention == DOCUMENT_SDPA and not (isolates or (is_right and backbone.is_stateful)):
+        backbone.base_model.set_attn_implementation("sdpa")
+        with_masks = largest_error(backbone, documents, expected)
+        isolates = with_masks <= tolerance and _isolates(backbone, documents, expected, tolerance, exact=exact)
+        if isolates or not is_right:
+            log.warning("`%s` needs the attention masks of transformers.", type(backbone.base_model).__name__)
+            difference = with_masks
+        else:  # masks do not separate its documents either
+            backbone.base_model.set_attn_implementation(attention)
+    backbone.isolates_documents = isolates and _isolates_in_full_precision(backbone, documents)
+    return difference
+
+
+def _isolates(
+    backbone: Backbone, documents: Sequence[Tensor], expected: Tensor, tolerance: float, *, exact: bool
+) -> bool:
+    """Return whether documents in one forward pass have their scores, and do not see each other."""
+    if backbone.is_stateful:
+        return False
+    # The pass for all documents, whatever was decided before.
+    backbone.isolates_documents = True
+    errors = (score_packed(backbone, documents) - expected).abs()
+    # Half precision may choose another expert for a token, with an error as large as the others, but for few tokens.
+    if not (errors.max() <= tolerance and (exact or errors.mean() <= 0.16 * tolerance)):
+        return False
+    # In a model that is not trained yet, scores hardly depend on the context, but hidden states do.
+    first, second = documents
+    others = [pack_sequence([ids, second]) for ids in (first, other_tokens(backbone, first))]
+    states = [backbone.unsharded(partial(backbone.hidden_states, packed))[0, len(first) :] for packed in others]
+    return are_equal(backbone, *states)
+
+
+def _isolates_in_full_precision(backbone: Backbone, documents: Sequence[Tensor]) -> bool:
+    """Return what `_isolates` finds without autocast, whose rounding hides small leaks; True if there is none."""
+    device = backbone.device.type
+    if not torch.is_autocast_enabled(device) or backbone.base_model.dtype not in FULL_PRECISION:
+        return True
+    if "flash" in backbone.attention:  # it supports half precision only
+        return True
+    with torch.autocast(device, enabled=False):
+        with attention_of_transformers(backbone):
+            logits, _ = backbone.unsharded(lambda: compare_logits(backbone, documents))
+        tolerance = 0.01 * max(1.0, logits[0].float().std().item())
+        return _isolates(backbone, documents, gather_scores(logits, documents), tolerance, exact=True)
+
+
+def is_causal(backbone: Backbone, document: Tensor) -> bool:
+    """Return whether hidden states of a document stay as they are when its last token is another one."""
+    last = len(document) - 1
+    other = torch.cat([document[:last], other_tokens(backbone, document[last:])])
+    batches = [pack_sequence([ids]) for ids in (document, other)]
+    states = [backbone.unsharded(partial(backbone.hidden_states, batch))[0, :last] for batch in batches]
+    return are_equal(backbone, *states)
