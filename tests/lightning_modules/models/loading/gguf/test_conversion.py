@@ -97,7 +97,7 @@ def test_the_vocabulary_is_parsed_once(write, monkeypatch):
     assert len(parsed) == 1
     assert library.GGUFReader is original  # others get their own again
     with gguf_tokenizer._parsed_once(Path("other.gguf"), "reader of the other"):
-        assert isinstance(library.GGUFReader(write()), Reader)
+        assert isinstance(library.GGUFReader(write()), original)
 
 
 def test_identity_is_the_hash_of_the_file(write, original):
