@@ -22,7 +22,7 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.tasks.questions.prompter import ForcedAnswer, Prompter
-from lightning_modules.tasks.questions.retrieval import Passkey
+from lightning_modules.tasks.questions.registry import find_tasks
 
 TOKENS_PER_STEP = 4096
 
@@ -65,7 +65,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(vocab_size=len(alphabet) + 1, **settings)
     plain.train_from_iterator([""], trainer)
     count_bytes = Prompter(PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="</s>"))
-    examples = [Passkey().example(count_bytes, 4096, index, seed=99) for index in range(4)]
+    examples = [find_tasks(["passkey"])[0].example(count_bytes, 4096, index, seed=99) for index in range(4)]
     texts = [example.prompt + example.answer_prefix + example.target for example in examples]
     plain.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=1000, min_frequency=1, **settings))
     return PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="</s>")
@@ -117,7 +117,7 @@ def train(backbone: Backbone, prompter: Prompter, lengths: list[int], seconds: f
 
 def forced(prompter: Prompter, length: int, index: int) -> ForcedAnswer:
     """Return a question with another seed than in the evaluation."""
-    example = Passkey().example(prompter, length, index, seed=1)
+    example = find_tasks(["passkey"])[0].example(prompter, length, index, seed=1)
     return prompter.force(example.prompt, example.answer_prefix, example.target, example.answers)
 
 
