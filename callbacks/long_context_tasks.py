@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jsonargparse.typing import PositiveInt
@@ -35,9 +35,6 @@ from lightning_modules.training.preemption import between_steps, interruptible
 from lightning_modules.training.sequence_parallel import sequence_group
 from lightning_modules.utilities.collectives import gathered
 from lightning_modules.visualization.report import as_markdown_table
-
-if TYPE_CHECKING:
-    from lightning_modules.tasks.harness.tasks import LoadedTasks
 
 _STEP_KEY = "longce_tasks_step"
 """Key in a checkpoint for the last step after which the tasks ran."""
@@ -89,7 +86,7 @@ class LongContextTasks(Callback):
         self.keys = question_keys(self.tasks, lengths, samples, config.depths) if ours else []
         self.every_n_steps, self.at_start = every_n_steps, at_start
         self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
-        self._loaded: LoadedTasks | None = None
+        self._loaded: list[dict[str, Any]] = []  # tasks and groups of the harness, with their data
         self._prompter: Prompter | None = None
         self._questions: list[Question] = []
         self._train_start: float | None = None
@@ -102,10 +99,10 @@ class LongContextTasks(Callback):
         """Load the harness's tasks, so that missing data is reported before the first step."""
         check_names(trainer, LongContextTasks)
         if self._theirs and not self._loaded and stage != "predict":
-            from lightning_modules.tasks.harness.tasks import load_tasks
+            from lightning_modules.tasks.harness.tasks import find_names, load_tasks
 
-            options: Any = {"include_path": self.config.include_path, "num_fewshot": self.config.num_fewshot}
-            self._loaded = load_tasks(self._theirs, **options)
+            manager, names = find_names(self._theirs, self.config.include_path)
+            self._loaded = [load_tasks(manager, name, self.config) for name in names]
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -224,21 +221,22 @@ class LongContextTasks(Callback):
 
     def _run_harness_tasks(self, trainer: Trainer, pl_module: LongContextLM) -> dict[str, float]:
         """Return the metrics of all tasks, groups and sets of the harness, by the names under which they are logged."""
-        from lightning_modules.tasks.harness.evaluation import aggregate, evaluate_task, set_scores
+        from lightning_modules.tasks.harness.evaluation import evaluate_tasks, merge_results, summarize_results
         from lightning_modules.tasks.harness.model import HarnessModel
 
         assert self._prompter is not None
-        assert self._loaded is not None
         started = time.perf_counter()
         model = HarnessModel(pl_module.backbone, self._prompter.tokenizer, self.config)
-        found = {}
-        for name, task in self._loaded.tasks.items():
-            found[name] = evaluate_task(model, name, task)
-            del found[name]["samples"]  # all prompts, which may be gigabytes
-        metrics = {name: result["metrics"] for name, result in found.items()} | aggregate(self._loaded.groups, found)
+        found = []
+        for loaded in self._loaded:
+            found.append(evaluate_tasks(model, loaded))
+            del found[-1]["samples"]  # all prompts, which may be gigabytes
         if model.truncated:
             rank_zero_info(f"{model.truncated} prompts exceeded {model.max_length} tokens and were truncated.")
-        logged = {f"harness/{name}": value for name, value in set_scores(self._theirs, metrics)[0].items()}
+        content = summarize_results(merge_results(found), self._theirs)
+        metrics = {name: task["metrics"] for name, task in content["tasks"].items()} | content["groups"]
+        logged = {f"harness/{name}": value for name, value in content["scores"].items()}
         for name, values in metrics.items():
-            logged |= {f"harness/{name}/{key.removesuffix(',none')}": value for key, value in values.items()}
+            for key, value in values.items():
+                logged[f"harness/{name}/{key.removesuffix(',none')}"] = value
         return {"harness/seconds": time.perf_counter() - started, **logged}

@@ -1,7 +1,6 @@
 """``longce evaluate``: evaluate any Hugging Face model on long-context tasks and tasks of lm-evaluation-harness."""
 
 import os
-import time
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from lightning_modules.scoring.config import tokenizer_name
 from lightning_modules.scoring.score import find_device
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.tasks.evaluation.evaluation import Evaluation
-from lightning_modules.tasks.evaluation.lm_eval_results import write_results
 from lightning_modules.tasks.harness import split_tasks
 from lightning_modules.utilities.files import writable_folder
 from lightning_modules.utilities.locks import exclusive
@@ -25,10 +23,8 @@ def evaluate(model: str, output: str, **options: Any) -> str:
 
     Answers that are already in the folder are reused: name the same folder to resume after an interruption, or to add
     tasks, lengths or questions. Several processes (``torchrun``, or RANK and WORLD_SIZE in the environment) split the
-    questions of one folder, each with its own copy of the model. Arguments are the fields of `EvaluationConfig`. The
-    folder also gets the scores in the schema of lm-evaluation-harness.
+    questions of one folder, each with its own copy of the model. Arguments are the fields of `EvaluationConfig`.
     """
-    started = time.perf_counter()
     config = EvaluationConfig(model, output, **options)
     rank, processes = _read_rank()
     ours, theirs = split_tasks(config.tasks)
@@ -63,11 +59,8 @@ def evaluate(model: str, output: str, **options: Any) -> str:
         for run in runs:
             run.ask(backbone, rank, processes)
         check_same_model(identity, loading)
-    template = None if tokenizer.chat_template is None else str(tokenizer.chat_template)
     with exclusive(config.output_folder / "report"):  # one by one: the last process reads the results of all
-        texts, parts = zip(*(run.report() for run in runs), strict=True)
-        write_results(config, parts, chat_template=template, seconds=time.perf_counter() - started)
-    return "\n\n".join(texts)
+        return "\n\n".join(run.report() for run in runs)
 
 
 def _read_rank() -> tuple[int, int]:

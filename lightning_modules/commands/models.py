@@ -1,6 +1,7 @@
 """``longce score`` and ``longce evaluate`` of several models, which are compared with the first one."""
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,6 @@ from lightning_modules.models.context_extension.methods import ContextExtension
 from lightning_modules.models.loading.config import ModelConfig, ServerConfig
 from lightning_modules.models.loading.load import check_model
 from lightning_modules.scoring.score import score, table
-from lightning_modules.tasks.evaluation.lm_eval_results import sanitize_name
 from lightning_modules.utilities.files import writable_folder
 
 
@@ -110,7 +110,7 @@ def _name_models(
     """Return different names for models, whose configs and weights are found before the first is loaded."""
     names = [os.path.basename(os.path.abspath(model)) for model in models]  # also of `.` and `models/a/`
     if len(set(names)) < len(names):
-        names = [sanitize_name(model) for model in models]
+        names = [re.sub(r"[\"<>:/|\\?*\[\]]+", "__", model) for model in models]
     if len(set(names)) < len(names):
         raise ValueError(f"`model` names a model twice: {', '.join(models)}. Give each one once.")
     for model in models:

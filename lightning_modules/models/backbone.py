@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +32,6 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-CacheUse = Literal["together", "alone", "none"]
-"""How a model generates: prompts together in a batch, one by one with a cache, or without a cache."""
-
 HeadFunction = Callable[..., Result]
 """Computes something from ``[B, T, D]`` last hidden states, the head, ``[B, T]`` labels and ``scored`` of the batch."""
 
@@ -55,9 +52,6 @@ class Backbone(Scorer):
 
     Args:
         model: A Hugging Face causal LM, or a peft model around one (without prompt learning).
-
-    Attributes:
-        cache_use: How the model generates, as measured by `lightning_modules.tasks.generation`.
     """
 
     def __init__(self, model: "PreTrainedModel | PeftModel") -> None:
@@ -66,7 +60,6 @@ class Backbone(Scorer):
         # Until `check_scoring` has measured more, each document gets a forward pass of its own.
         self.isolates_documents = False
         self.checked_conditions: tuple[Any, ...] | None = None
-        self.cache_use: CacheUse | None = None
         self._longest_warned = 0
         self._reported_separate_passes = False
         if self.base_model.get_output_embeddings() is None or self.decoder is None:

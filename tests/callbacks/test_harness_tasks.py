@@ -8,9 +8,9 @@ from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.tasks.evaluation.config import TaskConfig
-from lightning_modules.tasks.harness.evaluation import evaluate_task
+from lightning_modules.tasks.harness.evaluation import evaluate_tasks
 from lightning_modules.tasks.harness.model import HarnessModel
-from lightning_modules.tasks.harness.tasks import load_tasks
+from lightning_modules.tasks.harness.tasks import find_names, load_tasks
 from tests.conftest import make_text
 from tests.support.runs import make_trainer
 from tests.support.toy_tasks import GUESS
@@ -28,11 +28,12 @@ def test_logged_values_match_the_tasks(model_dir, task_dir, tmp_path, rows, stag
     callback = LongContextTasks(tasks, [48], include_path=str(task_dir), limit=4)
     trainer = make_trainer(tmp_path, 1, "auto", callbacks=[callback], logger=CSVLogger(tmp_path / "logs"))
     (logged,) = getattr(trainer, stage)(LongContextLM(str(model_dir)), rows, verbose=False)
-    model = HarnessModel(
-        load_backbone(ModelConfig(str(model_dir))), load_tokenizer(str(model_dir)), TaskConfig(limit=4)
-    )
-    tasks = load_tasks(["both", "rolling"], include_path=str(task_dir)).tasks
-    expected = {name: evaluate_task(model, name, task)["metrics"] for name, task in tasks.items()}
+    config = TaskConfig(limit=4)
+    model = HarnessModel(load_backbone(ModelConfig(str(model_dir))), load_tokenizer(str(model_dir)), config)
+    manager, names = find_names(["both", "rolling"], str(task_dir))
+    expected = {}
+    for name in names:
+        expected |= evaluate_tasks(model, load_tasks(manager, name, config))["results"]
     assert logged["harness/choice/acc_norm"] == pytest.approx(expected["choice"]["acc_norm,none"])
     assert logged["harness/rolling/bits_per_byte"] == pytest.approx(expected["rolling"]["bits_per_byte,none"], rel=1e-5)
     mean = (expected["choice"]["acc,none"] + expected["letter"]["acc,none"]) / 2

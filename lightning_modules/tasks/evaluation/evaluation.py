@@ -16,7 +16,6 @@ from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.models.progress import advance
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
-from lightning_modules.tasks.evaluation.lm_eval_results import Parts, convert_summary
 from lightning_modules.tasks.evaluation.questions import (
     Key,
     TaskResult,
@@ -100,14 +99,14 @@ class Evaluation:
                     options: Any = {"generation": self.config.generation, "done": store}
                     put_questions(backbone, self.prompter, questions, self.config.mode, **options)
 
-    def report(self) -> tuple[str, Parts]:
-        """Write the report of all results so far; return it as text, and the scores in the harness's schema."""
+    def report(self) -> str:
+        """Write the report of all results so far, and return it as text."""
         known = {result.key: result for result in read_results(self.store.folder)}
         results = [known[key] for key in self.keys if key in known]
         missing = len(self.keys) - len(results)
         summary = write_task_report(self.store.folder, results, self.store.settings, missing)
         text = as_text(summary, missing, self.store.settings)
-        return f"{text}\nReport: {self.store.folder / 'report.html'}", convert_summary(summary, self.store.settings)
+        return f"{text}\nReport: {self.store.folder / 'report.html'}"
 
 
 def _split_by_cell(keys: Sequence[Key]) -> Iterator[list[Key]]:

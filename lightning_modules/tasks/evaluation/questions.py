@@ -15,7 +15,7 @@ from lightning_modules.tasks.generation import generate
 from lightning_modules.tasks.questions.example import Example
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.task import Task
-from lightning_modules.tasks.sampling import make_samplers, read_sampling
+from lightning_modules.tasks.sampling import generation_options
 from lightning_modules.tasks.teacher_forcing import AnswerScores, teacher_forced
 
 MAX_UNKNOWN = 0.1  # fraction of the tokens
@@ -178,17 +178,20 @@ def _generate_answers(
     prompts = [prompter.encode(example.prompt, example.answer_prefix) for _, example in questions]
     end = prompter.tokenizer.eos_token_id  # it ends the turn of a chat, whatever the model's config specifies
 
-    def finish(continuations: Mapping[int, list[int]]) -> None:
-        found = {}
-        for number, tokens in continuations.items():
-            text = str(prompter.tokenizer.decode(tokens, skip_special_tokens=True))
-            score = questions[number].example.score(text)
-            found[number] = _make_result(questions[number], score, text, len(prompts[number]))
-        take(found)
+    def finish(number: int, tokens: list[int]) -> None:
+        text = str(prompter.tokenizer.decode(tokens, skip_special_tokens=True))
+        score = questions[number].example.score(text)
+        take({number: _make_result(questions[number], score, text, len(prompts[number]))})
 
-    limits = [generation.get("max_gen_toks", example.max_new_tokens) for _, example in questions]
-    samplers = make_samplers([read_sampling(generation)] * len(prompts), prompts)
-    generate(backbone, prompts, limits, done=finish, stopped=lambda _, tokens: tokens[-1] == end, samplers=samplers)
+    generate(
+        backbone,
+        prompts,
+        [generation.get("max_gen_toks", example.max_new_tokens) for _, example in questions],
+        end_tokens=[] if end is None else [end],
+        options=generation_options(generation),
+        seed=generation.get("seed", 0),
+        done=finish,
+    )
 
 
 def _force_answers(backbone: Scorer, prompter: Prompter, questions: Sequence[Question], take: Take) -> None:

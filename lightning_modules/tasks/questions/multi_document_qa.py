@@ -4,14 +4,17 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 from typing_extensions import override
 
 from lightning_modules.tasks.questions.example import contains_answer
 from lightning_modules.tasks.questions.question_files import OpenQuestion, Passage, read_nq_open
-from lightning_modules.tasks.questions.retrieval import Query
 from lightning_modules.tasks.questions.task import Draft, FittedTask, Request, place
 from lightning_modules.tasks.questions.words import ADJECTIVES, NOUNS, synthetic_words
+
+Query = Literal["before", "after", "both"]
+"""Where the question is."""
 
 _INSTRUCTION = (
     "Write a high-quality answer for the given question using only the provided search results (some of which might be"

@@ -5,14 +5,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from lightning_modules.tasks.questions import retrieval, ruler
 from lightning_modules.tasks.questions.haystacks import Essays
-from lightning_modules.tasks.questions.multi_document_qa import MultiDocumentQA
-from lightning_modules.tasks.questions.retrieval import FirstSentence, KeyValues, LongEvalLines, Needle, Passkey
-from lightning_modules.tasks.questions.ruler.needles import RULER_NEEDLES, Needles
-from lightning_modules.tasks.questions.ruler.question_answering import QuestionAnswering
-from lightning_modules.tasks.questions.ruler.variable_tracking import VariableTracking
-from lightning_modules.tasks.questions.ruler.word_lists import CommonWords, FrequentWords
+from lightning_modules.tasks.questions.multi_document_qa import MultiDocumentQA, Query
+from lightning_modules.tasks.questions.question_answering import QuestionAnswering
 from lightning_modules.tasks.questions.task import Task
+from lightning_modules.tasks.questions.worded import SETTINGS, WordedTask
 from lightning_modules.utilities.user_modules import import_object
 
 SQUAD = "SQuAD's dev-v2.0.json (https://rajpurkar.github.io/SQuAD-explorer)"
@@ -29,6 +27,14 @@ class Sources(NamedTuple):
     documents: int | None = None
 
 
+def _make_worded(name: str, sources: Sources) -> Task:
+    return WordedTask(name, sources.essays, {**ruler.KINDS, **retrieval.KINDS})
+
+
+def _make_multi_document_qa(query: Query, sources: Sources) -> Task:
+    return MultiDocumentQA(sources.nq_open, sources.documents, query)
+
+
 def _make_question_answering(name: Literal["qa_1", "qa_2"], option: str, file: str, sources: Sources) -> Task:
     if (path := getattr(sources, option)) is None:
         raise ValueError(
@@ -38,34 +44,22 @@ def _make_question_answering(name: Literal["qa_1", "qa_2"], option: str, file: s
     return QuestionAnswering(name, path)
 
 
-def _make_needles(name: str, sources: Sources) -> Task:
-    return Needles(name, RULER_NEEDLES[name], sources.essays)
-
+_NEEDLES = tuple(name for name, setting in SETTINGS.items() if setting["kind"] == "needles")
 
 TASKS: dict[str, Callable[[Sources], Task]] = {
-    **{name: partial(_make_needles, name) for name in RULER_NEEDLES},
-    "vt": lambda sources: VariableTracking(),
-    "cwe": lambda sources: CommonWords(),
-    "fwe": lambda sources: FrequentWords(),
+    **{name: partial(_make_worded, name) for name in SETTINGS},
     "qa_1": partial(_make_question_answering, "qa_1", "squad", SQUAD),
     "qa_2": partial(_make_question_answering, "qa_2", "hotpot", HOTPOT),
-    "longeval_lines": lambda sources: LongEvalLines(),
-    "needle": lambda sources: Needle(sources.essays),
-    "passkey": lambda sources: Passkey(),
-    "first_sentence": lambda sources: FirstSentence(sources.essays),
-    "key_values": lambda sources: KeyValues(),
-    "key_values_query_before": lambda sources: KeyValues("before"),
-    "key_values_query_both": lambda sources: KeyValues("both"),
-    "multi_document_qa": lambda sources: MultiDocumentQA(sources.nq_open, sources.documents),
-    "multi_document_qa_query_before": lambda sources: MultiDocumentQA(sources.nq_open, sources.documents, "before"),
-    "multi_document_qa_query_both": lambda sources: MultiDocumentQA(sources.nq_open, sources.documents, "both"),
+    "multi_document_qa": partial(_make_multi_document_qa, "after"),
+    "multi_document_qa_query_before": partial(_make_multi_document_qa, "before"),
+    "multi_document_qa_query_both": partial(_make_multi_document_qa, "both"),
 }
 """The constructor of each task."""
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "niah": tuple(RULER_NEEDLES),
-    "ruler": (*RULER_NEEDLES, "vt", "cwe", "fwe", "qa_1", "qa_2"),
-    "ruler_synthetic": (*RULER_NEEDLES, "vt", "cwe", "fwe"),
+    "niah": _NEEDLES,
+    "ruler": (*_NEEDLES, "vt", "cwe", "fwe", "qa_1", "qa_2"),
+    "ruler_synthetic": (*_NEEDLES, "vt", "cwe", "fwe"),
     "longeval": ("longeval_lines",),
     "lost_in_the_middle": (
         *("key_values", "key_values_query_before", "key_values_query_both"),
@@ -75,7 +69,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """Names of groups of tasks."""
 
-IN_ESSAYS = {"needle", "first_sentence", *(n for n, setting in RULER_NEEDLES.items() if setting.haystack == "essay")}
+IN_ESSAYS = {"needle", "first_sentence", *(name for name in _NEEDLES if SETTINGS[name]["haystack"] == "essay")}
 """Tasks whose answers are hidden in essays, or in synthetic prose."""
 
 

@@ -1,4 +1,4 @@
-"""Greedy continuations are those of transformers, prompt by prompt."""
+"""Continuations are those of a recomputation without a cache, whatever the model's own generation config says."""
 
 import pytest
 import torch
@@ -10,11 +10,10 @@ from lightning_modules.models.context_extension.methods import ContextExtension,
 from lightning_modules.models.context_extension.patterns import PATTERNS
 from lightning_modules.models.loading.adapters import add_adapters
 from lightning_modules.tasks import generation
-from lightning_modules.tasks.generation import cache_use, generate
+from lightning_modules.tasks.generation import generate
 from tests.conftest import tiny_config, tiny_model
 
 LENGTHS, LIMITS = (3, 24, 13, 40, 13, 1), (5, 8, 9, 8, 7, 8)
-ENDS = [1, 2, 3, 5, 7, 11, 13, 17]
 WINDOW = {"sliding_window": 8, "head_dim": 8, "query_pre_attn_scalar": 8}
 ARCHITECTURES = {
     "llama": ("llama", {}, "sdpa"),
@@ -34,101 +33,77 @@ def prompts(count=6, vocabulary=400):
     return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in LENGTHS[:count]]
 
 
-def make_backbone(name="ours", dtype=torch.float64, ends=ENDS):
+def make_backbone(name="ours", dtype=torch.float64):
     kind, settings, attention = ARCHITECTURES[name]
     register_document_attention()
     torch.manual_seed(0)
     config = tiny_config(kind, max_position_embeddings=64, **settings)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
-    model.generation_config.eos_token_id = ends
+    model.generation_config.eos_token_id = None
+    model.config.eos_token_id = None
     return Backbone(model)
 
 
-def by_transformers(backbone, prompt, limit):
-    tokens = torch.tensor([prompt])
-    settings = {"do_sample": False, "max_new_tokens": limit, "pad_token_id": 0}
-    whole = backbone.base_model.generate(tokens, attention_mask=torch.ones_like(tokens), **settings)
-    return [token for token in whole[0, len(prompt) :].tolist() if token not in ENDS]
+def recompute(model, prompt, limit):
+    new = []
+    for _ in range(limit):
+        logits = model(torch.tensor([[*prompt, *new]]), use_cache=False).logits
+        new.append(int(logits[0, -1].argmax()))
+    return new
 
 
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
-def test_groups_match_single_prompts_and_transformers(name, monkeypatch):
+def test_tokens_are_those_of_a_recomputation_without_a_cache(name, monkeypatch):
     monkeypatch.setattr(generation, "WINDOWED_CHUNK", 16)  # several for a long prompt
     backbone = make_backbone(name)
-    together = generate(backbone, prompts(), LIMITS)
-    assert cache_use(backbone) == "together"
-    assert together == [generate(backbone, [prompt], limit)[0] for prompt, limit in zip(prompts(), LIMITS, strict=True)]
-    assert together == [by_transformers(backbone, *pair) for pair in zip(prompts(), LIMITS, strict=True)]
-    lengths = {len(tokens) for tokens in together}
-    assert max(lengths) == 9
-
-
-def test_an_end_token_stops_a_continuation():
-    whole = generate(make_backbone(ends=[]), prompts(), 8)
-    end = whole[1][4]
-    cut = generate(make_backbone(ends=[end]), prompts(), 8)
-    assert cut == [tokens[: tokens.index(end)] if end in tokens else tokens for tokens in whole]
-    assert len(cut[1]) < 8
-
-
-def test_every_logit_matches_a_pass_over_all_tokens(monkeypatch):
-    """Not just the likeliest one: with windows, of rows that are padded, far beyond the window."""
-    monkeypatch.setattr(generation, "WINDOWED_CHUNK", 16)
-    backbone = make_backbone("gemma3", ends=[])
-    logits = []
-    next_logits = generation.next_logits
-    monkeypatch.setattr(generation, "next_logits", lambda *a: logits.append(next_logits(*a)) or logits[-1])
-    order = sorted(range(6), key=lambda row: -LENGTHS[row])
-    new = generate(backbone, prompts(), 8)
-    seen = torch.stack(logits[-7:], dim=1)
-    for place, row in enumerate(order):
-        tokens = torch.tensor([prompts()[row] + new[row]])
-        expected = backbone.base_model(tokens, use_cache=False).logits[0, LENGTHS[row] : -1]
-        torch.testing.assert_close(seen[place], expected, rtol=1e-9, atol=1e-9)
+    found = generate(backbone, prompts(), LIMITS)
+    assert found == [recompute(backbone.base_model, *each) for each in zip(prompts(), LIMITS, strict=True)]
 
 
 @pytest.mark.parametrize("method", ["eabf", "yarn", *PATTERNS])
 def test_extended_contexts_support_a_cache(method):
     options = {"longnet": {"segment_lengths": [8, 16], "dilation_rates": [1, 2]}}.get(method, {})
     extension = ContextExtension(method=method, original_length=16, target_length=64, **options)
-    config = tiny_config("llama", max_position_embeddings=16, num_hidden_layers=3)
+    config = tiny_config("llama", max_position_embeddings=16, num_hidden_layers=3, eos_token_id=None)
     extend_config(config, extension)
     torch.manual_seed(0)
     implementation = register_document_attention()
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float64)
-    backbone = Backbone(model.eval())
-    together = generate(backbone, prompts(), LIMITS)
-    backbone.cache_use = "none"
-    assert together == generate(backbone, prompts(), LIMITS)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float64).eval()
+    found = generate(Backbone(model), prompts(), LIMITS)
+    assert found == [recompute(model, *each) for each in zip(prompts(), LIMITS, strict=True)]
 
 
-@pytest.mark.parametrize("use", ["alone", "none"])
-def test_results_do_not_depend_on_cache_use(use):
-    backbone = make_backbone("qwen2")
-    together = generate(backbone, prompts(), LIMITS)
-    backbone.cache_use = use
-    assert generate(backbone, prompts(), LIMITS) == together
+def test_end_tokens_stop_a_continuation_and_are_not_part_of_it():
+    backbone = make_backbone()
+    whole = generate(backbone, prompts(), 8)
+    ends = [whole[1][4], whole[3][2]]
+    backbone.base_model.generation_config.eos_token_id = ends[0]
+    found = generate(backbone, prompts(), 8, end_tokens=ends[1:])
+    for tokens, cut in zip(whole, found, strict=True):
+        places = [place for place, token in enumerate(tokens) if token in ends]
+        assert cut == tokens[: min(places, default=8)]
+    assert len(found[1]) < 8
+    assert backbone.base_model.generation_config.eos_token_id == ends[0]
 
 
-def test_models_without_padding_or_cache_support_are_detected(monkeypatch, caplog):
-    backbone = make_backbone("llama")
-    decoder, forward = backbone.decoder, backbone.decoder.forward
-    monkeypatch.setattr(decoder, "forward", lambda *a, **k: forward(*a, **{**k, "attention_mask": None}))
-    assert cache_use(backbone) == "alone"
-    assert not caplog.text
-    backbone.cache_use = None
-    monkeypatch.setattr(decoder, "forward", lambda *a, **k: forward(*a, **{**k, "past_key_values": None}))
-    assert cache_use(backbone) == "none"
-    assert "does not support a key-value cache" in caplog.text
+def test_options_of_the_model_change_no_answer():
+    backbone = make_backbone()
+    plain = generate(backbone, prompts(), 8)
+    config = backbone.base_model.generation_config
+    config.repetition_penalty, config.do_sample, config.temperature, config.num_beams = 5.0, True, 2.0, 3
+    assert generate(backbone, prompts(), 8) == plain
+    assert backbone.base_model.generation_config is config
 
 
-def test_less_memory_gives_smaller_groups_and_the_same_tokens(monkeypatch):
-    backbone, groups = make_backbone(), []
-    whole = generate(backbone, prompts(), LIMITS)
-    per_token = 2 * 2 * 2 * 8 * 8  # keys and values, layers, heads, width, bytes
-    monkeypatch.setattr(generation, "CACHE_BYTES", 100 * per_token)
-    assert generate(backbone, prompts(), LIMITS, done=groups.append) == whole
-    assert [[LENGTHS[row] for row in group] for group in groups] == [[13, 40], [24, 1, 13], [3]]
+def test_a_sampled_continuation_depends_on_seed_and_prompt_only():
+    backbone = make_backbone()
+    options = {"do_sample": True, "temperature": 1.0, "top_k": 0}
+    torch.manual_seed(5)
+    together = generate(backbone, prompts(), 8, options=options, seed=3)
+    torch.manual_seed(6)
+    assert [generate(backbone, [each], 8, options=options, seed=3)[0] for each in prompts()[::-1]] == together[::-1]
+    assert generate(backbone, prompts(), 8, options=options, seed=4) != together
+    assert generate(backbone, prompts(), 8) != together
 
 
 def test_adapters_are_used_and_training_state_is_restored():
@@ -155,21 +130,9 @@ def test_adapters_are_used_and_training_state_is_restored():
         ("gpt2", [[1] * 60], "64 learned positions"),
     ],
 )
-@pytest.mark.parametrize("use", [None, "none"])
-def test_invalid_prompts_are_refused(name, prompts, message, use):
-    backbone = make_backbone(name)
-    backbone.cache_use = use
+def test_invalid_prompts_are_refused(name, prompts, message):
     with pytest.raises(ValueError, match=message):
-        generate(backbone, prompts, 5)
-
-
-def test_a_repetition_penalty_of_the_model_changes_no_greedy_answer():
-    """`transformers.generate` would apply it."""
-    backbone = make_backbone(ends=[])
-    plain = generate(backbone, prompts(), 8)
-    backbone.base_model.generation_config.repetition_penalty = 5.0
-    assert generate(backbone, prompts(), 8) == plain
-    assert by_transformers(backbone, prompts()[1], 8) != plain[1]
+        generate(make_backbone(name), prompts, 5)
 
 
 LONGROPE = {
@@ -196,34 +159,28 @@ LONGROPE = {
 def test_rope_that_depends_on_the_length_gives_each_prompt_its_own_answer(architecture, settings, monkeypatch):
     """Below, at and beyond the original length, in several orders, against plain logits of a new model."""
     monkeypatch.setattr(generation, "WINDOWED_CHUNK", 8)
-    config = tiny_config(architecture, **{"max_position_embeddings": 16, **settings})
-    state, passes = None, []
+    config = tiny_config(architecture, **{"max_position_embeddings": 16, "eos_token_id": None, **settings})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="sdpa").eval()
+    state = model.state_dict()
 
-    def make():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="sdpa").eval()
-        model.generation_config.eos_token_id = None
-        model.config.eos_token_id = None
-        return model
-
-    def recompute(prompt, limit):
+    def recompute_freshly(prompt, limit):
         new = []
         for _ in range(limit):
-            fresh = make()
+            fresh = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="sdpa").eval()
             fresh.load_state_dict(state)
-            new.append(int(fresh(torch.tensor([prompt + new]), use_cache=False).logits[0, -1].argmax()))
+            new += recompute(fresh, prompt + new, 1)
         return new
 
-    model = make()
-    state = model.state_dict()
     backbone = Backbone(model)
     asked = [*zip(prompts(), LIMITS, strict=True), (prompts()[2][:8], 8), ([5] * 16, 1), ([6] * 16, 9)]
-    expected = [recompute(*each) for each in asked]
-    model.get_decoder().register_forward_hook(lambda *_: passes.append(1))
+    expected = [recompute_freshly(*each) for each in asked]
     for order in (range(len(asked)), reversed(range(len(asked))), [3, 0, 1, 5, 2, 4]):
         order = list(order)
         found = generate(backbone, [asked[row][0] for row in order], [asked[row][1] for row in order])
         assert found == [expected[row] for row in order]
-    passes.clear()
-    generate(backbone, [[5] * 4, [6] * 6, [7] * 3], 6)
-    assert len(passes) == 3 + 5, "short texts are continued together, with a cache"
+    lengths = []
+    model.get_decoder().register_forward_pre_hook(
+        lambda _, __, inputs: lengths.append(inputs["input_ids"].shape[1]), with_kwargs=True
+    )
+    generate(backbone, [[5] * 4, [6] * 6], 6)
+    assert lengths == [4, 1, 1, 1, 1, 1, 6, 1, 1, 1, 1, 1], "short texts are continued with a cache"

@@ -4,7 +4,6 @@ import pytest
 
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.evaluate import evaluate
-from lightning_modules.tasks.evaluation.lm_eval_results import write_results
 from lightning_modules.tasks.harness import evaluation
 
 
@@ -12,11 +11,11 @@ from lightning_modules.tasks.harness import evaluation
 def asked(monkeypatch):
     """Names of the tasks that a model is asked."""
     names = []
-    evaluate = evaluation.evaluate_task
+    evaluate = evaluation.evaluate_tasks
     monkeypatch.setattr(
         evaluation,
-        "evaluate_task",
-        lambda model, name, *rest, **options: names.append(name) or evaluate(model, name, *rest, **options),
+        "evaluate_tasks",
+        lambda model, loaded, **options: names.extend(loaded["tasks"]) or evaluate(model, loaded, **options),
     )
     return names
 
@@ -39,15 +38,23 @@ def test_tasks_with_a_result_are_not_asked_again(model_dir, task_dir, tmp_path, 
     assert "acc_stderr,none" in result["tasks"]["choice"]["metrics"]
     (samples,) = (tmp_path / "out").glob("samples_choice_*.jsonl")
     assert len(samples.read_text().splitlines()) == 3
-    # A group that was stopped after one of its tasks resumes with the others.
-    (tmp_path / "out" / "tasks" / "letter.json").unlink()
-    main(arguments)
-    assert asked == ["choice", "letter", "answer", "letter"]
-    assert capsys.readouterr().out.splitlines()[-1] == first.splitlines()[-1]
     # No result is missing: neither the model nor the data are loaded.
     monkeypatch.setattr("lightning_modules.commands.evaluate.load_scorer", None)
     monkeypatch.setattr("lm_eval.tasks.TaskManager.load", None)
-    evaluate(str(model_dir), str(tmp_path / "out"), tasks=["letter"], include_path=str(task_dir), limit=3)
+    capsys.readouterr()
+    main(arguments)
+    assert capsys.readouterr().out == first
+
+
+def test_a_killed_evaluation_keeps_finished_tasks(model_dir, task_dir, tmp_path, asked, monkeypatch):
+    options = {"tasks": ["choice", "answer", "letter"], "include_path": str(task_dir), "limit": 2}
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation.HarnessModel, "generate_until", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            evaluate(str(model_dir), str(tmp_path), **options)
+    assert asked == ["choice", "answer"]
+    evaluate(str(model_dir), str(tmp_path), **options)
+    assert asked == ["choice", "answer", "answer", "letter"]
 
 
 def test_other_settings_and_missing_data_are_refused_before_the_model_is_loaded(
@@ -56,9 +63,8 @@ def test_other_settings_and_missing_data_are_refused_before_the_model_is_loaded(
     options = {"include_path": str(task_dir), "limit": 2}
     evaluate(str(model_dir), str(tmp_path / "out"), tasks=["letter"], **options)
     monkeypatch.setattr("lightning_modules.commands.evaluate.load_scorer", None)
-    for task in ("letter", "both"):
-        with pytest.raises(ValueError, match=r"letter\.json.*limit = 2, .* 3"):
-            evaluate(str(model_dir), str(tmp_path / "out"), tasks=[task], **{**options, "limit": 3})
+    with pytest.raises(ValueError, match=r"letter\.json.*limit = 2, .* 3"):
+        evaluate(str(model_dir), str(tmp_path / "out"), tasks=["letter"], **{**options, "limit": 3})
     with pytest.raises(SystemExit) as stopped:
         main(["evaluate", "--model", str(model_dir), "--tasks", "short", "--output", str(tmp_path / "other")])
     assert stopped.value.code == 2
@@ -67,28 +73,23 @@ def test_other_settings_and_missing_data_are_refused_before_the_model_is_loaded(
 
 
 def test_a_changed_task_file_is_another_task(model_dir, task_dir, tmp_path, asked):
-    file, other = tmp_path / "letter.yaml", tmp_path / "other.yaml"
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    file = folder / "letter.yaml"
     file.write_text((task_dir / "letter.yaml").read_text())
-    out = str(tmp_path / "out")
-    for _ in range(2):
-        evaluate(str(model_dir), out, tasks=[str(file)], limit=1)
-    other.write_text(file.read_text().replace("A, B or C:", "C, B or A:"))  # the same name inside
-    file.unlink()
-    for names in ({"tasks": [str(other)]}, {"tasks": ["letter"], "include_path": str(other.parent)}):
-        with pytest.raises(ValueError, match=r"letter\.json.*task_file = "):
-            evaluate(str(model_dir), out, **names, limit=1)
-    assert asked == ["letter"]
+    calls = ({"tasks": [str(file)]}, {"tasks": ["letter"], "include_path": str(folder)})
+    for options in (*calls, *calls):
+        evaluate(str(model_dir), str(tmp_path / "out"), **options, limit=1)
+    assert asked == ["letter", "letter"]
+    file.write_text(file.read_text().replace("A, B or C:", "C, B or A:"))
+    for options in calls:
+        with pytest.raises(ValueError, match=r"letter.*\.json.*task_file = "):
+            evaluate(str(model_dir), str(tmp_path / "out"), **options, limit=1)
 
 
 def test_processes_share_the_tasks(model_dir, task_dir, tmp_path, asked, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     options = {"tasks": ["letter", "answer"], "include_path": str(task_dir), "limit": 1}
-
-    def write(*arguments, **options):
-        assert (tmp_path / ".report.lock").exists(), "another process could start a second file"
-        return write_results(*arguments, **options)
-
-    monkeypatch.setattr("lightning_modules.commands.evaluate.write_results", write)
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
         evaluate(str(model_dir), str(tmp_path), **options)

@@ -1,5 +1,6 @@
-"""Our class against that of lm-evaluation-harness for Hugging Face models."""
+"""Our class against the one that it derives from, and against plain logits."""
 
+import copy
 import random
 
 import numpy as np
@@ -13,9 +14,10 @@ from lm_eval.tasks import TaskManager
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.tasks.evaluation.config import TaskConfig
-from lightning_modules.tasks.harness.evaluation import aggregate, evaluate_task
-from lightning_modules.tasks.harness.model import Continuation, HarnessModel, score_continuations
-from lightning_modules.tasks.harness.tasks import load_tasks
+from lightning_modules.tasks.generation import generate
+from lightning_modules.tasks.harness.evaluation import evaluate_tasks, merge_results
+from lightning_modules.tasks.harness.model import HarnessModel
+from lightning_modules.tasks.harness.tasks import find_names, load_tasks
 from tests.conftest import tiny_model
 
 NAMES = ["both", "answer", "rolling"]
@@ -37,8 +39,8 @@ def pair(request, model_dir):
 @pytest.mark.slow
 def test_answers_and_metrics_match_the_harness(pair, task_dir):
     ours, theirs = pair
-    loaded = load_tasks(NAMES, include_path=str(task_dir))
-    found = {name: evaluate_task(ours, name, task) for name, task in loaded.tasks.items()}
+    manager, names = find_names(NAMES, str(task_dir))
+    found = merge_results([evaluate_tasks(ours, load_tasks(manager, name, ours.task_config)) for name in names])
     manager = TaskManager(include_path=str(task_dir), include_defaults=False)
     settings = {"task_manager": manager, "bootstrap_iters": 0, "limit": 5}
     expected = simple_evaluate(theirs, tasks=NAMES, **settings)
@@ -47,10 +49,10 @@ def test_answers_and_metrics_match_the_harness(pair, task_dir):
     for part, of_task in simple_evaluate(theirs, tasks=["rolling"], **settings).items():
         if part in ("results", "samples"):
             expected[part] |= of_task
-    assert set(found) == {"choice", "letter", "answer", "rolling"}
-    for name, result in found.items():
-        assert result["questions"] == 5
-        for one, other in zip(result["samples"], expected["samples"][name], strict=True):
+    assert set(found["samples"]) == {"choice", "letter", "answer", "rolling"}
+    for name, samples in found["samples"].items():
+        assert found["n-samples"][name]["effective"] == 5
+        for one, other in zip(samples, expected["samples"][name], strict=True):
             assert one["arguments"] == other["arguments"]
             for mine, their in zip(one["resps"], other["resps"], strict=True):
                 if isinstance(their[0], tuple):
@@ -58,21 +60,18 @@ def test_answers_and_metrics_match_the_harness(pair, task_dir):
                     assert mine[0][1] == their[0][1]
                 else:
                     assert mine == (their if isinstance(their[0], str) else pytest.approx(their, abs=1e-3))
-        for key, value in result["metrics"].items():
-            assert value == pytest.approx(expected["results"][name][key], rel=1e-6), key
-    assert any(answer for sample in found["answer"]["samples"] for answer in sample["resps"][0])
-    both = aggregate(loaded.groups, found)["both"]
-    assert both["acc,none"] == pytest.approx(expected["results"]["both"]["acc,none"])
+        numbers = {key: value for key, value in found["results"][name].items() if isinstance(value, float)}
+        assert numbers == pytest.approx({key: expected["results"][name][key] for key in numbers}, rel=1e-6)
+    assert any(answer for sample in found["samples"]["answer"] for answer in sample["resps"][0])
+    assert found["groups"]["both"]["acc,none"] == pytest.approx(expected["groups"]["both"]["acc,none"])
 
 
 def test_long_prompts_lose_their_middle(tokenizer, monkeypatch):
     model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), tokenizer, TaskConfig(max_length=20))
-    read, asked = [], []
+    read = []
     monkeypatch.setattr(
         "lightning_modules.tasks.harness.model.generate", lambda _, prompts, *__, **___: [read.extend(prompts)] and [[]]
     )
-    score = lambda _, continuations: asked.extend(continuations) or []  # noqa: E731
-    monkeypatch.setattr("lightning_modules.tasks.harness.model.score_continuations", score)
     text = "".join(f"{number} ba " for number in range(30))
     ids = model.tok_encode(text)
 
@@ -85,8 +84,10 @@ def test_long_prompts_lose_their_middle(tokenizer, monkeypatch):
         assert (read.pop(), model.truncated) == (short, 0)
     answer(text, 5)
     assert (read.pop(), model.truncated) == (ids[:7] + ids[-8:], 1)
-    model._loglikelihood_tokens([(("", ""), ids, [5, 6, 7])])
-    assert asked[0].context == ids[:9] + ids[-9:]  # the last token of the continuation is predicted, not read
+    shortened = ids[:9] + ids[-9:]  # the last token of the continuation is predicted, not read
+    scores = model._loglikelihood_tokens([(("", ""), ids, [5, 6, 7]), (("", ""), shortened, [5, 6, 7])])
+    assert scores[0] == scores[1]
+    assert model.truncated == 2
     with pytest.raises(ValueError, match="max_length"):
         answer(text, 20)
 
@@ -132,14 +133,14 @@ def test_random_states_and_modes_are_restored(tokenizer, task_dir):
     modes = [module.training for module in network.modules()]
     model = HarnessModel(Backbone(network), tokenizer, TaskConfig())
     before = (random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state())
-    loaded = load_tasks(["choice"], include_path=str(task_dir))
-    first = evaluate_task(model, "choice", loaded.tasks["choice"])
+    loaded = load_tasks(find_names(["choice"], str(task_dir))[0], "choice", TaskConfig())
+    first = evaluate_tasks(model, loaded)["samples"]["choice"]
     assert random.getstate() == before[0]
     np.testing.assert_array_equal(np.random.get_state()[1], before[1])
     torch.testing.assert_close(torch.get_rng_state(), before[2])
     assert [module.training for module in network.modules()] == modes
-    again = evaluate_task(model, "choice", loaded.tasks["choice"])
-    assert [sample["arguments"] for sample in again["samples"]] == [sample["arguments"] for sample in first["samples"]]
+    again = evaluate_tasks(model, loaded)["samples"]["choice"]
+    assert [sample["arguments"] for sample in again] == [sample["arguments"] for sample in first]
 
 
 def test_chat_template(model_dir, task_dir):
@@ -147,16 +148,10 @@ def test_chat_template(model_dir, task_dir):
     tokenizer.chat_template = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}"
     config = TaskConfig(chat_template=True, limit=1)
     model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), tokenizer, config)
-    task = load_tasks(["letter"], include_path=str(task_dir)).tasks["letter"]
-    result = evaluate_task(model, "letter", task)
-    prompt = result["samples"][0]["arguments"][0][0]
+    loaded = load_tasks(find_names(["letter"], str(task_dir))[0], "letter", config)
+    prompt = evaluate_tasks(model, loaded)["samples"]["letter"][0]["arguments"][0][0]
     assert prompt.startswith("<s>")
     assert model.tok_encode(prompt).count(tokenizer.bos_token_id) == 1  # none besides the template's
-
-
-@pytest.fixture(scope="module")
-def small():
-    return tiny_model("llama", 60, seed=3).double()
 
 
 def reference(model, context, tokens):
@@ -170,45 +165,58 @@ def reference(model, context, tokens):
     return total, greedy
 
 
-def questions(model):
+@pytest.fixture(scope="module")
+def network(tokenizer):
+    return tiny_model("llama", len(tokenizer), seed=3).double()
+
+
+def questions(network):
     generator = torch.Generator().manual_seed(0)
 
     def draw(count):
         return torch.randint(60, (count,), generator=generator).tolist()
 
     shared = draw(9)
-    asked = [Continuation(draw(length), draw(count)) for length, count in [(1, 1), (40, 3), (5, 12), (17, 1), (2, 0)]]
-    asked += [Continuation(shared, [token]) for token in range(6)]  # the choices of a question
-    asked += [Continuation(shared[:7], [*shared[7:], 4])]  # the same text, of which more is asked
+    asked = [(draw(length), draw(count)) for length, count in [(1, 1), (40, 3), (5, 12), (17, 1), (2, 0)]]
+    asked += [(shared, [token]) for token in range(6)]  # the choices of a question
+    asked += [(shared[:7], [*shared[7:], 4])]  # the same text, of which more is asked
     context = draw(11)
-    likely = model.generate(torch.tensor([context]), max_new_tokens=4, min_new_tokens=4, do_sample=False)
-    asked.append(Continuation(context, likely[0, 11:].tolist()))
+    asked.append((context, generate(Backbone(network), [context], 4)[0]))
     return asked
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 64, 10_000])
-def test_matches_one_token_at_a_time(small, batch_tokens):
-    backbone, asked = Backbone(small), questions(small)
-    passes = []
-    small.get_decoder().register_forward_hook(lambda _, __, output: passes.append(output.last_hidden_state.shape))
-    found = score_continuations(backbone, asked, batch_tokens=batch_tokens)
-    used = list(passes)
-    for score, question in zip(found, asked, strict=True):
-        total, greedy = reference(small, *question)
-        assert score.log_likelihood == pytest.approx(total, abs=1e-9)
-        assert score.is_greedy == greedy
-    assert found[-1].is_greedy
-    assert sum(score.is_greedy for score in found) < len(found)
-    assert all(rows * length <= max(batch_tokens, 42) for rows, length, _ in used)
-    assert sum(rows for rows, _, _ in used) == 6  # the seven about one text share a row; one asks nothing
+def test_matches_one_token_at_a_time(network, tokenizer, batch_tokens, monkeypatch):
+    monkeypatch.setattr("lightning_modules.models.backbone.TOKENS_PER_PASS_CPU", batch_tokens)
+    asked, passes = questions(network), []
+    hook = network.get_decoder().register_forward_hook(lambda _, __, output: passes.append(output[0].shape))
+    found = HarnessModel(Backbone(network), tokenizer, TaskConfig())._loglikelihood_tokens(
+        [(("", ""), context, tokens) for context, tokens in asked]
+    )
+    hook.remove()
+    for (log_likelihood, is_greedy), question in zip(found, asked, strict=True):
+        total, greedy = reference(network, *question)
+        assert log_likelihood == pytest.approx(total, abs=1e-9)
+        assert is_greedy == greedy
+    assert found[-1][1]
+    assert sum(is_greedy for _, is_greedy in found) < len(found)
+    assert all(rows * length <= max(batch_tokens, 42) for rows, length, _ in passes)
+    assert sum(rows for rows, _, _ in passes) == 7  # the seven about one text share a row
 
 
-def test_dropout_is_off():
-    backbone, asked = Backbone(tiny_model("llama", 60, attention_dropout=0.5).train()), [Continuation([1, 2, 3], [4])]
-    assert score_continuations(backbone, asked) == score_continuations(backbone, asked)
-
-
-def test_tokens_beyond_the_vocabulary_are_refused(small):
+def test_dropout_is_off_and_unknown_tokens_are_refused(tokenizer):
+    backbone = Backbone(tiny_model("llama", 60, attention_dropout=0.5).train())
+    model = HarnessModel(backbone, tokenizer, TaskConfig())
+    asked = [(("", ""), [1, 2, 3], [4])]
+    assert model._loglikelihood_tokens(asked) == model._loglikelihood_tokens(asked)
+    assert model._loglikelihood_tokens([]) == []
     with pytest.raises(ValueError, match="60"):
-        score_continuations(Backbone(small), [Continuation([60], [1])])
-    assert score_continuations(Backbone(small), []) == []
+        model._loglikelihood_tokens([(("", ""), [60], [1])])
+
+
+def test_a_tokenizer_without_bos_and_eos_is_refused(tokenizer):
+    bare = copy.deepcopy(tokenizer)
+    bare.bos_token = bare.eos_token = None
+    with pytest.raises(ValueError, match="neither a BOS nor an EOS"):
+        HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), bare, TaskConfig())
+    assert tokenizer.pad_token is None, "a class of the harness sets it on its own copy"

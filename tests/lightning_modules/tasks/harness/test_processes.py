@@ -10,9 +10,9 @@ from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.tasks.evaluation.config import TaskConfig
-from lightning_modules.tasks.harness.evaluation import evaluate_task
+from lightning_modules.tasks.harness.evaluation import evaluate_tasks
 from lightning_modules.tasks.harness.model import HarnessModel
-from lightning_modules.tasks.harness.tasks import load_tasks
+from lightning_modules.tasks.harness.tasks import find_names, load_tasks
 from lightning_modules.training.fsdp import load_sharded_backbone, world_mesh
 from tests.support.distributed import run_distributed
 
@@ -23,9 +23,10 @@ def ask(backbone, model_dir, task_dir):
     config = TaskConfig(max_length=200, limit=5)
     model = HarnessModel(backbone, load_tokenizer(model_dir), config)
     found = {}
-    for name, task in load_tasks(NAMES, include_path=task_dir).tasks.items():
-        result = evaluate_task(model, name, task)
-        found[name] = [result["metrics"], [sample["resps"] for sample in result["samples"]]]
+    manager, names = find_names(NAMES, task_dir)
+    for name in names:
+        result = evaluate_tasks(model, load_tasks(manager, name, config))
+        found[name] = [result["results"][name], [sample["resps"] for sample in result["samples"][name]]]
     return json.loads(json.dumps(found))
 
 

@@ -8,10 +8,8 @@ import re
 import pytest
 
 from lightning_modules.tasks.questions.multi_document_qa import MultiDocumentQA
+from lightning_modules.tasks.questions.question_answering import QuestionAnswering
 from lightning_modules.tasks.questions.registry import find_tasks
-from lightning_modules.tasks.questions.ruler.question_answering import QuestionAnswering
-from lightning_modules.tasks.questions.ruler.variable_tracking import VariableTracking
-from lightning_modules.tasks.questions.ruler.word_lists import CommonWords, FrequentWords
 from lightning_modules.tasks.questions.task import Task
 from tests.support import answerers
 
@@ -33,9 +31,7 @@ def tasks(tmp_path_factory):
     (folder / "nq.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
     return {
         **RETRIEVAL,
-        "vt": VariableTracking(),
-        "cwe": CommonWords(),
-        "fwe": FrequentWords(),
+        **{task.name: task for task in find_tasks(["vt", "cwe", "fwe"])},
         "qa_1": QuestionAnswering("qa_1", folder / "squad.json"),
         "qa_2": QuestionAnswering("qa_2", folder / "hotpot.json"),
         "multi_document_qa": MultiDocumentQA(),

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from lightning_modules.tasks.questions.haystacks import Essays
 from lightning_modules.tasks.questions.prompter import Prompter
-from lightning_modules.tasks.questions.retrieval import FirstSentence, KeyValues, LongEvalLines, Needle, Passkey
+from lightning_modules.tasks.questions.registry import find_tasks
+from lightning_modules.tasks.questions.worded import SETTINGS
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 UUID = "[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
@@ -19,7 +19,7 @@ def prompter(tokenizer):
 
 
 def test_passkey(prompter):
-    example = Passkey().example(prompter, 2000, 0, depth=0.3)
+    example = find_tasks(["passkey"])[0].example(prompter, 2000, 0, depth=0.3)
     key = example.answers[0]
     header, before, asked, after, question = example.prompt.split("\n")
     assert header == (
@@ -37,7 +37,7 @@ def test_passkey(prompter):
 
 
 def test_needle(prompter):
-    task = Needle(Essays())
+    task = find_tasks(["needle"])[0]
     example = task.example(prompter, 2000, 0, depth=0.5)
     form = (
         "You are a helpful AI bot that answers questions for a user. Keep your response short and direct\n\n<context>\n"
@@ -52,7 +52,7 @@ def test_needle(prompter):
 
 
 def test_first_sentence(prompter):
-    task = FirstSentence(Essays())
+    task = find_tasks(["first_sentence"])[0]
     examples = [task.example(prompter, 1000, index) for index in range(20)]
     assert len({example.answers for example in examples}) > 15
     for example in examples:
@@ -65,18 +65,18 @@ def test_first_sentence(prompter):
 def test_first_sentence_skips_headings_and_long_sentences(prompter, tmp_path):
     (tmp_path / "a.txt").write_text(f"A heading.\n\nThis {'very ' * 30}long one.\n\nThis is what is asked for.")
     for index in range(6):
-        example = FirstSentence(Essays(tmp_path)).example(prompter, 1000, index)
+        example = find_tasks(["first_sentence"], haystack=str(tmp_path))[0].example(prompter, 1000, index)
         assert example.answers == ("This is what is asked for.",)
 
 
 def test_first_sentence_needs_a_sentence(prompter, tmp_path):
     (tmp_path / "headings.txt").write_text("One.\n\nTwo.\n\nThree.")
     with pytest.raises(ValueError, match=str(tmp_path)):
-        FirstSentence(Essays(tmp_path)).example(prompter, 1000, 0)
+        find_tasks(["first_sentence"], haystack=str(tmp_path))[0].example(prompter, 1000, 0)
 
 
 def test_longeval_lines(prompter):
-    example = LongEvalLines().example(prompter, 3000, 0)
+    example = find_tasks(["longeval_lines"])[0].example(prompter, 3000, 0)
     found = re.fullmatch(
         "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' and contains a"
         " '<REGISTER_CONTENT>' at the end of the line as a numerical value. For each line index, memorize its"
@@ -95,9 +95,9 @@ def test_longeval_lines(prompter):
 
 
 def test_only_one_longeval_line_has_the_requested_number(prompter, monkeypatch):
-    monkeypatch.setattr("lightning_modules.tasks.questions.retrieval.LONGEVAL_LARGEST", 3)
+    monkeypatch.setitem(SETTINGS["longeval_lines"], "largest", 3)
     for index in range(5):
-        example = LongEvalLines().example(prompter, 2000, index)
+        example = find_tasks(["longeval_lines"])[0].example(prompter, 2000, index)
         assert example.prompt.count(f"<{example.answers[0]}>") == 1
         assert set(re.findall(r"<(\d)>", example.prompt)) == {"1", "2", "3"}
 
@@ -105,29 +105,29 @@ def test_only_one_longeval_line_has_the_requested_number(prompter, monkeypatch):
 def test_longeval_never_runs_out_of_lines(prompter, monkeypatch):
     monkeypatch.setattr("lightning_modules.tasks.questions.words.ADJECTIVES", ("odd",))
     monkeypatch.setattr("lightning_modules.tasks.questions.words.NOUNS", ("oak", "elm"))
-    lines = re.findall(r"line (\S+):", LongEvalLines().example(prompter, 2000, 0).prompt)
+    lines = re.findall(r"line (\S+):", find_tasks(["longeval_lines"])[0].example(prompter, 2000, 0).prompt)
     assert len(lines) > 20
     assert len(set(lines)) == len(lines)
 
 
 def test_longeval_scores_the_last_number_of_a_chat_model(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages %}<u>{{ m.content }}<a>{% endfor %}")
-    example = LongEvalLines().example(Prompter(tokenizer, chat_template=True), 2000, 0)
+    example = find_tasks(["longeval_lines"])[0].example(Prompter(tokenizer, chat_template=True), 2000, 0)
     assert example.answer_prefix == ""
     assert example.score(f"The content of line 3 is <{example.answers[0]}>.") == 1
     assert example.score(f"<{example.answers[0]}> of 12") == 0
 
 
 @pytest.mark.parametrize(
-    ("query", "form"),
+    ("name", "form"),
     [
-        ("after", 'JSON data:\n(?P<data>{{.+}})\n\nKey: "{key}"\nCorresponding value:'),
-        ("both", 'Key: "{key}"\n\nJSON data:\n(?P<data>{{.+}})\n\nKey: "{key}"\nCorresponding value:'),
-        ("before", 'Key: "{key}"\n\nJSON data:\n(?P<data>{{.+}})\n\nCorresponding value:'),
+        ("key_values", 'JSON data:\n(?P<data>{{.+}})\n\nKey: "{key}"\nCorresponding value:'),
+        ("key_values_query_both", 'Key: "{key}"\n\nJSON data:\n(?P<data>{{.+}})\n\nKey: "{key}"\nCorresponding value:'),
+        ("key_values_query_before", 'Key: "{key}"\n\nJSON data:\n(?P<data>{{.+}})\n\nCorresponding value:'),
     ],
 )
-def test_key_values(query, form, prompter):
-    example = KeyValues(query).example(prompter, 3000, 0)
+def test_key_values(name, form, prompter):
+    example = find_tasks([name])[0].example(prompter, 3000, 0)
     key = re.search(f'Key: "({UUID})"', example.prompt)[1]
     start = "Extract the value corresponding to the specified key in the JSON object below.\n\n"
     found = re.fullmatch(start + form.format(key=key), example.prompt, re.DOTALL)

@@ -3,7 +3,8 @@ from collections import Counter
 
 import pytest
 
-from lightning_modules.tasks.questions.ruler.word_lists import WORDS, CommonWords
+from lightning_modules.tasks.questions.registry import find_tasks
+from lightning_modules.tasks.questions.ruler import WORDS
 from tests.support import answerers
 
 TEXT = (
@@ -32,7 +33,7 @@ def listed(text):
     [(2000, (20, 3, 1), (6, 1)), (4096, (40, 10, 3), (30, 3))],
 )
 def test_words_repeat_as_in_ruler(prompters, length, shown, asked):
-    example = CommonWords().example(prompters["words"], length, 0)
+    example = find_tasks(["cwe"])[0].example(prompters["words"], length, 0)
     whole = re.fullmatch(rf"{TEXT}{re.escape(PREFIX)} (.*)\n{TEXT}", example.prompt)
     first, answer, second = (listed(text) for text in whole.groups())
     words, common, others = shown
@@ -50,7 +51,7 @@ def test_words_repeat_as_in_ruler(prompters, length, shown, asked):
 def test_the_shortest_list_has_ten_other_words(prompters):
     def words(length):
         try:
-            prompt = CommonWords().example(prompters["words"], length, 0).prompt
+            prompt = find_tasks(["cwe"])[0].example(prompters["words"], length, 0).prompt
         except ValueError:
             return None
         return len(listed(re.fullmatch(rf"{TEXT}{re.escape(PREFIX)} .*\n{TEXT}", prompt)[2]))
@@ -63,7 +64,7 @@ def test_the_shortest_list_has_ten_other_words(prompters):
 def test_long_lists_have_synthetic_words(prompters):
     lengths = (4096, 10_000, 13_000, 30_000)
     for length, real in zip(lengths, (True, True, False, False), strict=True):
-        prompt = CommonWords().example(prompters["words"], length, 0).prompt
+        prompt = find_tasks(["cwe"])[0].example(prompters["words"], length, 0).prompt
         words = set(re.findall(r"\d+\. (\S+)", prompt))
         assert words <= set(WORDS) if real else len(words & set(WORDS)) < 0.01 * len(words)
     assert len(words) > len(WORDS)

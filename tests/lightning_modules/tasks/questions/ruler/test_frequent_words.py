@@ -1,11 +1,12 @@
-import random
 import re
 from collections import Counter
 from itertools import pairwise
 
 import pytest
 
-from lightning_modules.tasks.questions.ruler.word_lists import MIN_WORDS, FrequentWords, coded_text, coded_words
+from lightning_modules.tasks.questions.registry import find_tasks
+from lightning_modules.tasks.questions.ruler import repeat_by_rank
+from lightning_modules.tasks.questions.worded import SETTINGS
 from tests.support import answerers
 
 
@@ -15,7 +16,7 @@ def prompters():
 
 
 def test_wording_matches_ruler(prompters):
-    example = FrequentWords().example(prompters["bytes"], 2000, 0)
+    example = find_tasks(["fwe"])[0].example(prompters["bytes"], 2000, 0)
     text = (
         r"Read the following coded text and track the frequency of each coded word\. Find the three most frequently"
         r" appeared coded words\. (.*)\nQuestion: Do not provide any explanation\. Please ignore the dots '\.\.\.\.'\."
@@ -30,18 +31,22 @@ def test_wording_matches_ruler(prompters):
 
 
 def test_frequencies_fall_with_the_square_of_the_rank():
-    vocabulary = ["...", *coded_words(random.Random(0), 299)]
-    text = coded_text(vocabulary, 100_000, random.Random(1)).split(" ")
-    counts = Counter(text)
+    vocabulary = [f"word{rank}" for rank in range(300)]
+    counts = Counter(repeat_by_rank(vocabulary, 100_000, 2.0))
     for rank, word in enumerate(vocabulary, 1):
         assert abs(counts[word] - 100_000 * 0.6079271 / rank**2) < 1
-    assert sum(word != after for word, after in pairwise(text)) > 50_000  # shuffled, not word by word
+
+
+def test_words_are_shuffled(prompters):
+    example = find_tasks(["fwe"])[0].example(prompters["bytes"], 9000, 0)
+    words = example.prompt.split(" ")
+    assert sum(word != after for word, after in pairwise(words)) > 0.5 * len(words)
 
 
 def test_answers_are_more_frequent_from_the_minimum_number_of_words():
-    vocabulary = ["...", *coded_words(random.Random(0), 9)]
-    for words in range(MIN_WORDS, 400):
-        counts = [count for _, count in Counter(coded_text(vocabulary, words, random.Random(1)).split()).most_common(5)]
+    least = SETTINGS["fwe"]["min_words"]
+    for words in range(least, 400):
+        counts = [count for _, count in Counter(repeat_by_rank(range(10), words, 2.0)).most_common(5)]
         assert counts[0] > counts[1] > counts[2] > counts[3] > counts[4], words
-    counts = Counter(coded_text(vocabulary, MIN_WORDS - 1, random.Random(1)).split())
-    assert counts[vocabulary[3]] == counts[vocabulary[4]]
+    counts = Counter(repeat_by_rank(range(10), least - 1, 2.0))
+    assert counts[3] == counts[4]

@@ -7,7 +7,7 @@ import pytest
 from lightning_modules.tasks.questions.haystacks import NOISE
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.registry import find_tasks
-from lightning_modules.tasks.questions.ruler.needles import DEPTHS, DRAW
+from lightning_modules.tasks.questions.ruler import DRAW, NEEDLE_DEPTHS
 
 WORD, NUMBER = "[a-z]+-[a-z]+", "[1-9][0-9]{6}"
 UUID = "[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
@@ -73,7 +73,7 @@ def test_needles_in_essays_are_at_40_depths(prompter):
         sentences = re.split(r"(?<=\.) ", context)
         places = [i for i, sentence in enumerate(sentences) if sentence.startswith("One of the special")]
         total = len(sentences) - 4
-        allowed = {int(total * (depth / 100)) for depth in DEPTHS}
+        allowed = {int(total * (depth / 100)) for depth in NEEDLE_DEPTHS}
         assert {place - before for before, place in enumerate(places)} <= allowed
 
 

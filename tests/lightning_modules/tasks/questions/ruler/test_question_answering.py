@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from lightning_modules.tasks.questions.ruler.question_answering import QuestionAnswering
+from lightning_modules.tasks.questions.question_answering import QuestionAnswering
 from tests.support import answerers
 
 

@@ -5,12 +5,8 @@ import re
 import pytest
 
 from lightning_modules.tasks.questions.haystacks import NOISE
-from lightning_modules.tasks.questions.ruler.variable_tracking import (
-    MIN_LINES,
-    VariableTracking,
-    draw_chain,
-    question,
-)
+from lightning_modules.tasks.questions.registry import find_tasks
+from lightning_modules.tasks.questions.ruler import draw_chain, scatter_chain
 from tests.support import answerers
 
 
@@ -20,7 +16,7 @@ def prompters():
 
 
 def test_wording_matches_ruler(prompters):
-    example = VariableTracking().example(prompters["bytes"], 3000, 0)
+    example = find_tasks(["vt"])[0].example(prompters["bytes"], 3000, 0)
     text = (
         r"Memorize and track the chain\(s\) of variable assignment hidden in the following text\.\n\n(.*)\n"
         r"Question: Find all variables that are assigned the value (\d{5}) in the text above\."
@@ -52,23 +48,23 @@ def test_names_are_distinct_and_never_the_keyword():
             self.position = getattr(self, "position", -k) + k
             return drawn[self.position : self.position + k]
 
-    assert draw_chain(Biased(0), letters=3).names == ("AAA", "BBB", "CCC", "DDD", "EEE")
+    assert draw_chain(Biased(0), hops=4, letters=3).names == ("AAA", "BBB", "CCC", "DDD", "EEE")
 
 
 def test_the_example_has_500_tokens_or_five_lines(prompters):
     for kind, prompter in prompters.items():
-        example = VariableTracking().example(prompter, 9000, 0)
+        example = find_tasks(["vt"])[0].example(prompter, 9000, 0)
         shown = example.prompt[: example.prompt.rindex("Memorize")]
         tokens, lines = prompter.count(shown, ""), shown.count(NOISE)
-        assert tokens <= 500 < tokens + prompter.count(f"{NOISE}\n", "") or (tokens > 500 and lines == MIN_LINES), kind
-    assert lines == MIN_LINES  # of single characters
+        assert tokens <= 500 < tokens + prompter.count(f"{NOISE}\n", "") or (tokens > 500 and lines == 5), kind
+    assert lines == 5  # of single characters
 
 
 def test_places_of_assignments_are_drawn_evenly():
     rng = random.Random(0)
     counts = [0] * 10
     for _ in range(2000):
-        lines = question(draw_chain(rng, 5), 10).split("\n")[2:-1]
+        lines = scatter_chain(draw_chain(rng, hops=4, letters=5), 10).split("\n")
         noise = 0
         for line in lines:
             if line == NOISE:
