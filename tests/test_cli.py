@@ -166,7 +166,8 @@ original = InfluenceWriter.write
 def write(self, *arguments):
     original(self, *arguments)
     if len(self.rows) - len(self.remaining()) == 3:
-        with self._own_journal.open("ab") as file:
+        with (self.folder / "influence.bin").open("r+b") as file:
+            file.seek(int(self.rows.row(3)[0, 0]) * 2)
             file.write(b"half a row")
         os.kill(os.getpid(), signal.SIGKILL)
 InfluenceWriter.write = write
