@@ -20,7 +20,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from callbacks import DocumentScoresWriter, TokenScoresWriter
 from callbacks.document_scores_writer import _checkpoint_identity
 from datamodules import DocumentCorpus, TextDataModule
-from datamodules.corpus.stream import shorten_text
 from lightning_modules.commands.select.command import select
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import progress as model_progress
@@ -29,7 +28,7 @@ from lightning_modules.models.tokenization.tokenizer import encode_document, loa
 from lightning_modules.scoring.context_lengths import ContextLadder
 from lightning_modules.scoring.corpus.columns import document_scores, ladder_scores
 from lightning_modules.scoring.corpus.shards import SUCCESS, ReadProgress, ScoreShards
-from lightning_modules.scoring.corpus.table import ScoreTable
+from lightning_modules.scoring.corpus.table import ScoreTable, shorten_text
 from lightning_modules.scoring.document_scorer import DocumentScorer
 from lightning_modules.scoring.token_scores import text_sha256
 from lightning_modules.training.preemption import EvaluationStop, StopSignal
@@ -434,7 +433,7 @@ def outcome(kills):
 def check_outcome(found, kills):
     assert found["documents"] == 61
     assert len(found["errors"]) == 3
-    assert found["two processes"] == found["fsdp"] == found["killed"] == 0.0
+    assert found["two processes"] == found["fsdp"] == found["shards"] == found["killed"] == 0.0
     assert 0 < found["batches"] < 1e-4
     assert len(found["killed at"]) == kills
     assert 0 < found["killed at"][-1] < 61

@@ -37,10 +37,10 @@ def select(scores: str | list[str], **options: object) -> str:
         writable_folder(file.parent, remedy="Choose another file.")
     header = rows.header()
     notes = []
-    for path in paths:
-        complete = ScoreShards(path).check_success()
+    for folder in sorted({shard.name.rpartition("/")[0] for shard in rows.shards}):
+        complete = ScoreShards(folder).check_success()
         if header and not complete:
-            notes.append(f"{SUCCESS} is missing: not all documents of the corpus are scored, or too many failed.\n")
+            notes.append(f"{folder}/{SUCCESS} is missing: not all documents are scored, or too many failed.\n")
     written = []
     with connect() as database, ExitStack() as locks:
         load_documents(database, rows, config)
