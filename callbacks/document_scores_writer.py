@@ -33,7 +33,6 @@ from lightning_modules.utilities.errors import IncompleteError
 from lightning_modules.utilities.identity import content_hash
 from lightning_modules.utilities.locks import RunLock
 from lightning_modules.utilities.progress import progress_bar
-from lightning_modules.visualization.corpus.page import PAGE, write_page
 
 _MAX_SHARD_TOKENS = 2**24  # about 200 MB with per-token values
 
@@ -43,10 +42,10 @@ class DocumentScoresWriter(Callback):
 
     The shards are ``part-*.parquet`` files, written atomically, with the columns ``key``, ``file``, ``row``, those of
     the corpus, ``truncated``, those of `lightning_modules.scoring.corpus.columns`, and ``error``: why a document has no
-    scores, or null. When all documents are done, ``_SUCCESS.json`` has the counts, and ``_report.html`` is a page of
-    the corpus. If more documents of a source failed than `data.allowed_failures`, the run ends with exit status 1 and a
-    report, without these files. A restarted run continues with the missing documents, with any number of processes;
-    failed documents count as done. A killed process loses its shard in progress, SIGTERM and Ctrl-C only the batch.
+    scores, or null. When all documents are done, ``_SUCCESS.json`` has the counts. If more documents of a source failed
+    than `data.allowed_failures`, the run ends with exit status 1 and a report, without this file. A restarted run
+    continues with the missing documents, with any number of processes; failed documents count as done. A killed process
+    loses its shard in progress, SIGTERM and Ctrl-C only the batch.
 
     Args:
         output_dir: Folder or fsspec URL; created if needed.
@@ -128,7 +127,6 @@ class DocumentScoresWriter(Callback):
             except ValueError as error:  # a shard has changed since then; missing documents are scored again
                 rank_zero_warn(str(error))
             self.shards.folder.remove(SUCCESS)
-            self.shards.folder.remove(PAGE)
         elif self.shards.folder.local is not None:
             self._lock = RunLock(self.shards.folder.local)
         if self._lock is not None:
@@ -254,10 +252,6 @@ class DocumentScoresWriter(Callback):
             )
         found_counts = {**written.counts, "repeated_keys": self._repeated_keys(), "shards": written.shards}
         self.shards.write_success({**found_counts, "settings": self._settings})
-        try:
-            write_page(self.shards, self._corpus.source)
-        except (ValueError, OSError) as error:  # the scores are complete all the same
-            rank_zero_warn(f"The page of the corpus is not written ({error}): make it with `longce select --page`.")
         rank_zero_info(_describe_counts(found_counts, str(self.shards.folder)))
         return None
 

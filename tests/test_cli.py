@@ -17,10 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from datamodules.influence.store import InfluenceStore
 from datamodules.influence.writer import InfluenceWriter
 from datamodules.recall import recall_tokenizer
-from lightning_modules.commands.cli.experiment_options import add_data_options
 from lightning_modules.commands.cli.lightning_cli import LongceCLI
 from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.cli.part_cli import PartCLI
 from lightning_modules.commands.plan.scoring import describe_scoring_time
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import short_context
@@ -168,7 +166,8 @@ original = InfluenceWriter.write
 def write(self, *arguments):
     original(self, *arguments)
     if len(self.rows) - len(self.remaining()) == 3:
-        with self._own_journal.open("ab") as file:
+        with (self.folder / "influence.bin").open("r+b") as file:
+            file.seek(int(self.rows.row(3)[0, 0]) * 2)
             file.write(b"half a row")
         os.kill(os.getpid(), signal.SIGKILL)
 InfluenceWriter.write = write
@@ -291,7 +290,7 @@ def test_ctrl_c_while_a_corpus_is_scored_is_reported_in_one_line(books, model_di
 
 
 @pytest.mark.slow
-def test_a_corpus_is_scored_chosen_from_and_weighed(books, model_dir, tmp_path, monkeypatch, capsys):
+def test_a_corpus_is_scored_and_chosen_from(books, model_dir, tmp_path, monkeypatch, capsys):
     options = {
         "model.pretrained_model_name_or_path": model_dir,
         "model.context_length": 32,
@@ -308,21 +307,12 @@ def test_a_corpus_is_scored_chosen_from_and_weighed(books, model_dir, tmp_path, 
     scoring = ("predict", "-c", BASE, "-c", str(CONFIGS / "score_corpus.yaml"), *arguments)
     longce(*scoring)
     assert json.loads((tmp_path / "scores" / "_SUCCESS.json").read_text())["documents"] == 7
-    choice = ("--by", "folder", "--output", "ids.txt", "--weights", "weights.yaml", "--rank_by", "key_token_ratio")
+    choice = ("--by", "folder", "--output", "ids.txt", "--figure", "figure.svg", "--rank_by", "key_token_ratio")
     longce("select", "scores", "--where", "tokens > 100", *choice)
     assert "32 > 64" in capsys.readouterr().out
     assert len((tmp_path / "ids.txt").read_text().split()) == 7
-    source = {"class_path": "datamodules.TextDataModule", "init_args": {"train": str(books), "validation": str(books)}}
-    sources = dict.fromkeys(("train", "validation", "test"), source)
-    data = {
-        "class_path": "datamodules.MixtureDataModule",
-        "init_args": {"tokenizer": str(model_dir), "sources": sources},
-    }
-    (tmp_path / "mixture.yaml").write_text(yaml.safe_dump({"data": data}))
-    monkeypatch.setattr(sys, "argv", ["longce", "-c", "mixture.yaml", "-c", "weights.yaml"])
-    weights = PartCLI(add_data_options).make("data").weights
-    assert weights == yaml.safe_load((tmp_path / "weights.yaml").read_text())["data"]["init_args"]["weights"]
-    assert len(set(weights.values())) == 3
+    for option in ("weights", "mixture", "page"):
+        assert option in refused("select", "scores", f"--{option}", "file")
     said = refused(*scoring, "--model.stride", "8")
     assert "`stride` was 16 and is 8" in said
     (books / "test" / "7.txt").write_bytes(b"\xff")

@@ -39,6 +39,7 @@ from datamodules.sources.records import (
     read_records,
 )
 from lightning_modules.batch import DocumentRef
+from lightning_modules.utilities.identity import file_state
 
 _READER_THREADS = 32  # they read parquet footers and the first lines of other files, and mostly wait
 _NAMED_FIELDS = 20  # at most, in an error
@@ -83,6 +84,12 @@ class CorpusFiles:
         files = dict(zip(self.names, self.files, strict=True))
         chosen = list(files if names is None else names)
         return dict(zip(chosen, file_identities(files[name] for name in chosen), strict=True))
+
+    def states(self, names: Iterable[str] | None = None) -> dict[str, list[int]]:
+        """Return size, inode and times of local files, by default of all, which show whether one may have changed."""
+        files = dict(zip(self.names, self.files, strict=True))
+        chosen = files if names is None else names
+        return {name: file_state(file) for name in chosen if isinstance(file := files[name], Path)}
 
     def read(self, part: Part, wanted: Callable[[int], bool]) -> Iterator[tuple[DocumentRef, str]]:
         """Yield reference and text of the wanted rows of a part; a broken document has an ``error`` and no text.

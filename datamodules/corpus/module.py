@@ -1,6 +1,7 @@
 """Data module of `longce predict`: a corpus whose documents are scored one by one."""
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import PurePosixPath
@@ -17,13 +18,14 @@ from typing_extensions import override
 
 from datamodules.corpus.files import CorpusColumns, CorpusFiles, find_corpus, is_text
 from datamodules.corpus.preview import preview_corpus
-from datamodules.corpus.stream import FIRST_WORDS, CorpusLoader, CorpusRows, CorpusStream
+from datamodules.corpus.stream import CorpusLoader, CorpusRows, CorpusStream
 from datamodules.packing.loader import worker_options
 from lightning_modules.batch import DocumentRef
 from lightning_modules.functional.checks import MAX_PROCESSES, check_count
 from lightning_modules.models.loading.config import is_served
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
 from lightning_modules.scoring.corpus.shards import ReadProgress
+from lightning_modules.scoring.corpus.table import FIRST_WORDS
 from lightning_modules.utilities.collectives import gathered, patient_group
 
 _NAMED_FILES = 3  # at most, in a message
@@ -36,7 +38,7 @@ class DocumentCorpus(LightningDataModule):
 
     A document is a row of a ``.parquet`` file, a line of a ``.jsonl`` or ``.json`` file, or a ``.txt`` file (text and
     JSON also as ``.gz`` and ``.zst``). File and row number identify it, so keys may repeat. Documents are sharded
-    across processes and their workers by size. Those whose scores a callback already has (`DocumentScoresWriter`) are
+    across processes and their workers. Those whose scores a callback already has (`DocumentScoresWriter`) are
     skipped before they are tokenized.
 
     Args:
@@ -60,6 +62,8 @@ class DocumentCorpus(LightningDataModule):
             files of a folder. If more fail, the run still scores all documents, then prints a report and ends with exit
             status 1. Documents that ``overlong: skip`` leaves out do not count as failed. Below 1, a file whose first
             lines have no text is refused before anything is scored.
+        shard: ``I/N`` scores only the I-th of N shards of the documents, from 0; the other shards are for other runs
+            with the same files, each with its own output folder, on any machine and at any time.
     """
 
     shards_itself = True  # among processes, so `longce` sets the trainer's `use_distributed_sampler` to False
@@ -79,6 +83,7 @@ class DocumentCorpus(LightningDataModule):
         add_special_tokens: bool = False,
         tokenizer_revision: str | None = None,
         allowed_failures: ClosedUnitInterval = 0.01,
+        shard: str = "0/1",
     ) -> None:
         super().__init__()
         self.files = [files] if isinstance(files, str) else list(files)
@@ -94,9 +99,13 @@ class DocumentCorpus(LightningDataModule):
         self.num_workers = num_workers
         self.add_special_tokens = add_special_tokens
         self.allowed_failures = float(allowed_failures)
+        shard_format = re.fullmatch(r"(\d+)/(\d+)", shard)
+        if shard_format is None or int(shard_format[1]) >= int(shard_format[2]):
+            raise ValueError(f"`shard` must be I/N with I from 0 to N - 1, such as 0/8, got '{shard}'.")
+        self.shard, self.shards = int(shard_format[1]), int(shard_format[2])
         self._stream: CorpusStream | None = None
         self._loader: CorpusLoader | None = None
-        self._versions: dict[str, str] = {}
+        self._states: dict[str, list[int]] = {}  # of the files when the run began
         self.estimate_time: Callable[[Sequence[int], float], str] | None = None  # of sampled lengths and all tokens
 
     @cached_property
@@ -122,14 +131,21 @@ class DocumentCorpus(LightningDataModule):
                 found = self._find_documents()
             except (ValueError, OSError) as error:  # raised below in all processes, which would wait otherwise
                 found = error
-        gathered(None, group)  # hashing a corpus may take hours, but a broadcast times out after half an hour
+        gathered(None, group)  # hashing scored files may take hours, but a broadcast times out after half an hour
         found = self.trainer.strategy.broadcast(found) if self.trainer else found
         if isinstance(found, Exception):
             raise found
-        corpus, self._versions, done = found
+        corpus, self._states, done = found
         make_row = CorpusRows(self.tokenizer, self.add_special_tokens, self.max_tokens, self.overlong)
         self._stream = CorpusStream(
-            corpus, done, make_row, batch_tokens=self.batch_tokens, rank=rank, world_size=world_size
+            corpus,
+            done,
+            make_row,
+            batch_tokens=self.batch_tokens,
+            rank=rank,
+            world_size=world_size,
+            shard=self.shard,
+            shards=self.shards,
         )
 
     @override
@@ -148,8 +164,10 @@ class DocumentCorpus(LightningDataModule):
 
     def versions(self, files: Iterable[str]) -> dict[str, str]:
         """Return the content identities of files by name; raise a ``ValueError`` if one changed during this run."""
-        found = self.stream.corpus.versions(files)
-        _check_unchanged(found, self._versions)
+        names = list(files)
+        found = self.stream.corpus.versions(names)
+        states = self.stream.corpus.states(names)  # after hashing: the content was that of the beginning of the run
+        _check_unchanged(states, self._states)
         return found
 
     @property
@@ -173,6 +191,7 @@ class DocumentCorpus(LightningDataModule):
             "columns": {name: str(kind) for name, kind in self.column_types.items()},
             "max_tokens": None if self.max_tokens is None else int(self.max_tokens),
             "overlong": self.overlong if self.max_tokens is not None else None,
+            "shard": f"{self.shard}/{self.shards}",
         }
 
     def source_settings(self) -> dict[str, Any]:
@@ -187,24 +206,20 @@ class DocumentCorpus(LightningDataModule):
         """Return the progress of this process."""
         return ReadProgress(0, False, []) if self._loader is None else self._loader.read_progress()
 
-    def documents(
-        self, rows: Mapping[str, Sequence[int] | NDArray[np.int64]], versions: Mapping[str, str] | None = None
-    ) -> Iterator[tuple[DocumentRef, str]]:
-        """Yield reference and full text of the documents with these row numbers, file by file.
-
-        ``versions`` are the content identities of the files when the documents were scored, if they were.
-        """
+    def documents(self, rows: Mapping[str, Sequence[int] | NDArray[np.int64]]) -> Iterator[tuple[DocumentRef, str]]:
+        """Yield reference and full text of the documents with these row numbers, file by file."""
         corpus = find_corpus(self.files, self.column_names, lenient=True)
         if missing := sorted(set(rows) - set(corpus.names)):
             raise ValueError(f"'{missing[0]}' is not in {', '.join(self.files)}: set the files that were scored.")
-        if versions is not None:
-            _check_unchanged({name: versions[name] for name in rows}, corpus.versions(rows))
         for part in corpus.parts:
             if (numbers := rows.get(corpus.names[part.file])) is not None:
                 yield from corpus.read(part, frozenset(map(int, numbers)).__contains__)
 
-    def _find_documents(self) -> tuple[CorpusFiles, dict[str, str], Mapping[str, NDArray[np.int64]]]:
-        """Return the files, their content identities, and their rows that have been scored already; log a summary."""
+    def _find_documents(self) -> tuple[CorpusFiles, dict[str, list[int]], Mapping[str, NDArray[np.int64]]]:
+        """Return the files, their states, and their rows that have been scored already; log a summary.
+
+        Only files that have scores are hashed, to notice changes; others when their first scores are written.
+        """
         corpus = find_corpus(self.files, self.column_names, lenient=self.allowed_failures == 1)
         if self.estimate_time is not None:  # set by `longce predict`
             preview = preview_corpus(corpus, self.tokenizer, max_tokens=self.max_tokens, overlong=self.overlong)
@@ -212,24 +227,24 @@ class DocumentCorpus(LightningDataModule):
             short_context = getattr(module, "context_length", 0) + getattr(module, "stride", 0)
             duration = self.estimate_time(preview.lengths, preview.tokens)
             _log.info(preview.describe(short_context=short_context, duration=duration))
-        versions = corpus.versions()
+        states = corpus.states()
         callbacks: list[Any] = self.trainer.callbacks if self.trainer else []  # type: ignore[attr-defined]
         sinks = [each for each in callbacks if hasattr(each, "existing_scores")]  # they skip documents with scores
         if len(sinks) > 1:
             raise ValueError("Several callbacks store scores, and may have different documents: keep one of them.")
         if not sinks:
-            return corpus, versions, {}
+            return corpus, states, {}
         written = sinks[0].existing_scores()
-        if missing := sorted(set(written.versions) - set(versions)):
+        if missing := sorted(set(written.versions) - set(corpus.names)):
             raise ValueError(
                 f"The output folder has scores of {len(missing)} file(s) that are not in `files`, such as"
                 f" {missing[:_NAMED_FILES]}: add them with the same folders or patterns, or write to another folder."
             )
-        _check_unchanged(written.versions, versions)
-        return corpus, versions, written.rows
+        _check_unchanged(written.versions, corpus.versions(written.versions))
+        return corpus, states, written.rows
 
 
-def _check_unchanged(written: Mapping[str, str], versions: Mapping[str, str]) -> None:
+def _check_unchanged(written: Mapping[str, object], versions: Mapping[str, object]) -> None:
     changed = sorted(name for name, version in written.items() if versions[name] != version)
     if changed:
         raise ValueError(

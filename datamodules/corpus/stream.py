@@ -1,6 +1,5 @@
 """Read each document of a corpus once, for any number of processes and workers, and batch documents by length."""
 
-import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -19,10 +18,10 @@ from datamodules.sources.documents import is_empty
 from lightning_modules.batch import DocumentRef, PackedBatch
 from lightning_modules.scoring.corpus.failures import LEFT_OUT
 from lightning_modules.scoring.corpus.shards import ReadProgress
+from lightning_modules.scoring.corpus.table import shorten_text
 from lightning_modules.scoring.token_scores import text_sha256
 
-FIRST_WORDS = 80  # characters of a text, stored with its scores
-PARTS_PER_STREAM = 4  # with fewer parts, the rows of each part are sharded instead of the parts
+PARTS_PER_STREAM = 4  # with fewer parts, each stream reads some rows of all parts
 POOL_DOCUMENTS, POOL_BATCHES = 256, 32  # limits of the pool from which documents of similar length are batched
 _MAX_FAILED = 256  # failed documents that wait for a batch
 
@@ -57,12 +56,6 @@ class CorpusRows:
         return ref._replace(first_words=shorten_text(text)), row
 
 
-def shorten_text(text: str) -> str:
-    """Return the beginning of a text on one line, with at most `FIRST_WORDS` characters."""
-    line = " ".join(text[: 4 * FIRST_WORDS].split())
-    return line if len(line) <= FIRST_WORDS else f"{line[: FIRST_WORDS - 1]}…"
-
-
 Reading = tuple[PackedBatch, list[str]]
 """A batch, and the files that turned out unreadable since the preceding batch."""
 
@@ -82,6 +75,8 @@ class CorpusStream(IterableDataset[Reading]):
         batch_tokens: int | None = None,
         rank: int = 0,
         world_size: int = 1,
+        shard: int = 0,
+        shards: int = 1,
     ) -> None:
         self.corpus = corpus
         self.make_row = make_row
@@ -90,13 +85,17 @@ class CorpusStream(IterableDataset[Reading]):
         self.world_size = world_size
         self.parts: list[Part] = []  # parts with documents left
         self.done: list[NDArray[np.int64]] = []  # rows of each part that are scored already, ascending
-        for part in corpus.parts:
+        # The shard must not depend on what is done: other runs, with other shards, know only their own rows.
+        self.own: list[Share] = []  # rows of each of these parts that belong to the shard
+        for number, first, step in shares(len(corpus.parts), shard, shards):
+            part = corpus.parts[number]
             rows = done.get(corpus.names[part.file], np.empty(0, np.int64))
             end = np.iinfo(np.int64).max if part.rows is None else part.first + part.rows
             rows = rows[slice(*np.searchsorted(rows, (part.first, end)))]
             if part.rows is None or len(rows) < part.rows:
                 self.parts.append(part)
                 self.done.append(rows)
+                self.own.append(Share(number, first, step))
 
     @override
     def __iter__(self) -> Iterator[Reading]:
@@ -114,10 +113,11 @@ class CorpusStream(IterableDataset[Reading]):
         taken = [share for stream in own for share in self._own_shares(stream, self.world_size * workers)]
         return round(sum(rows[share.part] / share.step for share in taken))
 
-    def _own_shares(self, stream: int, streams: int) -> list["Share"]:
-        both = zip(self.parts, self.done, strict=True)
-        left = [part.size * (1 - len(done) / part.rows) if part.rows else part.size for part, done in both]
-        return shares(left, stream, streams)
+    def _own_shares(self, stream: int, streams: int) -> Iterator["Share"]:
+        """Yield the rows of parts of the shard that a stream of this run reads."""
+        for part, first, step in shares(len(self.parts), stream, streams):
+            own = self.own[part]
+            yield Share(part, own.first + own.step * first, own.step * step)
 
     def _make_batches(self, stream: int, streams: int) -> Iterator[Reading]:
         pool: list[tuple[DocumentRef, Row]] = []
@@ -181,25 +181,16 @@ class Share(NamedTuple):
     step: int
 
 
-def shares(sizes: Sequence[float], stream: int, streams: int) -> list[Share]:
-    """Return what one of several streams reads, the largest parts first. Together, the streams read every row once.
+def shares(parts: int, stream: int, streams: int) -> list[Share]:
+    """Return what one of several streams reads. Together, the streams read every row once.
 
-    If there are enough parts, each part goes to the stream with the fewest bytes so far, so that all streams get
-    similar amounts. Otherwise each stream reads all parts and takes every ``streams``-th row, because reading is cheap
-    compared to scoring.
+    If there are enough parts, a stream reads every ``streams``-th part. Otherwise it reads all parts and takes every
+    ``streams``-th row, because reading is cheap compared to scoring.
     """
-    order = sorted(range(len(sizes)), key=lambda part: (-sizes[part], part))
-    if len(sizes) < PARTS_PER_STREAM * streams:
-        # Shift the first row from part to part, or stream 0 would get the extra row of every part.
-        return [Share(part, (stream - turn) % streams, streams) for turn, part in enumerate(order)]
-    loads = [(0.0, number) for number in range(streams)]
-    own = []
-    for part in order:
-        load, number = loads[0]
-        heapq.heapreplace(loads, (load + sizes[part], number))
-        if number == stream:
-            own.append(Share(part, 0, 1))
-    return own
+    if parts >= PARTS_PER_STREAM * streams:
+        return [Share(part, 0, 1) for part in range(stream, parts, streams)]
+    # Shift the first row from part to part, or stream 0 would get the extra row of every part.
+    return [Share(part, (stream - part) % streams, streams) for part in range(parts)]
 
 
 def _group_by_length(pool: list[tuple[DocumentRef, Row]], batch_tokens: int) -> Iterator[list[tuple[DocumentRef, Row]]]:

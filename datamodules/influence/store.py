@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-FORMAT = 1
+FORMAT = 2
 """Version of the files. Increase it with any change to their content or to how the weights are computed."""
 
 HEADER, WEIGHTS = "header.json", "influence.bin"
+DONE = "done.bin"  # one byte per row: 1 when its weights are on the disk
 DTYPE = np.dtype("<f2")
 
 _REMEDY = "Run `longce influence` with the config of this training run, or remove `data.influence`."
@@ -27,7 +28,7 @@ def read_header(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"'{folder / HEADER}' cannot be read ({error}): use a folder of token weights.") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise ValueError(f"'{folder}' has no token weights of format {FORMAT}. {_REMEDY}")
+        raise ValueError(f"'{folder}' has no token weights of format {FORMAT}; longce 0.1.0 reads format 1. {_REMEDY}")
     return header
 
 

@@ -3,11 +3,9 @@
 import hashlib
 import json
 import os
-import zlib
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from lightning import LightningDataModule
@@ -16,21 +14,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, StackDataset, Subset
 from typing_extensions import override
 
-from datamodules.influence.store import DTYPE, FORMAT, HEADER, WEIGHTS, check_identity, read_header
+from datamodules.influence.store import DONE, DTYPE, FORMAT, HEADER, WEIGHTS, check_identity, read_header
 from datamodules.packing.packing import PackedRows
 from datamodules.packing.sequences import Row, collate_rows
 from lightning_modules.batch import PackedBatch
-from lightning_modules.utilities.files import (
-    BUILDING,
-    atomic_file,
-    create_file,
-    to_disk,
-    writable_folder,
-    write_atomically,
-)
+from lightning_modules.utilities.files import writable_folder, write_atomically
 from lightning_modules.utilities.locks import exclusive
-
-JOURNALS = "rows-*.journal"
 
 
 def influence_folder(cache_dir: Path, made_from: dict[str, Any]) -> Path:
@@ -41,9 +30,9 @@ def influence_folder(cache_dir: Path, made_from: dict[str, Any]) -> Path:
 class InfluenceWriter:
     """Writer of token weights to a folder that becomes an :class:`InfluenceStore` when all rows are written.
 
-    Each process appends its rows to its own journal, with row number and checksum, and waits for the disk: a torn row
-    is computed again, a complete one never. `finish` merges the journals into the order of the ``tokens`` tokens of the
-    stream. All machines must share the folder.
+    Any number of processes write their rows at the places of their tokens in the stream of ``tokens`` tokens. A row is
+    marked as done when its weights are on the disk, so a torn row is computed again and a complete one never. All
+    machines must share the folder.
 
     ``made_from`` is everything the weights depend on: the sequences' `PackedRowDataset.identity`, ``gamma``, ..
     """
@@ -57,9 +46,6 @@ class InfluenceWriter:
         self.made_from = made_from
         self.rows = rows
         self.tokens = tokens
-        self._record = np.dtype(
-            [("row", "<i8"), ("weights", DTYPE, (made_from["sequence_length"],)), ("checksum", "<u4")]
-        )
         self._prepare_folder()
 
     @property
@@ -69,99 +55,72 @@ class InfluenceWriter:
         assert header is not None
         return header
 
-    @property
-    def complete(self) -> bool:
-        """Whether the store has all rows."""
-        return bool(self.header["complete"])
-
     def remaining(self) -> NDArray[np.int64]:
         """Return the ascending indices of the rows that are not computed yet."""
-        missing = np.full(len(self.rows), not self.complete)
-        for row, _ in self._read_journals():
-            missing[row] = False
-        return np.flatnonzero(missing)
+        return np.flatnonzero(np.fromfile(self.folder / DONE, dtype=np.uint8) == 0)
 
     def write(self, numbers: Sequence[int], weights: NDArray[np.float32]) -> None:
-        """Append ``[len(numbers), sequence_length]`` weights of the rows with these indices to the journal, durably."""
-        records = np.zeros(len(numbers), self._record)
-        records["row"] = numbers
-        records["weights"] = narrow(weights, self.made_from["gamma"])
-        records["checksum"] = [_record_checksum(record) for record in records]
-        with self._own_journal.open("ab") as file:
-            file.write(records.tobytes())
-            file.flush()
+        """Store ``[len(numbers), sequence_length]`` weights of the rows with these indices, durably.
+
+        Bytes are written, not mapped: processes on several machines may write to the same page of a file.
+        """
+        with (self.folder / WEIGHTS).open("r+b", buffering=0) as file:
+            for number, row_weights in zip(numbers, narrow(weights, self.made_from["gamma"]), strict=True):
+                first = 0  # token of the segment in the row; the padding at the end is not stored
+                for start, stop in self.rows.row(number):
+                    end = first + int(stop - start)
+                    file.seek(int(start) * DTYPE.itemsize)
+                    file.write(row_weights[first:end].tobytes())
+                    first = end
+            os.fsync(file.fileno())
+        with (self.folder / DONE).open("r+b", buffering=0) as file:
+            for number in numbers:
+                file.seek(number)
+                file.write(b"\1")
             os.fsync(file.fileno())
 
     def finish(self) -> bool:
-        """Merge the journals if all rows are written, and return whether the store is complete.
-
-        Call it in one process, after the others are done.
-        """
-        with exclusive(self.folder / WEIGHTS):  # if two commands use one folder, only one merges
-            if not self.complete:
-                if len(self.remaining()):
-                    return False
-                with atomic_file(self.folder / WEIGHTS) as file:
-                    statistics = self._merge_journals(file)
-                self._write_header(complete=True, statistics=statistics)  # before the journals are deleted
-            for pattern in (f"{BUILDING}{WEIGHTS}*", JOURNALS):
-                for path in self.folder.glob(pattern):
-                    path.unlink()
+        """Complete the store if all rows are written, and return whether it is complete."""
+        with exclusive(self.folder / WEIGHTS):
+            if len(self.remaining()):
+                return False
+            if not self.header["complete"]:
+                self._write_header(complete=True, statistics=self._statistics())
             return True
 
-    def _merge_journals(self, file: BinaryIO) -> dict[str, float]:
-        """Write every row's weights at the positions of its tokens; return statistics of the scored tokens."""
-        file.truncate(self.tokens * DTYPE.itemsize)
-        done = np.zeros(len(self.rows), dtype=bool)
-        sums = np.zeros(3)
-        for row, weights in self._read_journals():
-            if done[row]:
-                continue
-            done[row] = True
-            # 1. Write the weights of each segment at its place in the stream.
+    def _statistics(self) -> dict[str, float]:
+        """Compute statistics of the scored tokens."""
+        values = np.memmap(self.folder / WEIGHTS, dtype=DTYPE, mode="r") if self.tokens else np.empty(0, DTYPE)
+        total = above_1 = at_cap = 0.0
+        scored = 0
+        for row in range(len(self.rows)):
             segments = self.rows.row(row)
-            *cuts, end = np.cumsum(segments[:, 1] - segments[:, 0])
-            weights = weights[:end]  # without the padding
-            for (start, _), chunk in zip(segments, np.split(weights, cuts), strict=True):
-                file.seek(int(start) * DTYPE.itemsize)
-                file.write(chunk.tobytes())
-            # 2. Sum up. The first token of a document is not scored; its weight 1 is not above 1, and below most caps.
+            weights = np.concatenate([values[start:stop] for start, stop in segments]).astype(np.float64)
+            # The first token of a document is not scored; its weight 1 is not above 1, and below most caps.
             firsts = len(segments) if self.made_from["isolate_documents"] else 1
-            wide = weights.astype(np.float64)
-            sums += [wide.sum() - firsts, (wide > 1).sum(), (wide >= self.made_from["gamma"]).sum()]
-        unscored = len(self.rows.segments) if self.made_from["isolate_documents"] else len(self.rows)
-        scored = self.rows.tokens - unscored
-        names = ("weight_mean", "weight_above_1", "weight_at_cap")
-        return dict(zip(names, (sums / max(scored, 1)).tolist(), strict=True))
-
-    def _read_journals(self) -> Iterator[tuple[int, NDArray[np.float16]]]:
-        """Yield index and weights of each complete row in the journals."""
-        for journal in sorted(self.folder.glob(JOURNALS)):
-            whole = journal.stat().st_size // self._record.itemsize
-            for record in np.memmap(journal, self._record, mode="r", shape=(whole,)) if whole else ():
-                if record["checksum"] == _record_checksum(record) and 0 <= record["row"] < len(self.rows):
-                    yield int(record["row"]), record["weights"]
-
-    @cached_property
-    def _own_journal(self) -> Path:
-        descriptor, path = create_file(self.folder, "rows-", ".journal")
-        os.close(descriptor)
-        to_disk(self.folder)
-        return path
+            scored += len(weights) - firsts
+            total += float(weights.sum()) - firsts
+            above_1 += int((weights > 1).sum())
+            at_cap += int((weights >= self.made_from["gamma"]).sum())
+        scored = max(scored, 1)
+        return {"weight_mean": total / scored, "weight_above_1": above_1 / scored, "weight_at_cap": at_cap / scored}
 
     def _prepare_folder(self) -> None:
-        if not self.folder.is_dir():
-            writable_folder(self.folder, remedy="Choose another folder with `--output`.")
-        # List the folder before the header is read: another process may write the header in between.
-        strangers = [path.name for path in self.folder.iterdir() if not path.name.startswith(".")]
-        header = read_header(self.folder)
-        if header is not None:
-            check_identity(
-                self.folder, header["made_from"], self.made_from, remedy="Choose another folder with `--output`."
-            )
-        elif strangers:
-            raise ValueError(f"'{self.folder}' contains other files, such as '{strangers[0]}': use a new folder.")
-        else:
+        """Create the files, of which the header is the last one, or check that they are for the same weights."""
+        remedy = "Choose another folder with `--output`."
+        writable_folder(self.folder, remedy=remedy)
+        with exclusive(self.folder / WEIGHTS):  # no two processes create them
+            header = read_header(self.folder)
+            if header is not None:
+                check_identity(self.folder, header["made_from"], self.made_from, remedy=remedy)
+                return
+            for path in self.folder.iterdir():
+                if not path.name.startswith(".") and path.name not in (WEIGHTS, DONE):
+                    raise ValueError(f"'{self.folder}' contains other files, such as '{path.name}': use a new folder.")
+            for name, size in ((WEIGHTS, self.tokens * DTYPE.itemsize), (DONE, len(self.rows))):
+                with (self.folder / name).open("wb") as file:
+                    file.truncate(size)
+                    os.fsync(file.fileno())
             self._write_header(complete=False, statistics={})
 
     def _write_header(self, *, complete: bool, statistics: dict[str, float]) -> None:
@@ -232,7 +191,3 @@ def narrow(weights: NDArray[np.float32], cap: float) -> NDArray[np.float16]:
     if float(top) < cap:
         top = np.nextafter(top, DTYPE.type(np.inf))
     return np.where(weights >= np.float32(cap), top, weights.astype(DTYPE))
-
-
-def _record_checksum(record: np.void) -> int:
-    return zlib.crc32(record["weights"].tobytes(), zlib.crc32(record["row"].tobytes()))

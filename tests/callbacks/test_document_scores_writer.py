@@ -20,7 +20,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from callbacks import DocumentScoresWriter, TokenScoresWriter
 from callbacks.document_scores_writer import _checkpoint_identity
 from datamodules import DocumentCorpus, TextDataModule
-from datamodules.corpus.stream import shorten_text
 from lightning_modules.commands.select.command import select
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import progress as model_progress
@@ -29,13 +28,12 @@ from lightning_modules.models.tokenization.tokenizer import encode_document, loa
 from lightning_modules.scoring.context_lengths import ContextLadder
 from lightning_modules.scoring.corpus.columns import document_scores, ladder_scores
 from lightning_modules.scoring.corpus.shards import SUCCESS, ReadProgress, ScoreShards
-from lightning_modules.scoring.corpus.table import ScoreTable
+from lightning_modules.scoring.corpus.table import ScoreTable, shorten_text
 from lightning_modules.scoring.document_scorer import DocumentScorer
 from lightning_modules.scoring.token_scores import text_sha256
 from lightning_modules.training.preemption import EvaluationStop, StopSignal
 from lightning_modules.utilities.errors import IncompleteError
 from lightning_modules.utilities.files import BUILDING
-from lightning_modules.visualization.corpus.page import PAGE
 from tests.conftest import make_text, tiny_model
 from tests.support.bars import replace_bars
 from tests.support.trainers import quiet_trainer
@@ -113,18 +111,6 @@ def test_each_document_has_the_row_that_its_log_likelihoods_make(run, model_dir,
     assert (counts["documents"], counts["failed"], counts["shards"]) == (6, 0, 1)
     assert counts["too_short"] == sum(row["compared_tokens"] == 0 for row in found) > 0
     assert counts["tokens"] == sum(row["tokens"] for row in found)
-
-
-def test_a_finished_run_has_a_page_and_a_broken_page_does_not_fail_it(run, documents, scored, tmp_path, monkeypatch):
-    page = (scored / PAGE).read_text()
-    assert "6 documents with" in page
-    assert f"longce inspect {scored.parent}/corpus/a.parquet --row" in page
-    assert len(pyarrow.parquet.read_table(scored)) == 6, "readers of the folder skip the page"
-    full = lambda *_: (_ for _ in ()).throw(OSError("full"))  # noqa: E731
-    monkeypatch.setattr("callbacks.document_scores_writer.write_page", full)
-    with pytest.warns(UserWarning, match="full"):
-        run()
-    assert (tmp_path / "out" / SUCCESS).exists()
 
 
 @pytest.mark.parametrize("damage", ["deleted", "truncated", "renamed", "copied", "changed", "flipped", "unlisted"])
@@ -263,7 +249,6 @@ def test_a_source_of_which_too_many_documents_fail_ends_in_a_report(run, documen
 def test_documents_that_are_left_out_on_purpose_do_not_count_as_failed(run, tmp_path):
     run(data={"max_tokens": 40, "overlong": "skip", "allowed_failures": 0.0})
     left_out = [row for row in rows(tmp_path / "out") if row["error"]]
-    assert f"{6 - len(left_out)} documents with" in (tmp_path / "out" / PAGE).read_text()
     assert len(left_out) > 1
     counts = success(tmp_path / "out")
     assert (counts["documents"], counts["failed"], counts["left_out"]) == (6, 0, len(left_out))
@@ -369,7 +354,7 @@ def test_what_is_scored_is_kept_when_a_run_is_stopped(run, tmp_path, monkeypatch
     run()
     assert success(tmp_path / "out")["documents"] == 6
     others = [path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith("part-")]
-    assert sorted(others) == [SUCCESS, PAGE]
+    assert sorted(others) == [SUCCESS]
 
 
 @pytest.mark.parametrize("where", ["predict_step", "on_predict_batch_end"])
@@ -448,7 +433,7 @@ def outcome(kills):
 def check_outcome(found, kills):
     assert found["documents"] == 61
     assert len(found["errors"]) == 3
-    assert found["two processes"] == found["fsdp"] == found["killed"] == 0.0
+    assert found["two processes"] == found["fsdp"] == found["shards"] == found["killed"] == 0.0
     assert 0 < found["batches"] < 1e-4
     assert len(found["killed at"]) == kills
     assert 0 < found["killed at"][-1] < 61

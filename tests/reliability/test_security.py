@@ -337,7 +337,7 @@ def test_stored_scores_and_tokens(tmp_path, marker, model_dir):
 def test_stored_influence(tmp_path, marker):
     store, pickled = tmp_path / "store", pickle.dumps(Payload(marker))
     store.mkdir()
-    good = {"format": 1, "complete": True, "tokens": 4, "made_from": {"gamma": 5.0}}
+    good = {"format": 2, "complete": True, "tokens": 4, "made_from": {"gamma": 5.0}}
     for header in (
         pickled,
         b"[" * 100_000,

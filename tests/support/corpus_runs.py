@@ -1,4 +1,4 @@
-"""A corpus scored by one process and by several, also killed on the way.
+"""A corpus scored by one process, by several and in shards, also killed on the way.
 
 `python -m tests.support.corpus_runs 5` tells of it.
 
@@ -157,6 +157,9 @@ def main(kills):
         found["batches"] = largest_difference(expected, rows(folder / "batches"))
         finish(start(folder, folder / "fsdp", 2, "fsdp"))
         found["fsdp"] = largest_difference(expected, rows(folder / "fsdp"))
+        for shard in range(2):
+            finish(start(folder, folder / "shards" / str(shard), 1, shard=f"{shard}/2"))
+        found["shards"] = largest_difference(expected, rows(folder / "shards"))
         killed, partly = folder / "killed", []
         for turn in range(kills):
             partly.append(kill(folder, killed, 1 + turn % 2, generator))

@@ -51,8 +51,10 @@ def export_command(arguments: Sequence[str]) -> None:
 
 def select_command(arguments: Sequence[str]) -> None:
     """Run ``longce select`` and print its tables."""
-    parser = make_parser("select", "Select documents by the scores that `longce predict` wrote.", SelectConfig)
-    parser.add_argument("scores", type=str, help="Folder or fsspec URL of the scores.")
+    parser = make_parser(
+        "select", "Select documents by scores in parquet files, such as those of `longce predict`.", SelectConfig
+    )
+    parser.add_argument("scores", type=str, nargs="+", help="Parquet files, folders and patterns, or fsspec URLs.")
     options = parse_options(parser, arguments)
     from lightning_modules.commands.select.command import select
 

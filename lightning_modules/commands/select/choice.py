@@ -1,81 +1,101 @@
-"""Choose documents by SQL conditions, by rank, at random, and by their text."""
+"""Choose documents in DuckDB: by SQL conditions, by rank, at random, and by their text."""
 
 import duckdb
 import numpy as np
 import pandas as pd
-import pyarrow
 from numpy.typing import NDArray
 
+from lightning_modules.commands.select.config import SelectConfig
+from lightning_modules.commands.select.rows import NUMBER
+
 TEXT_HASH = "text_hash"
-"""Column with the hash of a document's text, which scores of earlier versions lack."""
-
-_ROW = "row of the table"  # a name that no column has
-
+"""Column with the hash of a document's text."""
 
 _RESULTS = {"where": ("BOOLEAN", "true or false"), "sample_weight": ("DOUBLE", "a number")}  # by option
 _EXAMPLES = {"where": "tokens > 99 and key != 'a'", "sample_weight": "greatest(benefit_mean, 0) * tokens"}
 
 
-def _evaluate_sql(documents: pyarrow.Table, expression: str, option: str) -> pyarrow.Array:
-    """Return the value of an SQL expression, as DuckDB reads it, for each document; it cannot read files."""
+def connect() -> duckdb.DuckDBPyConnection:
+    """Return a database in memory whose SQL can neither touch files nor load extensions."""
+    database = duckdb.connect()
+    database.execute("SET python_enable_replacements = false")
+    database.execute("SET enable_external_access = false")
+    database.execute("SET lock_configuration = true")
+    return database
+
+
+def evaluate_sql(documents: duckdb.DuckDBPyRelation, expression: str, option: str) -> duckdb.DuckDBPyRelation:
+    """Return a relation of the number of each document and the ``value`` of an SQL expression that the user wrote."""
     kind, wanted = _RESULTS[option]
-    numbered = documents.append_column(_ROW, pyarrow.array(np.arange(len(documents))))
     try:
-        with duckdb.connect(config={"enable_external_access": False}) as database:
-            database.register("documents", numbered)
-            # Functions over several rows may return them in another order.
-            found = database.sql(f'SELECT ({expression}) AS value, "{_ROW}" FROM documents')
-            type_name = str(found.types[0])
-            if (kind == "BOOLEAN") != (type_name == "BOOLEAN") or type_name in ("VARCHAR", "NULL"):
-                raise ValueError(f"its value is {type_name}, not {wanted}")
-            cast = found.project(f'CAST(value AS {kind}) AS value, "{_ROW}"')
-            return cast.order(f'"{_ROW}"').to_arrow_table()["value"].combine_chunks()
+        # A parsed expression instead of a part of a statement, so that nobody can end the statement.
+        value = duckdb.SQLExpression(expression)
+        found = documents.select(duckdb.ColumnExpression(NUMBER), value.alias("value"))
+        type_name = str(found.types[1])
+        if (kind == "BOOLEAN") != (type_name == "BOOLEAN") or type_name in ("VARCHAR", "NULL"):
+            raise ValueError(f"its value is {type_name}, not {wanted}")
+        return found.project(f'"{NUMBER}", CAST(value AS {kind}) AS value')
     except (duckdb.Error, ValueError) as error:
-        names = ", ".join(f'"{name}"' if "." in name else name for name in documents.column_names)
+        columns = [name for name in documents.columns if name != NUMBER]
+        names = ", ".join(f'"{name}"' if "." in name else name for name in columns)
         raise ValueError(
             f"`{option}` = '{expression}' is not valid ({error}). Write SQL such as `{_EXAMPLES[option]}` of these"
             f" columns: {names}."
         ) from error
 
 
-def meets_conditions(documents: pyarrow.Table, where: str) -> NDArray[np.bool_]:
-    """Return which documents meet a condition in SQL; a comparison with a missing value is not met.
+def choose_documents(database: duckdb.DuckDBPyConnection, config: SelectConfig) -> None:
+    """Create the table ``chosen`` of those rows of the table ``documents`` that meet the config, by their `NUMBER`."""
+    documents = database.table("documents")
+    database.execute(f'CREATE TABLE chosen AS SELECT "{NUMBER}" FROM documents WHERE error IS NULL')
+    joined = f'chosen JOIN documents USING ("{NUMBER}")'
+    if config.where is not None:
+        _keep(database, evaluate_sql(documents, config.where, "where").filter("value"))
+    if config.unique:
+        firsts = f'SELECT arg_min("{NUMBER}", (file, row)) AS "{NUMBER}" FROM {joined} GROUP BY {TEXT_HASH}'
+        _keep(database, database.sql(firsts))
+    if config.top is not None:
+        # Of equal documents, the first ones; NaN counts as missing.
+        ranked = database.sql(f'SELECT "{NUMBER}", CAST("{config.rank_by}" AS DOUBLE) AS rank FROM {joined}')
+        ranked = ranked.filter("NOT isnan(rank)")
+        count = int(config.top) if config.top > 1 else max(1, round(config.top * len(ranked)))
+        _keep(database, ranked.order(f'rank DESC, "{NUMBER}"').limit(count))
+    if config.sample is not None or config.sample_tokens is not None:
+        tokens = "tokens" if config.sample_tokens is not None else "NULL"
+        selected = database.sql(
+            f'SELECT "{NUMBER}", file, row, {tokens} AS tokens FROM {joined} ORDER BY "{NUMBER}"'
+        ).df()
+        weights = None
+        if config.sample_weight is not None:
+            weights = sampling_weights(documents, config.sample_weight)[selected[NUMBER]]
+        amount = {"count": config.sample, "tokens": config.sample_tokens}
+        drawn = selected[is_in_sample(selected, weights, **amount, seed=config.seed)]
+        _keep(database, database.from_df(drawn))
+    if not len(database.table("chosen")):
+        raise ValueError("No document meets the conditions: relax `where`. Without it, quantiles are printed.")
 
-    Example:
-        >>> meets_conditions(pyarrow.table({"tokens": [9, 99]}), "tokens > 50 and tokens = max(tokens) over ()")
-        array([False,  True])
-    """
-    met = _evaluate_sql(documents, where, "where")
-    return met.fill_null(False).to_numpy(zero_copy_only=False)
+
+def _keep(database: duckdb.DuckDBPyConnection, documents: duckdb.DuckDBPyRelation) -> None:
+    """Remove all other documents from ``chosen``."""
+    documents.to_view("kept")
+    database.execute(f'DELETE FROM chosen WHERE "{NUMBER}" NOT IN (SELECT "{NUMBER}" FROM kept)')
 
 
-def sampling_weights(documents: pyarrow.Table, expression: str) -> NDArray[np.float64]:
-    """Return the sampling weights by a column or an SQL expression; a missing value is 0.
+def sampling_weights(documents: duckdb.DuckDBPyRelation, expression: str) -> NDArray[np.float64]:
+    """Return ``[documents]`` sampling weights by a column or an SQL expression; a missing value is 0.
 
     Raises:
         ValueError: If a weight is negative or not finite.
     """
-    weights = _evaluate_sql(documents, expression, "sample_weight")
-    values = weights.fill_null(0.0).to_numpy(zero_copy_only=False)
-    if (wrong := ~np.isfinite(values) | (values < 0)).any():
+    weights = evaluate_sql(documents, expression, "sample_weight").order(f'"{NUMBER}"')
+    values = weights.project("coalesce(value, 0.0) AS value").fetchnumpy()["value"]
+    wrong = values[~np.isfinite(values) | (values < 0)]
+    if len(wrong):
         raise ValueError(
-            f"`sample_weight` = '{expression}' is {values[wrong][0]:g} for a document, and negative or not finite for"
-            f" {wrong.sum():,} of {len(values):,}: use for example `greatest({expression}, 0)`."
+            f"`sample_weight` = '{expression}' is {wrong[0]:g} for a document, and negative or not finite for"
+            f" {len(wrong):,} of {len(values):,}: use for example `greatest({expression}, 0)`."
         )
-    return values
-
-
-def is_in_top(documents: pd.DataFrame, rank_by: str, top: float) -> NDArray[np.bool_]:
-    """Return which documents are selected and have the largest values; of equal values, the first ones."""
-    ranked = documents.loc[documents["selected"], rank_by].dropna()
-    count = int(top) if top > 1 else max(1, round(top * len(ranked)))
-    return documents.index.isin(ranked.nlargest(count, keep="first").index)
-
-
-def is_first_of_its_text(documents: pd.DataFrame) -> NDArray[np.bool_]:
-    """Return which documents are selected and the first, by file and row, with their text."""
-    selected = documents[documents["selected"]].sort_values(["file", "row"])
-    return documents.index.isin(selected.index[~selected[TEXT_HASH].duplicated()])
+    return np.asarray(values)
 
 
 def is_in_sample(
@@ -86,19 +106,20 @@ def is_in_sample(
     tokens: int | None = None,
     seed: int = 0,
 ) -> NDArray[np.bool_]:
-    """Return which of the selected documents are drawn at random without repetition.
+    """Return which documents are drawn at random without repetition.
 
     Documents are drawn one after another, each with a probability proportional to its weight among those that are left
     (Efraimidis and Spirakis, 2006, https://doi.org/10.1016/j.ipl.2005.11.003), up to ``count`` documents, or until the
     next one would exceed ``tokens``. The random number of a document depends only on the seed, its file and its row.
     """
-    selected = documents[documents["selected"]]
-    weight = np.ones(len(selected)) if weights is None else weights[documents["selected"].to_numpy()]
-    hashed = pd.util.hash_pandas_object(selected[["file", "row"]], index=False, hash_key=f"{seed % 10**16:016d}")
+    weight = np.ones(len(documents)) if weights is None else weights
+    hashed = pd.util.hash_pandas_object(documents[["file", "row"]], index=False, hash_key=f"{seed % 10**16:016d}")
     uniform = (hashed.to_numpy() >> np.uint64(11)) * 2.0**-53  # [0, 1)
     with np.errstate(divide="ignore"):
         arrival = -np.log1p(-uniform) / weight  # of a Poisson process with this rate
     order = np.argsort(arrival, kind="stable")[: int((weight > 0).sum())][:count]
     if tokens is not None:
-        order = order[np.cumsum(selected["tokens"].to_numpy()[order]) <= tokens]
-    return documents.index.isin(selected.index[order])
+        order = order[np.cumsum(documents["tokens"].to_numpy()[order]) <= tokens]
+    drawn = np.zeros(len(documents), dtype=bool)
+    drawn[order] = True
+    return drawn

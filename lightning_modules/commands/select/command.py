@@ -1,175 +1,175 @@
-"""``longce select``: select documents of a corpus by their scores, and compute weights of their sources."""
+"""``longce select``: select documents of a corpus by their scores."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import duckdb
 import pandas as pd
 import pyarrow
-import pyarrow.compute as pc
 
-from lightning_modules.commands.select.choice import (
-    TEXT_HASH,
-    is_first_of_its_text,
-    is_in_sample,
-    is_in_top,
-    meets_conditions,
-    sampling_weights,
-)
+from lightning_modules.commands.select.choice import TEXT_HASH, choose_documents, connect, evaluate_sql
 from lightning_modules.commands.select.config import SelectConfig
-from lightning_modules.commands.select.output import write_documents, write_keys, write_mixture, write_weights
-from lightning_modules.scoring.corpus.shards import PER_TOKEN, SUCCESS, ScoreShards
-from lightning_modules.utilities.files import writable_folder, write_atomically
+from lightning_modules.commands.select.output import write_documents, write_keys
+from lightning_modules.commands.select.rows import NUMBER, ScoreRows
+from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards
+from lightning_modules.utilities.files import atomic_file, writable_folder
 from lightning_modules.utilities.locks import exclusive
-from lightning_modules.visualization.corpus.page import FIRST_WORDS, corpus_page, is_ladder_mean, source_names
+from lightning_modules.visualization.corpus import METRICS, draw_corpus
 
 FOLDER = "folder"  # a source that is not a column: the folder of a document's file
 MEANS = ("key_token_ratio", "benefit_mean", "benefit_positive", "longppl", "perplexity")
+QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 _MAX_ROWS = 40  # of a table
 
 
-def select(scores: str, **options: object) -> str:
-    """Select documents by the scores that `longce predict` wrote, and return tables by source, as text.
+def select(scores: str | list[str], **options: object) -> str:
+    """Select documents by scores in parquet files, and return tables by source, as text.
 
-    Options are the fields of `SelectConfig`. Failed documents never pass.
+    ``scores`` are files, folders and patterns. Options are the fields of `SelectConfig`. Failed documents never pass.
     """
     config = SelectConfig(**options)  # type: ignore[arg-type]
-    shards = ScoreShards(scores)
-    header = shards.header()  # raises an error for other parquet files
-    complete = shards.check_success()
-    _check_options(shards, config)
-    files = {Path(file).absolute() for file in (config.output, config.weights, config.mixture, config.page) if file}
-    for file in files:
+    paths = [scores] if isinstance(scores, str) else list(scores)
+    rows = ScoreRows(paths)
+    outputs = [Path(file).absolute() for file in (config.output, config.figure) if file is not None]
+    for file in outputs:
         writable_folder(file.parent, remedy="Choose another file.")
-    table = _read_scores(shards, config)
-    documents = _choose_documents(table, config)
-    selected = documents[documents["selected"]]
-
-    written: list[str] = []
-    with ExitStack() as locks:
-        for file in sorted(files):  # the locks also remove what killed runs have left
+    header = rows.header()
+    notes = []
+    for folder in sorted({shard.name.rpartition("/")[0] for shard in rows.shards}):
+        complete = ScoreShards(folder).check_success()
+        if header and not complete:
+            notes.append(f"{folder}/{SUCCESS} is missing: not all documents are scored, or too many failed.\n")
+    written = []
+    with connect() as database, ExitStack() as locks:
+        load_documents(database, rows, config)
+        choose_documents(database, config)
+        selected = database.sql(f'SELECT * FROM documents SEMI JOIN chosen USING ("{NUMBER}") ORDER BY "{NUMBER}"')
+        for file in sorted(outputs):  # the locks also remove what killed runs have left
             locks.enter_context(exclusive(file))
         if config.output is not None and config.output.endswith(".txt"):
-            count = write_keys(Path(config.output), selected)
-            written.append(f"{config.output} ({count:,} keys)")
+            count = write_keys(Path(config.output), selected.project("key, file, row").to_arrow_table())
+            written.append(f"Written: {config.output} ({count:,} keys)\n")
         elif config.output is not None:
-            chosen = table.filter(documents["selected"].to_numpy())
-            write_documents(Path(config.output), chosen, shards, config.files)
-            written.append(f"{config.output} ({len(chosen):,} documents)")
-        if config.weights is not None:
-            means = means_by_source(documents, [config.rank_by])[config.rank_by]
-            write_weights(Path(config.weights), means)
-            written.append(f"{config.weights} (weights of {len(means):,} sources)")
-        if config.mixture is not None:
-            write_mixture(Path(config.mixture), selected, Path(str(config.output)), config.by)
-            written.append(f"{config.mixture} (mixture of {selected['source'].nunique():,} sources)")
-        if config.page is not None:
-            folder = Path(config.page).parent
-            page = corpus_page(selected, header, scores, folder=folder, conditions=config.where)
-            write_atomically(Path(config.page), page.encode())
-            written.append(f"{config.page} (page of {len(selected):,} documents)")
-    note = f"{SUCCESS} is missing: not all documents of the corpus are scored, or too many failed.\n\n"
-    files_written = "".join(f"Written: {file}\n" for file in written)
-    return ("" if complete else note) + report(documents) + (f"\n{files_written}" if written else "")
+            count = write_documents(Path(config.output), selected.to_arrow_table(), header, config.files)
+            written.append(f"Written: {config.output} ({count:,} documents)\n")
+        if config.figure is not None:
+            drawn = [f'"{name}"' for name in METRICS if name in selected.columns]
+            values = selected.project(", ".join(drawn)).df()
+            with atomic_file(Path(config.figure)) as stream:
+                draw_corpus({name: values[name].to_numpy() for name in values}, stream, Path(config.figure).suffix[1:])
+            written.append(f"Written: {config.figure}\n")
+        tables = report(database, config)
+    return "\n".join(["".join(notes), tables, "".join(written)]).strip("\n") + "\n"
 
 
-def _check_options(shards: ScoreShards, config: SelectConfig) -> None:
-    """Refuse options that do not fit these scores, before any are read."""
-    schema = shards.schema()
-    shards.schema([config.rank_by, *([] if config.by == FOLDER else [config.by])])  # raises an error for other columns
-    kind = schema.field(config.rank_by).type
-    if not (pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind)):
-        raise ValueError(f"`rank_by` must be a numeric column, but '{config.rank_by}' has type {kind}.")
-    kind = pyarrow.string() if config.by == FOLDER else schema.field(config.by).type
-    names_sources = config.by != FOLDER and pyarrow.types.is_string(kind)
-    if pyarrow.types.is_nested(kind) or (config.mixture is not None and not names_sources):
-        raise ValueError(
-            f"`by` must be a column that names sources, for `mixture` one of text, but is '{config.by}' of type {kind}."
-        )
-    if (config.unique or config.mixture is not None) and TEXT_HASH not in schema.names:
-        option = "unique" if config.unique else "mixture"
-        raise ValueError(f"`{option}` needs the column `{TEXT_HASH}`, which these scores lack: score the corpus again.")
-    empty = shards.schema(_list_columns(shards)).empty_table()
-    if config.where is not None:
-        meets_conditions(empty, config.where)
-    if config.sample_weight is not None:
-        sampling_weights(empty, config.sample_weight)
+def load_documents(database: duckdb.DuckDBPyConnection, rows: ScoreRows, config: SelectConfig) -> None:
+    """Create the table ``documents`` with the needed columns, after all options are checked against an empty one.
 
-
-def _choose_documents(table: pyarrow.Table, config: SelectConfig) -> pd.DataFrame:
-    """Return all documents with their ``source``, and whether they are ``selected``."""
-    documents = table.to_pandas()
-    passes = documents["error"].isna() & (config.where is None or meets_conditions(table, config.where))
-    documents = documents.assign(source=_source_of_each(table, config.by), selected=passes)
-    if config.unique:
-        documents["selected"] &= is_first_of_its_text(documents)
-    if config.top is not None:
-        documents["selected"] &= is_in_top(documents, config.rank_by, config.top)
-    if config.sample is not None or config.sample_tokens is not None:
-        weights = None if config.sample_weight is None else sampling_weights(table, config.sample_weight)
-        amount = {"count": config.sample, "tokens": config.sample_tokens}
-        documents["selected"] &= is_in_sample(documents, weights, **amount, seed=config.seed)
-    if not documents["selected"].any():
-        raise ValueError(
-            "No document meets the conditions. Relax `where`: the page of the corpus (`page`) shows how many documents"
-            " each threshold keeps."
-        )
-    return documents
-
-
-def _read_scores(shards: ScoreShards, config: SelectConfig) -> pyarrow.Table:
-    """Read the needed columns: all but per-token values if documents are written, or else those that are used."""
-    columns = _list_columns(shards)
+    All columns but per-token values are needed if documents are written, or else those that are used.
+    """
+    required = _check_columns(rows, config)
+    columns = rows.columns
     if config.output is None or config.output.endswith(".txt"):
-        needed = {"key", "file", "row", "error", "tokens", "compared_tokens", *MEANS, config.rank_by, config.by}
-        needed |= {TEXT_HASH} if config.unique else set()
-        needed |= {FIRST_WORDS} if config.page is not None else set()
         sql = f"{config.where} {config.sample_weight}".lower()  # SQL ignores case
+        needed = {"key", "error", "tokens", *MEANS, *METRICS, config.rank_by, *required}
         columns = [name for name in columns if name in needed or name.lower() in sql or name.startswith("ladder_")]
-    return shards.table(columns)
+    # Rows of other programs have neither of these.
+    absent = {"error": "NULL::VARCHAR", "key": "file || ':' || row"}
+    extra = "".join(f", {value} AS {name}" for name, value in absent.items() if name not in columns)
+    create = f"CREATE OR REPLACE TABLE documents AS SELECT *{extra} FROM scores"
+    reader = rows.read(columns)
+    database.register("scores", reader.schema.empty_table())
+    database.execute(create)
+    for option, expression in (("where", config.where), ("sample_weight", config.sample_weight)):
+        if expression is not None:
+            evaluate_sql(database.table("documents"), expression, option)
+    database.register("scores", reader)
+    try:
+        database.execute(create)
+    except duckdb.InvalidInputException as error:  # raised while batches are read, with a traceback in its text
+        reason = str(error).partition(" Detail: ")[0].partition("Invalid: ")[2]
+        raise ValueError(reason or str(error)) from error
 
 
-def _list_columns(shards: ScoreShards) -> list[str]:
-    return [name for name in shards.schema().names if name not in PER_TOKEN]
+def _check_columns(rows: ScoreRows, config: SelectConfig) -> list[str]:
+    """Return the columns that options need, or raise a ``ValueError`` for one that is missing or of the wrong type."""
+    required = {}
+    if config.top is not None or config.rank_by != SelectConfig.rank_by:
+        required["rank_by"] = config.rank_by
+    if config.by not in (FOLDER, "file"):
+        required["by"] = config.by
+    if config.unique:
+        required["unique"] = TEXT_HASH
+    if config.sample_tokens is not None:
+        required["sample_tokens"] = "tokens"
+    for option, column in required.items():
+        if column not in rows.columns:
+            raise ValueError(f"`{option}` needs a column '{column}', but the columns are {', '.join(rows.columns)}.")
+        kind = rows.schema.field(column).type
+        is_number = pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind)
+        if pyarrow.types.is_nested(kind) or (option == "rank_by" and not is_number):
+            raise ValueError(f"`{option}` cannot be the column '{column}', whose type is {kind}.")
+    return list(required.values())
 
 
-def _source_of_each(table: pyarrow.Table, by: str) -> pd.Series:
-    if by == FOLDER:
-        return pc.replace_substring_regex(table["file"], "/?[^/]*$", "").to_pandas().replace("", ".")
-    return source_names(table[by])
-
-
-def means_by_source(documents: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """Compute means over the selected documents of each source; NaN if no document has a value."""
-    return documents[documents["selected"]].groupby("source", observed=True)[list(columns)].mean()
-
-
-def report(documents: pd.DataFrame) -> str:
-    """Format the tables of `longce select`."""
-    # Mean benefits of a longer context over a shorter one.
-    ladder = [name for name in documents if is_ladder_mean(name)]
-    passing_tokens = documents["tokens"].where(documents["selected"])
-    sources = documents.assign(passing_tokens=passing_tokens).groupby("source", observed=True)
-    counts = sources[["selected", "tokens", "passing_tokens"]].sum().astype(int)
-    counts.insert(0, "documents", sources.size())
-    counts = counts.sort_values("selected", ascending=False, kind="stable")
-    columns = [*MEANS, *ladder]
-    means = means_by_source(documents, columns).reindex(counts.index)
-    counts.loc["all"] = counts.sum()
-    means.loc["all"] = documents.loc[documents["selected"], columns].mean()
-    counts = counts.map("{:,}".format).rename(columns={"selected": "pass", "passing_tokens": "pass"})
-    tables = [_format_table(pd.concat([counts, means[list(MEANS)]], axis=1))]
+def report(database: duckdb.DuckDBPyConnection, config: SelectConfig) -> str:
+    """Format the tables of `longce select`: counts and means by source, quantiles, and the context ladder."""
+    columns = database.table("documents").columns
+    source = f"""coalesce(CAST("{config.by}" AS VARCHAR), '-')"""
+    if config.by == FOLDER:
+        source = "coalesce(nullif(regexp_replace(file, '/?[^/]*$', ''), ''), '.')"
+    is_chosen = f'"{NUMBER}" IN (SELECT "{NUMBER}" FROM chosen)'
+    documents = database.sql(f'SELECT *, {source} AS "its source", {is_chosen} AS "is chosen" FROM documents')
+    documents.to_view("with_source")
+    # 1. Counts of all documents and of those that are chosen, whose means follow.
+    means = [name for name in MEANS if name in columns]
+    counts = {"documents": "count(*)", "pass": 'count(*) FILTER ("is chosen")'}
+    if "tokens" in columns:
+        counts["tokens"] = "coalesce(sum(tokens), 0)::BIGINT"
+        counts["pass_tokens"] = 'coalesce(sum(tokens) FILTER ("is chosen"), 0)::BIGINT'
+    table = _by_source(database, counts, means)
+    for name in counts:
+        table[name] = table[name].map("{:,}".format)
+    tables = [_format_table(table.rename(columns={"pass_tokens": "pass"}))]
+    # 2. Quantiles of the chosen documents.
+    chosen = documents.filter('"is chosen"')
+    ranked = [name for name in dict.fromkeys([*METRICS, *MEANS, config.rank_by]) if name in columns]
+    if ranked:
+        probabilities = list(QUANTILES)
+        quantiles = chosen.aggregate(
+            ", ".join(f'quantile_cont("{name}", {probabilities}) AS "{name}"' for name in ranked)
+        )
+        values = dict(zip(quantiles.columns, quantiles.fetchall()[0], strict=True))
+        rows = {name: values[name] or [math.nan] * len(QUANTILES) for name in ranked}
+        headings = [f"{probability:.0%}" for probability in QUANTILES]
+        tables.append("\nQuantiles of the documents that pass:")
+        tables.append(_format_table(pd.DataFrame.from_dict(rows, orient="index", columns=headings), "column"))
+    # 3. Mean benefits of a longer context over a shorter one.
+    ladder = [name for name in columns if name.startswith("ladder_") and name.endswith("_mean")]
     if ladder:
-        pairs = [" > ".join(name.split("_")[1:3]) for name in ladder]
-        benefits = means[ladder].set_axis(pairs, axis=1)
-        correlations = documents.loc[documents["selected"], ladder].corr()
+        pairs = {name: " > ".join(name.split("_")[1:3]) for name in ladder}
+        correlations = chosen.project(", ".join(f'"{name}"' for name in ladder)).df().corr()
         tables += [
             "\nMean benefit of a longer context, nats (documents that pass):",
-            _format_table(benefits),
+            _format_table(_by_source(database, {}, ladder).rename(columns=pairs)),
             "\nCorrelation of these benefits over documents:",
-            _format_table(correlations.set_axis(pairs, axis=0).set_axis(pairs, axis=1), ""),
+            _format_table(correlations.rename(index=pairs, columns=pairs), ""),
         ]
     return "\n".join(tables) + "\n"
+
+
+def _by_source(database: duckdb.DuckDBPyConnection, counts: Mapping[str, str], means: Sequence[str]) -> pd.DataFrame:
+    """Return SQL aggregates and means of the chosen documents by source, and of all sources in the last row."""
+    aggregates = [f'{sql} AS "{name}"' for name, sql in counts.items()]
+    aggregates += [f'avg("{name}") FILTER ("is chosen") AS "{name}"' for name in means]
+    table = database.sql(
+        f"""SELECT coalesce("its source", 'all') AS source, {", ".join(aggregates)} FROM with_source
+        GROUP BY GROUPING SETS (("its source"), ())
+        ORDER BY grouping("its source"), count(*) FILTER ("is chosen") DESC, "its source\""""
+    )
+    return table.df().set_index("source")
 
 
 def _format_table(table: pd.DataFrame, corner: str = "source") -> str:

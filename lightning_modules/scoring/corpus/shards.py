@@ -31,7 +31,8 @@ PER_TOKEN = ("lsd", "lcl", "token_starts", "token_ends")
 _REPEAT = (
     "Delete shards that do not belong there, and run the same `longce predict` again: it scores the missing documents."
 )
-_HEADER = b"longce"
+HEADER = b"longce"
+"""Key of the header in the metadata of a shard."""
 _READER_THREADS = 16  # reading thousands of small remote files is mostly waiting
 _MAX_SETTINGS = 5  # in a message
 
@@ -104,7 +105,7 @@ class ScoreShards:
         """
         content = json.dumps({"format": FORMAT, **header}).encode()
         sink = pyarrow.BufferOutputStream()
-        table = table.replace_schema_metadata({**(table.schema.metadata or {}), _HEADER: content})
+        table = table.replace_schema_metadata({**(table.schema.metadata or {}), HEADER: content})
         pyarrow.parquet.write_table(table, sink, compression="zstd", write_page_checksum=True)
         name = f"part-{rank:05d}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}.parquet"
         self.folder.write(name, sink.getvalue())
@@ -197,7 +198,7 @@ class ScoreShards:
             return self._read_header(file, name), file.read(columns=["file", "row"], use_threads=False)
 
     def _read_header(self, file: pyarrow.parquet.ParquetFile, name: str) -> dict[str, Any]:
-        header = json.loads((file.schema_arrow.metadata or {}).get(_HEADER, b"{}"))
+        header = json.loads((file.schema_arrow.metadata or {}).get(HEADER, b"{}"))
         if header.get("format") != FORMAT:
             raise ValueError(f"'{self.folder}/{name}' does not contain document scores ({FORMAT}). Use another folder.")
         return header

@@ -26,7 +26,7 @@ def complete(tmp_path, rows):
 
 @pytest.mark.parametrize(
     ("file", "content"),
-    [(WEIGHTS, b"12"), (HEADER, b"{"), (HEADER, json.dumps({"format": 0}).encode()), (HEADER, None)],
+    [(WEIGHTS, b"12"), (HEADER, b"{"), (HEADER, json.dumps({"format": 1}).encode()), (HEADER, None)],
 )
 def test_a_damaged_or_missing_store_is_refused(complete, file, content):
     (complete / file).unlink() if content is None else (complete / file).write_bytes(content)

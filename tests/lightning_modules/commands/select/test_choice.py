@@ -1,17 +1,18 @@
-"""Weighted samples are drawn as often as their weights demand, by the seed alone, and repeated texts are found."""
+"""Weighted samples are drawn as often as their weights demand, by the seed alone."""
 
 import numpy as np
 import pandas as pd
 import pyarrow
 import pytest
 
-from lightning_modules.commands.select.choice import is_first_of_its_text, is_in_sample, sampling_weights
+from lightning_modules.commands.select.choice import connect, is_in_sample, sampling_weights
+from lightning_modules.commands.select.rows import NUMBER
 
 
 def documents(count, **columns):
     generator = np.random.default_rng(0)
     table = pd.DataFrame({"file": [f"{n % 7}.jsonl" for n in range(count)], "row": np.arange(count) // 7})
-    return table.assign(tokens=generator.integers(1, 100, count), selected=True, **columns)
+    return table.assign(tokens=generator.integers(1, 100, count), **columns)
 
 
 def test_a_sample_depends_on_the_seed_and_not_on_the_order():
@@ -52,23 +53,17 @@ def test_a_number_of_tokens_is_never_exceeded():
     assert is_in_sample(table, None, tokens=10**9).all()
 
 
-def test_only_selected_documents_are_drawn():
-    table = documents(100).assign(selected=np.arange(100) % 2 == 0)
-    drawn = is_in_sample(table, np.arange(100.0), count=80)
+def test_documents_of_no_weight_are_never_drawn():
+    table = documents(100)
+    drawn = is_in_sample(table, np.arange(100.0) * (np.arange(100) % 2 == 0), count=80)
     assert not drawn[1::2].any()
-    assert drawn.sum() == 49, "all that are selected and have a weight"
-
-
-def test_repeated_texts_are_left_out_but_the_first():
-    table = documents(6, text_hash=["a", "b", "a", "c", "b", "a"]).assign(
-        file=["z", "y", "x", "x", "x", "x"], row=[0, 0, 2, 1, 3, 1]
-    )
-    table.loc[5, "selected"] = False
-    assert np.flatnonzero(is_first_of_its_text(table)).tolist() == [2, 3, 4]
+    assert drawn.sum() == 49
 
 
 def test_weights_by_an_expression():
-    table = pyarrow.table({"n": [1, None, 3], "x": [0.5, 2.0, float("nan")], "key": ["a", "b", "c"]})
+    values = {"n": [1, None, 3], "x": [0.5, 2.0, float("nan")], "key": ["a", "b", "c"], NUMBER: [0, 1, 2]}
+    database = connect()
+    table = database.from_arrow(pyarrow.table(values))
     assert sampling_weights(table, "n * 2").tolist() == [2.0, 0.0, 6.0]
     assert sampling_weights(table, "greatest(n - 2, 0)").tolist() == [0, 0, 1]
     for expression, message in (

@@ -1,4 +1,4 @@
-"""Documents chosen by conditions, counted by source, and written as ids, as text and as weights of a mixture."""
+"""Documents chosen by conditions, counted by source, and written as keys and as text."""
 
 import json
 import multiprocessing
@@ -14,15 +14,14 @@ import pandas as pd
 import pyarrow
 import pyarrow.parquet
 import pytest
-import yaml
 
-from datamodules import DocumentCorpus, MixtureDataModule, TextDataModule
+from datamodules import DocumentCorpus, TextDataModule
 from datamodules.corpus.files import find_corpus
 from lightning_modules.batch import DocumentRef
 from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.select.choice import meets_conditions
+from lightning_modules.commands.select.choice import connect, evaluate_sql
 from lightning_modules.commands.select.command import select
-from lightning_modules.commands.select.output import write_mixture
+from lightning_modules.commands.select.rows import NUMBER
 from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards
 from lightning_modules.scoring.corpus.table import ScoreTable, count_rows
 from lightning_modules.scoring.document_scorer import Failed
@@ -161,31 +160,9 @@ def test_documents_that_are_elsewhere_or_others(scored):
     assert len((scored / "docs.jsonl").read_text().splitlines()) == 23
     changed = scored / "moved" / "x" / "b.jsonl"
     changed.write_text(changed.read_text().replace("text 20", "text 02"))
-    with pytest.raises(ValueError, match=r"1 file\(s\) have changed since .*'x/b\.jsonl'"):
+    with pytest.raises(ValueError, match=r"Row 8 of 'x/b\.jsonl' is no longer the document that was scored"):
         select(str(scored / "scores"), output=str(scored / "docs.jsonl"), files=moved)
     assert len((scored / "docs.jsonl").read_text().splitlines()) == 23, "the earlier file stays"
-
-
-def test_weights_for_a_mixture(scored, word_tokenizer_folder):
-    weights = scored / "weights.yaml"
-    select(str(scored / "scores"), by="source", where="row > 2", rank_by="benefit_p90", weights=str(weights))
-    rows = [row for row in everything(scored) if row["row"] > 2 and row["benefit_p90"] is not None]
-    means = {source: np.mean([row["benefit_p90"] for row in rows if row["source"] == source]) for source in "ab"}
-    found = yaml.safe_load(weights.read_text())["data"]["init_args"]["weights"]
-    assert found == pytest.approx({source: mean / sum(means.values()) for source, mean in means.items()}, abs=1e-5)
-    source = {"class_path": "datamodules.TextDataModule", "init_args": {"train": "x", "validation": "x"}, "weight": 9}
-    mixture = MixtureDataModule(word_tokenizer_folder, sources={"a": source, "b": source}, weights=found)
-    assert mixture.weights == found
-    with pytest.raises(ValueError, match=r"same sources.*\['c'\]"):
-        MixtureDataModule(word_tokenizer_folder, sources={"a": source, "b": source, "c": source}, weights=found)
-    with pytest.raises(ValueError, match=r"mean `benefit_p10` of source '.' is -.*weights must be above 0"):
-        select(str(scored / "scores"), by="source", rank_by="benefit_p10", weights=str(weights))
-
-
-@pytest.fixture
-def word_tokenizer_folder(tokenizer, tmp_path):
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    return str(tmp_path / "tokenizer")
 
 
 @pytest.mark.parametrize(
@@ -198,14 +175,18 @@ def word_tokenizer_folder(tokenizer, tmp_path):
         "sum(tokens) > 1",
         "tokens > 1) FROM documents; SELECT (1",
         "(SELECT count(*) FROM read_csv('secret.csv')) > 0",
+        "(SELECT count(*) FROM read_text('secret.csv')) > 0",
+        "true); COPY documents TO 'secret.csv'; SELECT (true",
+        "tokens > 1, tokens > 2",
     ],
 )
 def test_conditions_without_a_meaning(where, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("secret.csv").write_text("a\n1\n")
-    documents = pyarrow.table({"tokens": [1, 2], "key": ["a", "b"]})
+    database = connect()
+    documents = database.from_arrow(pyarrow.table({"tokens": [1, 2], "key": ["a", "b"], NUMBER: [0, 1]}))
     with pytest.raises(ValueError, match=r"(?s)is not valid .*of these columns: tokens, key"):
-        meets_conditions(documents, where)
+        evaluate_sql(documents, where, "where")
 
 
 def _write_slowly(options):
@@ -220,7 +201,7 @@ def test_a_stopped_command_leaves_the_old_files_and_can_be_repeated(scored, kind
     folder = scored / "chosen"
     folder.mkdir()
     options = [str(scored / "scores"), "--rank_by", "perplexity"]
-    for option, name in {"output": "ids.txt", "weights": "weights.yaml", "page": "page.html"}.items():
+    for option, name in {"output": "ids.txt", "figure": "figure.svg"}.items():
         (folder / name).write_text("old")
         options += [f"--{option}", str(folder / name)]
     process = multiprocessing.get_context("fork").Process(target=_write_slowly, args=(options,))
@@ -233,9 +214,9 @@ def test_a_stopped_command_leaves_the_old_files_and_can_be_repeated(scored, kind
     if kind == signal.SIGINT:
         assert process.exitcode == 130
         assert capfd.readouterr().err == "\nlongce: interrupted\n"
-        assert len(list(folder.iterdir())) == 3
+        assert len(list(folder.iterdir())) == 2
     main(["select", *options])
-    assert sorted(path.name for path in folder.iterdir()) == ["ids.txt", "page.html", "weights.yaml"]
+    assert sorted(path.name for path in folder.iterdir()) == ["figure.svg", "ids.txt"]
     assert "old" not in {path.read_text() for path in folder.iterdir()}
 
 
@@ -248,7 +229,7 @@ BAD_OPTIONS = [
     ("by", "lsd"),
     ("top", 0.0),
     ("sample_weight", "tokens"),
-    ("mixture", "m.yaml"),
+    ("figure", "figure.html"),
 ]
 
 
@@ -296,59 +277,57 @@ def test_repeated_texts_and_samples_are_chosen_in_this_order(scored):
 
 @pytest.mark.limit(3)  # reads with datasets
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
-def test_documents_are_read_by_other_programs_and_trained_on(scored, ending, word_tokenizer_folder, monkeypatch):
+def test_documents_are_read_by_other_programs(scored, ending):
     """Infinite perplexities do not make the lines invalid JSON."""
     for path in (scored / "scores").glob("*.parquet"):
         table = pyarrow.parquet.read_table(path)
         place = table.schema.get_field_index("perplexity")
         infinite = pyarrow.array([float("inf")] * len(table), pyarrow.float64())
         pyarrow.parquet.write_table(table.set_column(place, table.schema.field(place), infinite), path)
-    path, mixture = scored / f"docs{ending}", scored / "mixture.yaml"
-    select(str(scored / "scores"), by="source", output=str(path), mixture=str(mixture))
+    path = scored / f"docs{ending}"
+    select(str(scored / "scores"), by="source", output=str(path))
     read = {".jsonl": (pd.read_json, "json"), ".parquet": (pd.read_parquet, "parquet")}[ending]
     found = read[0](path, **({"lines": True} if ending == ".jsonl" else {}))
     loaded = datasets.load_dataset(read[1], data_files=str(path), split="train", cache_dir=str(scored / "cache"))
     assert sorted(found["key"]) == sorted(loaded["key"]) == sorted(keys(scored))
     assert duckdb.sql(f"SELECT count(*), count(text) FROM '{path}'").fetchall() == [(23, 23)]
-    monkeypatch.setenv("LONGCE_CACHE", str(scored / "tokens"))
-    settings = yaml.safe_load(mixture.read_text())["data"]["init_args"]
-    tokens = found.groupby("source")["tokens"].sum()
-    assert {name: source["weight"] for name, source in settings["sources"].items()} == tokens.to_dict()
-    module = MixtureDataModule(word_tokenizer_folder, sequence_length=8, isolate_documents=False, **settings)
-    assert set(settings["evaluate_on"]) <= {"a", "b"}
-    module.prepare_data()
-    module.setup("fit")
-    assert set(module.mixed_rows) == {"a", "b"}
-    assert len(module.validation.documents) >= 1
 
 
-def test_a_mixture_of_sources_too_small_to_hold_any_out(tmp_path):
-    chosen = pd.DataFrame({"source": ["a", "b"], "tokens": [3, 5], "text_hash": ["f" * 64, "e" * 64]})
-    write_mixture(tmp_path / "m.yaml", chosen, tmp_path / "d.parquet", "kind")
-    settings = yaml.safe_load((tmp_path / "m.yaml").read_text())["data"]["init_args"]
-    assert set(settings) == {"sources"}
-    assert settings["sources"]["b"]["init_args"]["where"] == ["kind", "b"]
-    # The hashes 0 and 1 are held out for validation and test, so that only `b` has documents in all splits.
-    hashes = {"a": (0, 1), "b": (0, 2)}
-    rows = [{"source": name, "tokens": 1, "text_hash": f"{n:016x}"} for name, own in hashes.items() for n in own]
-    write_mixture(tmp_path / "m.yaml", pd.DataFrame(rows), tmp_path / "d.parquet", "kind")
-    assert yaml.safe_load((tmp_path / "m.yaml").read_text())["data"]["init_args"]["evaluate_on"] == ["b"]
-    assert "holdout" not in settings["sources"]["a"]["init_args"]
+def test_rows_of_other_programs_and_of_several_folders(tmp_path):
+    """A column that is null in a whole file has another type there, or is missing."""
+    data = tmp_path / "data"
+    for number, longppl in enumerate([[None, None], [2.0, 3.0]]):
+        table = pyarrow.table({"tokens": [5 + number, 7], "longppl": longppl})
+        (data / str(number)).mkdir(parents=True)
+        pyarrow.parquet.write_table(table, data / str(number) / "x.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"tokens": [9]}), data / "_hidden.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"tokens": [1, 2]}), data / "1" / "short.parquet")
+    output = tmp_path / "chosen.parquet"
+    for paths in ([str(data)], [str(data / "0"), f"{data}/1/*.parquet"], str(data / "**/*.parquet")):
+        told = select(paths, where="longppl > 2 or tokens < 6", output=str(output))
+        rows = pyarrow.parquet.read_table(output).to_pylist()
+        found = [(Path(row["file"]).name, row["row"], row["tokens"], row["longppl"]) for row in rows]
+        expected = [("x.parquet", 0, 5, None), ("short.parquet", 0, 1, None), ("short.parquet", 1, 2, None)]
+        assert sorted(found, key=str) == sorted([*expected, ("x.parquet", 1, 7, 3.0)], key=str)
+        assert table_of(told, "all")[1:5] == ["6", "4", "28", "15"]
+        assert table_of(told, "tokens")[1:] == ["1.03", "1.3", "1.75", "3.5", "5.5", "6.4", "6.94"]
 
 
-@pytest.mark.limit(2)  # draws five figures
-def test_the_page_is_that_of_the_selected_documents(scored):
-    page = scored / "pages" / "page.html"
-    files = {"output": str(scored / "keys.txt"), "page": str(page), "weights": str(scored / "weights.yaml")}
-    printed = select(str(scored / "scores"), by="source", where="tokens > 20", rank_by="tokens", **files)
-    assert printed.splitlines()[-3:] == [
-        f"Written: {files['output']} (15 keys)",
-        f"Written: {files['weights']} (weights of 2 sources)",
-        f"Written: {files['page']} (page of 15 documents)",
-    ]
-    content = page.read_text()
-    assert "15 documents that meet <code>tokens &gt; 20</code>" in content
-    assert "Context ladder" in content
-    assert "Documents by key-token ratio, sources stacked" in content
-    with pytest.raises(ValueError, match=r"for `mixture` one of text, but is 'folder'"):
-        select(str(scored / "scores"), by="folder", output=str(scored / "d.jsonl"), mixture=str(scored / "m.yaml"))
+@pytest.mark.limit(3)  # draws four histograms
+@pytest.mark.parametrize("ending", [".svg", ".png"])
+def test_a_figure_is_that_of_the_selected_documents(scored, ending):
+    figure = scored / f"figure{ending}"
+    printed = select(str(scored / "scores"), where="tokens > 20", figure=str(figure))
+    assert printed.splitlines()[-1] == f"Written: {figure}"
+    assert figure.read_bytes().startswith({".svg": b"<?xml", ".png": b"\x89PNG"}[ending])
+    if ending == ".svg":
+        assert figure.read_text().count("documents") == 4
+
+
+def test_a_damaged_shard_is_named(scored):
+    path = min((scored / "scores").glob("*.parquet"))
+    content = bytearray(path.read_bytes())
+    content[200] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"'{path}' is not an undamaged parquet file"):
+        select(str(scored / "scores"), where="file != ''")

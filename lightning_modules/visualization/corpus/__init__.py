@@ -1,1 +1,0 @@
-"""HTML page of the scores of a corpus."""

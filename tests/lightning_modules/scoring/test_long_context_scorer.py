@@ -1,0 +1,118 @@
+"""The scorer of batches of rows equals `longce predict`, whatever the form and size of the batch."""
+
+import pickle
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from callbacks import DocumentScoresWriter
+from datamodules import DocumentCorpus
+from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.scoring import long_context_scorer
+from lightning_modules.scoring.context_lengths import ContextLadder
+from lightning_modules.scoring.corpus.table import shorten_text
+from lightning_modules.scoring.long_context_scorer import LongContextScorer
+from tests.conftest import make_text
+from tests.support.trainers import quiet_trainer
+
+SIZES = {"context_length": 16, "stride": 8}
+THRESHOLDS = {"alpha": 0.5, "beta": -6.0}
+TEXTS = [make_text(words, seed) for seed, words in enumerate((60, 1, 20, 90))] + [" ", None]
+
+
+@pytest.fixture(scope="module")
+def predicted(model_dir, tmp_path_factory):
+    """Scores of the texts by `longce predict`."""
+    folder = tmp_path_factory.mktemp("predicted")
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), folder / "a.parquet")
+    module = LongContextLM(str(model_dir), ladder=ContextLadder([16, 32]), **SIZES)
+    corpus = DocumentCorpus(str(folder / "a.parquet"), num_workers=0, max_tokens=100, allowed_failures=1.0)
+    writer = DocumentScoresWriter(str(folder / "out"), **THRESHOLDS)
+    quiet_trainer(folder, writer).predict(module, datamodule=corpus, return_predictions=False)
+    table = pyarrow.parquet.read_table(folder / "out").sort_by("row")
+    return table.drop_columns(["key", "file", "row"]).replace_schema_metadata()
+
+
+@pytest.fixture(scope="module")
+def scorer(model_dir):
+    options = {**SIZES, **THRESHOLDS, "contexts": [16, 32], "max_tokens": 100}
+    return LongContextScorer(str(model_dir), **options, dtype="float32", device="cpu")
+
+
+def test_scores_are_those_of_predict_to_the_last_digit(scorer, predicted):
+    found = scorer.score(TEXTS)
+    assert found.schema == predicted.schema == scorer.schema
+    assert found.drop_columns("error").equals(predicted.drop_columns("error"))
+    assert any(found["truncated"].to_pylist())
+    assert found["error"].null_count == 4
+    assert found["error"].to_pylist()[4] == predicted["error"].to_pylist()[4]
+    assert found["error"].to_pylist()[5] == "the text is null"
+
+
+def test_the_form_of_a_batch_is_that_of_its_scores(scorer, predicted):
+    columns = {"text": TEXTS, "id": [*range(6)]}
+    expected = [{"id": number, **row} for number, row in enumerate(predicted.to_pylist())]
+    expected[5]["error"] = "the text is null"
+    found = [scorer(columns)]
+    assert found[0].keys() == {"id", *scorer.schema.names}
+    tables = [pyarrow.table(found[0]), scorer(pyarrow.table(columns))]
+    assert all(table.to_pylist() == expected for table in tables)
+    assert tables[1].schema.field("benefit_mean").type == pyarrow.float64()
+    one_by_one = [row for number, text in enumerate(TEXTS) for row in scorer([{"text": text, "id": number}])]
+    assert one_by_one == expected
+
+
+def test_columns_of_a_batch_without_any_value_keep_their_types(scorer):
+    tables = [scorer(pyarrow.table({"text": [text]})) for text in (TEXTS[0], TEXTS[1], " ")]
+    assert tables[1]["benefit_mean"].null_count == tables[2]["tokens"].null_count == 1
+    assert tables[0].schema == tables[1].schema == tables[2].schema
+
+
+def test_a_scorer_is_pickled_without_its_model_which_is_loaded_once(scorer, predicted, monkeypatch):
+    scorer.score(TEXTS[:1])
+    content = pickle.dumps(scorer)
+    assert len(content) < 5_000
+    loads = []
+    load = long_context_scorer.load_scorer
+    monkeypatch.setattr(long_context_scorer, "load_scorer", lambda *given: loads.append(1) or load(*given))
+    other = pickle.loads(content)
+    assert other.score([" "])["error"].null_count == 0
+    assert not loads, "nothing needed the model"
+    assert other.score(TEXTS[:2]).equals(predicted.slice(0, 2))
+    assert other.score(TEXTS[2:4]).equals(predicted.slice(2, 2))
+    assert len(loads) == 1
+
+
+def test_a_document_beyond_the_positions_of_the_model_has_failed_and_the_others_have_not(scorer, monkeypatch):
+    config = scorer.document_scorer.backbone.base_model.config
+    monkeypatch.setattr(config, "max_position_embeddings", 40)
+    monkeypatch.setattr(config, "rope_parameters", None)
+    errors = scorer.score(TEXTS[:3])["error"].to_pylist()
+    assert errors[1] is None
+    assert "40" in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        ([{"body": "a"}], "no column 'text', only"),
+        ([{"text": "a", "tokens": 3}], "a column 'tokens', which is that of"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(scorer, rows, named):
+    with pytest.raises(ValueError, match=named):
+        scorer(rows)
+
+
+@pytest.mark.parametrize(("options", "named"), [({"stride": 0}, "stride"), ({"gamma": 0.5}, "gamma")])
+def test_settings_that_do_not_fit_are_refused_before_anything_is_loaded(options, named):
+    with pytest.raises(ValueError, match=named):
+        LongContextScorer("nowhere", **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"), [("  a\n\tb ", "a b"), ("ab " * 30, "ab " * 26 + "a…"), ("字" * 81, "字" * 79 + "…")]
+)
+def test_first_words_are_one_short_line(text, line):
+    assert shorten_text(text) == line
