@@ -124,6 +124,8 @@ class HarnessEvaluation:
         if not path.is_file():
             return None
         content = dict(json.loads(path.read_bytes()))
+        if "results" not in content:
+            raise ValueError(f"'{path}' is a result of longce 0.1.0, which reads it: choose another `--output`.")
         check_same_settings(path, content.pop("settings"), self._settings_of(name))
         return content
 
