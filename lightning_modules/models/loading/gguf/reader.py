@@ -1,15 +1,16 @@
-"""The parser of the package gguf, at twice its speed."""
+"""The parser of the package gguf, in a third of its time."""
 
 from typing import Any
 
 import numpy as np
 from gguf import GGUFReader
+from typing_extensions import override
 
 
 class ArrayReader(GGUFReader):
-    """Slices a plain array of the file, because a slice of `numpy.memmap` takes ten times as long.
+    """Slices plain memory instead of a `numpy.memmap`, whose slices take ten times as long.
 
-    A vocabulary has hundreds of thousands of slices.
+    A vocabulary has hundreds of thousands of strings, each with several slices.
     """
 
     @property
@@ -20,3 +21,11 @@ class ArrayReader(GGUFReader):
     @data.setter
     def data(self, mapped: "np.memmap[Any, Any]") -> None:
         self._bytes = mapped.view(np.ndarray)
+        self._memory = memoryview(self._bytes)
+
+    @override
+    def _get_str(self, offset: int) -> tuple[Any, Any]:
+        length = self._get(offset, np.uint64)
+        start = offset + length.nbytes
+        # Bytes, because transformers makes a list of them: of numbers, numpy would make an object of each.
+        return length, self._memory[start : start + int(length[0])]
