@@ -61,6 +61,8 @@ def test_the_form_of_a_batch_is_that_of_its_scores(scorer, predicted):
     assert tables[1].schema.field("benefit_mean").type == pyarrow.float64()
     one_by_one = [row for number, text in enumerate(TEXTS) for row in scorer([{"text": text, "id": number}])]
     assert one_by_one == expected
+    assert scorer([]) == []
+    assert scorer(pyarrow.table(columns).slice(0, 0)).schema == tables[1].schema
 
 
 def test_columns_of_a_batch_without_any_value_keep_their_types(scorer):
