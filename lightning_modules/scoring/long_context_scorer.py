@@ -17,10 +17,10 @@ from lightning_modules.models.tokenization.tokenizer import encode_document, loa
 from lightning_modules.scoring.config import tokenizer_name
 from lightning_modules.scoring.context_lengths import ContextLadder
 from lightning_modules.scoring.corpus.failures import LEFT_OUT
-from lightning_modules.scoring.corpus.table import ScoreTable, shorten_text
+from lightning_modules.scoring.corpus.table import ScoreTable
 from lightning_modules.scoring.document_scorer import DocumentScorer, Failed
 from lightning_modules.scoring.score import find_device
-from lightning_modules.scoring.token_scores import text_sha256
+from lightning_modules.scoring.token_scores import shorten_text, text_sha256
 
 _IDENTITY = ["key", "file", "row"]  # of a document in a corpus; rows of other engines have columns of their own
 

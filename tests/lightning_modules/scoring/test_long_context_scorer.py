@@ -11,8 +11,8 @@ from datamodules import DocumentCorpus
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.scoring import long_context_scorer
 from lightning_modules.scoring.context_lengths import ContextLadder
-from lightning_modules.scoring.corpus.table import shorten_text
 from lightning_modules.scoring.long_context_scorer import LongContextScorer
+from lightning_modules.scoring.token_scores import shorten_text
 from tests.conftest import make_text
 from tests.support.trainers import quiet_trainer
 
