@@ -25,7 +25,7 @@ from lightning_modules.functional.checks import MAX_PROCESSES, check_count
 from lightning_modules.models.loading.config import is_served
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
 from lightning_modules.scoring.corpus.shards import ReadProgress
-from lightning_modules.scoring.corpus.table import FIRST_WORDS
+from lightning_modules.scoring.token_scores import FIRST_WORDS
 from lightning_modules.utilities.collectives import gathered, patient_group
 
 _NAMED_FILES = 3  # at most, in a message

@@ -18,8 +18,7 @@ from datamodules.sources.documents import is_empty
 from lightning_modules.batch import DocumentRef, PackedBatch
 from lightning_modules.scoring.corpus.failures import LEFT_OUT
 from lightning_modules.scoring.corpus.shards import ReadProgress
-from lightning_modules.scoring.corpus.table import shorten_text
-from lightning_modules.scoring.token_scores import text_sha256
+from lightning_modules.scoring.token_scores import shorten_text, text_sha256
 
 PARTS_PER_STREAM = 4  # with fewer parts, each stream reads some rows of all parts
 POOL_DOCUMENTS, POOL_BATCHES = 256, 32  # limits of the pool from which documents of similar length are batched

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, overload
+from typing import Any
 
 import pyarrow
 import torch
@@ -17,15 +17,12 @@ from lightning_modules.models.tokenization.tokenizer import encode_document, loa
 from lightning_modules.scoring.config import tokenizer_name
 from lightning_modules.scoring.context_lengths import ContextLadder
 from lightning_modules.scoring.corpus.failures import LEFT_OUT
-from lightning_modules.scoring.corpus.table import ScoreTable, shorten_text
+from lightning_modules.scoring.corpus.table import ScoreTable
 from lightning_modules.scoring.document_scorer import DocumentScorer, Failed
 from lightning_modules.scoring.score import find_device
-from lightning_modules.scoring.token_scores import text_sha256
+from lightning_modules.scoring.token_scores import shorten_text, text_sha256
 
 _IDENTITY = ["key", "file", "row"]  # of a document in a corpus; rows of other engines have columns of their own
-
-Columns = Mapping[str, Sequence[Any]]
-"""Columns of equal length by name, such as a batch of numpy arrays."""
 
 
 class LongContextScorer:
@@ -89,7 +86,10 @@ class LongContextScorer:
         self.loading = ModelConfig(model, **loading)
         self.context_length = context_length
         self.stride = stride
-        self.thresholds = {"alpha": alpha, "beta": beta, "gamma": gamma}
+        self.alpha = alpha
+        self.beta = beta
+        self.gamma = gamma
+        self.contexts = tuple(contexts)
         self.ladder = ContextLadder([*contexts]) if contexts else None
         self.max_tokens = max_tokens
         self.text_column = text_column
@@ -101,13 +101,6 @@ class LongContextScorer:
     def schema(self) -> pyarrow.Schema:
         """Names and types of the columns with scores."""
         return self._new_table().table().drop_columns(_IDENTITY).schema
-
-    @overload
-    def __call__(self, rows: pyarrow.Table) -> pyarrow.Table: ...
-    @overload
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]: ...
-    @overload
-    def __call__(self, rows: Columns) -> dict[str, Sequence[Any]]: ...
 
     def __call__(self, rows: Any) -> Any:
         """Score a batch of documents, and return their other columns with their scores, in the same form.
@@ -183,6 +176,8 @@ class LongContextScorer:
     def _as_table(self, rows: Any) -> pyarrow.Table:
         if isinstance(rows, Mapping):
             rows = pyarrow.table(dict(rows))
+        elif not isinstance(rows, pyarrow.Table) and len(rows) == 0:
+            rows = pyarrow.table({self.text_column: pyarrow.array([], pyarrow.string())})
         elif not isinstance(rows, pyarrow.Table):
             rows = pyarrow.Table.from_pylist([dict(row) for row in rows])
         if self.text_column not in rows.column_names:
@@ -190,5 +185,4 @@ class LongContextScorer:
         return rows
 
     def _new_table(self) -> ScoreTable:
-        contexts = () if self.ladder is None else self.ladder.contexts
-        return ScoreTable({}, contexts, **self.thresholds)
+        return ScoreTable({}, self.contexts, alpha=self.alpha, beta=self.beta, gamma=self.gamma)

@@ -25,6 +25,8 @@ FORMAT = "longce-token-scores-3"
 _CONTEXT_PREFIX = "context_"
 _SPAN = re.compile(r"\[\s*(\d+)\s*,\s*(\d+)\s*\]")
 
+FIRST_WORDS = 80  # characters of a text, stored with its scores
+
 
 @dataclass  # not frozen: Lightning walks through predictions and refuses frozen ones
 class TokenScores:
@@ -153,6 +155,12 @@ def scores_of_row(batch: PackedBatch, row: int, long: Tensor, short: Tensor, **f
 def text_sha256(text: str) -> str:
     """Return the hash that identifies a document in caches and result files."""
     return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()
+
+
+def shorten_text(text: str) -> str:
+    """Return the beginning of a text on one line, with at most `FIRST_WORDS` characters."""
+    line = " ".join(text[: 4 * FIRST_WORDS].split())
+    return line if len(line) <= FIRST_WORDS else f"{line[: FIRST_WORDS - 1]}…"
 
 
 def read_key_spans(path: str | os.PathLike[str], *, merge: bool = True) -> Tensor:

@@ -28,9 +28,9 @@ from lightning_modules.models.tokenization.tokenizer import encode_document, loa
 from lightning_modules.scoring.context_lengths import ContextLadder
 from lightning_modules.scoring.corpus.columns import document_scores, ladder_scores
 from lightning_modules.scoring.corpus.shards import SUCCESS, ReadProgress, ScoreShards
-from lightning_modules.scoring.corpus.table import ScoreTable, shorten_text
+from lightning_modules.scoring.corpus.table import ScoreTable
 from lightning_modules.scoring.document_scorer import DocumentScorer
-from lightning_modules.scoring.token_scores import text_sha256
+from lightning_modules.scoring.token_scores import shorten_text, text_sha256
 from lightning_modules.training.preemption import EvaluationStop, StopSignal
 from lightning_modules.utilities.errors import IncompleteError
 from lightning_modules.utilities.files import BUILDING

@@ -17,19 +17,12 @@ from lightning_modules.scoring.token_scores import TokenScores
 
 TokenType = Literal["float16", "float32"]
 
-FIRST_WORDS = 80  # characters of a text, stored with its scores
 
 # In this order, with the corpus's columns after the first and the scores before the last.
 _REF_COLUMNS = {"key": pyarrow.string(), "file": pyarrow.string(), "row": pyarrow.int64()}
 _TEXT_COLUMNS = {"truncated": pyarrow.bool_(), "text_hash": pyarrow.string(), "first_words": pyarrow.string()}
 _ERROR_COLUMN = {"error": pyarrow.string()}
 _ARROW_TYPES = {int: pyarrow.int64(), float: pyarrow.float64()}
-
-
-def shorten_text(text: str) -> str:
-    """Return the beginning of a text on one line, with at most `FIRST_WORDS` characters."""
-    line = " ".join(text[: 4 * FIRST_WORDS].split())
-    return line if len(line) <= FIRST_WORDS else f"{line[: FIRST_WORDS - 1]}…"
 
 
 class ScoreTable:

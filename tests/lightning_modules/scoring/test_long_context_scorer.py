@@ -11,8 +11,8 @@ from datamodules import DocumentCorpus
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.scoring import long_context_scorer
 from lightning_modules.scoring.context_lengths import ContextLadder
-from lightning_modules.scoring.corpus.table import shorten_text
 from lightning_modules.scoring.long_context_scorer import LongContextScorer
+from lightning_modules.scoring.token_scores import shorten_text
 from tests.conftest import make_text
 from tests.support.trainers import quiet_trainer
 
@@ -61,6 +61,8 @@ def test_the_form_of_a_batch_is_that_of_its_scores(scorer, predicted):
     assert tables[1].schema.field("benefit_mean").type == pyarrow.float64()
     one_by_one = [row for number, text in enumerate(TEXTS) for row in scorer([{"text": text, "id": number}])]
     assert one_by_one == expected
+    assert scorer([]) == []
+    assert scorer(pyarrow.table(columns).slice(0, 0)).schema == tables[1].schema
 
 
 def test_columns_of_a_batch_without_any_value_keep_their_types(scorer):
