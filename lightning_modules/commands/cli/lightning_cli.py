@@ -50,8 +50,6 @@ from lightning_modules.training.preflight import check_callbacks, check_influenc
 from lightning_modules.training.random_states import RandomStates
 from lightning_modules.training.run import Run, RunMember, remove_unstarted_versions
 from lightning_modules.training.sequence_parallel import sequence_parallel_size
-from lightning_modules.utilities.loopback import loopback
-from lightning_modules.utilities.orphans import children_end_with_us
 
 _DESCRIPTIONS = {
     "fit": "Fine-tune a model, and evaluate its LongPPL during training.",
@@ -176,16 +174,15 @@ class LongceCLI(LightningCLI):
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:
-        with loopback(self.trainer), children_end_with_us():
-            try:
-                super()._run_subcommand(subcommand)
-                self.training_run.confirm()
-            except SystemExit as stopped:  # Lightning exits with status 1 after Ctrl-C, and 0 after SIGTERM
-                if subcommand != "fit" and isinstance(stopped, SIGTERMException):
-                    sys.exit(128 + signal.SIGTERM)  # not 0: the results are incomplete
-                if subcommand == "fit" or not isinstance(stopped.__context__, KeyboardInterrupt):
-                    raise
-                raise KeyboardInterrupt from stopped
+        try:
+            super()._run_subcommand(subcommand)
+            self.training_run.confirm()
+        except SystemExit as stopped:  # Lightning exits with status 1 after Ctrl-C, and 0 after SIGTERM
+            if subcommand != "fit" and isinstance(stopped, SIGTERMException):
+                sys.exit(128 + signal.SIGTERM)  # not 0: the results are incomplete
+            if subcommand == "fit" or not isinstance(stopped.__context__, KeyboardInterrupt):
+                raise
+            raise KeyboardInterrupt from stopped
 
     @override
     def after_instantiate_classes(self) -> None:
