@@ -5,7 +5,6 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,9 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from typing_extensions import override
 
 from lightning_modules.commands.cli.config_files import names_model_class
-from lightning_modules.commands.cli.experiment_options import add_price_option
 from lightning_modules.commands.cli.experiment_parser import ExperimentParser
 from lightning_modules.commands.cli.slow_types import avoid_slow_settings, avoid_slow_weights
-from lightning_modules.commands.plan.plan import plan_run
-from lightning_modules.commands.plan.scoring import describe_scoring_time
+from lightning_modules.commands.plan.plan import plan_utilization
 from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.training.checkpoints.due_evaluation import DueEvaluation, ResumingTrainer
@@ -122,8 +119,6 @@ class LongceCLI(LightningCLI):
         kwargs["description"] = _DESCRIPTIONS.get(subcommand, kwargs.get("description"))
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         parser.usage = f"longce {subcommand} -c CONFIG [-c CONFIG ..] [--KEY VALUE ..]"
-        if subcommand == "predict":
-            add_price_option(parser)
         for action in parser._actions:
             if action.dest == "ckpt_path" and action.help is not argparse.SUPPRESS:
                 action.help = _CKPT_PATH_HELP
@@ -244,17 +239,10 @@ class LongceCLI(LightningCLI):
         else:
             place_evaluation(self.trainer, str(self.subcommand), checkpoint, text, numbered=is_numbered(logger))
 
-    def before_predict(self) -> None:
-        """Let a corpus report in its summary how long its documents take to score, and what that costs."""
-        model, trainer = self.model, self.trainer
-        if isinstance(model, LongContextLM) and hasattr(self.datamodule, "estimate_time"):
-            price = self.config["predict"].price_per_gpu_hour
-            self.datamodule.estimate_time = partial(describe_scoring_time, model, trainer, price=price)
-
     def fit(self, **arguments: Any) -> None:
         """Train; after SIGTERM or Ctrl-C, print how to resume."""
         if self.trainer.is_global_zero and isinstance(self.model, LongContextLM):
-            self.model.costs.planned = plan_run(self.model, self.config["fit"], self.trainer)
+            self.model.costs.peak_seconds_per_token = plan_utilization(self.model, self.config["fit"], self.trainer)
         if self.trainer.is_global_zero:
             keep_metrics(self.trainer.loggers)
         try:

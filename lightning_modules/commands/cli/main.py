@@ -31,7 +31,7 @@ commands:
   correlate   correlate LongPPL and perplexity of many models with their benchmark scores
   export      convert a checkpoint of `fit` into a folder that transformers loads
   reproduce   repeat the paper's experiments: `miniature` with tiny models, `table1` .. `table12` with real ones
-  plan        estimate FLOPs, time and memory of `fit` and of scoring, without weights or a GPU
+  plan        estimate FLOPs, time and memory of `fit`, and what would fit, without weights or a GPU
 
 `longce COMMAND --help` lists the options of a command; `longce --version` prints the version.
 In several processes that restart after a crash: torchrun --nproc_per_node N --no_python longce COMMAND [OPTIONS]

@@ -87,7 +87,7 @@ def plan_command(arguments: Sequence[str]) -> None:
     sys.argv[1:] = arguments[1:]
     cli = PartCLI(add_plan_options)
     options = cli.config
-    gpu = find_gpu(options.gpu, tflops=options.gpu_tflops, memory=options.gpu_memory, network=options.gpu_network)
+    gpu = find_gpu(options.gpu, tflops=options.gpu_tflops, memory=options.gpu_memory)
     if options.output is not None:
         check_output(options.output)
     plan = make_planner(cli.make("model"), options, gpu).plan()
