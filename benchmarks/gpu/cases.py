@@ -11,7 +11,14 @@ from transformers import AutoConfig, PreTrainedConfig
 from lightning_modules.commands.plan.activations import ActivationBytes
 from lightning_modules.commands.plan.flops import Flops, ce_step_flops, forward_flops, scoring_flops, short_pass_flops
 from lightning_modules.commands.plan.hardware import GPU, Range, Rates
-from lightning_modules.commands.plan.memory import Training, scoring_memory, training_memory
+from lightning_modules.commands.plan.memory import (
+    HEAD_ROWS,
+    Memory,
+    Training,
+    largest_short_pass,
+    logit_bytes,
+    training_memory,
+)
 from lightning_modules.commands.plan.shapes import ModelShape
 
 LLAMAS = {
@@ -154,3 +161,18 @@ def predict_seconds(case: Case, sizes: Sizes, device: str, gpu: GPU) -> Range:
     rounds = Rates().seconds(predict(case, sizes, device)[0], gpu).times(1 + sizes.rounds)
     compilation = Range(20.0, 50.0) if "compile" in case.settings else Range(0.0, 0.0)
     return Range(1.0 + rounds.low + compilation.low, 4.0 + rounds.high + compilation.high)
+
+
+def scoring_memory(
+    shape: ModelShape, activations: ActivationBytes, tokens: int, dtype: torch.dtype, windows: tuple[int, int] | None
+) -> Memory:
+    """Return the memory of scoring one document without gradients, with short contexts if ``windows`` is ``(K, d)``."""
+    chunk = min(HEAD_ROWS, tokens) * shape.vocabulary * logit_bytes(dtype.itemsize, backward=False)
+    phases = {
+        "long pass": {"one layer of the document": tokens * activations.forward},
+        "head": {"last hidden states, twice": 2.0 * tokens * activations.hidden, "head: a chunk of logits": chunk},
+    }
+    if windows is not None:
+        together = largest_short_pass(Training(tokens, 1, *windows))
+        phases["short windows"] = {"one layer of the windows": together * activations.forward}
+    return Memory({"weights": float(shape.parameters * dtype.itemsize)}, phases)

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any, Literal
@@ -106,7 +106,6 @@ class DocumentCorpus(LightningDataModule):
         self._stream: CorpusStream | None = None
         self._loader: CorpusLoader | None = None
         self._states: dict[str, list[int]] = {}  # of the files when the run began
-        self.estimate_time: Callable[[Sequence[int], float], str] | None = None  # of sampled lengths and all tokens
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -221,12 +220,11 @@ class DocumentCorpus(LightningDataModule):
         Only files that have scores are hashed, to notice changes; others when their first scores are written.
         """
         corpus = find_corpus(self.files, self.column_names, lenient=self.allowed_failures == 1)
-        if self.estimate_time is not None:  # set by `longce predict`
+        if self.trainer is not None:
             preview = preview_corpus(corpus, self.tokenizer, max_tokens=self.max_tokens, overlong=self.overlong)
-            module: Any = self.trainer.lightning_module if self.trainer else None
+            module: Any = self.trainer.lightning_module
             short_context = getattr(module, "context_length", 0) + getattr(module, "stride", 0)
-            duration = self.estimate_time(preview.lengths, preview.tokens)
-            _log.info(preview.describe(short_context=short_context, duration=duration))
+            _log.info(preview.describe(short_context=short_context))
         states = corpus.states()
         callbacks: list[Any] = self.trainer.callbacks if self.trainer else []  # type: ignore[attr-defined]
         sinks = [each for each in callbacks if hasattr(each, "existing_scores")]  # they skip documents with scores

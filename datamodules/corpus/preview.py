@@ -44,7 +44,7 @@ class CorpusPreview:
     overlong: float
     contents: Counter[str]
 
-    def describe(self, *, short_context: int, duration: str) -> str:
+    def describe(self, *, short_context: int) -> str:
         """Return the summary; documents of at most ``short_context`` tokens have no long context to compare."""
         about = "about " if "JSON lines" in self.files else ""
         smallest, median, largest = (_format_size(size) for size in np.quantile(self.sizes or [0], (0, 0.5, 1)))
@@ -58,7 +58,6 @@ class CorpusPreview:
             "content": ", ".join(f"{name} {count / self.contents.total():.0%}" for name, count in contents),
             "tokens": f"about {self.tokens:,.0f} to score; {self.overlong:.0%} of the documents are longer than"
             f" `max_tokens`, {short:.0%} are too short to compare (at most {short_context:,} tokens)",
-            "time": duration,
         }
         table = "\n".join(f"  {name:<10} {value}" for name, value in lines.items() if value)
         return f"Corpus, estimated from {len(self.sizes)} documents at the start of its files and row groups:\n{table}"

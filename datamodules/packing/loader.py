@@ -76,4 +76,10 @@ def worker_options(num_workers: int) -> dict[str, Any]:
                 f"Python {platform.python_version()} sometimes hangs when a training process starts loader workers"
                 " (https://github.com/python/cpython/issues/112275): use Python 3.11.10 or later, or `num_workers=0`."
             )
-    return {"num_workers": num_workers, "pin_memory": torch.cuda.is_available()}
+    options = {"num_workers": num_workers, "pin_memory": torch.cuda.is_available()}
+    return {**options, "worker_init_fn": _leave_process_group if num_workers else None}
+
+
+def _leave_process_group(_: int) -> None:
+    """Keep a worker from the signals that torchrun sends to a training process with its group: that one still saves."""
+    os.setpgid(0, 0)

@@ -1,12 +1,11 @@
 """Import the user's own classes from the working directory, and nothing else from there.
 
 If the working directory were on ``sys.path``, a file ``wandb.py`` in it would run as soon as any library looks for the
-optional package of that name. Here, only modules that the user names are found in it. The packages of this project come
-first: a folder ``callbacks`` of the user's hides none of them, even if its parent is on ``sys.path`` or ``PYTHONPATH``.
+optional package of that name. Here, only modules that the user names are found in it, after those that are installed.
+The packages of this project come first: a folder ``callbacks`` of the user's hides none of them.
 """
 
 import importlib
-import multiprocessing.util
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,45 +13,36 @@ from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any
 
 from typing_extensions import override
 
-_IMPORTERS = {__name__, "jsonargparse._util", "multiprocessing.spawn"}
+_OWN_PACKAGES = ("benchmarks", "callbacks", "datamodules", "lightning_modules")
+_OWN_FOLDER = str(Path(__file__).parents[2])
+_IMPORTERS = (__name__, "jsonargparse._util", "multiprocessing.spawn")
 """Modules that import classes the user names: this one, the parser of options and configs, and worker processes."""
 
 
-_OWN_PACKAGES = ("benchmarks", "callbacks", "datamodules", "lightning_modules")
-_OWN_FOLDER = str(Path(__file__).parents[2])
-
-
 class OwnPackages(MetaPathFinder):
-    """Finder for the packages of this project, before those of other folders with their names."""
+    """Finder for the packages of this project, before folders of their names elsewhere on ``sys.path``."""
 
     @override
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if path is not None or fullname not in _OWN_PACKAGES:
-            return None
-        return PathFinder.find_spec(fullname, [_OWN_FOLDER], target)
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        if path is None and fullname in _OWN_PACKAGES:
+            return PathFinder.find_spec(fullname, [_OWN_FOLDER], target)
+        return None
 
 
 class UserModules(MetaPathFinder):
-    """Finder for modules of one folder that the user names, and for the modules that these import.
-
-    Installed modules take precedence.
-    """
+    """Finder for modules of one folder that the user names, and for the modules that these import."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = str(folder)
         self._found: set[str] = set()
 
     @override
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
         if path is not None:  # a submodule, which is found through its package
             return None
         importer = _importing_module(sys._getframe(1))
@@ -73,34 +63,30 @@ def _importing_module(frame: FrameType | None) -> str:
     return ""
 
 
-def find_user_modules() -> tuple[MetaPathFinder, MetaPathFinder]:
+def find_user_modules() -> None:
     """Make modules of the working directory importable by name, but not instead of the packages of this project."""
-    own, users = OwnPackages(), UserModules(Path.cwd())
-    sys.meta_path.insert(0, own)
-    sys.meta_path.append(users)
-    return own, users
+    sys.meta_path.insert(0, OwnPackages())
+    sys.meta_path.append(UserModules(Path.cwd()))
 
 
 @contextmanager
 def user_modules() -> Iterator[None]:
     """Make modules of the working directory importable by name within the block, and keep it off ``sys.path``.
 
-    Python puts the working directory first on the path of processes started with ``-c``, as multiprocessing does. These
-    get the option ``-P``, which prevents that; other processes, such as scripts of a callback, do not change. If the
-    folder is on the path of this process (``python -m``), it stays on theirs.
+    Python would put it on the path of the processes that multiprocessing starts, unless ``PYTHONSAFEPATH`` is set. If
+    it is on the path of this process (``python -m``), it stays on theirs.
     """
-    finders = find_user_modules()
-    options = multiprocessing.util._args_from_interpreter_flags  # type: ignore[attr-defined]
+    finders, variable = list(sys.meta_path), os.environ.get("PYTHONSAFEPATH")
+    find_user_modules()
     if not {"", os.getcwd()} & set(sys.path):
-        multiprocessing.util._args_from_interpreter_flags = lambda: [*options(), "-P"]  # type: ignore[attr-defined]
-    if sys.flags.safe_path:  # Lightning starts the other processes of a run without this process's options
         os.environ["PYTHONSAFEPATH"] = "1"
     try:
         yield
     finally:
-        for finder in finders:
-            sys.meta_path.remove(finder)
-        multiprocessing.util._args_from_interpreter_flags = options  # type: ignore[attr-defined]
+        sys.meta_path[:] = finders
+        os.environ.pop("PYTHONSAFEPATH", None)
+        if variable is not None:
+            os.environ["PYTHONSAFEPATH"] = variable
 
 
 def import_object(path: str) -> Any:

@@ -167,8 +167,9 @@ COMMANDS = {
             "--trainer.callbacks+ my_metric.LatePerplexity --trainer.callbacks.position 16384",
         )
     },
-    "longce plan -c configs/base.yaml -c configs/experiments/longce_pg19.yaml --gpu H200 --gpus 8"
-    " --price_per_gpu_hour 3.5": Reading("-c experiment.yaml", "(?s)LongCE.*GiB"),
+    "longce plan -c configs/base.yaml -c configs/experiments/longce_pg19.yaml --gpu H200 --gpus 8": Reading(
+        "-c experiment.yaml", "(?s)LongCE.*GiB"
+    ),
 }
 
 

@@ -1,15 +1,12 @@
-"""Modules in the working directory run only if the user names them, and runs on one machine listen to nobody else."""
+"""Modules in the working directory run only if the user names them."""
 
-import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 
@@ -171,7 +168,7 @@ def executed(folder):
 @pytest.mark.slow
 def test_no_command_runs_a_decoy(place, model_dir, evaluator_dir):
     words = commands(place, str(model_dir), str(evaluator_dir))
-    assert {first for first, *_ in words} == set(COMMANDS) - {"launch"}  # which starts the others
+    assert {first for first, *_ in words} == set(COMMANDS)
     (place / "commands.json").write_text(json.dumps(words))
     program = [sys.executable, decoy_runs.__file__, "commands.json", *os.environ.get("DECOY_OPTIONS", "").split()]
     status = subprocess.run(program, cwd=place, env=environment(place), check=False).returncode
@@ -182,25 +179,11 @@ def test_no_command_runs_a_decoy(place, model_dir, evaluator_dir):
     assert executed(place) == DECOYS[:1]
 
 
-def listening(process):
-    """Addresses at which a process and those that it has started accept connections."""
-    found = set()
-    for one in [process, *process.children(recursive=True)]:
-        with contextlib.suppress(psutil.Error):
-            found |= {link.laddr.ip for link in one.net_connections("inet") if link.status == psutil.CONN_LISTEN}
-    return found
-
-
 @pytest.mark.slow
-def test_two_processes_with_workers_find_the_users_classes_and_listen_on_loopback_only(place):
+def test_two_processes_with_workers_find_the_users_classes_and_no_decoy(place):
     command = [Path(sys.executable).parent / "longce", "fit", *BASE, *DEBUG, "-c", "experiment.yaml"]
     command += ["--data", "my_data.Spawning", "--data.num_workers", "1", "--trainer.strategy", "ddp"]
-    addresses = set()
-    with subprocess.Popen([*command, "--trainer.devices", "2"], cwd=place, env=environment(place)) as run:
-        while run.poll() is None:
-            addresses |= listening(psutil.Process(run.pid))
-            time.sleep(0.05)
-    assert addresses == {"127.0.0.1"}
+    command += ["--trainer.devices", "2"]
+    assert subprocess.run(command, cwd=place, env=environment(place), check=False).returncode == 0
     assert executed(place) == []
-    assert run.returncode == 0
     assert (place / "NOTES").read_text().splitlines()[:2] == 2 * ["collated by a worker"]

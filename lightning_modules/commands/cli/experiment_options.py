@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jsonargparse
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from lightning_modules.scoring.config import InfluenceConfig
 
@@ -13,27 +13,17 @@ from lightning_modules.scoring.config import InfluenceConfig
 def add_plan_options(parser: Any) -> None:
     """Add the options of ``longce plan``."""
     parser.prog = "longce plan"
-    parser.description = "Estimate FLOPs, time, memory and cost of a `longce fit` with these options, and of scoring."
+    parser.description = "Estimate FLOPs, time and memory of a `longce fit` with these options, and what would fit."
     for name, kind, text in (
         ("gpu", str, "Name of the GPU, such as H200 or A100-80."),
         ("gpus", PositiveInt, "Number of GPUs; by default trainer.devices x num_nodes."),
-        ("gpus_per_node", PositiveInt, "Number of GPUs of a node; by default trainer.devices, or 8."),
         ("gpu_tflops", PositiveFloat, "Peak dense bfloat16 TFLOP/s of a GPU that is not in the list."),
         ("gpu_memory", PositiveFloat, "Memory of a GPU that is not in the list, in GiB."),
-        ("gpu_network", PositiveFloat, "Bandwidth of the network between nodes, in GB/s per GPU and direction."),
         ("measured", str, "JSON file of benchmarks/on_gpu.py; by default the newest of this GPU."),
-        ("evaluator", str, "Hub id, local folder or config.json; by default the evaluator of ExternalEvaluator."),
         ("output", str, "JSON file for the estimates."),
     ):
         parser.add_argument(f"--{name}", type=kind | None, help=text)
-    add_price_option(parser)
     accept_saved_config(parser)
-
-
-def add_price_option(parser: Any) -> None:
-    """Add the price of a GPU, for ``longce plan`` and ``longce predict``."""
-    text = "Price of a GPU hour in any currency."
-    parser.add_argument("--price_per_gpu_hour", type=NonNegativeFloat | None, help=text)
 
 
 def add_data_options(parser: Any) -> None:

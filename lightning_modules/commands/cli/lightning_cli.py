@@ -5,7 +5,6 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,9 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from typing_extensions import override
 
 from lightning_modules.commands.cli.config_files import names_model_class
-from lightning_modules.commands.cli.experiment_options import add_price_option
 from lightning_modules.commands.cli.experiment_parser import ExperimentParser
 from lightning_modules.commands.cli.slow_types import avoid_slow_settings, avoid_slow_weights
-from lightning_modules.commands.plan.plan import plan_run
-from lightning_modules.commands.plan.scoring import describe_scoring_time
+from lightning_modules.commands.plan.plan import plan_utilization
 from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.training.checkpoints.due_evaluation import DueEvaluation, ResumingTrainer
@@ -50,8 +47,6 @@ from lightning_modules.training.preflight import check_callbacks, check_influenc
 from lightning_modules.training.random_states import RandomStates
 from lightning_modules.training.run import Run, RunMember, remove_unstarted_versions
 from lightning_modules.training.sequence_parallel import sequence_parallel_size
-from lightning_modules.utilities.loopback import loopback
-from lightning_modules.utilities.orphans import children_end_with_us
 
 _DESCRIPTIONS = {
     "fit": "Fine-tune a model, and evaluate its LongPPL during training.",
@@ -124,8 +119,6 @@ class LongceCLI(LightningCLI):
         kwargs["description"] = _DESCRIPTIONS.get(subcommand, kwargs.get("description"))
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         parser.usage = f"longce {subcommand} -c CONFIG [-c CONFIG ..] [--KEY VALUE ..]"
-        if subcommand == "predict":
-            add_price_option(parser)
         for action in parser._actions:
             if action.dest == "ckpt_path" and action.help is not argparse.SUPPRESS:
                 action.help = _CKPT_PATH_HELP
@@ -176,16 +169,15 @@ class LongceCLI(LightningCLI):
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:
-        with loopback(self.trainer), children_end_with_us():
-            try:
-                super()._run_subcommand(subcommand)
-                self.training_run.confirm()
-            except SystemExit as stopped:  # Lightning exits with status 1 after Ctrl-C, and 0 after SIGTERM
-                if subcommand != "fit" and isinstance(stopped, SIGTERMException):
-                    sys.exit(128 + signal.SIGTERM)  # not 0: the results are incomplete
-                if subcommand == "fit" or not isinstance(stopped.__context__, KeyboardInterrupt):
-                    raise
-                raise KeyboardInterrupt from stopped
+        try:
+            super()._run_subcommand(subcommand)
+            self.training_run.confirm()
+        except SystemExit as stopped:  # Lightning exits with status 1 after Ctrl-C, and 0 after SIGTERM
+            if subcommand != "fit" and isinstance(stopped, SIGTERMException):
+                sys.exit(128 + signal.SIGTERM)  # not 0: the results are incomplete
+            if subcommand == "fit" or not isinstance(stopped.__context__, KeyboardInterrupt):
+                raise
+            raise KeyboardInterrupt from stopped
 
     @override
     def after_instantiate_classes(self) -> None:
@@ -247,17 +239,10 @@ class LongceCLI(LightningCLI):
         else:
             place_evaluation(self.trainer, str(self.subcommand), checkpoint, text, numbered=is_numbered(logger))
 
-    def before_predict(self) -> None:
-        """Let a corpus report in its summary how long its documents take to score, and what that costs."""
-        model, trainer = self.model, self.trainer
-        if isinstance(model, LongContextLM) and hasattr(self.datamodule, "estimate_time"):
-            price = self.config["predict"].price_per_gpu_hour
-            self.datamodule.estimate_time = partial(describe_scoring_time, model, trainer, price=price)
-
     def fit(self, **arguments: Any) -> None:
         """Train; after SIGTERM or Ctrl-C, print how to resume."""
         if self.trainer.is_global_zero and isinstance(self.model, LongContextLM):
-            self.model.costs.planned = plan_run(self.model, self.config["fit"], self.trainer)
+            self.model.costs.peak_seconds_per_token = plan_utilization(self.model, self.config["fit"], self.trainer)
         if self.trainer.is_global_zero:
             keep_metrics(self.trainer.loggers)
         try:

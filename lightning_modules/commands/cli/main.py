@@ -31,10 +31,10 @@ commands:
   correlate   correlate LongPPL and perplexity of many models with their benchmark scores
   export      convert a checkpoint of `fit` into a folder that transformers loads
   reproduce   measure the paper's tables again: `table1` .. `table12`
-  launch      run any of these commands in several processes, and restart them after a crash
-  plan        estimate FLOPs, time and memory of `fit` and of scoring, without weights or a GPU
+  plan        estimate FLOPs, time and memory of `fit`, and what would fit, without weights or a GPU
 
 `longce COMMAND --help` lists the options of a command; `longce --version` prints the version.
+In several processes that restart after a crash: torchrun --nproc_per_node N --no_python longce COMMAND [OPTIONS]
 LONGCE_TRACEBACK=1 shows where an error was raised."""
 
 # A spawned worker, or one forked from a server, imports this module and unpickles its work without calling `main`.
@@ -70,10 +70,8 @@ def _run_command(arguments: list[str]) -> None:
     from lightning_modules.commands.cli.errors import stop_with, stop_with_usage, suggest_nearest
     from lightning_modules.commands.cli.hub import configure_hub
     from lightning_modules.commands.cli.registry import COMMANDS, run_experiment
-    from lightning_modules.utilities.orphans import end_with_launcher
     from lightning_modules.utilities.user_modules import user_modules
 
-    end_with_launcher()
     _configure_messages()
     if arguments[:1] == ["--version"]:
         from importlib.metadata import version

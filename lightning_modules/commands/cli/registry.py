@@ -1,15 +1,11 @@
 """All commands of `longce`. Each parses its arguments first, and imports torch only to work."""
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jsonargparse.typing import NonNegativeInt, PositiveInt
-
-from lightning_modules.commands.cli.errors import ConciseParser
 from lightning_modules.commands.cli.experiment_options import (
     add_data_options,
     add_influence_options,
@@ -82,7 +78,7 @@ def plan_command(arguments: Sequence[str]) -> None:
     sys.argv[1:] = arguments[1:]
     cli = PartCLI(add_plan_options)
     options = cli.config
-    gpu = find_gpu(options.gpu, tflops=options.gpu_tflops, memory=options.gpu_memory, network=options.gpu_network)
+    gpu = find_gpu(options.gpu, tflops=options.gpu_tflops, memory=options.gpu_memory)
     if options.output is not None:
         check_output(options.output)
     plan = make_planner(cli.make("model"), options, gpu).plan()
@@ -141,43 +137,6 @@ def run_experiment(arguments: Sequence[str]) -> Any:
     return LongceCLI()
 
 
-def launch_command(arguments: Sequence[str]) -> None:
-    """Run ``longce launch`` and exit with the status of the launched command."""
-    parser = ConciseParser(
-        prog="longce launch",
-        usage="longce launch --nproc_per_node N [OPTIONS] -- COMMAND ..",
-        description="Run a longce command in several processes, restart them after a crash, and stop them together."
-        " On SIGTERM, SIGINT, SIGHUP and SIGUSR1, all processes save a checkpoint and stop.",
-    )
-    parser.add_argument("--nproc_per_node", type=PositiveInt, required=True, help="processes on this machine")
-    parser.add_argument("--nnodes", type=PositiveInt, default=1, help="machines; run it on each of them (default: 1)")
-    parser.add_argument("--rdzv_endpoint", metavar="HOST:PORT", help="rendezvous endpoint of several machines")
-    restarts = "how often to restart after a crash (default: 0)"
-    parser.add_argument("--max_restarts", type=NonNegativeInt, default=0, help=restarts)
-    parser.add_argument(
-        "--shutdown_timeout",
-        type=PositiveInt,
-        default=300,
-        help="seconds from a signal to SIGKILL, enough for an optimizer step and a checkpoint (default: 300)",
-    )
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ..", help="for example: -- fit -c FILE")
-    options = parser.parse_args(list(arguments[1:]))
-    words = options.words[1:] if options.words[:1] == ["--"] else options.words
-    if not words or words[0] not in COMMANDS or words[0] == "launch":
-        got = f"got '{words[0]}'" if words else "got nothing"
-        parser.error(f"expected a longce command and its options after `--`, {got}.")
-    if options.nnodes > 1 and options.rdzv_endpoint is None:
-        parser.error("several machines need `--rdzv_endpoint HOST:PORT`, the same on each machine.")
-    if options.max_restarts and words[0] == "fit" and not any(word.startswith("--ckpt_path") for word in words):
-        parser.error(
-            "a restarted `fit` would start from step 0: add `--ckpt_path last` to the command and set the logger's"
-            " `version`."
-        )
-    from lightning_modules.commands.launch import launch
-
-    sys.exit(launch(words, options))
-
-
 COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {
     "plan": plan_command,
     "score": score_command,
@@ -191,6 +150,5 @@ COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {
     "data": data_command,
     "quickstart": quickstart_command,
     "reproduce": reproduce_command,
-    "launch": launch_command,
     **dict.fromkeys(("fit", "validate", "test", "predict"), run_experiment),
 }

@@ -12,48 +12,41 @@ RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
 
 class GPU(NamedTuple):
-    """Kind of GPU; bandwidths are GB/s in one direction."""
+    """Kind of GPU."""
 
     name: str  # on the command line
     tflops: float  # peak of dense bfloat16 matrix products with float32 sums, TFLOP/s
     memory: float  # GiB
-    link: float = 32.0  # to the other GPUs of its node, together
-    host: float = 32.0  # to main memory
-    network: float = 12.5  # to other nodes
 
 
 # Dense rates from the vendors' data sheets (often half of the printed sparse rates), and the memory available to a
-# program, which is less than the nominal memory because of error correction and the driver. Links: NVLink, Infinity
-# Fabric or PCIe. Networks are not a property of a card: those of the vendors' reference servers, or 100 Gbit/s.
+# program, which is less than the nominal memory because of error correction and the driver.
 GPUS = {
     gpu.name: gpu
     for gpu in (
         GPU("A40", 149.7, 44.4),
-        GPU("A100-40", 312.0, 39.4, link=300.0, network=25.0),
-        GPU("A100-80", 312.0, 79.1, link=300.0, network=25.0),
+        GPU("A100-40", 312.0, 39.4),
+        GPU("A100-80", 312.0, 79.1),
         GPU("RTX4090", 165.2, 23.5),
         GPU("RTX6000-Ada", 364.2, 47.3),
         GPU("L4", 121.0, 22.0),
         GPU("L40S", 362.0, 44.4),
-        GPU("H100", 989.4, 79.1, link=450.0, host=64.0, network=50.0),
-        GPU("H100-PCIe", 756.0, 79.1, link=64.0, host=64.0),
-        GPU("H200", 989.4, 139.0, link=450.0, host=64.0, network=50.0),
-        GPU("B200", 2250.0, 178.0, link=900.0, host=64.0, network=50.0),
-        GPU("MI300X", 1307.4, 191.0, link=448.0, host=64.0, network=50.0),
+        GPU("H100", 989.4, 79.1),
+        GPU("H100-PCIe", 756.0, 79.1),
+        GPU("H200", 989.4, 139.0),
+        GPU("B200", 2250.0, 178.0),
+        GPU("MI300X", 1307.4, 191.0),
     )
 }
 
 
-def find_gpu(
-    name: str | None, *, tflops: float | None = None, memory: float | None = None, network: float | None = None
-) -> GPU:
-    """Return the GPU of this name, with the given rate (dense bfloat16 TFLOP/s), memory (GiB) and network (GB/s).
+def find_gpu(name: str | None, *, tflops: float | None = None, memory: float | None = None) -> GPU:
+    """Return the GPU of this name, with the given rate (dense bfloat16 TFLOP/s) and memory (GiB).
 
     A name in CUDA and other spellings are known as well; ``A100`` is the one with 80 GB.
     """
     known = _find_known(name or "") or GPU(name or "GPU", 0.0, 0.0)
-    tflops, memory, network = tflops or known.tflops, memory or known.memory, network or known.network
-    gpu = known._replace(tflops=tflops, memory=memory, network=network)
+    gpu = known._replace(tflops=tflops or known.tflops, memory=memory or known.memory)
     if not (gpu.tflops and gpu.memory):
         raise ValueError(
             f"`gpu` {name!r} is not among the known cards: {', '.join(GPUS)}.{_suggest(name or '')}"

@@ -43,15 +43,9 @@ class Training:
     sharded: bool = False  # whether weights, gradients and optimizer state are sharded across the GPUs (FSDP2)
     gradient_copy: bool = False  # whether the gradients exist twice, in the buckets of DDP
     gpus: int = 1
-    gpus_per_node: int = 8
     sequence_parallel_size: int = 1  # GPUs that split each sequence
     offload: bool = False  # whether sharded weights, gradients and optimizer state are kept in main memory
     offload_activations: bool = False  # whether the inputs of checkpointed layers are
-
-    @property
-    def nodes(self) -> int:
-        """Number of nodes."""
-        return math.ceil(self.gpus / self.gpus_per_node)
 
     @property
     def tokens_per_gpu(self) -> float:
@@ -75,7 +69,6 @@ class Memory:
 
     lasting: dict[str, float]
     phases: dict[str, dict[str, float]]
-    host: float = 0.0  # bytes in the main memory of each node, offloaded from its GPUs
 
     @property
     def largest_phase(self) -> str:
@@ -111,7 +104,7 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
     # A layer that kept its activations computes less in its backward pass than one that recomputes them.
     again = activations.layer_backward - (activations.layer if whole else 0.0)
     accumulated = (4.0 + training.dtype.itemsize) * shape.head_weights if shape.head_trained else 0.0
-    chunk = HEAD_ROWS * shape.vocabulary * _logit_bytes(training.compute_bytes, backward=True)
+    chunk = HEAD_ROWS * shape.vocabulary * logit_bytes(training.compute_bytes, backward=True)
     every, one = _autocast_copies(shape, training)
     backward = {"one layer's backward pass": tokens * max(again, 0.0)}
     phases = {
@@ -129,15 +122,14 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
     if training.step_copy and not training.offload:
         phases["optimizer step"] = optimizer_step
     if training.short_pass:
-        together = short_passes(training)[1]
-        chunk = HEAD_ROWS * shape.vocabulary * _logit_bytes(training.compute_bytes, backward=False)
+        together = largest_short_pass(training)
+        chunk = HEAD_ROWS * shape.vocabulary * logit_bytes(training.compute_bytes, backward=False)
         largest = max(together * activations.forward, 2.0 * together * activations.hidden + chunk)
         phases["short windows"] = {**one, "short windows, one layer or the head of a pass": largest}
-    host = offloaded * min(training.gpus, training.gpus_per_node)
     if training.offload:
-        moved = sum(lasting.pop(name) for name in ("weights", "gradients", "optimizer"))
-        host += moved * training.gpus / training.nodes
-    return Memory(lasting, phases, host)
+        for name in ("weights", "gradients", "optimizer"):
+            del lasting[name]
+    return Memory(lasting, phases)
 
 
 def lasting_memory(shape: ModelShape, training: Training) -> dict[str, float]:
@@ -158,40 +150,14 @@ def lasting_memory(shape: ModelShape, training: Training) -> dict[str, float]:
     return parts
 
 
-def scoring_memory(
-    shape: ModelShape,
-    activations: ActivationBytes,
-    tokens: int,
-    dtype: torch.dtype,
-    *,
-    windows: tuple[int, int] | None = None,
-    lasting: dict[str, float] | None = None,
-) -> Memory:
-    """Return the memory of scoring one document without gradients, with short contexts if ``windows`` is ``(K, d)``.
-
-    ``lasting`` is what lasts on the GPU, in bytes; by default the weights.
-    """
-    weights = {"weights": float(shape.parameters * dtype.itemsize)} if lasting is None else lasting
-    chunk = min(HEAD_ROWS, tokens) * shape.vocabulary * _logit_bytes(dtype.itemsize, backward=False)
-    phases = {
-        "long pass": {"one layer of the document": tokens * activations.forward},
-        "head": {"last hidden states, twice": 2.0 * tokens * activations.hidden, "head: a chunk of logits": chunk},
-    }
-    if windows is not None:
-        together = short_passes(Training(tokens, 1, *windows))[1]
-        phases["short windows"] = {"one layer of the windows": together * activations.forward}
-    return Memory(weights, phases)
-
-
-def short_passes(training: Training) -> tuple[int, int]:
-    """Return the forward passes of a GPU over the short contexts of a batch, and its tokens in the largest one."""
+def largest_short_pass(training: Training) -> int:
+    """Return the tokens of one GPU in its largest forward pass over the short contexts of a batch."""
     if training.sliding:
-        return 1, math.ceil(training.tokens_per_gpu)
+        return math.ceil(training.tokens_per_gpu)
     sizes = {"context_length": training.context_length, "stride": training.stride}
     windows = training.rows * len(short_context_windows([0, training.tokens], **sizes))
-    length = sum(sizes.values())
-    together = max(1, TOKENS_PER_PASS // length)
-    return math.ceil(windows / training.sequence_parallel_size / together), min(together, windows) * length
+    length = training.context_length + training.stride
+    return min(max(1, TOKENS_PER_PASS // length), windows) * length
 
 
 def _autocast_copies(shape: ModelShape, training: Training) -> tuple[dict[str, float], dict[str, float]]:
@@ -212,6 +178,6 @@ def _autocast_copies(shape: ModelShape, training: Training) -> tuple[dict[str, f
     return {name: max(copied * size, one[name])}, one
 
 
-def _logit_bytes(compute: int, *, backward: bool) -> float:
+def logit_bytes(compute: int, *, backward: bool) -> float:
     """Return bytes per logit: float32 is used in place, half precision is widened and has a gradient."""
     return float(compute) if compute >= 4 else compute + 4.0 + (compute if backward else 0.0)

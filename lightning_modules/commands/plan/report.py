@@ -6,14 +6,16 @@ from typing import Any
 
 from lightning_modules.commands.plan.hardware import Range
 from lightning_modules.commands.plan.memory import CONTEXT_GIB, FRAGMENTATION
-from lightning_modules.commands.plan.transfers import BANDWIDTH
 from lightning_modules.visualization.report import Table, as_text_table
 
 
 def report(plan: dict[str, Any]) -> str:
     """Format a plan section by section, with units."""
-    sections = (_format_header, _format_training, _format_memory, _format_scoring, _format_basis)
-    return "\n\n".join("\n".join(_wrap_line(line) for line in section(plan)) for section in sections)
+    sections = []
+    for section in (_format_header, _format_training, _format_memory, _format_basis):
+        lines = [line if "\n" in line else textwrap.fill(line, 118, subsequent_indent="    ") for line in section(plan)]
+        sections.append("\n".join(lines))
+    return "\n\n".join(sections)
 
 
 def _format_header(plan: dict[str, Any]) -> Iterator[str]:
@@ -33,63 +35,56 @@ def _format_header(plan: dict[str, Any]) -> Iterator[str]:
         f" {run['checkpointing']}, {run['optimizer']}, {sharding}"
     )
     yield f"  GPU    {gpu['count']} x {gpu['name']}: {gpu['tflops']:g} TFLOP/s at peak, {gpu['memory']:g} GiB"
-    yield from (f"  note: {note}" for note in plan["notes"])
+    for note in plan["notes"]:
+        yield f"  note: {note}"
 
 
 def _format_training(plan: dict[str, Any]) -> Iterator[str]:
     yield "TRAINING: TFLOP per sequence, overhead of LongCE over cross entropy, time (* as configured)"
-    head = ["K / d", "TFLOP", "overhead", "paper", "per step", "tokens/s", "hours", "GPU-hours", "price"]
+    head = ["K / d", "TFLOP", "overhead", "per step", "before the switch", "tokens/s", "hours", "GPU-hours"]
     rows = [_format_run(row) for row in plan["training"]]
-    kept = [number for number in range(len(head)) if any(row[number] for row in rows)]
-    yield _format_table(*([cells[number] for number in kept] for cells in (head, *rows)))
-    for row in plan["training"]:
-        if row["configured"] and row["transfer_seconds"]:
-            listed = ", ".join(f"{name} {format_number(value)} s" for name, value in row["transfer_seconds"].items())
-            yield f"  of which transfers in a step: {listed}"
+    filled = [column for column in range(len(head)) if any(row[column] for row in rows)]
+    table = Table([head[column] for column in filled], [[row[column] for column in filled] for row in rows])
+    yield textwrap.indent(as_text_table(table), "  ")
 
 
 def _format_run(row: dict[str, Any]) -> list[str]:
     name = "cross entropy"
     if row["context_length"] is not None:
         name = f"{row['context_length']} / {row['stride'] or 'sliding'}"
-    overheads = [row["overhead"], row["paper_overhead"]]
-    numbers = [row["tokens_per_second"], row["hours"], row["gpu_hours"], row["price"]]
+    early = row["step_seconds_before_switch"]
     return [
         f"{name} *" if row["configured"] else name,
-        format_number(row["tflop"]),
-        *("" if each is None else f"{each:+.0%}" for each in overheads),
-        format_duration(row["step_seconds"]),
-        *(format_number(each) if each else "" for each in numbers),
+        _format_number(row["tflop"]),
+        "" if row["overhead"] is None else f"{row['overhead']:+.0%}",
+        _format_duration(row["step_seconds"]),
+        _format_duration(early) if early else "",
+        _format_number(row["tokens_per_second"]),
+        _format_number(row["hours"]) if row["hours"] else "",
+        _format_number(row["gpu_hours"]) if row["gpu_hours"] else "",
     ]
 
 
 def _format_memory(plan: dict[str, Any]) -> Iterator[str]:
-    memory = plan["memory"]
-    phase = memory["largest_phase"]
-    yield f"MEMORY OF TRAINING on each GPU: {_format_fit(memory)}"
+    memory, fitting = plan["memory"], plan["fitting"]
+    phase, available = memory["largest_phase"], memory["available"]
+    fits = "fits" if memory["fits"] else "DOES NOT FIT"
+    yield f"MEMORY OF TRAINING on each GPU: {memory['needed']:.1f} of {available:g} GiB, {fits}"
     for name, size in {**memory["lasting"], **memory["phases"][phase]}.items():
         yield f"  {size:8.2f} GiB  {name}"
     yield f"  {memory['peak']:8.2f} GiB  at the peak, in phase '{phase}'"
-    if memory["main_memory"]:
-        yield f"  {memory['main_memory']:8.2f} GiB  in the main memory of each node"
-
-
-def _format_scoring(plan: dict[str, Any]) -> Iterator[str]:
-    scoring = plan["scoring"]
-    yield (
-        f"SCORING a document of {scoring['document_tokens']:,} tokens on one GPU (LongPPL,"
-        f" K={scoring['context_length']}, d={scoring['stride']})"
-    )
-    rows = [[row["pass"], format_number(row["tflop"]), format_duration(row["seconds"])] for row in scoring["passes"]]
-    yield _format_table(["", "TFLOP", "time"], *rows)
-    if (evaluator := scoring["evaluator"]) is not None:
-        yield f"  evaluator: {evaluator['name']}, {_format_size(evaluator['parameters'])}"
-    for name, memory in scoring["memory"].items():
-        yield f"  memory of the {name}: {_format_fit(memory)}"
+    if fitting is not None:
+        settings = " and ".join(fitting["settings"])
+        yield (
+            f"  WHAT WOULD FIT: {fitting['needed']:.1f} of {available:g} GiB on each of {fitting['gpus']} GPU(s) with"
+            f" {settings}"
+        )
+    elif not memory["fits"]:
+        yield "  WHAT WOULD FIT: no combination of activation offload, FSDP2, LoRA and Ulysses on these GPUs"
 
 
 def _format_basis(plan: dict[str, Any]) -> Iterator[str]:
-    rates, gpu = plan["rates"], plan["gpu"]
+    rates = plan["rates"]
     texts = {
         "gemm": f"{rates['gemm']:.0%} of the peak in matrix products",
         "attention": f"{rates['attention']:.0%} in attention",
@@ -104,40 +99,23 @@ def _format_basis(plan: dict[str, Any]) -> Iterator[str]:
         yield f"  Measured ({rates['source']}): {measured}."
     yield f"  Assumed, not measured on a GPU: {', '.join(texts.values())}."
     yield (
-        f"  Transfers: {BANDWIDTH:.0%} of {gpu['link']:g} GB/s within a node, {gpu['network']:g} GB/s per GPU between"
-        f" nodes, {gpu['host']:g} GB/s to main memory. They overlap with computation completely, or not at all."
+        "  Not included: transfers between GPUs and from and to main memory, data loading, validation, checkpoints, and"
+        " the optimizer on a GPU."
     )
-    yield "  Not included: data loading, validation, checkpoints, and the optimizer on a GPU."
-
-
-def _format_table(head: list[str], *rows: list[str]) -> str:
-    return textwrap.indent(as_text_table(Table(head, rows)), "  ")
-
-
-def _format_fit(memory: dict[str, Any]) -> str:
-    fits = "fits" if memory["fits"] else "DOES NOT FIT"
-    return f"{memory['needed']:.1f} of {memory['available']:g} GiB, {fits}"
 
 
 def _format_size(parameters: int) -> str:
     return f"{parameters / 1e9:.2f}B parameters" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M parameters"
 
 
-def format_duration(seconds: Range) -> str:
+def _format_duration(seconds: Range) -> str:
     """Format a time in seconds or in hours."""
-    return f"{format_number(seconds.times(1 / 3600))} h" if seconds.high >= 3600 else f"{format_number(seconds)} s"
+    if seconds.high >= 3600:
+        return f"{_format_number(seconds.times(1 / 3600))} h"
+    return f"{_format_number(seconds)} s"
 
 
-def format_cost(gpu_hours: Range, price: Range | float | None) -> str:
-    """Format GPU-hours, and their price if it is known."""
-    return f"{format_number(gpu_hours)} GPU-hours" + (f", price {format_number(price)}" if price else "")
-
-
-def format_number(value: Range | float) -> str:
+def _format_number(value: Range | float) -> str:
     """Format a number or a range with three digits."""
     numbers = value if isinstance(value, Range) else (value,)
     return " to ".join(f"{each:,.0f}" if each >= 100 else f"{each:.3g}" for each in numbers)
-
-
-def _wrap_line(text: str) -> str:
-    return text if "\n" in text else textwrap.fill(text, 118, subsequent_indent="    ")

@@ -11,7 +11,7 @@ from lightning_modules.functional.checks import check_count
 from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.context_extension.patterns import PATTERNS
-from lightning_modules.models.loading.config import ModelConfig, is_served
+from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.dtypes import stored_dtype
 from lightning_modules.models.loading.load import load_config
 from lightning_modules.objectives import Scheduled
@@ -31,14 +31,11 @@ _MOMENTS = {"SGD": 0.0, "Adagrad": 1.0, "RMSprop": 1.0, "Lion": 1.0, "Adafactor"
 
 
 @dataclass(frozen=True)
-class PlannedEvaluator:
-    """The evaluator of an experiment."""
+class Curriculum:
+    """Shorter sequences in the first part of training: batches have the same tokens, cut into more sequences."""
 
-    name: str  # hub id, folder or config file
-    config: PreTrainedConfig
-    context_length: int
-    stride: int
-    dtype: torch.dtype  # of its weights
+    tokens: int  # of a sequence before the switch
+    fraction: float  # of the optimizer steps
 
 
 @dataclass(frozen=True)
@@ -50,12 +47,11 @@ class Experiment:
     lora: dict[str, Any] | None  # arguments of `peft.LoraConfig`, if only adapters are trained
     objective: str
     training: Training
-    window_share: float = 1.0  # fraction of the short windows that is computed
     accumulated: int = 1  # micro-batches of an optimizer step
     max_steps: int | None = None  # None if the run is limited otherwise
     optimizer: str = "AdamW"
     precision: str = "bf16-mixed"
-    evaluator: PlannedEvaluator | None = None
+    curriculum: Curriculum | None = None
     notes: tuple[str, ...] = ()  # assumptions, and settings that the plan ignores
 
 
@@ -72,6 +68,8 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
     check_influence(objective, f"in '{data['influence']}'" if data.get("influence") else None)
     if objective.uses_short_context:
         check_context(model.context_length, model.stride, tokens)
+        if data.get("curriculum"):
+            check_context(model.context_length, model.stride, data["curriculum"]["sequence_length"])
     precision = str(trainer.get("precision") or "32-true")
     if precision not in _PRECISIONS:
         raise ValueError(f"`longce plan` does not support `trainer.precision` '{precision}', only {[*_PRECISIONS]}.")
@@ -107,12 +105,11 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         lora=loading.lora,
         objective=type(objective).__name__,
         training=training,
-        window_share=1.0,
         accumulated=trainer.get("accumulate_grad_batches") or 1,
         max_steps=max(trainer.get("max_steps") or 0, 0) or None,
         optimizer=optimizer,
         precision=precision,
-        evaluator=_read_evaluator(parsed.get("evaluator"), trainer.get("callbacks"), model),
+        curriculum=_read_curriculum(data.get("curriculum"), tokens),
         notes=tuple(notes),
     )
 
@@ -121,6 +118,19 @@ def _read_component(component: Any) -> tuple[str, dict[str, Any]]:
     """Return the class name and the arguments of a class in a parsed config."""
     mapping: Any = component if isinstance(component, dict) else {"class_path": str(component)}
     return mapping["class_path"].rpartition(".")[2], dict(mapping.get("init_args") or {})
+
+
+def _read_curriculum(settings: dict[str, Any] | None, tokens: int) -> Curriculum | None:
+    """Return the length curriculum of the data, if it has one."""
+    if not settings:
+        return None
+    curriculum = Curriculum(settings["sequence_length"], settings["share"])
+    if not 0 < curriculum.tokens < tokens or tokens % curriculum.tokens:
+        raise ValueError(
+            f"`data.curriculum.sequence_length` = {curriculum.tokens} must divide `data.sequence_length` = {tokens}"
+            " and be smaller."
+        )
+    return curriculum
 
 
 def _list_notes(model: LongContextLM, config: PreTrainedConfig) -> list[str]:
@@ -158,21 +168,6 @@ def _read_distribution(
         "sharded": sharded,
         "gradient_copy": count > 1 and not sharded and not arguments.get("gradient_as_bucket_view"),
         "gpus": count,
-        "gpus_per_node": parsed.get("gpus_per_node") or (int(devices) if known and gpus is None else 8),
         "offload": bool(arguments.get("offload")),
         "sequence_parallel_size": shared,
     }
-
-
-def _read_evaluator(name: str | None, callbacks: Any, model: LongContextLM) -> PlannedEvaluator | None:
-    """Return the evaluator of the command line, or else that of the callback."""
-    components = map(_read_component, callbacks or [])
-    settings = next((arguments for kind, arguments in components if kind == "ExternalEvaluator"), {})
-    if name is not None:
-        settings = {key: value for key, value in settings.items() if key not in ("revision", "dtype")}
-    elif (name := settings.get("evaluator")) is None or is_served(name):  # a served one needs nothing here
-        return None
-    remote = bool(settings.get("trust_remote_code"))
-    config = load_config(ModelConfig(name, revision=settings.get("revision"), trust_remote_code=remote))
-    context_length, stride = (settings.get(key) or getattr(model, key) for key in ("context_length", "stride"))
-    return PlannedEvaluator(name, config, context_length, stride, stored_dtype(config, settings.get("dtype", "auto")))

@@ -31,7 +31,6 @@ class ModelShape:
     tied: bool  # whether head and embedding share their weight
     largest_layer: int  # parameters, with all its experts
     vocabulary: int
-    attention_width: int  # numbers per token in query, key, value and output of a layer's attention
     output_width: int  # numbers per token in the output of a layer's attention
     pair_flops: int  # operations of one layer's attention for each pair of tokens
     windows: tuple[int | None, ...]  # tokens that each layer looks back on, itself included; None for all
@@ -74,7 +73,6 @@ class ModelShape:
             tied=head is embedding,
             largest_layer=max(sum(p.numel() for p in layer.parameters()) for layer in layers),
             vocabulary=head.shape[0],
-            attention_width=(text.num_attention_heads + key_value_heads) * (query + value),
             output_width=text.num_attention_heads * value,
             pair_flops=2 * text.num_attention_heads * (query + value),
             windows=windows,

@@ -1,39 +1,22 @@
 """Tokens, time and memory of training, per optimizer step and of the whole run."""
 
-import statistics
 import time
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
 GIB = 2.0**30
-COMPARED_STEPS = 5
-"""Optimizer steps after which measured time and memory are compared with the plan."""
-TOLERANCE = 0.25
-
-
-class PlannedStep(NamedTuple):
-    """Estimates of `longce plan` for an optimizer step."""
-
-    tokens: int  # input tokens, over all GPUs
-    flops: float  # over all GPUs, without operations that the backward pass repeats
-    peak_flops: float  # per second, of all GPUs
-    seconds: tuple[float, float]
-    memory: float  # tensors on one GPU at the peak, GiB
 
 
 class StepCosts(Callback):
     """Costs of optimizer steps, without evaluations."""
 
     def __init__(self) -> None:
-        self.planned: PlannedStep | None = None
+        self.peak_seconds_per_token: float | None = None  # by `longce plan`, for model FLOPs utilization
         self.totals = {"tokens": 0.0, "gpu_hours": 0.0}  # of the run, kept by checkpoints
-        self._history: list[float] = []  # seconds of the first steps of this process
         self._seconds = self._waited = 0.0
         self._started: float | None = None
         self._idle_since: float | None = None
@@ -75,11 +58,8 @@ class StepCosts(Callback):
         costs = {**self.totals, "tokens_per_second": tokens / seconds, "data_wait": self._waited / seconds}
         if torch.cuda.is_initialized():
             costs["peak_memory_gib"] = torch.cuda.max_memory_allocated() / GIB
-        if (plan := self.planned) is not None:
-            costs["mfu"] = plan.flops * tokens / plan.tokens / seconds / plan.peak_flops
-            self._history.append(seconds)
-            if len(self._history) == COMPARED_STEPS:
-                rank_zero_info(compare_with_plan(plan, self._history, costs))
+        if self.peak_seconds_per_token is not None:
+            costs["mfu"] = self.peak_seconds_per_token * tokens / seconds
         self.start_step()
         self._start_clock(time.perf_counter())
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in costs.items()}
@@ -108,22 +88,3 @@ class StepCosts(Callback):
             for logger in trainer.loggers:
                 totals = {f"train/{name}": value for name, value in self.totals.items()}
                 logger.log_metrics(totals, step=trainer.global_step - 1)
-
-
-def compare_with_plan(plan: PlannedStep, seconds: list[float], costs: Mapping[str, float]) -> str:
-    """Describe the measured time and memory of the first steps next to the plan, with a hint if they differ."""
-    # The median, because the first steps also compile, allocate memory and start loader workers.
-    measured, memory = statistics.median(seconds), costs.get("peak_memory_gib", 0.0)
-    low, high = plan.seconds
-    text = (
-        f"After {COMPARED_STEPS} steps: {measured:.3g} s per step (planned: {low:.3g} to {high:.3g} s),"
-        f" {memory:.1f} GiB of tensors at peak (planned: {plan.memory:.1f} GiB)."
-    )
-    is_near = 1 - TOLERANCE <= memory / plan.memory <= 1 + TOLERANCE
-    if is_near and low * (1 - TOLERANCE) <= measured <= high * (1 + TOLERANCE):
-        return text
-    return (
-        f"{text} This is off by more than a quarter, so do not extrapolate from `longce plan`. Check the attention"
-        f" implementation in the log and the time spent waiting for data, {costs['data_wait']:.0%} (`num_workers` of"
-        " `data`); sequences of many short documents are faster than planned."
-    )

@@ -77,13 +77,11 @@ def test_flops(planned):
     # Windows of K + d tokens that begin at d, 2d, ..; each scores its last d tokens, from the states of d + 1 of them.
     windows = (T - K) // D - 1
     short = windows * llama.forward(K + D, D, last=D + 1)
-    pass_ = llama.forward(T, T)
     ce, configured = (row["tflop"] for row in numbers["training"][:2])
     assert ce == pytest.approx(step / 1e12, rel=0.01)
     assert configured - ce == pytest.approx(short / 1e12, rel=0.01)
-    assert numbers["scoring"]["passes"][0]["tflop"] == pytest.approx(pass_ / 1e12, rel=0.01)
     if llama.layers == 32:
-        assert [round(each / 1e12) for each in (pass_, step, short)] == [773, 3234, 2098]
+        assert [round(each / 1e12) for each in (step, short)] == [3234, 2098]
 
 
 def test_memory(planned):

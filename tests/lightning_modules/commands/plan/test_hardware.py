@@ -44,7 +44,7 @@ def test_the_nearest_names_are_suggested():
 def test_another_card():
     assert find_gpu(None, tflops=100, memory=32)[:3] == ("GPU", 100, 32)
     assert find_gpu("mine", tflops=100, memory=32)[:3] == ("mine", 100, 32)
-    assert find_gpu("H200", memory=70, network=5) == GPUS["H200"]._replace(memory=70, network=5)
+    assert find_gpu("H200", memory=70) == GPUS["H200"]._replace(memory=70)
 
 
 def test_each_kind_of_work_has_its_rate():

@@ -9,9 +9,8 @@ from lightning_modules.commands.plan.memory import (
     GIB,
     QUANTIZED_BYTES,
     Training,
+    largest_short_pass,
     lasting_memory,
-    scoring_memory,
-    short_passes,
     training_memory,
 )
 from lightning_modules.commands.plan.shapes import ModelShape
@@ -64,14 +63,6 @@ def test_what_is_trained_beside_frozen_weights_is_float32_in_mixed_precision(lla
     assert mixed["gradients"] == 4 * shape.trained
     assert mixed["optimizer"] == 2 * 4 * shape.trained
     assert lasting_memory(shape, BF16)["optimizer"] == 2 * 2 * shape.trained
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("tokens", "expected"), [(32768, 3.6), (131072, 14.5)])
-def test_scoring_of_the_study(eight, tokens, expected):
-    memory = scoring_memory(*eight, tokens, torch.bfloat16, windows=(4096, 1024))
-    assert (memory.peak - memory.lasting["weights"]) / GIB == pytest.approx(expected, rel=0.15)
-    assert memory.lasting["weights"] == eight[0].parameters * 2
 
 
 def test_what_lasts_with_one_gpu_and_with_several(eight):
@@ -162,30 +153,28 @@ def test_shards_of_gradients_are_those_of_accumulation(eight, change):
     together, alone = (training_memory(*eight, replace(BF16, accumulates=each, **change)) for each in (True, False))
     assert alone.peak <= together.peak
     if change.get("offload"):
-        assert (alone.peak, alone.host) == (together.peak, together.host)
+        assert alone.peak == together.peak
     else:
         assert alone.phases["end of the backward pass"]["gradients"] == together.lasting["gradients"]
         assert alone.phases["backward pass"]["gradient of the head"] == 128256 * 4096 * 2 / 8
 
 
 def test_offloaded_parts_move_to_main_memory(eight):
-    sharded = replace(BF16, sharded=True, gpus=16, gpus_per_node=8)
+    sharded = replace(BF16, sharded=True, gpus=16)
     alone, offloaded = (training_memory(*eight, replace(sharded, offload=offload)) for offload in (False, True))
     assert set(alone.lasting) - set(offloaded.lasting) == {"weights", "gradients", "optimizer"}
-    assert offloaded.host == pytest.approx(4 * 8_030_261_248 * 2 / 2), "half of the states on each of two nodes"
     assert "optimizer step" not in offloaded.phases
     moved = training_memory(*eight, replace(sharded, offload_activations=True))
     name = "activations kept for the backward pass"
     kept = [memory.phases["backward pass"][name] for memory in (alone, moved)]
     assert kept == [32768 * layers * 4096 * 2 for layers in (32, 2)]
-    assert moved.host == 8 * (kept[0] - kept[1])
 
 
 def test_windows_of_a_pass():
-    assert short_passes(Training(32768, 1, 4096, 1024)) == (5, 6 * 5120)  # 27 windows
-    assert short_passes(Training(32768, 1, 4096, 1024, sequence_parallel_size=4)) == (2, 6 * 5120)
-    assert short_passes(Training(6000, 1, 4096, 1024)) == (1, 5120)  # only one window
-    assert short_passes(Training(6000, 4, 4096, 1024)) == (1, 4 * 5120)
-    assert short_passes(Training(131072, 1, 65536, 1024)) == (63, 66560)
-    assert short_passes(Training(4000, 1, 4096, 1024)) == (0, 0)
-    assert short_passes(Training(32768, 2, sliding=True, sequence_parallel_size=4)) == (1, 16384)
+    assert largest_short_pass(Training(32768, 1, 4096, 1024)) == 6 * 5120  # of 27 windows
+    assert largest_short_pass(Training(32768, 1, 4096, 1024, sequence_parallel_size=4)) == 6 * 5120
+    assert largest_short_pass(Training(6000, 1, 4096, 1024)) == 5120  # only one window
+    assert largest_short_pass(Training(6000, 4, 4096, 1024)) == 4 * 5120
+    assert largest_short_pass(Training(131072, 1, 65536, 1024)) == 66560
+    assert largest_short_pass(Training(4000, 1, 4096, 1024)) == 0
+    assert largest_short_pass(Training(32768, 2, sliding=True, sequence_parallel_size=4)) == 16384

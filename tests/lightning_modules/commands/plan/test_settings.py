@@ -12,9 +12,8 @@ from lightning_modules.commands.plan.settings import read_experiment
 
 
 @pytest.fixture
-def read(tmp_path, model_dir, evaluator_dir, monkeypatch):
+def read(tmp_path, model_dir, monkeypatch):
     """Reads a small experiment with further options."""
-    evaluator = {"evaluator": str(evaluator_dir), "context_length": 24, "stride": 12}
     config = {
         "model": {"pretrained_model_name_or_path": str(model_dir), "context_length": 32, "stride": 16},
         "data": {
@@ -27,7 +26,6 @@ def read(tmp_path, model_dir, evaluator_dir, monkeypatch):
             "accumulate_grad_batches": 3,
             "max_steps": 7,
             "precision": "bf16-mixed",
-            "callbacks": [{"class_path": "callbacks.ExternalEvaluator", "init_args": evaluator}],
         },
     }
     (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(config))
@@ -40,7 +38,7 @@ def read(tmp_path, model_dir, evaluator_dir, monkeypatch):
     return run
 
 
-def test_everything_is_found(read, model_dir, evaluator_dir):
+def test_everything_is_found(read, model_dir):
     experiment = read()
     training = experiment.training
     assert (experiment.name, experiment.config.model_type) == (str(model_dir), "llama")
@@ -50,10 +48,7 @@ def test_everything_is_found(read, model_dir, evaluator_dir):
     assert (training.dtype, training.autocast) == (torch.float32, torch.bfloat16)
     assert (training.checkpointing, training.moments, training.step_copy) == ("none", 2, True)
     assert training.gradient_copy
-    evaluator = experiment.evaluator
-    assert (evaluator.name, evaluator.config.model_type) == (str(evaluator_dir), "qwen3")
-    assert (evaluator.context_length, evaluator.stride) == (24, 12)
-    assert (experiment.window_share, experiment.notes) == (1.0, ())
+    assert (experiment.curriculum, experiment.notes) == (None, ())
 
 
 @pytest.mark.parametrize(("batches", "accumulates"), [("1", False), ("2", True)])
@@ -88,11 +83,10 @@ def test_strategies(read):
     assert (ddp.sharded, ddp.gradient_copy) == (False, True)
     fsdp = read("--trainer.strategy", "lightning_modules.training.fsdp.FullyShardedStrategy").training
     assert (fsdp.sharded, fsdp.gradient_copy, fsdp.offload) == (True, False, False)
-    assert (fsdp.gpus, fsdp.gpus_per_node, fsdp.nodes) == (8, 4, 2)
+    assert fsdp.gpus == 8
     offload = ["--trainer.strategy.offload", "true", "--gpus", "24"]
     fsdp = read("--trainer.strategy", "lightning_modules.training.fsdp.FullyShardedStrategy", *offload).training
-    assert (fsdp.offload, fsdp.gpus, fsdp.gpus_per_node, fsdp.nodes) == (True, 24, 8, 3)
-    assert read("--gpus", "24", "--gpus_per_node", "6").training.nodes == 4
+    assert (fsdp.offload, fsdp.gpus) == (True, 24)
     activations = ["--model.offload_activations", "true", "--model.gradient_checkpointing", "true"]
     assert read(*activations).training.offload_activations
     options = ["--trainer.strategy", "lightning.pytorch.strategies.DDPStrategy"]
@@ -118,7 +112,6 @@ REFUSED = {
     "trainer.precision": ("transformer-engine", "`trainer.precision`"),
     "trainer.strategy": ("fsdp", "`trainer.strategy`"),
     "model.pretrained_model_name_or_path": ("./nowhere", "nowhere"),
-    "evaluator": ("no/evaluator", "no/evaluator"),
 }
 
 

@@ -1,0 +1,97 @@
+"""Find settings with which a training step that is too large fits on a GPU."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+from lightning_modules.commands.plan.activations import ActivationBytes
+from lightning_modules.commands.plan.hardware import GPU
+from lightning_modules.commands.plan.memory import GIB, training_memory
+from lightning_modules.commands.plan.settings import Experiment
+from lightning_modules.commands.plan.shapes import ModelShape
+from lightning_modules.training.preflight import check_sequence_parallelism
+
+NODE = 8
+"""GPUs of the node that is assumed where one GPU was planned and several are needed."""
+
+
+def find_fitting(experiment: Experiment, gpu: GPU) -> dict[str, Any] | None:
+    """Return the first combination of `REMEDIES` with which a step fits, and its memory; None if it never does.
+
+    Each remedy is tried alone first, in their order, then each pair, and so on.
+    """
+    for count in range(1, len(REMEDIES) + 1):
+        for names in combinations(REMEDIES, count):
+            changed: Experiment | None = experiment
+            for name in names:
+                changed = REMEDIES[name](changed) if changed is not None else None
+            if changed is None:
+                continue
+            needed = _needed_memory(changed)
+            if needed <= gpu.memory:
+                return {"settings": list(names), "gpus": changed.training.gpus, "needed": needed}
+    return None
+
+
+def _needed_memory(experiment: Experiment) -> float:
+    """Return the memory of a training step in GiB."""
+    training, config, lora = experiment.training, experiment.config, experiment.lora
+    activations = ActivationBytes(config, training.dtype, training.autocast, training.bfloat16_residual, lora)
+    return training_memory(ModelShape.of(config, lora), activations, training).needed / GIB
+
+
+def _offload_activations(experiment: Experiment) -> Experiment | None:
+    """Keep the inputs of checkpointed layers in main memory."""
+    training = experiment.training
+    if training.offload_activations:
+        return None
+    checkpointing = "full" if training.checkpointing == "none" else training.checkpointing
+    return replace(experiment, training=replace(training, checkpointing=checkpointing, offload_activations=True))
+
+
+def _shard(experiment: Experiment) -> Experiment | None:
+    """Shard weights, gradients and optimizer state across the GPUs, or those of a node."""
+    training = experiment.training
+    if training.sharded:
+        return None
+    gpus = training.gpus if training.gpus > 1 else NODE
+    sharded = replace(training, sharded=True, gradient_copy=False, bfloat16_residual=True, gpus=gpus)
+    return replace(experiment, training=sharded)
+
+
+def _train_adapters(experiment: Experiment) -> Experiment | None:
+    """Train adapters of frozen weights, which need no more than the type of the matrix products."""
+    training = experiment.training
+    if experiment.lora is not None:
+        return None
+    training = replace(training, dtype=training.autocast or training.dtype)
+    return replace(experiment, lora={"r": 16, "target_modules": "all-linear"}, training=training)
+
+
+def _split_sequences(experiment: Experiment) -> Experiment | None:
+    """Split each sequence over as many of the GPUs, or of those of a node, as the model's heads allow."""
+    training = experiment.training
+    if training.sequence_parallel_size > 1:
+        return None
+    gpus = training.gpus if training.gpus > 1 else NODE
+    for size in range(min(gpus, NODE), 1, -1):
+        if gpus % size:
+            continue
+        try:
+            check_sequence_parallelism(experiment.config, size)
+        except ValueError:
+            continue
+        copies = not training.sharded
+        split = replace(training, sequence_parallel_size=size, gpus=gpus, gradient_copy=copies)
+        return replace(experiment, training=split)
+    return None
+
+
+REMEDIES: dict[str, Callable[[Experiment], Experiment | None]] = {
+    "activation offload (model.gradient_checkpointing and model.offload_activations: true)": _offload_activations,
+    "FSDP2 (configs/strategies/fsdp.yaml)": _shard,
+    "LoRA (model.lora: {r: 16, target_modules: all-linear}, model.dtype: bfloat16)": _train_adapters,
+    "Ulysses (configs/strategies/ulysses.yaml, or its UlyssesStrategy without FSDP2)": _split_sequences,
+}
+"""Changes to an experiment by what to set; each returns None where it is in use already, or is not possible."""
