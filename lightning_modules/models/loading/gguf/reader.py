@@ -21,7 +21,7 @@ class ArrayReader(GGUFReader):
     @data.setter
     def data(self, mapped: "np.memmap[Any, Any]") -> None:
         self._bytes = mapped.view(np.ndarray)
-        self._memory = memoryview(self._bytes)
+        self._memory = self._bytes.data
 
     @override
     def _get_str(self, offset: int) -> tuple[Any, Any]:
