@@ -95,7 +95,9 @@ def suggest_nearest(name: str, known: Iterable[str], dashes: str = "") -> str:
     """Return a hint for an unknown name: the most similar known one with its last part, or at all, or a few names."""
     names = sorted(known)
     alike = [each for each in names if each.rpartition(".")[2] == name.rpartition(".")[2]]
-    if near := difflib.get_close_matches(name, alike, n=1, cutoff=0) or difflib.get_close_matches(name, names, n=1):
+    near = difflib.get_close_matches(name, alike, n=1, cutoff=0)
+    near = near or difflib.get_close_matches(name, names, n=1, cutoff=0.61)
+    if near:
         return f" Did you mean `{dashes}{near[0]}`?"
     return f" Known: {', '.join(names)}." if len(names) <= 30 else " `longce COMMAND --help` lists the options."
 
