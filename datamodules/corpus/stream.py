@@ -219,15 +219,13 @@ class CorpusLoader:
     """Loader of the batches of a process.
 
     With a strategy in ``lockstep``, all processes make the same number of steps: they agree before each step whether
-    any has documents left, and those without get an `idle_batch`.
+    any has documents left, and those without get an `idle_batch`. ``options`` are those of `worker_options`.
     """
 
-    def __init__(
-        self, stream: CorpusStream, *, num_workers: int = 0, pin_memory: bool = False, lockstep: Strategy | None = None
-    ) -> None:
+    def __init__(self, stream: CorpusStream, *, lockstep: Strategy | None = None, **options: Any) -> None:
         self.stream = stream
         self.lockstep = lockstep
-        self._options: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
+        self._options = options
         self._read_documents = 0
         self._complete = False
         self._unreadable: list[str] = []
