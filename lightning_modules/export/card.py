@@ -20,7 +20,8 @@ def model_card(
 ) -> str:
     """Write the ``README.md`` of an export; ``config`` is that of the model, or of the adapters' base."""
     base = facts.base_model or "random weights"
-    half, guard = config["dtype"] in ("bfloat16", "float16"), guard_keys(config)
+    guard = guard_keys(config)
+    half = config["dtype"] in ("bfloat16", "float16")
     arguments = f"{json.dumps(facts.base_model)}, config=config"
     if facts.revision:
         arguments += f", revision={json.dumps(facts.revision)}"
@@ -50,7 +51,7 @@ def model_card(
         register=register_rope_types,
         base_arguments=arguments,
         has_tokenizer=has_tokenizer,
-        guard=next(iter(guard), None) if guard.items() <= config.items() else None,
+        guard=next(iter(guard), None),
         published=json.dumps(published, indent=2),
     )
     return f"{card}\n"

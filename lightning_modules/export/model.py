@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Pr
 
 from lightning_modules.export.card import model_card
 from lightning_modules.export.options import ExportOptions
-from lightning_modules.export.rope import as_abf, guard_keys, legacy_rope_keys
+from lightning_modules.export.rope import as_abf, guard_keys
 from lightning_modules.models.loading.adapters import CONFIG_IN_BASE, changes_base, is_peft_model
 from lightning_modules.training.facts import TrainingFacts
 from lightning_modules.utilities.files import atomic_folder, writable_folder
@@ -53,8 +53,8 @@ def export_model(
         else:
             _write_merged(model, config, folder, options)
         file = folder / "base/config.json" if options.kept else folder / "config.json"
-        content = json.loads(file.read_text())  # add keys for other versions of transformers
-        content |= legacy_rope_keys(content) if options.legacy_rope_keys else guard_keys(content)
+        content = json.loads(file.read_text())
+        content |= guard_keys(content)
         file.write_text(json.dumps(content, indent=2) + "\n")
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -85,9 +85,7 @@ def check_export(
         from lightning_modules.export.weights import check_mergeable  # imports peft
 
         check_mergeable(model)
-    config = _make_config(base.config, options)
-    if options.legacy_rope_keys:
-        legacy_rope_keys(config.to_dict())
+    _make_config(base.config, options)  # refuses `eabf_as_abf` for other RoPE types
     writable_folder(output_dir.resolve().parent, remedy="Use another `output_dir`.")
 
 

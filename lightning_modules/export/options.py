@@ -13,8 +13,6 @@ class ExportOptions:
         adapters: ``merged`` into the weights, or ``kept`` separate, with the base model's config in ``base/``.
         dtype: Type of the weights of a full model. ``auto`` is `model.dtype`, to which merged adapters are rounded;
             ``float32`` does not round; ``bfloat16`` halves the file size.
-        legacy_rope_keys: Also write ``rope_theta`` and ``rope_scaling`` for transformers 4; an error if these keys
-            cannot express the model's RoPE.
         eabf_as_abf: Export a model trained with EABF as plain ABF, which other libraries support: logits then differ
             beyond the original context length.
         push_to_hub: Repository of the Hugging Face hub, ``organization/name``, to which the folder is uploaded; weights
@@ -24,7 +22,6 @@ class ExportOptions:
 
     adapters: Literal["merged", "kept"] = "merged"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    legacy_rope_keys: bool = False
     eabf_as_abf: bool = False
     push_to_hub: str | None = None
     private: bool = True

@@ -151,7 +151,6 @@ def test_the_model_goes_on_unchanged_after_its_export(base, documents, tmp_path,
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"legacy_rope_keys": True}, "`legacy_rope_keys`"),
         ({"adapters": "kept"}, "`adapters: kept`"),
         ({"push_to_hub": "org/name"}, "`push_to_hub`"),
     ],

@@ -128,10 +128,10 @@ def test_the_type_of_the_base_and_its_generation_config_come_back(base, model_di
 def test_the_command(model_dir, tmp_path, capsys):
     trained = checkpoint(tmp_path / "a.ckpt", str(model_dir), context_extension=PI)
     words = [str(tmp_path / "a.ckpt"), str(tmp_path / "out"), "--tokenizer", str(model_dir)]
-    main(["export", *words, "--legacy_rope_keys", "true", "--dtype", "bfloat16"])
+    main(["export", *words, "--dtype", "bfloat16"])
     assert capsys.readouterr().out.strip().endswith(str(tmp_path / "out"))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config["rope_scaling"]["rope_type"], config["dtype"]) == ("linear", "bfloat16")
+    assert (config["rope_parameters"]["rope_type"], config["dtype"]) == ("linear", "bfloat16")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(loaded.lm_head.weight, trained.lm_head.weight.to(torch.bfloat16))
     with pytest.raises(SystemExit) as stopped:

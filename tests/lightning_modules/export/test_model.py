@@ -37,13 +37,13 @@ def base(tmp_path):
 
 def test_adapters_kept_apart_load_with_the_base_in_their_folder_and_not_without(base, tmp_path):
     trained, facts = base
-    options = ExportOptions("kept", legacy_rope_keys=True)
+    options = ExportOptions("kept")
     export_model(trained, None, tmp_path / "out", options=options, facts=facts)
     config = AutoConfig.from_pretrained(tmp_path / "out" / "base")
     right = AutoModelForCausalLM.from_pretrained(tmp_path / "base", config=config)
     loaded = PeftModel.from_pretrained(right, tmp_path / "out")
     torch.testing.assert_close(logits(loaded), logits(trained), rtol=1e-4, atol=1e-4)
-    assert json.loads((tmp_path / "out" / "base" / "config.json").read_text())["rope_scaling"]["type"] == "linear"
+    assert json.loads((tmp_path / "out" / "base" / "config.json").read_text())["rope_theta"] is None
 
     # What loads the base model by itself computes other numbers: nobody can tell it, but the card says so.
     wrong = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "out")

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_modules.export.model import export_model
 from lightning_modules.export.options import ExportOptions
-from lightning_modules.export.rope import LEGACY_TYPES, as_abf, guard_keys, legacy_rope_keys
+from lightning_modules.export.rope import as_abf, guard_keys
 from lightning_modules.models.context_extension.methods import ContextExtension, extend_config
 from lightning_modules.training.facts import TrainingFacts
 from tests.conftest import tiny_config, tiny_model
@@ -25,77 +25,42 @@ def extended(model_type, method):
     return config
 
 
-def read_by_4_45(content):
-    """The base and the scaling that the classes of transformers 4.45.2 take from a `config.json`."""
-    defaults = {"mixtral": 1e6}
-    theta = content.get("rope_theta", defaults.get(content["model_type"], 10000.0))
-    if theta is None:
-        raise TypeError("unsupported operand type(s) for **: 'NoneType' and 'Tensor'")
-    scaling = content.get("rope_scaling") if content["model_type"] in ("llama", "qwen2") else None
-    if scaling is not None and "type" in scaling:
-        scaling = {**scaling, "rope_type": scaling["type"]}
-    return theta, scaling
-
-
-def frequencies_of_4_45(content):
-    """Inverse frequencies as 4.45.2 computes them, for a text within the original length."""
-    theta, scaling = read_by_4_45(content)
-    width = content["head_dim"]
-    frequencies = theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
-    kind = (scaling or {}).get("rope_type", "default")
-    if kind == "linear":
-        return frequencies / scaling["factor"]
-    if kind == "llama3":
-        turns = scaling["original_max_position_embeddings"] * frequencies / (2 * torch.pi)
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
-        return frequencies * (kept + (1 - kept) / scaling["factor"])
-    assert kind in ("default", "dynamic")
-    return frequencies
+def base_of_4_45(content):
+    """The RoPE base that transformers 4.45.2 takes from a `config.json`; it cannot compute with None."""
+    default = 1e6 if content["model_type"] == "mixtral" else 1e4
+    return content.get("rope_theta", default)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "mixtral"])
 @pytest.mark.parametrize("method", METHODS)
-def test_version_4_is_right_or_stops_and_version_5_is_the_same(model_type, method, tmp_path):
+def test_version_4_stops_and_version_5_is_the_same(model_type, method, tmp_path):
     config = extended(model_type, method)
     expected = AutoModelForCausalLM.from_config(config).model.rotary_emb.inv_freq
     content = json.loads(config.to_json_string(use_diff=False))
     if method != "none":
-        with pytest.raises(TypeError):
-            read_by_4_45({**content, **guard_keys(content)})
-    if config.rope_parameters["rope_type"] not in LEGACY_TYPES[model_type]:
-        with pytest.raises(ValueError, match="`legacy_rope_keys`"):
-            legacy_rope_keys(content)
-        keys = guard_keys(content)
-    else:
-        keys = legacy_rope_keys(content)
-        torch.testing.assert_close(frequencies_of_4_45({**content, **keys}).float(), expected, rtol=1e-6, atol=0)
-    (tmp_path / "config.json").write_text(json.dumps({**content, **keys}))
+        assert base_of_4_45({**content, **guard_keys(content)}) is None
+    (tmp_path / "config.json").write_text(json.dumps({**content, **guard_keys(content)}))
     read = AutoConfig.from_pretrained(tmp_path)
     assert torch.equal(AutoModelForCausalLM.from_config(read).model.rotary_emb.inv_freq, expected)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "phi3", "gpt_neox"])
-def test_types_that_version_4_reads_otherwise_are_guarded_and_refused(model_type):
+def test_types_that_version_4_reads_otherwise_are_guarded(model_type):
     config = tiny_config(model_type)
     content = json.loads(config.to_json_string(use_diff=False))
     assert guard_keys(content) == {}, "its defaults are right"
     content["rope_parameters"] |= {"rope_theta": 7e5}
     assert guard_keys(content) == {"rotary_emb_base" if model_type == "gpt_neox" else "rope_theta": None}
-    with pytest.raises(ValueError, match=f"'{model_type}'"):
-        legacy_rope_keys(content)
 
 
-def test_eabf_has_no_legacy_keys_and_becomes_abf_on_request(tmp_path, caplog):
+def test_eabf_becomes_abf_on_request(tmp_path, caplog):
     config = extended("llama", "eabf")
-    with pytest.raises(ValueError, match="`eabf_as_abf`"):
-        legacy_rope_keys(config.to_dict())
     assert as_abf(config.rope_parameters) == {"rope_type": "default", "rope_theta": 2e6}
     with pytest.raises(ValueError, match="`eabf_as_abf`"):
         as_abf({"rope_type": "default", "rope_theta": 2e6})
 
     model = tiny_model("llama", num_hidden_layers=3, rope_parameters=config.rope_parameters)
-    options = ExportOptions(eabf_as_abf=True, legacy_rope_keys=True)
+    options = ExportOptions(eabf_as_abf=True)
     export_model(model, None, tmp_path / "out", options=options, facts=TrainingFacts())
     assert "logits differ" in caplog.text
     assert "**logits differ" in (tmp_path / "out" / "README.md").read_text()
@@ -110,8 +75,6 @@ def test_eabf_has_no_legacy_keys_and_becomes_abf_on_request(tmp_path, caplog):
 @pytest.mark.parametrize("method", ["streaming_llm", "longnet"])
 def test_a_pattern_goes_with_the_config_and_its_card_registers_it(method, tmp_path, monkeypatch):
     config = extended("llama", method)
-    with pytest.raises(ValueError, match=f"'{method}'"):
-        legacy_rope_keys(config.to_dict())
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     export_model(model, None, tmp_path / "out", options=ExportOptions(), facts=TrainingFacts())
     assert "register_rope_types()" in (tmp_path / "out" / "README.md").read_text()
