@@ -219,6 +219,10 @@ class DocumentCorpus(LightningDataModule):
 
         Only files that have scores are hashed, to notice changes; others when their first scores are written.
         """
+        callbacks: list[Any] = self.trainer.callbacks if self.trainer else []  # type: ignore[attr-defined]
+        sinks = [each for each in callbacks if hasattr(each, "existing_scores")]  # they skip documents with scores
+        if len(sinks) > 1:
+            raise ValueError("Several callbacks store scores, and may have different documents: keep one of them.")
         corpus = find_corpus(self.files, self.column_names, lenient=self.allowed_failures == 1)
         if self.trainer is not None:
             preview = preview_corpus(corpus, self.tokenizer, max_tokens=self.max_tokens, overlong=self.overlong)
@@ -226,10 +230,6 @@ class DocumentCorpus(LightningDataModule):
             short_context = getattr(module, "context_length", 0) + getattr(module, "stride", 0)
             _log.info(preview.describe(short_context=short_context))
         states = corpus.states()
-        callbacks: list[Any] = self.trainer.callbacks if self.trainer else []  # type: ignore[attr-defined]
-        sinks = [each for each in callbacks if hasattr(each, "existing_scores")]  # they skip documents with scores
-        if len(sinks) > 1:
-            raise ValueError("Several callbacks store scores, and may have different documents: keep one of them.")
         if not sinks:
             return corpus, states, {}
         written = sinks[0].existing_scores()

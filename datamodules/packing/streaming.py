@@ -135,11 +135,12 @@ class StreamingLoader:
     """Loader of the batches of :class:`StreamedRows`, whose state Lightning saves in every checkpoint.
 
     Its length is that of the run: without a known length, Lightning prefetches a batch, and checkpoints would count it
-    as trained on. A batch comes from one stream; the streams of the workers take turns.
+    as trained on. A batch comes from one stream; the streams of the workers take turns. ``options`` are further ones of
+    `worker_options`.
     """
 
     def __init__(
-        self, rows: StreamedRows, *, batch_size: int, batches: int, num_workers: int = 0, pin_memory: bool = False
+        self, rows: StreamedRows, *, batch_size: int, batches: int, num_workers: int = 0, **options: Any
     ) -> None:
         self._streams = max(num_workers, 1)
         if len(rows.files) < rows.world_size * self._streams:
@@ -149,7 +150,7 @@ class StreamingLoader:
             )
         self.rows = rows
         self.batches = batches
-        self._options = {"batch_size": batch_size, "num_workers": num_workers, "pin_memory": pin_memory}
+        self._options = {"batch_size": batch_size, "num_workers": num_workers, **options}
         self._done = 0
         self._cursors = [Cursor()] * self._streams
 
@@ -158,7 +159,7 @@ class StreamingLoader:
 
     def __iter__(self) -> Iterator[PackedBatch]:
         self.rows.cursors, self.rows.first = list(self._cursors), self._done % self._streams
-        batches = iter(DataLoader(self.rows, collate_fn=_collate_with_cursor, **self._options))  # type: ignore[arg-type]
+        batches = iter(DataLoader(self.rows, collate_fn=_collate_with_cursor, **self._options))
         while self._done < self.batches:
             batch, cursor = next(batches)
             self._cursors[self._done % self._streams] = cursor

@@ -274,7 +274,10 @@ class Broadcast:
 def attached(corpus, *callbacks, strategy=None, rank=0, world_size=1):
     """As a trainer's."""
     strategy = strategy or Broadcast()
-    corpus.trainer = SimpleNamespace(callbacks=callbacks, strategy=strategy, global_rank=rank, world_size=world_size)
+    module = SimpleNamespace(hparams={"pretrained_model_name_or_path": corpus.tokenizer_name})
+    corpus.trainer = SimpleNamespace(
+        callbacks=callbacks, strategy=strategy, global_rank=rank, world_size=world_size, lightning_module=module
+    )
     return corpus
 
 
