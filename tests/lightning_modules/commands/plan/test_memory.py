@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.gpu.cases import scoring_memory
 from lightning_modules.commands.plan.activations import ActivationBytes
 from lightning_modules.commands.plan.memory import (
     GIB,
@@ -63,6 +64,14 @@ def test_what_is_trained_beside_frozen_weights_is_float32_in_mixed_precision(lla
     assert mixed["gradients"] == 4 * shape.trained
     assert mixed["optimizer"] == 2 * 4 * shape.trained
     assert lasting_memory(shape, BF16)["optimizer"] == 2 * 2 * shape.trained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tokens", "expected"), [(32768, 3.6), (131072, 14.5)])
+def test_scoring_of_the_study(eight, tokens, expected):
+    memory = scoring_memory(*eight, tokens, torch.bfloat16, windows=(4096, 1024))
+    assert (memory.peak - memory.lasting["weights"]) / GIB == pytest.approx(expected, rel=0.15)
+    assert memory.lasting["weights"] == eight[0].parameters * 2
 
 
 def test_what_lasts_with_one_gpu_and_with_several(eight):
