@@ -66,14 +66,7 @@ class Picture(NamedTuple):
     caption: str
 
 
-class Widget(NamedTuple):
-    """HTML that is not escaped, so never that of a file or a user, and what Markdown has in its place."""
-
-    html: str
-    text: str = ""
-
-
-Block = Heading | Table | Picture | Widget | str
+Block = Heading | Table | Picture | str
 
 
 def write_report(
@@ -122,7 +115,7 @@ def as_markdown(title: str, blocks: Sequence[Block]) -> str:
                 lines.append(f"{as_markdown_table(block)}\n")
             case Picture(name, caption):
                 lines.append(f"![{caption}](figures/{name}.svg)\n\n{caption}\n")
-            case Widget(_, text) | text:
+            case text:
                 lines.append(f"{text}\n")
     return "\n".join(lines)
 
@@ -133,8 +126,8 @@ def as_markdown_table(table: Table) -> str:
     return "\n".join(f"| {' | '.join(map(_format_markdown_cell, row))} |" for row in cells)
 
 
-def as_html(title: str, blocks: Sequence[Block], pictures: Mapping[str, str], *, script: str = "") -> str:
-    """Format a report as one HTML file with embedded figures, which loads nothing and runs only ``script``."""
+def as_html(title: str, blocks: Sequence[Block], pictures: Mapping[str, str]) -> str:
+    """Format a report as one HTML file with embedded figures, which loads and runs nothing."""
     sections: list[tuple[Heading, list[Block]]] = [(Heading(""), [])]
     for block in blocks:
         if isinstance(block, Heading):
@@ -142,9 +135,7 @@ def as_html(title: str, blocks: Sequence[Block], pictures: Mapping[str, str], *,
         else:
             sections[-1][1].append(block)
     style = read_resource("theme.css")
-    # HTML would end a script at these, even within a string.
-    script = script.replace("</", r"<\/").replace("<!--", r"<\!--")
-    return render("report.html", title=title, sections=sections, pictures=pictures, style=style, script=script)
+    return render("report.html", title=title, sections=sections, pictures=pictures, style=style)
 
 
 def render(template: str, **values: Any) -> str:
