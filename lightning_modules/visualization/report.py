@@ -9,7 +9,6 @@ from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
-from urllib.parse import quote
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -31,19 +30,6 @@ class Heading(NamedTuple):
 
     text: str
     folded: bool = False
-
-
-class Link(str):
-    """Cell or text that links to an address: a relative one, or one of http or https."""
-
-    def __init__(self, _: str, address: str) -> None:
-        # Browsers ignore spaces and control characters in front of a scheme and within it.
-        if re.match(r"(?!https?:)[\w+.-]*:", re.sub(r"[\0- ]", "", address)):
-            raise ValueError(f"Cannot link to {address!r}: give a relative address, or one of http or https.")
-        self.address = quote(address, safe="/:?#[]@!$&'()*+,;=%~", errors="replace")
-
-    def __new__(cls, text: str, _: str) -> "Link":  # noqa: D102
-        return super().__new__(cls, text)
 
 
 class Table(NamedTuple):
@@ -201,11 +187,9 @@ def _replace_absent(cell: str) -> str:
 
 
 def _format_markdown_cell(cell: str) -> str:
-    text = _replace_absent(cell).replace("|", r"\|")
-    return f"[{text}]({cell.address})" if isinstance(cell, Link) else text
+    return _replace_absent(cell).replace("|", r"\|")
 
 
 def _format_inline(text: str) -> Markup:
     """Escape a text, in which backticks enclose code."""
-    formatted = Markup(_CODE.sub(r"<code>\1</code>", str(escape(text))))
-    return Markup('<a href="{}">{}</a>').format(text.address, formatted) if isinstance(text, Link) else formatted
+    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(text))))
