@@ -63,10 +63,16 @@ def _importing_module(frame: FrameType | None) -> str:
     return ""
 
 
-def find_user_modules() -> None:
-    """Make modules of the working directory importable by name, but not instead of the packages of this project."""
-    sys.meta_path.insert(0, OwnPackages())
-    sys.meta_path.append(UserModules(Path.cwd()))
+def find_user_modules() -> tuple[MetaPathFinder, MetaPathFinder]:
+    """Make modules of the working directory importable by name, but not instead of the packages of this project.
+
+    Returns:
+        The finders that have been added to ``sys.meta_path``.
+    """
+    own, users = OwnPackages(), UserModules(Path.cwd())
+    sys.meta_path.insert(0, own)
+    sys.meta_path.append(users)
+    return own, users
 
 
 @contextmanager
@@ -76,14 +82,15 @@ def user_modules() -> Iterator[None]:
     Python would put it on the path of the processes that multiprocessing starts, unless ``PYTHONSAFEPATH`` is set. If
     it is on the path of this process (``python -m``), it stays on theirs.
     """
-    finders, variable = list(sys.meta_path), os.environ.get("PYTHONSAFEPATH")
-    find_user_modules()
+    variable = os.environ.get("PYTHONSAFEPATH")
+    finders = find_user_modules()
     if not {"", os.getcwd()} & set(sys.path):
         os.environ["PYTHONSAFEPATH"] = "1"
     try:
         yield
     finally:
-        sys.meta_path[:] = finders
+        for finder in finders:  # and no others, such as one that a package has added meanwhile
+            sys.meta_path.remove(finder)
         os.environ.pop("PYTHONSAFEPATH", None)
         if variable is not None:
             os.environ["PYTHONSAFEPATH"] = variable

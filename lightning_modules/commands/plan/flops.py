@@ -61,15 +61,10 @@ def forward_flops(shape: ModelShape, tokens: int, scored: float) -> Flops:
 
 
 def short_pass_flops(shape: ModelShape, tokens: int, context_length: int, stride: int) -> Flops:
-    """Count the short contexts (K, d) of one document as `short_context_windows` cuts them.
-
-    The last layer makes keys and values of all tokens, and does the rest of its products for those that are read.
-    """
+    """Count the short contexts (K, d) of one document as `short_context_windows` cuts them."""
     total = Flops()
     for start, first, stop in short_context_windows([0, tokens], context_length=context_length, stride=stride):
-        length, scored = stop - start, stop - first
-        total += forward_flops(shape, length, scored)
-        total += Flops(-2.0 * (length - scored - 1) * shape.tail_weights)
+        total += forward_flops(shape, stop - start, stop - first)
     return total
 
 

@@ -25,7 +25,6 @@ class ModelShape:
     quantizable: int  # parameters of linear layers except the head, which `model.quantization` stores in 4 or 8 bits
     layer_weights: int  # weights of the layers that a token is multiplied with; of experts only the chosen ones
     trained_layer_weights: int
-    tail_weights: int  # those of the last layer needed only by tokens whose output is read: all but key and value
     head_weights: int  # vocabulary x hidden size
     head_trained: bool
     tied: bool  # whether head and embedding share their weight
@@ -55,7 +54,6 @@ class ModelShape:
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         query = getattr(text, "qk_head_dim", None) or size  # DeepSeek's latent attention
         value = getattr(text, "v_head_dim", None) or size
-        key_value_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         return cls(
             name=config.model_type,
             parameters=sum(p.numel() for p in backbone.parameters()),
@@ -67,7 +65,6 @@ class ModelShape:
             ),
             layer_weights=sum(active for active, _ in weights),
             trained_layer_weights=sum(trained for _, trained in weights),
-            tail_weights=max(weights[-1][0] - text.hidden_size * (query + value) * key_value_heads, 0),
             head_weights=head.numel(),
             head_trained=head.requires_grad,
             tied=head is embedding,

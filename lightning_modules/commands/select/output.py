@@ -13,7 +13,6 @@ import pyarrow
 import pyarrow.parquet
 
 from lightning_modules.commands.select.rows import NUMBER
-from lightning_modules.scoring.token_scores import text_sha256
 from lightning_modules.utilities.files import atomic_file, plain, write_atomically
 
 _WRITTEN_TOGETHER = 64  # documents
@@ -64,6 +63,8 @@ def write_documents(path: Path, chosen: pyarrow.Table, header: Mapping[str, Any]
 
 def _add_texts(chosen: pyarrow.Table, source: Mapping[str, Any]) -> Iterator[pyarrow.Table]:
     """Yield the chosen rows with the text of each document, some at a time."""
+    from lightning_modules.scoring.token_scores import text_sha256  # imports torch
+
     datamodules = importlib.import_module("datamodules")  # this package may not import it statically
     corpus = datamodules.DocumentCorpus(**source)
     places = {}  # of each document in the table

@@ -34,9 +34,10 @@ def test_a_document_takes_the_tokens_of_its_long_pass_and_its_windows(bars, mode
             bars[0].seen.append("scored")
     expected = count_tokens(length, context_length=sizes[0], stride=sizes[1])
     before = bars[0].seen[: bars[0].seen.index("scored")]
-    assert before[-1] == pytest.approx(expected)
+    assert expected <= before[-1] < expected + 48  # a last, shorter window is padded in its pass
     layers = backbone.model.config.num_hidden_layers
-    assert before[0] == pytest.approx((48 + 16) / layers)  # of a window, before its pass is over
+    windows = backbone.windows_per_pass(48 + 16)
+    assert before[0] == pytest.approx(windows * (48 + 16) / layers)  # of a pass of windows, before it is over
     assert bars[0].seen[-2:] == [7, "closed"]  # the plan is what counts, also if scores were stored
 
 

@@ -20,6 +20,7 @@ from lightning_modules.models.loading.gguf.architectures import (
     read_config,
 )
 from lightning_modules.models.loading.gguf.metadata import Metadata
+from lightning_modules.models.loading.gguf.reader import parse_gguf
 from lightning_modules.models.loading.gguf.tokenizer import read_tokenizer
 from lightning_modules.utilities.files import atomic_folder, default_cache_dir, writable_folder
 from lightning_modules.utilities.identity import content_hash
@@ -92,14 +93,12 @@ def _convert(file: Path, folder: Path) -> None:
 def _read_header(file: Path) -> tuple[Any, Metadata]:
     """Return the parsed file and its metadata, of a whole model of an architecture that is supported."""
     try:
-        from lightning_modules.models.loading.gguf.reader import ArrayReader
+        reader = parse_gguf(file)
+        values = {name: _read_value(name, field) for name, field in reader.fields.items()}
     except ModuleNotFoundError as error:
         raise ValueError(
             f"'{file}' is a GGUF file, which needs the extra `gguf`: pip install -c constraints.txt -e '.[gguf]'."
         ) from error
-    try:
-        reader = ArrayReader(file)
-        values = {name: _read_value(name, field) for name, field in reader.fields.items()}
     except Exception as error:  # any kind, for a file that is cut or something else
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"'{file}' is not a complete GGUF file ({reason:.200}): download it again.") from error

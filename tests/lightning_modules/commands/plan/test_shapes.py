@@ -23,7 +23,6 @@ def test_published_sizes(llamas):
     assert (seven.parameters, eight.parameters) == (6_738_415_616, 8_030_261_248)  # as their model cards say
     per_layer = 4096 * (4096 + 1024 + 1024 + 4096 + 3 * 14336)
     assert eight.layer_weights == eight.trained_layer_weights == 32 * per_layer
-    assert eight.tail_weights == per_layer - 4096 * 2048
     assert eight.head_weights == 4096 * 128256
     assert (eight.layers, eight.output_width, eight.pair_flops) == (32, 4096, 2 * 32 * (128 + 128))
     assert not eight.tied
