@@ -114,8 +114,7 @@ class DocumentScoresWriter(Callback):
             "precision": str(trainer.precision),
             "attention": _find_attention(trainer, pl_module),
             **self.statistics,
-            # The suffix distinguishes files of earlier versions, which have 0 instead of null.
-            "per_token": self.per_token and f"{self.per_token}, null where there is no value",
+            "per_token": self.per_token,
         }
         refusal = trainer.strategy.broadcast(self._refusal_reason())
         if refusal is not None:

@@ -29,6 +29,8 @@ def read_header(folder: Path) -> dict[str, Any] | None:
         raise ValueError(f"'{folder / HEADER}' cannot be read ({error}): use a folder of token weights.") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ValueError(f"'{folder}' has no token weights of format {FORMAT}; longce 0.1.0 reads format 1. {_REMEDY}")
+    if not isinstance(header.get("made_from"), dict):
+        raise ValueError(f"'{folder / HEADER}' is damaged: it lacks `made_from`. Delete the folder.")
     return header
 
 

@@ -63,8 +63,12 @@ class InfluenceWriter:
         """Store ``[len(numbers), sequence_length]`` weights of the rows with these indices, durably.
 
         Bytes are written, not mapped: processes on several machines may write to the same page of a file.
+
+        Raises:
+            OSError: If not all bytes can be written, for example on a full disk; no row is marked as done then.
         """
-        with (self.folder / WEIGHTS).open("r+b", buffering=0) as file:
+        # Buffered, because a raw write may write less than it is given without an error.
+        with (self.folder / WEIGHTS).open("r+b") as file:
             for number, row_weights in zip(numbers, narrow(weights, self.made_from["gamma"]), strict=True):
                 first = 0  # token of the segment in the row; the padding at the end is not stored
                 for start, stop in self.rows.row(number):
@@ -72,11 +76,13 @@ class InfluenceWriter:
                     file.seek(int(start) * DTYPE.itemsize)
                     file.write(row_weights[first:end].tobytes())
                     first = end
+            file.flush()
             os.fsync(file.fileno())
-        with (self.folder / DONE).open("r+b", buffering=0) as file:
+        with (self.folder / DONE).open("r+b") as file:
             for number in numbers:
                 file.seek(number)
                 file.write(b"\1")
+            file.flush()
             os.fsync(file.fileno())
 
     def finish(self) -> bool:
@@ -109,15 +115,21 @@ class InfluenceWriter:
         """Create the files, of which the header is the last one, or check that they are for the same weights."""
         remedy = "Choose another folder with `--output`."
         writable_folder(self.folder, remedy=remedy)
+        sizes = {WEIGHTS: self.tokens * DTYPE.itemsize, DONE: len(self.rows)}
         with exclusive(self.folder / WEIGHTS):  # no two processes create them
             header = read_header(self.folder)
             if header is not None:
                 check_identity(self.folder, header["made_from"], self.made_from, remedy=remedy)
+                for name, size in sizes.items():
+                    path = self.folder / name
+                    found = path.stat().st_size if path.exists() else 0
+                    if found != size:
+                        raise ValueError(f"'{path}' has {found:,} of {size:,} bytes: restore it, or delete the folder.")
                 return
             for path in self.folder.iterdir():
                 if not path.name.startswith(".") and path.name not in (WEIGHTS, DONE):
                     raise ValueError(f"'{self.folder}' contains other files, such as '{path.name}': use a new folder.")
-            for name, size in ((WEIGHTS, self.tokens * DTYPE.itemsize), (DONE, len(self.rows))):
+            for name, size in sizes.items():
                 with (self.folder / name).open("wb") as file:
                     file.truncate(size)
                     os.fsync(file.fileno())

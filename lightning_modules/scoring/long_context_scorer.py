@@ -29,8 +29,8 @@ class LongContextScorer:
     """Scores documents for long-range dependence: a callable that takes a batch of rows and returns their scores.
 
     Ray Data's `map_batches`, a `PipelineStep` of datatrove or a loop can call it. The model is loaded once, when the
-    first document is scored, and the scorer is pickled without it. Each document is scored
-    alone, so its scores do not depend on the batch.
+    first document is scored, and the scorer is pickled without it. Each document is scored alone, so its scores do not
+    depend on the batch.
 
     Scores are the columns of `longce predict` without ``file``, ``row`` and ``key``; see `document_scores`. A document
     that cannot be scored has a reason in ``error``, and does not stop the others.

@@ -145,12 +145,12 @@ def test_select_and_a_repeated_run_notice_that_shards_have_changed(run, scored, 
         select(str(folder))
 
 
-def test_scores_of_an_older_version_are_selected_with_a_warning(scored, tmp_path, caplog):
+def test_scores_whose_shards_are_not_listed_are_refused(scored, tmp_path):
     folder = shutil.copytree(scored, tmp_path / "out")
     listed = {name: value for name, value in success(folder).items() if name != "contents"}
     (folder / SUCCESS).write_text(json.dumps(listed))
-    select(str(folder))
-    assert "by an older version" in caplog.text
+    with pytest.raises(ValueError, match=r"_SUCCESS\.json' is damaged"):
+        select(str(folder))
 
 
 @pytest.mark.slow

@@ -5,6 +5,8 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
+import torch
+
 from lightning_modules.commands.plan.activations import ActivationBytes
 from lightning_modules.commands.plan.hardware import GPU
 from lightning_modules.commands.plan.memory import GIB, training_memory
@@ -28,7 +30,10 @@ def find_fitting(experiment: Experiment, gpu: GPU) -> dict[str, Any] | None:
                 changed = REMEDIES[name](changed) if changed is not None else None
             if changed is None:
                 continue
-            needed = _needed_memory(changed)
+            try:
+                needed = _needed_memory(changed)
+            except ValueError:  # the model does not support it, such as adapters without linear layers
+                continue
             if needed <= gpu.memory:
                 return {"settings": list(names), "gpus": changed.training.gpus, "needed": needed}
     return None
@@ -61,11 +66,11 @@ def _shard(experiment: Experiment) -> Experiment | None:
 
 
 def _train_adapters(experiment: Experiment) -> Experiment | None:
-    """Train adapters of frozen weights, which need no more than the type of the matrix products."""
+    """Train adapters of frozen weights in bfloat16."""
     training = experiment.training
     if experiment.lora is not None:
         return None
-    training = replace(training, dtype=training.autocast or training.dtype)
+    training = replace(training, dtype=torch.bfloat16)
     return replace(experiment, lora={"r": 16, "target_modules": "all-linear"}, training=training)
 
 

@@ -52,7 +52,9 @@ def choose_documents(database: duckdb.DuckDBPyConnection, config: SelectConfig) 
     if config.where is not None:
         _keep(database, evaluate_sql(documents, config.where, "where").filter("value"))
     if config.unique:
-        firsts = f'SELECT arg_min("{NUMBER}", (file, row)) AS "{NUMBER}" FROM {joined} GROUP BY {TEXT_HASH}'
+        # A text whose hash is not known may be any other.
+        text = f'coalesce({TEXT_HASH}, CAST("{NUMBER}" AS VARCHAR))'
+        firsts = f'SELECT arg_min("{NUMBER}", (file, row)) AS "{NUMBER}" FROM {joined} GROUP BY {text}'
         _keep(database, database.sql(firsts))
     if config.top is not None:
         # Of equal documents, the first ones; NaN counts as missing.
@@ -65,9 +67,16 @@ def choose_documents(database: duckdb.DuckDBPyConnection, config: SelectConfig) 
         selected = database.sql(
             f'SELECT "{NUMBER}", file, row, {tokens} AS tokens FROM {joined} ORDER BY "{NUMBER}"'
         ).df()
+        unknown = selected["tokens"].isna().sum() if config.sample_tokens is not None else 0
+        if unknown:
+            raise ValueError(
+                f"`sample_tokens` needs the number of tokens of each document, which {unknown:,} of those that pass do"
+                " not have: leave them out with `where`, for example `tokens IS NOT NULL`."
+            )
         weights = None
         if config.sample_weight is not None:
-            weights = sampling_weights(documents, config.sample_weight)[selected[NUMBER]]
+            passing = database.sql(f'SELECT * FROM documents SEMI JOIN chosen USING ("{NUMBER}")')
+            weights = sampling_weights(passing, config.sample_weight)
         amount = {"count": config.sample, "tokens": config.sample_tokens}
         drawn = selected[is_in_sample(selected, weights, **amount, seed=config.seed)]
         _keep(database, database.from_df(drawn))

@@ -70,6 +70,8 @@ def load_documents(database: duckdb.DuckDBPyConnection, rows: ScoreRows, config:
     All columns but per-token values are needed if documents are written, or else those that are used.
     """
     required = _check_columns(rows, config)
+    if config.figure is not None and not set(METRICS) & set(rows.columns):
+        raise ValueError(f"`figure` needs one of the columns {', '.join(METRICS)}, but none is there: leave it out.")
     columns = rows.columns
     if config.output is None or config.output.endswith(".txt"):
         sql = f"{config.where} {config.sample_weight}".lower()  # SQL ignores case
@@ -88,6 +90,7 @@ def load_documents(database: duckdb.DuckDBPyConnection, rows: ScoreRows, config:
     database.register("scores", reader)
     try:
         database.execute(create)
+        database.unregister("scores")  # it can be read only once
     except duckdb.InvalidInputException as error:  # raised while batches are read, with a traceback in its text
         reason = str(error).partition(" Detail: ")[0].partition("Invalid: ")[2]
         raise ValueError(reason or str(error)) from error
@@ -138,8 +141,12 @@ def report(database: duckdb.DuckDBPyConnection, config: SelectConfig) -> str:
     ranked = [name for name in dict.fromkeys([*METRICS, *MEANS, config.rank_by]) if name in columns]
     if ranked:
         probabilities = list(QUANTILES)
-        quantiles = chosen.aggregate(
-            ", ".join(f'quantile_cont("{name}", {probabilities}) AS "{name}"' for name in ranked)
+        # NaN counts as missing, and so does the text in a column of another program.
+        numbers = chosen.project(", ".join(f'TRY_CAST("{name}" AS DOUBLE) AS "{name}"' for name in ranked))
+        quantiles = numbers.aggregate(
+            ", ".join(
+                f'quantile_cont("{name}", {probabilities}) FILTER (NOT isnan("{name}")) AS "{name}"' for name in ranked
+            )
         )
         values = dict(zip(quantiles.columns, quantiles.fetchall()[0], strict=True))
         rows = {name: values[name] or [math.nan] * len(QUANTILES) for name in ranked}
@@ -163,7 +170,9 @@ def report(database: duckdb.DuckDBPyConnection, config: SelectConfig) -> str:
 def _by_source(database: duckdb.DuckDBPyConnection, counts: Mapping[str, str], means: Sequence[str]) -> pd.DataFrame:
     """Return SQL aggregates and means of the chosen documents by source, and of all sources in the last row."""
     aggregates = [f'{sql} AS "{name}"' for name, sql in counts.items()]
-    aggregates += [f'avg("{name}") FILTER ("is chosen") AS "{name}"' for name in means]
+    for name in means:
+        number = f'TRY_CAST("{name}" AS DOUBLE)'
+        aggregates.append(f'avg({number}) FILTER ("is chosen" AND NOT isnan({number})) AS "{name}"')
     table = database.sql(
         f"""SELECT coalesce("its source", 'all') AS source, {", ".join(aggregates)} FROM with_source
         GROUP BY GROUPING SETS (("its source"), ())

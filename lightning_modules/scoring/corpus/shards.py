@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import os
 import time
 import uuid
@@ -18,8 +17,6 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from lightning_modules.scoring.corpus.output_folder import OutputFolder
-
-_log = logging.getLogger(__name__)
 
 FORMAT = "longce-document-scores-1"
 SUCCESS = "_SUCCESS.json"
@@ -124,15 +121,11 @@ class ScoreShards:
         """
         try:
             with self.folder.open(SUCCESS) as stream:
-                listed = json.load(stream).get("contents")
+                listed = json.load(stream)["contents"]
         except FileNotFoundError:
             return False
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"'{self.folder}/{SUCCESS}' is damaged ({error}). {_REPEAT}") from error
-        if listed is None:
-            place = f"{self.folder}/{SUCCESS}"
-            _log.warning("'%s' is by an older version, which did not list shards: none can be missed.", place)
-            return True
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"'{self.folder}/{SUCCESS}' is damaged ({error!r}). {_REPEAT}") from error
         names = self.names()
         there = self._identify([name for name in names if name in listed])
         missing, changed = listed.keys() - there.keys(), [name for name in there if there[name] != listed[name]]
@@ -218,8 +211,7 @@ class ScoreShards:
 def check_settings(then: Mapping[str, Any], now: Mapping[str, Any], place: object) -> None:
     """Raise a ``ValueError`` if existing scores (``place``) were computed with other settings."""
     current = json.loads(json.dumps(now))  # tuples become lists, as in the file
-    unknown = {"attention"} - (then.keys() & current.keys())  # an older version made the scores
-    names = sorted(name for name in {*then, *current} - unknown if then.get(name) != current.get(name))
+    names = sorted(name for name in {*then, *current} if then.get(name) != current.get(name))
     if names:
         changes = "; ".join(
             f"`{name}` was {then.get(name)!r} and is {current.get(name)!r}" for name in names[:_MAX_SETTINGS]

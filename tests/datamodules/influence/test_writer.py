@@ -2,6 +2,9 @@
 
 import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from datamodules.influence.store import DONE, HEADER, WEIGHTS, InfluenceStore
 from datamodules.influence.writer import InfluenceWriter, influence_folder, narrow
 from datamodules.packing.packing import PackedRows, pack_documents
 
+ROOT = Path(__file__).parents[3]
 LENGTH = 4
 MADE_FROM = {"sequence_length": LENGTH, "isolate_documents": True, "gamma": 5.0, "evaluator": "a"}
 
@@ -117,3 +121,34 @@ def test_a_kill_while_finishing_leaves_an_incomplete_store(tmp_path, rows, monke
     assert again.remaining().tolist() == []
     assert again.finish()
     assert InfluenceStore(tmp_path / "w").values[4] == weights(1)[0, 0]
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_within_a_row_is_noticed(tmp_path, rows):
+    """Of a file on a full disk, a raw write stores a part of the bytes and raises nothing."""
+    first = writer(tmp_path / "w", rows)
+    path = tmp_path / "w" / WEIGHTS
+    program = f"""
+import resource, signal
+from pathlib import Path
+import numpy as np
+from tests.datamodules.influence.test_writer import writer, weights
+from datamodules.packing.packing import pack_documents
+other = writer(Path({str(tmp_path / "w")!r}), pack_documents(np.array([0, 3, 9, 18]), 4))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (11, 11))  # the second row has the bytes 8 to 15
+other.write([1], weights(1))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "File too large" in done.stderr
+    assert path.stat().st_size == 36
+    assert first.remaining().tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, DONE])
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(b"")])
+def test_files_of_another_size_are_refused(tmp_path, rows, name, damage):
+    writer(tmp_path / "w", rows).write([0], weights(0))
+    damage(tmp_path / "w" / name)
+    with pytest.raises(ValueError, match=f"{name}' has 0 of {36 if name == WEIGHTS else 4} bytes"):
+        writer(tmp_path / "w", rows)

@@ -126,7 +126,7 @@ def test_report_by_source(scored):
         assert float(line[6]) == pytest.approx(np.mean([row["benefit_mean"] for row in chosen]), rel=1e-3)
     assert table_of(told, "all")[1] == "24"
     assert table_of(select(str(scored / "scores"), by="folder"), "x")[1] == "24"
-    (scored / "scores" / SUCCESS).write_text("{}")
+    ScoreShards(str(scored / "scores")).write_success({})
     assert select(str(scored / "scores")).startswith("source")
 
 
@@ -331,3 +331,39 @@ def test_a_damaged_shard_is_named(scored):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"'{path}' is not an undamaged parquet file"):
         select(str(scored / "scores"), where="file != ''")
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """Four documents by another program, one of which lacks its tokens; two lack the hash of their text."""
+    columns = {
+        "tokens": [10, None, 30, 40],
+        "text_hash": ["a", None, None, "a"],
+        "perplexity": [2.0, float("nan"), 4.0, 6.0],
+        "weight": [1.0, -1.0, 1.0, 1.0],
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "foreign.parquet")
+    return tmp_path
+
+
+def ids(folder, **options):
+    select(str(folder / "foreign.parquet"), output=str(folder / "ids.txt"), **options)
+    return [key.rpartition(":")[2] for key in (folder / "ids.txt").read_text().split()]
+
+
+def test_documents_of_other_programs_may_lack_values(foreign):
+    assert ids(foreign, unique=True) == ["0", "1", "2"], "two texts without a hash are two texts"
+    with pytest.raises(ValueError, match=r"`sample_tokens` needs .* which 1 of those that pass do not have"):
+        ids(foreign, sample_tokens=100)
+    assert ids(foreign, sample_tokens=100, where="tokens IS NOT NULL") == ["0", "2", "3"]
+    assert ids(foreign, sample=3, sample_weight="weight", where="weight > 0") == ["0", "2", "3"]
+    told = select(str(foreign / "foreign.parquet"))
+    assert table_of(told, "perplexity")[1:] == ["2.04", "2.4", "3", "4", "5", "5.6", "5.96"]
+    assert table_of(told, "all")[-1] == "4", "NaN counts as missing in means as well"
+
+
+def test_a_figure_needs_a_metric(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"text_hash": ["a"]}), tmp_path / "bare.parquet")
+    with pytest.raises(ValueError, match="`figure` needs one of the columns"):
+        select(str(tmp_path / "bare.parquet"), output=str(tmp_path / "ids.txt"), figure=str(tmp_path / "f.svg"))
+    assert not (tmp_path / "ids.txt").exists()
