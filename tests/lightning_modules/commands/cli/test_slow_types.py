@@ -56,6 +56,7 @@ def test_what_only_the_package_sets_becomes_float32_with_a_message(start, comman
     assert "`dtype: auto` computes in float32" in said
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_what_the_user_sets_is_kept_with_one_early_warning(start, tmp_path):
     (tmp_path / "mine.yaml").write_text("trainer: {precision: bf16-mixed}")
@@ -68,6 +69,7 @@ def test_what_the_user_sets_is_kept_with_one_early_warning(start, tmp_path):
     assert start("fit", "-c", "mine.yaml", "-c", str(CONFIGS / "base.yaml"), "-c", "own.yaml")[0] == "32-true"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_weights_that_a_packaged_config_wants_in_bfloat16_are_loaded_in_float32(start, tmp_path):
     (tmp_path / "corpus.yaml").write_text("model: {dtype: bfloat16}")
