@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from typing_extensions import override
 
 from lightning_modules.training.checkpoints.io import (
@@ -23,16 +22,13 @@ from lightning_modules.training.checkpoints.io import (
     find_checkpoints,
     find_damage,
 )
-from lightning_modules.training.checkpoints.resume import check_same_checkpoint, is_numbered
+from lightning_modules.training.checkpoints.resume import check_same_checkpoint
 from lightning_modules.training.checkpoints.spans import CONFIG_FILE, SPANS_FILE, Span, write_spans
 from lightning_modules.utilities.files import remove_unfinished, undamaged, write_atomically
 from lightning_modules.utilities.locks import RunLock
 
 RUN_FILE = "run.json"
 """File in the folder of a run with its id, seed and config, written once."""
-
-UNSTARTED_FILE = ".unstarted.json"
-"""File in the folder of a run whose present start has trained no step yet, with what the folder contained before it."""
 
 _RECORDS = (
     *(RUN_FILE, SPANS_FILE, "hparams.yaml", "metrics.csv", "numerics.json", "config-resumed-at-step-*.yaml"),
@@ -51,7 +47,7 @@ class Run:
     run's ``id``, which is stored in its checkpoints.
 
     A start without a checkpoint cannot be resumed: the next start in its folder replaces it, and moves its records to
-    ``unfinished-N``. A ``provisional`` start that trains no step leaves nothing at all, even if it is killed.
+    ``unfinished-N``.
     """
 
     def __init__(self) -> None:
@@ -62,11 +58,8 @@ class Run:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_lock": RunLock()}  # only the launching process holds the lock
 
-    def begin(self, folders: Sequence[Path], *, provisional: bool = False) -> None:
-        """Lock the folders, in the first process; raise a ``ValueError`` that names the process of another run.
-
-        What a ``provisional`` start writes is removed when it ends, unless `confirm` is called before.
-        """
+    def begin(self, folders: Sequence[Path]) -> None:
+        """Lock the folders, in the first process; raise a ``ValueError`` that names the process of another run."""
         self.folders = list(folders)
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
@@ -74,14 +67,6 @@ class Run:
         self._lock.begin()
         for folder in folders:
             remove_unfinished(folder, f"*{SUFFIX}")
-            remove_unstarted(folder)
-        if provisional and folders:
-            _mark_unstarted(folders[0])
-
-    def confirm(self) -> None:
-        """Keep what this start has written: it has trained a step."""
-        for folder in self.folders[:1]:
-            (folder / UNSTARTED_FILE).unlink(missing_ok=True)
 
     def join(self, folders: Sequence[Path], rank: int) -> None:
         """Share the lock, in every other process."""
@@ -91,9 +76,6 @@ class Run:
 
     def leave(self) -> None:
         """Release the lock; nothing is written from now on."""
-        if self._lock.is_held:
-            for folder in self.folders[:1]:
-                remove_unstarted(folder)
         self._lock.leave()
         for folder in reversed(self.folders):
             with suppress(OSError):  # only empty folders can be removed: those of a run that never started
@@ -185,70 +167,6 @@ def _choose_config_name(folder: Path, start: Candidate | None) -> str:
     return next(name for name in names if not (folder / name).exists())
 
 
-def _list_records(folder: Path) -> list[str]:
-    """Return what starts have written into the folder of a run, as paths relative to it."""
-    found = (path for pattern in (CONFIG_FILE, *_RECORDS) for path in folder.glob(pattern))
-    return sorted(str(path.relative_to(folder)) for path in found)
-
-
-def _list_checkpoints(folder: Path) -> list[str]:
-    return sorted(path.name for pattern in ("", "checkpoints/") for path in folder.glob(f"{pattern}*{SUFFIX}"))
-
-
-def _mark_unstarted(folder: Path) -> None:
-    """Note what the folder of a run contains before a start, until the start has trained a step."""
-    spans = folder / SPANS_FILE
-    before = {"records": _list_records(folder), "spans": spans.read_text() if spans.is_file() else None}
-    before["checkpoints"] = _list_checkpoints(folder)
-    write_atomically(folder / UNSTARTED_FILE, json.dumps(before).encode())
-
-
-def remove_unstarted(folder: Path) -> None:
-    """Remove what a start that trained no step has written into the folder of its run, which must be locked.
-
-    Nothing is removed beside checkpoints that were not there before, as in a copy of a run over such a start.
-    """
-    mark = folder / UNSTARTED_FILE
-    if not mark.is_file():
-        return
-    with undamaged(mark):
-        before = json.loads(mark.read_bytes())
-    if not set(_list_checkpoints(folder)) <= set(before["checkpoints"]):
-        mark.unlink()
-        return
-    for name in set(_list_records(folder)) - set(before["records"]):
-        (folder / name).unlink()
-    if before["spans"] is not None:
-        write_atomically(folder / SPANS_FILE, before["spans"].encode())
-    for name in ("documents", "checkpoints"):
-        with suppress(OSError):  # it does not exist, or earlier starts use it
-            (folder / name).rmdir()
-    mark.unlink()
-
-
-def remove_unstarted_versions(trainer: Trainer, config: Any) -> None:
-    """Remove the last folders of a logger that numbers its runs, by its config, if no step was trained in them."""
-    if not is_numbered(config) or not isinstance(trainer.logger, CSVLogger | TensorBoardLogger):
-        return
-    root = Path(trainer.logger.root_dir)
-    numbers = [name.removeprefix("version_") for name in (path.name for path in root.glob("version_*"))]
-    for number in sorted((int(number) for number in numbers if number.isdecimal()), reverse=True):
-        folder = root / f"version_{number}"
-        lock = RunLock(folder)
-        if not (folder / UNSTARTED_FILE).is_file():
-            return
-        try:
-            lock.begin(patience=0.1)
-        except ValueError:  # it has only just started
-            return
-        remove_unstarted(folder)
-        lock.leave()
-        try:
-            folder.rmdir()
-        except OSError:  # it contains files of the user
-            return
-
-
 def _set_aside(folder: Path, known: Mapping[str, Any]) -> None:
     """Move the records of a start that left no checkpoint to ``unfinished-N``, with its config and evaluations."""
     aside = next(path for path in (folder / f"unfinished-{number}" for number in count(1)) if not path.exists())
@@ -259,39 +177,13 @@ def _set_aside(folder: Path, known: Mapping[str, Any]) -> None:
         with suppress(FileNotFoundError):  # two patterns match it
             path.rename(target)
     log.info("An earlier start in %s left no checkpoint: its logs and config are now in %s.", folder, aside.name)
-    if (folder / UNSTARTED_FILE).is_file():
-        _mark_unstarted(folder)
 
 
 class RunMember(Callback):
-    """Makes all processes start from the same checkpoint, and share the lock on the run's folders.
-
-    The first optimizer step confirms the start, and so does an evaluation that a resumed run repeats: its results are
-    in no other start.
-    """
+    """Makes all processes start from the same checkpoint, and share the lock on the run's folders."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._first_step: int | None = None  # the run's step when this start began, until it has trained a step
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._first_step = trainer.global_step
-
-    @override
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if self._first_step is not None and trainer.global_step > self._first_step:
-            self._first_step = None
-            self._confirm(trainer)
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self._confirm(trainer)
-
-    def _confirm(self, trainer: Trainer) -> None:
-        if trainer.is_global_zero:
-            self._run.confirm()
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

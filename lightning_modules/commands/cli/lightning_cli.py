@@ -45,7 +45,7 @@ from lightning_modules.training.optimizers import LR_SCHEDULER, OPTIMIZER
 from lightning_modules.training.preemption import EvaluationStop, Preemption
 from lightning_modules.training.preflight import check_callbacks, check_influence, check_trainer
 from lightning_modules.training.random_states import RandomStates
-from lightning_modules.training.run import Run, RunMember, remove_unstarted_versions
+from lightning_modules.training.run import Run, RunMember
 from lightning_modules.training.sequence_parallel import sequence_parallel_size
 
 _DESCRIPTIONS = {
@@ -171,7 +171,6 @@ class LongceCLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         try:
             super()._run_subcommand(subcommand)
-            self.training_run.confirm()
         except SystemExit as stopped:  # Lightning exits with status 1 after Ctrl-C, and 0 after SIGTERM
             if subcommand != "fit" and isinstance(stopped, SIGTERMException):
                 sys.exit(128 + signal.SIGTERM)  # not 0: the results are incomplete
@@ -190,9 +189,8 @@ class LongceCLI(LightningCLI):
             self._check_model(self.model, fits=fits)
         logger = self._get(self.config, "trainer").logger
         if fits and self.trainer.is_global_zero and not self._is_dry_run:
-            remove_unstarted_versions(self.trainer, logger)  # before this run gets its number
             check_checkpoint_folders(self.trainer)
-            self.training_run.begin(owned_folders(self.trainer), provisional=True)
+            self.training_run.begin(owned_folders(self.trainer))
         self._requested_checkpoint = options.ckpt_path
         if self.subcommand == "predict":
             options.return_predictions = False  # callbacks write them; those of a corpus would not fit in memory

@@ -10,10 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_modules.training.checkpoints.spans import Span
-from lightning_modules.training.run import RUN_FILE, Run, RunMember, read_run, remove_unstarted_versions
+from lightning_modules.training.run import RUN_FILE, Run, RunMember, read_run
 from lightning_modules.utilities.locks import RunLock
 
 FORK = multiprocessing.get_context("fork")
@@ -86,85 +84,16 @@ def test_a_start_without_a_checkpoint_is_replaced_by_the_next_one(tmp_path):
     assert "config.yaml" in configs(folder)
 
 
-@pytest.mark.parametrize("killed", [False, True])
-@pytest.mark.parametrize("resumes", [False, True])
-def test_a_start_that_trains_no_step_leaves_nothing(tmp_path, resumes, killed):
-    folder = tmp_path / "run"
-    checkpoint = save(folder, 8, start(folder)) if resumes else None
-    if resumes:
-        start(folder, checkpoint, "model: 2\n", spans=[Span(0, "config.yaml", {}), Span(8, "", {"a": (1, 2)})])
-    before = contents(tmp_path)
-    run = Run()
-    run.begin([folder, folder / "checkpoints"], provisional=True)
-    run.record(checkpoint, "model: 3\n", 7, spans=[Span(0, "", {}), Span(8, "", {"a": (1, 3)})])
-    (folder / "events.out.tfevents.9").touch()
-    (folder / "documents").mkdir()
-    (folder / "documents" / "val-evaluator-step-0.parquet").touch()
-    if killed:
-        run._lock.leave()
-        Run().begin([folder, folder / "checkpoints"])
-    else:
-        run.leave()
-        assert folder.exists() == resumes
-    assert {name: content for name, content in contents(tmp_path).items() if "rank" not in name} == before
-
-
-def test_a_repeated_evaluation_is_kept_without_a_step(tmp_path):
-    """A resumed run repeats it before its first step, and no later start does it again."""
-    checkpoint = save(tmp_path, 8, start(tmp_path))
-    for sanity_checking in (True, False):
-        run = Run()
-        run.begin([tmp_path, tmp_path / "checkpoints"], provisional=True)
-        run.record(checkpoint, "model: 2\n", 7)
-        (tmp_path / "events.out.tfevents.9").touch()
-        trainer = SimpleNamespace(sanity_checking=sanity_checking, is_global_zero=True)
-        RunMember(run).on_validation_end(trainer, None)
-        run.leave()
-        assert (tmp_path / "events.out.tfevents.9").exists() != sanity_checking
-
-
-@pytest.mark.parametrize("resumes", [False, True])
-def test_a_run_that_is_copied_over_a_killed_start_is_kept(tmp_path, resumes):
-    """The mark of the start remains, and says nothing about the files of the copy."""
-    if resumes:
-        save(tmp_path, 8, start(tmp_path))
-    run = Run()
-    run.begin([tmp_path], provisional=True)
-    run._lock.leave()  # killed
-    for name in ("config.yaml", RUN_FILE, "events.out.tfevents.1"):
-        (tmp_path / name).write_text('{"id": "copied"}')
-    checkpoint = save(tmp_path, 16, "copied")
-    (tmp_path / "checkpoints" / "step-8.ckpt").unlink(missing_ok=True)
-    assert start(tmp_path, checkpoint) == "copied"
-    assert {"config.yaml", "events.out.tfevents.1"} <= contents(tmp_path).keys()
-
-
 def test_files_of_the_user_are_no_records_of_a_start(tmp_path):
     """Without a logger, a run's folder is one that the user chose, and may also contain a corpus."""
     run = Run()
-    run.begin([tmp_path], provisional=True)
+    run.begin([tmp_path])
     (tmp_path / "documents" / "folder").mkdir(parents=True)
     (tmp_path / "documents" / "book.txt").write_text("mine")
     run.leave()
     start(tmp_path)
     start(tmp_path)
     assert (tmp_path / "documents" / "book.txt").read_text() == "mine"
-
-
-def test_the_number_of_a_version_is_free_again_unless_a_step_was_trained_in_it(tmp_path):
-    logger = TensorBoardLogger(tmp_path, name="longce")
-    runs = [Run() for _ in range(4)]
-    for number, run in enumerate(runs):
-        run.begin([tmp_path / "longce" / f"version_{number}"], provisional=True)
-        run.record(None, "", 0)
-    runs[0].confirm()
-    for run in runs[:3]:
-        run._lock.leave()  # killed
-    remove_unstarted_versions(SimpleNamespace(logger=logger), None)
-    assert len(list((tmp_path / "longce").iterdir())) == 4, "the last one has only just started"
-    runs[3]._lock.leave()
-    remove_unstarted_versions(SimpleNamespace(logger=logger), None)
-    assert logger.version == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]"])
