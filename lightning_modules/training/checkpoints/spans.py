@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +24,9 @@ CONFIG_KEY = "longce_config"
 
 log = logging.getLogger(__name__)
 
-_PRESENTATION = re.compile(r"ckpt_path|.*\.(dirpath|\w+_dir)|trainer\.(enable_\w+|log_every_n_steps|logger)")
-_CLASS_LEVEL = ("", "trainer", "model")
+_NOT_COMPUTED = ("ckpt_path", "trainer.logger")
+"""Settings of where a run starts and logs, which do not change what it computes; URLs may have passwords."""
+_PRESENTATION = re.compile(r".*\.(dirpath|\w+_dir)|trainer\.(enable_\w+|log_every_n_steps)")
 _CLASSES = ("model.optimizer.class_path", "model.lr_scheduler.class_path")
 _WITHOUT_EFFECT = {
     "seed_everything": "the random states are those of the checkpoint",
@@ -132,63 +134,64 @@ def describe_for_checkpoint(config: str) -> str:
 
 
 def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ between two configs, with both values, by dotted name.
-
-    An option that only one of them has is a default of another version of longce, and no change. Keys of your own, such
-    as those of ``lora`` or of validation sets, and callbacks are changes.
+    """Return the settings that differ between two configs, with both values, by dotted name; null is a missing value.
 
     Example:
         >>> find_changes({"model": {"gamma": 5, "lora": None}}, {"model": {"gamma": 3, "lora": {"r": 8}}})
-        {'model.gamma': (5, 3), 'model.lora': (None, {'r': 8})}
+        {'model.gamma': (5, 3), 'model.lora.r': (None, 8)}
     """
+    old = flatten_config(before)
+    new = flatten_config(after)
     changed: dict[str, tuple[Any, Any]] = {}
-    _compare(_merge_model(before), _merge_model(after), "", changed)
+    for name in dict.fromkeys((*old, *new)):
+        if old.get(name) == new.get(name) or _PRESENTATION.fullmatch(name):
+            continue
+        if _has_members(name, old) or _has_members(name, new):  # a name such as `auto` in place of a class
+            continue
+        changed[name] = (old.get(name), new.get(name))
     return changed
 
 
-def _compare(before: Any, after: Any, name: str, changed: dict[str, tuple[Any, Any]]) -> None:
-    """Add what differs in a part of two configs."""
-    if before == after or _PRESENTATION.fullmatch(name):
-        return
-    if _has_objects(before) or _has_objects(after):  # such as callbacks, and none of them
-        before, after = (_name_objects(value) for value in (before, after))
-    if not (isinstance(before, dict) and isinstance(after, dict)):
-        changed[name] = (before, after)
-        return
-    for key in dict.fromkeys((*before, *after)):
-        inner = f"{name}.{key}".lstrip(".")
-        if key in before and key in after:
-            _compare(before[key], after[key], inner, changed)
-        elif not (name in _CLASS_LEVEL or name.endswith("init_args")):  # there, it is an option of another version
-            value = [part.get(key) for part in (before, after)]
-            known = [each.get("class_path", each) if isinstance(each, dict) else each for each in value]
-            _compare(known[0], known[1], inner, changed)
+def _has_members(name: str, flat: Mapping[str, Any]) -> bool:
+    return any(other.startswith(f"{name}.") for other in flat)
 
 
-def _merge_model(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the model's settings the same names whether or not the config names its class."""
-    model = config.get("model")
-    if not isinstance(model, dict):
-        return dict(config)
-    return {**config, "model": {**model, **(model.get("init_args") or {}), "init_args": None}}
+def flatten_config(value: Any, name: str = "") -> dict[str, Any]:
+    """Return the settings of a config that are not null by dotted names, without where a run starts and logs.
+
+    Objects in lists have the names of their classes, with their own ``name`` if they have one, and a number if there
+    are several of them: places in a list differ between runs.
+
+    Example:
+        >>> flatten_config({"a": {"b": 1, "c": None}, "d": [{"e": [2, 3]}]})
+        {'a.b': 1, 'd.0.e': '[2, 3]'}
+        >>> flatten_config({"model": {"class_path": "mine.Model", "init_args": {"stride": 16}}})
+        {'model.class_path': 'mine.Model', 'model.stride': 16}
+    """
+    if value is None or name in _NOT_COMPUTED:
+        return {}
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        value = _name_items(value)
+    if not isinstance(value, dict):
+        return {name: value if isinstance(value, bool | int | float) else str(value)}
+    if name == "model":  # the same names whether or not the config names a class
+        value = value | (value.get("init_args") or {})
+        value.pop("init_args", None)
+    flat: dict[str, Any] = {}
+    for key, part in value.items():
+        flat |= flatten_config(part, f"{name}.{key}".lstrip("."))
+    return flat
 
 
-def _has_objects(value: Any) -> bool:
-    return isinstance(value, list) and any(isinstance(item, dict) and "class_path" in item for item in value)
-
-
-def name_object(item: Any) -> str:
-    """Return the class of an object in a config, with its name if it has one: numbers in lists differ between runs."""
-    settings = item if isinstance(item, dict) else {}
-    parts = settings.get("class_path", "").rpartition(".")[2], (settings.get("init_args") or {}).get("name")
-    return ".".join(filter(None, parts))
-
-
-def _name_objects(value: Any) -> dict[str, Any]:
-    """Return objects by their classes and names, numbered where several are equal."""
+def _name_items(items: Sequence[Any]) -> dict[str, Any]:
+    """Return the items of a list by their names."""
     named: dict[str, Any] = {}
-    for number, item in enumerate(value if isinstance(value, list) else [] if value is None else [value]):
-        name = name_object(item) or str(number)
-        copies = sum(each == name or each.startswith(f"{name}.copy") for each in named)
-        named[f"{name}.copy{copies + 1}" if copies else name] = item
+    copies: Counter[str] = Counter()
+    for number, item in enumerate(items):
+        settings = item if isinstance(item, dict) else {}
+        class_name = settings.get("class_path", "").rpartition(".")[2]
+        own_name = (settings.get("init_args") or {}).get("name")
+        name = ".".join(filter(None, (class_name, own_name))) or str(number)
+        copies[name] += 1
+        named[name if copies[name] == 1 else f"{name}.{copies[name]}"] = item
     return named

@@ -20,12 +20,11 @@ from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.identity import hub_commit, model_identity
 from lightning_modules.models.loading.load import has_weights
 from lightning_modules.training.checkpoints.resume import run_folder
-from lightning_modules.training.checkpoints.spans import name_object
+from lightning_modules.training.checkpoints.spans import flatten_config
 from lightning_modules.training.facts import run_facts
 from lightning_modules.training.monitoring.event_files import list_event_files, remove_events
 from lightning_modules.utilities.identity import combined_hash, package_version
 
-NOT_LOGGED = ("ckpt_path", "trainer.logger")  # where a run starts and logs is not what it computes; URLs have passwords
 EXPERIMENT_TAG = "_hparams_/experiment"
 SESSION_START_INFO_TAG = "_hparams_/session_start_info"
 """Tags of TensorBoard's HPARAMS tab."""
@@ -110,28 +109,6 @@ class RunIdentity(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._best = state_dict
-
-
-def flatten_config(value: Any, name: str = "") -> dict[str, Any]:
-    """Return the settings of a config that are not null by their dotted names; objects in lists are named or numbered.
-
-    Example:
-        >>> flatten_config({"a": {"b": 1, "c": None}, "d": [{"e": [2, 3]}]})
-        {'a.b': 1, 'd.0.e': '[2, 3]'}
-        >>> flatten_config({"model": {"class_path": "mine.Model", "init_args": {"stride": 16}}})
-        {'model.class_path': 'mine.Model', 'model.stride': 16}
-    """
-    if value is None or name in NOT_LOGGED:
-        return {}
-    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        value = {name_object(item) or number: item for number, item in enumerate(value)}
-    if not isinstance(value, dict):
-        return {name: value if isinstance(value, bool | int | float) else str(value)}
-    if name == "model":  # the same names whether or not the config names a class
-        value = value | value.get("init_args", {})
-        value.pop("init_args", None)
-    parts = (flatten_config(part, f"{name}.{key}".lstrip(".")) for key, part in value.items())
-    return {key: value for part in parts for key, value in part.items()}
 
 
 def _identify_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:

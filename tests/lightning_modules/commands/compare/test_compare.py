@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.compare.command import _format_ratio, compare
 from lightning_modules.commands.compare.runs import read_runs
-from lightning_modules.training.monitoring.identity import flatten_config
+from lightning_modules.training.checkpoints.spans import flatten_config
 from lightning_modules.utilities.statistics import paired_ratio
 
 LONGPPL = np.array([4.0, 9.0, 5.0, 7.0, 6.0, 8.0])

@@ -19,6 +19,7 @@ from lightning_modules.training.checkpoints.spans import (
     CONFIG_KEY,
     Span,
     find_changes,
+    flatten_config,
     read_spans,
     resumed_spans,
     write_spans,
@@ -60,7 +61,8 @@ CHANGES = {
     "model.model_config.rope_parameters.rope_theta": 9e4,
     "model.lr_scheduler.init_args.arguments.num_cycles": 2.5,
     "data.init_args.validation_sets.b": {"files": "b"},
-    "trainer.strategy": {"class_path": "x.Strategy", "init_args": {}},
+    "trainer.strategy": {"class_path": "x.Strategy"},
+    "model.new_option": 3,
 }
 
 
@@ -77,6 +79,9 @@ def change(name, value):
 @pytest.mark.parametrize(("name", "value"), CHANGES.items())
 def test_each_changed_setting_is_found_with_both_values(name, value):
     found = find_changes(CONFIG, change(name, value))
+    if isinstance(value, dict):
+        ((member, value),) = value.items()
+        name = f"{name}.{member}"
     assert [*found] == [name]
     assert str(found[name][1]) == str(value)
     (line,) = Span(7, "", found).describe()
@@ -93,18 +98,35 @@ def test_callbacks_are_matched_by_class_and_number():
     before = config(("A", 1), ("B", 1), ("B", 2))
     assert find_changes(before, before) == {}
     assert find_changes(before, config(("A", 1), ("B", 3), ("B", 2))) == {"trainer.callbacks.B.init_args.x": (1, 3)}
-    assert find_changes(before, config(("A", 1), ("B", 1))) == {"trainer.callbacks.B.copy2": ("callbacks.B", None)}
-    assert find_changes(config(), config(("A", 1))) == {"trainer.callbacks.A": (None, "callbacks.A")}
+    assert find_changes(before, config(("A", 1), ("B", 1))) == {
+        "trainer.callbacks.B.2.class_path": ("callbacks.B", None),
+        "trainer.callbacks.B.2.init_args.x": (2, None),
+    }
+    added = {"class_path": (None, "callbacks.A"), "init_args.x": (None, 1)}
+    assert find_changes(config(), config(("A", 1))) == {f"trainer.callbacks.A.{key}": added[key] for key in added}
     (line,) = Span(7, "", find_changes(before, config(("A", 2), ("B", 1), ("B", 2)))).describe()
     assert "unless the callback restores it from the checkpoint" in line
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("ckpt_path", "last"), ("trainer.logger", {"save_dir": "b"}), ("model.new_option", 3), ("trainer.enable_x", True)],
+    [("ckpt_path", "last"), ("trainer.logger", {"save_dir": "b"}), ("trainer.enable_x", True)],
 )
-def test_where_a_run_starts_and_logs_and_new_options_are_no_changes(name, value):
+def test_where_a_run_starts_and_logs_is_no_change(name, value):
     assert find_changes(CONFIG, change(name, value)) == {}
+
+
+def test_a_config_becomes_flat_without_what_only_places_a_run():
+    config = yaml.safe_load(
+        "{ckpt_path: x, trainer: {logger: {save_dir: y}, callbacks: [{name: z}], devices: [0, 1]}, seed: 1, no: null}"
+    )
+    assert flatten_config(config) == {"trainer.callbacks.0.name": "z", "trainer.devices": "[0, 1]", "seed": 1}
+    named = {"class_path": "callbacks.ExternalEvaluator", "init_args": {"name": "a"}}
+    assert list(flatten_config({"callbacks": [{"class_path": "b.C"}, named]})) == [
+        "callbacks.C.class_path",
+        "callbacks.ExternalEvaluator.a.class_path",
+        "callbacks.ExternalEvaluator.a.init_args.name",
+    ]
 
 
 def test_spans_that_reached_no_checkpoint_are_dropped(tmp_path, monkeypatch):

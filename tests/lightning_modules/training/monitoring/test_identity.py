@@ -19,7 +19,7 @@ from lightning_modules.commands.cli.main import main
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.identity import model_identity
 from lightning_modules.training.monitoring import identity
-from lightning_modules.training.monitoring.identity import RunIdentity, flatten_config, git_commit
+from lightning_modules.training.monitoring.identity import RunIdentity, git_commit
 from tests.conftest import make_text
 
 BASE = Path(__file__).parents[4] / "configs" / "base.yaml"
@@ -65,19 +65,6 @@ def fit(repository, model_dir, evaluator_dir, monkeypatch):
         main()
 
     return run
-
-
-def test_a_config_becomes_flat_without_what_only_places_a_run():
-    config = yaml.safe_load(
-        "{ckpt_path: x, trainer: {logger: {save_dir: y}, callbacks: [{name: z}], devices: [0, 1]}, seed: 1, no: null}"
-    )
-    assert flatten_config(config) == {"trainer.callbacks.0.name": "z", "trainer.devices": "[0, 1]", "seed": 1}
-    named = {"class_path": "callbacks.ExternalEvaluator", "init_args": {"name": "a"}}
-    assert list(flatten_config({"callbacks": [{"class_path": "b.C"}, named]})) == [
-        "callbacks.C.class_path",
-        "callbacks.ExternalEvaluator.a.class_path",
-        "callbacks.ExternalEvaluator.a.init_args.name",
-    ]
 
 
 def test_a_commit_shows_changes_and_a_folder_without_one_has_none(repository, tmp_path_factory):
