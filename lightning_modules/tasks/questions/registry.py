@@ -9,8 +9,7 @@ from lightning_modules.tasks.questions import retrieval, ruler
 from lightning_modules.tasks.questions.haystacks import Essays
 from lightning_modules.tasks.questions.multi_document_qa import MultiDocumentQA, Query
 from lightning_modules.tasks.questions.question_answering import QuestionAnswering
-from lightning_modules.tasks.questions.task import Task
-from lightning_modules.tasks.questions.worded import SETTINGS, WordedTask
+from lightning_modules.tasks.questions.task import SETTINGS, Task, WordedTask
 from lightning_modules.utilities.user_modules import import_object
 
 SQUAD = "SQuAD's dev-v2.0.json (https://rajpurkar.github.io/SQuAD-explorer)"

@@ -5,8 +5,7 @@ from itertools import cycle, islice
 from typing import Any
 
 from lightning_modules.tasks.questions.haystacks import NOISE_SENTENCES, Drawn
-from lightning_modules.tasks.questions.task import Draft, Request, place
-from lightning_modules.tasks.questions.worded import Kind, WordedTask
+from lightning_modules.tasks.questions.task import Draft, Kind, Request, WordedTask, place
 from lightning_modules.tasks.questions.words import NOUNS, key_word, uuid
 
 STARTS = 10_000  # sentences at which essays may begin, so that examples of equal length and depth differ

@@ -8,8 +8,7 @@ import numpy as np
 from scipy.special import zeta
 
 from lightning_modules.tasks.questions.haystacks import NOISE, Drawn
-from lightning_modules.tasks.questions.task import Draft, Request, Wording, most_units, place
-from lightning_modules.tasks.questions.worded import Kind, WordedTask
+from lightning_modules.tasks.questions.task import Draft, Kind, Request, WordedTask, Wording, most_units, place
 from lightning_modules.tasks.questions.words import ADJECTIVES, NOUNS, distinct, key_word, number, synthetic_words, uuid
 
 DRAW: dict[str, Callable[[random.Random], str]] = {"words": key_word, "numbers": number, "uuids": uuid}

@@ -5,10 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from uuid import UUID
 
-ADJECTIVES, NOUNS = (
-    tuple(Path(__file__).with_name(f"{kind}.txt").read_text(encoding="utf-8").split())
-    for kind in ("adjectives", "nouns")
-)
+_ADJECTIVES, _NOUNS = Path(__file__).with_name("words.txt").read_text(encoding="utf-8").split("\n\n")
+ADJECTIVES = tuple(_ADJECTIVES.split())
+NOUNS = tuple(_NOUNS.split())
 
 _ONSETS = ("b", "br", "c", "d", "dr", "f", "fl", "g", "gr", "h", "k", "l", "m", "n", "p", "pl", "r", "s", "st", "t")
 _RHYMES = ("a", "an", "ar", "e", "el", "en", "i", "in", "ir", "o", "ol", "on", "u", "um", "ux")

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.registry import find_tasks
-from lightning_modules.tasks.questions.worded import SETTINGS
+from lightning_modules.tasks.questions.task import SETTINGS
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 UUID = "[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"

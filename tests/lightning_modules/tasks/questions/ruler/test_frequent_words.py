@@ -6,7 +6,7 @@ import pytest
 
 from lightning_modules.tasks.questions.registry import find_tasks
 from lightning_modules.tasks.questions.ruler import repeat_by_rank
-from lightning_modules.tasks.questions.worded import SETTINGS
+from lightning_modules.tasks.questions.task import SETTINGS
 from tests.support import answerers
 
 
