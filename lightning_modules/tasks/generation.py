@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -16,6 +17,8 @@ from lightning_modules.models.context_extension.length_dependent import forget_e
 from lightning_modules.models.lockstep import lockstep
 from lightning_modules.models.optimizations import eval_mode, no_autocast_cache, uncompiled
 from lightning_modules.tasks.teacher_forcing import padded_rows
+
+_log = logging.getLogger(__name__)
 
 WINDOWED_CHUNK = 2048  # prefill chunk of models with sliding windows, whose mask has as many rows
 
@@ -62,6 +65,7 @@ def generate(
     ends = [*_find_end_tokens(backbone), *end_tokens]
     continuations: list[list[int]] = []
     with _only_end_tokens_configured(backbone), _forward_in_lockstep(backbone):
+        has_cache = _continues_from_cache(backbone)
         for number, prompt in enumerate(prompts):
             backbone.check_batch(padded_rows([prompt], backbone.device))
             config = GenerationConfig(
@@ -69,7 +73,7 @@ def generate(
                 max_new_tokens=limits[number],
                 eos_token_id=ends or None,
                 pad_token_id=ends[0] if ends else 0,
-                **_cache_options(backbone, len(prompt), lengths[number]),
+                **(_cache_options(backbone, len(prompt), lengths[number]) if has_cache else {"use_cache": False}),
             )
             digest = hashlib.sha256(repr((seed, list(prompt))).encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:7], "big"))
@@ -87,6 +91,39 @@ def generate(
             continuations.append(new)
             done(number, new)
     return continuations
+
+
+def _continues_from_cache(backbone: Backbone) -> bool:
+    """Return whether a model continues a text from its cache as from all tokens.
+
+    Models of transformers do. Code from elsewhere may ignore the cache, and would generate wrongly without an error.
+    """
+    model: Any = backbone.base_model
+    if type(model).__module__.startswith("transformers."):
+        return True
+    ids = torch.arange(min(8, backbone.vocabulary_size), device=backbone.device)[None]
+    second_logits = []
+    for use_cache in (True, False):
+        config = GenerationConfig(do_sample=False, max_new_tokens=2, use_cache=use_cache, pad_token_id=0)
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=config,
+            synced_gpus=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        second_logits.append(output.logits[1].double())
+    cached, expected = second_logits
+    # In half precision, rounding depends on the shapes; the error of an ignored cache is far larger.
+    tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.2
+    agrees = bool((cached - expected).abs().max() <= tolerance * expected.std().clamp(min=1e-6))
+    if not agrees:
+        _log.warning(
+            "`%s` ignores its key-value cache: every new token is computed from all preceding tokens.",
+            type(model).__name__,
+        )
+    return agrees
 
 
 def _cache_options(backbone: Backbone, prompt_length: int, length: int) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def _split_sequences(experiment: Experiment) -> Experiment | None:
         if gpus % size:
             continue
         try:
-            check_sequence_parallelism(experiment.config, size)
+            check_sequence_parallelism(experiment.config, size, experiment.attn_implementation)
         except ValueError:
             continue
         copies = not training.sharded

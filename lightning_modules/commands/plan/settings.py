@@ -51,6 +51,7 @@ class Experiment:
     max_steps: int | None = None  # None if the run is limited otherwise
     optimizer: str = "AdamW"
     precision: str = "bf16-mixed"
+    attn_implementation: str = "auto"
     curriculum: Curriculum | None = None
     notes: tuple[str, ...] = ()  # assumptions, and settings that the plan ignores
 
@@ -109,6 +110,7 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         max_steps=max(trainer.get("max_steps") or 0, 0) or None,
         optimizer=optimizer,
         precision=precision,
+        attn_implementation=loading.attn_implementation,
         curriculum=_read_curriculum(data.get("curriculum"), tokens),
         notes=tuple(notes),
     )

@@ -24,6 +24,11 @@ def connect() -> duckdb.DuckDBPyConnection:
     return database
 
 
+def quote(column: str) -> str:
+    """Return the name of a column as an SQL identifier."""
+    return '"' + column.replace('"', '""') + '"'
+
+
 def evaluate_sql(documents: duckdb.DuckDBPyRelation, expression: str, option: str) -> duckdb.DuckDBPyRelation:
     """Return a relation of the number of each document and the ``value`` of an SQL expression that the user wrote."""
     kind, wanted = _RESULTS[option]
@@ -58,7 +63,7 @@ def choose_documents(database: duckdb.DuckDBPyConnection, config: SelectConfig) 
         _keep(database, database.sql(firsts))
     if config.top is not None:
         # Of equal documents, the first ones; NaN counts as missing.
-        ranked = database.sql(f'SELECT "{NUMBER}", CAST("{config.rank_by}" AS DOUBLE) AS rank FROM {joined}')
+        ranked = database.sql(f'SELECT "{NUMBER}", CAST({quote(config.rank_by)} AS DOUBLE) AS rank FROM {joined}')
         ranked = ranked.filter("NOT isnan(rank)")
         count = int(config.top) if config.top > 1 else max(1, round(config.top * len(ranked)))
         _keep(database, ranked.order(f'rank DESC, "{NUMBER}"').limit(count))
@@ -122,7 +127,11 @@ def is_in_sample(
     next one would exceed ``tokens``. The random number of a document depends only on the seed, its file and its row.
     """
     weight = np.ones(len(documents)) if weights is None else weights
-    hashed = pd.util.hash_pandas_object(documents[["file", "row"]], index=False, hash_key=f"{seed % 10**16:016d}")
+    # Scores in several folders may be of files of equal names, and these documents must not be drawn together.
+    copy = documents.groupby(["file", "row"]).cumcount()
+    file = documents["file"].where(copy == 0, documents["file"] + " copy " + copy.astype(str))
+    places = pd.DataFrame({"file": file, "row": documents["row"]})
+    hashed = pd.util.hash_pandas_object(places, index=False, hash_key=f"{seed % 10**16:016d}")
     uniform = (hashed.to_numpy() >> np.uint64(11)) * 2.0**-53  # [0, 1)
     with np.errstate(divide="ignore"):
         arrival = -np.log1p(-uniform) / weight  # of a Poisson process with this rate

@@ -9,7 +9,7 @@ import duckdb
 import pandas as pd
 import pyarrow
 
-from lightning_modules.commands.select.choice import TEXT_HASH, choose_documents, connect, evaluate_sql
+from lightning_modules.commands.select.choice import TEXT_HASH, choose_documents, connect, evaluate_sql, quote
 from lightning_modules.commands.select.config import SelectConfig
 from lightning_modules.commands.select.output import write_documents, write_keys
 from lightning_modules.commands.select.rows import NUMBER, ScoreRows
@@ -120,7 +120,7 @@ def _check_columns(rows: ScoreRows, config: SelectConfig) -> list[str]:
 def report(database: duckdb.DuckDBPyConnection, config: SelectConfig) -> str:
     """Format the tables of `longce select`: counts and means by source, quantiles, and the context ladder."""
     columns = database.table("documents").columns
-    source = f"""coalesce(CAST("{config.by}" AS VARCHAR), '-')"""
+    source = f"coalesce(CAST({quote(config.by)} AS VARCHAR), '-')"
     if config.by == FOLDER:
         source = "coalesce(nullif(regexp_replace(file, '/?[^/]*$', ''), ''), '.')"
     is_chosen = f'"{NUMBER}" IN (SELECT "{NUMBER}" FROM chosen)'
@@ -142,10 +142,11 @@ def report(database: duckdb.DuckDBPyConnection, config: SelectConfig) -> str:
     if ranked:
         probabilities = list(QUANTILES)
         # NaN counts as missing, and so does the text in a column of another program.
-        numbers = chosen.project(", ".join(f'TRY_CAST("{name}" AS DOUBLE) AS "{name}"' for name in ranked))
+        numbers = chosen.project(", ".join(f"TRY_CAST({quote(name)} AS DOUBLE) AS {quote(name)}" for name in ranked))
         quantiles = numbers.aggregate(
             ", ".join(
-                f'quantile_cont("{name}", {probabilities}) FILTER (NOT isnan("{name}")) AS "{name}"' for name in ranked
+                f"quantile_cont({name}, {probabilities}) FILTER (NOT isnan({name})) AS {name}"
+                for name in map(quote, ranked)
             )
         )
         values = dict(zip(quantiles.columns, quantiles.fetchall()[0], strict=True))
@@ -171,8 +172,8 @@ def _by_source(database: duckdb.DuckDBPyConnection, counts: Mapping[str, str], m
     """Return SQL aggregates and means of the chosen documents by source, and of all sources in the last row."""
     aggregates = [f'{sql} AS "{name}"' for name, sql in counts.items()]
     for name in means:
-        number = f'TRY_CAST("{name}" AS DOUBLE)'
-        aggregates.append(f'avg({number}) FILTER ("is chosen" AND NOT isnan({number})) AS "{name}"')
+        number = f"TRY_CAST({quote(name)} AS DOUBLE)"
+        aggregates.append(f'avg({number}) FILTER ("is chosen" AND NOT isnan({number})) AS {quote(name)}')
     table = database.sql(
         f"""SELECT coalesce("its source", 'all') AS source, {", ".join(aggregates)} FROM with_source
         GROUP BY GROUPING SETS (("its source"), ())

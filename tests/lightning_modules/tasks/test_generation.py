@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
@@ -121,6 +121,22 @@ def test_adapters_are_used_and_training_state_is_restored():
     assert torch.equal(state, torch.get_rng_state())
     assert modes == [module.training for module in backbone.modules()]
     assert all(parameter.grad is None for parameter in backbone.parameters())
+
+
+class IgnoresCache(LlamaForCausalLM):
+    """A model of code from elsewhere, which takes a cache and reads only the tokens that are new."""
+
+    def forward(self, input_ids, *_, past_key_values=None, position_ids=None, attention_mask=None, **options):
+        output = super().forward(input_ids, use_cache=False)
+        output.past_key_values = past_key_values
+        return output
+
+
+def test_a_model_that_ignores_its_cache_is_continued_without_one(caplog):
+    model = IgnoresCache(tiny_config("llama", max_position_embeddings=64, eos_token_id=None)).double().eval()
+    found = generate(Backbone(model), prompts(), LIMITS)
+    assert found == [recompute(model, *each) for each in zip(prompts(), LIMITS, strict=True)]
+    assert "IgnoresCache" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,13 @@ def test_the_first_combination_that_fits(llamas, memory, settings, gpus):
 
 
 @pytest.mark.slow
+def test_sequences_are_not_split_with_attention_that_cannot_be(llamas):
+    run = experiment(llamas["llama-3.1-8b"], dtype=torch.bfloat16, autocast=None, gpus=1)
+    found = find_fitting(replace(run, attn_implementation="flash_attention_2"), GPUS["H200"]._replace(memory=20))
+    assert not any(name.startswith("Ulysses") for name in found["settings"])
+
+
+@pytest.mark.slow
 def test_the_cheaper_run_costs_less(plan, paper):
     layers = [[], ["-c", str(CONFIGS / "experiments/cheaper_longce.yaml")]]
     shipped, cheaper = (plan(*paper[:4], *layer, *paper[4:], "--gpu", "H200", "--gpus", "8")[0] for layer in layers)

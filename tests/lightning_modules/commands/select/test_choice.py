@@ -1,11 +1,14 @@
 """Weighted samples are drawn as often as their weights demand, by the seed alone."""
 
+import json
+
 import numpy as np
 import pandas as pd
 import pyarrow
 import pytest
 
 from lightning_modules.commands.select.choice import connect, is_in_sample, sampling_weights
+from lightning_modules.commands.select.command import select
 from lightning_modules.commands.select.rows import NUMBER
 
 
@@ -78,3 +81,18 @@ def test_weights_by_an_expression():
     ):
         with pytest.raises(ValueError, match=message):
             sampling_weights(table, expression)
+
+
+def test_files_of_equal_names_in_two_folders_are_drawn_independently():
+    table = pd.DataFrame({"file": "a.jsonl", "row": [*range(500), *range(500)]})
+    drawn = is_in_sample(table, None, count=500)
+    first, second = drawn[:500], drawn[500:]
+    assert 200 < (first == second).sum() < 300
+
+
+def test_a_column_may_have_quotes_in_its_name(tmp_path):
+    scores = pd.DataFrame({'the "best"': [1.0, 3.0, 2.0], "source": ["a", "b", "c"]})
+    scores.to_parquet(tmp_path / "scores.parquet")
+    output = tmp_path / "chosen.jsonl"
+    select(str(tmp_path), rank_by='the "best"', by='the "best"', top=2, output=str(output))
+    assert [json.loads(line)["source"] for line in output.read_text().splitlines()] == ["b", "c"]
