@@ -7,6 +7,7 @@ from lightning_modules.functional import (
     key_token_mask,
     long_short_difference,
     mutual_information,
+    scale_to_mean_one,
     soft_influence,
     threshold_weights,
     top_fraction_weights,
@@ -131,3 +132,23 @@ def test_weights_carry_no_gradient_of_either_context_and_keep_the_dtype(weigh):
 def test_weights_without_a_meaning_are_refused(weigh, settings, message):
     with pytest.raises(ValueError, match=message):
         weigh(torch.zeros(1), torch.zeros(1), **settings)
+
+
+def test_limits_of_settings_are_allowed():
+    long, short = torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -3.0])
+    assert threshold_weights(long, short, threshold=0.0).tolist() == [0.0, 1.0]
+    largest = torch.finfo(torch.float32).max
+    assert soft_influence(long, short, gamma=largest).tolist() == pytest.approx([1.0, math.e])
+
+
+def test_scaled_weights_of_each_sequence_have_a_mean_of_one_over_its_scored_tokens():
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(3, 40, generator=generator, dtype=torch.float64)
+    scored = torch.rand(3, 40, generator=generator) < 0.7
+    weights[2] *= ~scored[2]
+    found = scale_to_mean_one(weights, scored)
+    for row in range(2):
+        own = [float(weight) for weight, counts in zip(weights[row], scored[row], strict=True) if counts]
+        expected = [float(weight) * len(own) / sum(own) for weight in weights[row]]
+        assert found[row].tolist() == pytest.approx(expected, rel=1e-12)
+    assert found[2].tolist() == [1.0] * 40, "its scored tokens all have weight 0"
