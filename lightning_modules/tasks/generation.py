@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -19,6 +20,9 @@ from lightning_modules.models.optimizations import eval_mode, no_autocast_cache,
 from lightning_modules.tasks.teacher_forcing import padded_rows
 
 _log = logging.getLogger(__name__)
+
+_CONTINUES_FROM_CACHE: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
+"""Whether models whose code is from elsewhere use their cache."""
 
 WINDOWED_CHUNK = 2048  # prefill chunk of models with sliding windows, whose mask has as many rows
 
@@ -101,6 +105,8 @@ def _continues_from_cache(backbone: Backbone) -> bool:
     model: Any = backbone.base_model
     if type(model).__module__.startswith("transformers."):
         return True
+    if model in _CONTINUES_FROM_CACHE:
+        return _CONTINUES_FROM_CACHE[model]
     ids = torch.arange(min(8, backbone.vocabulary_size), device=backbone.device)[None]
     second_logits = []
     for use_cache in (True, False):
@@ -123,6 +129,7 @@ def _continues_from_cache(backbone: Backbone) -> bool:
             "`%s` ignores its key-value cache: every new token is computed from all preceding tokens.",
             type(model).__name__,
         )
+    _CONTINUES_FROM_CACHE[model] = agrees
     return agrees
 
 

@@ -136,7 +136,8 @@ def test_a_model_that_ignores_its_cache_is_continued_without_one(caplog):
     model = IgnoresCache(tiny_config("llama", max_position_embeddings=64, eos_token_id=None)).double().eval()
     found = generate(Backbone(model), prompts(), LIMITS)
     assert found == [recompute(model, *each) for each in zip(prompts(), LIMITS, strict=True)]
-    assert "IgnoresCache" in caplog.text
+    generate(Backbone(model), prompts(), LIMITS)
+    assert caplog.text.count("IgnoresCache") == 1
 
 
 @pytest.mark.parametrize(
