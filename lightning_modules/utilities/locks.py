@@ -62,11 +62,6 @@ class RunLock:
         self._folders = folders
         self._leases: list[SoftFileLease] = []
 
-    @property
-    def is_held(self) -> bool:
-        """Whether this process has locked the folders."""
-        return bool(self._leases)
-
     def begin(self, patience: float = LEASE + 30) -> None:
         """Lock the folders, in the first process of a run.
 
