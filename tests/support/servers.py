@@ -52,7 +52,7 @@ class StubServer(ThreadingHTTPServer):
         self.dialect, self.model, self.name, self.key = dialect, "a", "tiny", None
         self.owner, self.shift, self.limit = dialect, 0, 4096
         self.faults, self.fault, self.seen, self.delay = deque(), None, [], 0.0
-        self._connections, self.poison, self.closes = [], None, None
+        self._connections, self.poison = [], None
         self.backbone, self._one_at_a_time = backbone, threading.Lock()  # a model instead of the stub's values
         self.counts = Counter()
         super().__init__(("127.0.0.1", port), _Handler)
@@ -203,7 +203,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)
-        self.close_connection = self.close_connection or bool(self.server.closes)
 
     def trickle(self):
         """A reply of one byte at a time, each within the time for a read."""

@@ -1,21 +1,16 @@
 """What servers are asked, and how their answers are read; an answer that is not understood is refused."""
 
-import json
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import override
 
-LOWEST = -5000.0
+MIN_LOG_LIKELIHOOD = -5000.0
 """No model gives a token a log-likelihood below this, in nats; servers replace ``-inf`` by -9999."""
 
-HIGHEST = 1e-4
+MAX_LOG_LIKELIHOOD = 1e-4
 """Largest log-likelihood that rounding can cause, in nats."""
-
-_QUOTED = 300  # characters of an answer in a message
 
 
 class AnswerError(ValueError):
@@ -37,87 +32,49 @@ class Scores(NamedTuple):
     greedy: NDArray[np.int32]
 
 
-class Dialect(ABC):
-    """Protocol of one kind of server.
-
-    Attributes:
-        name: Name in settings, and the owner that the server reports for its models.
-        path: Where requests are sent.
-        field: Field of the answer that has the values.
-    """
-
-    name: str
-    path: str
-    field: str
-
-    @abstractmethod
-    def body(self, span: TokenSpan, model: str) -> dict[str, Any]:
-        """Return the JSON of the request for the scores of a span."""
-
-    @abstractmethod
-    def _find(self, span: TokenSpan, answer: Any) -> tuple[Iterable[Any], Iterable[int]]:
-        """Return the log-likelihoods and likeliest tokens; other answers may raise any error of their parsing."""
-
-    def read(self, span: TokenSpan, body: bytes) -> Scores:
-        """Return the scores of a span; raise an `AnswerError` if some are missing or impossible."""
-        try:
-            found, greedy = self._find(span, json.loads(body))
-            values = np.asarray([_read_number(value) for value in found], np.float32)
-            scores = Scores(values, np.asarray(list(greedy), np.int32))
-            _check_scores(span, scores)
-            return scores
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
-            raise AnswerError(
-                f"an answer without `{self.field}` of the prompt's tokens ({type(error).__name__}: {error}), which was"
-                f" {quote(body)}"
-            ) from None
-
-
-def _read_number(value: Any) -> float:
-    # `float` would also accept booleans and text.
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is not a number")
-    return float(value)
-
-
-class Vllm(Dialect):
+class Vllm:
     """vLLM's ``/v1/completions`` with ``prompt_logprobs``, which are the float32 log-softmax of each prompt token."""
 
-    name, path, field = "vllm", "/v1/completions", "prompt_logprobs"
+    path = "/v1/completions"
+    field = "prompt_logprobs"
 
-    @override
     def body(self, span: TokenSpan, model: str) -> dict[str, Any]:
-        # vLLM must generate a token; it is ignored.
-        settings = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": int(span.greedy > 0)}
-        return {"model": model, "prompt": span.ids.tolist(), **settings}
+        """Return the JSON of the request for the scores of a span."""
+        return {
+            "model": model,
+            "prompt": span.ids.tolist(),
+            "max_tokens": 1,  # vLLM must generate a token; it is ignored
+            "temperature": 0,
+            "prompt_logprobs": int(span.greedy > 0),
+        }
 
-    @override
-    def _find(self, span: TokenSpan, answer: Any) -> tuple[Iterable[Any], Iterable[int]]:
+    def find(self, span: TokenSpan, answer: Any) -> Scores:
+        """Return the scores in an answer; other answers may raise any error of their parsing."""
         (choice,) = answer["choices"]
         first, *entries = choice["prompt_logprobs"]
         if first is not None:
             raise ValueError("the first token has no context, so the values are shifted")
+        values = []
         # A token that is missing from its entry raises a KeyError: the values would belong to other tokens.
-        values = [entry[str(token)]["logprob"] for token, entry in zip(span.ids[1:], entries, strict=True)]
-        # Entries begin at token 1, as the values do.
-        greedy = [_likeliest_of_entry(entry) for entry in entries[len(entries) - span.greedy :]]
-        return values[span.scored_from - 1 :], greedy
+        for token, entry in zip(span.ids[1:], entries, strict=True):
+            values.append(entry[str(token)]["logprob"])
+        greedy = []
+        # An entry has the prompt's token, and the likeliest one if that is another.
+        for entry in entries[len(entries) - span.greedy :]:
+            if all(candidate["rank"] != 1 for candidate in entry.values()):
+                raise ValueError("no token has rank 1")
+            greedy.append(_find_greedy((candidate["logprob"], int(token)) for token, candidate in entry.items()))
+        return _make_scores(span, values[span.scored_from - 1 :], greedy)
 
 
-def _likeliest_of_entry(entry: dict[str, dict[str, Any]]) -> int:
-    """Return the likeliest token of vLLM's entry for one place, which has the prompt's token and maybe another."""
-    if all(each["rank"] != 1 for each in entry.values()):
-        raise ValueError("no token has rank 1")
-    return find_greedy((each["logprob"], int(token)) for token, each in entry.items())
-
-
-class Sglang(Dialect):
+class Sglang:
     """SGLang's ``/generate`` with ``return_logprob``, whose values begin one token after ``logprob_start_len``."""
 
-    name, path, field = "sglang", "/generate", "meta_info.input_token_logprobs"
+    path = "/generate"
+    field = "meta_info.input_token_logprobs"
 
-    @override
     def body(self, span: TokenSpan, model: str) -> dict[str, Any]:
+        """Return the JSON of the request for the scores of a span."""
         return {
             "input_ids": span.ids.tolist(),
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},
@@ -126,38 +83,38 @@ class Sglang(Dialect):
             "top_logprobs_num": int(span.greedy > 0),
         }
 
-    @override
-    def _find(self, span: TokenSpan, answer: Any) -> tuple[Iterable[Any], Iterable[int]]:
+    def find(self, span: TokenSpan, answer: Any) -> Scores:
+        """Return the scores in an answer; other answers may raise any error of their parsing."""
         pairs = [(value, token) for value, token, *_ in answer["meta_info"]["input_token_logprobs"]]
-        if [token for _, token in pairs] != span.ids[span.scored_from - 1 :].tolist() or pairs[0][0] is not None:
+        tokens = [token for _, token in pairs]
+        if tokens != span.ids[span.scored_from - 1 :].tolist() or pairs[0][0] is not None:
             raise ValueError("they belong to other tokens than those that were sent")
         greedy = []
         if span.greedy:
             tops = answer["meta_info"]["input_top_logprobs"][-span.greedy :]
             for own, top in zip(pairs[-span.greedy :], tops, strict=True):
-                greedy.append(find_greedy([own, (top[0][0], top[0][1])]))
-        return [value for value, _ in pairs[1:]], greedy
+                greedy.append(_find_greedy([own, (top[0][0], top[0][1])]))
+        return _make_scores(span, [value for value, _ in pairs[1:]], greedy)
 
 
-def find_greedy(candidates: Iterable[tuple[float, int]]) -> int:
+DIALECTS: dict[str, Vllm | Sglang] = {"vllm": Vllm(), "sglang": Sglang()}
+"""Protocols by their name in settings, which is also the owner that the server reports for its models."""
+
+
+def _find_greedy(candidates: Iterable[tuple[float, int]]) -> int:
     """Return the likeliest token of pairs of log-likelihood and id; of equally likely ones the first, like argmax."""
     # Pairs of the negative value and the id sort as argmax chooses.
     return min((-value, token) for value, token in candidates)[1]
 
 
-DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (Vllm(), Sglang())}
-
-
-def _check_scores(span: TokenSpan, scores: Scores) -> None:
-    """Raise a ``ValueError`` if scores of a span are missing or impossible."""
-    values, count = scores.log_likelihood, len(span.ids) - span.scored_from
-    if (len(values), len(scores.greedy)) != (count, span.greedy) or (scores.greedy < 0).any():
-        raise ValueError(f"{len(values)} values for {count} tokens, {len(scores.greedy)} greedy for {span.greedy}")
-    wrong = ~((values <= HIGHEST) & (values >= LOWEST))  # NaN compares as false
-    if wrong.any():
-        raise ValueError(f"{values[int(wrong.argmax())]} is not a log-likelihood")
-
-
-def quote(body: bytes) -> str:
-    """Return the beginning of an answer for a message."""
-    return repr(body[:_QUOTED].decode("utf-8", errors="replace"))
+def _make_scores(span: TokenSpan, values: Sequence[Any], greedy: Sequence[int]) -> Scores:
+    """Return scores of a span; raise an error if they are missing, are not numbers, or are impossible."""
+    scores = Scores(np.asarray(values, np.float32), np.asarray(greedy, np.int32))
+    count = len(span.ids) - span.scored_from
+    if len(values) != count or len(greedy) != span.greedy or (scores.greedy < 0).any():
+        raise ValueError(f"{len(values)} values for {count} tokens, {len(greedy)} greedy for {span.greedy}")
+    # NaN compares as false.
+    is_possible = (scores.log_likelihood <= MAX_LOG_LIKELIHOOD) & (scores.log_likelihood >= MIN_LOG_LIKELIHOOD)
+    if not is_possible.all():
+        raise ValueError(f"{values[int(is_possible.argmin())]} is not a log-likelihood")
+    return scores

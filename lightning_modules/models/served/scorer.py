@@ -3,12 +3,10 @@
 import asyncio
 import functools
 import os
-import random
 import threading
-import time
 from collections.abc import Coroutine, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,9 +16,7 @@ from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.models.loading.config import ModelConfig, ServerConfig
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.served.dialects import Scores, TokenSpan
-
-if TYPE_CHECKING:
-    from lightning_modules.models.served.endpoint import Endpoint
+from lightning_modules.models.served.endpoint import Endpoint
 
 Result = TypeVar("Result")
 
@@ -45,12 +41,9 @@ class RemoteScorer(Scorer):
 
     def __init__(self, addresses: Sequence[str], config: ServerConfig) -> None:
         super().__init__()
-        from lightning_modules.models.served.endpoint import Endpoint  # needs httpx2, which old huggingface_hubs lack
-
-        addresses = [address.strip().rstrip("/") for address in addresses]
-        # A fork would inherit the sockets, and mix its requests with those of its parent.
-        self._config, self._process = config, os.getpid()
-        self._endpoints = [Endpoint(address, config) for address in addresses]
+        self._config = config
+        self._process = os.getpid()
+        self._endpoints = [Endpoint(address.strip().rstrip("/"), config) for address in addresses]
         try:
             self._run(self._connect())
         except BaseException:
@@ -70,7 +63,8 @@ class RemoteScorer(Scorer):
             IncompleteError: If a server does not answer for `ServerConfig.patience` seconds.
             ValueError: If a server has another model than before, or does not accept the key.
         """
-        ids, scored = batch["input_ids"].cpu(), batch["labels"].ne(IGNORE_INDEX).cpu()
+        ids = batch["input_ids"].cpu()
+        scored = batch["labels"].ne(IGNORE_INDEX).cpu()
         found: list[tuple[int, int, int]] = []
         spans: list[TokenSpan] = []
         for row, boundaries in enumerate(batch["document_boundaries"]):
@@ -79,13 +73,15 @@ class RemoteScorer(Scorer):
                 if len(wanted) == 0:
                     continue
                 # Tokens after the last scored one need not be sent.
-                first, last = start + int(wanted[0]), start + int(wanted[-1]) + 1
+                first = start + int(wanted[0])
+                last = start + int(wanted[-1]) + 1
                 self.check_length(last - start)
                 tokens = ids[row, start:last].numpy().astype(np.int32)
                 greedy = last - max(first, places[row].start) if places[row].stop == last else 0
                 found.append((row, first, last))
                 spans.append(TokenSpan(tokens, first - start, greedy))
-        values, greedy = torch.zeros(scored.shape), torch.zeros_like(ids)
+        values = torch.zeros(scored.shape)
+        greedy = torch.zeros_like(ids)
         for (row, first, last), answer in zip(found, self._run(self._score(spans)), strict=True):
             values[row, first:last] = torch.tensor(answer.log_likelihood)
             greedy[row, last - len(answer.greedy) : last] = torch.tensor(answer.greedy)
@@ -118,15 +114,15 @@ class RemoteScorer(Scorer):
 
     def report(self) -> str:
         """Return how much each server has scored, as text."""
-        lines = [
-            f"{each.address}: {each.requests:,} requests, {each.tokens:,} tokens, {each.repeated:,} requests repeated"
-            for each in self._endpoints
-        ]
+        lines = []
+        for server in self._endpoints:
+            answered = f"{server.requests:,} requests, {server.tokens:,} tokens"
+            lines.append(f"{server.address}: {answered}, {server.repeated:,} requests repeated")
         return "\n".join(lines)
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run work in the loop's thread; a failure or Ctrl-C cancels what has not finished."""
-        if self._process != os.getpid():
+        if self._process != os.getpid():  # a fork would mix its requests with those of its parent on the same sockets
             raise RuntimeError("A forked process cannot share the connections of its parent: connect in the fork.")
         future = asyncio.run_coroutine_threadsafe(work, _event_loop(os.getpid()))
         try:
@@ -152,26 +148,24 @@ class RemoteScorer(Scorer):
         await asyncio.gather(*(endpoint.close() for endpoint in self._endpoints))
 
     async def _verify(self) -> None:
-        await asyncio.gather(*(endpoint.verify_patiently() for endpoint in self._endpoints))
+        await asyncio.gather(*(endpoint.verify() for endpoint in self._endpoints))
 
     async def _score(self, spans: Sequence[TokenSpan]) -> list[Scores]:
-        """Return the log-likelihoods of spans in their order; the longest are scored first, so that none is last."""
+        """Return the scores of spans in their order; the longest are scored first, so that none is last."""
         answers: dict[int, Scores] = {}
         longest_first = sorted(range(len(spans)), key=lambda index: -len(spans[index].ids))
-        # One iterator for all tasks: each takes the next span when it has finished one.
+        # One iterator for all tasks of all servers: each takes the next span when it has finished one.
         waiting = iter(longest_first)
 
-        async def work(endpoint: "Endpoint") -> None:
-            for index in waiting:  # which all servers share
+        async def work(endpoint: Endpoint) -> None:
+            for index in waiting:
                 answers[index] = await endpoint.score(spans[index])
 
         async with asyncio.TaskGroup() as group:
-            for endpoint in self._endpoints:
-                endpoint.last_answer = time.monotonic()
             for _ in range(min(self._config.concurrency, len(spans))):
-                # The first ones take the longest spans: not always those of the same server.
-                for endpoint in random.sample(self._endpoints, len(self._endpoints)):
+                for endpoint in self._endpoints:
                     group.create_task(work(endpoint))
+        await self._verify()  # a server may have been restarted with another model in the meantime
         return [answers[index] for index in range(len(spans))]
 
 
