@@ -58,4 +58,6 @@ class PartCLI(LongceCLI):
 
     def make(self, name: str) -> Any:
         """Instantiate only the ``model`` or only the ``data`` of the config."""
-        return self.parser.instantiate(jsonargparse.Namespace({name: self.config[name].clone()}))[name]
+        part = jsonargparse.Namespace({name: self.config[name].clone()})
+        # The settings of a model without a class are a group, which would be instantiated even if it is missing.
+        return self.parser.instantiate(part, instantiate_groups=name == "model")[name]
