@@ -51,6 +51,8 @@ def add_table_options(parser: Any) -> None:
         parser.add_argument(f"--{name}", nargs=count, type=str, help=text)
     run = "Train the models of the table and export them, do not print how."
     parser.add_argument("--run", action="store_true", help=run)
-    options = 'Further options of longce fit for each training, such as "-c configs/strategies/fsdp.yaml".'
+    options = (
+        'Further options of longce fit for each training, such as --fit_options="-c configs/strategies/fsdp.yaml".'
+    )
     parser.add_argument("--fit_options", type=str, default="", help=options)
     parser.add_class_arguments(MeasureOptions, skip=FIXED)

@@ -1,7 +1,6 @@
 """Error reports: what went wrong and how to fix it, or the traceback of an unexpected error."""
 
 import difflib
-import inspect
 import os
 import pydoc
 import re
@@ -23,12 +22,17 @@ _NOISE = (
 )
 """Lines of jsonargparse's errors that repeat the value, or list what else it could have been."""
 
+_NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$|-\.?inf(inity)?$", re.IGNORECASE)
+_SIMILARITY = 0.7
+"""Similarity of an unknown name to a known one from which it is a misspelling."""
+
 
 class ConciseParser(jsonargparse.ArgumentParser):
     """Parser whose errors are one line: the unknown name, its config file and the nearest name, but no usage."""
 
     def __init__(self, *arguments: Any, allow_abbrev: bool = False, **settings: Any) -> None:
         super().__init__(*arguments, allow_abbrev=allow_abbrev, **settings)
+        self._negative_number_matcher = _NEGATIVE_NUMBER  # argparse would take -inf and -1e3 for options
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -47,42 +51,31 @@ class ConciseParser(jsonargparse.ArgumentParser):
         """Return an error for an unknown option, key, parameter or class, or None if the message is another one."""
         if found := re.search(r"dot import path string: (\w+)", message):
             modules = ("datamodules", "callbacks", "lightning_modules.objectives")
-            paths = {name: f"{module}.{name}" for module in modules for name in _list_classes(module)}
-            near = difflib.get_close_matches(found[1], paths, n=1)
-            hint = f"Did you mean `{paths[near[0]]}`?" if near else "Write it with its module."
+            paths = [f"{module}.{name}" for module in modules for name in _list_classes(module)]
+            near = find_nearest(found[1], paths)
+            hint = f"Did you mean `{near}`?" if near else "Write it with its module."
             return f"{find_in_configs(self.args, found[1])}unknown class `{found[1]}`. {hint}"
         if found := re.search(r"([\w.]+) is abstract", message):
-            return f"{find_in_configs(self.args, found[1])}{_describe_abstract(found[1])}"
+            kind: Any = pydoc.locate(found[1])
+            methods = ", ".join(f"`{name}`" for name in sorted(kind.__abstractmethods__))
+            return f"{find_in_configs(self.args, found[1])}`{found[1]}` must define {methods}."
         for pattern, list_known in (
             (r"class_path '(?P<owner>[\w.]+)':\s+Option '(?P<name>[\w.]+)'", _list_parameters),
             (r"Option '(?P<name>[\w.]+)' is not .*Namespace\(class_path='(?P<owner>[\w.]+)'", _list_parameters),
             (r"module '(?P<owner>[\w.]+)' has no attribute '(?P<name>\w+)'", _list_classes),
-            (r"(?P<owner>)unrecognized arguments: --(?P<name>[\w.]+)", lambda _: _list_options(self)),
-            (r"(?P<owner>)ption '(?P<name>[\w.]+)'( is not accepted|$)", lambda _: _list_options(self)),
         ):
             if found := re.search(pattern, message):
                 owner, name = found["owner"], found["name"]
-                place = find_in_configs(self.args, name)
-                dashes = "" if owner or place else "--"
-                what = f"`{owner}` has no" if owner else "unknown option"
-                hint = suggest_nearest(name, list_known(owner), dashes)
-                if owner and Path(owner, f"{name}.py").is_file():
+                hint = suggest_nearest(name, list_known(owner))
+                if Path(owner, f"{name}.py").is_file():
                     hint = f" Your folder '{owner}' has the name of a package of longce: rename it."
-                return f"{place}{what} `{dashes}{name}`.{hint}"
+                return f"{find_in_configs(self.args, name)}`{owner}` has no `{name}`.{hint}"
+        if found := re.search(r"unrecognized arguments: --([\w.]+)|ption '([\w.]+)'( is not accepted|$)", message):
+            name = found[1] or found[2]
+            place = find_in_configs(self.args, name)
+            dashes = "" if place else "--"
+            return f"{place}unknown option `{dashes}{name}`.{suggest_nearest(name, _list_options(self), dashes)}"
         return None
-
-
-def _describe_abstract(class_path: str) -> str:
-    """Return which methods a class must define, each with the nearest name that it defines instead."""
-    kind: Any = pydoc.locate(class_path)
-    own = [name for name, value in vars(kind).items() if inspect.isfunction(value) and not name.startswith("__")]
-    sentences = []
-    for name in sorted(kind.__abstractmethods__):
-        near = difflib.get_close_matches(name, own, n=1)
-        rename = f" It defines `{near[0]}`: rename it to `{name}`." if near else ""
-        parameters = ", ".join(inspect.signature(getattr(kind, name)).parameters)
-        sentences.append(f"`{class_path}` must define the method `{name}({parameters})`.{rename}")
-    return " ".join(sentences)
 
 
 def _drop_noise(message: str) -> str:
@@ -91,14 +84,20 @@ def _drop_noise(message: str) -> str:
     return " ".join([line.removeprefix("- ") for line in lines if not re.match(_NOISE, line)] or lines)
 
 
+def find_nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name with the most similar last part, or None if none is similar enough."""
+    by_last_part: dict[str, list[str]] = {}
+    for each in sorted(known):
+        by_last_part.setdefault(each.rpartition(".")[2], []).append(each)
+    near = difflib.get_close_matches(name.rpartition(".")[2], by_last_part, n=1, cutoff=_SIMILARITY)
+    return difflib.get_close_matches(name, by_last_part[near[0]], n=1, cutoff=0)[0] if near else None
+
+
 def suggest_nearest(name: str, known: Iterable[str], dashes: str = "") -> str:
-    """Return a hint for an unknown name: the most similar known one with its last part, or at all, or a few names."""
+    """Return a hint for an unknown name: the nearest known one, or all names if they are few."""
     names = sorted(known)
-    alike = [each for each in names if each.rpartition(".")[2] == name.rpartition(".")[2]]
-    near = difflib.get_close_matches(name, alike, n=1, cutoff=0)
-    near = near or difflib.get_close_matches(name, names, n=1, cutoff=0.61)
-    if near:
-        return f" Did you mean `{dashes}{near[0]}`?"
+    if near := find_nearest(name, names):
+        return f" Did you mean `{dashes}{near}`?"
     return f" Known: {', '.join(names)}." if len(names) <= 30 else " `longce COMMAND --help` lists the options."
 
 
@@ -109,11 +108,11 @@ def stop_with_usage(message: str) -> NoReturn:
 
 def _list_options(parser: jsonargparse.ArgumentParser) -> set[str]:
     """Return the names of all options of a parser and of its subcommands, also of the classes in its defaults."""
-    names = {option.removeprefix("--") for action in parser._actions for option in action.option_strings}
+    names = set()
     for action in parser._actions:
+        names |= {option[2:] for option in action.option_strings if option.startswith("--")}
         with suppress(TypeError, KeyError):  # only a class has a path
             names |= {f"{action.dest}.{name}" for name in _list_parameters(action.default["class_path"])}
-    for action in parser._actions:
         for subparser in getattr(action, "_name_parser_map", {}).values():
             names |= _list_options(subparser)
     return names
@@ -155,21 +154,28 @@ def stop_with(error: Exception) -> NoReturn:
     # Compare by name: the classes of Lightning and torch may not be imported yet.
     kinds = {kind.__name__ for kind in type(error).__mro__}
     # A ConnectionError is an OSError, but caused by another process and not by the user.
-    if isinstance(error, ValueError | OSError | FloatingPointError) and not isinstance(error, ConnectionError):
-        _exit_with_message(error, status=2)
-    if "MisconfigurationException" in kinds:
+    is_user_error = isinstance(error, ValueError | OSError | FloatingPointError)
+    if (is_user_error and not isinstance(error, ConnectionError)) or "MisconfigurationException" in kinds:
         _exit_with_message(error, status=2)
     if isinstance(error, IncompleteError):
         _exit_with_message(error, status=1)
-    if isinstance(error, MemoryError) or "OutOfMemoryError" in kinds:
-        error.add_note("Memory is insufficient: `longce plan` estimates what these settings need.")
-        _exit_with_message(error, status=1)
-    if re.search("DataLoader worker .* killed", str(error)):
-        error.add_note("A process that loads data was killed, probably because memory ran out: lower `num_workers`.")
-        _exit_with_message(error, status=1)
-    if re.search("Connection (closed|reset) by peer|gloo|NCCL", str(error)):
-        error.add_note("Another process of the run has ended or does not respond: see its output.")
-        _exit_with_message(error, status=1)
+    for is_cause, remedy in (
+        (
+            kinds & {"MemoryError", "OutOfMemoryError"},
+            "Memory is insufficient: `longce plan` estimates what is needed.",
+        ),
+        (
+            re.search("DataLoader worker .* killed", str(error)),
+            "A process that loads data was killed, probably because memory ran out: lower `num_workers`.",
+        ),
+        (
+            re.search("Connection (closed|reset) by peer|gloo|NCCL", str(error)),
+            "Another process of the run has ended or does not respond: see its output.",
+        ),
+    ):
+        if is_cause:
+            error.add_note(remedy)
+            _exit_with_message(error, status=1)
     error.add_note(
         "This error is unexpected: the last lines of the traceback name the file. If it is one of longce, please report"
         " it with the command and its configs."

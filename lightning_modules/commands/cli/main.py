@@ -60,12 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run_command(arguments: list[str]) -> None:
     import jsonargparse
 
-    from lightning_modules.commands.cli.config_files import (
-        check_config_files,
-        find_packaged_configs,
-        join_values,
-        use_checked_yaml,
-    )
+    from lightning_modules.commands.cli.config_files import find_packaged_configs, read_configs, use_checked_yaml
     from lightning_modules.commands.cli.early_keys import check_keys
     from lightning_modules.commands.cli.errors import stop_with, stop_with_usage, suggest_nearest
     from lightning_modules.commands.cli.hub import configure_hub
@@ -81,19 +76,19 @@ def _run_command(arguments: list[str]) -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write(USAGE + "\n")
         sys.exit(0 if arguments else 2)
-    if arguments[0] not in COMMANDS and not arguments[0].startswith("-"):
+    if arguments[0] not in COMMANDS:
         stop_with_usage(f"unknown command `{arguments[0]}`.{suggest_nearest(arguments[0], COMMANDS)}")
     try:
         use_checked_yaml()
         # Even an empty list makes jsonargparse enforce its own (`os`, `subprocess`, ..), as its version 5 always does.
         jsonargparse.set_parsing_settings(import_path_denylist=[])
-        arguments = find_packaged_configs(join_values(arguments))
-        check_config_files(arguments)
-        if COMMANDS.get(arguments[0]) is run_experiment:
+        arguments = find_packaged_configs(arguments)
+        read_configs(arguments)  # an error names the file
+        if COMMANDS[arguments[0]] is run_experiment:
             check_keys(arguments)
         configure_hub()
         with user_modules():
-            COMMANDS.get(arguments[0], run_experiment)(arguments)
+            COMMANDS[arguments[0]](arguments)
     except Exception as error:
         stop_with(error)
 

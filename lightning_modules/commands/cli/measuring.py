@@ -1,9 +1,8 @@
 """Commands that measure models and compare results. Each parses its arguments first, and imports torch only to work."""
 
-import importlib
-import re
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ from lightning_modules.commands.cli.errors import ConciseParser
 from lightning_modules.scoring.config import ScoreConfig
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.utilities.text_files import check_output, read_text
+
+_FLAGS = ("--chat_template", "--fewshot_as_multiturn", "--log_samples")
 
 
 def score_command(arguments: Sequence[str]) -> None:
@@ -67,8 +68,9 @@ def read_row(file: str, row: int, text_column: str) -> tuple[str, str]:
         FileNotFoundError: If the file does not exist.
         ValueError: If the document does not exist or cannot be scored.
     """
-    datamodules = importlib.import_module("datamodules")  # this package may not import it statically
-    for ref, text in datamodules.DocumentCorpus(file, text_column=text_column).documents({Path(file).name: [row]}):
+    from datamodules import DocumentCorpus  # imports torch
+
+    for ref, text in DocumentCorpus(file, text_column=text_column).documents({Path(file).name: [row]}):
         if ref.error is not None or not text.strip():
             reason = (ref.error or "it is only white space").rstrip(".")
             raise ValueError(f"Row {row} of '{file}' cannot be scored: {reason}.")
@@ -115,15 +117,12 @@ def split_repeated(arguments: Sequence[str], option: str) -> tuple[list[str], li
 
 
 def _read_flags(arguments: Sequence[str]) -> list[str]:
-    """Return arguments in our spelling, given that of lm-evaluation-harness: flags without a value, several values."""
+    """Return arguments in our spelling, given that of lm-evaluation-harness, whose flags have no value."""
     words: list[str] = []
-    for word, after in zip(arguments, [*arguments[1:], "--"], strict=True):
-        word = re.sub("^--apply_chat_template(?==|$)", "--chat_template", word)
-        if words and words[-2:-1] == ["--gen_kwargs"] and not word.startswith("--"):
-            words[-1] += f",{word}"
-            continue
-        words.append(word)
-        if word in ("--chat_template", "--fewshot_as_multiturn", "--log_samples") and after.startswith("-"):
+    for word, following in pairwise([*arguments, "--"]):
+        option = word.replace("--apply_chat_template", "--chat_template")
+        words.append(option)
+        if option in _FLAGS and following.startswith("-"):
             words.append("true")
     return words
 

@@ -4,14 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jsonargparse
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
 from lightning_modules.commands.cli.experiment_options import accept_saved_config
 from lightning_modules.commands.cli.lightning_cli import LongceCLI
 from lightning_modules.commands.influence import InfluenceTrainer
-from lightning_modules.long_context_lm import LongContextLM
 
 
 class InfluenceCLI(LongceCLI):
@@ -19,11 +18,6 @@ class InfluenceCLI(LongceCLI):
 
     def __init__(self) -> None:
         super().__init__(trainer_class=InfluenceTrainer)
-
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """Return the one subcommand, and its arguments that are not options."""
-        return {"influence": {"model", "datamodule"}}
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -64,9 +58,6 @@ class PartCLI(LongceCLI):
 
     def make(self, name: str) -> Any:
         """Instantiate only the ``model`` or only the ``data`` of the config."""
-        parser = jsonargparse.ArgumentParser()
-        if name == "model" and not self._names_class:
-            parser.add_class_arguments(LongContextLM, name)
-        else:
-            parser.add_subclass_arguments(LightningModule if name == "model" else LightningDataModule, name)
-        return parser.instantiate(jsonargparse.Namespace({name: self.config[name]}))[name]
+        part = jsonargparse.Namespace({name: self.config[name].clone()})
+        # The settings of a model without a class are a group, which would be instantiated even if it is missing.
+        return self.parser.instantiate(part, instantiate_groups=name == "model")[name]

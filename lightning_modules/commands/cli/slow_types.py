@@ -56,32 +56,27 @@ def avoid_slow_settings(config: Any, words: Sequence[str]) -> None:
 def _find_packaged_source(name: str, words: Sequence[str]) -> str | None:
     """Return the name of the packaged config that sets an option, or None if the user or nobody does."""
     found = None
+    folder = CONFIGS.resolve()
     for option, value in list_options(words):
         if option in (f"--{name}", f"--{name.partition('.')[0]}"):
             found = None
         elif option in ("-c", "--config") and Path(value).is_file() and _sets(read_config(value), name):
-            is_packaged = Path(value).resolve().is_relative_to(CONFIGS.resolve())
-            found = f"configs/{Path(value).resolve().relative_to(CONFIGS.resolve())}" if is_packaged else None
+            file = Path(value).resolve()
+            found = str(file.relative_to(folder.parent)) if file.is_relative_to(folder) else None
     return found
 
 
-def _sets(config: Any, name: str) -> bool:
-    """Return whether a config sets an option, perhaps below the name of a command."""
+def _sets(config: dict[str, Any], name: str) -> bool:
+    """Return whether a config sets an option, as a nested or as a dotted key."""
     group, _, key = name.partition(".")
-    if not isinstance(config, dict):
-        return False
-    own = config.get(group)
-    is_set = name in config or (isinstance(own, dict) and (key in own or _sets(own, key)))
-    return is_set or any(_sets(part, name) for part in config.values() if isinstance(part, dict) and group in part)
+    section = config.get(group)
+    return name in config or (isinstance(section, dict) and _sets(section, key))
 
 
 def _runs_on_cpu(accelerator: Any) -> bool:
-    has_accelerator = CUDAAccelerator.is_available() or MPSAccelerator.is_available()
-    return (
-        isinstance(accelerator, CPUAccelerator)
-        or accelerator == "cpu"
-        or (accelerator in (None, "auto") and not has_accelerator)
-    )
+    if accelerator in (None, "auto"):
+        return not (CUDAAccelerator.is_available() or MPSAccelerator.is_available())
+    return accelerator == "cpu" or isinstance(accelerator, CPUAccelerator)
 
 
 def avoid_slow_weights(model: LongContextLM, trainer: Trainer) -> None:

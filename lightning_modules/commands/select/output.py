@@ -1,6 +1,5 @@
 """Write the keys or the documents that `longce select` has chosen."""
 
-import importlib
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -63,10 +62,10 @@ def write_documents(path: Path, chosen: pyarrow.Table, header: Mapping[str, Any]
 
 def _add_texts(chosen: pyarrow.Table, source: Mapping[str, Any]) -> Iterator[pyarrow.Table]:
     """Yield the chosen rows with the text of each document, some at a time."""
-    from lightning_modules.scoring.token_scores import text_sha256  # imports torch
+    from datamodules import DocumentCorpus  # these import torch
+    from lightning_modules.scoring.token_scores import text_sha256
 
-    datamodules = importlib.import_module("datamodules")  # this package may not import it statically
-    corpus = datamodules.DocumentCorpus(**source)
+    corpus = DocumentCorpus(**source)
     places = {}  # of each document in the table
     rows: dict[str, list[int]] = {}  # of each file
     for place, (file, row) in enumerate(zip(chosen["file"].to_pylist(), chosen["row"].to_pylist(), strict=True)):

@@ -83,7 +83,7 @@ def test_options_have_the_names_of_the_harness(model_dir, task_dir, tmp_path):
     AutoModelForCausalLM.from_pretrained(model_dir).save_pretrained(tmp_path / "model")
     words = ["evaluate", "--model", tmp_path / "model", "--include_path", task_dir, "--limit", 2, "--log_samples"]
     words += ["--apply_chat_template", "--system_instruction", "Be brief.", "--num_fewshot", 2, "--tasks", "answer"]
-    words += ["--gen_kwargs", "temperature=0.9", "top_k=20", "seed=3", "max_gen_toks=5", "--output"]
+    words += ["--gen_kwargs", "temperature=0.9,top_k=20,seed=3,max_gen_toks=5", "--output"]
 
     def ask(folder, *more):
         main([*map(str, [*words, tmp_path / folder]), *more])
