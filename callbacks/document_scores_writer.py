@@ -1,35 +1,39 @@
 """Write the scores of a corpus's documents to parquet shards while they are computed."""
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pyarrow
 from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from numpy.typing import NDArray
 from tqdm import tqdm
 from typing_extensions import override
 
 from callbacks.requirements import require_long_context_lm
-from lightning_modules.batch import PackedBatch
+from lightning_modules.batch import UNREADABLE, PackedBatch
 from lightning_modules.functional.influence import check_gamma, check_thresholds
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.loading.config import is_served
 from lightning_modules.models.loading.load import choose_attention, load_config
 from lightning_modules.models.scorer import Scorer
-from lightning_modules.scoring.corpus.failures import check_failures
-from lightning_modules.scoring.corpus.shards import SUCCESS, ExistingScores, ReadProgress, ScoreShards, check_settings
-from lightning_modules.scoring.corpus.table import ScoreTable, TokenType, count_rows, find_reserved_names
+from lightning_modules.scoring.corpus.failures import count_documents, report_failures
+from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards, check_settings
+from lightning_modules.scoring.corpus.table import ScoreTable, TokenType, find_reserved_names
 from lightning_modules.scoring.document_scorer import Failed
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.training.monitoring.progress import watch_batch
 from lightning_modules.training.preemption import uninterrupted
-from lightning_modules.utilities.collectives import gathered, patient_group
+from lightning_modules.utilities.collectives import fail_together, gathered, patient_group
 from lightning_modules.utilities.errors import IncompleteError
+from lightning_modules.utilities.files import remove_unfinished
 from lightning_modules.utilities.identity import content_hash
 from lightning_modules.utilities.locks import RunLock
 from lightning_modules.utilities.progress import progress_bar
@@ -78,35 +82,27 @@ class DocumentScoresWriter(Callback):
         self.shard_rows = shard_rows
         self.shard_minutes = shard_minutes
         self._settings: dict[str, Any] = {}
-        self._model: str | None = None  # hub id or folder, for commands
-        self._existing: ExistingScores | None = None
         self._lock: RunLock | None = None
         self._table: ScoreTable | None = None  # while documents are scored
+        self._unreadable: list[str] = []  # files of which this process could not read the rest, with reasons
         self._batch = ExitStack()  # has the bar of the current batch
-
-    def existing_scores(self) -> ExistingScores:
-        """Lock the folder against other runs, and return the scores of earlier ones."""
-        self.shards.folder.check_writable()
-        if self.shards.folder.local is not None:
-            self._lock = RunLock(self.shards.folder.local)
-            self._lock.begin()
-            self.shards.folder.remove_unfinished()  # left by killed runs: the lock excludes live ones
-        self._existing = self.shards.existing_scores()
-        return self._existing
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse settings that do not fit together, before the model is loaded."""
+        """Skip the documents of earlier runs, and refuse settings that do not fit them, before the model is loaded."""
         if stage != "predict":
             return
         corpus: Any = getattr(trainer, "datamodule", None)
-        if not (hasattr(corpus, "read_progress") and isinstance(pl_module, LongContextLM)):
+        if not (hasattr(corpus, "skip") and isinstance(pl_module, LongContextLM)):
             raise ValueError(
                 "`DocumentScoresWriter` needs the data module datamodules.DocumentCorpus, got"
                 f" {type(corpus).__name__}: set `data.class_path`."
             )
         self._corpus = corpus
-        self._model = pl_module.loading.pretrained_model_name_or_path
+        if clash := find_reserved_names(list(corpus.column_types)):  # in all processes
+            raise ValueError(
+                f"`data.columns` has {clash}, which are names of score columns: rename them in the corpus."
+            )
         self._settings = {
             **pl_module.scoring_settings(),
             **corpus.scoring_settings(),
@@ -116,33 +112,34 @@ class DocumentScoresWriter(Callback):
             **self.statistics,
             "per_token": self.per_token,
         }
-        refusal = trainer.strategy.broadcast(self._refusal_reason())
-        if refusal is not None:
-            self._release_lock()
-            raise ValueError(refusal)
-        if trainer.is_global_zero:
-            try:
-                self.shards.check_success()
-            except ValueError as error:  # a shard has changed since then; missing documents are scored again
-                rank_zero_warn(str(error))
-            self.shards.folder.remove(SUCCESS)
-        elif self.shards.folder.local is not None:
-            self._lock = RunLock(self.shards.folder.local)
-        if self._lock is not None:
+        rows = None
+        with fail_together(patient_group()):  # the first process may hash files for hours
+            if trainer.is_global_zero:
+                rows = self._open_folder()
+        if self.shards.local is not None and self._lock is None:
+            self._lock = RunLock(self.shards.local)
             self._lock.join(trainer.global_rank)
+        corpus.skip(trainer.strategy.broadcast(rows))
 
-    def _refusal_reason(self) -> str | None:
-        """Return why these documents cannot be scored into the folder, or None; only the first process knows."""
-        if clash := find_reserved_names(list(self._corpus.column_types)):
-            return f"`data.columns` has {clash}, which are names of score columns: rename them in the corpus."
-        if self._existing is None or not self._existing.settings:
-            return None
+    def _open_folder(self) -> dict[str, NDArray[np.int64]]:
+        """Lock the folder against other runs, and return the rows that earlier runs have scored."""
+        self.shards.check_writable()
+        if self.shards.local is not None:
+            self._lock = RunLock(self.shards.local)
+            self._lock.begin()
+            remove_unfinished(self.shards.local)  # left by killed runs: the lock excludes live ones
+        existing = self.shards.existing_scores()
+        if existing.settings:
+            check_settings(existing.settings, self._settings, self.shards)
+            self._corpus.check_unchanged(existing.versions)
+            count = sum(map(len, existing.rows.values()))
+            rank_zero_info(f"{self.shards} already has scores of {count:,} documents.")
         try:
-            check_settings(self._existing.settings, self._settings, self.shards.folder)
-        except ValueError as error:
-            return str(error)
-        rank_zero_info(f"{self.shards.folder} already has scores of {self._existing.counts['documents']:,} documents.")
-        return None
+            self.shards.check_success()
+        except ValueError as error:  # a shard has changed since then; missing documents are scored again
+            rank_zero_warn(str(error))
+        self.shards.remove_success()
+        return existing.rows
 
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -155,7 +152,8 @@ class DocumentScoresWriter(Callback):
         self._table = ScoreTable(self._corpus.column_types, contexts, per_token=self.per_token, **self.statistics)
         self._documents = self._tokens = 0  # in the shards of this process and run
         self._started = self._shard_begun = time.monotonic()
-        self._bar = progress_bar("Scoring", unit=" documents", total=self._corpus.expected(), scaled=False)
+        missing = self._corpus.stream.count_missing()
+        self._bar = progress_bar("Scoring", unit=" documents", total=missing, scaled=False)
         self._patient = patient_group()
 
     @override
@@ -176,7 +174,10 @@ class DocumentScoresWriter(Callback):
         for ref, scores in zip(batch["document_refs"], outputs, strict=False):
             self._table.add(ref, scores)
         for ref in batch["failed"]:
-            self._table.add(ref, Failed(str(ref.error)))
+            if ref.row == UNREADABLE:
+                self._unreadable.append(f"{ref.file}: {ref.error}")
+            else:
+                self._table.add(ref, Failed(str(ref.error)))
         # 2. Show the progress.
         rate = (self._tokens + self._table.tokens) / max(time.monotonic() - self._started, 1e-9)
         self._bar.set_postfix_str(f"{tqdm.format_sizeof(rate)} tokens/s", refresh=False)
@@ -193,9 +194,7 @@ class DocumentScoresWriter(Callback):
             header = {
                 "settings": self._settings,
                 "source": self._corpus.source_settings(),
-                "model": self._model,
                 "files": self._corpus.versions(table["file"].unique().to_pylist()),
-                "counts": count_rows(table),
             }
             self.shards.write(table, header, trainer.global_rank)
             self._documents += len(self._table)
@@ -212,55 +211,48 @@ class DocumentScoresWriter(Callback):
         if report := scorer.report():
             rank_zero_info(report)
         self._write_shard(trainer)
-        found = gathered(self._corpus.read_progress(), self._patient)
-        error = trainer.strategy.broadcast(self._write_success(found) if trainer.is_global_zero else None)
+        unreadable = sorted({reason for reasons in gathered(self._unreadable, self._patient) for reason in reasons})
+        with fail_together(self._patient):
+            if trainer.is_global_zero:
+                self._write_success(unreadable, complete=trainer.num_predict_batches == [math.inf])
         self._table = None
-        if error is not None:  # raised in all processes, so that none waits and all end with the same status
-            raise error
 
-    def _write_success(self, found: list[ReadProgress]) -> Exception | None:
-        """Write ``_SUCCESS.json`` with the counts of all documents, or return the error that prevents it.
-
-        ``found`` has the progress of each process. Only the first process calls this.
-        """
+    def _write_success(self, unreadable: Sequence[str], *, complete: bool) -> None:
+        """Write ``_SUCCESS.json`` with the counts of all documents, if all are done and few failed."""
         # 1. Every file must have been read to its end.
-        unreadable = sorted({reason for progress in found for reason in progress.unreadable})
         if unreadable:
-            return ValueError(
+            raise ValueError(
                 f"{len(unreadable)} file(s) or parts of files could not be read to the end; all other documents are"
                 f" done: {'; '.join(unreadable[:3])} -- Replace these files, delete the shards that have"
                 " them in the column `file`, and run the same command again."
             )
-        # 2. No source may have too many failed documents.
-        complete, allowed = all(progress.complete for progress in found), self._corpus.allowed_failures
-        try:
-            written = self.shards.existing_scores()
-            check_failures(self.shards, written.rows, self._corpus.source, allowed=allowed, complete=complete)
-        except (ValueError, OSError, IncompleteError) as error:
-            return error
+        # 2. No source may have too many failed documents. The empty table is for a run without any document.
+        assert self._table is not None
+        self.shards.existing_scores()  # each row must be there once
+        names = ["file", "row", "error", "tokens", "compared_tokens", "key_tokens"]
+        tables = [table for _, _, table in self.shards.read(names)]
+        scores = pyarrow.concat_tables([self._table.table().select(names), *tables])
+        allowed = self._corpus.allowed_failures
+        if report := report_failures(scores, self._corpus.source, allowed=allowed):
+            message = f"More documents failed than `data.allowed_failures` = {allowed:g} allows:\n{report}"
+            if complete:
+                raise IncompleteError(
+                    f"{message}\nAll scores are kept in {self.shards}, without {SUCCESS}. Correct these documents and"
+                    " score them into another folder, or accept the failures: run the same command with a larger"
+                    " `data.allowed_failures`, which scores nothing again."
+                )
+            rank_zero_warn(message)
         # 3. A run with `limit_predict_batches` is not an error, but incomplete.
         if not complete:
             rank_zero_info("Some documents are not scored yet: run the same command without a limit of batches.")
-            return None
-        # 4. The shards must have as many documents as all runs have written.
-        before = 0 if self._existing is None else sum(map(len, self._existing.rows.values()))
-        there, due = sum(map(len, written.rows.values())), before + sum(progress.documents for progress in found)
-        if there != due:
-            return ValueError(
-                f"{self.shards.folder} has {there:,} documents instead of {due:,}: another program may write there."
-            )
-        found_counts = {**written.counts, "repeated_keys": self._repeated_keys(), "shards": written.shards}
-        self.shards.write_success({**found_counts, "settings": self._settings})
-        rank_zero_info(_describe_counts(found_counts, str(self.shards.folder)))
-        return None
-
-    def _repeated_keys(self) -> int:
-        """Count the documents whose key is not unique; the default key, file and row, always is."""
-        if self._settings["key_column"] is None:
-            return 0
-        keys = [batch.column("key") for batch in self.shards.batches(["key"])]
-        times = pyarrow.chunked_array(keys, pyarrow.string()).value_counts().field("counts").to_numpy()
-        return int(times[times > 1].sum())
+            return
+        counts = count_documents(scores)
+        self.shards.write_success({**counts, "shards": len(tables), "settings": self._settings})
+        rank_zero_info(
+            f"{counts['documents']:,} documents with {counts['tokens']:,} tokens in {self.shards}:"
+            f" {counts['failed']:,} failed and {counts['left_out']:,} left out (column `error`),"
+            f" {counts['too_short']:,} too short to have a short context."
+        )
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -294,12 +286,3 @@ def _find_attention(trainer: Trainer, module: LongContextLM) -> str:
     half = trainer.precision not in ("32-true", "64-true")
     device = trainer.strategy.root_device
     return choose_attention(module.loading, load_config(module.loading), device=device, autocast=half)
-
-
-def _describe_counts(found: dict[str, int], place: str) -> str:
-    repeated = f" {found['repeated_keys']:,} documents have keys that are not unique." if found["repeated_keys"] else ""
-    return (
-        f"{found.get('documents', 0):,} documents with {found.get('tokens', 0):,} tokens in {place}:"
-        f" {found.get('failed', 0):,} failed and {found.get('left_out', 0):,} left out (column `error`),"
-        f" {found.get('too_short', 0):,} too short to have a short context.{repeated}"
-    )

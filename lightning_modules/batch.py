@@ -14,6 +14,9 @@ IGNORE_INDEX = -100
 
 BoolArray = NDArray[np.bool_]
 
+UNREADABLE = -1
+"""Row of a `DocumentRef` that reports the rest of a file, which cannot be read."""
+
 MAX_SEQUENCE_LENGTH = 2**27
 """Length in tokens that no sequence reaches: a thousand times what is trained on today."""
 
@@ -49,7 +52,7 @@ class PackedBatch(TypedDict):
         influence: ``[B, T]`` float32 token weights that were computed in advance (training with stored weights only).
         document_refs: For each sequence the source of its only document, and nothing for a dummy sequence that keeps
             processes in lockstep (documents of a corpus only).
-        failed: Documents of the corpus that belong in this batch but could not be read or tokenized.
+        failed: Documents of the corpus that could not be read or tokenized, and files with the row `UNREADABLE`.
         scored: ``[B, T]`` bool, whether ``labels`` are scored. A batch gets it when it is moved to an accelerator,
             because a forward pass would have to wait for the labels otherwise; an array, because Lightning, DDP and
             FSDP2 would move a tensor as well. Remove it if you change ``labels`` on an accelerator.

@@ -1,10 +1,9 @@
 """Data module of `longce predict`: a corpus whose documents are scored one by one."""
 
-import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
-from pathlib import PurePosixPath
+from functools import cached_property, partial
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import numpy as np
@@ -16,21 +15,18 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
-from datamodules.corpus.files import CorpusColumns, CorpusFiles, find_corpus, is_text
-from datamodules.corpus.preview import preview_corpus
-from datamodules.corpus.stream import CorpusLoader, CorpusRows, CorpusStream
+from datamodules.corpus.files import CorpusColumns, find_corpus, is_text
+from datamodules.corpus.stream import CorpusLoader, CorpusStream, tokenize_document
 from datamodules.packing.loader import worker_options
+from datamodules.sources.locations import file_identities
 from lightning_modules.batch import DocumentRef
 from lightning_modules.functional.checks import MAX_PROCESSES, check_count
 from lightning_modules.models.loading.config import is_served
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
-from lightning_modules.scoring.corpus.shards import ReadProgress
-from lightning_modules.scoring.token_scores import FIRST_WORDS
-from lightning_modules.utilities.collectives import gathered, patient_group
+from lightning_modules.utilities.collectives import fail_together
+from lightning_modules.utilities.identity import file_state
 
 _NAMED_FILES = 3  # at most, in a message
-
-_log = logging.getLogger(__name__)
 
 
 class DocumentCorpus(LightningDataModule):
@@ -61,7 +57,7 @@ class DocumentCorpus(LightningDataModule):
         allowed_failures: Fraction of a source's documents that may fail, from 0 to 1; a source is a file, or all text
             files of a folder. If more fail, the run still scores all documents, then prints a report and ends with exit
             status 1. Documents that ``overlong: skip`` leaves out do not count as failed. Below 1, a file whose first
-            lines have no text is refused before anything is scored.
+            documents have no text is refused before anything is scored.
         shard: ``I/N`` scores only the I-th of N shards of the documents, from 0; the other shards are for other runs
             with the same files, each with its own output folder, on any machine and at any time.
     """
@@ -102,10 +98,9 @@ class DocumentCorpus(LightningDataModule):
         shard_format = re.fullmatch(r"(\d+)/(\d+)", shard)
         if shard_format is None or int(shard_format[1]) >= int(shard_format[2]):
             raise ValueError(f"`shard` must be I/N with I from 0 to N - 1, such as 0/8, got '{shard}'.")
-        self.shard, self.shards = int(shard_format[1]), int(shard_format[2])
-        self._stream: CorpusStream | None = None
-        self._loader: CorpusLoader | None = None
-        self._states: dict[str, list[int]] = {}  # of the files when the run began
+        self.shard = (int(shard_format[1]), int(shard_format[2]))
+        self.stream: CorpusStream  # documents of this process; available after `setup`
+        self._states: dict[str, list[int]] = {}  # of the local files when the run began
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -122,52 +117,49 @@ class DocumentCorpus(LightningDataModule):
     def setup(self, stage: str) -> None:
         if stage != "predict":
             raise ValueError(f"DocumentCorpus is for `longce predict`, not for {stage}: use another data module.")
-        found: Any = None
-        group = patient_group() if self.trainer else None
-        rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-        if rank == 0:
-            try:
-                found = self._find_documents()
-            except (ValueError, OSError) as error:  # raised below in all processes, which would wait otherwise
-                found = error
-        gathered(None, group)  # hashing scored files may take hours, but a broadcast times out after half an hour
-        found = self.trainer.strategy.broadcast(found) if self.trainer else found
-        if isinstance(found, Exception):
-            raise found
-        corpus, self._states, done = found
-        make_row = CorpusRows(self.tokenizer, self.add_special_tokens, self.max_tokens, self.overlong)
-        self._stream = CorpusStream(
-            corpus,
-            done,
-            make_row,
-            batch_tokens=self.batch_tokens,
-            rank=rank,
-            world_size=world_size,
-            shard=self.shard,
-            shards=self.shards,
+        with fail_together():
+            corpus = find_corpus(self.files, self.column_names, check=self.allowed_failures < 1)
+        self._states = {name: file_state(file) for name, file in corpus.files.items() if isinstance(file, Path)}
+        tokenize = partial(
+            tokenize_document,
+            tokenizer=self.tokenizer,
+            add_special_tokens=self.add_special_tokens,
+            max_tokens=self.max_tokens,
+            overlong=self.overlong,
+        )
+        process = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        self.stream = CorpusStream(
+            corpus, {}, tokenize, batch_tokens=self.batch_tokens, shard=self.shard, process=process
         )
 
     @override
     def predict_dataloader(self) -> CorpusLoader:
         strategy = self.trainer.strategy if self.trainer else None
         alone = strategy is None or type(strategy) in (SingleDeviceStrategy, DDPStrategy)
-        lockstep = None if alone else strategy
-        self._loader = CorpusLoader(self.stream, lockstep=lockstep, **worker_options(self.num_workers))
-        return self._loader
+        return CorpusLoader(self.stream, lockstep=None if alone else strategy, **worker_options(self.num_workers))
 
-    @property
-    def stream(self) -> CorpusStream:
-        """Documents of this process; available after `setup`."""
-        assert self._stream is not None
-        return self._stream
+    def skip(self, rows: Mapping[str, NDArray[np.int64]]) -> None:
+        """Skip these rows, which have scores: ascending numbers by file."""
+        self.stream.done = rows
 
-    def versions(self, files: Iterable[str]) -> dict[str, str]:
+    def versions(self, names: Iterable[str]) -> dict[str, str]:
         """Return the content identities of files by name; raise a ``ValueError`` if one changed during this run."""
-        names = list(files)
-        found = self.stream.corpus.versions(names)
-        states = self.stream.corpus.states(names)  # after hashing: the content was that of the beginning of the run
-        _check_unchanged(states, self._states)
+        files = {name: self.stream.corpus.files[name] for name in names}
+        found = dict(zip(files, file_identities(files.values()), strict=True))
+        # After hashing: the content was that of the beginning of the run.
+        local = {name: file_state(file) for name, file in files.items() if isinstance(file, Path)}
+        _refuse_changes(name for name in local if local[name] != self._states[name])
         return found
+
+    def check_unchanged(self, versions: Mapping[str, str]) -> None:
+        """Raise a ``ValueError`` if scored files, with these content identities, are missing or have changed."""
+        if missing := sorted(versions.keys() - self.stream.corpus.files.keys()):
+            raise ValueError(
+                f"The output folder has scores of {len(missing)} file(s) that are not in `files`, such as"
+                f" {missing[:_NAMED_FILES]}: add them with the same folders or patterns, or write to another folder."
+            )
+        found = self.versions(versions)
+        _refuse_changes(name for name in versions if found[name] != versions[name])
 
     @property
     def column_types(self) -> Mapping[str, pyarrow.DataType]:
@@ -185,65 +177,28 @@ class DocumentCorpus(LightningDataModule):
             "add_special_tokens": "before the text" if self.add_special_tokens else False,
             "text_column": self.column_names.text,
             "key_column": self.column_names.key,
-            "text_hash": "sha256",  # a column that folders of earlier versions lack
-            "first_words": FIRST_WORDS,  # another one
             "columns": {name: str(kind) for name, kind in self.column_types.items()},
             "max_tokens": None if self.max_tokens is None else int(self.max_tokens),
             "overlong": self.overlong if self.max_tokens is not None else None,
-            "shard": f"{self.shard}/{self.shards}",
+            "shard": "{}/{}".format(*self.shard),
         }
 
     def source_settings(self) -> dict[str, Any]:
         """Return the arguments that identify the same documents in a later run."""
         return {"files": self.files, "text_column": self.column_names.text, "key_column": self.column_names.key}
 
-    def expected(self) -> int | None:
-        """Estimate the number of documents of this process; None if unknown."""
-        return self.stream.expected(max(self.num_workers, 1))
-
-    def read_progress(self) -> ReadProgress:
-        """Return the progress of this process."""
-        return ReadProgress(0, False, []) if self._loader is None else self._loader.read_progress()
-
-    def documents(self, rows: Mapping[str, Sequence[int] | NDArray[np.int64]]) -> Iterator[tuple[DocumentRef, str]]:
+    def documents(self, rows: Mapping[str, Sequence[int]]) -> Iterator[tuple[DocumentRef, str]]:
         """Yield reference and full text of the documents with these row numbers, file by file."""
-        corpus = find_corpus(self.files, self.column_names, lenient=True)
-        if missing := sorted(set(rows) - set(corpus.names)):
+        corpus = find_corpus(self.files, self.column_names, check=False)
+        if missing := sorted(rows.keys() - corpus.files.keys()):
             raise ValueError(f"'{missing[0]}' is not in {', '.join(self.files)}: set the files that were scored.")
         for part in corpus.parts:
-            if (numbers := rows.get(corpus.names[part.file])) is not None:
-                yield from corpus.read(part, frozenset(map(int, numbers)).__contains__)
-
-    def _find_documents(self) -> tuple[CorpusFiles, dict[str, list[int]], Mapping[str, NDArray[np.int64]]]:
-        """Return the files, their states, and their rows that have been scored already; log a summary.
-
-        Only files that have scores are hashed, to notice changes; others when their first scores are written.
-        """
-        callbacks: list[Any] = self.trainer.callbacks if self.trainer else []  # type: ignore[attr-defined]
-        sinks = [each for each in callbacks if hasattr(each, "existing_scores")]  # they skip documents with scores
-        if len(sinks) > 1:
-            raise ValueError("Several callbacks store scores, and may have different documents: keep one of them.")
-        corpus = find_corpus(self.files, self.column_names, lenient=self.allowed_failures == 1)
-        if self.trainer is not None:
-            preview = preview_corpus(corpus, self.tokenizer, max_tokens=self.max_tokens, overlong=self.overlong)
-            module: Any = self.trainer.lightning_module
-            short_context = getattr(module, "context_length", 0) + getattr(module, "stride", 0)
-            _log.info(preview.describe(short_context=short_context))
-        states = corpus.states()
-        if not sinks:
-            return corpus, states, {}
-        written = sinks[0].existing_scores()
-        if missing := sorted(set(written.versions) - set(corpus.names)):
-            raise ValueError(
-                f"The output folder has scores of {len(missing)} file(s) that are not in `files`, such as"
-                f" {missing[:_NAMED_FILES]}: add them with the same folders or patterns, or write to another folder."
-            )
-        _check_unchanged(written.versions, corpus.versions(written.versions))
-        return corpus, states, written.rows
+            if (numbers := rows.get(part.file)) is not None:
+                yield from corpus.read(part, frozenset(numbers).__contains__)
 
 
-def _check_unchanged(written: Mapping[str, object], versions: Mapping[str, object]) -> None:
-    changed = sorted(name for name, version in written.items() if versions[name] != version)
+def _refuse_changes(names: Iterable[str]) -> None:
+    changed = sorted(names)
     if changed:
         raise ValueError(
             f"{len(changed)} file(s) have changed since their documents were scored, such as {changed[:_NAMED_FILES]}:"

@@ -1,4 +1,8 @@
-"""Read token weights that were computed once, for every training run on the same rows."""
+"""Token weights in a folder that any number of processes fill, and every training run on the same rows reads.
+
+The weights are one float16 value per token, aligned with the token store. A second file has one byte per row: 1 when
+the row's weights are on the disk. The header has everything that the weights depend on.
+"""
 
 import json
 from dataclasses import dataclass
@@ -9,18 +13,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-FORMAT = 2
+FORMAT = 3
 """Version of the files. Increase it with any change to their content or to how the weights are computed."""
 
-HEADER, WEIGHTS = "header.json", "influence.bin"
-DONE = "done.bin"  # one byte per row: 1 when its weights are on the disk
+HEADER, WEIGHTS, DONE = "header.json", "influence.bin", "done.bin"
 DTYPE = np.dtype("<f2")
 
 _REMEDY = "Run `longce influence` with the config of this training run, or remove `data.influence`."
 
 
 def read_header(folder: Path) -> dict[str, Any] | None:
-    """Read the header of a folder of weights, complete or not; None if it does not exist."""
+    """Read the header of a folder of weights, complete or not; None if it does not exist.
+
+    Raises:
+        ValueError: If the header or a file is damaged, or has another format.
+    """
     try:
         header = json.loads((folder / HEADER).read_text())
     except FileNotFoundError:
@@ -28,10 +35,21 @@ def read_header(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"'{folder / HEADER}' cannot be read ({error}): use a folder of token weights.") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise ValueError(f"'{folder}' has no token weights of format {FORMAT}; longce 0.1.0 reads format 1. {_REMEDY}")
-    if not isinstance(header.get("made_from"), dict):
-        raise ValueError(f"'{folder / HEADER}' is damaged: it lacks `made_from`. Delete the folder.")
+        raise ValueError(f"'{folder / HEADER}' has no token weights of format {FORMAT}. {_REMEDY}")
+    kinds: dict[str, type] = {"tokens": int, "rows": int, "made_from": dict}
+    damaged = any(not isinstance(header.get(name), kind) for name, kind in kinds.items())
+    if damaged or not isinstance(header["made_from"].get("gamma"), int | float):
+        raise ValueError(f"'{folder / HEADER}' is damaged. Delete the folder and run `longce influence` again.")
+    for name, size in ((WEIGHTS, header["tokens"] * DTYPE.itemsize), (DONE, header["rows"])):
+        found = (folder / name).stat().st_size if (folder / name).exists() else 0
+        if found != size:
+            raise ValueError(f"'{folder / name}' has {found:,} of {size:,} bytes: restore it, or delete the folder.")
     return header
+
+
+def missing_rows(folder: Path) -> NDArray[np.int64]:
+    """Return the ascending indices of the rows that have no weights yet."""
+    return np.flatnonzero(np.fromfile(folder / DONE, dtype=np.uint8) == 0)
 
 
 def check_identity(folder: Path, found: dict[str, Any], expected: dict[str, Any], *, remedy: str = _REMEDY) -> None:
@@ -51,34 +69,26 @@ class InfluenceStore:
     """Memory-mapped token weights: one value for each token of a token store.
 
     It pickles as its path, so loader workers may be forked or spawned.
+
+    Raises:
+        ValueError: If the weights are missing, incomplete or damaged.
     """
 
     folder: Path
 
     def __post_init__(self) -> None:
-        header = self.header
-        if not header["complete"]:
+        if self.header and len(missing_rows(self.folder)):
             raise ValueError(
                 f"The token weights in '{self.folder}' are incomplete: run the same `longce influence` command again to"
                 " resume it."
             )
-        found = (self.folder / WEIGHTS).stat().st_size if (self.folder / WEIGHTS).exists() else 0
-        if found != header["tokens"] * DTYPE.itemsize:
-            raise ValueError(
-                f"'{self.folder / WEIGHTS}' is damaged: {found:,} of {header['tokens'] * DTYPE.itemsize:,} bytes."
-                " Delete the folder and run `longce influence` again."
-            )
 
     @cached_property
     def header(self) -> dict[str, Any]:
-        """Header with statistics of the weights and, under ``made_from``, everything they depend on."""
-        header = read_header(self.folder) or {}
-        kinds: dict[str, type] = {"complete": bool, "tokens": int, "made_from": dict}
-        damaged = any(not isinstance(header.get(name), kind) for name, kind in kinds.items())
-        if damaged or not isinstance(header["made_from"].get("gamma"), int | float):
-            raise ValueError(
-                f"There are no token weights in '{self.folder}', or no whole '{HEADER}' of them. {_REMEDY}"
-            )
+        """Header with everything that the weights depend on under ``made_from``."""
+        header = read_header(self.folder)
+        if header is None:
+            raise ValueError(f"There are no token weights in '{self.folder}'. {_REMEDY}")
         return header
 
     @cached_property

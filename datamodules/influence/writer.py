@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, StackDataset, Subset
 from typing_extensions import override
 
-from datamodules.influence.store import DONE, DTYPE, FORMAT, HEADER, WEIGHTS, check_identity, read_header
+from datamodules.influence.store import DONE, DTYPE, FORMAT, HEADER, WEIGHTS, check_identity, missing_rows, read_header
 from datamodules.packing.packing import PackedRows
 from datamodules.packing.sequences import Row, collate_rows
 from lightning_modules.batch import PackedBatch
@@ -48,16 +48,9 @@ class InfluenceWriter:
         self.tokens = tokens
         self._prepare_folder()
 
-    @property
-    def header(self) -> dict[str, Any]:
-        """The current header on disk."""
-        header = read_header(self.folder)
-        assert header is not None
-        return header
-
     def remaining(self) -> NDArray[np.int64]:
         """Return the ascending indices of the rows that are not computed yet."""
-        return np.flatnonzero(np.fromfile(self.folder / DONE, dtype=np.uint8) == 0)
+        return missing_rows(self.folder)
 
     def write(self, numbers: Sequence[int], weights: NDArray[np.float32]) -> None:
         """Store ``[len(numbers), sequence_length]`` weights of the rows with these indices, durably.
@@ -85,69 +78,37 @@ class InfluenceWriter:
             file.flush()
             os.fsync(file.fileno())
 
-    def finish(self) -> bool:
-        """Complete the store if all rows are written, and return whether it is complete."""
-        with exclusive(self.folder / WEIGHTS):
-            if len(self.remaining()):
-                return False
-            if not self.header["complete"]:
-                self._write_header(complete=True, statistics=self._statistics())
-            return True
-
-    def _statistics(self) -> dict[str, float]:
-        """Compute statistics of the scored tokens."""
+    def statistics(self) -> dict[str, float]:
+        """Compute statistics of the scored tokens of all rows."""
         values = np.memmap(self.folder / WEIGHTS, dtype=DTYPE, mode="r") if self.tokens else np.empty(0, DTYPE)
-        total = above_1 = at_cap = 0.0
-        scored = 0
-        for row in range(len(self.rows)):
-            segments = self.rows.row(row)
-            weights = np.concatenate([values[start:stop] for start, stop in segments]).astype(np.float64)
-            # The first token of a document is not scored; its weight 1 is not above 1, and below most caps.
-            firsts = len(segments) if self.made_from["isolate_documents"] else 1
-            scored += len(weights) - firsts
-            total += float(weights.sum()) - firsts
-            above_1 += int((weights > 1).sum())
-            at_cap += int((weights >= self.made_from["gamma"]).sum())
-        scored = max(scored, 1)
-        return {"weight_mean": total / scored, "weight_above_1": above_1 / scored, "weight_at_cap": at_cap / scored}
+        segments = self.rows.segments
+        # The first token of a document is not scored; its weight 1 is not above 1, and below most caps. Tokens that are
+        # not in any row have weight 0.
+        firsts = len(segments) if self.made_from["isolate_documents"] else len(self.rows)
+        scored = max(int((segments[:, 1] - segments[:, 0]).sum()) - firsts, 1)
+        return {
+            "weight_mean": (float(values.sum(dtype=np.float64)) - firsts) / scored,
+            "weight_above_1": np.count_nonzero(values > 1) / scored,
+            "weight_at_cap": np.count_nonzero(values >= self.made_from["gamma"]) / scored,
+        }
 
     def _prepare_folder(self) -> None:
         """Create the files, of which the header is the last one, or check that they are for the same weights."""
         remedy = "Choose another folder with `--output`."
         writable_folder(self.folder, remedy=remedy)
-        sizes = {WEIGHTS: self.tokens * DTYPE.itemsize, DONE: len(self.rows)}
         with exclusive(self.folder / WEIGHTS):  # no two processes create them
-            header = read_header(self.folder)
-            if header is not None:
+            if (header := read_header(self.folder)) is not None:
                 check_identity(self.folder, header["made_from"], self.made_from, remedy=remedy)
-                for name, size in sizes.items():
-                    path = self.folder / name
-                    found = path.stat().st_size if path.exists() else 0
-                    if found != size:
-                        raise ValueError(f"'{path}' has {found:,} of {size:,} bytes: restore it, or delete the folder.")
                 return
-            for path in self.folder.iterdir():
-                if not path.name.startswith(".") and path.name not in (WEIGHTS, DONE):
-                    raise ValueError(f"'{self.folder}' contains other files, such as '{path.name}': use a new folder.")
-            for name, size in sizes.items():
+            for name, size in ((WEIGHTS, self.tokens * DTYPE.itemsize), (DONE, len(self.rows))):
                 with (self.folder / name).open("wb") as file:
                     file.truncate(size)
                     os.fsync(file.fileno())
-            self._write_header(complete=False, statistics={})
-
-    def _write_header(self, *, complete: bool, statistics: dict[str, float]) -> None:
-        header = {
-            "format": FORMAT,
-            "complete": complete,
-            "tokens": self.tokens,
-            "made_from": self.made_from,
-            "statistics": statistics,
-        }
-        write_atomically(self.folder / HEADER, (json.dumps(header, indent=2) + "\n").encode())
+            header = {"format": FORMAT, "tokens": self.tokens, "rows": len(self.rows), "made_from": self.made_from}
+            write_atomically(self.folder / HEADER, (json.dumps(header, indent=2) + "\n").encode())
 
 
-def collate_numbered(items: list[tuple[int, Row]]) -> tuple[list[int], PackedBatch]:
-    """Collate sequences, and return their indices with the batch."""
+def _collate_numbered(items: list[tuple[int, Row]]) -> tuple[list[int], PackedBatch]:
     return [number for number, _ in items], collate_rows([row for _, row in items])
 
 
@@ -189,7 +150,7 @@ class InfluenceRows(LightningDataModule):
 
     @override
     def predict_dataloader(self) -> DataLoader[tuple[int, Row]]:
-        options = {**self.data.loader_options(), "collate_fn": collate_numbered}
+        options = {**self.data.loader_options(), "collate_fn": _collate_numbered}
         return DataLoader(self._missing, batch_size=self.data.batch_size, **options)
 
     def write(self, numbers: list[int], weights: Tensor) -> None:

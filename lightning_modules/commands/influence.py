@@ -132,7 +132,6 @@ class InfluenceTrainer(Trainer):
         self.predict(scorer, datamodule=rows, return_predictions=False)
         gathered(None, patient_group())  # ranks may finish more than half an hour apart, beyond the default timeout
         if self.is_global_zero:
-            rows.writer.finish()
             sys.stdout.write(report(rows))
 
     def _check_settings(self, model: LongContextLM, datamodule: LightningDataModule) -> dict[str, Any]:
@@ -162,15 +161,14 @@ class InfluenceTrainer(Trainer):
 
 def report(rows: Any) -> str:
     """Summarize the stored weights, and print the options to train with them."""
-    writer, folder, header = rows.writer, Path(rows.folder), rows.writer.header
-    made_from, total = header["made_from"], len(writer.rows)
-    if not header["complete"]:
-        missing = len(writer.remaining())
+    writer, folder, made_from = rows.writer, Path(rows.folder), rows.writer.made_from
+    total, missing = len(writer.rows), len(writer.remaining())
+    if missing:
         return (
             f"{folder} has token weights of {total - missing:,} of {total:,} sequences.\n"
             "Run the same command again to resume.\n"
         )
-    values = header["statistics"]
+    values = writer.statistics()
     return (
         f"Token weights of {total:,} sequences of {made_from['sequence_length']:,} tokens in {folder}"
         f"{'' if rows.remaining else ' (already complete)'}\n"

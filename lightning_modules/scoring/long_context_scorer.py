@@ -52,15 +52,6 @@ class LongContextScorer:
 
     Raises:
         ValueError: If settings do not fit together.
-
-    Example:
-        A column that is null in a whole batch keeps its type in a ``pyarrow.Table``, so that all files of a corpus have
-        the same types::
-
-            rows = ray.data.read_parquet("s3://corpus/")
-            options = {"fn_constructor_args": ("meta-llama/Llama-3.2-1B",), "batch_format": "pyarrow"}
-            scores = rows.map_batches(LongContextScorer, **options, batch_size=16, num_gpus=1, concurrency=8)
-            scores.write_parquet("s3://scores/")
     """
 
     def __init__(

@@ -35,7 +35,7 @@ def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 @contextmanager
-def fail_together() -> Iterator[None]:
+def fail_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raise an error in all processes if one of them fails or exits in the block, so that none waits for it afterwards.
 
     The processes must not communicate in the block.
@@ -45,7 +45,7 @@ def fail_together() -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:
         failure = error
-    found = gathered(f"{type(failure).__name__}: {failure}" if isinstance(failure, Exception) else failure)
+    found = gathered(f"{type(failure).__name__}: {failure}" if isinstance(failure, Exception) else failure, group)
     if isinstance(failure, Exception):
         raise failure
     for rank, other in enumerate(found):

@@ -71,7 +71,6 @@ def stored(tokenizer, root, **kwargs):
     module = ready(tokenizer, root, **kwargs)
     writer = InfluenceWriter(root / "w", {**module.rows.identity(), "gamma": 5.0}, module.rows.rows, tokens=11)
     writer.write(range(3), np.arange(9, dtype=np.float32).reshape(3, 3) / 10)
-    writer.finish()
     return str(root / "w")
 
 

@@ -1,22 +1,23 @@
 """Parquet files with scores of documents: each is written by one process, and read again to resume."""
 
-import hashlib
+import io
 import json
-import os
 import time
 import uuid
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any, BinaryIO, NamedTuple
+from contextlib import suppress
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
+import fsspec
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from lightning_modules.scoring.corpus.output_folder import OutputFolder
+from lightning_modules.utilities.files import BUILDING, write_atomically
 
 FORMAT = "longce-document-scores-1"
 SUCCESS = "_SUCCESS.json"
@@ -31,180 +32,153 @@ _REPEAT = (
 HEADER = b"longce"
 """Key of the header in the metadata of a shard."""
 _READER_THREADS = 16  # reading thousands of small remote files is mostly waiting
-_MAX_SETTINGS = 5  # in a message
-
-Rows = dict[str, NDArray[np.int64]]
-"""Ascending row indices, by file name."""
+_MAX_NAMED = 5  # settings or shards, in a message
 
 
 class ExistingScores(NamedTuple):
     """Content of a folder of shards."""
 
-    rows: Rows  # scored rows of each file
+    rows: dict[str, NDArray[np.int64]]  # scored rows of each file, ascending
     versions: dict[str, str]  # content hashes of these files when their rows were scored
     settings: dict[str, Any]  # settings of the scores; empty without shards
-    counts: dict[str, int]  # sums of the shards' counts: documents, failed documents, tokens, ..
-    shards: int  # number of shards
 
 
 class ScoreShards:
-    """A local folder or fsspec URL of ``part-*.parquet`` files, whose metadata records the settings of their scores."""
+    """Folder of ``part-*.parquet`` files, whose metadata records the settings of their scores.
+
+    It is at an fsspec URL, or at the local path ``local``, and need not exist. Files are written atomically.
+    """
 
     def __init__(self, path: str) -> None:
-        self.folder = OutputFolder(path)
+        self.path = path
+        is_local = "://" not in path or path.startswith("file://")
+        self.local = Path(path.removeprefix("file://")).expanduser() if is_local else None
+        try:
+            self._system, self._root = fsspec.url_to_fs(path if self.local is None else str(self.local))
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"Cannot write to '{path}': {error}. Correct the URL, or install the package.") from error
 
-    def names(self) -> list[str]:
-        """Return the names of the shards, in order."""
-        return self.folder.names(".parquet")
+    def __str__(self) -> str:
+        return self.path
 
-    def existing_scores(self) -> ExistingScores:
-        """Read which rows have scores."""
-        versions: dict[str, str] = {}
-        settings: dict[str, Any] = {}
-        counts: Counter[str] = Counter()
-        tables, names = [], self.names()
-        with ThreadPoolExecutor(_READER_THREADS) as pool:
-            for name, (header, table) in zip(names, pool.map(self._read_rows, names), strict=True):
-                check_settings(header["settings"], settings or header["settings"], f"{self.folder}/{name}")
-                settings = header["settings"]
-                for file, version in header["files"].items():
-                    if versions.setdefault(file, version) != version:
-                        raise ValueError(
-                            f"{self.folder} has rows of two versions of '{file}'. Start again in another folder."
-                        )
-                counts.update(header["counts"])
-                tables.append(table)
-        if not tables:
-            return ExistingScores({}, {}, {}, {}, 0)
-        # Sort all rows by file and number; of equal ones, those of earlier shards come first.
-        scored = pyarrow.concat_tables(tables)
-        files = scored["file"].combine_chunks().dictionary_encode()
-        index, numbers = files.indices.to_numpy(), scored["row"].to_numpy()
-        order = np.lexsort((numbers, index))
-        index, numbers = index[order], numbers[order]
-        repeated = (np.diff(index) == 0) & (np.diff(numbers) == 0)
-        if repeated.any():
-            shard = np.repeat(names, [len(table) for table in tables])[order]
-            repeating = np.unique(shard[1:][repeated])
+    def check_writable(self) -> None:
+        """Create the folder if needed, and raise a ``ValueError`` if it is not writable."""
+        probe = f"{self._root}/{BUILDING}{uuid.uuid4().hex}"
+        try:
+            self._system.makedirs(self._root, exist_ok=True)
+            self._system.pipe_file(probe, b"")  # only writing shows whether one may write
+            self._system.rm_file(probe)
+        except Exception as error:  # each file system raises its own errors
             raise ValueError(
-                f"{self.folder}: {len(repeating)} shard(s) repeat rows of other shards, because two runs wrote at the"
-                f" same time. Delete {', '.join(repeating)} and run the same command again: missing rows are scored"
-                " again."
-            )
-        starts = np.searchsorted(index, np.arange(len(files.dictionary)))
-        rows = dict(zip(files.dictionary.to_pylist(), np.split(numbers, starts[1:]), strict=True))
-        return ExistingScores(rows, versions, settings, dict(counts), len(names))
+                f"Cannot write to '{self.path}' ({error}). Check the URL and your access rights."
+            ) from error
+
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of the shards in bytes, by name, in order."""
+        self._system.invalidate_cache()  # other processes write to the folder as well
+        try:
+            infos = self._system.ls(self._root, detail=True)
+        except FileNotFoundError:
+            return {}
+        sizes = {PurePosixPath(info["name"]).name: info["size"] for info in infos}
+        return {name: sizes[name] for name in sorted(sizes) if name.endswith(".parquet") and name[0] not in "._"}
 
     def write(self, table: pyarrow.Table, header: Mapping[str, Any], rank: int) -> None:
         """Write a shard with a unique name; its columns must include ``file`` and ``row``.
 
-        The header has ``settings``, ``files`` (their content hashes by name) and ``counts``.
+        The header has ``settings`` and ``files`` (their content hashes by name).
         """
         content = json.dumps({"format": FORMAT, **header}).encode()
         sink = pyarrow.BufferOutputStream()
         table = table.replace_schema_metadata({**(table.schema.metadata or {}), HEADER: content})
         pyarrow.parquet.write_table(table, sink, compression="zstd", write_page_checksum=True)
         name = f"part-{rank:05d}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}.parquet"
-        self.folder.write(name, sink.getvalue())
+        self._write_file(name, sink.getvalue())
+
+    def read(self, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any], pyarrow.Table]]:
+        """Yield name, header and columns of each shard, in order; raise a ``ValueError`` for a damaged one."""
+        with ThreadPoolExecutor(_READER_THREADS) as pool:
+            yield from pool.map(partial(self._read_shard, columns=columns), self.sizes())
+
+    def existing_scores(self) -> ExistingScores:
+        """Read which rows have scores."""
+        versions: dict[str, str] = {}
+        settings: dict[str, Any] = {}
+        tables = []
+        for name, header, table in self.read(["file", "row"]):
+            check_settings(header["settings"], settings or header["settings"], f"{self}/{name}")
+            settings = header["settings"]
+            for file, version in header["files"].items():
+                if versions.setdefault(file, version) != version:
+                    raise ValueError(f"{self} has rows of two versions of '{file}'. Start again in another folder.")
+            tables.append(table.append_column("shard", pyarrow.array([name] * len(table), pyarrow.string())))
+        if not tables:
+            return ExistingScores({}, {}, {})
+        scored = pyarrow.concat_tables(tables).to_pandas(strings_to_categorical=True)
+        if (repeated := scored.duplicated(["file", "row"])).any():
+            names = scored["shard"][repeated].unique()
+            raise ValueError(
+                f"{self}: {len(names)} shard(s) repeat rows of other shards, because two runs wrote at the same time."
+                f" Delete {', '.join(names)} and run the same command again: missing rows are scored again."
+            )
+        rows = {file: np.sort(own.to_numpy()) for file, own in scored.groupby("file", observed=True)["row"]}
+        return ExistingScores(rows, versions, settings)
 
     def write_success(self, content: Mapping[str, Any]) -> None:
-        """Write ``_SUCCESS.json`` with the content, and with what identifies each shard."""
-        listed = self._identify(self.names())
-        text = json.dumps({**content, "contents": listed}, indent=2) + "\n"
-        self.folder.write(SUCCESS, text.encode())
+        """Write ``_SUCCESS.json`` with the content and the size of each shard."""
+        text = json.dumps({**content, "shard_bytes": self.sizes()}, indent=2) + "\n"
+        self._write_file(SUCCESS, text.encode())
+
+    def remove_success(self) -> None:
+        """Remove ``_SUCCESS.json`` if it exists."""
+        with suppress(FileNotFoundError):
+            self._system.rm_file(f"{self._root}/{SUCCESS}")
 
     def check_success(self) -> bool:
         """Compare the shards with ``_SUCCESS.json``; return whether it exists.
 
+        Pages have checksums, which are compared when they are read, so only names and sizes are compared here.
+
         Raises:
-            ValueError: If a shard is missing, is not listed, or has other content.
+            ValueError: If a shard is missing, is not listed, or has another size.
         """
         try:
-            with self.folder.open(SUCCESS) as stream:
-                listed = json.load(stream)["contents"]
+            listed = json.loads(self._system.cat_file(f"{self._root}/{SUCCESS}"))["shard_bytes"]
+            expected = {str(name): int(size) for name, size in listed.items()}
         except FileNotFoundError:
             return False
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"'{self.folder}/{SUCCESS}' is damaged ({error!r}). {_REPEAT}") from error
-        names = self.names()
-        there = self._identify([name for name in names if name in listed])
-        missing, changed = listed.keys() - there.keys(), [name for name in there if there[name] != listed[name]]
-        problems = [f"{name} ({listed[name]['rows']:,} documents) is missing" for name in sorted(missing)]
-        problems += [f"{name} is not listed in {SUCCESS}" for name in names if name not in listed]
-        problems += [f"{name} has other content" for name in changed]
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"'{self}/{SUCCESS}' is damaged ({error!r}). {_REPEAT}") from error
+        found = self.sizes()
+        problems = [f"{name} is missing" for name in sorted(expected.keys() - found.keys())]
+        problems += [f"{name} is not listed in {SUCCESS}" for name in found if name not in expected]
+        problems += [f"{name} has another size" for name in found if found[name] != expected.get(name, found[name])]
         if problems:
-            raise ValueError(f"'{self.folder}' has changed: {'; '.join(problems[:_MAX_SETTINGS])}. {_REPEAT}")
+            raise ValueError(f"'{self}' has changed: {'; '.join(problems[:_MAX_NAMED])}. {_REPEAT}")
         return True
 
-    def _identify(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return rows, bytes and the SHA-256 of the footer of shards, by name; None instead of rows if one is damaged.
+    def _write_file(self, name: str, content: bytes) -> None:
+        if self.local is not None:
+            write_atomically(self.local / name, content)
+            return
+        # Object stores write whole objects, but others, such as SFTP, show a file while it grows.
+        temporary = f"{self._root}/{BUILDING}{name}@{uuid.uuid4().hex}"
+        self._system.pipe_file(temporary, content)
+        self._system.mv(temporary, f"{self._root}/{name}")
 
-        The footer has the size and the statistics of each part of a shard, and each page has a checksum, so that
-        nobody needs to read terabytes to notice another file.
-        """
-        with ThreadPoolExecutor(_READER_THREADS) as pool:
-            return dict(zip(names, pool.map(self._identify_shard, names), strict=True))
-
-    def _identify_shard(self, name: str) -> dict[str, Any]:
-        with self.folder.open(name) as stream:
-            size = stream.seek(0, os.SEEK_END)
-            stream.seek(max(0, size - 8))
-            length = int.from_bytes(stream.read(8)[:4], "little")  # of the footer, which ends with it and a mark
-            stream.seek(max(0, size - 8 - length))
-            footer = hashlib.sha256(stream.read()).hexdigest()
-            try:
-                rows = pyarrow.parquet.ParquetFile(stream).metadata.num_rows
-            except (pyarrow.ArrowException, EOFError, OSError):
-                rows = None
-            return {"rows": rows, "bytes": size, "footer_sha256": footer}
-
-    def schema(self, columns: Sequence[str] | None = None) -> pyarrow.Schema:
-        """Return the schema of the shards, or of some of their columns; all shards of a folder have the same."""
-        names = self.names()
-        if not names:
-            raise ValueError(f"'{self.folder}' contains no scores: give a folder that `longce predict` has written.")
-        with self._open_shard(names[0]) as file:
-            schema = file.schema_arrow
-        if unknown := sorted(set(columns or ()) - set(schema.names)):
-            raise ValueError(f"The scores have no column {unknown[0]!r}, only {schema.names}.")
-        return schema if columns is None else pyarrow.schema([schema.field(name) for name in columns])
-
-    def batches(self, columns: Sequence[str]) -> Iterator[pyarrow.RecordBatch]:
-        """Yield some columns of all shards, a few thousand rows at a time; raise a ``ValueError`` for a damaged one."""
-        for name in self.names():
-            with self._open_shard(name) as file:
-                yield from file.iter_batches(columns=list(columns), use_threads=False)
-
-    def table(self, columns: Sequence[str]) -> pyarrow.Table:
-        """Read some columns of all shards."""
-        batches = (batch.replace_schema_metadata() for batch in self.batches(columns))
-        return pyarrow.Table.from_batches(batches, self.schema(columns).remove_metadata())
-
-    def header(self) -> dict[str, Any]:
-        """Return the header of the first shard; raise a ``ValueError`` for a folder without shards."""
-        self.schema()
-        with self._open_shard(self.names()[0]) as file:
-            return self._read_header(file, self.names()[0])
-
-    def _read_rows(self, name: str) -> tuple[dict[str, Any], pyarrow.Table]:
-        with self._open_shard(name) as file:
-            return self._read_header(file, name), file.read(columns=["file", "row"], use_threads=False)
-
-    def _read_header(self, file: pyarrow.parquet.ParquetFile, name: str) -> dict[str, Any]:
-        header = json.loads((file.schema_arrow.metadata or {}).get(HEADER, b"{}"))
-        if header.get("format") != FORMAT:
-            raise ValueError(f"'{self.folder}/{name}' does not contain document scores ({FORMAT}). Use another folder.")
-        return header
-
-    @contextmanager
-    def _open_shard(self, name: str) -> Iterator[pyarrow.parquet.ParquetFile]:
+    def _read_shard(self, name: str, columns: Sequence[str]) -> tuple[str, dict[str, Any], pyarrow.Table]:
         try:
-            stream: BinaryIO
-            with self.folder.open(name) as stream:
-                yield pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True)
+            with io.BufferedReader(self._system.open(f"{self._root}/{name}", "rb")) as stream:
+                file = pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True)
+                header = json.loads((file.schema_arrow.metadata or {}).get(HEADER, b"{}"))
+                if header.get("format") != FORMAT:
+                    raise ValueError(
+                        f"'{self}/{name}' does not contain document scores ({FORMAT}). Use another folder."
+                    )
+                return name, header, file.read(columns=list(columns), use_threads=False).replace_schema_metadata()
         except (pyarrow.ArrowException, EOFError) as error:
             raise ValueError(
-                f"'{self.folder}/{name}' is damaged ({error}). Delete it: its documents are then scored again."
+                f"'{self}/{name}' is damaged ({error}). Delete it: its documents are then scored again."
             ) from error
 
 
@@ -214,14 +188,6 @@ def check_settings(then: Mapping[str, Any], now: Mapping[str, Any], place: objec
     names = sorted(name for name in {*then, *current} if then.get(name) != current.get(name))
     if names:
         changes = "; ".join(
-            f"`{name}` was {then.get(name)!r} and is {current.get(name)!r}" for name in names[:_MAX_SETTINGS]
+            f"`{name}` was {then.get(name)!r} and is {current.get(name)!r}" for name in names[:_MAX_NAMED]
         )
         raise ValueError(f"The scores in '{place}' were made with other settings: {changes}. Use another folder.")
-
-
-class ReadProgress(NamedTuple):
-    """Progress of a process in a corpus."""
-
-    documents: int  # number of documents so far, including failed ones
-    complete: bool  # whether these are all of its documents
-    unreadable: list[str]  # files, or parts of files, that could not be read, with the reason

@@ -5,12 +5,10 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow
-import pyarrow.compute
 from torch import Tensor
 
 from lightning_modules.batch import DocumentRef
 from lightning_modules.scoring.corpus.columns import COLUMNS, document_scores, ladder_columns, ladder_scores
-from lightning_modules.scoring.corpus.failures import LEFT_OUT
 from lightning_modules.scoring.corpus.shards import PER_TOKEN
 from lightning_modules.scoring.document_scorer import Failed
 from lightning_modules.scoring.token_scores import TokenScores
@@ -106,16 +104,3 @@ def find_reserved_names(names: Sequence[str]) -> list[str]:
     """Return the columns of a corpus that have the name of a column of scores."""
     reserved = {*_REF_COLUMNS, *_TEXT_COLUMNS, *_ERROR_COLUMN, *COLUMNS, *PER_TOKEN, "text"}
     return sorted(name for name in names if name in reserved or name.startswith("ladder_"))  # for any context lengths
-
-
-def count_rows(table: pyarrow.Table) -> dict[str, int]:
-    """Count documents and tokens; the counts of a corpus are the sums over its tables."""
-    compute = pyarrow.compute
-    left_out = compute.sum(compute.starts_with(table["error"], LEFT_OUT)).as_py() or 0
-    return {
-        "documents": len(table),
-        "failed": len(table) - table["error"].null_count - left_out,
-        "left_out": left_out,
-        "too_short": compute.sum(compute.equal(table["compared_tokens"], 0)).as_py() or 0,
-        **{name: compute.sum(table[name]).as_py() or 0 for name in ("tokens", "compared_tokens", "key_tokens")},
-    }

@@ -22,8 +22,7 @@ from datamodules.corpus.files import CorpusColumns, CorpusFiles, Part, find_corp
 from datamodules.corpus.stream import CorpusLoader, CorpusStream
 from datamodules.sources import records
 from datamodules.sources.locations import RemoteFile
-from lightning_modules.batch import IGNORE_INDEX, DocumentRef
-from lightning_modules.scoring.corpus.shards import ExistingScores
+from lightning_modules.batch import IGNORE_INDEX, UNREADABLE, DocumentRef
 from lightning_modules.scoring.token_scores import text_sha256
 
 COLUMNS = CorpusColumns("text", None, ())
@@ -69,9 +68,9 @@ def test_files_of_all_kinds_are_named_from_the_folder_on(folder):
         f"{folder}/web/*": {"a.parquet"},
         f"{folder}/t.txt": {"t.txt"},
     }.items():
-        assert set(find_corpus([pattern], COLUMNS).names) == names
+        assert set(find_corpus([pattern], COLUMNS).files) == names
     twice = find_corpus([str(folder), f"{folder}/*.txt"], COLUMNS)
-    assert len(twice.names) == 4, "a file that is named twice is there once"
+    assert len(twice.files) == 4, "a file that is named twice is there once"
     write_parquet(folder / "other" / "a.parquet", ["x"])
     with pytest.raises(ValueError, match=r"a\.parquet"):
         find_corpus([f"{folder}/web", f"{folder}/other"], COLUMNS)
@@ -83,9 +82,9 @@ def test_remote_files_are_named_in_the_same_way(folder, tmp_path):
         with fsspec.open(f"{root}/{path.relative_to(folder)}", "wb") as stream:
             stream.write(path.read_bytes())
     local, remote = find_corpus([str(folder)], COLUMNS), find_corpus([root], COLUMNS)
-    assert all(isinstance(file, RemoteFile) for file in remote.files)
+    assert all(isinstance(file, RemoteFile) for file in remote.files.values())
     assert all_of(remote) == all_of(local)
-    assert set(find_corpus([f"{root}/web/*.parquet"], COLUMNS).names) == {"a.parquet"}
+    assert set(find_corpus([f"{root}/web/*.parquet"], COLUMNS).files) == {"a.parquet"}
 
 
 def test_keys_and_columns(tmp_path):
@@ -121,17 +120,17 @@ def test_columns_that_are_missing_or_differ_between_files_are_refused(tmp_path, 
     [
         ([{"content": "x"}, b"{torn", {"content": "y"}], COLUMNS, "'text'"),
         ([{"text": "x", "id": 1}], CorpusColumns("text", "key", ()), "'key'"),
-        ([b"[", b"1]"], COLUMNS, "'text'"),
+        ([b"[", b"1]"], COLUMNS, "malformed JSON"),
     ],
 )
 def test_a_file_in_which_all_documents_would_fail_is_refused_at_once(tmp_path, lines, columns, named):
     """A wrong name of a column, and not a million rows with an error."""
-    for number in range(70):  # more than the files whose lines are measured
+    for number in range(70):  # more than there are threads
         write_lines(tmp_path / f"{number:02}.jsonl", b"{torn", {"text": "x", "key": 3})
     write_lines(tmp_path / "07.jsonl", *lines)
     with pytest.raises(ValueError, match=rf"07\.jsonl.*{named}"):
         find_corpus([str(tmp_path)], columns)
-    assert len(all_of(find_corpus([str(tmp_path)], columns, lenient=True))) == 69 * 2 + len(lines)
+    assert len(all_of(find_corpus([str(tmp_path)], columns, check=False))) == 69 * 2 + len(lines)
     write_lines(tmp_path / "07.jsonl")  # nothing fails in an empty file
     find_corpus([str(tmp_path)], columns)
     write_lines(tmp_path / "07.jsonl", *[b"{" + b"x" * 300_000] * 7, {"text": "x", "key": 3})
@@ -140,7 +139,7 @@ def test_a_file_in_which_all_documents_would_fail_is_refused_at_once(tmp_path, l
 
 def test_the_text_column_of_a_parquet_file_must_be_text(tmp_path):
     write_parquet(tmp_path / "b.parquet", [1, 2])
-    with pytest.raises(ValueError, match=r"'text'.*data\.text_column"):
+    with pytest.raises(ValueError, match=r"b\.parquet.*data\.text_column"):
         find_corpus([str(tmp_path)], COLUMNS)
     for kind in (pyarrow.large_string(), pyarrow.string_view(), pyarrow.dictionary("int32", "string")):
         write_parquet(tmp_path / "b.parquet", pyarrow.array(["x"], kind))
@@ -158,7 +157,7 @@ def test_keys_and_columns_that_no_table_takes_are_reasons(tmp_path):
         assert broken.key == "a.jsonl:1"
     (tmp_path / "a.jsonl").unlink()
     write_parquet(tmp_path / "b.parquet", ["x"], long=pyarrow.array([2**62], pyarrow.duration("s")))
-    files = find_corpus([str(tmp_path)], CorpusColumns("text", None, ("long",)))
+    files = find_corpus([str(tmp_path)], CorpusColumns("text", None, ("long",)), check=False)
     ((broken, _),) = files.read(files.parts[0], lambda _: True)
     assert "too large" in broken.error
     with open(os.fsencode(tmp_path) + b"/\xff.txt", "w") as stream:
@@ -184,15 +183,14 @@ def test_broken_rows_have_a_reason_and_the_others_are_read(tmp_path, monkeypatch
 @given(st.lists(st.integers(0, 50), min_size=0, max_size=40), st.integers(1, 7), st.integers(1, 5))
 @settings(max_examples=30)
 def test_together_the_streams_of_all_shards_read_each_row_once(rows, streams, shard_count):
-    parts = tuple(Part(0, None, 0, None, 1, None) for _ in rows)
-    files = CorpusFiles((Path("a"),), ("a",), parts, COLUMNS, {})
+    parts = tuple(Part("a", None, number, None) for number in range(len(rows)))
+    files = CorpusFiles({"a": Path("a")}, parts, COLUMNS, {})
     taken = Counter()
     for shard in range(shard_count):
-        corpus = CorpusStream(files, {}, None, shard=shard, shards=shard_count)
+        corpus = CorpusStream(files, {}, None, shard=(shard, shard_count))
         for stream in range(streams):
-            for part, first, step in corpus._own_shares(stream, streams):
-                number = corpus.own[part].part
-                taken.update((number, row) for row in range(rows[number]) if row % step == first)
+            for part, first, step in corpus.own_shares(stream, streams):
+                taken.update((part, row) for row in range(rows[part]) if row % step == first)
     assert taken == Counter({(part, row): 1 for part, count in enumerate(rows) for row in range(count)})
 
 
@@ -201,8 +199,8 @@ def test_shards_do_not_depend_on_what_other_runs_have_done(folder, word_tokenize
     for shard in range(3):
         corpus = DocumentCorpus(str(folder), tokenizer=word_tokenizer, num_workers=0, shard=f"{shard}/3")
         done = {ref: np.array(sorted(row for name, row in seen if name == ref)) for ref, _ in seen}
-        versions = find_corpus(corpus.files, COLUMNS).versions(done)
-        attached(corpus, Keeper(ExistingScores(done, versions, {}, {}, 1))).setup("predict")
+        corpus.setup("predict")
+        corpus.skip(done)
         batches = list(CorpusLoader(corpus.stream))
         seen += [(ref.file, ref.row) for batch in batches for ref in [*batch["document_refs"], *batch["failed"]]]
         assert corpus.scoring_settings()["shard"] == f"{shard}/3"
@@ -220,16 +218,6 @@ class OwnStrategy:
         return decision and next(self.decisions)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_progress_knows_the_number_of_lines_however_long_they_are(name, word_tokenizer, tmp_path):
-    texts = ["a b " * (2000 if number % 3 else 1) for number in range(500)]
-    lines = [json.dumps({"text": text}) + "\n" * (1 + number % 2) for number, text in enumerate(texts)]
-    (tmp_path / name).write_bytes(gzip.compress("".join(lines).encode()) if "gz" in name else "".join(lines).encode())
-    corpus = DocumentCorpus(str(tmp_path), tokenizer=word_tokenizer, num_workers=0)
-    corpus.setup("predict")
-    assert corpus.expected() == 500
-
-
 def test_settings_of_the_data_module(folder, word_tokenizer):
     corpus = DocumentCorpus(str(folder / "b.jsonl"), tokenizer=word_tokenizer, num_workers=0, max_tokens=2)
     corpus.setup("predict")
@@ -239,8 +227,7 @@ def test_settings_of_the_data_module(folder, word_tokenizer):
     assert first["document_refs"] == [DocumentRef("b.jsonl:0", "b.jsonl", 0, {}, **own)]
     assert first["labels"].tolist() == [[IGNORE_INDEX, 2]]
     assert second["document_refs"][0].truncated is False
-    assert corpus.read_progress() == (2, True, [])
-    assert corpus.expected() == 2
+    assert corpus.stream.count_missing() is None, "lines are not counted"
     skipping = DocumentCorpus(
         [str(folder)], tokenizer=word_tokenizer, num_workers=0, max_tokens=2, overlong="skip", batch_tokens=100
     )
@@ -253,30 +240,11 @@ def test_settings_of_the_data_module(folder, word_tokenizer):
     assert skipping.scoring_settings()["tokenizer"] == corpus.scoring_settings()["tokenizer"]
 
 
-class Keeper:
-    def __init__(self, written):
-        self._written = written
-
-    def existing_scores(self):
-        return self._written
-
-
-class Broadcast:
-    """Of processes that come here one after the other, the first one first."""
-
-    value = None
-
-    def broadcast(self, value):
-        self.value = self.value or value
-        return self.value
-
-
-def attached(corpus, *callbacks, strategy=None, rank=0, world_size=1):
+def attached(corpus, strategy=None, rank=0, world_size=1):
     """As a trainer's."""
-    strategy = strategy or Broadcast()
     module = SimpleNamespace(hparams={"pretrained_model_name_or_path": corpus.tokenizer_name})
     corpus.trainer = SimpleNamespace(
-        callbacks=callbacks, strategy=strategy, global_rank=rank, world_size=world_size, lightning_module=module
+        strategy=strategy, global_rank=rank, world_size=world_size, lightning_module=module
     )
     return corpus
 
@@ -284,11 +252,11 @@ def attached(corpus, *callbacks, strategy=None, rank=0, world_size=1):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_each_document_comes_once_to_one_process(folder, word_tokenizer, world_size, workers):
-    seen, expected, strategy = [], 0, Broadcast()
+    seen, expected = [], 0
     for rank in range(world_size):
         corpus = DocumentCorpus(f"{folder}/web", tokenizer=word_tokenizer, num_workers=workers)
-        attached(corpus, strategy=strategy, rank=rank, world_size=world_size).setup("predict")
-        expected += corpus.expected()
+        attached(corpus, rank=rank, world_size=world_size).setup("predict")
+        expected += corpus.stream.count_missing()
         batches = list(CorpusLoader(corpus.stream, num_workers=workers))
         assert all(len(batch["document_refs"]) == 1 for batch in batches)
         seen += [ref.row for batch in batches for ref in batch["document_refs"]]
@@ -298,22 +266,27 @@ def test_each_document_comes_once_to_one_process(folder, word_tokenizer, world_s
 
 def test_what_is_done_is_left_out_before_it_is_tokenised(folder, word_tokenizer, monkeypatch):
     corpus = DocumentCorpus(f"{folder}/**/*.*", tokenizer=word_tokenizer, num_workers=0)
-    versions = find_corpus(corpus.files, COLUMNS).versions()
-    done = {"web/a.parquet": np.array([0, 1, 2, 4]), "b.jsonl": np.array([2]), "t.txt": np.array([0])}
-    written = ExistingScores(done, {name: versions[name] for name in done}, {}, {}, 1)
-    attached(corpus, object(), Keeper(written)).setup("predict")
-    read = []
-    monkeypatch.setattr(corpus.stream, "make_row", lambda ref, text: read.append(text) or (ref, None))
+    corpus.setup("predict")
+    corpus.skip({"web/a.parquet": np.array([0, 1, 2, 4]), "b.jsonl": np.array([2]), "t.txt": np.array([0])})
+    texts, opened = [], []
+    read = CorpusFiles.read
+    monkeypatch.setattr(CorpusFiles, "read", lambda self, part, *rest: opened.append(part) or read(self, part, *rest))
+    monkeypatch.setattr(corpus.stream, "tokenize", lambda ref, text: texts.append(text) or (ref, None))
     list(CorpusLoader(corpus.stream))
-    assert sorted(read) == ["a b 3", "a b 5", "a b 6", "a b 7", "a b c", "c"]
-    assert len(corpus.stream.parts) == 4, "a row group and a text file are not opened any more"
+    assert sorted(texts) == ["a b 3", "a b 5", "a b 6", "a b 7", "a b c", "c"]
+    assert len(opened) == 4, "a row group and a text file are not opened any more"
 
 
-@pytest.mark.parametrize("name", ["t.txt", "gone.txt"])
-def test_files_that_changed_or_are_gone_since_they_were_scored_are_refused(folder, word_tokenizer, name):
-    written = ExistingScores({name: np.array([0])}, {name: "0 0"}, {}, {}, 1)
-    with pytest.raises(ValueError, match=name):
-        attached(DocumentCorpus(str(folder), tokenizer=word_tokenizer), Keeper(written)).setup("predict")
+def test_files_that_changed_or_are_gone_since_they_were_scored_are_refused(folder, word_tokenizer):
+    corpus = DocumentCorpus(str(folder), tokenizer=word_tokenizer)
+    corpus.setup("predict")
+    corpus.check_unchanged(corpus.versions(corpus.stream.corpus.files))
+    for name in ("t.txt", "gone.txt"):
+        with pytest.raises(ValueError, match=name):
+            corpus.check_unchanged({name: "0 0"})
+    (folder / "t.txt").write_text("more")
+    with pytest.raises(ValueError, match=r"t\.txt"):
+        corpus.versions(["t.txt"])
 
 
 def test_a_file_that_cannot_be_read_further_is_told_and_the_others_are_read(folder, word_tokenizer):
@@ -321,10 +294,12 @@ def test_a_file_that_cannot_be_read_further_is_told_and_the_others_are_read(fold
     (folder / "z.json.gz").write_bytes(packed[:-9])
     corpus = DocumentCorpus(str(folder), tokenizer=word_tokenizer, num_workers=0)
     corpus.setup("predict")
-    seen = {ref.file for batch in corpus.predict_dataloader() for ref in batch["document_refs"]}
+    batches = list(corpus.predict_dataloader())
+    seen = {ref.file for batch in batches for ref in batch["document_refs"]}
     assert seen >= {"web/a.parquet", "b.jsonl", "t.txt"}
-    (unreadable,) = corpus.read_progress().unreadable
-    assert "z.json.gz: the compressed file is damaged" in unreadable
+    (unreadable,) = [ref for batch in batches for ref in batch["failed"]]
+    assert (unreadable.file, unreadable.row) == ("z.json.gz", UNREADABLE)
+    assert "z.json.gz: the compressed file is damaged" in unreadable.error
 
 
 def test_batches_of_several_documents_waste_little(tmp_path, word_tokenizer):
@@ -351,7 +326,7 @@ def test_processes_in_step_get_an_idle_row_until_all_are_done(folder, word_token
     assert all(batch["failed"] == [] for batch in batches)
     assert batches[-1]["labels"].eq(IGNORE_INDEX).all()
     for strategy, waits in ((SingleDeviceStrategy(), False), (DDPStrategy(), False), (OwnStrategy([]), True)):
-        attached(corpus, strategy=strategy)
+        attached(corpus, strategy)
         assert (corpus.predict_dataloader().lockstep is not None) == waits
 
 
@@ -365,11 +340,6 @@ def test_processes_in_step_get_an_idle_row_until_all_are_done(folder, word_token
         (lambda folder: DocumentCorpus(folder).setup("fit"), ValueError, "predict"),
         (lambda folder: DocumentCorpus(folder).tokenizer, ValueError, r"data\.tokenizer"),
         (lambda folder: DocumentCorpus(f"{folder}/none").setup("predict"), FileNotFoundError, "none"),
-        (
-            lambda folder: attached(DocumentCorpus(folder), Keeper(None), Keeper(None)).setup("predict"),
-            ValueError,
-            "callbacks",
-        ),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(folder, refused, error, named):

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from datamodules.influence.store import HEADER, WEIGHTS, InfluenceStore
+from datamodules.influence.store import DONE, HEADER, WEIGHTS, InfluenceStore
 from datamodules.influence.writer import InfluenceWriter
 from datamodules.packing.packing import pack_documents
 
@@ -20,13 +20,12 @@ def rows():
 def complete(tmp_path, rows):
     writer = InfluenceWriter(tmp_path / "w", MADE_FROM, rows, tokens=18)
     writer.write(range(4), np.ones((4, LENGTH), dtype=np.float32))
-    writer.finish()
     return tmp_path / "w"
 
 
 @pytest.mark.parametrize(
     ("file", "content"),
-    [(WEIGHTS, b"12"), (HEADER, b"{"), (HEADER, json.dumps({"format": 1}).encode()), (HEADER, None)],
+    [(WEIGHTS, b"12"), (DONE, b""), (HEADER, b"{"), (HEADER, json.dumps({"format": 1}).encode()), (HEADER, None)],
 )
 def test_a_damaged_or_missing_store_is_refused(complete, file, content):
     (complete / file).unlink() if content is None else (complete / file).write_bytes(content)

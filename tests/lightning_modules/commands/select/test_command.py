@@ -16,14 +16,13 @@ import pyarrow.parquet
 import pytest
 
 from datamodules import DocumentCorpus, TextDataModule
-from datamodules.corpus.files import find_corpus
 from lightning_modules.batch import DocumentRef
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.select.choice import connect, evaluate_sql
 from lightning_modules.commands.select.command import select
 from lightning_modules.commands.select.rows import NUMBER
 from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards
-from lightning_modules.scoring.corpus.table import ScoreTable, count_rows
+from lightning_modules.scoring.corpus.table import ScoreTable
 from lightning_modules.scoring.document_scorer import Failed
 from lightning_modules.scoring.token_scores import text_sha256
 from tests.lightning_modules.scoring.corpus.test_columns import make_scores
@@ -42,7 +41,6 @@ def scored(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(files["x/a.parquet"]), corpus / "x" / "a.parquet")
     (corpus / "x" / "b.jsonl").write_text("\n".join(map(json.dumps, files["x/b.jsonl"])))
     module = DocumentCorpus([str(corpus)], key_column="id", columns=["source"])
-    versions = find_corpus(module.files, module.column_names).versions()
     shards = ScoreShards(str(tmp_path / "scores"))
     table = ScoreTable(TYPES, CONTEXTS, per_token="float16")
     order = np.random.default_rng(0).permutation(24)
@@ -54,8 +52,7 @@ def scored(tmp_path):
         scores = make_scores(12 + number, number, ladder=(CONTEXTS[: 1 + number % 2], 3))
         table.add(ref, Failed("broken") if number == 5 else scores)
         if place % 8 == 7:
-            header = {"settings": {}, "source": module.source_settings(), "files": versions}
-            header["counts"] = count_rows(table.table())
+            header = {"settings": {}, "source": module.source_settings(), "files": {}}
             shards.write(table.table(), header, 0)
             table.clear()
     return tmp_path
@@ -246,7 +243,7 @@ def test_keys_that_are_not_one_line_are_named_and_do_not_stop_the_others(tmp_pat
         ["first", "two\nlines", "", "with space", "return\rhere", "a\u2028b" * 30, " \t", "last"]
     ):
         table.add(DocumentRef(key, "a.jsonl", row, {}), make_scores(12))
-    header = {"settings": {}, "source": {}, "files": {}, "counts": {}}
+    header = {"settings": {}, "source": {}, "files": {}}
     ScoreShards(str(tmp_path)).write(table.table(), header, 0)
     with pytest.warns(UserWarning, match=r"5 selected document\(s\) are not in .*ids\.txt") as caught:
         told = select(str(tmp_path), output=str(tmp_path / "ids.txt"))
