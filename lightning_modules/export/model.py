@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_modules.export.card import model_card
 from lightning_modules.export.options import ExportOptions
@@ -46,13 +46,12 @@ def export_model(
     """
     check_export(model, output_dir, options, facts)
     with export_folder(output_dir, facts.published().to_json()) as folder:
-        base = model.get_base_model() if is_peft_model(model) else model
-        config = _make_config(base.config, options)
         if options.kept:
-            _write_adapters(model, config, folder, facts)
+            _write_adapters(model, folder, options, facts)
+            file = folder / "base/config.json"
         else:
-            _write_merged(model, config, folder, options)
-        file = folder / "base/config.json" if options.kept else folder / "config.json"
+            _write_merged(model, folder, options)
+            file = folder / "config.json"
         content = json.loads(file.read_text())
         content |= guard_keys(content)
         file.write_text(json.dumps(content, indent=2) + "\n")
@@ -81,11 +80,8 @@ def check_export(
             "`adapters: merged` would round the adapters to the precision of the quantized base, which changes results:"
             " set `adapters` to 'kept'."
         )
-    elif is_peft_model(model):
-        from lightning_modules.export.weights import check_mergeable  # imports peft
-
-        check_mergeable(model)
-    _make_config(base.config, options)  # refuses `eabf_as_abf` for other RoPE types
+    if options.eabf_as_abf:
+        as_abf(base.config.rope_parameters)  # refuses other RoPE types
     writable_folder(output_dir.resolve().parent, remedy="Use another `output_dir`.")
 
 
@@ -105,33 +101,23 @@ def _check_kept(model: "PreTrainedModel | PeftModel", facts: TrainingFacts) -> N
         )
 
 
-def _make_config(config: PreTrainedConfig, options: ExportOptions) -> PreTrainedConfig:
-    config = copy.deepcopy(config)
-    if options.eabf_as_abf:
-        config.rope_parameters = as_abf(config.rope_parameters)
-    return config
+def _write_merged(model: "PreTrainedModel | PeftModel", folder: Path, options: ExportOptions) -> None:
+    from lightning_modules.export.merge import merged_copy  # imports peft
 
-
-def _write_merged(
-    model: "PreTrainedModel | PeftModel", config: PreTrainedConfig, folder: Path, options: ExportOptions
-) -> None:
-    base = model.get_base_model() if is_peft_model(model) else model
     # One dtype for all weights: fully trained ones of a half-precision model may be float32.
-    dtype = base.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
-    from lightning_modules.export.weights import drop_tied, merged_weights  # imports peft
-
-    weights = merged_weights(model, dtype)
-    if drop_tied(weights, base):
-        config.get_text_config(decoder=True).tie_word_embeddings = False
-        config.tie_word_embeddings = False
-    with torch.device("meta"):
-        shell: Any = type(base)(config)
-    shell.to(dtype)  # sets the dtype in the config
-    shell.generation_config = _find_generation_config(base)
-    shell.save_pretrained(folder, state_dict=weights, max_shard_size=SHARD_SIZE)
+    base = model.get_base_model() if is_peft_model(model) else model
+    merged = merged_copy(model, base.dtype if options.dtype == "auto" else getattr(torch, options.dtype))
+    if options.eabf_as_abf:
+        merged.config.rope_parameters = as_abf(merged.config.rope_parameters)
+    try:
+        merged.generation_config.validate(strict=True)
+    except ValueError as error:  # transformers would save nothing
+        log.warning("The model's generation config is invalid and was not exported: %s", error)
+        merged.generation_config = GenerationConfig.from_model_config(merged.config)
+    merged.save_pretrained(folder, max_shard_size=SHARD_SIZE)
 
 
-def _write_adapters(model: Any, config: PreTrainedConfig, folder: Path, facts: TrainingFacts) -> None:
+def _write_adapters(model: Any, folder: Path, options: ExportOptions, facts: TrainingFacts) -> None:
     model.save_pretrained(folder, save_embedding_layers=False)
     file = folder / "adapter_config.json"
     content = json.loads(file.read_text())
@@ -140,20 +126,13 @@ def _write_adapters(model: Any, config: PreTrainedConfig, folder: Path, facts: T
     content["base_model_name_or_path"] = f"{path}{CONFIG_IN_BASE}" if facts.changes else path
     content["revision"] = facts.revision
     file.write_text(json.dumps(content, indent=2) + "\n")
+    config = copy.deepcopy(model.get_base_model().config)
+    if options.eabf_as_abf:
+        config.rope_parameters = as_abf(config.rope_parameters)
     if facts.quantization is not None:
         del config.quantization_config  # it describes the stored weights, which are not quantized
     config.architectures = [type(model.get_base_model()).__name__]
     config.save_pretrained(folder / "base")
-
-
-def _find_generation_config(base: Any) -> GenerationConfig:
-    """Return the model's generation config, or a new one if it is inconsistent: transformers would not save it."""
-    try:
-        base.generation_config.validate(strict=True)
-    except ValueError as error:
-        log.warning("The model's generation config is invalid and was not exported: %s", error)
-        return GenerationConfig.from_model_config(base.config)
-    return base.generation_config
 
 
 def check_replaceable(folder: Path) -> None:
