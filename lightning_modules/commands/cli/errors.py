@@ -159,23 +159,15 @@ def stop_with(error: Exception) -> NoReturn:
         _exit_with_message(error, status=2)
     if isinstance(error, IncompleteError):
         _exit_with_message(error, status=1)
-    for is_cause, remedy in (
-        (
-            kinds & {"MemoryError", "OutOfMemoryError"},
-            "Memory is insufficient: `longce plan` estimates what is needed.",
-        ),
-        (
-            re.search("DataLoader worker .* killed", str(error)),
-            "A process that loads data was killed, probably because memory ran out: lower `num_workers`.",
-        ),
-        (
-            re.search("Connection (closed|reset) by peer|gloo|NCCL", str(error)),
-            "Another process of the run has ended or does not respond: see its output.",
-        ),
-    ):
-        if is_cause:
-            error.add_note(remedy)
-            _exit_with_message(error, status=1)
+    if kinds & {"MemoryError", "OutOfMemoryError"}:
+        error.add_note("Memory is insufficient: `longce plan` estimates what these settings need.")
+        _exit_with_message(error, status=1)
+    if re.search("DataLoader worker .* killed", str(error)):
+        error.add_note("A process that loads data was killed, probably because memory ran out: lower `num_workers`.")
+        _exit_with_message(error, status=1)
+    if re.search("Connection (closed|reset) by peer|gloo|NCCL", str(error)):
+        error.add_note("Another process of the run has ended or does not respond: see its output.")
+        _exit_with_message(error, status=1)
     error.add_note(
         "This error is unexpected: the last lines of the traceback name the file. If it is one of longce, please report"
         " it with the command and its configs."

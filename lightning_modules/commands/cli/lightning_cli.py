@@ -4,7 +4,7 @@ import argparse
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +62,23 @@ class LongceCLI(LightningCLI):
     """LightningCLI in which the command line takes precedence over everything, including the checkpoint.
 
     ``model`` holds the settings of a `LongContextLM`, or class and settings of any LightningModule.
+
+    Args:
+        add_options: Adds further options of a command.
+        run: Whether to run the command; otherwise its options are only parsed, and `make` instantiates a part.
+        trainer_class: Trainer with the methods that the commands call.
+        callbacks: Further callbacks.
     """
 
     def __init__(
-        self, *, run: bool = True, trainer_class: type[Trainer] = ResumingTrainer, callbacks: Sequence[Callback] = ()
+        self,
+        add_options: Callable[[LightningArgumentParser], None] = lambda parser: None,
+        *,
+        run: bool = True,
+        trainer_class: type[Trainer] = ResumingTrainer,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
+        self._add_options = add_options
         logging.getLogger("lightning").handlers.clear()  # the root logger prints its messages already
         self.preemption = Preemption()
         self.training_run = Run()
@@ -108,6 +120,7 @@ class LongceCLI(LightningCLI):
             parser.set_defaults({"model": {"class_path": path, "init_args": defaults}})
         else:
             parser.set_defaults({f"model.{name}": value for name, value in defaults.items()})
+        self._add_options(parser)
 
     @override
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
@@ -123,6 +136,11 @@ class LongceCLI(LightningCLI):
     @override
     def _parse_ckpt_path(self) -> None:
         """Keep the configuration as given: Lightning would silently let a checkpoint override the command line."""
+
+    @override
+    def _set_seed(self) -> None:
+        if self.subcommand is not None:
+            super()._set_seed()
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -142,22 +160,32 @@ class LongceCLI(LightningCLI):
             avoid_slow_settings(self.config[self.subcommand], self._words)
 
     @override
+    def instantiate_classes(self) -> None:
+        if self.subcommand is not None:
+            super().instantiate_classes()
+
+    def make(self, name: str) -> Any:
+        """Instantiate only the ``model`` or only the ``data`` of the config."""
+        part = jsonargparse.Namespace({name: self.config[name].clone()})
+        # The settings of a model without a class are a group, which would be instantiated even if it is missing.
+        return self.parser.instantiate(part, instantiate_groups=name == "model")[name]
+
+    @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Use `CheckedCheckpointIO` and `StepProgress`, unless the config names other ones."""
         options = self._get(self.config_init, "trainer")
         check_trainer(options)
-        plugins = options.get("plugins") or []
-        plugins = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
+        plugins = _as_list(options.get("plugins"))
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             plugins.append(CheckedCheckpointIO())
-        callbacks = options.get("callbacks") or []
-        callbacks = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
-        callbacks.insert(0, EvaluationStop(self.preemption.signal))
+        callbacks = [EvaluationStop(self.preemption.signal), *_as_list(options.get("callbacks"))]
         if options.get("enable_progress_bar") is not False and not any(isinstance(x, ProgressBar) for x in callbacks):
             callbacks.append(StepProgress())
         # Our data modules shard documents and sequences themselves, without repeating any.
         sampler = options.use_distributed_sampler and not getattr(self.datamodule, "shards_itself", False)
         given = {"plugins": plugins, "callbacks": callbacks, "use_distributed_sampler": sampler, **kwargs}
+        if self.subcommand == "influence":
+            given |= {"logger": False, "callbacks": [], "enable_checkpointing": False, "use_distributed_sampler": False}
         try:
             return super().instantiate_trainer(**given)
         except TypeError as error:  # Lightning raises it for some wrong values
@@ -177,7 +205,7 @@ class LongceCLI(LightningCLI):
     @override
     def after_instantiate_classes(self) -> None:
         """Refuse settings that cannot work, before anything is tokenized or loaded."""
-        if self.subcommand is None:
+        if self.subcommand in (None, "influence"):  # which check their own
             return
         check_strategy(self.trainer.strategy)
         fits, options = self.subcommand == "fit", self.config_init[self.subcommand]
@@ -248,3 +276,9 @@ class LongceCLI(LightningCLI):
             if isinstance(stopped, SIGTERMException) and self.trainer.is_global_zero:
                 self.preemption.requeue(would_resume=would_resume(self._requested_checkpoint, self.trainer))
             raise
+
+
+def _as_list(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return list(value)
+    return [value] if value else []

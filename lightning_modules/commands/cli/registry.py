@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_modules.commands.cli.experiment_options import (
+    accept_saved_config,
     add_data_options,
     add_influence_options,
     add_plan_options,
@@ -70,13 +71,13 @@ def reproduce_command(arguments: Sequence[str]) -> None:
 def plan_command(arguments: Sequence[str]) -> None:
     """Run ``longce plan`` and print its report."""
     print_help(arguments, add_plan_options)
-    from lightning_modules.commands.cli.part_cli import PartCLI
+    from lightning_modules.commands.cli.lightning_cli import LongceCLI
     from lightning_modules.commands.plan.hardware import find_gpu
     from lightning_modules.commands.plan.plan import make_planner
     from lightning_modules.commands.plan.report import report
 
     sys.argv[1:] = arguments[1:]
-    cli = PartCLI(add_plan_options)
+    cli = LongceCLI(add_plan_options, run=False)
     options = cli.config
     gpu = find_gpu(options.gpu, tflops=options.gpu_tflops, memory=options.gpu_memory)
     if options.output is not None:
@@ -96,10 +97,10 @@ def data_command(arguments: Sequence[str]) -> None:
             "`longce data` has one subcommand: use `longce data inspect`, with the options of `longce fit`."
         )
     print_help(arguments, add_data_options)
-    from lightning_modules.commands.cli.part_cli import PartCLI
+    from lightning_modules.commands.cli.lightning_cli import LongceCLI
 
     sys.argv[1:] = arguments[2:]
-    cli = PartCLI(add_data_options)
+    cli = LongceCLI(add_data_options, run=False)
     options = cli.config
     module: Any = None if options.get("data") is None else cli.make("data")
     if not callable(getattr(module, "inspect", None)):
@@ -115,10 +116,11 @@ def data_command(arguments: Sequence[str]) -> None:
 def influence_command(arguments: Sequence[str]) -> None:
     """Run ``longce influence``."""
     print_help(arguments, add_influence_options)
-    from lightning_modules.commands.cli.part_cli import InfluenceCLI
+    from lightning_modules.commands.cli.lightning_cli import LongceCLI
+    from lightning_modules.commands.influence import InfluenceTrainer
 
     sys.argv[1:] = arguments
-    InfluenceCLI()
+    LongceCLI(accept_saved_config, trainer_class=InfluenceTrainer)
 
 
 def quickstart_command(arguments: Sequence[str]) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from lightning_modules.commands.cli.lightning_cli import LongceCLI
 from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.cli.part_cli import PartCLI
 from lightning_modules.commands.plan.fitting import find_fitting
 from lightning_modules.commands.plan.flops import necessary_flops, short_pass_flops
 from lightning_modules.commands.plan.hardware import GPUS, Rates
@@ -198,7 +198,7 @@ def test_the_cheaper_run_costs_less(plan, paper):
 
 def test_a_run_is_compared_with_the_peak_of_its_own_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["longce", "-c", str(CONFIGS / "debug.yaml"), "--data.batch_size", "3"])
-    cli = PartCLI(lambda parser: None)
+    cli = LongceCLI(run=False)
     strategy = SimpleNamespace(root_device=torch.device("cuda"))
     trainer = SimpleNamespace(strategy=strategy, world_size=2, num_devices=2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")

@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from lightning_modules.commands.cli.experiment_options import add_plan_options
-from lightning_modules.commands.cli.part_cli import PartCLI
+from lightning_modules.commands.cli.lightning_cli import LongceCLI
 from lightning_modules.commands.plan.settings import read_experiment
 
 
@@ -32,7 +32,7 @@ def read(tmp_path, model_dir, monkeypatch):
 
     def run(*options):
         monkeypatch.setattr(sys, "argv", ["longce", "-c", str(tmp_path / "experiment.yaml"), *options])
-        cli = PartCLI(add_plan_options)
+        cli = LongceCLI(add_plan_options, run=False)
         return read_experiment(cli.make("model"), cli.config)
 
     return run
