@@ -1,6 +1,7 @@
 """Read each document of a corpus once, for any number of processes and workers, and batch documents by length."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -75,8 +76,9 @@ class CorpusStream(IterableDataset[PackedBatch]):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         rank, world_size = self.process
+        own = self.own_shares(rank * workers + worker, world_size * workers)
         pool: list[Document] = []
-        for document in self._read_documents(self.own_shares(rank * workers + worker, world_size * workers)):
+        for document in chain.from_iterable(map(self._read_share, own)):
             pool.append(document)
             if self._is_full(pool):
                 yield from _make_batches(pool, self.batch_tokens or 0)
@@ -96,14 +98,21 @@ class CorpusStream(IterableDataset[PackedBatch]):
         return found
 
     def count_missing(self) -> int | None:
-        """Estimate the documents of this process that are not scored yet; None if the corpus has JSON lines."""
-        missing = 0.0
+        """Return how many documents of this process are not scored yet; None if the corpus has JSON lines."""
+        missing = 0
         for share in self.own_shares(*self.process):
-            part = self.corpus.parts[share.part]
-            if part.rows is None:
+            rows = self._count_rows(share)
+            if rows is None:
                 return None
-            missing += part.rows / share.step - len(self._done_rows(share))
-        return round(missing)
+            missing += rows - len(self._done_rows(share))
+        return missing
+
+    def _count_rows(self, share: Share) -> int | None:
+        part = self.corpus.parts[share.part]
+        if part.rows is None:
+            return None
+        first = part.first + (share.first - part.first) % share.step
+        return len(range(first, part.first + part.rows, share.step))
 
     def _done_rows(self, share: Share) -> NDArray[np.int64]:
         part = self.corpus.parts[share.part]
@@ -112,23 +121,22 @@ class CorpusStream(IterableDataset[PackedBatch]):
         rows = rows[slice(*np.searchsorted(rows, (part.first, end)))]
         return rows[rows % share.step == share.first]
 
-    def _read_documents(self, own: Iterable[Share]) -> Iterator[Document]:
+    def _read_share(self, share: Share) -> Iterator[Document]:
         """Read and tokenize the documents without scores; the rest of a damaged part is a reference without a row."""
-        for share in own:
-            part = self.corpus.parts[share.part]
-            done = frozenset(self._done_rows(share).tolist())
-            if len(done) == part.rows:
-                continue  # the part is not opened
+        part = self.corpus.parts[share.part]
+        done = frozenset(self._done_rows(share).tolist())
+        if len(done) == self._count_rows(share):
+            return  # the part is not opened
 
-            def wanted(row: int, share: Share = share, done: frozenset[int] = done) -> bool:
-                return row % share.step == share.first and row not in done
+        def wanted(row: int) -> bool:
+            return row % share.step == share.first and row not in done
 
-            try:
-                for ref, text in self.corpus.read(part, wanted):
-                    yield self.tokenize(ref, text)
-            except (ValueError, OSError) as error:
-                reason = " ".join(str(error).split())
-                yield DocumentRef(part.file, part.file, UNREADABLE, {}, error=reason), None
+        try:
+            for ref, text in self.corpus.read(part, wanted):
+                yield self.tokenize(ref, text)
+        except (ValueError, OSError) as error:
+            reason = " ".join(str(error).split())
+            yield DocumentRef(part.file, part.file, UNREADABLE, {}, error=reason), None
 
     def _is_full(self, pool: Sequence[Document]) -> bool:
         lengths = [len(row["input_ids"]) for _, row in pool if row is not None]
