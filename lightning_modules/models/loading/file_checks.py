@@ -22,19 +22,16 @@ SIZES = ("num_hidden_layers", "vocab_size", "hidden_size", "num_attention_heads"
 def check_config(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> None:
     """Raise a ``ValueError`` for a config that is not of a causal LM, or whose model would compute other numbers.
 
-    These are sizes below 1, and unknown quantization methods and RoPE types, about which transformers only warns.
+    Its sizes may be below 1, and transformers may only warn of its quantization method or RoPE type.
     """
     if not trust_remote_code and type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"Models of type '{config.model_type}' are not causal LMs. Use a decoder that predicts text.")
-    text = config.get_text_config(decoder=True)
-    for name in SIZES:
-        with contextlib.suppress(RuntimeError):  # a size that differs from layer to layer, checked by transformers
-            value = getattr(text, name, None)
-            if isinstance(value, int) and value < 1:
-                raise ValueError(
-                    f"`{name}` of the model's config must be 1 or more, got {value}: correct it in config.json or"
-                    " `model_config`."
-                )
+    if weights := getattr(config, "transformers_weights", None):
+        raise ValueError(
+            f"`transformers_weights` of the model's config names other weights, '{weights}', which are not identified:"
+            " remove it, and name them model.safetensors."
+        )
+    _check_sizes(config.get_text_config(decoder=True))
     for parameters in rope_parameter_sets(config):
         kind = parameters.get("rope_type", "default")
         known = sorted({"default", *ROPE_INIT_FUNCTIONS, *ROPE_TYPES})
@@ -53,6 +50,17 @@ def check_config(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
                 f" which transformers does not support: it supports {', '.join(AUTO_QUANTIZATION_CONFIG_MAPPING)}. Use"
                 " a model that is not quantized."
             )
+
+
+def _check_sizes(config: PreTrainedConfig) -> None:
+    for name in SIZES:
+        with contextlib.suppress(RuntimeError):  # a size that differs from layer to layer, checked by transformers
+            value = getattr(config, name, None)
+            if isinstance(value, int) and value < 1:
+                raise ValueError(
+                    f"`{name}` of the model's config must be 1 or more, got {value}: correct it in config.json or"
+                    " `model_config`."
+                )
 
 
 def check_weight_files(folder: str) -> None:
