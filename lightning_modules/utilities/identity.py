@@ -14,7 +14,6 @@ import time
 import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import reduce
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -62,8 +61,11 @@ def content_hash(path: Path, files: Iterable[Path] | None = None) -> str:
 
 def file_crc32(path: Path) -> int:
     """Return the CRC-32 of a file's bytes."""
+    crc = 0
     with path.open("rb", buffering=0) as file:
-        return reduce(lambda crc, block: zlib.crc32(block, crc), iter(lambda: file.read(1 << 20), b""), 0)
+        while chunk := file.read(1 << 20):
+            crc = zlib.crc32(chunk, crc)
+    return crc
 
 
 def shorten_hashes(text: str) -> str:

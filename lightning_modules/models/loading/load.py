@@ -138,6 +138,11 @@ def load_config(config: ModelConfig) -> PreTrainedConfig:
     if config.pretrained_model_name_or_path is not None:
         loaded = _load_stored_config(config)
         _check_keys(overrides, loaded)
+        with _model_config_named(overrides):
+            for name, value in overrides.items():
+                current = getattr(loaded, name)
+                is_merged = isinstance(current, dict) and isinstance(value, dict)
+                setattr(loaded, name, {**current, **value} if is_merged else value)
     elif "model_type" in overrides:
         with _model_config_named(overrides):
             defaults = AutoConfig.for_model(overrides["model_type"])
@@ -146,11 +151,6 @@ def load_config(config: ModelConfig) -> PreTrainedConfig:
             loaded = AutoConfig.for_model(**overrides)
     else:
         raise ValueError("Set `pretrained_model_name_or_path`, or the `model_type` of `model_config`.")
-    with _model_config_named(overrides):
-        for name, value in overrides.items():
-            current = getattr(loaded, name)
-            is_merged = isinstance(current, dict) and isinstance(value, dict)
-            setattr(loaded, name, {**current, **value} if is_merged else value)
     check_config(loaded, trust_remote_code=config.trust_remote_code)
     # Before the model is built: a later change would be saved, but have no effect.
     extend_config(loaded, config.context_extension)

@@ -75,8 +75,6 @@ def _load(file: Path, kind_of_config: type[PreTrainedConfig]) -> PreTrainedToken
             return TOKENIZER_MAPPING.get(kind_of_config, PreTrainedTokenizerFast).from_pretrained(
                 place, gguf_file=file.name
             )
-    except (MemoryError, KeyboardInterrupt):
-        raise
     except Exception as error:  # any kind, for a vocabulary that it does not expect
         reason = str(error).strip().split("\n", maxsplit=1)[0] or type(error).__name__
         raise ValueError(
