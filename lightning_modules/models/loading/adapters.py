@@ -119,13 +119,10 @@ def lora_config(arguments: dict[str, Any], model: PreTrainedModel) -> "LoraConfi
     _check_arguments("lora", arguments, LoraConfig.__dataclass_fields__)
     # A copy, because peft appends to its lists, and checkpoints store the arguments to build the same adapters again.
     settings = {"task_type": "CAUSAL_LM", **copy.deepcopy(arguments)}
-    if isinstance(settings.get("modules_to_save"), str) and settings["modules_to_save"] != EMBEDDINGS_AND_NORMS:
-        raise ValueError(
-            f"`lora.modules_to_save` must be a list of names or '{EMBEDDINGS_AND_NORMS}', got"
-            f" '{settings['modules_to_save']}': put it into brackets, or peft would take each letter for a name."
-        )
     if settings.get("modules_to_save") == EMBEDDINGS_AND_NORMS:
         settings["modules_to_save"] = embeddings_and_norms(model)
+    elif isinstance(settings.get("modules_to_save"), str):  # peft would take each letter for a name
+        settings["modules_to_save"] = [settings["modules_to_save"]]
     if model.config.get_text_config(decoder=True).tie_word_embeddings:
         settings.setdefault("ensure_weight_tying", _touches_embedding(model, settings))
     alpha = settings.get("lora_alpha", 1)

@@ -128,7 +128,7 @@ class ModelConfig:
         revision: Branch, tag or commit on the hub.
         dtype: Dtype of the weights; ``auto`` keeps the stored one.
         attn_implementation: As in transformers. ``auto`` on a GPU in half precision is ``flash_attention_3`` on Hopper,
-            else ``flash_attention_2``, whichever is installed or in the cache of the `kernels` hub; otherwise ``sdpa``.
+            else ``flash_attention_2``, whichever is installed; otherwise ``sdpa``.
         gradient_checkpointing: Recompute the activations of each layer in the backward pass. ``selective`` keeps the
             outputs of attention, which is faster and takes ``tokens * hidden size`` more numbers per layer.
         offload_activations: Keep the layer inputs that checkpointing keeps in host memory. The GPU waits for each copy.

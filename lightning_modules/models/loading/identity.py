@@ -1,8 +1,7 @@
 """Identity of a stored model: a hash of weights, config, tokenizer, chat templates and code."""
 
-import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -123,13 +122,12 @@ def _download_snapshot(name: str, revision: str | None, with_code: bool) -> Path
     with _model_named(name, revision):
         if is_offline_mode():
             return Path(fetch(allow_patterns=[], local_files_only=True))  # whatever is in the cache
-        # Two steps, because the config names weights that no pattern covers.
+        # Two steps, because many repositories have the same weights as pickles, which transformers reads only without
+        # safetensors.
         folder = Path(fetch(allow_patterns=[f"*{ending}" for ending in _LOADED_SUFFIXES], ignore_patterns=others))
-        named = [file.relative_to(folder).as_posix() for file in _find_named_weights(folder)]
-        # Many repositories have the same weights as pickles, which transformers reads only without safetensors.
         pickles = [] if any((folder / weights).exists() for weights in _SAFETENSORS) else ["pytorch_model*"]
         code = ["*.py"] if with_code else []
-        return Path(fetch(allow_patterns=["additional_chat_templates/*", *named, *pickles, *code]))
+        return Path(fetch(allow_patterns=["additional_chat_templates/*", *pickles, *code]))
 
 
 def _find_loaded_files(folder: Path, with_code: bool) -> list[Path]:
@@ -138,22 +136,4 @@ def _find_loaded_files(folder: Path, with_code: bool) -> list[Path]:
     files = {file for file in candidates if file.suffix in _LOADED_SUFFIXES and file.name not in _UNUSED_FILES}
     if any((folder / name).exists() for name in _SAFETENSORS):  # transformers then ignores these
         files -= set(folder.glob("pytorch_model*"))
-    files |= {file for file in _find_named_weights(folder) if file.is_file()}
     return sorted(files.union(folder.rglob("*.py") if with_code else ()))
-
-
-def _find_named_weights(folder: Path) -> set[Path]:
-    """Return the weight files listed in the config or an index; they may be in subfolders."""
-    named = _read_json_object(folder / "config.json").get("transformers_weights")
-    index = named if isinstance(named, str) and named.endswith(".index.json") else _SAFETENSORS[1]
-    shards = _read_json_object(folder / index).get("weight_map")
-    names = [named, *(shards.values() if isinstance(shards, dict) else ())]
-    return {folder / name for name in names if isinstance(name, str)}
-
-
-def _read_json_object(file: Path) -> dict[str, Any]:
-    """Read a JSON file; return {} if it cannot be read, which loading the model reports."""
-    with suppress(OSError, ValueError):
-        content = json.loads(file.read_bytes())
-        return content if isinstance(content, dict) else {}
-    return {}

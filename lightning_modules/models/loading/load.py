@@ -3,16 +3,12 @@
 import contextlib
 import importlib.util
 import logging
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
-from huggingface_hub.constants import HF_HUB_CACHE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
-from transformers.utils.import_utils import KERNELS_MAX_VERSION, KERNELS_MIN_VERSION, is_kernels_available
+from transformers.utils.import_utils import is_kernels_available
 
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
@@ -24,9 +20,8 @@ from lightning_modules.models.loading.adapters import add_adapters, find_adapter
 from lightning_modules.models.loading.checks import check_scoring
 from lightning_modules.models.loading.config import ModelConfig, is_served
 from lightning_modules.models.loading.dtypes import report_dtype, scoring_config, stored_dtype
-from lightning_modules.models.loading.file_checks import check_config, check_sizes, check_weight_files, pickles_refused
+from lightning_modules.models.loading.file_checks import check_config, check_weight_files, pickles_refused
 from lightning_modules.models.loading.gguf.conversion import model_folder
-from lightning_modules.models.loading.size_checks import check_parameters, check_sizes_of, check_stored_sizes
 from lightning_modules.models.optimizations import compile_layers, enable_checkpointing, use_bfloat16_residual
 from lightning_modules.models.progress import report_progress
 from lightning_modules.models.scorer import Scorer
@@ -114,7 +109,6 @@ def check_model(config: ModelConfig) -> PreTrainedConfig | None:
     stored = load_config(config)
     if has_weights(config.pretrained_model_name_or_path):
         check_weight_files(config.pretrained_model_name_or_path)
-        check_parameters(stored, config.pretrained_model_name_or_path)
     return stored
 
 
@@ -141,14 +135,20 @@ def load_config(config: ModelConfig) -> PreTrainedConfig:
             " the model itself: name a hub id or a local folder."
         )
     overrides = dict(config.model_config or {})
-    check_sizes(overrides)  # first, because some configs make a list of such a length
     if config.pretrained_model_name_or_path is not None:
         loaded = _load_stored_config(config)
         _check_keys(overrides, loaded)
-        for name, value in overrides.items():
-            _override_value(loaded, name, value)
+        with _model_config_named(overrides):
+            for name, value in overrides.items():
+                current = getattr(loaded, name)
+                is_merged = isinstance(current, dict) and isinstance(value, dict)
+                setattr(loaded, name, {**current, **value} if is_merged else value)
     elif "model_type" in overrides:
-        loaded = _make_config(overrides)
+        with _model_config_named(overrides):
+            defaults = AutoConfig.for_model(overrides["model_type"])
+        _check_keys(overrides, defaults)
+        with _model_config_named(overrides):
+            loaded = AutoConfig.for_model(**overrides)
     else:
         raise ValueError("Set `pretrained_model_name_or_path`, or the `model_type` of `model_config`.")
     check_config(loaded, trust_remote_code=config.trust_remote_code)
@@ -164,20 +164,17 @@ def _load_stored_config(config: ModelConfig) -> PreTrainedConfig:
     if (adapters := find_adapters(path)) is not None:
         path, revision = adapters.config, adapters.revision
     path = model_folder(path)
-    check_stored_sizes(path, revision, config.model_config)
     try:
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # transformers raises all kinds of errors for wrong values
         raise ValueError(not_loaded("model", path, error, plan="config.json")) from error
 
 
-def _make_config(overrides: dict[str, Any]) -> PreTrainedConfig:
-    """Build a config from its values alone."""
-    check_sizes_of(overrides)
-    with _model_config_named(overrides):
-        known = AutoConfig.for_model(overrides["model_type"])
-        _check_keys(overrides, known)
-        return AutoConfig.for_model(**overrides)
+def _check_keys(overrides: dict[str, Any], config: PreTrainedConfig) -> None:
+    for name in overrides:
+        if not hasattr(config, str(name)):  # YAML has keys of other types
+            hint = did_you_mean(name, config.to_dict())
+            raise ValueError(f"`model_config` has '{name}', but {type(config).__name__} has no such key. {hint}")
 
 
 @contextlib.contextmanager
@@ -186,47 +183,44 @@ def _model_config_named(overrides: dict[str, Any]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(f"`model_config` = {overrides} is not a valid config: {_join_lines(error)}") from error
-
-
-def _override_value(config: PreTrainedConfig, name: str, value: Any) -> None:
-    current = getattr(config, name)
-    if isinstance(current, dict) and not isinstance(value, dict | None):
-        raise ValueError(f"`model_config.{name}` must be a mapping, such as {current}, got {value!r}.")
-    try:
-        setattr(config, name, {**current, **value} if isinstance(current, dict) and value is not None else value)
-    except Exception as error:  # transformers checks some values immediately
-        raise ValueError(f"`model_config.{name}` = {value!r}: {_join_lines(error)}") from error
-
-
-def _join_lines(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"`model_config` = {overrides} is not a valid config: {reason}") from error
 
 
 def choose_attention(
     config: ModelConfig, stored: PreTrainedConfig, *, device: torch.device | str = "cpu", autocast: bool = False
 ) -> str:
     """Return the attention implementation that a model gets on a device, without loading it."""
-    implementation, model_class = config.attn_implementation, _model_class(stored)
+    implementation = config.attn_implementation
     if implementation == "auto":
-        implementation = "sdpa" if model_class._supports_sdpa else "eager"
-        rope_type = own_type(stored.get_text_config(decoder=True))
-        # Flash attention has kernels for half precision only.
-        half = autocast or stored_dtype(stored, config.dtype) in (torch.bfloat16, torch.float16)
-        flash = half and torch.device(device).type == "cuda" and model_class._supports_flash_attn
-        if flash and (rope_type is None or "flash_attention_2" in rope_type.backends):
-            implementation = _find_flash(hub=rope_type is None) or implementation
-    elif implementation == "flash_attention_3" and importlib.util.find_spec("flash_attn_interface") is None:
+        return _choose_fastest(config, stored, device=torch.device(device), autocast=autocast)
+    has_package = {name: importlib.util.find_spec(name) is not None for name in ("flash_attn", "flash_attn_interface")}
+    if implementation == "flash_attention_3" and not has_package["flash_attn_interface"]:
         implementation = FLASH_3_KERNEL
     # Without flash-attn, transformers uses the flash attention of the `kernels` package.
-    flash_2 = implementation.startswith("flash_attention_2") and importlib.util.find_spec("flash_attn") is None
-    if (flash_2 or "/" in implementation) and not is_kernels_available():
-        package = "flash-attn (the extra `flash`) or " if flash_2 else ""
+    is_of_hub = "/" in implementation or (implementation == "flash_attention_2" and not has_package["flash_attn"])
+    if is_of_hub and not is_kernels_available():
         raise ValueError(
-            f"`attn_implementation: {implementation}` needs {package}the package kernels, from version"
-            f" {KERNELS_MIN_VERSION} to below {KERNELS_MAX_VERSION}: install it, or set `sdpa`."
+            f"`attn_implementation: {implementation}` needs a package that is not installed: flash-attn (the extra"
+            " `flash`) for FlashAttention-2, or kernels. Install it, or set `sdpa`."
         )
     return implementation
+
+
+def _choose_fastest(config: ModelConfig, stored: PreTrainedConfig, *, device: torch.device, autocast: bool) -> str:
+    """Return the fastest attention implementation that is installed."""
+    model_class = _model_class(stored)
+    # Flash attention has kernels for half precision only.
+    half = autocast or stored_dtype(stored, config.dtype) in (torch.bfloat16, torch.float16)
+    rope_type = own_type(stored.get_text_config(decoder=True))
+    has_backend = rope_type is None or "flash_attention_2" in rope_type.backends
+    if half and device.type == "cuda" and model_class._supports_flash_attn and has_backend:
+        hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+        if hopper and importlib.util.find_spec("flash_attn_interface") is not None:
+            return "flash_attention_3"
+        if importlib.util.find_spec("flash_attn") is not None:
+            return "flash_attention_2"
+    return "sdpa" if model_class._supports_sdpa else "eager"
 
 
 def register_attention(implementation: str, stored: PreTrainedConfig) -> str:
@@ -242,42 +236,6 @@ def _model_class(stored: PreTrainedConfig) -> Any:
     return AutoModelForCausalLM._model_mapping.get(type(stored), PreTrainedModel)
 
 
-def _find_flash(*, hub: bool) -> str | None:
-    """Return the fastest flash attention that is installed or, with ``hub``, was downloaded before."""
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    if hopper and importlib.util.find_spec("flash_attn_interface") is not None:
-        return "flash_attention_3"
-    if hopper and hub and _load_cached_kernel():
-        return FLASH_3_KERNEL
-    return "flash_attention_2" if importlib.util.find_spec("flash_attn") is not None else None
-
-
-def _load_cached_kernel() -> bool:
-    """Load FlashAttention-3 of the hub if it was downloaded before, and return whether it fits this machine."""
-    cache = Path(os.environ.get("KERNELS_CACHE") or HF_HUB_CACHE)
-    snapshots = sorted(cache.glob(f"*--{FLASH_3_KERNEL.replace('/', '--')}/snapshots/*"), key=os.path.getmtime)
-    if not snapshots or not is_kernels_available():
-        return False
-    # `kernels` loads this path without asking the hub for a newer version, which would fail offline.
-    others = [
-        entry for entry in os.environ.get("LOCAL_KERNELS", "").split(":") if entry and FLASH_3_KERNEL not in entry
-    ]
-    os.environ["LOCAL_KERNELS"] = ":".join([*others, f"{FLASH_3_KERNEL}={snapshots[-1]}"])
-    try:
-        lazy_import_flash_attention(FLASH_3_KERNEL)
-    except Exception as error:  # any kind: it may be for another version of torch or CUDA
-        log.warning("The kernel '%s' cannot be loaded and is not used: %s", snapshots[-1], error)
-        return False
-    return True
-
-
-def _check_keys(overrides: dict[str, Any], config: PreTrainedConfig) -> None:
-    for name in overrides:
-        if not isinstance(name, str) or not hasattr(config, name):
-            hint = did_you_mean(name, config.to_dict())
-            raise ValueError(f"`model_config` has '{name}', but {type(config).__name__} has no such key. {hint}")
-
-
 def _load_weights(
     path: str, config: PreTrainedConfig, revision: str | None, settings: dict[str, Any]
 ) -> PreTrainedModel:
@@ -285,8 +243,6 @@ def _load_weights(
     if (adapters := find_adapters(path)) is not None:
         path, revision = adapters.base, adapters.revision
     path = model_folder(path)
-    check_weight_files(path)
-    check_parameters(config, path)
     try:
         with pickles_refused(path):
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -295,11 +251,7 @@ def _load_weights(
     except (ValueError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # transformers raises all kinds of errors for a wrong config
-        if "mismatched" in str(error):
-            error = ValueError("the shapes of its tensors do not match its config, see the table above")
         raise ValueError(not_loaded("model", path, error)) from error
-    if unused := sorted(report["unexpected_keys"]):
-        log.warning("'%s' has %d unused tensors, unknown to its config (%s, ..).", path, len(unused), unused[0])
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"The weights of '{path}' lack {len(missing)} tensors ({', '.join(missing[:3])}, ..), which would be"

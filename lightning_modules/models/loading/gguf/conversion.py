@@ -12,15 +12,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from lightning_modules.models.loading.config import is_gguf, local_or_hub
-from lightning_modules.models.loading.gguf.architectures import (
-    ARCHITECTURES,
-    ROPE_FACTORS,
-    original_values,
-    parameter_names,
-    read_config,
-)
+from lightning_modules.models.loading.gguf.architectures import ARCHITECTURES, original_values, read_config
 from lightning_modules.models.loading.gguf.metadata import Metadata
-from lightning_modules.models.loading.gguf.reader import parse_gguf
 from lightning_modules.models.loading.gguf.tokenizer import read_tokenizer
 from lightning_modules.utilities.files import atomic_folder, default_cache_dir, writable_folder
 from lightning_modules.utilities.identity import content_hash
@@ -61,27 +54,27 @@ def convert_gguf(file: Path) -> Path:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    reader, metadata = _read_header(file)
-    kinds: Counter[str] = Counter()
-    for tensor in reader.tensors:
-        kinds[tensor.tensor_type.name] += int(tensor.n_elements)
-    # Norms are always float32, so the type of most parameters decides.
-    dtype = _DTYPES.get(max(kinds, key=lambda kind: kinds[kind]), torch.bfloat16)
     size = file.stat().st_size / 1e9
     log.info("Converting '%s' (%.1f GB) once, into %s: this takes a minute or two per GB.", file, size, folder.parent)
-    # 1. What the file says, all of which must be understood.
+    reader, metadata = _read_file(file)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    factors = tensors.pop(ROPE_FACTORS, None) if metadata.architecture == "llama" else None
+    # Norms are always float32, so the type of most parameters decides.
+    kinds: Counter[str] = Counter()
+    for tensor in tensors.values():
+        kinds[tensor.tensor_type.name] += int(tensor.n_elements)
+    dtype = _DTYPES.get(max(kinds, key=lambda kind: kinds[kind]), torch.bfloat16)
+    # 1. All that the file specifies, which must be understood.
+    factors = tensors.pop("rope_freqs.weight", None) if metadata.architecture == "llama" else None
     shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in tensors.items()}
-    config = _read_config(metadata, shapes, factors)
-    tokenizer = read_tokenizer(file, reader, metadata)
+    config, names = _match_parameters(metadata, shapes, None if factors is None else torch.tensor(factors.data))
+    tokenizer = read_tokenizer(file, reader, metadata, type(config))
     metadata.check_all_taken()
-    # 2. Which parameter each tensor is.
-    names = _match_parameters(metadata, config, shapes)
+    # 2. The weights as transformers stores them.
+    weights = {}
+    for name, tensor in tensors.items():
+        values = original_values(names[name], _dequantize(tensor, metadata.name), metadata.architecture, config)
+        weights[names[name]] = torch.from_numpy(values.copy()).to(dtype)
     # 3. The folder.
-    weights = {
-        names[name]: _read_weight(tensor, names[name], metadata, config, dtype) for name, tensor in tensors.items()
-    }
     config.dtype = dtype
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id
@@ -90,10 +83,12 @@ def _convert(file: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _read_header(file: Path) -> tuple[Any, Metadata]:
+def _read_file(file: Path) -> tuple[Any, Metadata]:
     """Return the parsed file and its metadata, of a whole model of an architecture that is supported."""
     try:
-        reader = parse_gguf(file)
+        from gguf import GGUFReader
+
+        reader = GGUFReader(file)
         values = {name: _read_value(name, field) for name, field in reader.fields.items()}
     except ModuleNotFoundError as error:
         raise ValueError(
@@ -123,66 +118,50 @@ def _read_value(name: str, field: Any) -> Any:
     return len(field.data) if is_long else field.contents()
 
 
-def _read_config(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], factors: Any) -> PreTrainedConfig:
-    """Return the config, and name the file in errors of transformers, which raises all kinds for a wrong value."""
-    try:
-        return read_config(metadata, shapes, None if factors is None else torch.from_numpy(factors.data.copy()))
-    except StrictDataclassError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"'{metadata.name}' has values that are not valid together: {reason}") from error
-
-
 def _match_parameters(
-    metadata: Metadata, config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, str]:
-    """Return the parameter's name for each tensor; raise a ``ValueError`` unless they are all of the model's."""
+    metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], factors: torch.Tensor | None
+) -> tuple[PreTrainedConfig, dict[str, str]]:
+    """Return the config and the parameter's name for each tensor; a ``ValueError`` unless they are all of the model."""
+    from gguf import MODEL_ARCH, get_tensor_name_map
+
     try:
+        config = read_config(metadata, shapes, factors)
         with torch.device("meta"):
-            expected = {name: tuple(tensor.shape) for name, tensor in _build(config).state_dict().items()}
-    except RuntimeError as error:
-        raise ValueError(
-            f"'{metadata.name}' describes a model of impossible sizes ({error}): download it again."
-        ) from error
-    if config.tie_word_embeddings:
-        del expected["lm_head.weight"]
-    modules, names = parameter_names(metadata.architecture, config), {}
-    for tensor, shape in shapes.items():
-        stem, _, ending = tensor.rpartition(".")
-        names[tensor] = f"{modules.get(stem)}.{ending}"
-        wanted = expected.pop(names[tensor], None)
-        if wanted != shape:
-            reason = "has no place" if wanted is None else f"has the shape {list(wanted)} instead of {list(shape)}"
-            raise ValueError(
-                f"'{metadata.name}' has the tensor `{tensor}`, which {reason} in a model of architecture"
-                f" '{metadata.architecture}', so its numbers would be wrong. Use the model's folder of the Hugging Face"
-                " hub instead."
-            )
-    if expected:
-        raise ValueError(
-            f"'{metadata.name}' lacks {len(expected)} tensors ({', '.join(sorted(expected)[:3])}, ..): download it"
-            " again, or join parts by `llama-gguf-split --merge`."
-        )
-    return names
-
-
-def _build(config: PreTrainedConfig) -> Any:
-    model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config)
+    except (RuntimeError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"'{metadata.name}' describes a model that cannot be built: {reason}") from error
     config.architectures = [type(model).__name__]
-    return model
+    stored_names = get_tensor_name_map(MODEL_ARCH[metadata.architecture.upper()], config.num_hidden_layers)
+    names = {}
+    for name, parameter in model.state_dict().items():
+        module, _, kind = name.rpartition(".")
+        if not (config.tie_word_embeddings and module == "lm_head"):
+            stored = f"{stored_names.get_name(module)}.{kind}"
+            names[stored] = name
+            if shapes.get(stored) != tuple(parameter.shape):
+                raise ValueError(
+                    f"'{metadata.name}' has the shape {shapes.get(stored)} for the tensor `{stored}`, which has"
+                    f" {tuple(parameter.shape)} in its model: download it again, or use the model's folder of the"
+                    " Hugging Face hub instead."
+                )
+    if unknown := sorted(shapes.keys() - names.keys()):
+        raise ValueError(
+            f"'{metadata.name}' has the tensor `{unknown[0]}`, which has no place in a model of architecture"
+            f" '{metadata.architecture}', so its numbers would be wrong. Use the model's folder of the Hugging Face hub"
+            " instead."
+        )
+    return config, names
 
 
-def _read_weight(
-    tensor: Any, name: str, metadata: Metadata, config: PreTrainedConfig, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return a tensor as transformers stores it."""
+def _dequantize(tensor: Any, file: str) -> Any:
+    """Return the float32 array of a tensor."""
     from gguf import dequantize
 
     try:
-        values = dequantize(tensor.data, tensor.tensor_type)
+        return dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError as error:
         raise ValueError(
-            f"'{metadata.name}' stores the tensor `{tensor.name}` as {tensor.tensor_type.name}, which the package gguf"
-            " cannot read: update it, or use a file of another quantization."
+            f"'{file}' stores the tensor `{tensor.name}` as {tensor.tensor_type.name}, which the package gguf cannot"
+            " read: update it, or use a file of another quantization."
         ) from error
-    values = original_values(name, values, metadata.architecture, config)
-    return torch.from_numpy(values.copy()).to(dtype)

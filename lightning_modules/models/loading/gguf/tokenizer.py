@@ -1,31 +1,20 @@
 """Tokenizers of GGUF files, which transformers reads in part."""
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from tokenizers import decoders, normalizers, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 from lightning_modules.models.loading.gguf.metadata import Metadata
 
-_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
-"""Tokenizers of llama.cpp (``tokenizer.ggml.pre``) that split numbers into digits, then by the rule of GPT-2.
-
-transformers does not know this, and then does not merge the white space before a number (``"\\n\\n1"``).
-"""
-
-_AS_GPT2 = frozenset({"default", "gpt-2", "mpt", "olmo", "jais", "trillion"})
-"""Tokenizers with GPT-2's rule, which transformers uses for all that it does not know."""
-
-_LLAMA_3 = frozenset({"llama3", "llama-v3", "llama-bpe"})
+_LLAMA_3 = ("llama3", "llama-v3", "llama-bpe")
 """Names of the rule of Llama 3, whose tokenizer takes a word of the vocabulary whole, and begins a text with BOS."""
 
-_QWEN_2 = "qwen2"
-"""Name of the rule of Qwen 2 and 3, whose tokenizer normalizes text to composed characters (NFC)."""
+_RULES = (*_LLAMA_3, "qwen2", "smollm", "gpt-2", "default")
+"""Rules by which text is split (``tokenizer.ggml.pre``) that tests compare with original tokenizers."""
 
 _READ = (
     "tokens",
@@ -47,38 +36,51 @@ _WITHOUT_EFFECT = (
 _CONTROL = 3
 """Type of tokens that are matched whole, such as BOS."""
 
-log = logging.getLogger(__name__)
 
-
-def read_tokenizer(file: Path, reader: Any, metadata: Metadata) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a file, and take all of its values.
-
-    Args:
-        file: The file.
-        reader: The parsed file.
-        metadata: Its values.
+def read_tokenizer(
+    file: Path, reader: Any, metadata: Metadata, kind_of_config: type[PreTrainedConfig]
+) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of a parsed file, and take all of its values.
 
     Raises:
         ValueError: If transformers cannot read it, or a value is set that cannot be converted.
     """
-    kind = metadata.take("tokenizer.ggml.model", "none", whole=True)
+    kind = metadata.take("tokenizer.ggml.model", "none")
     if kind not in ("gpt2", "llama"):
-        metadata.refuse("tokenizer.ggml.model", kind, "gpt2 or llama", whole=True)
-    rule = metadata.take("tokenizer.ggml.pre", "default", whole=True)
-    for name in _READ:
-        metadata.take(f"tokenizer.ggml.{name}", whole=True)
-    for name in _WITHOUT_EFFECT:
-        metadata.take(f"tokenizer.{name}", whole=True)
-    metadata.expect("tokenizer.ggml.remove_extra_whitespaces", False, whole=True)
-    tokenizer = _load(file, reader)
-    if kind == "gpt2":
-        metadata.take("tokenizer.ggml.add_space_prefix", whole=True)  # llama.cpp reads it, and does not use it here
-        _set_rule(tokenizer, rule, metadata.name)
-    else:
-        _set_spaces(tokenizer, metadata)
+        metadata.refuse("tokenizer.ggml.model", kind, "gpt2 or llama")
+    rule = metadata.take("tokenizer.ggml.pre", "default")
+    if kind == "gpt2" and rule not in _RULES:
+        metadata.refuse("tokenizer.ggml.pre", rule, ", ".join(_RULES))
+    for name in (*(f"ggml.{name}" for name in _READ), *_WITHOUT_EFFECT):
+        metadata.take(f"tokenizer.{name}")
+    metadata.expect("tokenizer.ggml.remove_extra_whitespaces", False)
+    tokenizer = _load(file, kind_of_config)
     _check_control_tokens(tokenizer, reader, metadata.name)
+    if kind == "gpt2":
+        metadata.take("tokenizer.ggml.add_space_prefix")  # llama.cpp reads it, and does not use it here
+        _set_rule(tokenizer, rule)
+    elif metadata.architecture == "gemma3":
+        metadata.expect("tokenizer.ggml.add_space_prefix", False)
+    else:
+        _set_spaces(tokenizer, prefix=metadata.take("tokenizer.ggml.add_space_prefix", True))
     _set_ends(tokenizer, metadata, begins=kind == "llama" or rule in _LLAMA_3)
     return tokenizer
+
+
+def _load(file: Path, kind_of_config: type[PreTrainedConfig]) -> PreTrainedTokenizerFast:
+    try:
+        # A folder, because transformers also reads a config.json beside the file.
+        with TemporaryDirectory() as place:
+            (Path(place) / file.name).symlink_to(file.resolve())
+            return TOKENIZER_MAPPING.get(kind_of_config, PreTrainedTokenizerFast).from_pretrained(
+                place, gguf_file=file.name
+            )
+    except Exception as error:  # any kind, for a vocabulary that it does not expect
+        reason = str(error).strip().split("\n", maxsplit=1)[0] or type(error).__name__
+        raise ValueError(
+            f"transformers cannot read the tokenizer of '{file}': {reason} Use the model's folder of the Hugging Face"
+            " hub instead."
+        ) from error
 
 
 def _check_control_tokens(tokenizer: PreTrainedTokenizerFast, reader: Any, name: str) -> None:
@@ -87,10 +89,8 @@ def _check_control_tokens(tokenizer: PreTrainedTokenizerFast, reader: Any, name:
     transformers gives a new id to one with letters that a byte-level vocabulary does not spell.
     """
     tokens, types = (reader.fields.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
-    if types is None:
-        return
     added = tokenizer.get_added_vocab()
-    for index, part in enumerate(types.data):
+    for index, part in enumerate(types.data if types is not None else ()):
         if types.parts[part][0] == _CONTROL:
             token = bytes(tokens.parts[tokens.data[index]]).decode("utf-8", errors="replace")
             if added.get(token) != index:
@@ -100,15 +100,23 @@ def _check_control_tokens(tokenizer: PreTrainedTokenizerFast, reader: Any, name:
                 )
 
 
-def _set_spaces(tokenizer: PreTrainedTokenizerFast, metadata: Metadata) -> None:
-    """Put a space before a text or not, as the file says; by default, only the tokenizer of Gemma does not."""
-    default = metadata.architecture != "gemma3"
-    prefix = metadata.take("tokenizer.ggml.add_space_prefix", default, whole=True)
-    if prefix and not default:
-        metadata.refuse("tokenizer.ggml.add_space_prefix", prefix, "false", whole=True)
-    if not default:
-        return
-    # As in Llama 2's tokenizer.json: the space also precedes a text that begins with one, unlike in transformers.
+def _set_rule(tokenizer: PreTrainedTokenizerFast, rule: str) -> None:
+    """Split text by a rule of llama.cpp as the original tokenizer does."""
+    backend = tokenizer.backend_tokenizer
+    if rule == "smollm":  # transformers does not merge the white space before a number (``"\n\n1"``)
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    elif rule in _LLAMA_3:
+        backend.model.ignore_merges = True
+    elif rule == "qwen2":  # normalizes text to composed characters
+        backend.normalizer = normalizers.NFC()
+
+
+def _set_spaces(tokenizer: PreTrainedTokenizerFast, *, prefix: bool) -> None:
+    """Put a space before a text or not.
+
+    As in Llama 2's tokenizer.json, the space also precedes a text that begins with one, unlike in transformers.
+    """
     spaces = normalizers.Replace(" ", "▁")
     read = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend = tokenizer.backend_tokenizer
@@ -118,64 +126,10 @@ def _set_spaces(tokenizer: PreTrainedTokenizerFast, metadata: Metadata) -> None:
 
 
 def _set_ends(tokenizer: PreTrainedTokenizerFast, metadata: Metadata, *, begins: bool) -> None:
-    """Add special tokens around a text as the file says; ``begins`` is whether llama.cpp adds BOS by default."""
+    """Add special tokens around a text as the file specifies; ``begins`` is whether llama.cpp adds BOS by default."""
     for name, default in (("bos", begins), ("eos", False)):
-        added = metadata.take(f"tokenizer.ggml.add_{name}_token", default, whole=True)
+        added = metadata.take(f"tokenizer.ggml.add_{name}_token", default)
         if added and getattr(tokenizer, f"{name}_token_id") is None:
-            metadata.refuse(f"tokenizer.ggml.add_{name}_token", added, f"false without `{name}_token_id`", whole=True)
+            metadata.refuse(f"tokenizer.ggml.add_{name}_token", added, f"false without `{name}_token_id`")
         if getattr(tokenizer, f"add_{name}_token") != added:
             setattr(tokenizer, f"add_{name}_token", added)
-
-
-def _load(file: Path, reader: Any) -> PreTrainedTokenizerFast:
-    try:
-        # A folder, because transformers also reads a config.json beside the file.
-        with TemporaryDirectory() as place, _parsed_once(file, reader):
-            (Path(place) / file.name).symlink_to(file.resolve())
-            return AutoTokenizer.from_pretrained(place, gguf_file=file.name)
-    except (MemoryError, KeyboardInterrupt):
-        raise
-    except Exception as error:  # any kind, for a vocabulary that it does not expect
-        reason = str(error).strip().split("\n", maxsplit=1)[0] or type(error).__name__
-        raise ValueError(
-            f"transformers cannot read the tokenizer of '{file}': {reason} Use the model's folder of the Hugging Face"
-            " hub instead."
-        ) from error
-
-
-def _set_rule(tokenizer: PreTrainedTokenizerFast, rule: str, name: str) -> None:
-    """Split text by a rule of llama.cpp as the original tokenizer does; warn of one that nobody has compared."""
-    backend = tokenizer.backend_tokenizer
-    is_known = not isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel)
-    if rule in _DIGITS:
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    elif rule in _LLAMA_3 and is_known:
-        backend.model.ignore_merges = True
-    elif rule == _QWEN_2 and is_known:
-        backend.normalizer = normalizers.NFC()
-    elif rule not in _AS_GPT2:
-        log.warning(
-            "'%s' splits text by the rule '%s', which has not been compared with the original tokenizer: its tokens may"
-            " differ from those that the model was trained on. Name the original tokenizer (`--model_tokenizer`,"
-            " `--evaluator_tokenizer`).",
-            name,
-            rule,
-        )
-
-
-@contextmanager
-def _parsed_once(file: Path, reader: Any) -> Iterator[None]:
-    """Let transformers use the reader of a file, which it would parse three times, each in 20 s for Gemma."""
-    import gguf
-
-    original = gguf.GGUFReader
-
-    def read(path: Any, *arguments: Any, **options: Any) -> Any:
-        return reader if Path(path).resolve() == file.resolve() else original(path, *arguments, **options)
-
-    gguf.GGUFReader = read
-    try:
-        yield
-    finally:
-        gguf.GGUFReader = original

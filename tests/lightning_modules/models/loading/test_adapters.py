@@ -141,7 +141,7 @@ Q_PROJ = {"r": 2, "target_modules": ["q_proj"]}
         ({"rank": 2}, "rank"),
         ({"r": 2, "target_modules": ["q_proj", "v_prj"]}, "target_modules.*Did you mean 'v_proj'"),
         ({**Q_PROJ, "modules_to_save": ["head"]}, "modules_to_save"),
-        ({**Q_PROJ, "modules_to_save": "lm_head"}, "modules_to_save"),
+        ({**Q_PROJ, "modules_to_save": "head"}, "modules_to_save"),
         ({**Q_PROJ, "rank_pattern": {"q_prj": 4}}, "rank_pattern"),
         ({**Q_PROJ, "alpha_pattern": {"^q_proj": 4}}, "alpha_pattern"),
         ({"r": 2, "target_modules": "all-linear", "exclude_modules": ["layers.5.q_proj"]}, "exclude_modules"),
