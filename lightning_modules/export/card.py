@@ -8,8 +8,8 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from lightning_modules.export.options import ExportOptions
-from lightning_modules.export.rope import guard_keys, own_type_name
-from lightning_modules.models.context_extension.rope_types import register_rope_types
+from lightning_modules.export.rope import guard_keys
+from lightning_modules.models.context_extension.rope_types import ROPE_TYPES, register_rope_types
 from lightning_modules.training.facts import TrainingFacts
 
 TEMPLATE = Path(__file__).with_name("card.md")
@@ -20,7 +20,7 @@ def model_card(
 ) -> str:
     """Write the ``README.md`` of an export; ``config`` is that of the model, or of the adapters' base."""
     base = facts.base_model or "random weights"
-    guard = guard_keys(config)
+    rope_type = (config.get("rope_parameters") or {}).get("rope_type")
     half = config["dtype"] in ("bfloat16", "float16")
     arguments = f"{json.dumps(facts.base_model)}, config=config"
     if facts.revision:
@@ -47,11 +47,11 @@ def model_card(
         title=base.rstrip("/").rpartition("/")[2],
         base=base,
         rounded=half and (options.dtype != "auto" or facts.lora),
-        own_type=own_type_name(config),
+        own_type=rope_type if rope_type in ROPE_TYPES else None,
         register=register_rope_types,
         base_arguments=arguments,
         has_tokenizer=has_tokenizer,
-        guard=next(iter(guard), None),
+        guard=next(iter(guard_keys(config)), None),
         published=json.dumps(published, indent=2),
     )
     return f"{card}\n"

@@ -4,10 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM
-
-from lightning_modules.export.model import SHARD_SIZE, check_replaceable, export_folder
+from lightning_modules.export.model import check_replaceable, export_folder
 from lightning_modules.export.options import ExportOptions
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.gguf.conversion import model_folder
@@ -15,19 +12,16 @@ from lightning_modules.models.loading.identity import model_identity
 
 
 def export_gguf(file: str, folder: Path, options: ExportOptions) -> Path:
-    """Write the model and the tokenizer of a GGUF file to a folder, and return the folder; only ``dtype`` applies.
+    """Write the model and the tokenizer of a GGUF file to a folder, and return the folder.
 
     Raises:
-        ValueError: If the file or the folder cannot be used, or another option is set.
+        ValueError: If the file or the folder cannot be used, or an option is set.
     """
-    if options != ExportOptions(dtype=options.dtype):
-        raise ValueError(f"'{file}' is a GGUF file, for which `dtype` is the only option: remove the others.")
+    if options != ExportOptions():
+        raise ValueError(f"'{file}' is a GGUF file, which is exported without options: remove them.")
     check_replaceable(folder)
     converted = model_folder(file)
     facts = {"gguf": Path(file).name, "identity": model_identity(ModelConfig(file))}
     with export_folder(folder, json.dumps(facts)) as building:
         shutil.copytree(converted, building, dirs_exist_ok=True)
-        if options.dtype != "auto":
-            model = AutoModelForCausalLM.from_pretrained(converted, dtype=getattr(torch, options.dtype))
-            model.save_pretrained(building, max_shard_size=SHARD_SIZE)
     return folder

@@ -1,10 +1,9 @@
-"""RoPE of an exported config: types of longce, a guard against transformers 4, and EABF as plain ABF."""
+"""RoPE of an exported config: a guard against transformers 4, and EABF as plain ABF."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from lightning_modules.models.context_extension.eabf import EABF
-from lightning_modules.models.context_extension.rope_types import ROPE_TYPES
 
 OLD_DEFAULTS: dict[str, tuple[str, float]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "gemma", "phi3"), ("rope_theta", 10_000.0)),
@@ -12,12 +11,6 @@ OLD_DEFAULTS: dict[str, tuple[str, float]] = {
     "gpt_neox": ("rotary_emb_base", 10_000.0),
 }
 """The key for the RoPE base in transformers 4, and its default value, by model type."""
-
-
-def own_type_name(config: Mapping[str, Any]) -> str | None:
-    """Return the RoPE type of a ``config.json`` if it is one of ours, and None otherwise."""
-    rope_type = (config.get("rope_parameters") or {}).get("rope_type")
-    return rope_type if rope_type in ROPE_TYPES else None
 
 
 def guard_keys(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,8 +34,6 @@ def as_abf(rope: Mapping[str, Any]) -> dict[str, Any]:
             f"`eabf_as_abf` is for RoPE of type '{EABF}', and the model's is '{rope.get('rope_type')}': remove the"
             " option."
         )
-    plain = dict(rope)
-    plain.pop("original_max_position_embeddings", None)
-    plain.pop("unscaled_layers", None)
-    plain["rope_type"] = "default"
-    return plain
+    extra = ("original_max_position_embeddings", "unscaled_layers")
+    plain = {name: value for name, value in rope.items() if name not in extra}
+    return plain | {"rope_type": "default"}

@@ -309,9 +309,10 @@ def test_commands_take_a_file_as_they_take_a_folder(write, model, original, tmp_
         assert {name: found[name] for name in ("longppl", "perplexity", "key_tokens")} == {
             name: pytest.approx(expected[name], rel=1e-6) for name in ("longppl", "perplexity", "key_tokens")
         }
-    main(["export", str(path), str(tmp_path / "exported"), "--dtype", "bfloat16"])
+    main(["export", str(path), str(tmp_path / "exported")])
     assert capsys.readouterr().out.endswith("exported\n")
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").dtype == torch.bfloat16
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert torch.equal(exported.lm_head.weight, model.lm_head.weight)
     with pytest.raises(SystemExit):
-        main(["export", str(path), str(tmp_path / "again"), "--adapters", "kept"])
-    assert "`dtype` is the only option" in capsys.readouterr().err
+        main(["export", str(path), str(tmp_path / "again"), "--dtype", "bfloat16"])
+    assert "is a GGUF file" in capsys.readouterr().err
