@@ -35,6 +35,9 @@ def file_hashes(files: Iterable[Path]) -> list[str]:
 
     Hashes are memoized by path, size, inode and times in ``$LONGCE_CACHE/identity`` or ``~/.cache/longce/identity``. If
     several processes need the same hashes, one computes them and the others read them from its memo.
+
+    Raises:
+        ValueError: If a path is not a regular file, a file changes while it is hashed, or the memo cannot be written.
     """
     paths = [os.path.realpath(file) for file in files]
     if not paths:
@@ -43,7 +46,7 @@ def file_hashes(files: Iterable[Path]) -> list[str]:
     memo = default_cache_dir() / "identity" / f"{hashlib.sha256(os.fsencode(folder)).hexdigest()}.json"
     hashes = _read_valid_hashes(memo, paths)
     if len(hashes) < len(set(paths)):
-        writable_folder(memo.parent)
+        writable_folder(memo.parent, remedy="Set $LONGCE_CACHE to a writable folder.")
         with exclusive(memo):
             hashes = _read_valid_hashes(memo, paths)  # the process that held the lock may have hashed them
             hashes |= _hash_and_memoize(memo, sorted(set(paths) - hashes.keys()))
