@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 def use_checked_yaml() -> None:
-    """Make jsonargparse refuse duplicate keys, and read ``-inf`` as a number."""
+    """Make jsonargparse refuse duplicate keys, and read ``-inf`` as a number and ``10:00:00`` (YAML 1.1) as text."""
     loader = get_yaml_default_loader()
     infinity = re.compile(r"[-+](inf|infinity)$", re.IGNORECASE)
     loader.add_implicit_resolver("tag:yaml.org,2002:float", infinity, ["-", "+"])
     loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+    for kind in ("int", "float"):
+        read = getattr(loader, f"construct_yaml_{kind}")
+        loader.add_constructor(f"tag:yaml.org,2002:{kind}", partial(_construct_number, read))
 
 
 def _construct_mapping(loader: Any, node: yaml.MappingNode) -> Any:
@@ -34,6 +38,10 @@ def _construct_mapping(loader: Any, node: yaml.MappingNode) -> Any:
             )
         lines[key.value] = line
     return loader.construct_yaml_map(node)
+
+
+def _construct_number(read: Callable[[Any, Any], Any], loader: Any, node: yaml.ScalarNode) -> Any:
+    return node.value if ":" in node.value else read(loader, node)
 
 
 def find_packaged_configs(arguments: Sequence[str]) -> list[str]:
