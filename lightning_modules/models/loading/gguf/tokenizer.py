@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 from lightning_modules.models.loading.gguf.metadata import Metadata
+from lightning_modules.models.loading.gguf.reader import parsed_once
 
 _LLAMA_3 = ("llama3", "llama-v3", "llama-bpe")
 """Names of the rule of Llama 3, whose tokenizer takes a word of the vocabulary whole, and begins a text with BOS."""
@@ -54,7 +55,7 @@ def read_tokenizer(
     for name in (*(f"ggml.{name}" for name in _READ), *_WITHOUT_EFFECT):
         metadata.take(f"tokenizer.{name}")
     metadata.expect("tokenizer.ggml.remove_extra_whitespaces", False)
-    tokenizer = _load(file, kind_of_config)
+    tokenizer = _load(file, reader, kind_of_config)
     _check_control_tokens(tokenizer, reader, metadata.name)
     if kind == "gpt2":
         metadata.take("tokenizer.ggml.add_space_prefix")  # llama.cpp reads it, and does not use it here
@@ -67,10 +68,10 @@ def read_tokenizer(
     return tokenizer
 
 
-def _load(file: Path, kind_of_config: type[PreTrainedConfig]) -> PreTrainedTokenizerFast:
+def _load(file: Path, reader: Any, kind_of_config: type[PreTrainedConfig]) -> PreTrainedTokenizerFast:
     try:
         # A folder, because transformers also reads a config.json beside the file.
-        with TemporaryDirectory() as place:
+        with TemporaryDirectory() as place, parsed_once(file, reader):
             (Path(place) / file.name).symlink_to(file.resolve())
             return TOKENIZER_MAPPING.get(kind_of_config, PreTrainedTokenizerFast).from_pretrained(
                 place, gguf_file=file.name
