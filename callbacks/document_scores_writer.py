@@ -84,6 +84,7 @@ class DocumentScoresWriter(Callback):
         self._settings: dict[str, Any] = {}
         self._lock: RunLock | None = None
         self._table: ScoreTable | None = None  # while documents are scored
+        self._scored_before = 0  # documents, by earlier runs
         self._unreadable: list[str] = []  # files of which this process could not read the rest, with reasons
         self._batch = ExitStack()  # has the bar of the current batch
 
@@ -103,17 +104,17 @@ class DocumentScoresWriter(Callback):
             raise ValueError(
                 f"`data.columns` has {clash}, which are names of score columns: rename them in the corpus."
             )
-        self._settings = {
-            **pl_module.scoring_settings(),
-            **corpus.scoring_settings(),
-            "checkpoint": _checkpoint_identity(trainer),
-            "precision": str(trainer.precision),
-            "attention": _find_attention(trainer, pl_module),
-            **self.statistics,
-            "per_token": self.per_token,
-        }
         rows = None
-        with fail_together(patient_group()):  # the first process may hash files for hours
+        with fail_together(patient_group()):  # a process may hash files for hours
+            self._settings = {
+                **pl_module.scoring_settings(),
+                **corpus.scoring_settings(),
+                "checkpoint": _checkpoint_identity(trainer),
+                "precision": str(trainer.precision),
+                "attention": _find_attention(trainer, pl_module),
+                **self.statistics,
+                "per_token": self.per_token,
+            }
             if trainer.is_global_zero:
                 rows = self._open_folder()
         if self.shards.local is not None and self._lock is None:
@@ -132,8 +133,8 @@ class DocumentScoresWriter(Callback):
         if existing.settings:
             check_settings(existing.settings, self._settings, self.shards)
             self._corpus.check_unchanged(existing.versions)
-            count = sum(map(len, existing.rows.values()))
-            rank_zero_info(f"{self.shards} already has scores of {count:,} documents.")
+            self._scored_before = sum(map(len, existing.rows.values()))
+            rank_zero_info(f"{self.shards} already has scores of {self._scored_before:,} documents.")
         try:
             self.shards.check_success()
         except ValueError as error:  # a shard has changed since then; missing documents are scored again
@@ -151,6 +152,7 @@ class DocumentScoresWriter(Callback):
         contexts = lengths.contexts if lengths is not None else ()
         self._table = ScoreTable(self._corpus.column_types, contexts, per_token=self.per_token, **self.statistics)
         self._documents = self._tokens = 0  # in the shards of this process and run
+        self._unreadable = []
         self._started = self._shard_begun = time.monotonic()
         missing = self._corpus.stream.count_missing()
         self._bar = progress_bar("Scoring", unit=" documents", total=missing, scaled=False)
@@ -211,14 +213,19 @@ class DocumentScoresWriter(Callback):
         if report := scorer.report():
             rank_zero_info(report)
         self._write_shard(trainer)
-        unreadable = sorted({reason for reasons in gathered(self._unreadable, self._patient) for reason in reasons})
+        unreadable: set[str] = set()
+        documents = self._scored_before
+        for reasons, written in gathered((self._unreadable, self._documents), self._patient):
+            unreadable.update(reasons)
+            documents += written
         with fail_together(self._patient):
             if trainer.is_global_zero:
-                self._write_success(unreadable, complete=trainer.num_predict_batches == [math.inf])
+                complete = trainer.num_predict_batches == [math.inf]
+                self._write_success(sorted(unreadable), documents, complete=complete)
         self._table = None
 
-    def _write_success(self, unreadable: Sequence[str], *, complete: bool) -> None:
-        """Write ``_SUCCESS.json`` with the counts of all documents, if all are done and few failed."""
+    def _write_success(self, unreadable: Sequence[str], documents: int, *, complete: bool) -> None:
+        """Write ``_SUCCESS.json`` with the counts of all ``documents``, if all are done and few failed."""
         # 1. Every file must have been read to its end.
         if unreadable:
             raise ValueError(
@@ -232,6 +239,12 @@ class DocumentScoresWriter(Callback):
         names = ["file", "row", "error", "tokens", "compared_tokens", "key_tokens"]
         tables = [table for _, _, table in self.shards.read(names)]
         scores = pyarrow.concat_tables([self._table.table().select(names), *tables])
+        if len(scores) != documents:
+            raise ValueError(
+                f"{self.shards} has {len(scores):,} documents instead of the {documents:,} that were written: shards"
+                " were removed, or the processes write to disks of their own. Use a folder that all machines share,"
+                " and run the same command again."
+            )
         allowed = self._corpus.allowed_failures
         if report := report_failures(scores, self._corpus.source, allowed=allowed):
             message = f"More documents failed than `data.allowed_failures` = {allowed:g} allows:\n{report}"

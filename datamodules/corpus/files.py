@@ -4,6 +4,7 @@ A part is the unit of reading: a file, or a row group of a parquet file.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ class CorpusFiles:
         key = ref.key
         if self.columns.key is not None and not is_text(ref.file):
             if (value := nested(record, self.columns.key)) is None:
-                raise ValueError(f"{place}: no key in {self.columns.key!r}.")
+                raise ValueError(f"{place}: no key in {self.columns.key!r}: found {sorted(record)[:_NAMED_FIELDS]}.")
             key = checked_text(str(value), f"{place}, {self.columns.key!r}")
         values = {column: nested(record, column) for column in self.columns.others}
         for column, value in values.items():
@@ -112,9 +113,10 @@ class CorpusFiles:
         except (ValueError, OSError):
             return  # a damaged file is reported when the documents of all others are done
         if errors:
+            error, _ = Counter(errors).most_common(1)[0]
             raise ValueError(
-                f"{errors[0]} The first {len(errors)} documents of this file are all broken: set `data.text_column` and"
-                " `data.key_column` to existing fields, or remove such files."
+                f"{error} The first {len(errors)} documents of this file are all broken: set `data.text_column` and"
+                " `data.key_column` to existing fields, remove such files, or set `data.allowed_failures` to 1."
             )
 
 

@@ -23,8 +23,8 @@ from lightning_modules.batch import DocumentRef
 from lightning_modules.functional.checks import MAX_PROCESSES, check_count
 from lightning_modules.models.loading.config import is_served
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
-from lightning_modules.utilities.collectives import fail_together
-from lightning_modules.utilities.identity import file_state
+from lightning_modules.utilities.collectives import fail_together, gathered
+from lightning_modules.utilities.identity import combined_hash, file_state
 
 _NAMED_FILES = 3  # at most, in a message
 
@@ -119,14 +119,20 @@ class DocumentCorpus(LightningDataModule):
             raise ValueError(f"DocumentCorpus is for `longce predict`, not for {stage}: use another data module.")
         with fail_together():
             corpus = find_corpus(self.files, self.column_names, check=self.allowed_failures < 1)
-        self._states = {name: file_state(file) for name, file in corpus.files.items() if isinstance(file, Path)}
-        tokenize = partial(
-            tokenize_document,
-            tokenizer=self.tokenizer,
-            add_special_tokens=self.add_special_tokens,
-            max_tokens=self.max_tokens,
-            overlong=self.overlong,
-        )
+            self._states = {name: file_state(file) for name, file in corpus.files.items() if isinstance(file, Path)}
+            tokenize = partial(
+                tokenize_document,
+                tokenizer=self.tokenizer,
+                add_special_tokens=self.add_special_tokens,
+                max_tokens=self.max_tokens,
+                overlong=self.overlong,
+            )
+        # Each process takes its share by the numbers of the parts.
+        if len(set(gathered(combined_hash(corpus.parts)))) > 1:
+            raise ValueError(
+                f"The processes find different files at {', '.join(self.files)}: use a folder that all machines share,"
+                " and start when nothing writes to it."
+            )
         process = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         self.stream = CorpusStream(
             corpus, {}, tokenize, batch_tokens=self.batch_tokens, shard=self.shard, process=process
@@ -180,8 +186,13 @@ class DocumentCorpus(LightningDataModule):
             "columns": {name: str(kind) for name, kind in self.column_types.items()},
             "max_tokens": None if self.max_tokens is None else int(self.max_tokens),
             "overlong": self.overlong if self.max_tokens is not None else None,
-            "shard": "{}/{}".format(*self.shard),
+            "shard": self._describe_shard(),
         }
+
+    def _describe_shard(self) -> str:
+        """Return the shard, of which other documents are a part if there are more files."""
+        index, shards = self.shard
+        return "0/1" if shards == 1 else f"{index}/{shards} of {len(self.stream.corpus.parts)} files and row groups"
 
     def source_settings(self) -> dict[str, Any]:
         """Return the arguments that identify the same documents in a later run."""

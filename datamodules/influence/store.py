@@ -22,7 +22,7 @@ DTYPE = np.dtype("<f2")
 _REMEDY = "Run `longce influence` with the config of this training run, or remove `data.influence`."
 
 
-def read_header(folder: Path) -> dict[str, Any] | None:
+def read_header(folder: Path, *, remedy: str = _REMEDY) -> dict[str, Any] | None:
     """Read the header of a folder of weights, complete or not; None if it does not exist.
 
     Raises:
@@ -35,7 +35,7 @@ def read_header(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"'{folder / HEADER}' cannot be read ({error}): use a folder of token weights.") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise ValueError(f"'{folder / HEADER}' has no token weights of format {FORMAT}. {_REMEDY}")
+        raise ValueError(f"'{folder / HEADER}' has no token weights of format {FORMAT}. {remedy}")
     kinds: dict[str, type] = {"tokens": int, "rows": int, "made_from": dict}
     damaged = any(not isinstance(header.get(name), kind) for name, kind in kinds.items())
     if damaged or not isinstance(header["made_from"].get("gamma"), int | float):

@@ -21,10 +21,13 @@ from lightning_modules.batch import PackedBatch
 from lightning_modules.utilities.files import writable_folder, write_atomically
 from lightning_modules.utilities.locks import exclusive
 
+_CHUNK = 1 << 24  # weights that are in memory at once
+
 
 def influence_folder(cache_dir: Path, made_from: dict[str, Any]) -> Path:
     """Return the default folder of weights, named by a hash of everything they depend on."""
-    return cache_dir / "influence" / hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
+    content = json.dumps([FORMAT, made_from], sort_keys=True)
+    return cache_dir / "influence" / hashlib.sha256(content.encode()).hexdigest()
 
 
 class InfluenceWriter:
@@ -80,16 +83,22 @@ class InfluenceWriter:
 
     def statistics(self) -> dict[str, float]:
         """Compute statistics of the scored tokens of all rows."""
-        values = np.memmap(self.folder / WEIGHTS, dtype=DTYPE, mode="r") if self.tokens else np.empty(0, DTYPE)
+        total = 0.0
+        above_1 = at_cap = 0
+        with (self.folder / WEIGHTS).open("rb") as file:
+            while len(values := np.fromfile(file, DTYPE, _CHUNK)):
+                total += float(values.sum(dtype=np.float64))
+                above_1 += int(np.count_nonzero(values > 1))
+                at_cap += int(np.count_nonzero(values >= self.made_from["gamma"]))
         segments = self.rows.segments
         # The first token of a document is not scored; its weight 1 is not above 1, and below most caps. Tokens that are
         # not in any row have weight 0.
         firsts = len(segments) if self.made_from["isolate_documents"] else len(self.rows)
         scored = max(int((segments[:, 1] - segments[:, 0]).sum()) - firsts, 1)
         return {
-            "weight_mean": (float(values.sum(dtype=np.float64)) - firsts) / scored,
-            "weight_above_1": np.count_nonzero(values > 1) / scored,
-            "weight_at_cap": np.count_nonzero(values >= self.made_from["gamma"]) / scored,
+            "weight_mean": (total - firsts) / scored,
+            "weight_above_1": above_1 / scored,
+            "weight_at_cap": at_cap / scored,
         }
 
     def _prepare_folder(self) -> None:
@@ -97,7 +106,7 @@ class InfluenceWriter:
         remedy = "Choose another folder with `--output`."
         writable_folder(self.folder, remedy=remedy)
         with exclusive(self.folder / WEIGHTS):  # no two processes create them
-            if (header := read_header(self.folder)) is not None:
+            if (header := read_header(self.folder, remedy=f"Delete the folder. {remedy}")) is not None:
                 check_identity(self.folder, header["made_from"], self.made_from, remedy=remedy)
                 return
             for name, size in ((WEIGHTS, self.tokens * DTYPE.itemsize), (DONE, len(self.rows))):

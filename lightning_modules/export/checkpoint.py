@@ -51,6 +51,8 @@ def export_checkpoint(
     export_options = ExportOptions(**options)
     folder = Path(output_dir).expanduser()
     if is_gguf(checkpoint):
+        if tokenizer is not None or tokenizer_revision is not None:
+            raise ValueError(f"'{checkpoint}' is a GGUF file, which has its own tokenizer: remove `--tokenizer`.")
         return export_gguf(checkpoint, folder, export_options)
     check_replaceable(folder)
     check_upload(export_options)

@@ -22,17 +22,18 @@ def merged_copy(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> PreTr
     if isinstance(copied, PeftModel):
         for layer in copied.modules():
             if isinstance(layer, BaseTunerLayer):
-                merge_layer(layer, dtype)
+                merge_layer(layer)
         # This removes the adapters. peft warns that they are merged already.
         with warnings.catch_warnings(action="ignore"):
             copied = copied.merge_and_unload()
+    copied = copied.to(dtype)
     _tie_equal_weights(copied)
-    return copied.to(dtype)
+    return copied
 
 
 @torch.no_grad()
-def merge_layer(layer: BaseTunerLayer, dtype: torch.dtype) -> None:
-    """Merge the active adapters of a layer into new parameters of its base layer."""
+def merge_layer(layer: BaseTunerLayer) -> None:
+    """Merge the active adapters of a layer into new parameters of its base layer, in float32 or wider."""
     base = layer.get_base_layer()
     for name, parameter in list(base.named_parameters(recurse=False)):
         # A copy, because the parameter may be tied to that of another layer.
@@ -42,7 +43,6 @@ def merge_layer(layer: BaseTunerLayer, dtype: torch.dtype) -> None:
         layer.merge()
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(f"peft cannot merge these adapters: {error} Set `adapters` to 'kept'.") from error
-    base.to(dtype)
 
 
 def _copy_to_cpu(model: PreTrainedModel | PeftModel) -> PreTrainedModel | PeftModel:

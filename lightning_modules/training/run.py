@@ -54,6 +54,7 @@ class Run:
         self.folders: list[Path] = []
         self.id: str | None = None
         self._lock = RunLock()
+        self._unwritten: tuple[Sequence[Span], str] | None = None  # spans and config of this start
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_lock": RunLock()}  # only the launching process holds the lock
@@ -90,7 +91,7 @@ class Run:
         spans: Sequence[Span] = (),
         named: bool = False,
     ) -> None:
-        """Write id, config (YAML) and spans, in the first process; refuse folders with checkpoints of another training.
+        """Write id and config (YAML), in the first process; refuse folders with checkpoints of another training.
 
         Training resumes from ``checkpoint``, which is the newest one unless the user ``named`` it.
         """
@@ -107,7 +108,7 @@ class Run:
         name = _choose_config_name(folder, start)
         write_atomically(folder / name, config.encode())
         if spans:
-            write_spans(folder, spans, name)
+            self._unwritten = (spans, name)
         if known is None:
             known = {
                 "id": continued or uuid.uuid4().hex[:12],
@@ -117,6 +118,12 @@ class Run:
             known |= {"config": name, "config_sha256": hashlib.sha256(config.encode()).hexdigest()}
             write_atomically(folder / RUN_FILE, (json.dumps(known, indent=2) + "\n").encode())
         self.id = continued or known["id"]
+
+    def confirm(self) -> None:
+        """Write the spans: a step was trained with the config of this start."""
+        if self._unwritten is not None:
+            write_spans(self.folders[0], *self._unwritten)
+            self._unwritten = None
 
     def _find_existing(self) -> dict[Path, Candidate]:
         """Return the checkpoints in the folders, by path."""
@@ -180,10 +187,23 @@ def _set_aside(folder: Path, known: Mapping[str, Any]) -> None:
 
 
 class RunMember(Callback):
-    """Makes all processes start from the same checkpoint, and share the lock on the run's folders."""
+    """Makes all processes start from the same checkpoint, and share the lock on the run's folders.
+
+    The first optimizer step confirms the start.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._first_step = 0  # the run's step when this start began
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._first_step = trainer.global_step
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.is_global_zero and trainer.global_step > self._first_step:
+            self._run.confirm()
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ SETTLING_TIME = 2_000_000_000
 system's clock, the second change does not show in them, and the coarsest tick in use is 2 s (FAT)."""
 
 _LOGGED_SIZE = 1 << 30  # bytes; hashing less takes about a second
+_STORE_INTERVAL = 10.0  # seconds between writes of the memo
 
 _log = logging.getLogger(__name__)
 
@@ -119,30 +120,55 @@ def _read_memo(memo: Path) -> dict[str, list[Any]]:
 
 def _hash_and_memoize(memo: Path, paths: list[str]) -> dict[str, str]:
     """Hash files in parallel, and memoize the hashes of those that have not changed recently."""
+    if not paths:
+        return {}
     size = sum(file_state(path)[0] for path in paths)
     if size >= _LOGGED_SIZE:
         _log.info("Hashing %d files (%.1f GB) once, the first of them %s.", len(paths), size / 1e9, paths[0])
     started = time.time_ns()
+    stored_at = time.monotonic()
     stop = threading.Event()
-    entries: dict[str, list[Any]] = {}
+    pool = ThreadPoolExecutor(min(len(paths), os.cpu_count() or 1))
+    futures = [pool.submit(_hash_file, path, stop) for path in paths]
     try:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            try:
-                for future in as_completed([pool.submit(_hash_file, path, stop) for path in paths]):
-                    path, entry = future.result()
-                    entries[path] = entry
-            finally:
-                stop.set()  # after Ctrl-C or an unreadable file, do not wait for the others
-    finally:  # keep the finished hashes in any case
-        # A modification time far in the future was set on purpose; the change time never is.
-        settled = {
-            path: entry
-            for path, entry in entries.items()
-            if entry[3] < started - SETTLING_TIME and abs(started - entry[2]) > SETTLING_TIME
-        }
-        if settled:
-            write_atomically(memo, json.dumps(_read_memo(memo) | settled).encode())
+        for future in as_completed(futures):
+            future.result()
+            if time.monotonic() - stored_at > _STORE_INTERVAL:  # a killed process keeps these
+                _memoize(memo, _finished_entries(futures), started)
+                stored_at = time.monotonic()
+    finally:  # after Ctrl-C or an unreadable file, keep the finished hashes and do not wait for the others
+        stop.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+        entries = _finished_entries(futures)
+        _memoize(memo, entries, started)
     return {path: entry[-1] for path, entry in entries.items()}
+
+
+def _finished_entries(futures: Iterable[Future[tuple[str, list[Any]]]]) -> dict[str, list[Any]]:
+    entries = {}
+    for future in futures:
+        if future.done() and not future.cancelled() and future.exception() is None:
+            path, entry = future.result()
+            entries[path] = entry
+    return entries
+
+
+def _memoize(memo: Path, entries: dict[str, list[Any]], started: int) -> None:
+    """Add the entries of files whose times were settled when hashing ``started``, in nanoseconds."""
+    # A modification time far in the future was set on purpose; the change time never is.
+    settled = {
+        path: entry
+        for path, entry in entries.items()
+        if entry[3] < started - SETTLING_TIME and abs(started - entry[2]) > SETTLING_TIME
+    }
+    if not settled:
+        return
+    try:
+        write_atomically(memo, json.dumps(_read_memo(memo) | settled).encode())
+    except OSError as error:  # the hashes are known, and must not be lost with the work that needs them
+        _log.warning(
+            "Hashes cannot be stored in %s (%s): set $LONGCE_CACHE to another disk.", memo.parent, error.strerror
+        )
 
 
 def _hash_file(path: str, stop: threading.Event) -> tuple[str, list[Any]]:

@@ -350,6 +350,23 @@ def test_what_is_scored_is_kept_when_a_run_is_stopped(run, tmp_path, monkeypatch
     assert sorted(others) == [SUCCESS]
 
 
+def test_a_shard_that_is_gone_at_the_end_is_noticed(run, tmp_path, monkeypatch):
+    """As if another process had written it to a disk of its own."""
+    finish = DocumentScoresWriter._write_success
+
+    def lose_a_shard(*arguments, **settings):
+        next((tmp_path / "out").glob("*.parquet")).unlink()
+        return finish(*arguments, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DocumentScoresWriter, "_write_success", lose_a_shard)
+        with pytest.raises(ValueError, match="5 documents instead of the 6"):
+            run(writer={"shard_rows": 1})
+    assert not (tmp_path / "out" / SUCCESS).exists()
+    run()
+    assert success(tmp_path / "out")["documents"] == 6
+
+
 @pytest.mark.parametrize("where", ["predict_step", "on_predict_batch_end"])
 def test_sigterm_stops_in_seconds_and_keeps_the_finished_documents(run, tmp_path, monkeypatch, capfd, where):
     owner = LongContextLM if where == "predict_step" else ScoreTable

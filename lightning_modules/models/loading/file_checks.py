@@ -1,6 +1,7 @@
 """Checks of a model's config and files before its weights are read."""
 
 import contextlib
+import json
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,22 @@ def _check_sizes(config: PreTrainedConfig) -> None:
                 )
 
 
+def check_index(folder: Path) -> None:
+    """Raise a ``ValueError`` if the index of a folder lists missing weights, or others than its identity includes."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"The index of weights '{index}' cannot be read ({error!r}). Fetch it again.") from error
+    for name in sorted(names):
+        if "/" in name or not name.endswith(".safetensors"):
+            raise ValueError(f"'{index}' lists '{name}', which is not a .safetensors file beside it: move it there.")
+        if not (folder / name).is_file():
+            raise ValueError(f"'{folder}' lacks {name}, which {index.name} lists. Fetch the model again.")
+
+
 def check_weight_files(folder: str) -> None:
     """Raise a ``ValueError`` for a local folder without weights, with truncated ones, or with pickled code."""
     path = Path(folder).expanduser()
@@ -73,6 +90,7 @@ def check_weight_files(folder: str) -> None:
         raise ValueError(
             f"'{folder}' has no weights, neither a .safetensors file nor a pytorch_model.bin. Fetch the model again."
         )
+    check_index(path)
     for file in files:
         try:
             with safe_open(file, framework="pt"):

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from lightning_modules.models.loading.adapters import find_adapters
 from lightning_modules.models.loading.config import ModelConfig, is_gguf, is_served, local_or_hub
 from lightning_modules.models.loading.dtypes import scoring_config, stored_dtype
+from lightning_modules.models.loading.file_checks import check_index
 from lightning_modules.models.loading.load import choose_attention, load_config
 from lightning_modules.models.loading.provenance import SERVED, Provenance
 from lightning_modules.models.served.scorer import connect
@@ -132,8 +133,9 @@ def _download_snapshot(name: str, revision: str | None, with_code: bool) -> Path
 
 def _find_loaded_files(folder: Path, with_code: bool) -> list[Path]:
     """Return the files in a model's folder that can affect its results."""
+    check_index(folder)
     candidates = [*folder.iterdir(), *folder.glob("additional_chat_templates/*"), *folder.glob("base/config.json")]
     files = {file for file in candidates if file.suffix in _LOADED_SUFFIXES and file.name not in _UNUSED_FILES}
     if any((folder / name).exists() for name in _SAFETENSORS):  # transformers then ignores these
-        files -= set(folder.glob("pytorch_model*"))
+        files -= set(folder.glob("pytorch_model*.bin*"))
     return sorted(files.union(folder.rglob("*.py") if with_code else ()))

@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils.import_utils import is_kernels_available
+from transformers.utils.import_utils import KERNELS_MAX_VERSION, KERNELS_MIN_VERSION, is_kernels_available
 
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
@@ -201,8 +201,9 @@ def choose_attention(
     is_of_hub = "/" in implementation or (implementation == "flash_attention_2" and not has_package["flash_attn"])
     if is_of_hub and not is_kernels_available():
         raise ValueError(
-            f"`attn_implementation: {implementation}` needs a package that is not installed: flash-attn (the extra"
-            " `flash`) for FlashAttention-2, or kernels. Install it, or set `sdpa`."
+            f"`attn_implementation: {implementation}` needs flash-attn (the extra `flash`) for FlashAttention-2, or the"
+            f" package kernels, from version {KERNELS_MIN_VERSION} to below {KERNELS_MAX_VERSION}: install it, or set"
+            " `sdpa`."
         )
     return implementation
 
@@ -251,7 +252,11 @@ def _load_weights(
     except (ValueError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # transformers raises all kinds of errors for a wrong config
+        if "mismatched" in str(error):
+            error = ValueError("the shapes of its tensors do not match its config, see the table above")
         raise ValueError(not_loaded("model", path, error)) from error
+    if unused := sorted(report["unexpected_keys"]):
+        log.warning("'%s' has %d unused tensors, unknown to its config (%s, ..).", path, len(unused), unused[0])
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"The weights of '{path}' lack {len(missing)} tensors ({', '.join(missing[:3])}, ..), which would be"

@@ -32,8 +32,13 @@ class Client:
     """Sends requests to a server at ``http(s)://HOST:PORT``."""
 
     def __init__(self, address: str, config: ServerConfig) -> None:
-        url = urlsplit(address if is_served(address) else "")
-        if not url.hostname or url.port == 0:  # a port out of range raises a ValueError
+        served_address = address if is_served(address) else ""  # refuses one with a key
+        try:
+            url = urlsplit(served_address)
+            is_valid = bool(url.hostname) and url.port != 0 and httpx2.URL(address).host != ""
+        except (ValueError, httpx2.InvalidURL):  # for example a port out of range
+            is_valid = False
+        if not is_valid:
             raise ValueError(f"The address of a server must be http(s)://HOST:PORT, got '{address}'.")
         is_local = url.hostname in _LOOPBACK
         if url.scheme == "http" and not is_local and not config.allow_http:
@@ -71,8 +76,9 @@ class Client:
         body = bytearray()
         try:
             async with asyncio.timeout(seconds), self._client.stream(method, path, json=content) as response:
-                # A small compressed body could fill the memory.
-                if response.headers.get("Content-Encoding", "identity") != "identity":
+                # A small compressed body could fill the memory. An error page is only quoted.
+                is_compressed = response.headers.get("Content-Encoding", "identity") != "identity"
+                if is_compressed and response.status_code == 200:
                     raise self.refuse(f"sent a compressed reply to {method} {path}: turn compression off", kind)
                 async for chunk in response.aiter_raw():
                     body += chunk

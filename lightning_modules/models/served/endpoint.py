@@ -76,9 +76,13 @@ class Endpoint:
         Raises:
             AnswerError: If the server refuses the span, fails four times because of it, or has no usable values for it.
             IncompleteError: If the server does not answer for `ServerConfig.patience` seconds.
-            ValueError: If the server does not accept the key.
+            ValueError: If the server does not accept the key, has another model, or has no scores of the fixed text.
         """
-        scores = await self._ask_again(lambda: self._score(span), len(span.ids))
+        try:
+            scores = await self._ask_again(lambda: self._score(span), len(span.ids))
+        except AnswerError:
+            await self.verify()  # if the server has no answer to the fixed text either, the span is not the reason
+            raise
         self.requests += 1
         self.tokens += len(span.ids)
         return scores
@@ -142,7 +146,11 @@ class Endpoint:
         if identity != self.identity:
             raise self._client.refuse(f"has another model than before ({identity} instead of {self.identity})")
         # The name may stay the same while the weights behind it change.
-        self.check_same(await self._probe(), "earlier")
+        try:
+            probe = await self._probe()
+        except AnswerError as error:  # it must end the command, and not be taken for the fault of a document
+            raise ValueError(f"{error} It answered the same request before: restore the server.") from None
+        self.check_same(probe, "earlier")
 
     async def _describe(self) -> str:
         """Read what the server runs from its list of models, and return its identity."""

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Coroutine, Sequence
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +16,9 @@ from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.models.loading.config import ModelConfig, ServerConfig
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.served.dialects import Scores, TokenSpan
-from lightning_modules.models.served.endpoint import Endpoint
+
+if TYPE_CHECKING:  # imports httpx2, which older versions of huggingface_hub do not require
+    from lightning_modules.models.served.endpoint import Endpoint
 
 Result = TypeVar("Result")
 
@@ -41,6 +43,8 @@ class RemoteScorer(Scorer):
 
     def __init__(self, addresses: Sequence[str], config: ServerConfig) -> None:
         super().__init__()
+        from lightning_modules.models.served.endpoint import Endpoint
+
         self._config = config
         self._process = os.getpid()
         self._endpoints = [Endpoint(address.strip().rstrip("/"), config) for address in addresses]
@@ -157,7 +161,7 @@ class RemoteScorer(Scorer):
         # One iterator for all tasks of all servers: each takes the next span when it has finished one.
         waiting = iter(longest_first)
 
-        async def work(endpoint: Endpoint) -> None:
+        async def work(endpoint: "Endpoint") -> None:
             for index in waiting:
                 answers[index] = await endpoint.score(spans[index])
 

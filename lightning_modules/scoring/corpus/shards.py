@@ -143,11 +143,14 @@ class ScoreShards:
             ValueError: If a shard is missing, is not listed, or has another size.
         """
         try:
-            listed = json.loads(self._system.cat_file(f"{self._root}/{SUCCESS}"))["shard_bytes"]
+            content = json.loads(self._system.cat_file(f"{self._root}/{SUCCESS}"))
+            if "contents" in content:
+                raise ValueError(f"'{self}' has scores of longce 0.1.0, which reads them: use another folder.")
+            listed = content["shard_bytes"]
             expected = {str(name): int(size) for name, size in listed.items()}
         except FileNotFoundError:
             return False
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"'{self}/{SUCCESS}' is damaged ({error!r}). {_REPEAT}") from error
         found = self.sizes()
         problems = [f"{name} is missing" for name in sorted(expected.keys() - found.keys())]
@@ -176,9 +179,10 @@ class ScoreShards:
                         f"'{self}/{name}' does not contain document scores ({FORMAT}). Use another folder."
                     )
                 return name, header, file.read(columns=list(columns), use_threads=False).replace_schema_metadata()
-        except (pyarrow.ArrowException, EOFError) as error:
+        except (pyarrow.ArrowException, EOFError, OSError) as error:  # an OSError also for a page's checksum
             raise ValueError(
-                f"'{self}/{name}' is damaged ({error}). Delete it: its documents are then scored again."
+                f"'{self}/{name}' cannot be read ({error}). If it is damaged, delete it: its documents are then scored"
+                " again."
             ) from error
 
 

@@ -146,7 +146,8 @@ def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[st
     for name in dict.fromkeys((*old, *new)):
         if old.get(name) == new.get(name) or _PRESENTATION.fullmatch(name):
             continue
-        if _has_members(name, old) or _has_members(name, new):  # a name such as `auto` in place of a class
+        # A name such as `auto` in place of a class: the members of the class are reported.
+        if (name not in old and _has_members(name, old)) or (name not in new and _has_members(name, new)):
             continue
         changed[name] = (old.get(name), new.get(name))
     return changed

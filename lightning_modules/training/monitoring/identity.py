@@ -137,9 +137,12 @@ def _identify_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
 def identify_model(loading: ModelConfig) -> str | None:
     """Return the commit of a model on the hub, or the hash of a local one; None for random weights."""
     path = str(loading.pretrained_model_name_or_path)
-    if has_weights(loading.pretrained_model_name_or_path):
-        with suppress(ValueError):  # a read-only cache has no commits
-            return model_identity(loading) if Path(path).is_dir() else hub_commit(path, loading.revision, fetched=True)
+    if not has_weights(loading.pretrained_model_name_or_path):
+        return None
+    if Path(path).is_dir():
+        return model_identity(loading)
+    with suppress(ValueError):  # a read-only cache has no commits
+        return hub_commit(path, loading.revision, fetched=True)
     return None
 
 

@@ -1,5 +1,6 @@
 """Weights on the way to disk: where they lie, what survives a kill, and what is not mixed."""
 
+import json
 import os
 import pickle
 import subprocess
@@ -100,6 +101,14 @@ def test_other_weights_are_not_mixed_in(tmp_path, rows, folder, changes, named):
     with pytest.raises(ValueError, match=named):
         writer(tmp_path / folder, rows, **changes)
     assert influence_folder(tmp_path, MADE_FROM) != influence_folder(tmp_path, {**MADE_FROM, "evaluator": "b"})
+
+
+def test_weights_of_an_earlier_format_are_refused_with_a_remedy(tmp_path, rows):
+    writer(tmp_path / "w", rows)
+    header = tmp_path / "w" / HEADER
+    header.write_text(json.dumps({**json.loads(header.read_text()), "format": 2}))
+    with pytest.raises(ValueError, match=r"format 3\. Delete the folder.*`--output`"):
+        writer(tmp_path / "w", rows)
 
 
 @pytest.mark.slow

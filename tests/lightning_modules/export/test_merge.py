@@ -47,8 +47,8 @@ def run_card(folder, monkeypatch):
 def merged_weight(layer, dtype):
     """The weight of a layer with its adapters merged; the layer itself does not change."""
     layer = copy.deepcopy(layer)
-    merge_layer(layer, dtype)
-    return layer.get_base_layer().weight
+    merge_layer(layer)
+    return layer.get_base_layer().weight.to(dtype)
 
 
 @torch.no_grad()
@@ -162,6 +162,14 @@ def test_adapters_of_experts_are_merged(dtype, tmp_path):
     torch.testing.assert_close(logits(loaded), logits(model.float()), rtol=1e-4, atol=1e-4)
     with model.disable_adapter():
         assert (logits(loaded) - logits(model)).abs().max() > 0.1, "the adapters do something"
+
+
+def test_merged_experts_are_rounded_once(tmp_path):
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = adapted(model_type="mixtral", target_modules=["q_proj"], target_parameters=experts)
+    expected = copy.deepcopy(model).merge_and_unload().to(torch.bfloat16).state_dict()
+    found = export(model, tmp_path / "out", dtype="bfloat16").state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")

@@ -20,7 +20,7 @@ from lightning_modules.utilities.files import atomic_folder, default_cache_dir, 
 from lightning_modules.utilities.identity import content_hash
 from lightning_modules.utilities.locks import exclusive
 
-FORMAT = 2
+FORMAT = 3
 """Version of the conversion: a folder of another version is not used."""
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16}

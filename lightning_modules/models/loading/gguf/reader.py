@@ -1,10 +1,7 @@
 """The parser of the package gguf, which is optional, at twice its speed."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
@@ -37,17 +34,3 @@ def parse_gguf(file: Path) -> Any:
             return length, self._memory[start : start + int(length[0])]
 
     return ArrayReader(file)
-
-
-@contextmanager
-def parsed_once(file: Path, reader: Any) -> Iterator[None]:
-    """Let transformers use the reader of a file, which it would parse again, in 20 s for the vocabulary of Gemma."""
-    import gguf
-
-    original = gguf.GGUFReader
-
-    def read(path: Any, *arguments: Any, **options: Any) -> Any:
-        return reader if Path(path).resolve() == file.resolve() else original(path, *arguments, **options)
-
-    with mock.patch.object(gguf, "GGUFReader", read):
-        yield

@@ -9,12 +9,11 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 from lightning_modules.models.loading.gguf.metadata import Metadata
-from lightning_modules.models.loading.gguf.reader import parsed_once
 
 _LLAMA_3 = ("llama3", "llama-v3", "llama-bpe")
 """Names of the rule of Llama 3, whose tokenizer takes a word of the vocabulary whole, and begins a text with BOS."""
 
-_RULES = (*_LLAMA_3, "qwen2", "smollm", "gpt-2", "default")
+_RULES = (*_LLAMA_3, "qwen2", "smollm")
 """Rules by which text is split (``tokenizer.ggml.pre``) that tests compare with original tokenizers."""
 
 _READ = (
@@ -49,16 +48,18 @@ def read_tokenizer(
     kind = metadata.take("tokenizer.ggml.model", "none")
     if kind not in ("gpt2", "llama"):
         metadata.refuse("tokenizer.ggml.model", kind, "gpt2 or llama")
-    rule = metadata.take("tokenizer.ggml.pre", "default")
+    rule = metadata.take("tokenizer.ggml.pre")
     if kind == "gpt2" and rule not in _RULES:
         metadata.refuse("tokenizer.ggml.pre", rule, ", ".join(_RULES))
     for name in (*(f"ggml.{name}" for name in _READ), *_WITHOUT_EFFECT):
         metadata.take(f"tokenizer.{name}")
     metadata.expect("tokenizer.ggml.remove_extra_whitespaces", False)
-    tokenizer = _load(file, reader, kind_of_config)
+    tokenizer = _load(file, kind_of_config)
     _check_control_tokens(tokenizer, reader, metadata.name)
     if kind == "gpt2":
         metadata.take("tokenizer.ggml.add_space_prefix")  # llama.cpp reads it, and does not use it here
+        if rule != "smollm" and isinstance(tokenizer.backend_tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
+            metadata.refuse("tokenizer.ggml.pre", rule, "a rule that the installed transformers can read")
         _set_rule(tokenizer, rule)
     elif metadata.architecture == "gemma3":
         metadata.expect("tokenizer.ggml.add_space_prefix", False)
@@ -68,10 +69,10 @@ def read_tokenizer(
     return tokenizer
 
 
-def _load(file: Path, reader: Any, kind_of_config: type[PreTrainedConfig]) -> PreTrainedTokenizerFast:
+def _load(file: Path, kind_of_config: type[PreTrainedConfig]) -> PreTrainedTokenizerFast:
     try:
         # A folder, because transformers also reads a config.json beside the file.
-        with TemporaryDirectory() as place, parsed_once(file, reader):
+        with TemporaryDirectory() as place:
             (Path(place) / file.name).symlink_to(file.resolve())
             return TOKENIZER_MAPPING.get(kind_of_config, PreTrainedTokenizerFast).from_pretrained(
                 place, gguf_file=file.name

@@ -65,6 +65,24 @@ def test_files_that_are_not_loaded_do_not_count(model):
     assert len({first, loaded, model_identity(str(model))}) == 3
 
 
+@pytest.mark.parametrize("name", ["model-1.safetensors", "pytorch_model-1.safetensors", "low/w.safetensors", "w.bin"])
+def test_every_shard_of_an_index_counts_or_is_refused(model, name):
+    (model / "low").mkdir()
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+    with pytest.raises(ValueError, match=name):  # it is missing
+        model_identity(str(model))
+    seen = set()
+    for content in "ab":
+        (model / name).write_text(content)
+        if "/" in name or name.endswith(".bin"):
+            with pytest.raises(ValueError, match=name):
+                model_identity(str(model))
+        else:
+            seen.add(model_identity(str(model)))
+    assert len(seen) in (0, 2)
+
+
 def test_code_counts_where_it_runs(model):
     first = model_identity(str(model), trust_remote_code=True)
     assert first == model_identity(str(model))

@@ -116,6 +116,16 @@ def test_a_faulty_answer_is_repeated_or_refused_and_never_used(dialect, fault):
         assert torch.equal(scorer(batch), expected_values(batch)), "the next document is scored"
 
 
+@pytest.mark.parametrize("fault", ["400", "ignored"])
+def test_no_document_is_blamed_for_a_server_that_has_no_scores_any_more(fault):
+    with stub_server() as server:
+        scorer = RemoteScorer([server.address], ServerConfig(**QUICK))
+        server.fault = fault
+        with pytest.raises(ValueError, match="restore the server") as caught:
+            scorer(random_batch([30]))
+        assert not isinstance(caught.value, AnswerError)
+
+
 @pytest.mark.parametrize("fault", ENDLESS)
 def test_a_reply_without_end_ends(fault):
     """The time for single reads and compression bound neither time nor memory."""
@@ -124,9 +134,11 @@ def test_a_reply_without_end_ends(fault):
         scorer = RemoteScorer([server.address], ServerConfig(**settings))
         server.fault = fault
         started, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        with pytest.raises((AnswerError, IncompleteError), match=re.escape(server.address)) as caught:
+        # Requests of the fixed text have no usable reply, either: the command ends.
+        expected = ValueError if fault in ("flood", "bomb") else IncompleteError
+        with pytest.raises(expected, match=re.escape(server.address)) as caught:
             scorer(random_batch([30]))
-        assert isinstance(caught.value, AnswerError) == (fault in ("flood", "bomb"))
+        assert not isinstance(caught.value, AnswerError)
         with pytest.raises(ValueError, match=re.escape(server.address)):
             RemoteScorer([server.address], ServerConfig(**settings))
         assert time.monotonic() - started < 5
@@ -334,6 +346,7 @@ def test_a_document_beyond_the_servers_limits_is_refused_before_it_is_sent():
         "http://127.0.0.1:80?key=hunter2",
         "ftp://127.0.0.1",
         "http://127.0.0.1:99999",
+        "https://10.0.0.300:8000",
     ],
 )
 def test_addresses_that_are_not_safe(address):
@@ -341,7 +354,7 @@ def test_addresses_that_are_not_safe(address):
     if "hunter2" in address:  # wherever a model is named
         uses += [lambda: Evaluator(EvaluatorConfig(address)), lambda: load_config(ModelConfig(address))]
     for use in uses:
-        with pytest.raises(ValueError, match=r"http|Port out of range") as caught:
+        with pytest.raises(ValueError, match="http") as caught:
             use()
         assert "hunter2" not in str(caught.value)
 

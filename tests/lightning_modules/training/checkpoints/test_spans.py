@@ -90,6 +90,14 @@ def test_each_changed_setting_is_found_with_both_values(name, value):
     assert ("no effect" in line) == kept
 
 
+def test_a_name_may_begin_with_another_one():
+    """Keys of learning rates are regular expressions."""
+    rates = {"layers.0": 1e-6, "layers": 1e-5}
+    before = change("model.parameter_groups", {"learning_rates": rates})
+    after = change("model.parameter_groups", {"learning_rates": {**rates, "layers": 2e-5}})
+    assert find_changes(before, after) == {"model.parameter_groups.learning_rates.layers": (1e-5, 2e-5)}
+
+
 def test_callbacks_are_matched_by_class_and_number():
     def config(*callbacks):
         named = [{"class_path": f"callbacks.{name}", "init_args": {"x": x}} for name, x in callbacks]
@@ -302,3 +310,4 @@ def test_what_cannot_change_is_refused_before_anything_is_recorded(fit, tmp_path
     assert stopped.value.code == 2
     assert named in capsys.readouterr().err
     assert first or not list(tmp_path.rglob("config-resumed*"))
+    assert not list(tmp_path.rglob("spans.json")), "no step was trained with these settings"

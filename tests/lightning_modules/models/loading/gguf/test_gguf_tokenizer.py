@@ -73,9 +73,11 @@ QWEN = (
 LLAMA = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 
-@pytest.mark.parametrize(("rule", "regex"), [("qwen2", QWEN), ("llama-bpe", LLAMA)])
+@pytest.mark.parametrize(
+    ("rule", "regex"), [("qwen2", QWEN), ("llama-bpe", LLAMA), ("llama3", LLAMA), ("llama-v3", LLAMA)]
+)
 def test_rules_of_byte_level_tokenizers(rule, regex, read):
-    backend = Tokenizer(models.BPE(ignore_merges=rule == "llama-bpe"))
+    backend = Tokenizer(models.BPE(ignore_merges=rule != "qwen2"))
     backend.normalizer = normalizers.NFC() if rule == "qwen2" else None
     split = pre_tokenizers.Split(Regex(regex), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -92,7 +94,7 @@ def test_rules_of_byte_level_tokenizers(rule, regex, read):
     for text in [*TEXTS, "zqzq"]:
         expected = backend.encode(text, add_special_tokens=False).ids
         assert found.encode(text, add_special_tokens=False).ids == expected
-        begin = [tokenizer.bos_token_id] if rule == "llama-bpe" else []
+        begin = [tokenizer.bos_token_id] if rule != "qwen2" else []
         assert found.encode(text).ids == [*begin, *expected]
 
 
