@@ -109,7 +109,7 @@ OPTIONS = {
 VALUES = [
     ("model.lora", "{target_modules: [q_proj], r: 0}", "`r`"),
     ("model.model_config", "{num_hidden_layers: 0}", "`num_hidden_layers`"),
-    ("model.model_config", "{vocab_size: 10}", "mismatched"),
+    ("model.model_config", "{vocab_size: 10}", "do not match its config"),
     ("model.context_extension", "{method: dynamic_ntk, original_length: 64, target_length: 128}", "dynamic"),
     ("model.pretrained_model_name_or_path", "", "No model at ''"),
     ("model.pretrained_model_name_or_path", "./nowhere", "./nowhere"),

@@ -116,7 +116,7 @@ def test_without_the_package_flash_attention_3_is_the_kernel_that_has_gradients(
 
 def test_a_kernel_of_the_hub_needs_the_package_kernels(monkeypatch):
     monkeypatch.setattr(loading, "is_kernels_available", lambda: False)
-    with pytest.raises(ValueError, match=r"`attn_implementation: kernels-community/flash-attn3` needs a package"):
+    with pytest.raises(ValueError, match=r"`attn_implementation: kernels-community/flash-attn3` needs flash-attn"):
         choose(monkeypatch, [], implementation="flash_attention_3")
 
 
