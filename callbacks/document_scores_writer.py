@@ -130,10 +130,10 @@ class DocumentScoresWriter(Callback):
             self._lock.begin()
             remove_unfinished(self.shards.local)  # left by killed runs: the lock excludes live ones
         existing = self.shards.existing_scores()
+        self._scored_before = sum(map(len, existing.rows.values()))
         if existing.settings:
             check_settings(existing.settings, self._settings, self.shards)
             self._corpus.check_unchanged(existing.versions)
-            self._scored_before = sum(map(len, existing.rows.values()))
             rank_zero_info(f"{self.shards} already has scores of {self._scored_before:,} documents.")
         try:
             self.shards.check_success()

@@ -190,7 +190,7 @@ class DocumentCorpus(LightningDataModule):
         }
 
     def _describe_shard(self) -> str:
-        """Return the shard, of which other documents are a part if there are more files."""
+        """Return the shard, with the number that its choice of documents depends on."""
         index, shards = self.shard
         return "0/1" if shards == 1 else f"{index}/{shards} of {len(self.stream.corpus.parts)} files and row groups"
 

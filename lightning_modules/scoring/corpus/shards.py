@@ -144,14 +144,15 @@ class ScoreShards:
         """
         try:
             content = json.loads(self._system.cat_file(f"{self._root}/{SUCCESS}"))
-            if "contents" in content:
-                raise ValueError(f"'{self}' has scores of longce 0.1.0, which reads them: use another folder.")
-            listed = content["shard_bytes"]
+            is_earlier = "contents" in content
+            listed = {} if is_earlier else content["shard_bytes"]
             expected = {str(name): int(size) for name, size in listed.items()}
         except FileNotFoundError:
             return False
-        except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"'{self}/{SUCCESS}' is damaged ({error!r}). {_REPEAT}") from error
+        if is_earlier:
+            raise ValueError(f"'{self}' has scores of longce 0.1.0, which reads them: use another folder.")
         found = self.sizes()
         problems = [f"{name} is missing" for name in sorted(expected.keys() - found.keys())]
         problems += [f"{name} is not listed in {SUCCESS}" for name in found if name not in expected]

@@ -147,7 +147,7 @@ def test_a_link_to_the_last_checkpoint_resumes(tmp_path):
     save(tmp_path, 8)  # of an earlier version, without an id
     link = tmp_path / "checkpoints" / "last.ckpt"
     link.symlink_to("step-8.ckpt")
-    start(tmp_path, link, named=True)
+    assert start(tmp_path, link, named=True) == read_run(tmp_path)["id"]
 
 
 def hold(folder, ready, end):

@@ -96,6 +96,12 @@ def test_shards_that_do_not_go_together(tmp_path):
         (tmp_path / added).unlink()
 
 
+def test_scores_of_an_earlier_version_are_named(tmp_path):
+    (tmp_path / SUCCESS).write_text('{"contents": {"part-0.parquet": [1, 2, "a"]}}')
+    with pytest.raises(ValueError, match=r"longce 0\.1\.0"):
+        ScoreShards(str(tmp_path)).check_success()
+
+
 def test_files_that_are_no_shards(tmp_path):
     shards = ScoreShards(str(tmp_path))
     shards.write(table(("a", 1)), header(), 0)
