@@ -18,11 +18,16 @@ def merged_copy(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> PreTr
     Raises:
         ValueError: If peft cannot merge the adapters.
     """
-    copied = _copy_to_cpu(model)
+    copied = _copy_to_cpu(model, None if isinstance(model, PeftModel) else dtype)
     if isinstance(copied, PeftModel):
+        adapted: dict[nn.Module, list[BaseTunerLayer]] = {}  # several adapters may be of one module of experts
         for layer in copied.modules():
             if isinstance(layer, BaseTunerLayer):
+                adapted.setdefault(layer.get_base_layer(), []).append(layer)
+        for base, layers in adapted.items():
+            for layer in layers:
                 merge_layer(layer)
+            base.to(dtype)  # now, because all layers in float32 could need twice the memory of the model
         # This removes the adapters. peft warns that they are merged already.
         with warnings.catch_warnings(action="ignore"):
             copied = copied.merge_and_unload()
@@ -45,11 +50,15 @@ def merge_layer(layer: BaseTunerLayer) -> None:
         raise ValueError(f"peft cannot merge these adapters: {error} Set `adapters` to 'kept'.") from error
 
 
-def _copy_to_cpu(model: PreTrainedModel | PeftModel) -> PreTrainedModel | PeftModel:
-    """Return a copy of a model with all tensors in main memory: a copy on the model's device might not fit."""
+def _copy_to_cpu(model: PreTrainedModel | PeftModel, dtype: torch.dtype | None) -> PreTrainedModel | PeftModel:
+    """Return a copy of a model with all tensors in main memory: a copy on the model's device might not fit.
+
+    Parameters are converted to ``dtype`` unless it is None.
+    """
     copies: dict[int, torch.Tensor] = {}
     for parameter in model.parameters():
-        copies[id(parameter)] = nn.Parameter(parameter.detach().to("cpu", copy=True), requires_grad=False)
+        copied = parameter.detach().to("cpu", dtype or parameter.dtype, copy=True)
+        copies[id(parameter)] = nn.Parameter(copied, requires_grad=False)
     for buffer in model.buffers():
         if not buffer.is_meta:  # as those that are not saved may be
             copies[id(buffer)] = buffer.detach().to("cpu", copy=True)
