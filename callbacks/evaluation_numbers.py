@@ -73,7 +73,8 @@ def measure_bits(document: ScoredDocument, spans: Tensor, evaluator_offsets: Ten
     count = len(document.tokens.ids)
     if len(document.log_likelihood) < count:
         return TextBits()
-    log_likelihood, scored = document.log_likelihood[:count].cpu(), document.scored[:count]
+    log_likelihood = document.log_likelihood[:count].cpu()
+    scored = document.scored[:count]
     return text_bits(document.text, log_likelihood, document.tokens.offsets, scored, spans, evaluator_offsets)
 
 
@@ -146,7 +147,8 @@ def write_documents(
     """
     own = []
     for document, influence in documents:
-        log_likelihood, scored = document.log_likelihood.cpu(), document.scored
+        log_likelihood = document.log_likelihood.cpu()
+        scored = document.scored
         for label, key in influence.key.items():
             own.append(
                 {
@@ -170,7 +172,8 @@ def write_documents(
     dry_run = trainer.sanity_checking or getattr(trainer, "fast_dev_run", False)
     if not trainer.is_global_zero or dry_run or not rows or not trainer.loggers:
         return
-    folder, named = run_folder(trainer), None not in (trainer.loggers[0].name, trainer.loggers[0].version)
+    folder = run_folder(trainer)
+    named = None not in (trainer.loggers[0].name, trainer.loggers[0].version)
     if named and not is_remote(folder) and importlib.util.find_spec("pyarrow") is not None:
         import pyarrow.parquet  # part of the data modules, which a run may not need
 

@@ -104,7 +104,10 @@ class ExternalEvaluator(Callback):
                 f"`name` is a part of metric and file names: use letters, digits, '_', '-', '.', got {name!r}."
             )
         self.config = EvaluatorConfig(evaluator or "", **options)
-        self.gamma, self.key_spans, self.name, self.before_training = gamma, key_spans, name, before_training
+        self.gamma = gamma
+        self.key_spans = key_spans
+        self.name = name
+        self.before_training = before_training
         self.thresholds = read_thresholds(thresholds, Thresholds(self.config.alpha, self.config.beta))
         self.evaluator = None if evaluator is None else Evaluator(self.config)
         self.evaluated: dict[str, EvaluatedDocument] = {}  # this process's documents, by SHA-256
@@ -119,7 +122,8 @@ class ExternalEvaluator(Callback):
         self._key = self.name or "" if check_names(trainer, ExternalEvaluator) > 1 else ""
         if self.config.key_token_rule == "authors" and stage != "predict":
             data: Any = trainer.datamodule  # type: ignore[attr-defined]
-            name, revision = getattr(data, "tokenizer_name", None), getattr(data, "tokenizer_revision", None)
+            name = getattr(data, "tokenizer_name", None)
+            revision = getattr(data, "tokenizer_revision", None)
             if name is None:
                 raise ValueError("`key_token_rule: authors` needs a data module with a `tokenizer_name`: use `paper`.")
             self._stored_tokenizer = load_tokenizer(name, revision=revision, trimmed_offsets=True)
@@ -163,7 +167,8 @@ class ExternalEvaluator(Callback):
 
     def _read_row(self, batch: PackedBatch, row: int, log_likelihood: Tensor) -> ScoredDocument:
         """Return a row's document, with the offsets that the alignment rule uses."""
-        text, tokens = batch["text"][row], document_tokens(batch, row)
+        text = batch["text"][row]
+        tokens = document_tokens(batch, row)
         if self._stored_tokenizer is not None and text:
             tokens = tokens._replace(offsets=stored_offsets(text, tokens, self._stored_tokenizer))
         set_name = batch["sets"][row] if "sets" in batch else ""
@@ -177,7 +182,9 @@ class ExternalEvaluator(Callback):
         return ScoredDocument(set_name, batch["names"][row], text, tokens, log_likelihood, scored)
 
     def _find_influence(self, document: ScoredDocument, device: torch.device | str) -> Influence:
-        text, tokens, scored = document.text, document.tokens, document.scored
+        text = document.text
+        tokens = document.tokens
+        scored = document.scored
 
         def masked(values: Tensor) -> Tensor:
             """Pad the values of tokens to the sequence; 0 where a token is not scored."""
@@ -216,7 +223,8 @@ class ExternalEvaluator(Callback):
 
     @override
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._documents, self.evaluated = [], {}
+        self._documents = []
+        self.evaluated = {}
 
     @override
     def on_validation_batch_end(
@@ -262,7 +270,8 @@ class ExternalEvaluator(Callback):
 
     def _find_all(self, trainer: Trainer, device: torch.device) -> list[tuple[ScoredDocument, Influence]]:
         """Find the key tokens of all documents, in the same order in all processes, and free the evaluator."""
-        found, sizes = [], {"context_length": self.config.context_length, "stride": self.config.stride}
+        found = []
+        sizes = {"context_length": self.config.context_length, "stride": self.config.stride}
         tokens = [count_tokens(len(document.tokens.ids), **sizes) for document in self._documents]
         # A sharded evaluator communicates, so its processes cannot wait for each other here.
         sharded = self.evaluator is not None and self.config.sharded

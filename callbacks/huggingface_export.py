@@ -47,7 +47,8 @@ class HuggingFaceExport(Callback):
         check_export(pl_module.backbone.model, self.output_dir, self.options, pl_module.training_facts())
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         self._tokenizer = getattr(data, "tokenizer", None)
-        name, revision = getattr(data, "tokenizer_name", None), getattr(data, "tokenizer_revision", None)
+        name = getattr(data, "tokenizer_name", None)
+        revision = getattr(data, "tokenizer_revision", None)
         if self._tokenizer is not None and self._tokenizer.name_or_path and name is not None:
             self._tokenizer = load_tokenizer(name, revision=revision, trimmed_offsets=True)  # unmodified, as stored
 

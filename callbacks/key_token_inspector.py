@@ -62,12 +62,14 @@ class KeyTokenInspector(Callback):
         self.documents = documents
         self.short_context = short_context
         self.weights_every_n_steps = weights_every_n_steps
-        self.alpha, self.beta = alpha, beta
+        self.alpha = alpha
+        self.beta = beta
         self._evaluator: ExternalEvaluator | None = None
         self._writers: list[Any] = []
         self._inspected: list[InspectedDocument] = []
         self._positions = PositionSums(1)
-        self._weights, self._weights_step = WeightSample(), 0
+        self._weights = WeightSample()
+        self._weights_step = 0
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -136,7 +138,8 @@ class KeyTokenInspector(Callback):
     @override
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._open_panels(trainer, pl_module)
-        self._inspected, self._positions = [], PositionSums(1)
+        self._inspected = []
+        self._positions = PositionSums(1)
 
     @override
     def on_validation_batch_end(
@@ -144,7 +147,8 @@ class KeyTokenInspector(Callback):
     ) -> None:
         if trainer.sanity_checking or not self._writers:
             return
-        long, scored = outputs["log_likelihood"], batch["labels"].ne(IGNORE_INDEX)
+        long = outputs["log_likelihood"]
+        scored = batch["labels"].ne(IGNORE_INDEX)
         self._positions.add(batch["position_ids"][scored].cpu(), -long[scored].cpu())
         rows = self._choose_rows(batch)
         short = self._score_short(trainer, pl_module, batch, rows, long)

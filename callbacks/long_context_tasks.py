@@ -84,7 +84,8 @@ class LongContextTasks(Callback):
         config.check_used(ours, self._theirs)
         self.tasks = find_tasks(ours, **config.sources, documents=config.documents) if ours else []
         self.keys = question_keys(self.tasks, lengths, samples, config.depths) if ours else []
-        self.every_n_steps, self.at_start = every_n_steps, at_start
+        self.every_n_steps = every_n_steps
+        self.at_start = at_start
         self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
         self._loaded: list[dict[str, Any]] = []  # tasks and groups of the harness, with their data
         self._prompter: Prompter | None = None
@@ -117,7 +118,8 @@ class LongContextTasks(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._train_start, self._seconds = time.perf_counter(), 0.0
+        self._train_start = time.perf_counter()
+        self._seconds = 0.0
         was_interrupted = self._is_resumed and self._is_due(trainer.global_step)
         self._is_resumed = False
         if self.at_start or was_interrupted:
@@ -141,7 +143,8 @@ class LongContextTasks(Callback):
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if _STEP_KEY in checkpoint:
-            self._last_step, self._is_resumed = checkpoint[_STEP_KEY], True
+            self._last_step = checkpoint[_STEP_KEY]
+            self._is_resumed = True
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -161,7 +164,8 @@ class LongContextTasks(Callback):
                 "LongContextTasks does not support a strategy that shards sequences: remove the callback, and run"
                 " `longce evaluate` on the exported model."
             )
-        config, data = self.config, getattr(trainer, "datamodule", None)
+        config = self.config
+        data = getattr(trainer, "datamodule", None)
         if self._theirs and not isinstance(pl_module.backbone, Backbone):
             raise ValueError("A model on a server cannot do tasks of lm-evaluation-harness: remove them.")
         model = str(pl_module.loading.pretrained_model_name_or_path)
@@ -203,7 +207,8 @@ class LongContextTasks(Callback):
 
     def _run_longce_tasks(self, trainer: Trainer, pl_module: LongContextLM) -> dict[str, float]:
         assert self._prompter is not None
-        questions, generation = self._questions, self.config.generation
+        questions = self._questions
+        generation = self.config.generation
         with interruptible(trainer, communicates=pl_module.backbone.is_sharded):
             asked = put_questions(
                 pl_module.backbone, self._prompter, questions, self.config.mode, generation=generation

@@ -102,17 +102,26 @@ class PackedTextDataModule(LightningDataModule, ABC):
         check_count("`num_workers`", num_workers, minimum=0, maximum=MAX_PROCESSES)
         if curriculum:
             curriculum.check(sequence_length)
-        self.tokenizer_name, self.tokenizer_revision = tokenizer, tokenizer_revision
-        self.sequence_length, self.packing = sequence_length, packing
-        self.batch_size, self.validation_batch_size = batch_size, validation_batch_size
-        self.num_workers, self.add_special_tokens = num_workers, add_special_tokens
+        self.tokenizer_name = tokenizer
+        self.tokenizer_revision = tokenizer_revision
+        self.sequence_length = sequence_length
+        self.packing = packing
+        self.batch_size = batch_size
+        self.validation_batch_size = validation_batch_size
+        self.num_workers = num_workers
+        self.add_special_tokens = add_special_tokens
         self.cache_dir = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
-        self.isolate_documents, self.loss_on_prompt = isolate_documents, loss_on_prompt
-        self.validation_documents, self.validation_length = validation_documents, validation_length
+        self.isolate_documents = isolate_documents
+        self.loss_on_prompt = loss_on_prompt
+        self.validation_documents = validation_documents
+        self.validation_length = validation_length
         self.validation_sets = validation_sets or {}
         check_set_names(self.validation_sets)
-        self.test_documents, self.seed, self.influence = test_documents, seed, influence
-        self.long_documents, self.curriculum = long_documents, curriculum
+        self.test_documents = test_documents
+        self.seed = seed
+        self.influence = influence
+        self.long_documents = long_documents
+        self.curriculum = curriculum
         self._switch: int | None = None
         self.rows: PackedRowDataset | None = None
         self.validation: DocumentDataset | NamedDocuments | None = None
@@ -206,7 +215,8 @@ class PackedTextDataModule(LightningDataModule, ABC):
             return None
         if not self.loss_on_prompt and store.prompt_lengths is None:
             raise ValueError("`loss_on_prompt: false` needs prompts, but no training document has one: remove it.")
-        boundaries, pack = store.document_boundaries, (self.sequence_length, self.packing)
+        boundaries = store.document_boundaries
+        pack = (self.sequence_length, self.packing)
         if self.long_documents:
             rows = pack_in_order(boundaries, self.long_documents.order(boundaries), *pack)
         else:
@@ -293,7 +303,8 @@ class PackedTextDataModule(LightningDataModule, ABC):
         return NamedDocuments(parts) if parts else None
 
     def _tokenize(self, source: Source, count: int | None, length: int | Literal["whole"] | None) -> DocumentDataset:
-        limit, special = None if length == "whole" else length or self.sequence_length, self.add_special_tokens
+        limit = None if length == "whole" else length or self.sequence_length
+        special = self.add_special_tokens
         return DocumentDataset(islice(source, count), self.tokenizer, length=limit, add_special_tokens=special)
 
     def _evaluation_loader(self, documents: DocumentDataset | NamedDocuments | None) -> DataLoader[Row]:

@@ -84,7 +84,8 @@ class LongContextLM(LightningModule):
         self.short_context = ShortContextConfig(context_length, stride, short_context)
         self.loading = ModelConfig(pretrained_model_name_or_path, dtype=dtype, **loading)
         # Checkpoints of adapters do not contain the frozen base weights; a fingerprint identifies those.
-        lora, stored = self.loading.lora, has_weights(pretrained_model_name_or_path)
+        lora = self.loading.lora
+        stored = has_weights(pretrained_model_name_or_path)
         self._adapters_only = lora is not None and not changes_base(lora) and stored
         self._frozen_fingerprint: str | None = None
         self.strict_loading = not self._adapters_only

@@ -265,7 +265,9 @@ class Scheduled(Wrapper):
         if stop is not None and stop <= first:
             raise ValueError(f"`stop` must be above {first}, or no step would use the objective, got {stop}.")
         super().__init__(objective)
-        self.start, self.warmup, self.stop = start, warmup, stop
+        self.start = start
+        self.warmup = warmup
+        self.stop = stop
 
     def at_step(self, step: int) -> Objective:
         """Return cross entropy, the objective, or an interpolation of both during the warm-up."""

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 FORMAT = 3
 """Version of the files. Increase it with any change to their content or to how the weights are computed."""
 
-HEADER, WEIGHTS, DONE = "header.json", "influence.bin", "done.bin"
+HEADER = "header.json"
+WEIGHTS = "influence.bin"
+DONE = "done.bin"
 DTYPE = np.dtype("<f2")
 
 _REMEDY = "Run `longce influence` with the config of this training run, or remove `data.influence`."

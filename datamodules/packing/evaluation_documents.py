@@ -101,7 +101,8 @@ class NamedDocuments(Dataset[Row]):
 
     def check_limit(self, trainer: Any, batch_size: int) -> None:
         """Warn if a limit of batches leaves out all documents of a set."""
-        limit, together = trainer.limit_val_batches, batch_size * trainer.world_size
+        limit = trainer.limit_val_batches
+        together = batch_size * trainer.world_size
         batches = limit if isinstance(limit, int) else int(limit * -(-len(self) // together))
         seen = {name for name, _, _ in self._items[: batches * together]}
         left_out = dict.fromkeys(name for name, _, _ in self._items if name not in seen)

@@ -41,7 +41,8 @@ class ResumableLoader(DataLoader[Row]):
             return
         # This is a generator, so that nothing is read before the first batch is requested: Lightning creates the
         # iterator of a resumed run before it sets the sampler's epoch, and workers would prefetch batches of epoch 0.
-        resume, self._resume = self._resume, None
+        resume = self._resume
+        self._resume = None
         self._batches = resume["batches"] if resume and resume["epoch"] == self.sampler.epoch else 0
         self.sampler.skip = self._batches * self.batch_size
         for batch in super().__iter__():

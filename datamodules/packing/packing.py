@@ -50,7 +50,8 @@ class PackedRows:
         return len(self) * self.sequence_length - self.tokens
 
     def __str__(self) -> str:
-        places, stream = len(self) * self.sequence_length, self.tokens + self.dropped_tokens
+        places = len(self) * self.sequence_length
+        stream = self.tokens + self.dropped_tokens
         return (
             f"{len(self):,} sequences of {self.sequence_length:,} tokens; documents cut: {self.truncated_documents:,},"
             f" tokens dropped: {self.dropped_tokens:,} ({self.dropped_tokens / max(stream, 1):.2%}),"
@@ -223,7 +224,8 @@ def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np
     order = np.argsort(-lengths, kind="stable")
     bins: defaultdict[int, deque[int]] = defaultdict(deque)  # bins that are not full, by their free space
     spaces: list[int] = []  # the ascending free spaces of these bins
-    opened, placed = 0, []
+    opened = 0
+    placed = []
     for size in lengths[order].tolist():
         # 1. Take a bin with the least free space that is enough, or open one.
         if (index := bisect_left(spaces, size)) < len(spaces):
@@ -232,7 +234,9 @@ def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np
             if not bins[free]:
                 del spaces[index]
         else:
-            free, number, opened = capacity, opened, opened + 1
+            free = capacity
+            number = opened
+            opened += 1
         placed.append(number)
         # 2. Return it by its new free space, unless it is full.
         if rest := free - size:
@@ -261,7 +265,8 @@ def _make_rows(
 ) -> PackedRows:
     """Make rows of segments in the given order, and count dropped tokens and truncated documents."""
     document = document_of(segments[:, 0], document_boundaries)
-    begun, ended = document_boundaries[document] == segments[:, 0], document_boundaries[document + 1] == segments[:, 1]
+    begun = document_boundaries[document] == segments[:, 0]
+    ended = document_boundaries[document + 1] == segments[:, 1]
     truncated = np.zeros(len(document_boundaries), dtype=bool)
     truncated[document[~(begun & ended)]] = True
     return PackedRows(

@@ -36,7 +36,8 @@ def preview(
 
 
 def _describe_packing(rows: PackedRowDataset, packing: str) -> Iterator[str]:
-    packed, lengths = rows.rows, np.diff(rows.store.document_boundaries)
+    packed = rows.rows
+    lengths = np.diff(rows.store.document_boundaries)
     isolated = "documents isolated" if rows.isolate_documents else "contexts cross document boundaries"
     yield f"packing      {packing}, {isolated}"
     yield (
@@ -44,7 +45,8 @@ def _describe_packing(rows: PackedRowDataset, packing: str) -> Iterator[str]:
         f" longest {lengths.max():,}, {np.count_nonzero(lengths == 0):,} empty"
     )
     yield f"packed into  {packed}"
-    scored, places = _count_scored_tokens(rows), len(packed) * packed.sequence_length
+    scored = _count_scored_tokens(rows)
+    places = len(packed) * packed.sequence_length
     prompts = "" if rows.store.prompt_lengths is None or rows.loss_on_prompt else ", not counting prompts"
     yield f"scored       {scored:,} tokens ({scored / places:.2%} of all positions){prompts}"
 
@@ -70,7 +72,8 @@ def _describe_row(
         segments.tolist(), _documents_in_row(rows, number), rows.prompt_lengths(segments).tolist(), strict=True
     ):
         name = f" ({visible(names[document])})" if document in names else ""
-        part, end = _describe_segment(rows, document, start, stop), place + stop - start
+        part = _describe_segment(rows, document, start, stop)
+        end = place + stop - start
         yield f"  {place:,} to {end:,}: document {document:,}{name}, {part}"
         place = end
         tokens = rows.store.tokens[start:stop].tolist()
@@ -103,7 +106,8 @@ def shortened(text: str, width: int) -> str:
     """Shorten a text to one line; the middle is left out if it has more than `width` characters."""
     if len(text) <= width:
         return visible(text)
-    head, tail = text[: (width + 1) // 2], text[len(text) - width // 2 :]
+    head = text[: (width + 1) // 2]
+    tail = text[len(text) - width // 2 :]
     return f"{visible(head)} [{len(text) - width:,} characters] {visible(tail)}"
 
 

@@ -90,8 +90,11 @@ class MixtureSampler(RowSampler):
 
     def _draw_rows(self, source: int, epoch: int) -> NDArray[np.int64]:
         """Return a source's indices in an epoch: the next ones of its passes, which continue across epochs."""
-        sizes, counts = list(self.rows_of.values()), list(self.counts.values())
-        rows, first, last = sizes[source], epoch * counts[source], (epoch + 1) * counts[source]
+        sizes = list(self.rows_of.values())
+        counts = list(self.counts.values())
+        rows = sizes[source]
+        first = epoch * counts[source]
+        last = (epoch + 1) * counts[source]
         passes = range(first // rows, (last - 1) // rows + 1)
         order = np.concatenate([np.random.default_rng([self.seed, source, each]).permutation(rows) for each in passes])
         return order[first - passes[0] * rows : last - passes[0] * rows] + sum(sizes[:source])

@@ -80,13 +80,15 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
             while used < len(tokens):
                 # 1. Take as many tokens of the document as the sequence still needs.
                 segments.append(tokens[used : used + missing])
-                used, missing = used + len(segments[-1]), missing - len(segments[-1])
+                used += len(segments[-1])
+                missing -= len(segments[-1])
                 # 2. Yield a full sequence. A run that resumes from its cursor begins with the following token.
                 if missing == 0:
                     ends = np.cumsum([len(segment) for segment in segments])
                     row = make_row(np.concatenate(segments), ends if self.isolate_documents else ends[-1:])
                     yield row, place._replace(token=place.token + used)
-                    segments, missing = [], self.sequence_length
+                    segments = []
+                    missing = self.sequence_length
 
     def _read_documents(self, stream: int, streams: int, cursor: Cursor) -> Iterator[tuple[Cursor, NDArray[np.int64]]]:
         """Yield the tokens of each document from the cursor on, and their position."""
@@ -158,7 +160,8 @@ class StreamingLoader:
         return self.batches
 
     def __iter__(self) -> Iterator[PackedBatch]:
-        self.rows.cursors, self.rows.first = list(self._cursors), self._done % self._streams
+        self.rows.cursors = list(self._cursors)
+        self.rows.first = self._done % self._streams
         batches = iter(DataLoader(self.rows, collate_fn=_collate_with_cursor, **self._options))
         while self._done < self.batches:
             batch, cursor = next(batches)

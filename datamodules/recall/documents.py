@@ -194,12 +194,14 @@ class Writer:
 
     def parts(self, length: int) -> Iterator[list[Word]]:
         """Yield events and the local words between them, in turn, for ``length`` words or a few more."""
-        rng, slot = self.rng, self.slot
+        rng = self.rng
+        slot = self.slot
         local = self.local(length + 2 * slot)
         genre = GENRES[rng.integers(len(GENRES))]
         fields = rng.permutation(FIELDS).tolist()
         values = {field: field_values()[field][rng.integers(VALUES_PER_FIELD)] for field in fields}
-        unset, known = [field for field in values if field != self.without], list[str]()
+        unset = [field for field in values if field != self.without]
+        known = list[str]()
         yield [Word(genre, "other")]
         written = 1
         while written < length:

@@ -69,7 +69,8 @@ def local_stream(rng: np.random.Generator, length: int, *, dialect: Dialect = 0)
     """Yield local words, each one of the 24 successors of the preceding word, the first ones more often (Zipf)."""
     likelihood = np.arange(1, _SUCCESSORS + 1) ** -1.3
     ranks = rng.choice(_SUCCESSORS, size=length, p=likelihood / likelihood.sum()).tolist()
-    words, successors = _local_words(), _draw_successors(dialect)
+    words = _local_words()
+    successors = _draw_successors(dialect)
     current = int(rng.integers(_LOCAL_WORDS))
     for rank in ranks:
         current = successors[current][rank]

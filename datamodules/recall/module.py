@@ -92,5 +92,7 @@ class RecallDataModule(PackedTextDataModule):
     def source(self, split: Split) -> RecallSource:
         counts = (self.train_documents, self.validation_documents or 0, self.test_documents or 0)
         number = ("train", "validation", "test").index(split)
-        count, length, slot = int(counts[number]), int(self.document_length), int(self.slot)
+        count = int(counts[number])
+        length = int(self.document_length)
+        slot = int(self.slot)
         return RecallSource(count, length, slot, int(3 * self.seed + number), self.second_dialect)

@@ -27,7 +27,8 @@ class RecallTask(Task):
         self, prompter: Prompter, length: int, index: int, *, seed: int = 0, depth: float | None = None
     ) -> Example:
         rng = self.random(length, index, seed)
-        own_seed, drawn_depth = rng.getrandbits(32), rng.random()
+        own_seed = rng.getrandbits(32)
+        drawn_depth = rng.random()
         place = drawn_depth if depth is None else depth
 
         def record(words: int) -> RecallRecord:

@@ -101,7 +101,8 @@ class RecordFiles:
                 f"{place}: no text field {' or '.join(map(repr, self.text_fields))}; found {sorted(record)}. Rename the"
                 " field with the text."
             )
-        text, prompt = checked_text(record[present[0]], place), ""
+        text = checked_text(record[present[0]], place)
+        prompt = ""
         if self.prompt_field is not None:
             if self.prompt_field not in record:
                 raise ValueError(f"{place}: no prompt field {self.prompt_field!r}; found {sorted(record)}.")
@@ -133,7 +134,8 @@ def with_text(documents: Iterable[Document]) -> Iterator[Document]:
     taken = empty = 0
     for document in documents:
         if is_empty(document.text):
-            empty, first_empty = empty + 1, first_empty or document.name
+            empty += 1
+            first_empty = first_empty or document.name
         else:
             taken += 1
             yield document

@@ -71,7 +71,8 @@ class RemoteFile:
         def first(keys: Iterable[str]) -> str | None:
             return next((f"{key} {info[key]}" for key in keys if info.get(key)), None)
 
-        tag, time = first(_TAGS), first(_TIMES)
+        tag = first(_TAGS)
+        time = first(_TIMES)
         checksum = first(_CHECKSUMS) or (tag if tag and _MD5.fullmatch(tag.partition(" ")[2]) else None)
         if checksum is not None:
             return f"{checksum} {file_size(self)}"

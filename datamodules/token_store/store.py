@@ -26,7 +26,9 @@ from lightning_modules.utilities.progress import progress_bar
 FORMAT = 3
 """Version of the files, part of every store's folder name. Increase it with any change to their content."""
 
-MANIFEST, TOKENS, DOCUMENT_BOUNDARIES = "manifest.json", "tokens.bin", "document_borders.bin"
+MANIFEST = "manifest.json"
+TOKENS = "tokens.bin"
+DOCUMENT_BOUNDARIES = "document_borders.bin"
 PROMPT_LENGTHS = "prompt_lengths.bin"  # one `<i8` per document; written only if a document has a prompt
 VERIFIED = "verified.json"  # sizes and times of the files when they were last verified; not part of the content
 _CONTENT = (TOKENS, DOCUMENT_BOUNDARIES)
@@ -178,7 +180,8 @@ def _write_store(folder: Path, source: Source, tokenizer: PreTrainedTokenizerFas
             checksum = zlib.crc32(content, checksum)
             borders_file.write((tokens + np.cumsum(batch.lengths)).astype("<i8").tobytes())
             prompts.append(batch.prompt_lengths)
-            documents, tokens = documents + len(batch.lengths), tokens + len(batch.tokens)
+            documents += len(batch.lengths)
+            tokens += len(batch.tokens)
             bar.set_postfix(documents=f"{documents:,}", tokens=f"{tokens:,}", refresh=False)
             bar.update(batch.text_bytes)
     optional = (PROMPT_LENGTHS,) if any(part.any() for part in prompts) else ()

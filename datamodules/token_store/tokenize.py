@@ -43,7 +43,8 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, add_special_tokens: bool) -> None:
         # Use the backend: it does not warn about a "maximum sequence length", which is irrelevant before packing.
-        self._tokenizer, self._backend = tokenizer, tokenizer.backend_tokenizer
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
         self._add_special_tokens = add_special_tokens
         self._end_of_text: int | None = tokenizer.eos_token_id
         self._vocabulary_size = vocabulary_size(tokenizer)
@@ -53,7 +54,8 @@ class Encoder:
 
     def __call__(self, documents: list[Document]) -> TokenizedBatch:
         """Tokenize one or more documents."""
-        texts, prompt_ends = [document.text for document in documents], [each.prompt_end for each in documents]
+        texts = [document.text for document in documents]
+        prompt_ends = [each.prompt_end for each in documents]
         # Character offsets take time, and only prompts need them.
         encode = self._backend.encode_batch if any(prompt_ends) else self._backend.encode_batch_fast
         try:
@@ -118,6 +120,7 @@ def _group_documents(documents: Iterable[Document]) -> Iterator[list[Document]]:
         characters += len(document.text)
         if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
             yield batch
-            batch, characters = [], 0
+            batch = []
+            characters = 0
     if batch:
         yield batch

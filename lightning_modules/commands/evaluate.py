@@ -69,7 +69,8 @@ def _read_rank() -> tuple[int, int]:
     try:
         rank, processes = (int(word) for word in words)
     except ValueError:
-        rank, processes = 0, 0
+        rank = 0
+        processes = 0
     if not 0 <= rank < processes:
         raise ValueError(f"RANK must be 0 or more and below WORLD_SIZE, got {words[0]!r} and {words[1]!r}.")
     return rank, processes

@@ -44,8 +44,10 @@ class InfluenceScorer(LightningModule):
         self, loading: ModelConfig, settings: dict[str, Any], transfer: InfluenceTransfer | None, identity: str
     ) -> None:
         super().__init__()
-        self._loading, self._settings = loading, settings
-        self._transfer, self._identity = transfer, identity
+        self._loading = loading
+        self._settings = settings
+        self._transfer = transfer
+        self._identity = identity
 
     @override
     def configure_model(self) -> None:
@@ -161,8 +163,11 @@ class InfluenceTrainer(Trainer):
 
 def report(rows: Any) -> str:
     """Summarize the stored weights, and print the options to train with them."""
-    writer, folder, made_from = rows.writer, Path(rows.folder), rows.writer.made_from
-    total, missing = len(writer.rows), len(writer.remaining())
+    writer = rows.writer
+    folder = Path(rows.folder)
+    made_from = rows.writer.made_from
+    total = len(writer.rows)
+    missing = len(writer.remaining())
     if missing:
         return (
             f"{folder} has token weights of {total - missing:,} of {total:,} sequences.\n"

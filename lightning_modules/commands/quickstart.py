@@ -40,9 +40,12 @@ def quickstart(options: Sequence[str] = ()) -> None:
     torch.set_num_threads(1)
     disable_progress_bar()
     started = time.monotonic()
-    runs, version = Path("runs/quickstart"), time.strftime("%Y-%m-%d_%H-%M-%S")
+    runs = Path("runs/quickstart")
+    version = time.strftime("%Y-%m-%d_%H-%M-%S")
     folder = runs / "longce" / version
-    log, document, page = folder / "quickstart.log", folder / f"{DOCUMENT}.txt", folder / f"{DOCUMENT}.html"
+    log = folder / "quickstart.log"
+    document = folder / f"{DOCUMENT}.txt"
+    page = folder / f"{DOCUMENT}.html"
     folder.mkdir(parents=True)
     for number, (config, purpose) in enumerate(FITS.items(), start=1):
         configs = ["-c", str(CONFIGS / "base.yaml"), "-c", str(CONFIGS / "quickstart" / f"{config}.yaml")]
@@ -79,7 +82,9 @@ class ProgressLine(Callback):
     """One line on a terminal: what a command does, its optimizer steps while it trains, and how long it took."""
 
     def __init__(self, purpose: str, terminal: TextIO) -> None:
-        self._purpose, self._terminal, self._started = purpose, terminal, time.monotonic()
+        self._purpose = purpose
+        self._terminal = terminal
+        self._started = time.monotonic()
         self._result = ""
         terminal.write(f"{purpose} .. ")
         terminal.flush()
@@ -105,7 +110,8 @@ class ProgressLine(Callback):
 @contextmanager
 def _logged(words: Sequence[str], log: Path, purpose: str) -> Iterator[ProgressLine]:
     """Show one line of progress for a command, and append its output to a file, also that of its processes."""
-    command, failure = f"longce {shlex.join(words)}", "failed"
+    command = f"longce {shlex.join(words)}"
+    failure = "failed"
     sys.stdout.flush()
     streams = os.dup(1), os.dup(2)
     with os.fdopen(os.dup(1), "w") as terminal, log.open("a") as file, redirect_stdout(file), redirect_stderr(file):

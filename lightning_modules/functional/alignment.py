@@ -165,7 +165,8 @@ def transfer_influence(influence: Tensor, offsets: Tensor, target_offsets: Tenso
     if not influence.isfinite().all():  # the cumulative sums below would spread NaN to every later token
         token = int(influence.isfinite().logical_not().nonzero()[0])
         raise ValueError(f"`influence` must be finite, got {influence[token].item()} for token {token}.")
-    offsets, target_offsets = offsets.long(), target_offsets.long()
+    offsets = offsets.long()
+    target_offsets = target_offsets.long()
     # Either side may have more of the text: a tokenizer may drop characters at its end.
     ends = [spans.max() for spans in (offsets, target_offsets) if spans.numel()]
     length = int(max(ends, default=torch.zeros(()))) + 1
@@ -176,7 +177,8 @@ def transfer_influence(influence: Tensor, offsets: Tensor, target_offsets: Tenso
     per_character = torch.where(token_count > 0, total / token_count.clamp(min=1), 1.0)
     # 2. Average over the characters of each target token. Differences of a cumulative sum need no loop over tokens.
     prefix = torch.cat([per_character.new_zeros(1), per_character.cumsum(0)])
-    start, end = target_offsets[..., 0], target_offsets[..., 1]
+    start = target_offsets[..., 0]
+    end = target_offsets[..., 1]
     return (prefix[end] - prefix[start]) / (end - start).clamp(min=1)
 
 

@@ -42,10 +42,12 @@ def scan_token_mask(offsets: Tensor, spans: Tensor) -> Tensor:
         [False, True, True, False]
     """
     mask = torch.zeros(len(offsets), dtype=torch.bool)
-    tokens, bounds = offsets.tolist(), spans.tolist()
+    tokens = offsets.tolist()
+    bounds = spans.tolist()
     token = span = 0
     while token < len(tokens) and span < len(bounds):
-        (start, end), (first, last) = tokens[token], bounds[span]
+        start, end = tokens[token]
+        first, last = bounds[span]
         if start >= first and end <= last:  # the token is inside; the next one may be in the same span
             mask[token] = True
             token += 1

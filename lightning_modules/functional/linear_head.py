@@ -115,7 +115,8 @@ class _LinearLogLikelihood(torch.autograd.Function):
         soft_cap: float | None,
         chunk_size: int,
     ) -> Tensor:
-        ctx.scale, ctx.soft_cap = scale, soft_cap
+        ctx.scale = scale
+        ctx.soft_cap = soft_cap
         ctx.chunk_size = min(chunk_size, max(1, len(targets)))
         # 1. Cast the operands as autocast would, and remember their dtype: autocast may be off in the backward pass.
         operands = LinearHead(weight, bias, scale).operands(hidden_states)
@@ -123,7 +124,8 @@ class _LinearLogLikelihood(torch.autograd.Function):
         ctx.dtype = rows.dtype
         # 2. Score a chunk of tokens at a time, each over one tile of the vocabulary after the other.
         tiles = _VocabularyTiles(*operands, soft_cap, ctx.chunk_size)
-        log_likelihoods, log_sum_exps = [], []
+        log_likelihoods = []
+        log_sum_exps = []
         for chunk, chunk_targets in zip(rows.split(ctx.chunk_size), targets.split(ctx.chunk_size), strict=True):
             log_likelihood, log_sum_exp = _forward_chunk(tiles, chunk, chunk_targets)
             log_likelihoods.append(log_likelihood)
@@ -167,7 +169,9 @@ class _VocabularyTiles:
     def __init__(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, soft_cap: float | None, chunk_size: int
     ) -> None:
-        self.weight, self.bias, self.soft_cap = weight, bias, soft_cap
+        self.weight = weight
+        self.bias = bias
+        self.soft_cap = soft_cap
         self.width = max(1, _count_tile_elements(rows) // chunk_size)
         self.buffer = logits_buffer(rows, chunk_size, min(self.width, len(weight)))
 

@@ -146,7 +146,8 @@ def check_targets(targets: Tensor, vocabulary_size: int) -> None:
     """Raise a ``ValueError`` for targets without a logit. Only on CPU: the check would wait for an accelerator."""
     if targets.device.type != "cpu" or len(targets) == 0:
         return
-    smallest, largest = targets.min(), targets.max()
+    smallest = targets.min()
+    largest = targets.max()
     if smallest < 0 or largest >= vocabulary_size:
         wrong = int(smallest if smallest < 0 else largest)
         raise ValueError(

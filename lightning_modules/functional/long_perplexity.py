@@ -38,7 +38,8 @@ def _long_perplexity_update(log_likelihood: Tensor, influence: Tensor) -> tuple[
             "`log_likelihood` and `influence` must have the same shape,"
             f" got {list(log_likelihood.shape)} and {list(influence.shape)}."
         )
-    weight, scores = influence.detach().double(), log_likelihood.detach().double()
+    weight = influence.detach().double()
+    scores = log_likelihood.detach().double()
     has_weight = weight != 0
     # A token of weight 0 must not count even if its log-likelihood is -inf: 0 * inf is NaN.
     weighted = torch.where(has_weight, scores * weight, 0.0)

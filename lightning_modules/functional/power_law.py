@@ -58,7 +58,8 @@ def fit_power_law(context: Tensor, loss: Tensor) -> PowerLaw:
         >>> [round(value, 3) for value in fit_power_law(context, (8 / context) ** 0.5 + 2)]
         [8.0, 0.5, 2.0, 1.0, 0.49, 0.507]
     """
-    context, loss = context.double(), loss.double()
+    context = context.double()
+    loss = loss.double()
     finite = torch.isfinite(context).all() and torch.isfinite(loss).all() and (context > 0).all()
     if context.shape != loss.shape or context.ndim != 1 or not finite or len(context.unique()) < 3:
         raise ValueError(
@@ -69,12 +70,15 @@ def fit_power_law(context: Tensor, loss: Tensor) -> PowerLaw:
     exponents = _EXPONENTS
     for _ in range(_REFINEMENTS):
         best = int(_fit_at_exponents(context, loss, exponents)[2].argmin())
-        low, high = exponents[max(best - 1, 0)].item(), exponents[min(best + 1, len(exponents) - 1)].item()
+        low = exponents[max(best - 1, 0)].item()
+        high = exponents[min(best + 1, len(exponents) - 1)].item()
         exponents = torch.linspace(low, high, len(exponents), dtype=torch.float64)
     factors, constants, errors = _fit_at_exponents(context, loss, exponents)
     best = int(errors.argmin())
     # 2. Express the best fit in the parameters of the equation.
-    b, factor, g = float(exponents[best]), float(factors[best]), float(constants[best])
+    b = float(exponents[best])
+    factor = float(factors[best])
+    g = float(constants[best])
     variance = float((loss - loss.mean()).square().sum())
     r_squared = 1 - float(errors[best]) / variance if variance else math.nan
     # 3. Reject the exponents that explain the loss clearly worse. Three contexts fit every exponent.

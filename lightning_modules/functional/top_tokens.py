@@ -69,7 +69,8 @@ def likeliest_tokens(
     # 1. Select the hidden states that predict a scored token; they are already shifted by one.
     predicting, _, index = select_scored(hidden_states, labels, scored)
     # 2. Take the candidates of each chunk. Only the chosen logits are normalized: log softmax(z)[i] = z[i] - lse(z).
-    token_ids, log_likelihood = [], []
+    token_ids = []
+    log_likelihood = []
     for chunk in predicting.split(chunk_size or default_chunk_size(hidden_states)):
         logits = wide_logits(chunk, head)
         check_count("`count`", count, maximum=logits.shape[-1])
@@ -122,7 +123,8 @@ def greedy_targets(
             f" got {list(hidden_states.shape)}, {list(targets.shape)} and {targets.dtype}."
         )
     size = chunk_size or default_chunk_size(hidden_states)
-    log_likelihood, likeliest = [], []
+    log_likelihood = []
+    likeliest = []
     for chunk, tokens in zip(hidden_states.split(size), targets.split(size), strict=True):
         logits = wide_logits(chunk, head)
         check_targets(tokens, logits.shape[-1])
@@ -149,7 +151,8 @@ def with_greedy(
         equally likely, the one with the smallest id counts as the likeliest. The results carry no gradient.
     """
     log_likelihood = token_log_likelihood(hidden_states, head, labels, scored=scored)
-    greedy, size = torch.zeros_like(labels), default_chunk_size(hidden_states)
+    greedy = torch.zeros_like(labels)
+    size = default_chunk_size(hidden_states)
     for row, place in enumerate(places):
         for first in range(place.start, place.stop, size):
             stop = min(first + size, place.stop)

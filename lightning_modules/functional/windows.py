@@ -107,7 +107,8 @@ def window_batch(batch: PackedBatch, windows: Sequence[tuple[int, Window]]) -> P
 
     Positions restart at 0. Shorter windows are padded on the right, which causal attention never sees.
     """
-    device, length = batch["input_ids"].device, batch["input_ids"].shape[1]
+    device = batch["input_ids"].device
+    length = batch["input_ids"].shape[1]
     # Each is ``[W, 1]``, so that it broadcasts over the tokens of a window.
     row, start, scored, stop = torch.tensor([(row, *window) for row, window in windows]).unsqueeze(-1).unbind(1)
     width = int((stop - start).max())

@@ -26,7 +26,8 @@ class Boundaries(Sequence[Sequence[int]]):
     """
 
     def __init__(self, rows: Sequence[Sequence[int]], packed_lengths: tuple[Tensor, int] | None = None) -> None:
-        self._rows, self.packed_lengths = rows, packed_lengths
+        self._rows = rows
+        self.packed_lengths = packed_lengths
 
     def __getitem__(self, index: Any) -> Any:
         """Return the boundaries of a sequence."""
@@ -127,14 +128,16 @@ def _attend_in_window(
     window: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _: None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Return ``[1, T, H, D]`` attention of one document, for one block of queries and its keys at a time."""
-    tokens, outputs = query.shape[2], []
+    tokens = query.shape[2]
+    outputs = []
     if tokens <= window:  # nothing is hidden but what follows: plain causal attention, which needs no mask
         return sdpa_attention_forward(module, query, key, value, None, **kwargs)
     for first, start, stop in _blocks(tokens, window):
         # Indices on the device, because the CPU would wait for a copy.
         index = torch.arange(first, stop, device=query.device)
         mask = _visible(index[start - first :], index, window)[None, None]
-        keys, values = key[:, :, first:stop], value[:, :, first:stop]
+        keys = key[:, :, first:stop]
+        values = value[:, :, first:stop]
         outputs.append(sdpa_attention_forward(module, query[:, :, start:stop], keys, values, mask, **kwargs)[0])
     return torch.cat(outputs, dim=1), None
 
@@ -171,7 +174,9 @@ def _attend_with_mask(
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
     outputs = []
     for first, start, stop in blocks:
-        keys, values, visible = key[:, :, first:stop], value[:, :, first:stop], mask[:, :, start:stop, first:stop]
+        keys = key[:, :, first:stop]
+        values = value[:, :, first:stop]
+        visible = mask[:, :, start:stop, first:stop]
         outputs.append(sdpa_attention_forward(module, query[:, :, start:stop], keys, values, visible, **kwargs)[0])
     return torch.cat(outputs, dim=1), None
 

@@ -166,7 +166,8 @@ class Backbone(Scorer):
         self.check_length(max(_document_lengths(batch), default=0))
         if self._needs_separate_passes(batch):
             return self._run_documents_separately(batch, window)
-        tokens, boundaries = batch["input_ids"], batch["document_boundaries"]
+        tokens = batch["input_ids"]
+        boundaries = batch["document_boundaries"]
         arguments = isolation_arguments(self.attention, boundaries, tokens.shape[1], tokens.device, window)
         if exchange is not None:
             arguments["exchange"] = exchange

@@ -35,7 +35,8 @@ def lockstep(backbone: Scorer) -> Iterator[Callable[..., Any]]:
         return function(*args, **kwargs)
 
     # Inner blocks only announce; the outermost one knows when all work is done.
-    is_outermost, backbone.in_lockstep = not backbone.in_lockstep, True
+    is_outermost = not backbone.in_lockstep
+    backbone.in_lockstep = True
     try:
         yield run
         if is_outermost:

@@ -28,7 +28,8 @@ class SequenceGroup:
         import deepspeed.comm  # an optional package, and a slow one to import
 
         self.processes = processes
-        self.size, self.rank = processes.size(), processes.rank()
+        self.size = processes.size()
+        self.rank = processes.rank()
         # Use the existing process group.
         deepspeed.comm.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         self._exchanges: dict[tuple[int, ...], Callable[..., Any]] = {}
@@ -41,7 +42,8 @@ class SequenceGroup:
         ``query`` is ``[B, H, T / P, D]``, ``key`` and ``value`` are ``[B, H_kv, T / P, D]``, and the output is
         ``[B, T / P, H * D]`` without attention weights. ``document_boundaries`` are those of the whole sequences.
         """
-        (batch_size, heads, tokens, width), key_heads = query.shape, key.shape[1]
+        batch_size, heads, tokens, width = query.shape
+        key_heads = key.shape[1]
         # DeepSpeed gathers positions, although nothing uses them (EABF has already scaled the queries).
         # Shape ``[B, T / P]``; the values do not matter.
         kwargs.setdefault("position_ids", torch.zeros(batch_size, tokens, dtype=torch.int64, device=query.device))
@@ -111,7 +113,8 @@ class SequenceGroup:
 
     def log_likelihood(self, backbone: Backbone, batch: PackedBatch) -> Tensor:
         """Return ``[B, T]`` log-likelihoods of this process's batch; the group scores one process's batch at a time."""
-        device, result = batch["input_ids"].device, torch.empty(0)
+        device = batch["input_ids"].device
+        result = torch.empty(0)
         inputs = PackedBatch(
             input_ids=batch["input_ids"],
             labels=batch["labels"],
@@ -158,7 +161,8 @@ class SequenceGroup:
         tokens = torch.randint(backbone.vocabulary_size, (5 * self.size + 2,), generator=generator)
         batch = pack_sequence(tokens.to(backbone.device).split(4 * self.size))
         with torch.no_grad(), eval_mode(backbone):
-            alone, together = backbone(batch), self.sharded_log_likelihood(backbone, batch)
+            alone = backbone(batch)
+            together = self.sharded_log_likelihood(backbone, batch)
         autocast = torch.is_autocast_enabled(batch["input_ids"].device.type)
         half = autocast or backbone.base_model.dtype in (torch.bfloat16, torch.float16)
         # In half precision, other shapes of matrix products round differently.

@@ -26,7 +26,8 @@ class EvaluatedModel:
     """The evaluated model, which is loaded when it has to score a document; ``tokenizer`` is by default its own."""
 
     def __init__(self, config: ModelConfig, device: torch.device, tokenizer: str | None = None) -> None:
-        self.config, self.device = config, device
+        self.config = config
+        self.device = device
         self.name = str(config.pretrained_model_name_or_path)
         self._tokenizer_name = tokenizer_name(self.name, tokenizer, "`model_tokenizer`")
         self._backbone: Scorer | None = None  # loaded only when the evaluator has been freed
@@ -51,7 +52,8 @@ class EvaluatedModel:
 
         Options are those of `encode_document`.
         """
-        config, tokenizer = check_model(self.config), self.tokenizer
+        config = check_model(self.config)
+        tokenizer = self.tokenizer
         if trimmed_offsets:  # which is a part of the key-token rule, not of the model
             tokenizer = self._load_tokenizer(trimmed_offsets=True)
         if not options.get("add_special_tokens"):
@@ -83,7 +85,9 @@ class EvaluatedModel:
         self._backbone.check_batch(document)
         with torch.no_grad():
             log_likelihood = self._backbone(batch_to(document, self._backbone.device)).cpu()  # [1, T]
-        text, offsets, name = document["text"][0], document["offsets"][0], document["names"][0]
+        text = document["text"][0]
+        offsets = document["offsets"][0]
+        name = document["names"][0]
         about = {"model": self.name, "dtype": self.provenance.dtype, "document": name}
         check_log_likelihood(log_likelihood[0], **about, text=text, offsets=offsets)
         warn_of_chance(log_likelihood[0], document["labels"][0].ne(IGNORE_INDEX), self.name)

@@ -82,7 +82,8 @@ class Evaluator:
     """
 
     def __init__(self, config: EvaluatorConfig) -> None:
-        self.config, self.name = config, config.evaluator
+        self.config = config
+        self.name = config.evaluator
         self.is_served = is_served(self.name)
         cache = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir() / "token_scores"
         self.cache_dir = writable_folder(cache)

@@ -67,7 +67,8 @@ def score(files: str | Sequence[str] | Mapping[str, str], model: str, evaluator:
     # 1. Read the texts and check everything that needs no weights.
     config = ScoreConfig(model=model, evaluator=evaluator, **options)
     if isinstance(files, Mapping):
-        texts, skipped = dict(files), list[str]()
+        texts = dict(files)
+        skipped = list[str]()
     else:
         texts, skipped = _read_texts([files] if isinstance(files, str) else files)
     if config.output is not None:
@@ -153,7 +154,8 @@ def table(result: dict[str, Any]) -> str:
     lines.insert(2, "-" * len(lines[1]))
     lines.insert(-1, "-" * len(lines[1]))  # above the corpus, the last row
     # 2. Longer lines are broken.
-    settings, models = result["settings"], result["provenance"]
+    settings = result["settings"]
+    models = result["provenance"]
     heading = [
         f"model {result['model']} ({Provenance(**models['model'])})",
         describe_key_tokens(settings, Provenance(**models["evaluator"])),
@@ -191,7 +193,8 @@ def _break(text: str, width: int) -> str:
 
 def measure_document(document: PackedBatch, log_likelihood: torch.Tensor, evaluated: EvaluatedDocument) -> TextBits:
     """Measure a document and its key spans in bits and bytes, by its ``[1, T]`` log-likelihoods."""
-    tokens, scored = document_tokens(document), document["labels"][0].ne(IGNORE_INDEX)
+    tokens = document_tokens(document)
+    scored = document["labels"][0].ne(IGNORE_INDEX)
     offsets = evaluated.scores.offsets
     return text_bits(document["text"][0], log_likelihood[0], tokens.offsets, scored, evaluated.spans, offsets)
 
@@ -209,7 +212,8 @@ def _evaluate(scored_documents: list[_Scored], model: EvaluatedModel) -> dict[st
     sums: dict[str, list[tuple[torch.Tensor, ...]]] = {"longppl": [], "perplexity": []}
     rows: list[dict[str, Any]] = []
     bits: list[TextBits] = []
-    started, tokens = time.monotonic(), [document["labels"].numel() for document, *_ in scored_documents]
+    started = time.monotonic()
+    tokens = [document["labels"].numel() for document, *_ in scored_documents]
     with show_progress(scored_documents, "model", tokens) as shown:
         for document, evaluated, reused in shown:
             # 1. Score the whole document: LongPPL has no short context of the model, only of the evaluator.
@@ -265,7 +269,9 @@ def _read_texts(files: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
     Raises a ``ValueError`` for a file that is given twice.
     """
-    places, texts, skipped = set[Path](), dict[str, str](), list[str]()
+    places = set[Path]()
+    texts = dict[str, str]()
+    skipped = list[str]()
     for file in files:
         if (place := Path(file).resolve()) in places:
             raise ValueError(f"'{file}' is given twice and would count twice: give it once.")

@@ -113,7 +113,8 @@ class TokenScores:
                 header = dict(file.metadata() or {})
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a mapping
         except SafetensorError:
-            header, tensors = {}, {}
+            header = {}
+            tensors = {}
         if header.get("format") != FORMAT or header.pop("checksum", None) != _compute_checksum(header, tensors):
             raise ValueError(f"'{path}' is damaged, or does not contain token scores in the format {FORMAT}.")
         prefix = _CONTEXT_PREFIX

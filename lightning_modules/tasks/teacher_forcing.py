@@ -105,12 +105,14 @@ def _score_pass(
 
 
 def _answer_scores(question: ForcedAnswer, log_likelihood: Tensor, greedy: list[int]) -> AnswerScores:
-    ids, start = question.input_ids, question.answer_start
+    ids = question.input_ids
+    start = question.answer_start
     answer = torch.zeros(len(ids), dtype=torch.bool)
     right = []
     for first, stop in question.spans:
         answer[first:stop] = True
         right.append(greedy[first - start : stop - start] == ids[first:stop])
-    answers, whole = int(answer.sum()), float(log_likelihood.sum())
+    answers = int(answer.sum())
+    whole = float(log_likelihood.sum())
     of_answers = float(log_likelihood[answer].sum())
     return AnswerScores(right, greedy, of_answers, answers, whole - of_answers, len(ids) - 1 - answers)

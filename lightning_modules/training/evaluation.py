@@ -91,7 +91,8 @@ def place_evaluation(trainer: Trainer, command: str, checkpoint: Path | None, co
     for logger in trainer.loggers:
         if isinstance(logger, CSVLogger | TensorBoardLogger):
             logger._root_dir = str(base)
-            logger._name, logger._version = EVALUATIONS_FOLDER, folder.name
+            logger._name = EVALUATIONS_FOLDER
+            logger._version = folder.name
         if isinstance(logger, CSVLogger):
             logger._save_dir = str(base)
     write_atomically(folder / CONFIG_FILE, config.encode())
@@ -122,7 +123,8 @@ def _find_run(checkpoint: Path) -> Path | None:
 
 def _create_folder(parent: Path, name: str) -> Path:
     """Create a folder with this name, or with a number after it if the name is taken."""
-    folder, number = parent / name, 1
+    folder = parent / name
+    number = 1
     while True:
         try:
             folder.mkdir(parents=True)

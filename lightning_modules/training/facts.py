@@ -124,8 +124,10 @@ def _describe_objective(objective: Objective) -> dict[str, Any]:
 def run_facts(trainer: Trainer, metrics_step: int | None) -> dict[str, Any]:
     """Return the facts about optimizer, data and results; the last evaluation was at ``metrics_step``."""
     data: Any = getattr(trainer, "datamodule", None)
-    path, length = getattr(data, "path", None), getattr(data, "sequence_length", None)
-    batch_size, tokens = getattr(data, "batch_size", None), None
+    path = getattr(data, "path", None)
+    length = getattr(data, "sequence_length", None)
+    batch_size = getattr(data, "batch_size", None)
+    tokens = None
     if batch_size is not None and length is not None:
         replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)  # processes may share sequences
         tokens = batch_size * length * trainer.accumulate_grad_batches * replicas

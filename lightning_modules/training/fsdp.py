@@ -126,7 +126,8 @@ def load_trainer_backbone(trainer: Trainer | None, config: ModelConfig) -> Backb
         return load_backbone(config)
     if trainer.strategy.root_device.type == "mps":
         raise ValueError("Apple's GPUs do not support float64, which corpus sums need: set `trainer.accelerator: cpu`.")
-    device, precision = trainer.strategy.root_device, str(trainer.precision)
+    device = trainer.strategy.root_device
+    precision = str(trainer.precision)
     if (mesh := data_parallel_mesh(trainer)) is not None:
         offload = getattr(trainer.strategy, "offload", False)
         backbone = load_sharded_backbone(config, mesh, device=device, precision=precision, offload=offload)
@@ -153,7 +154,8 @@ def load_sharded_backbone(
     """
     if config.quantization is not None:
         raise ValueError("Quantized weights cannot be sharded: remove `quantization`, or use DDP.")
-    first, autocast = mesh.get_local_rank() == 0, precision.endswith("-mixed")
+    first = mesh.get_local_rank() == 0
+    autocast = precision.endswith("-mixed")
     backbone = load_backbone(config, device=device, autocast=autocast, with_weights=first)
     unsent = {id(tensor) for tensor in (*backbone.parameters(), *backbone.buffers())}
     half = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in backbone.parameters())

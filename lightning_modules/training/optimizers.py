@@ -83,7 +83,9 @@ class WarmupSchedule(LambdaLR):
     ) -> None:
         check_count("`lr_scheduler.warmup_steps`", warmup_steps, minimum=0)
         check_count("`lr_scheduler.total_steps`", 1 if total_steps is None else total_steps)
-        self.schedule, self.warmup_steps, self.total_steps = name, warmup_steps, total_steps
+        self.schedule = name
+        self.warmup_steps = warmup_steps
+        self.total_steps = total_steps
         self.arguments = arguments or {}
         self._largest = float(optimizer.defaults["lr"])
         super().__init__(optimizer, self._factor(sys.maxsize if total_steps is None else total_steps))
@@ -153,7 +155,8 @@ def restore_settings(optimizer: Optimizer, scheduler: Any, settings: OptimizerSt
             " resumes: restore them, or use `lightning_modules.training.optimizers.WarmupSchedule`."
         )
     for group, new in zip(optimizer.param_groups, settings.groups, strict=True):
-        before, now = group.get("initial_lr", group["lr"]), new.get("initial_lr", new["lr"])
+        before = group.get("initial_lr", group["lr"])
+        now = new.get("initial_lr", new["lr"])
         rate = group["lr"] * now / before if before else now  # reductions on a plateau stay
         group.update(new, lr=rate)
     vars(scheduler).update(copy.deepcopy(settings.schedule))
@@ -224,7 +227,9 @@ class Optimization(Callback):
         lr_scheduler: LRSchedulerCallable,
         groups: ParameterGroups | None,
     ) -> None:
-        self._make_optimizer, self._make_lr_scheduler, self._groups = optimizer, lr_scheduler, groups
+        self._make_optimizer = optimizer
+        self._make_lr_scheduler = lr_scheduler
+        self._groups = groups
         self.spans: Sequence[Span] = ()
         self._configured: OptimizerState | None = None
 

@@ -41,7 +41,9 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.received: int | None = None
-        self.answer, self.is_interrupting, self._since = _IN_TRAINING, False, 0.0
+        self.answer = _IN_TRAINING
+        self.is_interrupting = False
+        self._since = 0.0
 
     def listen(self, trainer: Trainer) -> None:
         """Handle SIGTERM, and SIGUSR1 under SLURM, from now on; the trainer restores the previous handlers."""
@@ -51,7 +53,8 @@ class StopSignal:
 
     def _receive(self, trainer: Trainer, number: int, _: FrameType | None) -> None:
         if self.received is None:
-            self.received, self._since = number, time.monotonic()
+            self.received = number
+            self._since = time.monotonic()
             # Not with `logging`, which may be what the signal interrupted.
             os.write(2, f"longce: {signal.Signals(number).name}: {self.answer}.\n".encode())
             self.check()
@@ -173,7 +176,8 @@ class EvaluationStop(Callback):
     on_test_end = on_validation_end
 
     def _end(self) -> None:
-        self.signal.answer, self.signal.is_interrupting = _IN_TRAINING, False
+        self.signal.answer = _IN_TRAINING
+        self.signal.is_interrupting = False
 
     def _stop_together(self, trainer: Trainer) -> None:
         """Raise a `SIGTERMException` in all processes if one of them got a signal; all of them must call it."""

@@ -53,7 +53,8 @@ class RandomStates(Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        states, (rank, processes) = state_dict["states"], rank_and_size()
+        states = state_dict["states"]
+        rank, processes = rank_and_size()
         if len(states) != processes:
             text = "The checkpoint is from %s processes, and this run has %s: random states (dropout) are not restored."
             _log.warning(text, len(states), processes)

@@ -152,7 +152,8 @@ class TrainingStatistics:
         """Raise a ``FloatingPointError`` that names the objective if `compute` found invalid weights in any process."""
         if not self.invalid_weights:
             return
-        outer, inner = type(self.objective).__name__, type(unwrap(self.objective)).__name__
+        outer = type(self.objective).__name__
+        inner = type(unwrap(self.objective)).__name__
         found = " and ".join(f"{count:,} {kind}" for kind, count in self.invalid_weights.items())
         raise FloatingPointError(
             f"The objective {inner if inner == outer else f'{inner} (inside {outer})'} returned {found} token weights"

@@ -134,7 +134,8 @@ def remove_unfinished(folder: Path, name: str = "*") -> None:
 
 def _swap_folders(first: Path, second: Path) -> None:
     """Swap the names of two folders, atomically if the system supports it."""
-    at_working_directory, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+    at_working_directory = -100  # AT_FDCWD and RENAME_EXCHANGE of Linux
+    exchange = 2
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     names = (at_working_directory, os.fsencode(first), at_working_directory, os.fsencode(second), exchange)
     if rename is not None and rename(*names) == 0:

@@ -24,7 +24,8 @@ UNITS = TOKENS | {
 }
 """What the numbers of a document are per: these tokens or bytes. All but bits are exponentials of a mean."""
 
-_CONFIDENCE, _SEED = 0.95, 0
+_CONFIDENCE = 0.95
+_SEED = 0
 _Z = float(stats.norm.ppf((1 + _CONFIDENCE) / 2))
 
 Interval = tuple[float, float]
@@ -65,8 +66,10 @@ def correlate_values(x: ArrayLike, y: ArrayLike, kind: Kind = "spearman") -> Cor
     """
     first, second = _check_values(x, y)
     if kind == "spearman":  # equal values share their mean rank
-        first, second = stats.rankdata(first), stats.rankdata(second)
-    found, models = stats.pearsonr(first, second), len(first)
+        first = stats.rankdata(first)
+        second = stats.rankdata(second)
+    found = stats.pearsonr(first, second)
+    models = len(first)
     value = float(found.statistic)
     if models < MIN_FOR_INTERVAL:
         exact = stats.pearsonr(first, second, method=stats.PermutationMethod())
@@ -87,10 +90,14 @@ def compare_correlations(
     https://doi.org/10.1037/0033-2909.87.2.245) recommends. A ValueError for fewer than 5 models.
     """
     _check_values(first, score, MIN_FOR_INTERVAL)
-    one, other = correlate_values(first, score, kind), correlate_values(second, score, kind)
+    one = correlate_values(first, score, kind)
+    other = correlate_values(second, score, kind)
     assert one.interval is not None
     assert other.interval is not None
-    a, b, c, models = one.value, other.value, correlate_values(first, second, kind).value, one.models
+    a = one.value
+    b = other.value
+    c = correlate_values(first, second, kind).value
+    models = one.models
     # 1. Zou's interval. The two estimates are correlated, which is undefined next to a perfect correlation.
     rest = 1 - a * a - b * b - c * c
     shared = ((c - a * b / 2) * rest + c**3) / ((1 - a * a) * (1 - b * b)) if max(abs(a), abs(b)) < 1 else 0.0
@@ -110,7 +117,8 @@ def score_interval(scores: ArrayLike, groups: Sequence[Hashable] | None = None) 
     variance between groups, with few groups counting less. None without scores, or if all are of one group.
     """
     values = np.asarray(scores, dtype=np.float64)
-    count, mean = len(values), float(values.mean()) if len(values) else math.nan
+    count = len(values)
+    mean = float(values.mean()) if len(values) else math.nan
     _, places = np.unique(np.arange(count) if groups is None else np.asarray(groups), return_inverse=True)
     sums = np.bincount(places, weights=values - mean)
     effective = float(count)
@@ -122,7 +130,8 @@ def score_interval(scores: ArrayLike, groups: Sequence[Hashable] | None = None) 
         variance = len(sums) / (len(sums) - 1) * float(np.square(sums).sum()) / count**2
         effective = min(mean * (1 - mean) / variance, count) if variance > 0 else count
         effective *= (_Z / float(stats.t.ppf((1 + _CONFIDENCE) / 2, len(sums) - 1))) ** 2
-    middle, half = mean + _Z**2 / (2 * effective), math.sqrt(mean * (1 - mean) / effective + (_Z / effective) ** 2 / 4)
+    middle = mean + _Z**2 / (2 * effective)
+    half = math.sqrt(mean * (1 - mean) / effective + (_Z / effective) ** 2 / 4)
     scale = 1 + _Z**2 / effective
     return max((middle - _Z * half) / scale, 0.0), min((middle + _Z * half) / scale, 1.0)
 
@@ -139,7 +148,8 @@ def mean_interval(
         return None
     shares = np.ones(len(means)) if weights is None else np.asarray(weights, dtype=np.float64)
     shares /= shares.sum()
-    ends, average = np.asarray(known), float(shares @ means)
+    ends = np.asarray(known)
+    average = float(shares @ means)
     below, above = (float(np.linalg.norm(shares * (ends[:, end] - means))) for end in (0, 1))
     return average - below, average + above
 
@@ -153,14 +163,16 @@ def score_difference(
     Its correlation has a continuity correction, so equal answers of both models do not mean that they are equal.
     """
     scores = np.asarray([first, second], dtype=np.float64)
-    one, other = score_interval(scores[0], groups), score_interval(scores[1], groups)
+    one = score_interval(scores[0], groups)
+    other = score_interval(scores[1], groups)
     a, b = map(float, scores.mean(axis=1))
     if one is None or other is None:
         return a - b, None
     _, places = np.unique(np.arange(scores.shape[1]) if groups is None else np.asarray(groups), return_inverse=True)
     sums = np.array([np.bincount(places, weights=values) for values in scores - scores.mean(axis=1, keepdims=True)])
     spread = math.sqrt(float((sums[0] @ sums[0]) * (sums[1] @ sums[1])))
-    shared, correction = float(sums[0] @ sums[1]), (scores.shape[1] / sums.shape[1]) ** 2 / 2
+    shared = float(sums[0] @ sums[1])
+    correction = (scores.shape[1] / sums.shape[1]) ** 2 / 2
     shared = max(shared - correction, min(shared, 0.0)) / spread if spread > 0 else 0.0
     return a - b, difference_interval((a, one), (b, other), shared)
 
@@ -175,7 +187,8 @@ def weighted_mean_interval(values: NDArray[np.float64], weights: NDArray[np.floa
     count = len(values)
     if count < MIN_FOR_INTERVAL:
         return None
-    total, weight = float(values @ weights), float(weights.sum())
+    total = float(values @ weights)
+    weight = float(weights.sum())
     without = (total - values * weights) / (weight - weights)
     half = float(stats.t.ppf((1 + _CONFIDENCE) / 2, count - 1) * without.std() * math.sqrt(count - 1))
     return total / weight - half, total / weight + half
@@ -221,7 +234,8 @@ def questions_needed(interval: Interval, questions: int, half_width: float) -> i
 
 def difference_interval(first: tuple[float, Interval], second: tuple[float, Interval], correlation: float) -> Interval:
     """Return the interval of a difference of two correlated estimates, from their values and intervals (Zou, 2007)."""
-    (a, (a_low, a_high)), (b, (b_low, b_high)) = first, second
+    (a, (a_low, a_high)) = first
+    (b, (b_low, b_high)) = second
     below = (a - a_low) ** 2 + (b_high - b) ** 2 - 2 * correlation * (a - a_low) * (b_high - b)
     above = (a_high - a) ** 2 + (b - b_low) ** 2 - 2 * correlation * (a_high - a) * (b - b_low)
     return a - b - math.sqrt(max(below, 0.0)), a - b + math.sqrt(max(above, 0.0))
@@ -257,7 +271,8 @@ def _spearman_interval(value: float, models: int) -> Interval:
 def _check_values(
     x: ArrayLike, y: ArrayLike, least: int = MIN_MODELS
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    x = np.asarray(x, dtype=np.float64)
+    y = np.asarray(y, dtype=np.float64)
     if len(x) < least:
         raise ValueError(f"{len(x)} models are too few, {least} are needed")
     for values in (x, y):

@@ -69,7 +69,8 @@ def find_user_modules() -> tuple[MetaPathFinder, MetaPathFinder]:
     Returns:
         The finders that have been added to ``sys.meta_path``.
     """
-    own, users = OwnPackages(), UserModules(Path.cwd())
+    own = OwnPackages()
+    users = UserModules(Path.cwd())
     sys.meta_path.insert(0, own)
     sys.meta_path.append(users)
     return own, users

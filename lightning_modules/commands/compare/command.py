@@ -227,7 +227,8 @@ def _rank_runs(runs: Sequence[ComparedRun], baseline: ComparedRun) -> Table:
         for run in evaluated:
             step, documents = run.last(cell)
             reference = baseline.last(cell)[1] if cell in baseline.evaluations else documents
-            shared, count = shared_documents(documents, reference, compared[:2]), max(len(documents), len(reference))
+            shared = shared_documents(documents, reference, compared[:2])
+            count = max(len(documents), len(reference))
             note = f"ratio over {len(shared)} of {count} documents" if len(shared) < count else ""
             values = {kind: corpus_mean(documents, kind) for kind in (*TOKENS, *compared)}
             numbers = []

@@ -195,7 +195,8 @@ def make_scored_run(name: str, content: Mapping[str, Any]) -> ComparedRun:
     """Return a result of `longce score` as a run with one evaluation."""
     rows = pd.DataFrame(content["documents"]).rename(columns={"file": "document"})
     rows["tokens"] -= 1  # the first token of a document is not scored
-    settings, models = content["settings"], content.get("provenance", {})
+    settings = content["settings"]
+    models = content.get("provenance", {})
     cell = _name_cell(f"texts {settings['texts'][:8]}", "", "", settings, Provenance.read(models.get("evaluator", {})))
     config = settings | {f"{kind}.{key}": value for kind, found in models.items() for key, value in found.items()}
     numerics = Numerics.read(models.get("model", {}))

@@ -125,7 +125,9 @@ def _judge(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
 def _judge_cells(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
     """Return what the ratios of several sets, evaluators and thresholds show together."""
     counts = Counter(ratio.outcome for ratio in ratios)
-    better, worse, total = counts["better"], counts["worse"], len(ratios)
+    better = counts["better"]
+    worse = counts["worse"]
+    total = len(ratios)
     if better and not worse:
         claim = f"`{name}` predicts key tokens better than `{baseline}`"
     elif worse and not better:
@@ -134,7 +136,8 @@ def _judge_cells(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
         claim = f"Whether `{name}` predicts key tokens better than `{baseline}` depends on the evaluation"
     else:
         claim = f"`{name}` and `{baseline}` cannot be told apart on key tokens"
-    values, documents = [ratio.value for ratio in ratios], sorted({ratio.documents for ratio in ratios})
+    values = [ratio.value for ratio in ratios]
+    documents = sorted({ratio.documents for ratio in ratios})
     sizes = " to ".join(f"{count:,}" for count in dict.fromkeys((documents[0], documents[-1])))
     between = f"{_format_ratio(min(values))} to {_format_ratio(max(values))}"
     return (
@@ -151,7 +154,8 @@ def _judge_all_tokens(ratios: Sequence[Ratio]) -> str:
     distinct = list({(_find_set(ratio), ratio.value, ratio.interval): ratio for ratio in ratios}.values())
     if not distinct:
         return ""
-    name, verb = NAMES[distinct[0].kind].capitalize(), _name_with_verb(distinct[0].kind).rpartition(" ")[2]
+    name = NAMES[distinct[0].kind].capitalize()
+    verb = _name_with_verb(distinct[0].kind).rpartition(" ")[2]
     meaning = {"better": "better", "worse": "worse", "tie": "no difference is shown", "unknown": "too few documents"}
     outcomes = dict.fromkeys(ratio.outcome for ratio in distinct)
     judged = meaning[distinct[0].outcome]
@@ -260,7 +264,8 @@ def draw_ratios(ratios: Sequence[Ratio]) -> str:
         plot.text(0, -place + 0.32, label, transform=plot.get_yaxis_transform(), va="center")
         plot.plot((1, 1), (-place - 0.4, -place + 0.12), color=INK, linewidth=0.8)  # not across the labels
         for ratio in own:
-            color, height = COLORS[kinds.index(ratio.kind)], -place - 0.22 * kinds.index(ratio.kind)
+            color = COLORS[kinds.index(ratio.kind)]
+            height = -place - 0.22 * kinds.index(ratio.kind)
             face = color if ratio.outcome in ("better", "worse") else "none"
             plot.plot(ratio.value, height, "o", color=color, markersize=5, markerfacecolor=face)
             if ratio.interval is not None:
@@ -278,7 +283,8 @@ def draw_ratios(ratios: Sequence[Ratio]) -> str:
 
 def _set_ratio_ticks(plot: Axes, ends: Sequence[float]) -> None:
     """Set limits and ticks in plain numbers: round ones if the range is narrow, else 1, 2, 5 times powers of ten."""
-    low, high = max(min(ends), _SMALLEST), min(max(ends), 1 / _SMALLEST)
+    low = max(min(ends), _SMALLEST)
+    high = min(max(ends), 1 / _SMALLEST)
     margin = max((high / low) ** 0.08, 1.01)
     plot.set_xlim(low / margin, high * margin)
     narrow = MaxNLocator(4).tick_values(low, high)

@@ -52,7 +52,8 @@ def correlate(
     models = join(entries)
     numerics = describe_numerics(entries)
     values = models.values
-    chosen, against = choose_names(metrics, models, "metrics"), choose_names(scores, models, "scores")
+    chosen = choose_names(metrics, models, "metrics")
+    against = choose_names(scores, models, "scores")
     pairs = [_correlate_pair(values, metric, score) for score in against for metric in chosen]
     _check_enough(pairs, numerics)
     folder = writable_folder(Path(output).expanduser(), remedy="Choose another one with `--output`.")
@@ -127,7 +128,8 @@ def _compare_metrics(values: Values, score: str, metric: str, other: str) -> Dif
     kept = [model for model, entry in values.items() if not any(_find_problem(entry, name) for name in names)]
     x, y, z = ([values[model][name] for model in kept] for name in names)
     try:
-        pearson, spearman = compare_correlations(x, y, z, "pearson"), compare_correlations(x, y, z)
+        pearson = compare_correlations(x, y, z, "pearson")
+        spearman = compare_correlations(x, y, z)
     except ValueError:  # the first table has the reason
         return Difference(score, metric, other, kept)
     return Difference(score, metric, other, kept, pearson, spearman)
@@ -204,7 +206,8 @@ def _draw_scatter(pair: Pair, values: Values) -> str:
         figure = Figure(figsize=(width, height + 0.09 * len(pair.models)), layout="constrained")
         axis = figure.subplots()
         for model in pair.models:
-            (color, marker), own = looks[model], values[model]
+            color, marker = looks[model]
+            own = values[model]
             axis.scatter(own[pair.metric], own[pair.score], s=25, color=color, marker=marker, label=model)
         axis.set(xlabel=pair.metric, ylabel=pair.score)
         axis.margins(0.15)

@@ -107,7 +107,8 @@ def _read_file(file: Path) -> list[Measured]:
 
 
 def _read_score(file: Path, content: Mapping[str, Any]) -> Measured:
-    settings, models = dict(content.get("settings") or {}), content.get("provenance") or {}
+    settings = dict(content.get("settings") or {})
+    models = content.get("provenance") or {}
     names = [name for name in UNITS if name in content or name in TOKENS]  # older results have no bits
     values = {name: _parse_number(name, content[name]) for name in names}
     evaluator = {f"evaluator.{name}": value for name, value in models.get("evaluator", {}).items()}
@@ -170,20 +171,23 @@ def _read_evaluation(file: Path, content: Mapping[str, Any]) -> Measured:
     intervals: dict[str, Interval | None] = {}
     settings: dict[str, dict[str, Any]] = {}
     for name, cells in by_task.items():
-        means, ends = [mean for mean, _ in cells.values()], [interval for _, interval in cells.values()]
+        means = [mean for mean, _ in cells.values()]
+        ends = [interval for _, interval in cells.values()]
         values[name], intervals[name] = fmean(means) if means else math.nan, mean_interval(means, ends)
         settings[name] = told | {"lengths": sorted(cells)}
         for length, cell in cells.items():
             at_length = f"{name} {short(length) if name == 'LongEval' else length}"
             (values[at_length], intervals[at_length]), settings[at_length] = cell, told
     if set(GROUPS["ruler"]) <= set(by_task):
-        means, ends = [values[task] for task in GROUPS["ruler"]], [intervals[task] for task in GROUPS["ruler"]]
+        means = [values[task] for task in GROUPS["ruler"]]
+        ends = [intervals[task] for task in GROUPS["ruler"]]
         values["RULER"], intervals["RULER"], settings["RULER"] = fmean(means), mean_interval(means, ends), lengths
     for name in ("weighted_inc", "weighted_dec", "answer_perplexity", "other_perplexity"):
         if content.get(name) is not None:
             values[name], settings[name] = _parse_number(name, content[name]), lengths
     main = tuple(name for name in ("RULER", "LongEval") if name in values) or ("average",)
-    model, given = str(content.get("model") or ""), content["settings"]
+    model = str(content.get("model") or "")
+    given = content["settings"]
     identity: Any = {"provenance": Provenance.read(given), "numerics": Numerics.read(given)}
     return Measured(str(file), model, values, main, settings, True, intervals, **identity)
 

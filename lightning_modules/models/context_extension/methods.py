@@ -242,7 +242,8 @@ def _make_ntk(extension: ContextExtension, config: PreTrainedConfig) -> dict[str
 
 
 def _make_abf(extension: ContextExtension, config: PreTrainedConfig) -> dict[str, Any]:
-    base, current = extension.options("base")["base"], config.rope_parameters["rope_theta"]
+    base = extension.options("base")["base"]
+    current = config.rope_parameters["rope_theta"]
     if base < current:
         raise ValueError(
             f"`context_extension.base` = {base:g} is below the model's RoPE base of {current:g}, which would shorten"
@@ -267,7 +268,8 @@ def _make_pi(extension: ContextExtension, _: PreTrainedConfig) -> dict[str, Any]
 
 
 AUTHORS_LENGTH = 4096
-BETAS, FREQ_FACTORS = ("beta_fast", "beta_slow"), ("low_freq_factor", "high_freq_factor")
+BETAS = ("beta_fast", "beta_slow")
+FREQ_FACTORS = ("low_freq_factor", "high_freq_factor")
 UNSCALED_LAYERS = 2
 DEFAULTS = {"base": 500_000.0, "beta_fast": 32.0, "beta_slow": 1.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 OPTIONS = (*DEFAULTS, "long_factor", "attention_factor", *PATTERN_OPTIONS)

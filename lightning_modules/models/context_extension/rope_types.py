@@ -141,7 +141,8 @@ def check_parameters(parameters: Mapping[str, Any]) -> None:
     """Raise a ``ValueError`` unless ``rope_parameters`` of one of our types contain valid parameters of the type."""
     name = parameters["rope_type"]
     for key in ROPE_TYPES[name].parameters:
-        value, minimum = parameters.get(key), 0 if key == "unscaled_layers" else 1
+        value = parameters.get(key)
+        minimum = 0 if key == "unscaled_layers" else 1
         numbers = value if isinstance(value, list) and value else [value]
         if not all(isinstance(number, int) and number >= minimum for number in numbers):
             raise ValueError(
@@ -206,7 +207,8 @@ def by_document(
     """
     if mask is None and boundaries is None:
         if 1 < query.shape[2] < key.shape[2]:  # a static cache that is not filled yet
-            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+            key = key[:, :, : query.shape[2]]
+            value = value[:, :, : query.shape[2]]
         return attention(query, key, value)
     outputs = []
     for row in range(len(query)):
@@ -225,13 +227,15 @@ def _attend_unpadded(
     attention: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, mask: Tensor
 ) -> Tensor:
     """Compute attention of the tokens of a sequence that its ``[T, S]`` mask does not mark as padding."""
-    (tokens, keys), device = mask.shape, mask.device
+    tokens, keys = mask.shape
+    device = mask.device
     # 1. Find the first and last token in the last row of the mask.
     seen = mask[-1].nonzero() if mask.dtype == torch.bool else mask.new_empty(0)
     first, end = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 0)
     # 2. Find the queries that are tokens. With a cache the last query is the last token; otherwise it may be padding.
     shift = 0 if tokens == keys else end - tokens
-    low, high = max(first - shift, 0), end - shift
+    low = max(first - shift, 0)
+    high = end - shift
     # 3. Check that the mask has no other effect.
     index = torch.arange(keys, device=device)
     causal = (index >= first) & (index < end) & (index <= index[:tokens, None] + shift)

@@ -60,7 +60,8 @@ def _time_limit(seconds: float) -> Iterator[None]:
     A trace function checks the clock at each line. Unlike an alarm signal, it works in every thread. Templates are
     compiled to Python, so it stops all loops; only a single operation on huge values can take longer.
     """
-    deadline, before = time.monotonic() + seconds, sys.gettrace()
+    deadline = time.monotonic() + seconds
+    before = sys.gettrace()
 
     def check_clock(frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
         if time.monotonic() > deadline:

@@ -83,7 +83,8 @@ def _written(step: Mapping[str, Any]) -> list[str]:
 
 def _functions(steps: list[Mapping[str, Any]]) -> list[Callable[[str], str]]:
     """Return the functions of the steps; one that cannot be made is reported where the tokenizer is loaded."""
-    empty, functions = json.loads(Tokenizer(BPE()).to_str()), []
+    empty = json.loads(Tokenizer(BPE()).to_str())
+    functions = []
     for step in steps:
         try:
             with panics_caught():

@@ -151,7 +151,8 @@ def put_questions(
     def take(found: dict[int, TaskResult]) -> None:
         nonlocal last
         now = time.perf_counter()
-        seconds, last = (now - last) / len(found), now
+        seconds = (now - last) / len(found)
+        last = now
         timed = {number: replace(result, seconds=seconds) for number, result in found.items()}
         results.update(timed)
         done(list(timed.values()))

@@ -85,7 +85,8 @@ def perplexity_table(summary: Summary) -> Table:
 
 
 def _make_grid(cells: Mapping[Any, str], last: str, together: Mapping[Any, str]) -> Table:
-    tasks, lengths = list(dict.fromkeys(task for task, _ in cells)), sorted({length for _, length in cells})
+    tasks = list(dict.fromkeys(task for task, _ in cells))
+    lengths = sorted({length for _, length in cells})
     rows = [[task, *(cells.get((task, length), "") for length in lengths)] for task in tasks]
     together_row = [last, *(together.get(length, "") for length in lengths)]
     return Table(["task", *map(short, lengths)], [*rows, together_row] if len(tasks) > 1 else rows)
@@ -216,7 +217,8 @@ def score_by_length(scores: Mapping[tuple[str, int], Score], averages: Mapping[i
     looks = zip(cycle("osD^vP*"), cycle(COLORS), strict=False)
     for task, (marker, color) in zip(tasks, looks, strict=False):
         points = sorted((length, score) for (name, length), score in scores.items() if name == task)
-        lengths, means = [length for length, _ in points], [score.mean for _, score in points]
+        lengths = [length for length, _ in points]
+        means = [score.mean for _, score in points]
         axis.plot(lengths, means, color=color, lw=1, marker=marker, markersize=3, label=task)
         if len(tasks) <= _BARS:
             ends = np.array([score.interval or (score.mean, score.mean) for _, score in points])

@@ -134,7 +134,8 @@ def summarize(results: Sequence[TaskResult]) -> Summary:
     heat_maps = {task: depth_matrix(rows, bins=bins) for task, rows in with_depth.groupby("task", sort=False)}
     if len(heat_maps) > 1:
         heat_maps = {"all": depth_matrix(together, bins=bins), **heat_maps}
-    scores, averages = mean_scores(table), length_averages(table)
+    scores = mean_scores(table)
+    averages = length_averages(table)
     intervals = {length: _average_interval(scores, length) for length in averages}
     forced = table[table["answer_nll"].notna() | (table["answer_tokens"] > 0)]
     rows_by_place: dict[Any, pd.DataFrame] = {(None, None): forced} if len(forced) else {}
@@ -223,7 +224,9 @@ def _average_interval(scores: Mapping[tuple[str, int], Score], length: int) -> I
 
 
 def _ruler_length(averages: Mapping[int, float], intervals: Mapping[int, Interval | None]) -> EffectiveLength:
-    low, high = dict(averages), dict(averages)  # without an interval, the average itself
+    # without an interval, the average itself
+    low = dict(averages)
+    high = dict(averages)
     for length, interval in intervals.items():
         if interval is not None:
             low[length], high[length] = interval

@@ -49,7 +49,9 @@ class HarnessEvaluation:
     ) -> None:
         if config.chat_template:
             check_chat_template(tokenizer, config.system_instruction)
-        self.config, self.words, self.tokenizer = config, tasks, tokenizer
+        self.config = config
+        self.words = tasks
+        self.tokenizer = tokenizer
         self.settings: dict[str, Any] = {
             **provenance._asdict(),
             "max_length": max_length,
@@ -137,7 +139,9 @@ def evaluate_tasks(model: HarnessModel, loaded: Mapping[str, Any], *, bootstrap_
     of the harness, in every process, with ``seconds`` and the number of ``truncated`` prompts.
     """
     # `simple_evaluate` would load the tasks again, inspect the machine for 4 s, and return None in other processes.
-    config, before, started = model.task_config, model.truncated, time.perf_counter()
+    config = model.task_config
+    before = model.truncated
+    started = time.perf_counter()
     with isolate_rng(), torch.no_grad():
         seed()
         for task in loaded["tasks"].values():

@@ -58,7 +58,8 @@ class MultiDocumentQA(FittedTask):
 
     @override
     def draft(self, asked: Request) -> Draft:
-        rng, question = asked.rng, self._choose_question(asked.index, asked.seed)
+        rng = asked.rng
+        question = self._choose_question(asked.index, asked.seed)
         depth = rng.random() if asked.depth is None else asked.depth
         shelf = _Shelf(question, self._other_passages(rng), rng.getrandbits(64))
         wanted = f"{asked.length} tokens of passages" if self.documents is None else f"{self.documents} passages"

@@ -69,7 +69,8 @@ class Prompter:
         ids, offsets, _ = self._encode_text(text + target)
         # A tokenizer may join the last character of the question with the first of the answer.
         start = next((i for i, (a, b) in enumerate(zip(asked, ids, strict=False)) if a != b), min(len(asked), len(ids)))
-        spans, stop = [], len(text)
+        spans = []
+        stop = len(text)
         for answer in answers:
             first = (text + target).find(answer, stop)
             if first < 0:

@@ -12,7 +12,8 @@ STARTS = 10_000  # sentences at which essays may begin, so that examples of equa
 
 
 def _draw_needle(task: WordedTask, asked: Request, setting: Mapping[str, Any]) -> Draft:
-    start, depth = asked.rng.randrange(STARTS), asked.drawn_depth()
+    start = asked.rng.randrange(STARTS)
+    depth = asked.drawn_depth()
     needle = setting["needle"]
 
     def wording(count: int) -> tuple[str, str]:
@@ -27,7 +28,8 @@ def _draw_needle(task: WordedTask, asked: Request, setting: Mapping[str, Any]) -
 
 
 def _draw_passkey(task: WordedTask, asked: Request, setting: Mapping[str, Any]) -> Draft:
-    key, depth = str(asked.rng.randint(1, setting["largest"])), asked.drawn_depth()
+    key = str(asked.rng.randint(1, setting["largest"]))
+    depth = asked.drawn_depth()
 
     def repeat_noise(count: int) -> str:
         return " ".join(islice(cycle(NOISE_SENTENCES), count))
@@ -41,7 +43,9 @@ def _draw_passkey(task: WordedTask, asked: Request, setting: Mapping[str, Any]) 
 
 
 def _draw_first_sentence(task: WordedTask, asked: Request, setting: Mapping[str, Any]) -> Draft:
-    essays, min_words, max_characters = task.essays, setting["min_words"], setting["max_characters"]
+    essays = task.essays
+    min_words = setting["min_words"]
+    max_characters = setting["max_characters"]
     first = asked.rng.randrange(STARTS)
 
     def usable_starts() -> Iterator[int]:
@@ -67,8 +71,11 @@ def _draw_first_sentence(task: WordedTask, asked: Request, setting: Mapping[str,
 
 
 def _draw_register_lines(task: WordedTask, asked: Request, setting: Mapping[str, Any]) -> Draft:
-    rng, largest = asked.rng, setting["largest"]
-    key, value, depth = key_word(rng), rng.randint(1, largest), asked.drawn_depth()
+    rng = asked.rng
+    largest = setting["largest"]
+    key = key_word(rng)
+    value = rng.randint(1, largest)
+    depth = asked.drawn_depth()
     prefix = "" if asked.prompter.chat_template else setting["prefix"].format(key=key)
     taken = {key}
 
@@ -98,7 +105,9 @@ def _draw_register_lines(task: WordedTask, asked: Request, setting: Mapping[str,
 
 def _draw_key_values(task: WordedTask, asked: Request, setting: Mapping[str, Any]) -> Draft:
     rng = asked.rng
-    key, value, depth = uuid(rng), uuid(rng), asked.drawn_depth()
+    key = uuid(rng)
+    value = uuid(rng)
+    depth = asked.drawn_depth()
     others = Drawn(lambda: f'"{uuid(rng)}": "{uuid(rng)}"')
 
     def wording(count: int) -> tuple[str, str]:

@@ -19,7 +19,8 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 def _draw_needles(task: WordedTask, asked: Request, setting: Mapping[str, Any]) -> Draft:
     rng = asked.rng
-    kind, values_per_key = setting["value"], setting["values"]
+    kind = setting["value"]
+    values_per_key = setting["values"]
     # 1. Keys, values, and which keys are asked for.
     keys = distinct(lambda: DRAW[setting["key"]](rng), setting["keys"])
     values = distinct(lambda: DRAW[kind](rng), setting["keys"] * values_per_key)
@@ -36,7 +37,9 @@ def _draw_needles(task: WordedTask, asked: Request, setting: Mapping[str, Any]) 
     draw_text = _make_haystack(task, asked, setting, {*keys, *values})
     separator = " " if setting["haystack"] == "essay" else "\n"
     # 3. Prompt and answer prefix, in the singular if there is a single value.
-    prompt, prefix, noun = setting["prompt"], setting["prefix"], kind
+    prompt = setting["prompt"]
+    prefix = setting["prefix"]
+    noun = kind
     if task.varies_depth:
         prompt = prompt.replace("Some", "A").replace("are all", "is").replace("are", "is")
         prefix = prefix.replace("are", "is")
@@ -148,7 +151,8 @@ def scatter_chain(chain: Chain, lines: int) -> str:
 
 def _draw_chains(task: WordedTask, asked: Request, setting: Mapping[str, Any]) -> Draft:
     hops = setting["hops"]
-    shown, chain = draw_chain(asked.rng, hops, letters=3), draw_chain(asked.rng, hops, letters=5)
+    shown = draw_chain(asked.rng, hops, letters=3)
+    chain = draw_chain(asked.rng, hops, letters=5)
     while shown.value == chain.value:
         chain = draw_chain(asked.rng, hops, letters=5)
 
@@ -175,7 +179,8 @@ def _draw_chains(task: WordedTask, asked: Request, setting: Mapping[str, Any]) -
 
 
 def _draw_common_words(task: WordedTask, asked: Request, setting: Mapping[str, Any]) -> Draft:
-    rng, common = asked.rng, setting["common"]
+    rng = asked.rng
+    common = setting["common"]
     sizes = setting["short"] if asked.length < setting["short"]["below"] else setting["long"]
     shown = sizes["shown"]
     start = shown + common

@@ -173,11 +173,13 @@ def most_units(tokens: Callable[[int], int], limit: int, *, minimum: int = 1, ma
     text. Raises a ``ValueError`` if ``minimum`` units do not fit, or if the text hardly grows with its units.
     """
     # 1. `low` units always fit.
-    low, low_tokens = minimum, tokens(minimum)
+    low = minimum
+    low_tokens = tokens(minimum)
     if low_tokens > limit:
         raise ValueError(f"The shortest question has {low_tokens} tokens, more than {limit}.")
     # 2. Extrapolate from `low` until some number `high` does not fit.
-    high, high_tokens = 0, 0
+    high = 0
+    high_tokens = 0
     step = max(1, low)
     while high == 0:
         if low == maximum:
@@ -185,10 +187,12 @@ def most_units(tokens: Callable[[int], int], limit: int, *, minimum: int = 1, ma
         tried = low + step if maximum is None else min(low + step, maximum)
         count = tokens(tried)
         if count > limit:
-            high, high_tokens = tried, count
+            high = tried
+            high_tokens = count
         else:
             rate = (count - low_tokens) / (tried - low)
-            low, low_tokens = tried, count
+            low = tried
+            low_tokens = count
             if low - minimum > limit + SPARE_UNITS:
                 raise ValueError(
                     f"{low:,} units of text have only {count:,} tokens: the tokenizer does not distinguish them."
@@ -202,7 +206,9 @@ def most_units(tokens: Callable[[int], int], limit: int, *, minimum: int = 1, ma
         count = tokens(tried)
         halve = not halve
         if count > limit:
-            high, high_tokens = tried, count
+            high = tried
+            high_tokens = count
         else:
-            low, low_tokens = tried, count
+            low = tried
+            low_tokens = count
     return low

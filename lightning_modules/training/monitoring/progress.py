@@ -60,7 +60,9 @@ class StepProgress(ProgressBar):
     def _describe_step(self, trainer: Trainer) -> None:
         """Set the line to ``step 37/200  18%  loss 2.41  LongPPL 3.1  41.2k tok/s  MFU 43%  3.1 h left``."""
         assert self._steps is not None
-        step, total, values = trainer.global_step, _count_steps(trainer), trainer.callback_metrics
+        step = trainer.global_step
+        total = _count_steps(trainer)
+        values = trainer.callback_metrics
         parts = [f"step {step:,}" if total is None else f"step {step:,}/{total:,}  {step / max(total, 1):.0%}"]
         if "train/loss" in values:
             parts.append(f"loss {values['train/loss']:.4g}")
@@ -87,7 +89,8 @@ class StepProgress(ProgressBar):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
             total = sum(trainer.num_test_batches if trainer.testing else trainer.num_val_batches)
-            known, leave = int(total) if math.isfinite(total) else None, self._steps is None
+            known = int(total) if math.isfinite(total) else None
+            leave = self._steps is None
             self._documents = progress_bar("evaluation", unit="batch", total=known, leave=leave, scaled=False)
 
     @override

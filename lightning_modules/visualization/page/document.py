@@ -39,14 +39,16 @@ def inspect_document(
     length = scorer.encode(text, name=name)["labels"].numel()
     passes = count_tokens(length, context_length=config.context_length, stride=config.stride)
     with show_progress([text], "evaluator", [passes * (2 if config.alternatives else 1)]):
-        scores, found = scorer.scores(text, device=device, name=name), None
+        scores = scorer.scores(text, device=device, name=name)
+        found = None
         if config.alternatives:
             found = find_alternatives(scorer, text, count=config.alternatives, device=device, name=name)
     scorer.release()
     ids = torch.cat([scores.token_ids, *(part.token_ids.flatten() for part in found or ())]).unique().tolist()
     evaluated = []
     while models:  # each is freed before the next one is loaded
-        model, document = models.pop(0), documents.pop(0)
+        model = models.pop(0)
+        document = documents.pop(0)
         with show_progress([document], "model", [document["labels"].numel()]):
             log_likelihood = model.log_likelihood(document)[0].float()
         tokens = document_tokens(document)

@@ -112,7 +112,8 @@ class Inspection:
         return min(self.scores.context_length + self.scores.stride, len(self.scores.long))
 
     def _page_texts(self) -> dict[str, Any]:
-        scores, models = self.scores, []
+        scores = self.scores
+        models = []
         for model in self.models:
             longppl, perplexity = map(_format_perplexity, model.perplexities())
             # A file or folder is known by its last name, as long as no other model has it.
@@ -145,7 +146,8 @@ class Inspection:
 
     def _script_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return everything that the script needs to show the document and to count key tokens."""
-        scores, vocabulary = self.scores, self._shown_ids
+        scores = self.scores
+        vocabulary = self._shown_ids
         advance, length = span_arrays(self.text, scores.offsets)
         arrays: dict[str, np.ndarray[Any, Any]] = {
             "facts": utf8(json.dumps(self._script_settings())),

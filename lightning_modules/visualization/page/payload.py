@@ -38,10 +38,12 @@ def span_arrays(text: str, offsets: Tensor) -> tuple[NDArray[np.uint32], NDArray
     start, stop = offsets.long().unbind(-1)
     empty = start == stop
     so_far = torch.where(empty, 0, start).cummax(0).values
-    start, stop = torch.where(empty, so_far, start), torch.where(empty, so_far, stop)
+    start = torch.where(empty, so_far, start)
+    stop = torch.where(empty, so_far, stop)
     code = np.frombuffer(_SURROGATE.sub("\ufffd", text).encode("utf-32-le"), dtype="<u4")
     units = np.concatenate([[0], np.cumsum(1 + (code >= 0x10000))])
-    starts, stops = units[start.numpy()], units[stop.numpy()]
+    starts = units[start.numpy()]
+    stops = units[stop.numpy()]
     return np.diff(starts, prepend=0).astype(np.uint32), (stops - starts).astype(np.uint32)
 
 

@@ -53,7 +53,8 @@ def position_figure(positions: PositionSums, *, title: str) -> Figure:
     The values of the positions are the loss in nats and, if they have three, the loss in the short context and the
     fraction of key tokens.
     """
-    (context, loss, *others), fit = positions.means().numpy(), positions.fit()
+    (context, loss, *others) = positions.means().numpy()
+    fit = positions.fit()
     panels = 2 if others else 1
     figure = Figure(figsize=(6.4, 3.4 + 1.4 * (panels - 1)), dpi=110)
     # Matplotlib's automatic layout would take longer than the drawing.

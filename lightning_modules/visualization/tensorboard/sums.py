@@ -73,5 +73,6 @@ class WeightSample:
         """Return ``[N]`` weights and ``[M]`` long-short differences in nats since the last call."""
         empty = torch.zeros(0, dtype=torch.float64)
         taken = torch.cat([empty, *self._weights]), torch.cat([empty, *self._differences])
-        self._weights, self._differences = [], []
+        self._weights = []
+        self._differences = []
         return taken

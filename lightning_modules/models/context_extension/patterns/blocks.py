@@ -40,7 +40,8 @@ def rotate(states: Tensor, positions: Tensor, frequencies: Tensor, *, scale: flo
     """
     half = len(frequencies)
     angles = positions[..., None].to(torch.float32) * frequencies
-    cos, sin = angles.cos() * scale, angles.sin() * scale
+    cos = angles.cos() * scale
+    sin = angles.sin() * scale
     first, second, rest = states.split([half, half, states.shape[-1] - 2 * half], dim=-1)
     rotated = (first * cos - second * sin, second * cos + first * sin, rest * scale)
     return torch.cat([components.to(states.dtype) for components in rotated], dim=-1)
@@ -120,7 +121,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, blocks: Blocks, seed: int, *states: Tensor) -> Tensor:
         device = states[0].device.type
-        ctx.blocks, ctx.seed = blocks, seed
+        ctx.blocks = blocks
+        ctx.seed = seed
         ctx.autocast = {"device_type": device, "dtype": torch.get_autocast_dtype(device)}
         ctx.autocast["enabled"] = torch.is_autocast_enabled(device)
         ctx.save_for_backward(*states)
@@ -133,7 +135,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        states, blocks = ctx.saved_tensors, ctx.blocks
+        states = ctx.saved_tensors
+        blocks = ctx.blocks
         sums = [torch.zeros_like(state) for state in states]
         for start, stop in blocks.ranges():
             taken: list[tuple[int, int, int, Tensor]] = []

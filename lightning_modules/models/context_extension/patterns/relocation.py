@@ -54,7 +54,8 @@ def streaming_llm(parameters: Mapping[str, Any]) -> Relocation:
     Xiao et al. (2024, https://arxiv.org/abs/2309.17453): the cache has ``sinks + window`` tokens: the sinks, then the
     window, which ends with the query.
     """
-    sinks, window = parameters["sinks"], parameters["window"]
+    sinks = parameters["sinks"]
+    window = parameters["window"]
     band = Branch(lambda start, stop: (max(sinks, start - window + 1), stop), lambda i, j: i - j < window)
     first = Branch(
         lambda _, stop: (0, min(sinks, stop)),
@@ -72,7 +73,8 @@ def lm_infinite(parameters: Mapping[str, Any]) -> Relocation:
     is left out.
     """
     # The band has distances 0 to L - 1; sinks beyond it are all at distance L.
-    sinks, limit = parameters["sinks"], parameters["original_max_position_embeddings"]
+    sinks = parameters["sinks"]
+    limit = parameters["original_max_position_embeddings"]
     band = Branch(lambda start, stop: (max(0, start - limit + 1), stop), lambda i, j: i - j < limit)
     first = Branch(
         lambda _, stop: (0, max(0, min(sinks, stop - limit))),
@@ -102,7 +104,8 @@ def self_extend(parameters: Mapping[str, Any]) -> Relocation:
 
     Jin et al. (2024, https://arxiv.org/abs/2401.01325): ``i // group - j // group + window - window // group``.
     """
-    window, group = parameters["window"], parameters["group"]
+    window = parameters["window"]
+    group = parameters["group"]
     # Without the shift, distances would jump back at the edge of the window.
     shift = window - window // group
     return _split_by_distance(
@@ -129,7 +132,8 @@ def dual_chunk(parameters: Mapping[str, Any]) -> Relocation:
     previous chunk, and ``c - 1`` for earlier ones. Unlike the paper, the released code has shorter chunks, and its
     largest position is 3/4 of ``c``.
     """
-    chunk, last = parameters["chunk"], parameters["original_max_position_embeddings"] - 1
+    chunk = parameters["chunk"]
+    last = parameters["original_max_position_embeddings"] - 1
 
     def index_in_chunk(j: Tensor) -> Tensor:
         return j % chunk
@@ -161,7 +165,8 @@ def dual_chunk(parameters: Mapping[str, Any]) -> Relocation:
 
 def relocated_attention(pattern: Relocation, query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
     """Compute attention of the last tokens of one document with relocated positions, in the shapes of `Pattern`."""
-    length, first = key.shape[2], key.shape[2] - query.shape[2]
+    length = key.shape[2]
+    first = key.shape[2] - query.shape[2]
     positions = torch.arange(length, device=query.device)
     # Exact, and faster: no distance is changed in a short document.
     if first == 0 and length <= pattern.plain_length:
@@ -176,7 +181,8 @@ def relocated_attention(pattern: Relocation, query: Tensor, key: Tensor, value: 
     states += [rotate(key, move(positions), rotary.frequencies) for move in keys]
 
     def score(take: Take, start: int, stop: int) -> tuple[list[Tensor], list[Tensor]]:
-        logits, values = [], []
+        logits = []
+        values = []
         i = positions[start:stop, None]
         for branch in pattern.branches:
             low, high = branch.keys(start, stop)

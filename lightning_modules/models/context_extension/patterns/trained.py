@@ -43,7 +43,8 @@ def alibi(query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
 
     The bias is added to a block's logits in float32, so that it is exact for every dtype of the model.
     """
-    length, first = key.shape[2], key.shape[2] - query.shape[2]
+    length = key.shape[2]
+    first = key.shape[2] - query.shape[2]
     positions = torch.arange(length, device=query.device)
     slopes = alibi_slopes(query.shape[1]).to(query.device)[:, None, None]
 
@@ -65,7 +66,9 @@ def xpos(query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
     query and key, are relative to the first query of each block: the query's stay within ``[0.53, 1]`` and the key's
     below 2, where the published code overflows for long texts.
     """
-    length, first, dtype = key.shape[2], key.shape[2] - query.shape[2], query.dtype
+    length = key.shape[2]
+    first = key.shape[2] - query.shape[2]
+    dtype = query.dtype
     positions = torch.arange(length, device=query.device)
     # Logarithms, because powers over 100,000 tokens would overflow.
     decay = xpos_log_decay(rotary.frequencies, query.shape[-1])
@@ -74,7 +77,8 @@ def xpos(query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
     keys = rotate(key.float(), positions, rotary.frequencies)
 
     def score(take: Take, start: int, stop: int) -> tuple[list[Tensor], list[Tensor]]:
-        i, j = positions[start:stop, None], positions[:stop, None]
+        i = positions[start:stop, None]
+        j = positions[:stop, None]
         # Both factors are relative to `start`; their product depends on i - j only.
         decayed = (take(0, start - first, stop - first) * (decay * (i - start)).exp()).to(dtype)
         shrunk = (take(1, 0, stop) * (decay * (start - j)).exp()).to(dtype)
@@ -105,17 +109,22 @@ def longnet(query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor
     Logits are computed for all queries of a block, including those that a branch leaves out:
     :math:`w_0 + \sum_{k > 0} w_k / r_k` for each token, linear in the length of the text.
     """
-    stop, first = key.shape[2], key.shape[2] - query.shape[2]
+    stop = key.shape[2]
+    first = key.shape[2] - query.shape[2]
     positions = torch.arange(stop, device=query.device)
     query = rotate(query, positions[first:], rotary.frequencies, scale=rotary.scaling)
     key = rotate(key, positions, rotary.frequencies)
-    heads, groups = query.shape[1], query.shape[1] // key.shape[1]
-    lengths, rates = rotary.parameters["segment_lengths"], rotary.parameters["dilation_rates"]
+    heads = query.shape[1]
+    groups = query.shape[1] // key.shape[1]
+    lengths = rotary.parameters["segment_lengths"]
+    rates = rotary.parameters["dilation_rates"]
     sharing = torch.arange(heads, device=query.device)[:, None] // groups
 
     def score(take: Take, start: int, stop: int) -> tuple[list[Tensor], list[Tensor]]:
-        queries, i = take(0, start - first, stop - first), positions[start:stop]
-        logits, values = [], []
+        queries = take(0, start - first, stop - first)
+        i = positions[start:stop]
+        logits = []
+        values = []
         for length, rate in zip(lengths, rates, strict=True):
             segment = start // length * length  # a block is in one segment only
             # Indices in the segment, for each head.
