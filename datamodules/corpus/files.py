@@ -18,7 +18,8 @@ from fsspec.core import url_to_fs
 
 from datamodules.sources.documents import checked_text
 from datamodules.sources.locations import JSON_LINES, PARQUET, File, RemoteFile, find_files, is_url
-from datamodules.sources.records import decoded, nested, opened, opened_table, read_document, read_records
+from datamodules.sources.parquet import opened_table
+from datamodules.sources.records import decoded, nested, opened, read_document, read_records
 from lightning_modules.batch import DocumentRef
 
 _READER_THREADS = 32  # they read parquet footers and the first documents, and mostly wait

@@ -7,9 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, BinaryIO, cast
 
-import pyarrow
-import pyarrow.parquet
-
 from datamodules.sources.locations import PARQUET, File
 
 # UTF-8, without the byte-order mark that some editors add.
@@ -17,8 +14,6 @@ ENCODING = "utf-8-sig"
 
 MAX_DOCUMENT = 1 << 28
 """Maximum bytes of a document, uncompressed: a hundred long books. A few kilobytes can expand beyond all memory."""
-
-BATCH_ROWS = 16  # of parquet files; few, because a row may be a whole book
 
 Parse = Callable[[], dict[str, Any]]
 
@@ -39,49 +34,13 @@ def read_records(
     """
     with opened(file) as stream:
         if file.name.endswith(PARQUET):
-            yield from _parquet_rows(stream, file, columns, wanted, text_columns, row_group, first)
+            from datamodules.sources.parquet import parquet_rows  # needs the extra `corpora`, unlike text
+
+            yield from parquet_rows(stream, file, columns, wanted, text_columns, row_group, first)
             return
         for row, line in enumerate(lines_of(stream), first):
             if wanted(row) and (len(line) > MAX_DOCUMENT or not line.isspace()):
                 yield row, partial(parsed_line, line, f"{file}:{row}")
-
-
-def _parquet_rows(
-    stream: BinaryIO,
-    file: File,
-    columns: Sequence[str],
-    wanted: Callable[[int], bool],
-    text_columns: Sequence[str],
-    row_group: int | None,
-    first: int,
-) -> Iterator[tuple[int, Parse]]:
-    # The file system reads ahead. By default pyarrow would also buffer whole column chunks in memory.
-    with _damage_named(file):
-        table = opened_table(stream, file)
-        names = table.schema_arrow.names
-        if text_columns and not set(text_columns) & set(names):
-            missing = " or ".join(map(repr, text_columns))
-            raise ValueError(f"{file}: no text column {missing}. Its columns are {sorted(names)}.")
-        groups = None if row_group is None else [row_group]
-        chosen = sorted(set(columns) & set(names))
-        for batch in table.iter_batches(BATCH_ROWS, row_groups=groups, columns=chosen, use_threads=False):
-            for index in range(batch.num_rows):
-                if wanted(first + index):
-                    yield first + index, partial(_parse_row, batch, index, f"{file}:{first + index}")
-            first += batch.num_rows
-
-
-def _parse_row(batch: pyarrow.RecordBatch, index: int, place: str) -> dict[str, Any]:
-    with _damage_named(place):
-        return {name: batch.column(name)[index].as_py() for name in batch.schema.names}
-
-
-@contextmanager
-def _damage_named(place: object) -> Iterator[None]:
-    try:
-        yield
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise ValueError(f"{place}: the parquet file is damaged ({error}). Download it again.") from error
 
 
 def nested(record: Any, path: str) -> Any:
@@ -105,24 +64,14 @@ def opened(file: File) -> Iterator[BinaryIO]:
         if not is_packed(file):
             yield stream
             return
+        import pyarrow  # the extra `corpora`
+
         kind = "gzip" if file.suffix == ".gz" else "zstd"
         try:
             with io.BufferedReader(pyarrow.CompressedInputStream(stream, kind)) as unpacked:
                 yield cast(BinaryIO, unpacked)
         except OSError as error:
             raise ValueError(f"{file}: the compressed file is damaged ({error}). Download it again.") from error
-
-
-def opened_table(stream: BinaryIO, file: File) -> pyarrow.parquet.ParquetFile:
-    """Open a parquet file that is read a page at a time; its server must support range requests."""
-    try:
-        return pyarrow.parquet.ParquetFile(stream, pre_buffer=False, buffer_size=1 << 20)
-    except pyarrow.ArrowException:
-        raise
-    except ValueError as error:  # fsspec raises it if the server does not support range requests
-        raise ValueError(
-            f"{file}: parquet files need a server that supports range requests ({error}). Download the file first."
-        ) from error
 
 
 def lines_of(stream: BinaryIO) -> Iterator[bytes]:

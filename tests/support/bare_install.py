@@ -10,38 +10,45 @@ from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 ROOTS = ("torch", "transformers", "lightning", "peft", "torchmetrics")
 
 
-def bare_environment(folder):
+def bare_environment(folder, roots=ROOTS):
     """Return the environment variables of a process, and of those it starts, that sees no other packages."""
     (folder / "sitecustomize.py").write_text(
-        "from tests.support import bare_install\nbare_install.restrict_imports()\n"
+        f"from tests.support import bare_install\nbare_install.restrict_imports({tuple(roots)!r})\n"
     )
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[2])])}
 
 
-def required_distributions():
-    """Return the distributions of `ROOTS` and all that they require without extras."""
-    names, unread = set(), list(ROOTS)
+def required_distributions(roots=ROOTS):
+    """Return the distributions of requirements such as ``torch`` or ``jsonargparse[signatures]``, and all of theirs."""
+    seen = set()
+    unread = [Requirement(root) for root in roots]
     while unread:
-        if (name := _normalize(unread.pop())) in names:
+        requirement = unread.pop()
+        key = _normalize(requirement.name), frozenset(requirement.extras)
+        if key in seen:
             continue
         try:
-            requirements = requires(name) or []
+            found = requires(requirement.name) or []
         except PackageNotFoundError:  # of another platform
             continue
-        names.add(name)
-        unread += [re.match(r"[\w.-]+", each)[0] for each in requirements if "extra ==" not in each]
-    return names
+        seen.add(key)
+        for each in map(Requirement, found):
+            if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in (*key[1], "")):
+                unread.append(each)
+    return {name for name, _ in seen}
 
 
-def restrict_imports():
-    """Hide all packages that `ROOTS` do not require, except our own modules, which are not installed as a package."""
-    visible = required_distributions()
+def restrict_imports(roots=ROOTS):
+    """Hide all packages that ``roots`` do not require, except our own modules, which are not installed as a package."""
+    visible = required_distributions(roots)
     owners = {name: {_normalize(each) for each in owner} for name, owner in packages_distributions().items()}
     hidden = {name for name, owner in owners.items() if not owner & {"longce", *visible}}
-    assert {"jsonargparse", "datasets", "pandas"} <= hidden
+    assert {"datasets", "pandas"} <= hidden
 
     class VisiblePackages(PathFinder):
         @classmethod
