@@ -1,8 +1,9 @@
-"""Training needs torch, transformers, lightning, peft, torchmetrics, and what they require."""
+"""Installations with few packages: training on a GPU machine, and the base installation without any extra."""
 
 import json
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -73,3 +74,51 @@ def test_the_gpu_benchmark_fits_into_ten_minutes_by_plan(capsys):
     memory = {row.split(" | ")[0].strip("| "): float(row.split(" | ")[2].strip(" |")) for row in rows[2:]}
     assert memory["8B, bf16: LongCE"] == pytest.approx(68, abs=1)
     assert max(memory.values()) < GPUS["H200"].memory
+
+
+@pytest.fixture(scope="module")
+def run_base(tmp_path_factory):
+    """Run `longce` with the packages of the base installation only, in a folder of its own."""
+    folder = tmp_path_factory.mktemp("base")
+    roots = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    environment = bare_environment(tmp_path_factory.mktemp("site"), roots)
+
+    def run(*words):
+        command = [sys.executable, "-m", "lightning_modules.commands.cli.main", *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder, env=environment)
+
+    return run
+
+
+@pytest.mark.slow
+def test_fit_and_score_need_no_extra(run_base):
+    configs = ["-c", str(ROOT / "configs/base.yaml"), "-c", str(ROOT / "configs/quickstart/base.yaml")]
+    done = run_base("fit", *configs, "--trainer.max_steps", "2")
+    assert done.returncode == 0, done.stderr
+    model = "runs/quickstart/models/base"
+    sizes = ["--max_tokens", "200", "--context_length", "32", "--stride", "16"]
+    text = str(ROOT / "notebooks/constitution.txt")
+    for command in (["score", text, "--model", model], ["inspect", text, "--output", "page.html"]):
+        done = run_base(*command, "--evaluator", model, *sizes)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "extra"),
+    [
+        ("compare runs", "reports"),
+        ("correlate a.json b.json c.json --output x", "reports"),
+        ("evaluate --model x --output y --tasks niah_single_1", "reports"),
+        ("quickstart", "reports"),
+        ("corpus select scores", "corpora"),
+        ("corpus score texts --model x --output y", "corpora"),
+        (f"score {ROOT}/notebooks/constitution.txt --model http://127.0.0.1:9 --evaluator x", "serve"),
+        (f"fit -c {ROOT}/configs/quickstart/longce.yaml --trainer.callbacks callbacks.LongContextTasks", "reports"),
+    ],
+)
+def test_a_missing_extra_is_named_in_one_line(run_base, words, extra):
+    done = run_base(*words.split())
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert f"'.[{extra}]'" in done.stderr

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, packed_sequence_compatibility_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from lightning_modules.batch import send
 
@@ -264,8 +264,21 @@ def document_mask(*, mask_function: Callable[..., Any] = causal_mask_function, *
     # A mask of another shape is that of a layer that shortens the sequence; `check_scoring` tells whether it leaks.
     if positions is not None and kwargs["q_length"] == kwargs["kv_length"] == positions.shape[1]:
         documents = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
-        mask_function = packed_sequence_compatibility_function(mask_function, positions, documents)
+        mask_function = _within_documents(mask_function, documents, positions)
     return sdpa_mask(mask_function=mask_function, **kwargs)
+
+
+def _within_documents(mask_function: Callable[..., Any], documents: Tensor, positions: Tensor) -> Callable[..., Any]:
+    """Return a mask function that hides other documents, and counts chunks and windows from a document's first token.
+
+    transformers has the same from 5.17 on.
+    """
+
+    def is_visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        visible = mask_function(row, head, positions[row, query], positions[row, key])
+        return visible & (documents[row, query] == documents[row, key])
+
+    return is_visible
 
 
 def register_document_attention() -> str:
