@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig,
 from lightning_modules.export.gguf import export_gguf
 from lightning_modules.export.model import check_export, check_replaceable, export_model
 from lightning_modules.export.options import ExportOptions
-from lightning_modules.export.upload import check_upload, upload_export
+from lightning_modules.export.upload import upload_export
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.methods import extend_config
 from lightning_modules.models.loading.adapters import add_adapters, frozen_fingerprint, trained_state
@@ -55,7 +55,6 @@ def export_checkpoint(
             raise ValueError(f"'{checkpoint}' is a GGUF file, which has its own tokenizer: remove `--tokenizer`.")
         return export_gguf(checkpoint, folder, export_options)
     check_replaceable(folder)
-    check_upload(export_options)
     # 1. Build the model without memory, and check what can be known without its weights.
     content = _read_checkpoint(checkpoint)
     facts = TrainingFacts.from_json(content[EXPORT_KEY]["facts"])
@@ -151,10 +150,14 @@ def _load_base(facts: TrainingFacts, fingerprint: str) -> Backbone:
 def _assign_weights(module: nn.ModuleDict, weights: Mapping[str, torch.Tensor], *, trained_only: bool) -> None:
     """Assign the weights of a checkpoint, which contains all weights or only the trained ones."""
     required = trained_state(module, module.state_dict()) if trained_only else module.state_dict()
-    first: dict[nn.Parameter, str] = {}  # tied weights are stored under their first name
-    names = [(name, first.setdefault(p, name)) for name, p in module.named_parameters(remove_duplicate=False)]
-    tied = {name: weights[stored] for name, stored in names if name not in weights and stored in weights}
-    report = module.load_state_dict({**weights, **tied}, strict=False, assign=True)
+    complete = dict(weights)
+    first_names: dict[nn.Parameter, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        # Tied weights are stored under their first name.
+        first_name = first_names.setdefault(parameter, name)
+        if name not in weights and first_name in weights:
+            complete[name] = weights[first_name]
+    report = module.load_state_dict(complete, strict=False, assign=True)
     missing = [name for name in report.missing_keys if name in required]
     if missing or report.unexpected_keys:
         raise ValueError(

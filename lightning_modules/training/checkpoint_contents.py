@@ -69,7 +69,6 @@ def check_contents(
     loading: ModelConfig,
     *,
     fingerprint: str | None,
-    resumes: bool,
 ) -> None:
     """Check a checkpoint before a module loads it.
 
@@ -79,17 +78,9 @@ def check_contents(
         model: The Hugging Face model inside.
         loading: How the model was loaded.
         fingerprint: Hash of the frozen weights, or None if checkpoints contain all weights.
-        resumes: Whether training resumes.
     """
     if EXPORT_KEY in checkpoint:
         _check_same_model(checkpoint[EXPORT_KEY], model, loading)
-    if resumes and "state_dict" in checkpoint:
-        missing = {"optimizer_states", "lr_schedulers", "loops"}.difference(checkpoint)
-        if missing or "fit_loop" not in checkpoint["loops"]:
-            raise ValueError(
-                f"The checkpoint lacks {', '.join(sorted(missing)) or 'the state of training'}, without which training"
-                " cannot resume: it contains weights only. Start a new training from its export (`longce export`)."
-            )
     if fingerprint is None:
         _check_same_weights(checkpoint.get("state_dict"), module.state_dict())
         return
@@ -116,36 +107,48 @@ def _check_same_model(saved: Mapping[str, str], model: PreTrainedModel, loading:
 
     RoPE and sliding windows may differ on purpose, to try an extension on a trained model: that is a warning.
     """
-    facts, own = TrainingFacts.from_json(saved["facts"]), loading_facts(loading, model.config)
+    facts = TrainingFacts.from_json(saved["facts"])
+    own = loading_facts(loading, model.config)
     if facts.lora is not None and own["lora"] is not None:
         check_same_scaling(facts.lora, own["lora"])
-    before, now = (
-        {name: value for name, value in (quantization or {}).items() if "dtype" not in name and "storage" not in name}
-        for quantization in (facts.quantization, own["quantization"])
-    )
+    before = _rounding_settings(facts.quantization)
+    now = _rounding_settings(own["quantization"])
     if before and now and before != now:
         raise ValueError(
             f"The checkpoint's adapters were trained with `quantization` = {before}, and this run has {now}: set it as"
             " in the run that wrote the checkpoint."
         )
-    configs = [json.loads(saved["config"]), json.loads(model.config.to_json_string(use_diff=False))]
+    saved_config = json.loads(saved["config"])
+    own_config = json.loads(model.config.to_json_string(use_diff=False))
     for name in ("rope_parameters", "sliding_window"):
-        before, now = (config.get(name) for config in configs)
-        if before != now:
+        if saved_config.get(name) != own_config.get(name):
             rank_zero_warn(
-                f"The checkpoint was trained with `{name}` = {before}, and this run has {now}, which changes results:"
-                " set `context_extension` and `model_config` as in that run, unless the change is intended."
+                f"The checkpoint was trained with `{name}` = {saved_config.get(name)}, and this run has"
+                f" {own_config.get(name)}, which changes results: set `context_extension` and `model_config` as in that"
+                " run, unless the change is intended."
             )
+
+
+def _rounding_settings(quantization: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the settings that decide to what a base model's weights are rounded."""
+    settings = dict(quantization or {})
+    # Types of products and of storage change no weight.
+    return {name: value for name, value in settings.items() if "dtype" not in name and "storage" not in name}
 
 
 def _check_same_weights(stored: Mapping[str, Any] | None, own: Mapping[str, Any]) -> None:
     """Compare names and shapes; ``stored`` is None if a strategy that shards the weights has removed them."""
-    shapes = {name: tuple(value.shape) for name, value in own.items() if isinstance(value, torch.Tensor)}
-    given = {name: tuple(value.shape) for name, value in (stored or {}).items() if isinstance(value, torch.Tensor)}
-    if stored is None or given == shapes:
+    if stored is None:
         return
-    name = min(name for name in shapes.keys() | given.keys() if shapes.get(name) != given.get(name))
-    raise ValueError(
-        f"The checkpoint is of another model: the shape of '{name}' is {given.get(name, 'missing')} in it and"
-        f" {shapes.get(name, 'missing')} in this run. Set `model` as in the run that wrote it."
-    )
+    for name in sorted(stored.keys() | own.keys()):
+        given = _describe_shape(stored.get(name))
+        needed = _describe_shape(own.get(name))
+        if given != needed:
+            raise ValueError(
+                f"The checkpoint is of another model: the shape of '{name}' is {given} in it and {needed} in this run."
+                " Set `model` as in the run that wrote it."
+            )
+
+
+def _describe_shape(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else "missing"

@@ -27,7 +27,6 @@ from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.training.checkpoints.due_evaluation import DueEvaluation, ResumingTrainer
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO
 from lightning_modules.training.checkpoints.resume import (
-    check_checkpoint_folders,
     find_checkpoint,
     is_numbered,
     log_resume_command,
@@ -213,7 +212,6 @@ class LongceCLI(LightningCLI):
             self._check_model(self.model, fits=fits)
         logger = self._get(self.config, "trainer").logger
         if fits and self.trainer.is_global_zero and not self._is_dry_run:
-            check_checkpoint_folders(self.trainer)
             self.training_run.begin(owned_folders(self.trainer))
         self._requested_checkpoint = options.ckpt_path
         if self.subcommand == "predict":
@@ -256,7 +254,7 @@ class LongceCLI(LightningCLI):
             for line in spans[-1].describe():
                 rank_zero_info(line)
             named = checkpoint is not None and str(checkpoint) == self._requested_checkpoint
-            self.training_run.record(checkpoint, text, config.seed_everything, spans=spans, named=named)
+            self.training_run.record(checkpoint, text, spans=spans, named=named)
             self.model.run_id, self.identity.config = self.training_run.id, text
         else:
             place_evaluation(self.trainer, str(self.subcommand), checkpoint, text, numbered=is_numbered(logger))
