@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_modules.commands.plan.activations import ActivationBytes
 from lightning_modules.commands.plan.fitting import find_fitting
 from lightning_modules.commands.plan.flops import (
     Flops,
@@ -17,9 +16,9 @@ from lightning_modules.commands.plan.flops import (
     sliding_pass_flops,
 )
 from lightning_modules.commands.plan.hardware import GPU, Range, Rates, find_rates, recognize_gpu
-from lightning_modules.commands.plan.memory import GIB, Memory, Training, training_memory
+from lightning_modules.commands.plan.memory import GIB, Memory, Training
 from lightning_modules.commands.plan.settings import Experiment, read_experiment
-from lightning_modules.commands.plan.shapes import ModelShape
+from lightning_modules.commands.plan.sizes import ModelSizes
 from lightning_modules.long_context_lm import LongContextLM
 
 COMPARED = ((1024, 1024), (4096, 4096), (4096, 512))
@@ -32,12 +31,12 @@ class Planner:
     """Planner of one experiment on one kind of GPU."""
 
     def __init__(self, experiment: Experiment, gpu: GPU, rates: Rates) -> None:
-        self.experiment, self.gpu, self.rates = experiment, gpu, rates
+        self.experiment = experiment
+        self.gpu = gpu
+        self.rates = rates
         self.training = training = experiment.training
-        self.shape = ModelShape.of(experiment.config, experiment.lora)
-        numerics = (training.dtype, training.autocast, training.bfloat16_residual)
-        activations = ActivationBytes(experiment.config, *numerics, experiment.lora)
-        self.memory = training_memory(self.shape, activations, training)
+        self.sizes = ModelSizes(experiment.config)
+        self.shape = self.sizes.shape(experiment.lora)
         # Sequences per step and GPU; a fraction if GPUs split sequences.
         self.rows_per_gpu = experiment.accumulated * training.rows / training.sequence_parallel_size
         self.tokens_per_step = round(training.gpus * self.rows_per_gpu * training.tokens)
@@ -47,7 +46,9 @@ class Planner:
         experiment, shape, training = self.experiment, self.shape, self.training
         settings = {name: getattr(experiment, name) for name in ("objective", "max_steps", "precision", "optimizer")}
         settings |= {"lora": experiment.lora, "rows_per_step": self.tokens_per_step // training.tokens}
-        fits = self.memory.needed <= self.gpu.memory * GIB
+        memory = self.sizes.training_memory(training, experiment.lora)
+        fits = memory.needed <= self.gpu.memory * GIB
+        fitting = None if fits else find_fitting(experiment, self.gpu, self.sizes)
         return {
             "model": {
                 "name": experiment.name,
@@ -61,8 +62,8 @@ class Planner:
             "run": settings | asdict(training),
             "notes": list(experiment.notes),
             "training": [self._plan_training(run) for run in self._list_runs()],
-            "memory": {"fits": fits, "available": self.gpu.memory, **_describe_memory(self.memory)},
-            "fitting": None if fits else find_fitting(experiment, self.gpu),
+            "memory": {"fits": fits, "available": self.gpu.memory, **_describe_memory(memory)},
+            "fitting": asdict(fitting) if fitting is not None else None,
             "rates": self.rates._asdict(),
         }
 

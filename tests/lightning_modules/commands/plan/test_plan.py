@@ -19,6 +19,8 @@ from lightning_modules.commands.plan.memory import Training
 from lightning_modules.commands.plan.plan import COMPARED, Planner, plan_utilization
 from lightning_modules.commands.plan.settings import Curriculum, Experiment
 from lightning_modules.commands.plan.shapes import ModelShape
+from lightning_modules.commands.plan.sizes import ModelSizes
+from tests.conftest import tiny_config
 
 CONFIGS = Path(__file__).parents[4] / "configs"
 LAYERS = ["-c", str(CONFIGS / "base.yaml"), "-c", str(CONFIGS / "experiments/longce_pg19.yaml")]
@@ -170,20 +172,29 @@ def test_shorter_sequences_before_the_switch_cost_less(llamas):
 )
 def test_the_first_combination_that_fits(llamas, memory, settings, gpus):
     run = experiment(llamas["llama-3.1-8b"], dtype=torch.bfloat16, autocast=None, gpus=1)
-    found = find_fitting(run, GPUS["H200"]._replace(memory=memory))
+    found = find_fitting(run, GPUS["H200"]._replace(memory=memory), ModelSizes(run.config))
     if settings is None:
         assert found is None
         return
-    assert [name.partition(" (")[0] for name in found["settings"]] == settings
-    assert found["gpus"] == gpus
-    assert found["needed"] <= memory
+    assert [name.partition(" (")[0] for name in found.settings] == settings
+    assert found.gpus == gpus
+    assert found.needed <= memory
+
+
+def test_a_model_is_built_once_for_each_kind_of_adapters(monkeypatch):
+    built = []
+    make = ModelShape.of
+    monkeypatch.setattr(ModelShape, "of", lambda config, lora=None: built.append(lora) or make(config, lora))
+    run = experiment(tiny_config(), gpus=1)
+    assert find_fitting(run, GPUS["H200"]._replace(memory=0.1), ModelSizes(run.config)) is None
+    assert built == [None, {"r": 16, "target_modules": "all-linear"}]
 
 
 @pytest.mark.slow
 def test_sequences_are_not_split_with_attention_that_cannot_be(llamas):
     run = experiment(llamas["llama-3.1-8b"], dtype=torch.bfloat16, autocast=None, gpus=1)
-    found = find_fitting(replace(run, attn_implementation="flash_attention_2"), GPUS["H200"]._replace(memory=20))
-    assert found is None
+    run = replace(run, attn_implementation="flash_attention_2")
+    assert find_fitting(run, GPUS["H200"]._replace(memory=20), ModelSizes(run.config)) is None
 
 
 @pytest.mark.slow
