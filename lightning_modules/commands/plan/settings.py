@@ -61,8 +61,10 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
     if not isinstance(model, LongContextLM):
         raise ValueError(f"`longce plan` needs a `LongContextLM`, got a `{type(model).__name__}`.")
     parsed = options.as_dict()
-    (_, data), trainer = _read_component(parsed.get("data")), parsed["trainer"]
-    objective, loading = model.objective, model.loading
+    _, data = _read_component(parsed.get("data"))
+    trainer = parsed["trainer"]
+    objective = model.objective
+    loading = model.loading
     tokens: Any = data.get("sequence_length")
     check_count("`data.sequence_length`", tokens)
     config = load_config(loading)

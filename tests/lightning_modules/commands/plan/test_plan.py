@@ -17,7 +17,7 @@ from lightning_modules.commands.plan.fitting import find_fitting
 from lightning_modules.commands.plan.flops import necessary_flops, short_pass_flops
 from lightning_modules.commands.plan.hardware import GPUS, Rates
 from lightning_modules.commands.plan.memory import Training
-from lightning_modules.commands.plan.plan import COMPARED, Planner, plan_utilization
+from lightning_modules.commands.plan.plan import Planner, plan_utilization
 from lightning_modules.commands.plan.settings import Curriculum, Experiment
 from lightning_modules.commands.plan.shapes import ModelShape
 from lightning_modules.commands.plan.sizes import ModelSizes
@@ -81,10 +81,9 @@ def test_gpus_that_share_rows_keep_a_part_of_their_activations(plan, paper):
 @pytest.mark.slow
 def test_the_papers_run(plan, paper):
     numbers, text = plan(*paper, "--gpu", "H200", "--gpus", "8")
-    ce, bill, *others = numbers["training"]
-    pairs = [(row["context_length"], row["stride"]) for row in (ce, bill, *others)]
-    assert pairs[:2] == [(None, None), (4096, 1024)]
-    assert set(pairs[1:]) == {(4096, 1024), (4096, None), *COMPARED}
+    ce, bill = numbers["training"]
+    pairs = [(row["context_length"], row["stride"]) for row in (ce, bill)]
+    assert pairs == [(None, None), (4096, 1024)]
     assert bill["configured"]
     assert ce["step_seconds"][1] < bill["step_seconds"][1]
     assert bill["overhead"] == pytest.approx(0.66, abs=0.01)
