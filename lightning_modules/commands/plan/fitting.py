@@ -1,49 +1,58 @@
 """Find settings with which a training step that is too large fits on a GPU."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
 
 import torch
 
-from lightning_modules.commands.plan.activations import ActivationBytes
 from lightning_modules.commands.plan.hardware import GPU
-from lightning_modules.commands.plan.memory import GIB, training_memory
+from lightning_modules.commands.plan.memory import GIB
 from lightning_modules.commands.plan.settings import Experiment
-from lightning_modules.commands.plan.shapes import ModelShape
+from lightning_modules.commands.plan.sizes import ModelSizes
 from lightning_modules.training.preflight import check_sequence_parallelism
 
 NODE = 8
 """GPUs of the node that is assumed where one GPU was planned and several are needed."""
 
 
-def find_fitting(experiment: Experiment, gpu: GPU) -> dict[str, Any] | None:
-    """Return the first combination of `REMEDIES` with which a step fits, and its memory; None if it never does.
+@dataclass(frozen=True)
+class Fitting:
+    """Combination of remedies with which a training step fits."""
+
+    settings: list[str]  # what to set
+    gpus: int
+    needed: float  # GiB on each of them
+
+
+def find_fitting(experiment: Experiment, gpu: GPU, sizes: ModelSizes) -> Fitting | None:
+    """Return the first combination of `REMEDIES` with which a step fits; None if it never does.
 
     Each remedy is tried alone first, in their order, then each pair, and so on.
     """
     for count in range(1, len(REMEDIES) + 1):
         for names in combinations(REMEDIES, count):
-            changed: Experiment | None = experiment
-            for name in names:
-                changed = REMEDIES[name](changed) if changed is not None else None
+            changed = _apply(names, experiment)
             if changed is None:
                 continue
             try:
-                needed = _needed_memory(changed)
+                memory = sizes.training_memory(changed.training, changed.lora)
             except ValueError:  # the model does not support it, such as adapters without linear layers
                 continue
+            needed = memory.needed / GIB
             if needed <= gpu.memory:
-                return {"settings": list(names), "gpus": changed.training.gpus, "needed": needed}
+                return Fitting(list(names), changed.training.gpus, needed)
     return None
 
 
-def _needed_memory(experiment: Experiment) -> float:
-    """Return the memory of a training step in GiB."""
-    training, config, lora = experiment.training, experiment.config, experiment.lora
-    activations = ActivationBytes(config, training.dtype, training.autocast, training.bfloat16_residual, lora)
-    return training_memory(ModelShape.of(config, lora), activations, training).needed / GIB
+def _apply(names: Iterable[str], experiment: Experiment) -> Experiment | None:
+    """Return an experiment with all of these remedies, or None if one is in use already or not possible."""
+    for name in names:
+        changed = REMEDIES[name](experiment)
+        if changed is None:
+            return None
+        experiment = changed
+    return experiment
 
 
 def _offload_activations(experiment: Experiment) -> Experiment | None:

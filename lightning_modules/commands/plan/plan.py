@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_modules.commands.plan.activations import ActivationBytes
 from lightning_modules.commands.plan.fitting import find_fitting
 from lightning_modules.commands.plan.flops import (
     Flops,
@@ -17,13 +16,10 @@ from lightning_modules.commands.plan.flops import (
     sliding_pass_flops,
 )
 from lightning_modules.commands.plan.hardware import GPU, Range, Rates, find_rates, recognize_gpu
-from lightning_modules.commands.plan.memory import GIB, Memory, Training, training_memory
+from lightning_modules.commands.plan.memory import GIB, Memory, Training
 from lightning_modules.commands.plan.settings import Experiment, read_experiment
-from lightning_modules.commands.plan.shapes import ModelShape
+from lightning_modules.commands.plan.sizes import ModelSizes
 from lightning_modules.long_context_lm import LongContextLM
-
-COMPARED = ((1024, 1024), (4096, 4096), (4096, 512))
-"""Pairs (K, d) of Table 7 of Fang et al. (2025), which are planned in addition to the configured one."""
 
 _log = logging.getLogger(__name__)
 
@@ -32,22 +28,33 @@ class Planner:
     """Planner of one experiment on one kind of GPU."""
 
     def __init__(self, experiment: Experiment, gpu: GPU, rates: Rates) -> None:
-        self.experiment, self.gpu, self.rates = experiment, gpu, rates
+        self.experiment = experiment
+        self.gpu = gpu
+        self.rates = rates
         self.training = training = experiment.training
-        self.shape = ModelShape.of(experiment.config, experiment.lora)
-        numerics = (training.dtype, training.autocast, training.bfloat16_residual)
-        activations = ActivationBytes(experiment.config, *numerics, experiment.lora)
-        self.memory = training_memory(self.shape, activations, training)
+        self.sizes = ModelSizes(experiment.config)
+        self.shape = self.sizes.shape(experiment.lora)
         # Sequences per step and GPU; a fraction if GPUs split sequences.
         self.rows_per_gpu = experiment.accumulated * training.rows / training.sequence_parallel_size
         self.tokens_per_step = round(training.gpus * self.rows_per_gpu * training.tokens)
 
     def plan(self) -> dict[str, Any]:
         """Return all estimates: TFLOP are 1e12 operations, memory is in GiB, ranges are pairs."""
-        experiment, shape, training = self.experiment, self.shape, self.training
-        settings = {name: getattr(experiment, name) for name in ("objective", "max_steps", "precision", "optimizer")}
-        settings |= {"lora": experiment.lora, "rows_per_step": self.tokens_per_step // training.tokens}
-        fits = self.memory.needed <= self.gpu.memory * GIB
+        experiment = self.experiment
+        shape = self.shape
+        training = self.training
+        settings = {
+            "objective": experiment.objective,
+            "max_steps": experiment.max_steps,
+            "precision": experiment.precision,
+            "optimizer": experiment.optimizer,
+            "lora": experiment.lora,
+            "rows_per_step": self.tokens_per_step // training.tokens,
+        }
+        memory = _describe_memory(self.sizes.training_memory(training, experiment.lora), self.gpu)
+        fitting = None
+        if not memory["fits"]:
+            fitting = find_fitting(experiment, self.gpu, self.sizes)
         return {
             "model": {
                 "name": experiment.name,
@@ -61,41 +68,37 @@ class Planner:
             "run": settings | asdict(training),
             "notes": list(experiment.notes),
             "training": [self._plan_training(run) for run in self._list_runs()],
-            "memory": {"fits": fits, "available": self.gpu.memory, **_describe_memory(self.memory)},
-            "fitting": None if fits else find_fitting(experiment, self.gpu),
+            "memory": memory,
+            "fitting": asdict(fitting) if fitting is not None else None,
             "rates": self.rates._asdict(),
         }
 
     def _list_runs(self) -> list[Training]:
-        """Return cross entropy, then LongCE as configured, in a sliding window, and with other pairs (K, d)."""
-        cross_entropy = replace(self.training, short_pass=False)
-        exact = replace(self.training, short_pass=True, sliding=False)
-        longce = [exact, replace(exact, sliding=True)]
-        longce += [replace(exact, context_length=context_length, stride=stride) for context_length, stride in COMPARED]
-        runs = [cross_entropy]
-        for run in longce:
-            length = run.context_length + (0 if run.sliding else run.stride)
-            if length < run.tokens and run not in runs:
-                runs.append(run)
+        """Return cross entropy, and LongCE as configured if its short contexts are shorter than the sequence."""
+        longce = replace(self.training, short_pass=True)
+        runs = [replace(longce, short_pass=False)]
+        length = longce.context_length + (0 if longce.sliding else longce.stride)
+        if length < longce.tokens:
+            runs.append(longce)
         return runs
 
     def _plan_training(self, run: Training) -> dict[str, Any]:
         """Estimate an optimizer step, and all steps if their number is known."""
-        flops, cross_entropy = self._count_flops(run), self._count_flops(replace(run, short_pass=False))
+        flops = self._count_flops(run)
+        cross_entropy = self._count_flops(replace(run, short_pass=False))
         step = self._estimate_seconds(flops)
-        early_step, hours = None, None
         average = step
+        early_step = None
+        hours = None
         curriculum = self.experiment.curriculum
         if curriculum is not None:
             # A sequence is cut into shorter ones, which have the same tokens together.
             early = self._count_flops(replace(run, tokens=curriculum.tokens)) * (run.tokens / curriculum.tokens)
             early_step = self._estimate_seconds(early)
-            average = Range(
-                *(
-                    curriculum.fraction * short + (1 - curriculum.fraction) * long
-                    for short, long in zip(early_step, step, strict=True)
-                )
-            )
+            fraction = curriculum.fraction
+            low = fraction * early_step.low + (1 - fraction) * step.low
+            high = fraction * early_step.high + (1 - fraction) * step.high
+            average = Range(low, high)
         if self.experiment.max_steps is not None:
             hours = average.times(self.experiment.max_steps / 3600)
         return {
@@ -135,7 +138,7 @@ class Planner:
 def make_planner(model: LongContextLM, options: Any, gpu: GPU) -> Planner:
     """Return the planner of the parsed options of ``longce fit`` or ``longce plan``."""
     experiment = read_experiment(model, options)
-    rates = find_rates(gpu, options.get("measured"), autocast=experiment.training.autocast is not None)
+    rates = find_rates(gpu, autocast=experiment.training.autocast is not None)
     return Planner(experiment, gpu, rates)
 
 
@@ -154,13 +157,19 @@ def plan_utilization(model: LongContextLM, options: Any, trainer: Trainer) -> fl
         return None
 
 
-def _describe_memory(memory: Memory) -> dict[str, Any]:
+def _describe_memory(memory: Memory, gpu: GPU) -> dict[str, Any]:
+    """Return the memory of a step in GiB by part."""
+    phases = {}
+    for phase, parts in memory.phases.items():
+        phases[phase] = _in_gib(parts)
     return {
+        "fits": memory.needed <= gpu.memory * GIB,
+        "available": gpu.memory,
         "needed": memory.needed / GIB,
         "peak": memory.peak / GIB,
         "largest_phase": memory.largest_phase,
         "lasting": _in_gib(memory.lasting),
-        "phases": {phase: _in_gib(parts) for phase, parts in memory.phases.items()},
+        "phases": phases,
     }
 
 
