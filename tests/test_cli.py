@@ -242,7 +242,6 @@ def test_validate_test_and_predict(experiment, tmp_path, capsys):
     assert len(list((tmp_path / "scores").glob("*.safetensors"))) == 1
 
 
-@pytest.mark.limit(2)
 def test_a_corpus_without_text_is_refused_before_the_model_is_loaded(books, model_dir, tmp_path, monkeypatch):
     def load(*_, **__):
         raise ValueError("the model is loaded")
@@ -256,7 +255,6 @@ def test_a_corpus_without_text_is_refused_before_the_model_is_loaded(books, mode
         assert message in refused("predict", "-c", BASE, "-c", str(CONFIGS / "score_corpus.yaml"), *words)
 
 
-@pytest.mark.limit(2)
 def test_ctrl_c_while_a_corpus_is_scored_is_reported_in_one_line(books, model_dir, monkeypatch, capsys):
     def load(*_, **__):
         raise KeyboardInterrupt

@@ -273,7 +273,6 @@ def stand_in(words, replaced):
 
 
 @LONGER_THAN_THE_MODEL
-@pytest.mark.limit(2)  # some are whole runs
 @pytest.mark.filterwarnings("ignore:`longce harness` is deprecated")
 @pytest.mark.parametrize("command", [pytest.param(command, id=command[:60]) for command in all_commands()])
 @pytest.mark.filterwarnings("ignore:.*no key token", "ignore:`longce harness` is deprecated")  # the models are random

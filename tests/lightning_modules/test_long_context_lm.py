@@ -87,6 +87,7 @@ def lm(folder, **settings):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("gamma", [5.0, 1.5])
+@pytest.mark.core
 def test_longce_loss_and_gradients_match_a_float64_reference(model_folder, gamma, checkpointing, tmp_path):
     module = lm(model_folder, objective=LongCE(gamma), gradient_checkpointing=checkpointing)
     module.configure_model()
@@ -180,6 +181,7 @@ def test_stored_weights_and_objective_must_agree(folder):
         module.on_train_batch_start(batch, 0)
 
 
+@pytest.mark.core
 def test_fit_logs_means_over_all_micro_batches_and_lowers_the_loss(folder, tmp_path):
     module = lm(folder, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))
     runner = trainer(tmp_path, max_steps=8, accumulate_grad_batches=2)

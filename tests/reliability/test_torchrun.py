@@ -79,7 +79,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.limit(40)  # three processes import all libraries
 def test_two_processes_train_one_model_and_log_once(tmp_path):
     run = Run(tmp_path, ranks=2)
     words = ["fit", "-c", BASE, "-c", str(ROOT / "configs" / "debug.yaml"), "--trainer.devices", "2"]

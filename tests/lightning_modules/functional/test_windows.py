@@ -7,6 +7,8 @@ from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import Window, short_context_windows
 from lightning_modules.functional.windows import batch_windows, check_context, trim_windows, window_batch
 
+pytestmark = pytest.mark.core
+
 
 @pytest.mark.parametrize("n", range(1, 40))
 @pytest.mark.parametrize(("context_length", "stride"), [(1, 1), (4, 3), (3, 4), (8, 8), (5, 30)])

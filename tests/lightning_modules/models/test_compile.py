@@ -86,7 +86,6 @@ class Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.limit(6)
 def test_scores_and_gradients_are_those_of_the_plain_layers(graphs):
     plain, compiled = build(True, layers=2), build(True, layers=2)
     compile_layers(compiled.decoder, backend=graphs)
@@ -154,7 +153,6 @@ def test_nothing_is_compiled_while_text_is_generated(graphs):
 
 
 @pytest.mark.slow
-@pytest.mark.limit(6)
 def test_layers_that_are_compiled_wrongly_are_refused_before_the_first_step(graphs):
     right, wrong = build(layers=2), build(layers=2)
     compile_layers(right.decoder, backend=graphs)
