@@ -33,8 +33,8 @@ def pytest_addoption(parser):
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Use two processes for a whole run, and none for single files: importing the libraries again takes longer."""
-    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+    """Use two processes for a whole run, none for files or the core: importing the libraries again takes longer."""
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and config.option.markexpr != "core":
         return 2
     config.option.dist = "no"
     return 0
