@@ -132,10 +132,17 @@ def log_likelihood_and_gradients(scorer, batch):
     return scored.detach(), [parameter.grad.clone() for parameter in scorer.parameters()]
 
 
-@pytest.mark.parametrize("attention", ["document_sdpa", "sdpa", "eager"])
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize(
+    ("attention", "training", "batch_size", "checkpointing"),  # all pairs
+    [
+        ("document_sdpa", True, 1, True),
+        ("document_sdpa", False, 4, False),
+        ("sdpa", True, 4, False),
+        ("sdpa", False, 1, True),
+        ("eager", True, 4, True),
+        ("eager", False, 1, False),
+    ],
+)
 def test_packed_equals_separate_in_every_mode(attention, training, batch_size, checkpointing):
     """Rows as `best_fit` makes them: of several documents, some with padding behind the last border."""
     scorer = assume_isolation(Backbone(build("llama", attention).train(training)))
