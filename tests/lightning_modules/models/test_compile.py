@@ -15,8 +15,7 @@ from lightning_modules.models.optimizations import compile_layers, enable_checkp
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.tasks.generation import generate
 from tests.conftest import tiny_model
-from tests.lightning_modules.models.test_backbone import documents, packed
-from tests.support.packing import assume_isolation
+from tests.support.packing import assume_isolation, documents, packed
 
 # torch.compile looks at all attributes of a tensor.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -18,7 +18,6 @@ import pyarrow.parquet
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 
 from callbacks import DocumentScoresWriter, ExternalEvaluator, StepCheckpoint
@@ -46,6 +45,7 @@ from tests.conftest import make_text, tiny_model
 from tests.support.adapters import export_adapters
 from tests.support.servers import stub_server
 from tests.support.toy_tasks import GUESS, SEVERAL
+from tests.support.trainers import quiet_trainer
 
 SETTINGS = {"context_length": 32, "stride": 16}
 QUICK = ServerConfig(timeout=20.0, patience=20.0, concurrency=4)
@@ -241,17 +241,8 @@ def books(tmp_path_factory):
 
 
 def make_trainer(root, *callbacks, **settings):
-    return Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=any(isinstance(each, StepCheckpoint) for each in callbacks),
-        use_distributed_sampler=False,
-        callbacks=list(callbacks),
-        default_root_dir=root,
-        **settings,
-    )
+    saves = any(isinstance(each, StepCheckpoint) for each in callbacks)
+    return quiet_trainer(root, *callbacks, enable_checkpointing=saves, **settings)
 
 
 def evaluator_callback(evaluator, model_dir, **settings):
