@@ -196,6 +196,7 @@ def one(setup, root):
     return functools.cache(lambda variant, accumulated=2: train(setup, root / "one", variant, accumulated=accumulated))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "variant"), RUNS)
 def test_losses_weights_and_metrics_are_those_of_whole_rows(two, one, strategy, variant):
     expected, widths = one(variant)
@@ -206,6 +207,7 @@ def test_losses_weights_and_metrics_are_those_of_whole_rows(two, one, strategy, 
         assert_same(results[strategy, variant], expected)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_shared_is_refused_by_all_processes(two):
     assert two[0]["messages"] == two[1]["messages"]
 
