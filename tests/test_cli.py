@@ -352,6 +352,7 @@ def test_data_inspect_shows_the_rows_of_fit_and_loads_no_model(experiment, monke
     assert "set `data` to a module that has them" in refused("data", "inspect", "-c", BASE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", EXPERIMENTS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_shipped_config_runs_under_the_debug_overlay(config, tmp_path):
     below = ["-c", PG19] if config.stem == "curriculum" else []  # names no data module

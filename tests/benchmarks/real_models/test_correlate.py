@@ -128,6 +128,7 @@ def test_characters_of_key_spans():
     assert math.isnan(compare_key_characters(spans[:0], spans[:0]))
 
 
+@pytest.mark.slow
 def test_correlations_find_the_metric_that_follows_accuracy():
     draw = torch.Generator().manual_seed(0)
     results = []
@@ -161,6 +162,7 @@ def _of_ranks(systems):
     return pd.Series([system["metrics"]["judge"]["longppl"] for system in systems]).corr(accuracy, method="spearman")
 
 
+@pytest.mark.slow
 def test_verdicts_are_recomputed_without_longce():
     draw = torch.Generator().manual_seed(1)
     systems = []

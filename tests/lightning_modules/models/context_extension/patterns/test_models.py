@@ -111,8 +111,10 @@ def document(tokens):
     return {"input_ids": tokens[None], "labels": labels, "position_ids": positions, "document_boundaries": boundaries}
 
 
-@pytest.mark.parametrize("attention", ["document_sdpa", "sdpa"])
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [*((name, "document_sdpa") for name in PATTERNS), ("streaming_llm", "sdpa"), ("longnet", "sdpa")],
+)
 def test_cached_generation_equals_full_recomputation(name, attention, folder):
     model = load_backbone(ModelConfig(folder(), context_extension=extension(name))).model.eval()
     model.set_attn_implementation(attention)
