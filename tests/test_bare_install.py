@@ -30,7 +30,7 @@ except ModuleNotFoundError as error:
 """
 
 
-@pytest.mark.limit(12)  # imports the libraries
+@pytest.mark.slow
 def test_training_imports_without_the_packages_of_commands_and_data(tmp_path):
     command = [sys.executable, "-c", IMPORTS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=bare_environment(tmp_path))

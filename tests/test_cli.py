@@ -54,22 +54,18 @@ def refused(*arguments):
     return printed.getvalue()
 
 
-@pytest.fixture
-def books(tmp_path, corpus):
-    """PG-19 in its original layout, in miniature."""
-    folder = tmp_path / "pg19"
+def write_books(folder, corpus):
+    """Write PG-19 in its original layout, in miniature."""
     for split, numbers in (("train", range(4)), ("validation", range(4, 6)), ("test", range(6, 7))):
         (folder / split).mkdir(parents=True)
         for number in numbers:
             (folder / split / f"{number}.txt").write_text(corpus[number])
     rows = [f"{number},Book {number},1900,http://example.org" for number in range(7)]
     (folder / "metadata.csv").write_text("\n".join(rows) + "\n")
-    return folder
 
 
-@pytest.fixture
-def experiment(tmp_path, books, model_dir, evaluator_dir):
-    """A small, complete experiment on the base config."""
+def write_experiment(path, books, model_dir, evaluator_dir):
+    """Write a small, complete experiment on the base config, and return its path as a word."""
     config = {
         "model": {
             "pretrained_model_name_or_path": str(model_dir),
@@ -103,24 +99,44 @@ def experiment(tmp_path, books, model_dir, evaluator_dir):
             ],
         },
     }
-    path = tmp_path / "experiment.yaml"
     path.write_text(yaml.safe_dump(config))
     return str(path)
 
 
+@pytest.fixture
+def books(tmp_path, corpus):
+    write_books(tmp_path / "pg19", corpus)
+    return tmp_path / "pg19"
+
+
+@pytest.fixture
+def experiment(tmp_path, books, model_dir, evaluator_dir):
+    return write_experiment(tmp_path / "experiment.yaml", books, model_dir, evaluator_dir)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, corpus, model_dir, evaluator_dir):
+    """An experiment and the folder of its training of four steps, for all tests that need one."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_books(folder / "pg19", corpus)
+    experiment = write_experiment(folder / "experiment.yaml", folder / "pg19", model_dir, evaluator_dir)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["longce"])
+        patch.setenv("LONGCE_CACHE", str(folder / "cache"))
+        longce("fit", "-c", BASE, "-c", experiment, folder=folder)
+    (log_dir,) = (folder / "runs" / "longce").iterdir()
+    return experiment, log_dir
+
+
 @pytest.mark.slow
-def test_fit_trains_evaluates_logs_and_its_saved_config_gives_equal_losses(experiment, tmp_path):
+def test_fit_trains_evaluates_logs_and_its_saved_config_gives_equal_losses(trained, tmp_path):
+    _, first = trained
+    longce("fit", "-c", str(first / "config.yaml"))
+    (second,) = (tmp_path / "runs" / "longce").iterdir()
     curves = []
-    configs = ["-c", BASE, "-c", experiment]
-    for run in range(2):
-        folder = tmp_path / f"run{run}"
-        folder.mkdir()
-        longce("fit", *configs, folder=folder)
-        (log_dir,) = (folder / "runs" / "longce").iterdir()
-        events = EventAccumulator(str(log_dir))
-        events.Reload()
+    for log_dir in (first, second):
+        events = EventAccumulator(str(log_dir)).Reload()
         curves.append({tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]})
-        configs = ["-c", str(log_dir / "config.yaml")]
     assert set(curves[0]) >= {
         "train/loss",
         "train/perplexity",
@@ -139,7 +155,7 @@ def test_fit_trains_evaluates_logs_and_its_saved_config_gives_equal_losses(exper
     assert len(curves[0]["val/longppl"]) == 3  # before training, and after two and four steps
     for tag in set(curves[0]) - TIMES:
         assert curves[0][tag] == curves[1][tag], tag
-    assert (log_dir / "checkpoints" / "last.ckpt").is_file()
+    assert (second / "checkpoints" / "last.ckpt").is_file()
 
 
 @pytest.mark.slow
@@ -214,20 +230,17 @@ def test_stored_influence_survives_a_kill_and_trains_like_longce_without_short_p
 
 
 @pytest.mark.slow
-def test_influence_takes_a_saved_config_and_its_folder(experiment, model_dir, evaluator_dir, tmp_path):
-    options = ["fit", "-c", BASE, "-c", experiment, "--trainer.limit_val_batches", "0", "--trainer.max_steps", "1"]
-    longce(*options)
-    (saved,) = (tmp_path / "runs").rglob("config.yaml")
-    command = ["influence", "-c", str(saved), "--evaluator", str(evaluator_dir), "--data.influence", "weights"]
-    longce(*command)
+def test_influence_takes_a_saved_config_and_its_folder(trained, evaluator_dir, tmp_path):
+    saved = str(trained[1] / "config.yaml")
+    longce("influence", "-c", saved, "--evaluator", str(evaluator_dir), "--data.influence", "weights")
     assert InfluenceStore(tmp_path / "weights").header["made_from"]["sequence_length"] == 128
-    assert len(list((tmp_path / "runs").rglob("config.yaml"))) == 1, "no logs of a run that trains nothing"
+    assert not list(tmp_path.rglob("config.yaml")), "no logs of a run that trains nothing"
 
 
 @pytest.mark.slow
-def test_validate_test_and_predict(experiment, tmp_path, capsys):
-    longce("fit", "-c", BASE, "-c", experiment)
-    checkpoint = next(tmp_path.glob("runs/longce/*/checkpoints/last.ckpt"))
+def test_validate_test_and_predict(trained, tmp_path, capsys):
+    experiment, log_dir = trained
+    checkpoint = log_dir / "checkpoints" / "last.ckpt"
     (tmp_path / "single.yaml").write_text("trainer: {callbacks: {class_path: callbacks.StepCheckpoint}}")
     single = ["validate", "-c", BASE, "-c", experiment, "-c", "single.yaml"]
     longce(*single)  # not in a list, which Lightning accepts
@@ -242,7 +255,6 @@ def test_validate_test_and_predict(experiment, tmp_path, capsys):
     assert len(list((tmp_path / "scores").glob("*.safetensors"))) == 1
 
 
-@pytest.mark.limit(2)
 def test_a_corpus_without_text_is_refused_before_the_model_is_loaded(books, model_dir, tmp_path, monkeypatch):
     def load(*_, **__):
         raise ValueError("the model is loaded")
@@ -256,7 +268,6 @@ def test_a_corpus_without_text_is_refused_before_the_model_is_loaded(books, mode
         assert message in refused("predict", "-c", BASE, "-c", str(CONFIGS / "score_corpus.yaml"), *words)
 
 
-@pytest.mark.limit(2)
 def test_ctrl_c_while_a_corpus_is_scored_is_reported_in_one_line(books, model_dir, monkeypatch, capsys):
     def load(*_, **__):
         raise KeyboardInterrupt
@@ -312,9 +323,9 @@ def test_a_corpus_is_scored_and_chosen_from(books, model_dir, tmp_path, monkeypa
 
 
 @pytest.mark.slow
-def test_the_command_line_wins_over_a_checkpoint(experiment, tmp_path, monkeypatch):
-    longce("fit", "-c", BASE, "-c", experiment)
-    checkpoint = next(tmp_path.glob("runs/longce/*/checkpoints/last.ckpt"))
+def test_the_command_line_wins_over_a_checkpoint(trained, monkeypatch):
+    experiment, log_dir = trained
+    checkpoint = log_dir / "checkpoints" / "last.ckpt"
     arguments = ["fit", "-c", BASE, "-c", experiment, "--ckpt_path", str(checkpoint), "--model.stride", "8"]
     monkeypatch.setattr(sys, "argv", ["longce", *arguments, "--trainer.max_steps", "5"])
     cli = LongceCLI()
@@ -341,6 +352,7 @@ def test_data_inspect_shows_the_rows_of_fit_and_loads_no_model(experiment, monke
     assert "set `data` to a module that has them" in refused("data", "inspect", "-c", BASE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", EXPERIMENTS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_shipped_config_runs_under_the_debug_overlay(config, tmp_path):
     below = ["-c", PG19] if config.stem == "curriculum" else []  # names no data module
@@ -394,7 +406,7 @@ LAYERED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERED)
-def test_the_settings_of_the_paper_in_layers(name, tmp_path, monkeypatch):
+def test_the_settings_of_the_paper_in_layers(name, monkeypatch):
     method, data, rate, full_attention, accumulation = LAYERED[name]
     first_line = re.search(r"longce fit (.*)", (CONFIGS / "experiments" / f"{name}.yaml").read_text())[1]
     configs = first_line.replace("configs/", f"{CONFIGS}/").split()
@@ -419,8 +431,6 @@ def test_the_settings_of_the_paper_in_layers(name, tmp_path, monkeypatch):
         (50, 2, False),
         (50, -1, True),
     ]
-    longce("fit", *configs, "-c", DEBUG)
-    assert len(list((tmp_path / "runs").rglob("config.yaml"))) == 1
 
 
 @pytest.mark.slow

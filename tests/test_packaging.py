@@ -44,7 +44,6 @@ def test_distribution_refuses_an_upload():
 
 
 @pytest.mark.slow
-@pytest.mark.limit(60)  # a quickstart of a few steps
 def test_a_wheel_has_everything_that_the_quickstart_needs(tmp_path):
     root, source, site = Path(__file__).parents[1], tmp_path / "source", tmp_path / "site"
     for package in ("lightning_modules", "datamodules", "callbacks", "benchmarks", "configs"):

@@ -33,7 +33,6 @@ def tiny_on_cuda(monkeypatch):
     monkeypatch.setattr(backbone, "TOKENS_PER_PASS", 320)
 
 
-@pytest.mark.limit(3)  # the rows of a GPU, which only this test covers
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_run_on_a_device(name, tiny_on_cuda):
     with fake_cuda() as recorded:

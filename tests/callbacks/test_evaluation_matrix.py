@@ -59,7 +59,6 @@ def make_trainer(root, callbacks, **options):
     return quiet_trainer(root, *callbacks, **{"num_sanity_val_steps": 0, **options})
 
 
-@pytest.mark.limit(2)  # two commands on eight cells
 def test_every_cell_is_what_longce_score_prints(model_dir, evaluator_dir, folders):
     evaluators = {"near": model_dir, "other": evaluator_dir}
     callbacks = [make_evaluator(path, folders, name=name) for name, path in evaluators.items()]

@@ -3,7 +3,7 @@ import torch
 
 from callbacks import GammaSweep
 from lightning_modules.objectives import CrossEntropy, Interpolated, LongCE
-from tests.lightning_modules.test_long_context_lm import lm, loader, row, trainer
+from tests.support.tiny_training import lm, loader, row, trainer
 
 
 @pytest.fixture

@@ -70,9 +70,3 @@ def test_commands_and_options_exist(page):
             name = option.partition("=")[0]
             if re.fullmatch(r"--\w+(\.\w+)?\+?", name) and name.count(".") == 0:
                 assert re.search(rf"{name}\b", text), f"{option} of {arguments}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_python_is_python(page):
-    for block in blocks(page, "python"):
-        compile(block, page.name, "exec")

@@ -13,7 +13,7 @@ from tests.docs.test_docs import ROOT
 from tests.support.browser import launch_chromium
 
 pytest.importorskip("material", reason="the site needs the extra `docs`")
-pytestmark = [pytest.mark.slow, pytest.mark.limit(60)]
+pytestmark = pytest.mark.slow
 
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "srcset", "link": "href"}
 API = {

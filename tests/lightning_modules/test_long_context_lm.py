@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import lightning
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     LambdaCallback,
@@ -18,7 +17,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import long_perplexity
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import short_context
@@ -36,23 +35,7 @@ from lightning_modules.training.facts import objective_facts
 from lightning_modules.training.step import REFERENCE_TOKENS, gradient_norm
 from tests.conftest import make_text, tiny_model
 from tests.support import architectures, reference
-
-VOCABULARY = 90
-LENGTH = 40
-
-
-def row(seed, boundaries=(0, LENGTH), vocabulary=VOCABULARY):
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(vocabulary, (1, boundaries[-1]), generator=generator)
-    labels, positions = ids.clone(), torch.arange(boundaries[-1]).unsqueeze(0).clone()
-    for start in boundaries[:-1]:
-        labels[0, start] = IGNORE_INDEX
-        positions[0, start:] -= positions[0, start].clone()
-    return PackedBatch(input_ids=ids, labels=labels, position_ids=positions, document_boundaries=[list(boundaries)])
-
-
-def loader(*rows):
-    return DataLoader(list(rows), batch_size=None)
+from tests.support.tiny_training import LENGTH, VOCABULARY, lm, loader, row, trainer
 
 
 @pytest.fixture(params=["llama", "mistral", "qwen2"])
@@ -67,26 +50,9 @@ def folder(tmp_path):
     return str(tmp_path / "model")
 
 
-def trainer(tmp_path, **settings):
-    defaults = {
-        "accelerator": "cpu",
-        "max_steps": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "log_every_n_steps": 1,
-        "default_root_dir": tmp_path,
-    }
-    return Trainer(**{**defaults, **settings})
-
-
-def lm(folder, **settings):
-    return LongContextLM(folder, **{"context_length": 8, "stride": 4, **settings})
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("gamma", [5.0, 1.5])
+@pytest.mark.core
 def test_longce_loss_and_gradients_match_a_float64_reference(model_folder, gamma, checkpointing, tmp_path):
     module = lm(model_folder, objective=LongCE(gamma), gradient_checkpointing=checkpointing)
     module.configure_model()
@@ -180,6 +146,7 @@ def test_stored_weights_and_objective_must_agree(folder):
         module.on_train_batch_start(batch, 0)
 
 
+@pytest.mark.core
 def test_fit_logs_means_over_all_micro_batches_and_lowers_the_loss(folder, tmp_path):
     module = lm(folder, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))
     runner = trainer(tmp_path, max_steps=8, accumulate_grad_batches=2)

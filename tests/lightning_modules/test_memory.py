@@ -15,8 +15,8 @@ from lightning_modules.models.optimizations import enable_checkpointing, use_bfl
 from lightning_modules.models.short_context import long_and_short, short_log_likelihood
 from lightning_modules.objectives import CrossEntropy, LongCE
 from tests.conftest import tiny_model
-from tests.lightning_modules.models.test_backbone import packed
 from tests.support.memory import LiveBytes
+from tests.support.packing import packed
 
 HIDDEN, VOCABULARY = 16, 3000
 HIDDEN_STATE, HEADS = 32, 4  # of `tiny_model`

@@ -21,6 +21,8 @@ from lightning_modules.objectives import (
 )
 from lightning_modules.training.preflight import check_cap, check_influence
 
+pytestmark = pytest.mark.core
+
 
 def test_stored_influence_is_taken_as_it_is_and_capped():
     stored = torch.tensor([0.5, 1.0, 3.0, 5.0])

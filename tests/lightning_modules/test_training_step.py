@@ -22,9 +22,10 @@ from lightning_modules.objectives import (
 from lightning_modules.training.fsdp import FullyShardedStrategy
 from lightning_modules.training.sequence_parallel import UlyssesStrategy
 from tests.conftest import tiny_model
-from tests.lightning_modules.test_long_context_lm import LENGTH, VOCABULARY, Recorder, loader, row, trainer
+from tests.lightning_modules.test_long_context_lm import Recorder
 from tests.support import reference
 from tests.support.distributed import run_distributed
+from tests.support.tiny_training import LENGTH, VOCABULARY, loader, row, trainer
 
 K, D = 8, 4
 

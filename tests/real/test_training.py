@@ -17,12 +17,12 @@ from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.objectives import LongCE
 from lightning_modules.training.step import REFERENCE_TOKENS
-from tests.lightning_modules.test_long_context_lm import loader
 from tests.reliability import test_resume
 from tests.support import reference
 from tests.support.distributed import run_distributed
 from tests.support.faults import same
 from tests.support.runs import make_trainer, whole
+from tests.support.tiny_training import loader
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 

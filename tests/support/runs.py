@@ -1,7 +1,6 @@
 """Training and evaluation of a tiny model by any strategy, with all that must not depend on it."""
 
 import torch
-from lightning.pytorch import Trainer
 from torch.distributed.tensor import DTensor
 
 from callbacks import ExternalEvaluator, TokenScoresWriter
@@ -10,6 +9,7 @@ from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.training.fsdp import FullyShardedStrategy
+from tests.support.trainers import quiet_trainer
 
 STEPS, MICRO_BATCHES = 5, 4
 TIMES = {f"train/{name}" for name in ("tokens_per_second", "gpu_hours", "data_wait")}
@@ -29,18 +29,8 @@ def make_trainer(root, processes, strategy, **settings):
     if strategy in ("fsdp", "offload"):
         parts = settings.pop("parts", False)
         strategy = FullyShardedStrategy(save_distributed_checkpoint=parts, offload=strategy == "offload")
-    return Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        devices=processes,
-        inference_mode=False,
-        use_distributed_sampler=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=1,
-        default_root_dir=root,
-        **{"enable_checkpointing": False, "logger": False, **settings},
-    )
+    settings = {"inference_mode": False, "num_sanity_val_steps": 1, **settings}
+    return quiet_trainer(root, *settings.pop("callbacks", ()), strategy=strategy, devices=processes, **settings)
 
 
 def make_module(setup, variant="full", **settings):

@@ -128,7 +128,7 @@ def test_characters_of_key_spans():
     assert math.isnan(compare_key_characters(spans[:0], spans[:0]))
 
 
-@pytest.mark.limit(2)  # many intervals
+@pytest.mark.slow
 def test_correlations_find_the_metric_that_follows_accuracy():
     draw = torch.Generator().manual_seed(0)
     results = []
@@ -157,12 +157,12 @@ def test_correlations_find_the_metric_that_follows_accuracy():
     assert found["twenty questions"]["judge: longppl"] < -0.85 < 0 < found["twenty questions"]["20 questions"]
 
 
-@pytest.mark.limit(2)  # many intervals
 def _of_ranks(systems):
     accuracy = pd.Series([system["accuracy_all"] for system in systems])
     return pd.Series([system["metrics"]["judge"]["longppl"] for system in systems]).corr(accuracy, method="spearman")
 
 
+@pytest.mark.slow
 def test_verdicts_are_recomputed_without_longce():
     draw = torch.Generator().manual_seed(1)
     systems = []

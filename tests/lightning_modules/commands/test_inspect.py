@@ -29,7 +29,6 @@ def test_rows_and_lines_are_read(tmp_path):
             read_row(str(tmp_path / file), row, column)
 
 
-@pytest.mark.limit(3)  # scores a document
 def test_a_line_has_a_page(tmp_path, evaluator_dir, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": make_text(60)}) + "\n")

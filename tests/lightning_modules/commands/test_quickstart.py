@@ -27,7 +27,7 @@ def rows(output):
     return [(int(step), float(longppl), float(perplexity)) for step, longppl, perplexity in table]
 
 
-@pytest.mark.limit(20)  # three runs in a process of its own, whose whole output is compared
+@pytest.mark.slow
 def test_each_run_is_a_line_and_the_log_has_the_commands(tmp_path):
     options = ["--trainer.max_steps", "2", "--data.train_documents", "64", "--data.validation_documents", "8"]
     # Nobody evaluates by a model of two steps: what it finds does not matter here, that it is asked does.

@@ -7,6 +7,8 @@ import torch
 from lightning_modules.functional import character_units, merge_spans, span_token_mask, transfer_influence, unit_spans
 from tests.support import reference
 
+pytestmark = pytest.mark.core
+
 
 def random_offsets(generator, length=60):
     """Tokens as real tokenizers make them: mostly adjacent, some gaps, bytes of one character, empty ones."""

@@ -13,6 +13,8 @@ from lightning_modules.functional import (
     top_fraction_weights,
 )
 
+pytestmark = pytest.mark.core
+
 
 def test_thresholds_are_strict():
     long = torch.tensor([-1.0, -1.0, -2.0, -1.9, -0.5])

@@ -8,6 +8,8 @@ from lightning_modules.functional import linear_head, token_log_likelihood
 from lightning_modules.functional.linear_head import LinearHead
 from tests.support import reference
 
+pytestmark = pytest.mark.core
+
 VOCABULARY = 57
 
 

@@ -6,6 +6,8 @@ from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import token_log_likelihood
 from tests.support import reference
 
+pytestmark = pytest.mark.core
+
 VOCABULARY = 29
 
 

@@ -6,6 +6,8 @@ import torch
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import long_cross_entropy, long_perplexity
 
+pytestmark = pytest.mark.core
+
 
 @pytest.fixture
 def scores():

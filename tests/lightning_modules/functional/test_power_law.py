@@ -5,6 +5,8 @@ import torch
 
 from lightning_modules.functional import fit_power_law
 
+pytestmark = pytest.mark.core
+
 CONTEXT = torch.tensor([16, 32, 64, 128, 256, 448])
 
 

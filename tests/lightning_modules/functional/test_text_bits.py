@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from lightning_modules.functional import long_perplexity
 from lightning_modules.functional.text_bits import TextBits, add_bits, text_bits
 
+pytestmark = pytest.mark.core
+
 TEXTS = st.text(alphabet="ab é你😀\u0301\n", min_size=2, max_size=40)
 
 

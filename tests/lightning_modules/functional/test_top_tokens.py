@@ -6,6 +6,8 @@ from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import greedy_targets, likeliest_tokens, token_log_likelihood
 from lightning_modules.functional.linear_head import LinearHead
 
+pytestmark = pytest.mark.core
+
 VOCABULARY = 29
 
 

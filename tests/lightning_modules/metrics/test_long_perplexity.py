@@ -10,6 +10,8 @@ from lightning_modules.metrics import LongPerplexity
 from tests.support import reference
 from tests.support.distributed import run_distributed
 
+pytestmark = pytest.mark.core
+
 
 def documents(count=7):
     torch.manual_seed(0)

@@ -15,8 +15,7 @@ from lightning_modules.models.optimizations import compile_layers, enable_checkp
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.tasks.generation import generate
 from tests.conftest import tiny_model
-from tests.lightning_modules.models.test_backbone import documents, packed
-from tests.support.packing import assume_isolation
+from tests.support.packing import assume_isolation, documents, packed
 
 # torch.compile looks at all attributes of a tensor.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -86,7 +85,6 @@ class Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.limit(6)
 def test_scores_and_gradients_are_those_of_the_plain_layers(graphs):
     plain, compiled = build(True, layers=2), build(True, layers=2)
     compile_layers(compiled.decoder, backend=graphs)
@@ -154,7 +152,6 @@ def test_nothing_is_compiled_while_text_is_generated(graphs):
 
 
 @pytest.mark.slow
-@pytest.mark.limit(6)
 def test_layers_that_are_compiled_wrongly_are_refused_before_the_first_step(graphs):
     right, wrong = build(layers=2), build(layers=2)
     compile_layers(right.decoder, backend=graphs)

@@ -16,9 +16,8 @@ from lightning_modules.models.loading.load import (
 )
 from lightning_modules.models.optimizations import ATTENTION_OPERATORS
 from tests.conftest import tiny_config, tiny_model
-from tests.lightning_modules.models.test_backbone import documents, packed
 from tests.support import flash_kernel
-from tests.support.packing import assume_isolation
+from tests.support.packing import assume_isolation, documents, packed
 
 PACKED = packed(documents(30, 8), documents(20, 18))
 

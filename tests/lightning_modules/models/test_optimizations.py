@@ -14,8 +14,7 @@ from lightning_modules.models.optimizations import (
     use_bfloat16_residual,
 )
 from tests.conftest import tiny_model
-from tests.lightning_modules.models.test_backbone import build, documents, packed
-from tests.support.packing import assume_isolation
+from tests.support.packing import assume_isolation, build, documents, packed
 
 ARCHITECTURES = [
     ("llama", {}),

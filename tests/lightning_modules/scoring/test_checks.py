@@ -15,6 +15,7 @@ from lightning_modules.scoring.score import score
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.visualization.page.document import inspect_document
 from tests.conftest import make_text
+from tests.support.trainers import quiet_trainer
 
 SETTINGS = {"context_length": 48, "stride": 16, "alpha": 0.5, "beta": -6.0}
 TEXT = make_text(90)
@@ -87,10 +88,7 @@ def test_a_trained_model_that_has_diverged_has_no_longppl(model_dir, tmp_path, t
 
 @pytest.fixture
 def run_validation(tmp_path, text_file):
-    from lightning.pytorch import Trainer
-
     def run(model, evaluator):
-        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
         data = TextDataModule(
             model,
             train=text_file,
@@ -100,7 +98,7 @@ def run_validation(tmp_path, text_file):
             cache_dir=str(tmp_path / "data"),
         )
         callback = ExternalEvaluator(evaluator, cache_dir=str(tmp_path / "cache"), **SETTINGS)
-        trainer = Trainer(accelerator="cpu", callbacks=[callback], use_distributed_sampler=False, **quiet)
+        trainer = quiet_trainer(tmp_path, callback)
         lengths = {name: SETTINGS[name] for name in ("context_length", "stride")}
         return trainer.validate(LongContextLM(model, **lengths), data, verbose=False)[0]
 

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import LightningDataModule
 from longppl.longppl import compute_longppl
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from torch.utils.data import DataLoader
@@ -21,6 +21,7 @@ from lightning_modules.scoring.score import score
 from lightning_modules.visualization.page import inspect_document
 from tests.conftest import tiny_model
 from tests.support.texts import LANGUAGES, TOKENIZERS, text_of
+from tests.support.trainers import quiet_trainer
 
 THRESHOLDS = {"alpha": 0.5, "beta": -6.0}
 WINDOWS = {"context_length": 24, "stride": 8}
@@ -48,12 +49,9 @@ def scored(path, text, model, evaluator):
 
 def validated(document, model, evaluator):
     """What validation logs, and the mask of the callback."""
-    settings = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = Trainer(accelerator="cpu", enable_checkpointing=False, **settings)
     callback = ExternalEvaluator(evaluator, add_special_tokens=False, **WINDOWS, **THRESHOLDS)
-    trainer.callbacks.append(callback)
     loader = DataLoader([document], batch_size=None)
-    (logged,) = trainer.validate(LongContextLM(model, **WINDOWS), loader, verbose=False)
+    (logged,) = quiet_trainer(None, callback).validate(LongContextLM(model, **WINDOWS), loader, verbose=False)
     return logged, callback.influence(document, 0, torch.device("cpu"))[0]
 
 
@@ -169,8 +167,7 @@ def test_validation_by_the_rule_of_the_authors_equals_their_raw_output(special, 
 
     source = {"key_spans": str(tmp_path / "spans")} if precomputed else {"evaluator": evaluator}
     callback = ExternalEvaluator(**source, key_token_rule="authors", **WINDOWS, **THRESHOLDS)
-    settings = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = Trainer(accelerator="cpu", enable_checkpointing=False, callbacks=[callback], **settings)
+    trainer = quiet_trainer(None, callback)
     data = Documents(text, model, add_special_tokens=special)
     with pytest.warns(UserWarning, match="key tokens were transferred as character spans"):
         (logged,) = trainer.validate(LongContextLM(model, **WINDOWS), data, verbose=False)

@@ -28,6 +28,8 @@ from lightning_modules.scoring.token_scores import TokenScores
 from tests.support import reference
 from tests.support.texts import LANGUAGES, TOKENIZERS, text_of
 
+pytestmark = pytest.mark.core
+
 THRESHOLDS = {"alpha": 0.5, "beta": -3.0}
 
 

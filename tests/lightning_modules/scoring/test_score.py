@@ -37,6 +37,7 @@ def files(tmp_path):
     return [str(path) for path in paths]
 
 
+@pytest.mark.core
 def test_agrees_with_the_authors_document_by_document(files, model_dir, evaluator_dir):
     result = score(files, str(model_dir), str(evaluator_dir), **SETTINGS)
     model, judge = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (model_dir, evaluator_dir))
@@ -313,7 +314,6 @@ def test_key_tokens_only_gives_the_same_numbers_and_scores_fewer_tokens(files, m
     assert known[1] < known[0]
 
 
-@pytest.mark.limit(6)
 def test_several_models_are_compared_over_the_documents(model_dir, evaluator_dir, tmp_path, capsys):
     files = []
     for number in range(5):

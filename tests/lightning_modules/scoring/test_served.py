@@ -18,7 +18,6 @@ import pyarrow.parquet
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 
 from callbacks import DocumentScoresWriter, ExternalEvaluator, StepCheckpoint
@@ -46,6 +45,7 @@ from tests.conftest import make_text, tiny_model
 from tests.support.adapters import export_adapters
 from tests.support.servers import stub_server
 from tests.support.toy_tasks import GUESS, SEVERAL
+from tests.support.trainers import quiet_trainer
 
 SETTINGS = {"context_length": 32, "stride": 16}
 QUICK = ServerConfig(timeout=20.0, patience=20.0, concurrency=4)
@@ -74,7 +74,6 @@ def served_config(address, model_dir, **settings):
 
 
 @pytest.mark.slow
-@pytest.mark.limit(2)
 def test_an_evaluator_on_a_server_gives_the_scores_of_the_same_model_here(served, model_dir, text_file):
     address, server = served
     text = make_text(150, seed=3)
@@ -96,7 +95,6 @@ def test_an_evaluator_on_a_server_gives_the_scores_of_the_same_model_here(served
     assert remote.evaluator.startswith("served:")
 
 
-@pytest.mark.limit(3)
 def test_score_with_an_evaluator_and_a_model_on_servers(served, backbone, model_dir, text_file):
     address, _ = served
     limits = {"alpha": 0.5, "beta": -6.0, **SETTINGS}
@@ -111,7 +109,6 @@ def test_score_with_an_evaluator_and_a_model_on_servers(served, backbone, model_
 
 
 @pytest.mark.slow
-@pytest.mark.limit(6)
 def test_options_of_a_server_on_the_command_line(served, model_dir, text_file, tmp_path, capsys):
     (address, _), spelled = served, ["--server.patience", "1"]
     lengths = [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
@@ -159,7 +156,6 @@ def test_options_of_a_server_in_configs(served, model_dir, books, tmp_path, monk
 
 
 @pytest.mark.slow
-@pytest.mark.limit(4)
 def test_adapters_are_scored_and_served_unmerged(tmp_path, tokenizer, text_file):
     export_adapters(tmp_path, tokenizer)
     kept, merged = (str(tmp_path / name) for name in ("kept", "merged"))
@@ -245,17 +241,8 @@ def books(tmp_path_factory):
 
 
 def make_trainer(root, *callbacks, **settings):
-    return Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=any(isinstance(each, StepCheckpoint) for each in callbacks),
-        use_distributed_sampler=False,
-        callbacks=list(callbacks),
-        default_root_dir=root,
-        **settings,
-    )
+    saves = any(isinstance(each, StepCheckpoint) for each in callbacks)
+    return quiet_trainer(root, *callbacks, enable_checkpointing=saves, **settings)
 
 
 def evaluator_callback(evaluator, model_dir, **settings):
@@ -419,7 +406,6 @@ def test_token_weights_of_a_served_evaluator(served, model_dir, books, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.limit(3)
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 def test_teacher_forced_tasks_on_a_server(dialect, backbone, model_dir, tmp_path):
     settings = {"tasks": [GUESS, SEVERAL], "lengths": [48], "samples": 4, "dtype": "float32"}

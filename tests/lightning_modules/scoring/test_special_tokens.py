@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from callbacks import ExternalEvaluator
@@ -17,6 +16,7 @@ from lightning_modules.visualization.page import inspect_document
 from tests.conftest import make_text
 from tests.support.reference import long_and_short
 from tests.support.special_tokens import STARTS, load_reference, plain_ids, write_models
+from tests.support.trainers import quiet_trainer
 
 SETTINGS = {"context_length": 24, "stride": 8, "alpha": 0.5, "beta": -6.0}
 WINDOWS = {"context_length": 24, "stride": 8}
@@ -46,10 +46,8 @@ def compute_expected(folder, start):
 
 
 def validate(document, folder):
-    settings = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     callback = ExternalEvaluator(folder, **SETTINGS)
-    trainer = Trainer(accelerator="cpu", enable_checkpointing=False, callbacks=[callback], **settings)
-    (logged,) = trainer.validate(
+    (logged,) = quiet_trainer(None, callback).validate(
         LongContextLM(folder, **WINDOWS), DataLoader([document], batch_size=None), verbose=False
     )
     return {name.removeprefix("val/"): value for name, value in logged.items()}

@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW
 from lightning_modules.objectives import CrossEntropy
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO
 from lightning_modules.training.optimizers import ParameterGroups, WarmupSchedule
-from tests.lightning_modules.test_long_context_lm import LENGTH, VOCABULARY, lm, loader, row, trainer
+from tests.support.tiny_training import LENGTH, VOCABULARY, lm, loader, row, trainer
 
 WARMUP, DECAY, TOTAL = 4, 5, 20
 

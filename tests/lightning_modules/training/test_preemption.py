@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning import LightningModule, Trainer
+from lightning import LightningModule
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from callbacks import StepCheckpoint
 from lightning_modules.training.preemption import Preemption
+from tests.support.trainers import quiet_trainer
 
 ACCUMULATE = 3
 
@@ -35,8 +36,8 @@ class Line(LightningModule):
 
 def fit(folder, module):
     callbacks = [Preemption(), StepCheckpoint(folder, "{step}", every_n_train_steps=100, save_on_exception=True)]
-    silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    trainer = Trainer(max_epochs=1, accumulate_grad_batches=ACCUMULATE, callbacks=callbacks, **silent)
+    settings = {"max_epochs": 1, "accumulate_grad_batches": ACCUMULATE, "enable_checkpointing": True}
+    trainer = quiet_trainer(folder, *callbacks, **settings)
     trainer.fit(module, DataLoader(range(20)))
     return trainer
 

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -32,6 +31,7 @@ from tests.conftest import make_text, tiny_config, tiny_model
 from tests.support.distributed import run_distributed
 from tests.support.packing import assume_isolation
 from tests.support.runs import assert_same, logged_values, whole
+from tests.support.trainers import quiet_trainer
 
 # One of the books is too short for a key token.
 pytestmark = pytest.mark.filterwarnings("ignore:1 of 5 val documents have no key token")
@@ -78,19 +78,13 @@ def train(setup, root, variant, *, strategy="auto", processes=1, accumulated=2):
     judge = ExternalEvaluator(
         setup.evaluator, context_length=16, stride=16, alpha=0.5, beta=-6.0, cache_dir=str(root / f"by {strategy}")
     )
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        root,
+        judge,
         strategy="auto" if strategy == "auto" else STRATEGIES[strategy](sequence_parallel_size=2),
         devices=processes,
-        callbacks=[judge],
         inference_mode=strategy != "fsdp",
-        use_distributed_sampler=False,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
         num_sanity_val_steps=0,
-        default_root_dir=root,
         max_steps=STEPS,
         accumulate_grad_batches=accumulated,
         gradient_clip_val=1.0,
@@ -202,6 +196,7 @@ def one(setup, root):
     return functools.cache(lambda variant, accumulated=2: train(setup, root / "one", variant, accumulated=accumulated))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "variant"), RUNS)
 def test_losses_weights_and_metrics_are_those_of_whole_rows(two, one, strategy, variant):
     expected, widths = one(variant)
@@ -212,6 +207,7 @@ def test_losses_weights_and_metrics_are_those_of_whole_rows(two, one, strategy, 
         assert_same(results[strategy, variant], expected)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_shared_is_refused_by_all_processes(two):
     assert two[0]["messages"] == two[1]["messages"]
 

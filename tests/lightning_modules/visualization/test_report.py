@@ -50,7 +50,6 @@ def test_nothing_in_a_report_is_markup(svg):
 
 
 @pytest.mark.slow
-@pytest.mark.limit(3)
 def test_a_page_is_sound_on_every_screen_and_on_paper(svg, tmp_path):
     rows = [[f"{number}.5", "reproduced" if number % 2 else "not", "nan", "long text " * 9] for number in range(14)]
     table = Table(["number", "verdict", "x", "text"], rows, badges={"reproduced": "good", "not": "bad"})

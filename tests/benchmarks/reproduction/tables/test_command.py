@@ -184,7 +184,6 @@ def test_scores_of_evaluate_have_intervals(reproduce, tmp_path, capsys):
     assert gain["interval"] == pytest.approx([20 - math.hypot(9, 12), 20 + math.hypot(12, 9)])
 
 
-@pytest.mark.limit(8)
 def test_table_9_is_measured_by_teacher_forcing(reproduce, model_dir, evaluator_dir, tmp_path, capsys):
     models = ["--models", f"M={model_dir}", f"broken={tmp_path / 'nothing'}"]
     assert reproduce("table9", *models, max_tokens=2100, documents=5) == 1

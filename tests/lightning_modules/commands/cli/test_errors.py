@@ -141,7 +141,6 @@ def fit(tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.limit(5)
 @pytest.mark.parametrize(
     ("expression", "expected"),
     [

@@ -77,7 +77,6 @@ USAGE_ERRORS = [
 ]
 
 
-@pytest.mark.limit(2)  # a process, which makes all of them
 def test_usage_errors_import_no_torch(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "twice.yaml").write_text("seed_everything: 1\nseed_everything: 2\n")
@@ -100,7 +99,6 @@ WRONG_SETTINGS = [
 ]
 
 
-@pytest.mark.limit(2)  # a process, which checks all of them
 def test_wrong_settings_are_refused_before_the_libraries_of_models_are_imported(tmp_path):
     (tmp_path / "a.txt").write_text("A text.")
     results = run(*(words for words, _ in WRONG_SETTINGS), folder=tmp_path, heavy=HEAVY[1:])

@@ -95,7 +95,6 @@ def test_another_evaluator_has_a_heading_of_its_own(tmp_path, changed):
 
 
 NUMERICS = {"dtype": "float32", "precision": "32-true", "attention": "sdpa"}
-CHANGED = [{"precision": "bf16-mixed"}, {"dtype": "bfloat16"}, {"attention": "eager"}, {"precision": None}]
 
 
 def write_run(tmp_path, name, factor, numerics):
@@ -119,8 +118,17 @@ def write_result(tmp_path, name, factor, numerics):
     return path
 
 
-@pytest.mark.parametrize("write", [write_run, write_scalars, write_result])
-@pytest.mark.parametrize("changed", CHANGED)
+@pytest.mark.parametrize(
+    ("write", "changed"),
+    [
+        (write_run, {"precision": "bf16-mixed"}),
+        (write_run, {"precision": None}),
+        (write_scalars, {"dtype": "bfloat16"}),
+        (write_scalars, {"precision": None}),
+        (write_result, {"attention": "eager"}),
+        (write_result, {"precision": "bf16-mixed"}),
+    ],
+)
 def test_numbers_of_other_numerics_are_not_compared_and_the_difference_is_named(tmp_path, write, changed):
     one, same = (write(tmp_path, name, factor, NUMERICS) for name, factor in (("a", 1.0), ("same", 0.8)))
     other = write(tmp_path, "b", 0.5, NUMERICS | changed)

@@ -272,7 +272,6 @@ def test_repeated_texts_and_samples_are_chosen_in_this_order(scored):
     assert 60 < sum(row["tokens"] for row in rows if row["key"] in some) <= 100
 
 
-@pytest.mark.limit(3)  # reads with datasets
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
 def test_documents_are_read_by_other_programs(scored, ending):
     """Infinite perplexities do not make the lines invalid JSON."""
@@ -310,7 +309,6 @@ def test_rows_of_other_programs_and_of_several_folders(tmp_path):
         assert table_of(told, "tokens")[1:] == ["1.03", "1.3", "1.75", "3.5", "5.5", "6.4", "6.94"]
 
 
-@pytest.mark.limit(3)  # draws four histograms
 @pytest.mark.parametrize("ending", [".svg", ".png"])
 def test_a_figure_is_that_of_the_selected_documents(scored, ending):
     figure = scored / f"figure{ending}"

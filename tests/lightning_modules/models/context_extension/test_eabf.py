@@ -21,8 +21,8 @@ from lightning_modules.models.loading.load import load_backbone
 from tests.conftest import tiny_model
 from tests.lightning_modules.models.context_extension.patterns import dense
 from tests.lightning_modules.models.context_extension.test_methods import EXTRA
-from tests.lightning_modules.test_long_context_lm import row
 from tests.support.packing import assume_isolation
+from tests.support.tiny_training import row
 
 VOCABULARY, ORIGINAL, TARGET, LENGTH = 50, 16, 64, 60
 

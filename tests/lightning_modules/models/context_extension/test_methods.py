@@ -16,7 +16,7 @@ from lightning_modules.models.loading.load import load_backbone, load_config
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.objectives import CrossEntropy
 from tests.conftest import tiny_config, tiny_model
-from tests.lightning_modules.test_long_context_lm import VOCABULARY, loader, row, trainer
+from tests.support.tiny_training import VOCABULARY, loader, row, trainer
 
 ORIGINAL, TARGET = 64, 512
 FACTOR = TARGET / ORIGINAL

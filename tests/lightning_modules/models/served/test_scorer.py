@@ -98,7 +98,6 @@ ENDED = ("301", "403", "404")
 @pytest.mark.slow
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("fault", [*RETRIED, *REFUSED, *ENDED])
-@pytest.mark.limit(2)
 def test_a_faulty_answer_is_repeated_or_refused_and_never_used(dialect, fault):
     batch = random_batch([30, 20, 10])
     with stub_server(dialect) as server:

@@ -149,7 +149,6 @@ def test_long_questions_are_generated_a_few_at_a_time(guessing_dir, tmp_path, as
     assert asked == [3, 2, 1]  # 48 tokens each, and 64
 
 
-@pytest.mark.limit(5)
 def test_several_models_have_folders_and_one_table(guessing_dir, model_dir, tmp_path, monkeypatch, capsys):
     words = ["--output", str(tmp_path / "out"), "--tasks", GUESS, "--lengths", "48", "--samples", "3"]
     words += ["--mode", "teacher_forced"]
@@ -163,7 +162,6 @@ def test_several_models_have_folders_and_one_table(guessing_dir, model_dir, tmp_
         main(["evaluate", "--model", str(model_dir), "--model", str(tmp_path / "missing"), *words])
 
 
-@pytest.mark.limit(5)
 @pytest.mark.parametrize("mode", ["generate", "teacher_forced"])
 def test_progress_is_counted_in_tokens_within_a_question(mode, guessing_dir, tmp_path, monkeypatch):
     bars = replace_bars(monkeypatch, evaluation)

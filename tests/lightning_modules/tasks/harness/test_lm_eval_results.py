@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
 from datasets import load_dataset
 from lm_eval import simple_evaluate
 from lm_eval.loggers import EvaluationTracker
@@ -31,7 +30,6 @@ def read_latest(folder):
         return json.load(file)
 
 
-@pytest.mark.limit(20)
 def test_files_have_the_fields_of_the_harness(model_dir, task_dir, tmp_path):
     options = {"include_path": str(task_dir), "limit": 5, "log_samples": True, "dtype": "float32"}
     evaluate(str(model_dir), str(tmp_path / "ours"), tasks=NAMES, **options)
@@ -75,7 +73,6 @@ def test_files_have_the_fields_of_the_harness(model_dir, task_dir, tmp_path):
         assert len(rows) == 5
 
 
-@pytest.mark.limit(5)
 def test_options_have_the_names_of_the_harness(model_dir, task_dir, tmp_path):
     tokenizer = load_tokenizer(str(model_dir))
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role[0] }} {{ m.content }}]{% endfor %}"

@@ -109,7 +109,6 @@ def test_the_frame_of_a_notebook_shows_the_page(browser, tokenizer, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.limit(3)
 def test_the_page_is_sound_on_every_screen(browser, tokenizer, tmp_path):
     check_page(browser, make_inspection(tokenizer, name="a" * 200).save(tmp_path / "page.html"))
 

@@ -18,8 +18,8 @@ from lightning_modules.models.short_context import short_log_likelihood
 from tests.conftest import tiny_model
 from tests.lightning_modules.models.context_extension.patterns import dense
 from tests.lightning_modules.models.context_extension.test_methods import EXTRA
-from tests.lightning_modules.test_long_context_lm import row
 from tests.support.packing import assume_isolation
+from tests.support.tiny_training import row
 
 VOCABULARY, ORIGINAL, TARGET, LENGTH = 50, 16, 64, 60
 SETTINGS = {
@@ -111,8 +111,10 @@ def document(tokens):
     return {"input_ids": tokens[None], "labels": labels, "position_ids": positions, "document_boundaries": boundaries}
 
 
-@pytest.mark.parametrize("attention", ["document_sdpa", "sdpa"])
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [*((name, "document_sdpa") for name in PATTERNS), ("streaming_llm", "sdpa"), ("longnet", "sdpa")],
+)
 def test_cached_generation_equals_full_recomputation(name, attention, folder):
     model = load_backbone(ModelConfig(folder(), context_extension=extension(name))).model.eval()
     model.set_attn_implementation(attention)
