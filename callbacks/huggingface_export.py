@@ -13,7 +13,7 @@ from typing_extensions import override
 from callbacks.requirements import require_long_context_lm
 from lightning_modules.export.model import check_export, check_replaceable, export_model
 from lightning_modules.export.options import ExportOptions
-from lightning_modules.export.upload import upload_export
+from lightning_modules.export.upload import check_upload, upload_export
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 
 
@@ -43,6 +43,7 @@ class HuggingFaceExport(Callback):
                 f"HuggingFaceExport needs all weights in one process, but {type(trainer.strategy).__name__} shards"
                 " them: remove the callback, and run `longce export` on the last checkpoint."
             )
+        check_upload(self.options)
         check_export(pl_module.backbone.model, self.output_dir, self.options, pl_module.training_facts())
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         self._tokenizer = getattr(data, "tokenizer", None)

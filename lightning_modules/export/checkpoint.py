@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig,
 from lightning_modules.export.gguf import export_gguf
 from lightning_modules.export.model import check_export, check_replaceable, export_model
 from lightning_modules.export.options import ExportOptions
-from lightning_modules.export.upload import upload_export
+from lightning_modules.export.upload import check_upload, upload_export
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.methods import extend_config
 from lightning_modules.models.loading.adapters import add_adapters, frozen_fingerprint, trained_state
@@ -55,6 +55,7 @@ def export_checkpoint(
             raise ValueError(f"'{checkpoint}' is a GGUF file, which has its own tokenizer: remove `--tokenizer`.")
         return export_gguf(checkpoint, folder, export_options)
     check_replaceable(folder)
+    check_upload(export_options)
     # 1. Build the model without memory, and check what can be known without its weights.
     content = _read_checkpoint(checkpoint)
     facts = TrainingFacts.from_json(content[EXPORT_KEY]["facts"])

@@ -3,11 +3,22 @@
 import logging
 from pathlib import Path
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, get_token, is_offline_mode
 
 from lightning_modules.export.options import ExportOptions
 
 log = logging.getLogger(__name__)
+
+
+def check_upload(options: ExportOptions) -> None:
+    """Raise a ``ValueError`` if an export is to be uploaded, but the hub or a token is not available."""
+    if options.push_to_hub is None:
+        return
+    if is_offline_mode() or get_token() is None:
+        raise ValueError(
+            "`push_to_hub` needs the hub and a token with write access: unset HF_HUB_OFFLINE, and run `hf auth login`"
+            " or set HF_TOKEN; or upload later."
+        )
 
 
 def upload_export(folder: Path, options: ExportOptions) -> None:

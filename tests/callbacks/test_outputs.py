@@ -148,10 +148,17 @@ def test_the_model_goes_on_unchanged_after_its_export(base, documents, tmp_path,
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.rope_parameters["rope_type"] == "eabf"
 
 
-def test_what_the_model_does_not_allow_is_refused_before_training(base, documents, tmp_path):
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"adapters": "kept"}, "`adapters: kept`"),
+        ({"push_to_hub": "org/name"}, "`push_to_hub`"),
+    ],
+)
+def test_what_the_model_does_not_allow_is_refused_before_training(base, documents, tmp_path, options, named):
     module = make_module(base, lora=None)
-    trainer = make_trainer([HuggingFaceExport(str(tmp_path / "out"), adapters="kept")], tmp_path)
-    with pytest.raises(ValueError, match="`adapters: kept`"):
+    trainer = make_trainer([HuggingFaceExport(str(tmp_path / "out"), **options)], tmp_path)
+    with pytest.raises(ValueError, match=named):
         trainer.fit(module, Documents(documents))
     assert trainer.global_step == 0
     with pytest.raises(ValueError, match="FSDPStrategy"):
@@ -163,6 +170,8 @@ def test_an_upload_that_fails_ends_neither_the_training_nor_the_export(base, doc
     def fail(*_, **__):
         raise ConnectionError("no route to the hub")
 
+    monkeypatch.setattr("lightning_modules.export.upload.is_offline_mode", lambda: False)
+    monkeypatch.setattr("lightning_modules.export.upload.get_token", lambda: "token")
     monkeypatch.setattr("huggingface_hub.HfApi.create_repo", fail)
     trainer = make_trainer([HuggingFaceExport(str(tmp_path / "out"), push_to_hub="org/name")], tmp_path)
     with pytest.warns(UserWarning, match="no route to the hub.* hf upload org/name"):

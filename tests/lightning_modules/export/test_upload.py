@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from lightning_modules.export.options import ExportOptions
-from lightning_modules.export.upload import upload_export
+from lightning_modules.export.upload import check_upload, upload_export
 
 TOKEN = "hf_secret"
 
@@ -72,6 +72,7 @@ def export(tmp_path):
 
 def upload(export, *, private=True):
     options = ExportOptions(push_to_hub="org/name", private=private)
+    check_upload(options)
     upload_export(export, options)
 
 
@@ -104,8 +105,10 @@ def test_what_is_not_uploaded_is_kept_and_there_is_a_command_if_it_could_be(hub,
         upload(export, private=False)
 
 
-def test_an_upload_without_a_network_is_refused_by_the_client_and_keeps_the_export(monkeypatch, export):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"HF_HUB_OFFLINE.* hf upload org/name"):
-        upload(export)
-    assert (export / "config.json").is_file()
+@pytest.mark.parametrize(("offline", "named"), [(True, "HF_HUB_OFFLINE"), (False, "HF_TOKEN")])
+def test_an_upload_needs_a_token_and_a_network(monkeypatch, offline, named):
+    monkeypatch.setattr("lightning_modules.export.upload.is_offline_mode", lambda: offline)
+    monkeypatch.setattr("lightning_modules.export.upload.get_token", lambda: None)
+    with pytest.raises(ValueError, match=named):
+        check_upload(ExportOptions(push_to_hub="org/name"))
+    check_upload(ExportOptions())

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from lightning_modules.models.loading.config import is_gguf, local_or_hub
 from lightning_modules.models.loading.gguf.architectures import ARCHITECTURES, original_values, read_config
 from lightning_modules.models.loading.gguf.metadata import Metadata
+from lightning_modules.models.loading.gguf.reader import parse_gguf
 from lightning_modules.models.loading.gguf.tokenizer import read_tokenizer
 from lightning_modules.utilities.files import atomic_folder, default_cache_dir, writable_folder
 from lightning_modules.utilities.identity import content_hash
@@ -86,9 +87,7 @@ def _convert(file: Path, folder: Path) -> None:
 def _read_file(file: Path) -> tuple[Any, Metadata]:
     """Return the parsed file and its metadata, of a whole model of an architecture that is supported."""
     try:
-        from gguf import GGUFReader
-
-        reader = GGUFReader(file)
+        reader = parse_gguf(file)
         values = {name: _read_value(name, field) for name, field in reader.fields.items()}
     except ModuleNotFoundError as error:
         raise ValueError(
