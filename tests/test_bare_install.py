@@ -8,7 +8,6 @@ import tomllib
 import pytest
 
 from benchmarks import on_gpu
-from lightning_modules.commands.plan import hardware
 from lightning_modules.commands.plan.hardware import GPU, GPUS, find_rates
 from tests.docs.test_docs import ROOT
 from tests.support.bare_install import bare_environment, required_distributions
@@ -39,12 +38,12 @@ def test_training_imports_without_the_packages_of_commands_and_data(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_gpu_benchmark_runs_from_checks_to_profile(tmp_path, monkeypatch):
+def test_the_gpu_benchmark_runs_from_checks_to_profile(tmp_path):
     """On a bare machine, with tiny sizes: an evaluator, a training that is killed, and the rows of the table.
 
     Compiled steps are omitted: on a CPU they take half the time, and `test_compile.py` has them.
     """
-    results = tmp_path / "gpu_cpu.json"
+    results = tmp_path / "results.json"
     command = [sys.executable, "-m", "benchmarks.on_gpu", "--device", "cpu", "--output", str(results)]
     run = {"capture_output": True, "text": True, "timeout": 500, "cwd": ROOT, "env": bare_environment(tmp_path)}
     done = subprocess.run([*command, "--only", "^(?!8 layers, fp32|.*compiled)"], **run)
@@ -62,8 +61,7 @@ def test_the_gpu_benchmark_runs_from_checks_to_profile(tmp_path, monkeypatch):
     again = json.loads(results.read_text())
     assert any(name.startswith("8 layers, fp32") for name in again["rows"].keys() - rows.keys())
     assert {name: again["rows"][name] for name in timed} == {name: rows[name] for name in timed}
-    monkeypatch.setattr(hardware, "RESULTS", tmp_path)
-    rates = find_rates(GPU("CPU", 0.1, 1.0), autocast=True)
+    rates = find_rates(GPU("CPU", 0.1, 1.0), str(results), autocast=True)
     assert rates.measured == ("gemm", "attention", "attention_backward", "slowdown")
     assert 0 < rates.slowdown.low < rates.slowdown.high
 

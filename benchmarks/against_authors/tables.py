@@ -11,8 +11,7 @@ from transformers import PreTrainedConfig
 
 from benchmarks.against_authors.subjects import Setting, Subject
 from benchmarks.against_authors.work import Run, measure
-from benchmarks.scoring_flops import scoring_flops
-from lightning_modules.commands.plan.flops import Flops, attention_pairs, ce_step_flops, short_pass_flops
+from lightning_modules.commands.plan.flops import Flops, attention_pairs, ce_step_flops, scoring_flops, short_pass_flops
 from lightning_modules.commands.plan.shapes import ModelShape
 from lightning_modules.functional import short_context_windows
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from benchmarks.scoring_flops import scoring_flops
 from lightning_modules.commands.plan.activations import ActivationBytes
-from lightning_modules.commands.plan.flops import Flops, ce_step_flops, forward_flops, short_pass_flops
+from lightning_modules.commands.plan.flops import Flops, ce_step_flops, forward_flops, scoring_flops, short_pass_flops
 from lightning_modules.commands.plan.hardware import GPU, Range, Rates
 from lightning_modules.commands.plan.memory import (
     HEAD_ROWS,

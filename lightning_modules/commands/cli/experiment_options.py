@@ -19,6 +19,7 @@ def add_plan_options(parser: Any) -> None:
         ("gpus", PositiveInt, "Number of GPUs; by default trainer.devices x num_nodes."),
         ("gpu_tflops", PositiveFloat, "Peak dense bfloat16 TFLOP/s of a GPU that is not in the list."),
         ("gpu_memory", PositiveFloat, "Memory of a GPU that is not in the list, in GiB."),
+        ("measured", str, "JSON file of benchmarks/on_gpu.py; by default the newest of this GPU."),
         ("output", str, "JSON file for the estimates."),
     ):
         parser.add_argument(f"--{name}", type=kind | None, help=text)

@@ -4,7 +4,7 @@ import difflib
 import json
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_modules.commands.plan.flops import Flops
 
@@ -45,28 +45,37 @@ def find_gpu(name: str | None, *, tflops: float | None = None, memory: float | N
 
     A name in CUDA and other spellings are known as well; ``A100`` is the one with 80 GB.
     """
-    spelled = {re.sub(r"\W", "", known).lower(): gpu for known, gpu in GPUS.items()}
-    spelled["a100"] = GPUS["A100-80"]
-    given = name or ""
-    normalized = re.sub(r"\W|_", "", given).lower().removesuffix("gb")
-    known = spelled.get(normalized) or recognize_gpu(given) or GPU(name or "GPU", 0.0, 0.0)
+    known = _find_known(name or "") or GPU(name or "GPU", 0.0, 0.0)
     gpu = known._replace(tflops=tflops or known.tflops, memory=memory or known.memory)
     if not (gpu.tflops and gpu.memory):
-        near = difflib.get_close_matches(normalized, spelled, n=2, cutoff=0.5)
-        hint = f" Did you mean {' or '.join(spelled[each].name for each in near)}?" if near else ""
         raise ValueError(
-            f"`gpu` {name!r} is not among the known cards: {', '.join(GPUS)}.{hint}"
+            f"`gpu` {name!r} is not among the known cards: {', '.join(GPUS)}.{_suggest(name or '')}"
             " For another one give `gpu_tflops` (dense bfloat16 TFLOP/s) and `gpu_memory` (GiB)."
         )
     return gpu
 
 
+def _find_known(name: str) -> GPU | None:
+    spelled = {re.sub(r"\W", "", known).lower(): gpu for known, gpu in GPUS.items()}
+    spelled["a100"] = GPUS["A100-80"]
+    return spelled.get(re.sub(r"\W|_", "", name).lower().removesuffix("gb")) or recognize_gpu(name)
+
+
+def _suggest(name: str) -> str:
+    spelled = {known.lower(): known for known in GPUS}
+    near = difflib.get_close_matches(name.lower(), spelled, n=2, cutoff=0.5)
+    return f" Did you mean {' or '.join(spelled[each] for each in near)}?" if near else ""
+
+
 def recognize_gpu(device_name: str) -> GPU | None:
-    """Return the known GPU of this name in CUDA, such as ``NVIDIA A100-SXM4-80GB``; None for another kind or a part."""
+    """Return the known GPU of this name in CUDA, such as ``NVIDIA A100-SXM4-80GB``; None for another kind or a part.
+
+    Example:
+        >>> recognize_gpu("NVIDIA A100-SXM4-80GB").name
+        'A100-80'
+    """
     words = set(re.split(r"[\s-]+", device_name.replace("RTX ", "RTX").replace("GB", "")))
-    if words & {"NVL", "MIG", "Laptop", "D"}:
-        return None
-    names = [name for name in GPUS if set(name.split("-")) <= words]
+    names = [] if words & {"NVL", "MIG", "Laptop", "D"} else [name for name in GPUS if set(name.split("-")) <= words]
     return GPUS[max(names, key=len)] if names else None
 
 
@@ -102,16 +111,13 @@ class Rates(NamedTuple):
         return self.slowdown.times(seconds / gpu.tflops)
 
 
-def find_rates(gpu: GPU, *, autocast: bool) -> Rates:
-    """Return the rates that `benchmarks/on_gpu.py` measured on this kind of GPU.
+def find_rates(gpu: GPU, path: str | None = None, *, autocast: bool) -> Rates:
+    """Return the rates that `benchmarks/on_gpu.py` measured on this kind of GPU, in ``path`` or its own results.
 
     Whatever was not measured is assumed. ``autocast`` selects the steps in mixed precision.
     """
-    results = []
-    for file in RESULTS.glob("*gpu*.json"):
-        content = json.loads(file.read_text())
-        if content["gpu"] == gpu.name:
-            results.append(content)
+    files = RESULTS.glob("*gpu*.json") if path is None else [Path(path)]
+    results = [each for each in map(_read_results, files) if path is not None or each["gpu"] == gpu.name]
     if not results:
         return Rates()
     newest = max(results, key=lambda each: each["date"])
@@ -127,3 +133,10 @@ def find_rates(gpu: GPU, *, autocast: bool) -> Rates:
         return rates._replace(slowdown=Rates().slowdown)
     slowdown = Range(0.95 * min(slowdowns), 1.05 * max(slowdowns))
     return rates._replace(slowdown=slowdown, measured=(*known, "slowdown"))
+
+
+def _read_results(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    if "rates" not in content:
+        raise ValueError(f"`measured`: '{path}' must be written by `benchmarks/on_gpu.py`.")
+    return content

@@ -12,6 +12,9 @@ from lightning_modules.functional import short_context_windows
 from lightning_modules.models.backbone import TOKENS_PER_PASS
 
 GIB = 2.0**30
+QUANTIZED_BYTES = {4: 0.5 + 1 / 64 + 4 / (64 * 256), 8: 1.0}
+"""Bytes of a quantized weight: NF4 in blocks of 64 with one byte each, which share a float32 per 256 blocks; and int8,
+with one constant per row."""
 HEAD_ROWS = 2048
 """Rows of logits that exist at the same time on an accelerator."""
 CONTEXT_GIB = 1.0
@@ -30,6 +33,7 @@ class Training:
     short_pass: bool = True  # whether short contexts are computed
     sliding: bool = False  # whether one pass in a sliding window approximates them
     dtype: torch.dtype = torch.float32  # of the weights
+    quantized: float | None = None  # bytes per weight of linear layers except the head, if they are quantized
     autocast: torch.dtype | None = torch.bfloat16  # of the matrix products in mixed precision
     bfloat16_residual: bool = True  # whether the residual stream is bfloat16 under bfloat16 autocast
     checkpointing: Checkpointing = "none"
@@ -133,6 +137,8 @@ def lasting_memory(shape: ModelShape, training: Training) -> dict[str, float]:
     size, shards = training.dtype.itemsize, training.gpus if training.sharded else 1
     trained = training.trained_bytes(shape)
     weights = float(shape.parameters * size + shape.trained * (trained - size))
+    if training.quantized is not None:
+        weights -= shape.quantizable * (size - training.quantized)
     gradients = float(shape.trained * trained)
     parts = {"weights": weights / shards, "gradients": gradients / shards}
     if training.sharded:
@@ -167,6 +173,8 @@ def _autocast_copies(shape: ModelShape, training: Training) -> tuple[dict[str, f
     if training.checkpointing != "none":
         return one, one
     copied = shape.parameters - (0 if shape.tied else shape.head_weights)
+    if training.quantized is not None:  # quantized weights are converted again in the backward pass
+        copied -= shape.quantizable
     return {name: max(copied * size, one[name])}, one
 
 

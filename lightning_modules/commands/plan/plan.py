@@ -138,7 +138,7 @@ class Planner:
 def make_planner(model: LongContextLM, options: Any, gpu: GPU) -> Planner:
     """Return the planner of the parsed options of ``longce fit`` or ``longce plan``."""
     experiment = read_experiment(model, options)
-    rates = find_rates(gpu, autocast=experiment.training.autocast is not None)
+    rates = find_rates(gpu, options.get("measured"), autocast=experiment.training.autocast is not None)
     return Planner(experiment, gpu, rates)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from lightning_modules.commands.plan.memory import Training
+from lightning_modules.commands.plan.memory import QUANTIZED_BYTES, Training
 from lightning_modules.functional.checks import check_count
 from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
@@ -77,7 +77,7 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
     if precision not in _PRECISIONS:
         raise ValueError(f"`longce plan` does not support `trainer.precision` '{precision}', only {[*_PRECISIONS]}.")
     cast, autocast = _PRECISIONS[precision]
-    checkpointing = loading.gradient_checkpointing
+    quantization, checkpointing = loading.quantization, loading.gradient_checkpointing
     check_trainable(loading, config)
     # A class of the user may have no such argument; it then has the default optimizer.
     optimizer, settings = _read_component(parsed["model"].get("init_args", parsed["model"]).get("optimizer", "AdamW"))
@@ -93,6 +93,7 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         sliding=model.short_context.method == "sliding_window",
         dtype=cast or stored_dtype(config, loading.dtype),
         autocast=autocast,
+        quantized=None if quantization is None else QUANTIZED_BYTES[4 if quantization.get("load_in_4bit") else 8],
         offload_activations=loading.offload_activations,
         bfloat16_residual=loading.residual_dtype == "bfloat16" or distribution["sharded"],
         checkpointing="selective" if checkpointing == "selective" else "full" if checkpointing else "none",
@@ -140,10 +141,6 @@ def _list_notes(model: LongContextLM, config: PreTrainedConfig) -> list[str]:
     notes = []
     if isinstance(model.objective, Scheduled):
         notes.append("the plan has a short pass in every step, but the schedule has steps without one")
-    if model.loading.quantization is not None:
-        notes.append(
-            "`model.quantization` is not planned: frozen weights count in `model.dtype`, so less memory is needed"
-        )
     pattern = (getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}).get("rope_type")
     if pattern in PATTERNS:
         notes.append(f"'{pattern}' is planned at the rates of flash attention, but its blockwise products are slower")

@@ -22,6 +22,7 @@ class ModelShape:
     name: str  # its `model_type`
     parameters: int  # shared ones count once
     trained: int  # parameters with a gradient: all, or those of LoRA
+    quantizable: int  # parameters of linear layers except the head, which `model.quantization` stores in 4 or 8 bits
     layer_weights: int  # weights of the layers that a token is multiplied with; of experts only the chosen ones
     trained_layer_weights: int
     head_weights: int  # vocabulary x hidden size
@@ -57,6 +58,11 @@ class ModelShape:
             name=config.model_type,
             parameters=sum(p.numel() for p in backbone.parameters()),
             trained=sum(p.numel() for p in backbone.parameters() if p.requires_grad),
+            quantizable=sum(
+                part.weight.numel()
+                for name, part in backbone.base_model.named_modules()
+                if isinstance(part, nn.Linear) and part.weight is not head and "lora_" not in name
+            ),
             layer_weights=sum(active for active, _ in weights),
             trained_layer_weights=sum(trained for _, trained in weights),
             head_weights=head.numel(),

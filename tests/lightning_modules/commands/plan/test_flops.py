@@ -10,13 +10,13 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import flop_registry
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.scoring_flops import scoring_flops
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.commands.plan.flops import (
     ATTENTION_BACKWARD,
     attention_pairs,
     ce_step_flops,
     forward_flops,
+    scoring_flops,
     short_pass_flops,
     sliding_pass_flops,
 )

@@ -66,14 +66,19 @@ def test_measured_rates_replace_assumed_ones_of_the_same_card(tmp_path, monkeypa
     assert rates.slowdown == pytest.approx((0.95 * 1.87 / 1.7, 1.05 * 2.04 / 1.7)), "of the steps in bfloat16"
     assert rates.measured == ("gemm", "attention", "attention_backward", "slowdown")
     assert find_rates(GPUS["H200"], autocast=True).slowdown == pytest.approx((0.95 * 2, 1.05 * 2))
+    assert find_rates(GPUS["H100"], str(tmp_path / "gpu_h200.json"), autocast=False) == rates, "named explicitly"
 
 
-def test_what_a_measurement_lacks_is_assumed(tmp_path, monkeypatch):
-    monkeypatch.setattr(hardware, "RESULTS", tmp_path)
-    (tmp_path / "gpu_h200.json").write_text(json.dumps({**MEASURED, "rates": {"gemm": 790.0}}))
-    rates = find_rates(GPUS["H200"], autocast=False)
+def test_what_a_measurement_lacks_is_assumed(tmp_path):
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps({**MEASURED, "rates": {"gemm": 790.0}}))
+    rates = find_rates(GPUS["H200"], str(file), autocast=False)
     assert (rates.gemm, rates.measured) == (0.79, ("gemm",))
     assert (rates.attention, rates.slowdown) == (Rates().attention, Rates().slowdown)
+    for text in ("{}", "{"):
+        file.write_text(text)
+        with pytest.raises(ValueError):  # noqa: PT011, JSON's own or ours
+            find_rates(GPUS["H200"], str(file), autocast=False)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from benchmarks.gpu.cases import scoring_memory
 from lightning_modules.commands.plan.activations import ActivationBytes
 from lightning_modules.commands.plan.memory import (
     GIB,
+    QUANTIZED_BYTES,
     Training,
     largest_short_pass,
     lasting_memory,
@@ -41,6 +42,19 @@ def test_lora_of_the_study(llamas, tokens, expected, more):
     shape, activations = ModelShape.of(config, LORA), ActivationBytes(config, dtype=torch.bfloat16, lora=LORA)
     peak = training_memory(shape, activations, replace(BF16, tokens=tokens)).peak / GIB
     assert expected <= peak <= expected * (1 + more)
+
+
+@pytest.mark.slow
+def test_quantised_weights(llamas):
+    """NF4 with quantised constants: 4.127 bits per weight (Dettmers et al., 2023, section 3)."""
+    config = llamas["llama-3.1-8b"]
+    shape = ModelShape.of(config, LORA)
+    weights = training_memory(
+        shape, ActivationBytes(config, dtype=torch.bfloat16, lora=LORA), replace(BF16, quantized=QUANTIZED_BYTES[4])
+    ).lasting["weights"]
+    linear = shape.layer_weights - shape.trained_layer_weights
+    assert shape.quantizable == linear
+    assert weights == pytest.approx((shape.parameters - linear) * 2 + linear * 4.127 / 8, rel=1e-4)
 
 
 def test_what_is_trained_beside_frozen_weights_is_float32_in_mixed_precision(llamas):

@@ -1,4 +1,5 @@
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, GPT2LMHeadModel
 
@@ -6,6 +7,8 @@ from lightning_modules.commands.plan.shapes import ModelShape
 from lightning_modules.models.context_extension.methods import ContextExtension
 from lightning_modules.models.context_extension.rope_types import register_rope_types
 from lightning_modules.models.loading.adapters import add_adapters
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import load_backbone
 from tests.conftest import tiny_config, tiny_model
 
 ADAPTERS = {"r": 4, "target_modules": "all-linear"}
@@ -56,6 +59,15 @@ def test_embeddings_and_norms_trained_in_full(tied):
     assert (shape.trained, shape.parameters) == model.get_nb_trainable_parameters()
     assert (shape.tied, shape.head_trained) == (tied, tied)
     assert shape.head_weights == 400 * 32
+
+
+def test_quantizable_weights_are_those_that_bitsandbytes_takes(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    tiny_model("qwen2", hidden_size=64, intermediate_size=128).save_pretrained(tmp_path)
+    arguments = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}
+    backbone = load_backbone(ModelConfig(str(tmp_path), quantization=arguments, lora=ADAPTERS))
+    weights = [p for p in backbone.parameters() if p.dtype == torch.uint8]
+    assert 2 * sum(p.numel() for p in weights) == ModelShape.of(backbone.base_model.config, ADAPTERS).quantizable
 
 
 def test_windows_of_each_layer():
