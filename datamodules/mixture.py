@@ -55,7 +55,7 @@ class MixtureDataModule(PackedTextDataModule):
         tokenizer: Tokenizer of the model: hub id or local folder.
         sources: Data modules by names of your choice, each with ``class_path``, ``init_args`` and ``weight``. They
             inherit the mixture's settings, such as ``long_documents``, unless they set them.
-        weights: Weights by source, which replace those in `sources`; ``longce select --weights`` writes them.
+        weights: Weights by source, which replace those in `sources`.
         evaluate_on: Sources with documents to validate and test on; null for all. `validation_documents` and
             `test_documents` apply to each source.
         **kwargs: See :class:`PackedTextDataModule`.

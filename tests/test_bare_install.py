@@ -111,9 +111,8 @@ def test_fit_and_score_need_no_extra(run_base):
         ("correlate a.json b.json c.json --output x", "reports"),
         ("evaluate --model x --output y --tasks niah_single_1", "reports"),
         ("quickstart", "reports"),
-        ("corpus select scores", "corpora"),
-        ("corpus score texts --model x --output y", "corpora"),
-        (f"score {ROOT}/notebooks/constitution.txt --model http://127.0.0.1:9 --evaluator x", "serve"),
+        ("select scores", "corpora"),
+        (f"predict -c {ROOT}/configs/base.yaml -c {ROOT}/configs/score_corpus.yaml", "corpora"),
         (f"fit -c {ROOT}/configs/quickstart/longce.yaml --trainer.callbacks callbacks.LongContextTasks", "reports"),
     ],
 )

@@ -7,9 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_modules.commands.compare.command import compare, compare_runs
-from lightning_modules.commands.compare.runs import make_scored_run
-from lightning_modules.commands.evaluate import evaluate
 from lightning_modules.models.context_extension.methods import ContextExtension
 from lightning_modules.models.loading.config import ModelConfig, ServerConfig
 from lightning_modules.models.loading.load import check_model
@@ -29,6 +26,10 @@ def score_models(models: Sequence[str], *, output: str | None = None, **options:
     if len(variants) == 1:
         yield table(score(model=models[0], output=output, context_extension=variants[0].extension, **options))
         return
+    # Comparing and evaluating need the extra `reports`, and a single model does not.
+    from lightning_modules.commands.compare.command import compare_runs
+    from lightning_modules.commands.compare.runs import make_scored_run
+
     names = [variant.name for variant in variants]
     if output is not None:
         writable_folder(Path(output).expanduser(), remedy="Choose another folder with `--output`.")
@@ -46,6 +47,9 @@ def evaluate_models(models: Sequence[str], *, output: str, **options: Any) -> st
     Each model is evaluated with ``context_extension`` and with each of ``other_extensions``. Each of several has a
     folder in ``output`` with its name.
     """
+    from lightning_modules.commands.compare.command import compare
+    from lightning_modules.commands.evaluate import evaluate
+
     variants = _list_variants(models, options)
     if len(variants) == 1:
         return evaluate(models[0], output, context_extension=variants[0].extension, **options)

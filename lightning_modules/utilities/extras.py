@@ -20,4 +20,5 @@ def name_missing_extra(message: str) -> str | None:
     if found is None or found[1] not in EXTRAS:
         return None
     extra = EXTRAS[found[1]]
-    return f"the package {found[1]} is missing: install the extra `{extra}` (pip install -c constraints.txt -e '.[{extra}]')."
+    install = f"pip install -c constraints.txt -e '.[{extra}]'"
+    return f"the package {found[1]} is missing: install the extra `{extra}` ({install})."

@@ -37,10 +37,13 @@ def required_distributions(roots=ROOTS):
         except PackageNotFoundError:  # of another platform
             continue
         seen.add(key)
-        for each in map(Requirement, found):
-            if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in (*key[1], "")):
-                unread.append(each)
+        extras = [{"extra": name} for name in (*key[1], "")]
+        unread += [each for each in map(Requirement, found) if _applies(each, extras)]
     return {name for name, _ in seen}
+
+
+def _applies(requirement, extras):
+    return requirement.marker is None or any(map(requirement.marker.evaluate, extras))
 
 
 def restrict_imports(roots=ROOTS):

@@ -15,6 +15,7 @@ import jsonargparse
 from typing_extensions import override
 
 from lightning_modules.utilities.errors import IncompleteError
+from lightning_modules.utilities.extras import name_missing_extra
 
 _NOISE = (
     r"(- )?(Does not validate|Subtypes: |Errors:|Given value type|Given value: (.*Namespace\(|.{200})"
@@ -38,6 +39,9 @@ class ConciseParser(jsonargparse.ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:  # the parser of a class in a config: the one of the command reports it
             super().error(message, ex)
+        missing = name_missing_extra(message)
+        if missing is not None:
+            stop_with_usage(missing)
         unknown = self._describe_unknown_name(message)
         if unknown is not None:
             stop_with_usage(unknown)
@@ -151,6 +155,9 @@ def stop_with(error: Exception) -> NoReturn:
 
     ``LONGCE_TRACEBACK=1`` also prints the traceback. An unexpected error is raised again, with a note.
     """
+    missing = name_missing_extra(str(error))
+    if missing is not None:
+        _exit_with(missing, status=2)
     # Compare by name: the classes of Lightning and torch may not be imported yet.
     kinds = {kind.__name__ for kind in type(error).__mro__}
     # A ConnectionError is an OSError, but caused by another process and not by the user.

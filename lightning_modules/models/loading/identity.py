@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import is_offline_mode, resolve_revision, snapshot_download
-from huggingface_hub.errors import RevisionResolutionError
+from huggingface_hub import is_offline_mode, snapshot_download
 from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.models.loading.adapters import find_adapters
@@ -100,7 +99,9 @@ def hub_commit(name: str, revision: str | None = None, *, fetched: bool = False)
     """Return the commit of a model on the hub, or of the cached version if offline or ``fetched``."""
     with _model_named(name, revision):
         local = fetched or is_offline_mode()
-        return resolve_revision(name, revision=revision, local_files_only=local).resolved
+        # The folder of a snapshot has the name of its commit. Without a network, it is the one in the cache.
+        folder = snapshot_download(name, revision=revision, allow_patterns=["config.json"], local_files_only=local)
+        return Path(folder).name
 
 
 @contextmanager
@@ -108,7 +109,7 @@ def _model_named(name: str, revision: str | None) -> Iterator[None]:
     """Name the model in errors of the hub."""
     try:
         yield
-    except (OSError, ValueError, RevisionResolutionError) as error:
+    except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
             f"The model '{name}' (revision {revision or 'main'}) cannot be identified: {reason.rstrip('.')}."

@@ -2,7 +2,6 @@ import hashlib
 import json
 import os
 import shutil
-from types import SimpleNamespace
 
 import pytest
 from huggingface_hub.utils import filter_repo_objects
@@ -142,18 +141,18 @@ def test_the_hub_is_asked_and_all_files_are_fetched_before_they_are_hashed(hub, 
     ]
     fetched = set()
 
-    def fetch(name, *, allow_patterns, ignore_patterns=None, **revision):
-        assert (name, revision) == ("owner/tiny", {"revision": COMMIT})
+    def fetch(name, *, revision, allow_patterns, ignore_patterns=None, local_files_only=False):
+        assert name == "owner/tiny"
+        assert not local_files_only
+        if allow_patterns == ["config.json"]:
+            assert revision == "v2"
+            return str(hub)
+        assert revision == COMMIT
         found = filter_repo_objects([*files, *left_out], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
         fetched.update(found)
         return str(hub)
 
-    def resolve(name, *, revision, local_files_only):
-        assert not local_files_only
-        return SimpleNamespace(resolved=COMMIT)
-
     monkeypatch.setattr(identity_of_models, "is_offline_mode", lambda: False)
-    monkeypatch.setattr(identity_of_models, "resolve_revision", resolve)
     monkeypatch.setattr(identity_of_models, "snapshot_download", fetch)
     model_identity("owner/tiny", "v2", trust_remote_code=True)
     assert fetched == set(files)
