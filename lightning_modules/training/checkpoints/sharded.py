@@ -69,8 +69,8 @@ class _ProcessError(Exception):
 
 
 def is_sharded(path: Path) -> bool:
-    """Return whether a folder is a sharded checkpoint, rather than that of a run; it may be incomplete."""
-    return (path / MANIFEST).is_file() or (path / _INDEX).is_file()
+    """Return whether a folder is a sharded checkpoint that was written to the end."""
+    return (path / MANIFEST).is_file()
 
 
 def write_sharded(target: Path, write: Callable[[Path], None]) -> None:
@@ -98,7 +98,7 @@ def write_sharded(target: Path, write: Callable[[Path], None]) -> None:
 
 def find_folder_damage(path: Path) -> str | None:
     """Return why a sharded checkpoint is incomplete or unsafe, as the end of a sentence, or None."""
-    if not (path / MANIFEST).is_file():
+    if not is_sharded(path):
         return f"is not a complete sharded checkpoint of longce: it lacks {MANIFEST}"
     try:
         for name, (size, _) in _read_manifest(path).items():

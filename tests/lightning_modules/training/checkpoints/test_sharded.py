@@ -81,8 +81,7 @@ def test_each_missing_or_shorter_file_is_noticed_without_reading(alone):
         with pytest.raises(ValueError, match=r"copy\.ckpt.*step-1\.ckpt"):
             check_checkpoint(copy)
         (copy / name).unlink()
-        assert is_sharded(copy), "not taken for the folder of a run"
-        with pytest.raises(ValueError, match=rf"copy\.ckpt.*{name}"):
+        with pytest.raises(ValueError, match=r"copy\.ckpt"):
             check_checkpoint(copy)
         shutil.rmtree(copy)
 
