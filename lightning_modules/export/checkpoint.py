@@ -151,14 +151,10 @@ def _load_base(facts: TrainingFacts, fingerprint: str) -> Backbone:
 def _assign_weights(module: nn.ModuleDict, weights: Mapping[str, torch.Tensor], *, trained_only: bool) -> None:
     """Assign the weights of a checkpoint, which contains all weights or only the trained ones."""
     required = trained_state(module, module.state_dict()) if trained_only else module.state_dict()
-    complete = dict(weights)
-    first_names: dict[nn.Parameter, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        # Tied weights are stored under their first name.
-        first_name = first_names.setdefault(parameter, name)
-        if name not in weights and first_name in weights:
-            complete[name] = weights[first_name]
-    report = module.load_state_dict(complete, strict=False, assign=True)
+    first: dict[nn.Parameter, str] = {}  # tied weights are stored under their first name
+    names = [(name, first.setdefault(p, name)) for name, p in module.named_parameters(remove_duplicate=False)]
+    tied = {name: weights[stored] for name, stored in names if name not in weights and stored in weights}
+    report = module.load_state_dict({**weights, **tied}, strict=False, assign=True)
     missing = [name for name in report.missing_keys if name in required]
     if missing or report.unexpected_keys:
         raise ValueError(

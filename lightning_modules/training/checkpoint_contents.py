@@ -107,48 +107,36 @@ def _check_same_model(saved: Mapping[str, str], model: PreTrainedModel, loading:
 
     RoPE and sliding windows may differ on purpose, to try an extension on a trained model: that is a warning.
     """
-    facts = TrainingFacts.from_json(saved["facts"])
-    own = loading_facts(loading, model.config)
+    facts, own = TrainingFacts.from_json(saved["facts"]), loading_facts(loading, model.config)
     if facts.lora is not None and own["lora"] is not None:
         check_same_scaling(facts.lora, own["lora"])
-    before = _rounding_settings(facts.quantization)
-    now = _rounding_settings(own["quantization"])
+    before, now = (
+        {name: value for name, value in (quantization or {}).items() if "dtype" not in name and "storage" not in name}
+        for quantization in (facts.quantization, own["quantization"])
+    )
     if before and now and before != now:
         raise ValueError(
             f"The checkpoint's adapters were trained with `quantization` = {before}, and this run has {now}: set it as"
             " in the run that wrote the checkpoint."
         )
-    saved_config = json.loads(saved["config"])
-    own_config = json.loads(model.config.to_json_string(use_diff=False))
+    configs = [json.loads(saved["config"]), json.loads(model.config.to_json_string(use_diff=False))]
     for name in ("rope_parameters", "sliding_window"):
-        if saved_config.get(name) != own_config.get(name):
+        before, now = (config.get(name) for config in configs)
+        if before != now:
             rank_zero_warn(
-                f"The checkpoint was trained with `{name}` = {saved_config.get(name)}, and this run has"
-                f" {own_config.get(name)}, which changes results: set `context_extension` and `model_config` as in that"
-                " run, unless the change is intended."
+                f"The checkpoint was trained with `{name}` = {before}, and this run has {now}, which changes results:"
+                " set `context_extension` and `model_config` as in that run, unless the change is intended."
             )
-
-
-def _rounding_settings(quantization: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the settings that decide to what a base model's weights are rounded."""
-    settings = dict(quantization or {})
-    # Types of products and of storage change no weight.
-    return {name: value for name, value in settings.items() if "dtype" not in name and "storage" not in name}
 
 
 def _check_same_weights(stored: Mapping[str, Any] | None, own: Mapping[str, Any]) -> None:
     """Compare names and shapes; ``stored`` is None if a strategy that shards the weights has removed them."""
-    if stored is None:
+    shapes = {name: tuple(value.shape) for name, value in own.items() if isinstance(value, torch.Tensor)}
+    given = {name: tuple(value.shape) for name, value in (stored or {}).items() if isinstance(value, torch.Tensor)}
+    if stored is None or given == shapes:
         return
-    for name in sorted(stored.keys() | own.keys()):
-        given = _describe_shape(stored.get(name))
-        needed = _describe_shape(own.get(name))
-        if given != needed:
-            raise ValueError(
-                f"The checkpoint is of another model: the shape of '{name}' is {given} in it and {needed} in this run."
-                " Set `model` as in the run that wrote it."
-            )
-
-
-def _describe_shape(value: Any) -> str:
-    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else "missing"
+    name = min(name for name in shapes.keys() | given.keys() if shapes.get(name) != given.get(name))
+    raise ValueError(
+        f"The checkpoint is of another model: the shape of '{name}' is {given.get(name, 'missing')} in it and"
+        f" {shapes.get(name, 'missing')} in this run. Set `model` as in the run that wrote it."
+    )
