@@ -133,7 +133,7 @@ def newest_checkpoint(folder: Path, *, resume: bool = True) -> Path | None:
     """
     checkpoints = find_checkpoints(folder)
     check_one_run(folder, checkpoints)
-    faults: list[tuple[Path, str]] = []
+    faults = []
     for checkpoint in checkpoints:
         fault = checkpoint.find_fault(resume)
         if fault is None:

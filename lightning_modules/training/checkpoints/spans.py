@@ -74,11 +74,11 @@ def resumed_spans(checkpoint: Path | None, config: str) -> list[Span]:
     content = load_without_tensors(checkpoint)
     step = content.get("global_step", 0)
     stored = content.get(CONFIG_KEY)
-    earlier: list[Span] = []
+    earlier = []
     if stored is not None:
         # Spans that began at this step or later were stopped before they had a checkpoint, or are given up.
         earlier = [span for span in _parse_spans(stored["spans"]) if span.step < step]
-    if stored is None or not earlier:
+    if not earlier:
         log.warning(
             "'%s' has no config: what this resume changes is not known, and the optimizer's settings are those of the"
             " checkpoint.",
