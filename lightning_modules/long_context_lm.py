@@ -285,6 +285,7 @@ class LongContextLM(LightningModule):
             self.backbone.base_model,
             self.loading,
             fingerprint=self._frozen_fingerprint,
+            resumes=self._trainer is not None and self.trainer.state.fn == "fit",
         )
         self.costs.totals |= checkpoint.get(checkpoint_contents.COSTS_KEY, {})
 

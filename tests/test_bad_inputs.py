@@ -308,7 +308,8 @@ def test_checkpoints(run, tmp_path, place, monkeypatch):
         "a list": ([1, 2], "was not written by `longce fit`"),
         "no weights": ({**good, "state_dict": 3}, "was not written by `longce fit`"),
         "no optimizer": ({k: v for k, v in good.items() if k != "optimizer_states"}, "contains weights only"),
-        "no loops": ({k: v for k, v in good.items() if k != "loops"}, "contains weights only"),
+        "no schedule": ({k: v for k, v in good.items() if k != "lr_schedulers"}, "lacks lr_schedulers, without which"),
+        "no loops": ({**good, "loops": {}}, "lacks the state of training"),
     }
     for name, (content, words) in cases.items():
         torch.save(content, tmp_path / f"{name}.ckpt")

@@ -69,6 +69,7 @@ def check_contents(
     loading: ModelConfig,
     *,
     fingerprint: str | None,
+    resumes: bool,
 ) -> None:
     """Check a checkpoint before a module loads it.
 
@@ -78,9 +79,17 @@ def check_contents(
         model: The Hugging Face model inside.
         loading: How the model was loaded.
         fingerprint: Hash of the frozen weights, or None if checkpoints contain all weights.
+        resumes: Whether training resumes.
     """
     if EXPORT_KEY in checkpoint:
         _check_same_model(checkpoint[EXPORT_KEY], model, loading)
+    if resumes and "state_dict" in checkpoint:
+        missing = {"optimizer_states", "lr_schedulers", "loops"}.difference(checkpoint)
+        if missing or "fit_loop" not in checkpoint["loops"]:
+            raise ValueError(
+                f"The checkpoint lacks {', '.join(sorted(missing)) or 'the state of training'}, without which training"
+                " cannot resume: it contains weights only. Start a new training from its export (`longce export`)."
+            )
     if fingerprint is None:
         _check_same_weights(checkpoint.get("state_dict"), module.state_dict())
         return

@@ -21,7 +21,7 @@ from lightning_modules.training.checkpoints.io import (
 )
 from lightning_modules.training.checkpoints.resume import check_same_checkpoint
 from lightning_modules.training.checkpoints.spans import CONFIG_FILE, SPANS_FILE, Span, write_spans
-from lightning_modules.utilities.files import remove_unfinished, undamaged, writable_folder, write_atomically
+from lightning_modules.utilities.files import remove_unfinished, undamaged, write_atomically
 from lightning_modules.utilities.locks import RunLock
 
 RUN_FILE = "run.json"
@@ -60,7 +60,7 @@ class Run:
         """Lock the folders, in the first process; raise a ``ValueError`` that names the process of another run."""
         self.folders = list(folders)
         for folder in folders:
-            writable_folder(folder, remedy="Set `dirpath` of the checkpoint callback, or `save_dir` of the logger.")
+            folder.mkdir(parents=True, exist_ok=True)
         self._lock = RunLock(*_find_folders_to_lock(folders))
         self._lock.begin()
         for folder in folders:

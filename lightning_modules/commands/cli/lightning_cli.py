@@ -27,6 +27,7 @@ from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.training.checkpoints.due_evaluation import DueEvaluation, ResumingTrainer
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO
 from lightning_modules.training.checkpoints.resume import (
+    check_checkpoint_folders,
     find_checkpoint,
     is_numbered,
     log_resume_command,
@@ -212,6 +213,7 @@ class LongceCLI(LightningCLI):
             self._check_model(self.model, fits=fits)
         logger = self._get(self.config, "trainer").logger
         if fits and self.trainer.is_global_zero and not self._is_dry_run:
+            check_checkpoint_folders(self.trainer)
             self.training_run.begin(owned_folders(self.trainer))
         self._requested_checkpoint = options.ckpt_path
         if self.subcommand == "predict":

@@ -33,9 +33,6 @@ RUN_ID = "run_id"
 
 SUFFIX = ".ckpt"
 
-_TRAINING_STATE = {"optimizer_states", "lr_schedulers", "loops"}
-"""Keys of Lightning without which training cannot resume; without loops, it would silently begin at step 0."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -203,7 +200,7 @@ def describe_checkpoint(path: str | Path) -> Checkpoint:
     if damage is None and path.is_file() and not isinstance(content.get("state_dict"), dict):
         damage = "was not written by `longce fit`"
     step = content.get("global_step")
-    has_weights_only = path.is_file() and not content.keys() >= _TRAINING_STATE
+    has_weights_only = path.is_file() and "optimizer_states" not in content
     return Checkpoint(path, step if isinstance(step, int) else math.inf, content.get(RUN_ID), damage, has_weights_only)
 
 

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_modules.training.checkpoints.io import check_checkpoint, newest_checkpoint
 from lightning_modules.training.checkpoints.sharded import is_sharded
 from lightning_modules.utilities.collectives import gathered
+from lightning_modules.utilities.files import writable_folder
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +59,16 @@ def check_same_checkpoint(trainer: Trainer) -> None:
             f"`ckpt_path`: process 0 resumes from {paths[0] or 'nothing'}, process {other} from"
             f" {paths[other] or 'nothing'}. Keep checkpoints on a disk that all nodes share, and pass the file."
         )
+
+
+def check_checkpoint_folders(trainer: Trainer) -> None:
+    """Check that the folders for checkpoints and logs are writable, before hours of training."""
+    logs = [Path(logger.save_dir) for logger in trainer.loggers if logger.save_dir]
+    for folder in (*_checkpoint_folders(trainer), *logs) if trainer.is_global_zero else ():
+        if not is_remote(folder):
+            # Loggers choose the final names later, so the nearest existing parent is tested.
+            existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+            writable_folder(existing, remedy="Set `dirpath` of the checkpoint callback, or `save_dir` of the logger.")
 
 
 def log_resume_command(trainer: Trainer) -> None:

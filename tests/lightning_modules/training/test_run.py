@@ -19,7 +19,7 @@ FORK = multiprocessing.get_context("fork")
 def save(folder, step, run=None, *, name=None):
     path = folder / "checkpoints" / (name or f"step-{step}.ckpt")
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"state_dict": {}, "optimizer_states": [], "lr_schedulers": [], "loops": {}, "global_step": step}
+    content = {"state_dict": {}, "optimizer_states": [], "global_step": step}
     torch.save(content | ({} if run is None else {"run_id": run}), path)
     return path
 

