@@ -81,16 +81,18 @@ def data_parallel_mesh(trainer: Trainer) -> DeviceMesh | None:
     check_strategy(strategy)
     if not isinstance(strategy, ModelParallelStrategy):
         return None
-    if not isinstance(strategy, FullyShardedStrategy):
+    mesh = strategy.device_mesh
+    if mesh["tensor_parallel"].size() > 1:
         raise ValueError(
-            f"{type(strategy).__name__} may use tensor parallelism, and its checkpoints have no checksums: {_REMEDY}."
+            f"Tensor parallelism (of size {mesh['tensor_parallel'].size()} in {type(strategy).__name__}) is not"
+            f" supported: {_REMEDY}."
         )
     if trainer.validate_loop.inference_mode:
         raise ValueError(
             f"{type(strategy).__name__} cannot gather weights in torch's inference mode: set"
             " `trainer.inference_mode: false`."
         )
-    return strategy.device_mesh["data_parallel"]
+    return mesh["data_parallel"]
 
 
 def check_strategy(strategy: Any) -> None:

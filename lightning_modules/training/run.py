@@ -1,7 +1,9 @@
 """A training run: a folder with an id and a config, to which one job at a time writes."""
 
+import hashlib
 import json
 import logging
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,10 +16,11 @@ from typing_extensions import override
 
 from lightning_modules.training.checkpoints.io import (
     SUFFIX,
-    Checkpoint,
+    Candidate,
     check_one_run,
     describe_checkpoint,
     find_checkpoints,
+    find_damage,
 )
 from lightning_modules.training.checkpoints.resume import check_same_checkpoint
 from lightning_modules.training.checkpoints.spans import CONFIG_FILE, SPANS_FILE, Span, write_spans
@@ -25,7 +28,7 @@ from lightning_modules.utilities.files import remove_unfinished, undamaged, writ
 from lightning_modules.utilities.locks import RunLock
 
 RUN_FILE = "run.json"
-"""File in the folder of a run with its id and the name of its config, written once."""
+"""File in the folder of a run with its id, seed and config, written once."""
 
 _RECORDS = (
     *(RUN_FILE, SPANS_FILE, "hparams.yaml", "metrics.csv", "numerics.json", "config-resumed-at-step-*.yaml"),
@@ -79,7 +82,15 @@ class Run:
             with suppress(OSError):  # only empty folders can be removed: those of a run that never started
                 folder.rmdir()
 
-    def record(self, checkpoint: Path | None, config: str, *, spans: Sequence[Span] = (), named: bool = False) -> None:
+    def record(
+        self,
+        checkpoint: Path | None,
+        config: str,
+        seed: int | None,
+        *,
+        spans: Sequence[Span] = (),
+        named: bool = False,
+    ) -> None:
         """Write id and config (YAML), in the first process; refuse folders with checkpoints of another training.
 
         Training resumes from ``checkpoint``, which is the newest one unless the user ``named`` it.
@@ -99,7 +110,12 @@ class Run:
         if spans:
             self._unwritten = (spans, name)
         if known is None:
-            known = {"id": continued or uuid.uuid4().hex[:12], "config": name}
+            known = {
+                "id": continued or uuid.uuid4().hex[:12],
+                "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "seed": seed,
+            }
+            known |= {"config": name, "config_sha256": hashlib.sha256(config.encode()).hexdigest()}
             write_atomically(folder / RUN_FILE, (json.dumps(known, indent=2) + "\n").encode())
         self.id = continued or known["id"]
 
@@ -109,33 +125,31 @@ class Run:
             write_spans(self.folders[0], *self._unwritten)
             self._unwritten = None
 
-    def _find_existing(self) -> dict[Path, Checkpoint]:
+    def _find_existing(self) -> dict[Path, Candidate]:
         """Return the checkpoints in the folders, by path."""
         top_level = [folder for folder in self.folders if folder.parent not in self.folders]
         return {one.path.resolve(): one for folder in top_level for one in find_checkpoints(folder)}
 
-    def _check_resumes(self, existing: Mapping[Path, Checkpoint], start: Checkpoint | None, named: bool) -> str | None:
+    def _check_resumes(self, existing: Mapping[Path, Candidate], start: Candidate | None, named: bool) -> str | None:
         """Return the id of the run that is resumed, or None for a new one; refuse to mix checkpoints of two runs."""
-        if not existing:
+        present = sorted(existing.values(), key=lambda one: one.step)
+        if not present:
             return None
-        last = max(existing.values(), key=lambda one: one.step)
-        folder = last.path.parent
+        folder, last = present[-1].path.parent, present[-1]
         other = "or give this run another folder (--trainer.logger.init_args.version NAME)"
+        if start is not None:
+            check_one_run(folder, [*present, start])
         if start is None:
-            raise ValueError(
-                f"'{folder}' contains checkpoints of an earlier training ({last.path.name}): resume it with"
-                f" `--ckpt_path {folder}`, {other}."
-            )
-        check_one_run(folder, [*existing.values(), start])
-        if start.path not in existing and start.run is None:
-            raise ValueError(f"'{folder}' contains other checkpoints than '{start.path}': move them, {other}.")
-        for later in existing.values():
-            if named and later.damage is None and later.step > start.step:
-                raise ValueError(
-                    f"`ckpt_path` '{start.path}' goes back to step {start.step:.0f}, but '{later.path}' of step"
-                    f" {later.step:.0f} would still be the newest: move it away, {other}."
-                )
-        return start.run
+            problem = f"'{folder}' contains checkpoints of an earlier training ({last.path.name}): resume it with"
+            problem += f" `--ckpt_path {folder}`"
+        elif start.path not in existing and start.run is None:
+            problem = f"'{folder}' contains other checkpoints than '{start.path}': move them"
+        elif named and start.step < last.step and find_damage(last.path) is None:
+            problem = f"`ckpt_path` '{start.path}' goes back to step {start.step:.0f}, but '{last.path}' of step"
+            problem += f" {last.step:.0f} would still be the newest: move it away"
+        else:
+            return start.run
+        raise ValueError(f"{problem}, {other}.")
 
 
 def _find_folders_to_lock(folders: Sequence[Path]) -> list[Path]:
@@ -153,7 +167,7 @@ def read_run(folder: Path) -> dict[str, Any] | None:
         return {**known, "id": str(known["id"])}
 
 
-def _choose_config_name(folder: Path, start: Checkpoint | None) -> str:
+def _choose_config_name(folder: Path, start: Candidate | None) -> str:
     """Return a file name for a config that does not exist yet."""
     stem = f"config-resumed-at-step-{0 if start is None else start.step:.0f}"
     names = chain([CONFIG_FILE, f"{stem}.yaml"], (f"{stem}-{number}.yaml" for number in count(2)))

@@ -132,7 +132,6 @@ def sharded(tmp_path, monkeypatch):
     def save(folder, state):
         dcp.save(state, checkpoint_id=str(folder))
         torch.save({}, folder / "meta.pt")
-        (folder / "checksums.json").write_text("{}")  # who changes a file can change its checksum
 
     yield save
     dist.destroy_process_group()

@@ -256,7 +256,7 @@ class LongceCLI(LightningCLI):
             for line in spans[-1].describe():
                 rank_zero_info(line)
             named = checkpoint is not None and str(checkpoint) == self._requested_checkpoint
-            self.training_run.record(checkpoint, text, spans=spans, named=named)
+            self.training_run.record(checkpoint, text, config.seed_everything, spans=spans, named=named)
             self.model.run_id, self.identity.config = self.training_run.id, text
         else:
             place_evaluation(self.trainer, str(self.subcommand), checkpoint, text, numbered=is_numbered(logger))

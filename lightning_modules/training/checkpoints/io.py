@@ -5,6 +5,7 @@ tensors are compared with their checksums when it is loaded. The newest checkpoi
 recorded in it, not the latest file time.
 """
 
+import contextlib
 import logging
 import math
 import pickle
@@ -89,38 +90,23 @@ class CheckedCheckpointIO(TorchCheckpointIO):
             super().remove_checkpoint(path)
 
 
-class Checkpoint(NamedTuple):
-    """What a checkpoint says of itself without its tensors."""
-
-    path: Path
-    step: float  # optimizer step recorded in it; infinity if it cannot be read, so that a newer one is never missed
-    run: str | None  # id of the run that wrote it, if recorded
-    damage: str | None  # why it cannot be used, as the end of a sentence
-    has_weights_only: bool  # training cannot resume from it
-
-    def find_fault(self, resume: bool) -> str | None:
-        """Return why the checkpoint cannot be used, to ``resume`` or to evaluate, as the end of a sentence."""
-        if self.damage is None and resume and self.has_weights_only:
-            return "contains weights only, from which training cannot resume"
-        return self.damage
-
-
 def check_checkpoint(path: str | Path, option: str = "ckpt_path", *, resume: bool = False) -> None:
     """Raise a ``ValueError`` unless a checkpoint is complete and from ``longce fit``, without reading its tensors.
 
     The error names the newest intact one in the same folder. To ``resume``, weights alone are not sufficient.
     """
-    fault = describe_checkpoint(path).find_fault(resume)
-    if fault is not None:
-        raise _load_error(path, fault, option)
+    _refuse(path, _find_fault(path, resume), option)
 
 
 def check_integrity(path: str | Path, option: str = "ckpt_path") -> None:
     """Compare a checkpoint with its checksums. All processes must call it: they share the work and the outcome."""
     own = find_damage(path) or find_content_damage(Path(path), *rank_and_size())
-    for damage in gathered(own):
-        if damage is not None:
-            raise _load_error(path, damage, option)
+    _refuse(path, next((problem for problem in gathered(own) if problem is not None), None), option)
+
+
+def _refuse(path: str | Path, problem: str | None, option: str) -> None:
+    if problem is not None:
+        raise _load_error(path, problem, option)
 
 
 def newest_checkpoint(folder: Path, *, resume: bool = True) -> Path | None:
@@ -128,19 +114,18 @@ def newest_checkpoint(folder: Path, *, resume: bool = True) -> Path | None:
 
     Damaged ones are skipped with a warning. To ``resume``, files with weights alone do not count.
     """
-    checkpoints = find_checkpoints(folder)
-    check_one_run(folder, checkpoints)
-    faults = []
-    for checkpoint in checkpoints:
-        fault = checkpoint.find_fault(resume)
-        if fault is None:
-            for skipped, reason in faults:
-                _log.warning("Skipping %s: it %s.", skipped, reason)
-            return checkpoint.path
-        faults.append((checkpoint.path, fault))
+    candidates = find_checkpoints(folder)
+    check_one_run(folder, candidates)
+    faults: dict[Path, str] = {}
+    for candidate in candidates:
+        if (fault := _find_fault(candidate.path, resume)) is None:
+            for damaged, reason in faults.items():
+                _log.warning("Skipping %s: it %s.", damaged, reason)
+            return candidate.path
+        faults[candidate.path] = fault
     if not faults:
         return None
-    listed = ", ".join(f"{path.name} {fault}" for path, fault in faults)
+    listed = ", ".join(f"{path.name} {fault}" for path, fault in faults.items())
     raise ValueError(f"No checkpoint in '{folder}' can be used: {listed}. Use another folder, or start a new run.")
 
 
@@ -148,12 +133,11 @@ def find_damage(path: str | Path) -> str | None:
     """Return why a checkpoint is incomplete, as the end of a sentence, or None if it is complete."""
     if "://" in str(path):
         return "is not loaded from the web: download it first"
-    path = Path(path)
-    if path.is_dir():
+    if (path := Path(path)).is_dir():
         return find_folder_damage(path)
-    if not path.is_file():
-        return "is not a file" if path.exists() else "does not exist"
     try:
+        if not path.is_file():
+            return "is not a file" if path.exists() else "does not exist"
         with zipfile.ZipFile(path):  # the list of its contents is at the end of the file
             return None
     except Exception as error:  # any kind for a damaged archive
@@ -162,46 +146,60 @@ def find_damage(path: str | Path) -> str | None:
 
 def _load_error(path: str | Path, problem: str, option: str = "ckpt_path") -> ValueError:
     """Return an error for a bad checkpoint that names the newest intact one in its folder."""
-    for other in find_checkpoints(Path(path).parent):
-        is_other = other.path.absolute() != Path(path).absolute()
-        if is_other and other.find_fault(resume=True) is None and find_content_damage(other.path, 0, 1) is None:
-            return ValueError(f"`{option}` '{path}' {problem}. The newest intact one in its folder is {other.path}.")
-    return ValueError(f"`{option}` '{path}' {problem}. Use another one.")
+    others = [one.path for one in find_checkpoints(Path(path).parent) if one.path.absolute() != Path(path).absolute()]
+    complete = (other for other in others if _find_fault(other, resume=True) is None)
+    intact = next((other for other in complete if find_content_damage(other, 0, 1) is None), None)
+    remedy = f"The newest intact one in its folder is {intact}." if intact else "Use another one."
+    return ValueError(f"`{option}` '{path}' {problem}. {remedy}")
 
 
-def find_checkpoints(folder: Path) -> list[Checkpoint]:
+def _find_fault(path: str | Path, resume: bool) -> str | None:
+    """Return why a checkpoint cannot be used, as the end of a sentence, or None if it can."""
+    if (problem := find_damage(path)) is not None or Path(path).is_dir():
+        return problem
+    try:
+        loaded = load_without_tensors(Path(path))
+    except Exception as error:  # any kind for an archive that torch did not write
+        return refused_pickle(error)
+    if not isinstance(loaded.get("state_dict"), dict):
+        return "was not written by `longce fit`"
+    if resume and "optimizer_states" not in loaded:
+        return "contains weights only, from which training cannot resume"
+    return None
+
+
+class Candidate(NamedTuple):
+    """A checkpoint in the folder of a run, which may be damaged."""
+
+    path: Path
+    step: float  # optimizer step recorded in it, or else in its name, or else infinity
+    run: str | None  # id of the run that wrote it, if recorded
+
+
+def find_checkpoints(folder: Path) -> list[Candidate]:
     """List the checkpoints in a folder and in its ``checkpoints``, largest step first, without links."""
-    checkpoints = []
+    candidates = []
     for path in (*folder.glob(f"*{SUFFIX}"), *folder.glob(f"checkpoints/*{SUFFIX}")):
-        if path.is_symlink():
-            continue
-        checkpoint = describe_checkpoint(path)
-        if path.exists():  # a running training removes older ones
-            checkpoints.append(checkpoint)
-    return sorted(checkpoints, key=_sort_key, reverse=True)
+        with contextlib.suppress(FileNotFoundError):  # a running training removes older ones
+            if not path.is_symlink():
+                candidates.append(describe_checkpoint(path))
+    # Lightning appends a version to the name of a second file for the same step.
+    versions = {one.path: int((re.findall(r"-v(\d+)$", one.path.stem) or [0])[0]) for one in candidates}
+    return sorted(candidates, key=lambda one: (one.step, versions[one.path]), reverse=True)
 
 
-def _sort_key(checkpoint: Checkpoint) -> tuple[float, int]:
-    """Return the step of a checkpoint, and the version that Lightning appends to the name of a second file for it."""
-    version = re.search(r"-v(\d+)$", checkpoint.path.stem)
-    return checkpoint.step, int(version[1]) if version else 0
-
-
-def describe_checkpoint(path: str | Path) -> Checkpoint:
-    """Read step, run and completeness of a checkpoint, without loading tensors or running code in it."""
-    damage = find_damage(path)
-    path = Path(path)
-    content = {}
+def describe_checkpoint(path: Path) -> Candidate:
+    """Read the step and the run of a checkpoint, without loading tensors or running code in it."""
+    path.stat()
     try:
         content = load_without_tensors(path)
-    except Exception as error:  # any kind for a file that torch did not write
-        damage = damage or refused_pickle(error)
-    # The weights of a sharded checkpoint are in other files.
-    if damage is None and path.is_file() and not isinstance(content.get("state_dict"), dict):
-        damage = "was not written by `longce fit`"
+    except Exception:  # damaged; `find_damage` reports how
+        content = {}
     step = content.get("global_step")
-    has_weights_only = path.is_file() and "optimizer_states" not in content
-    return Checkpoint(path, step if isinstance(step, int) else math.inf, content.get(RUN_ID), damage, has_weights_only)
+    if not isinstance(step, int):
+        named = re.findall(r"step\D?(\d+)", path.stem) or re.findall(r"\d+", re.sub(r"-v\d+$", "", path.stem))
+        return Candidate(path, float(named[-1]) if named else math.inf, None)
+    return Candidate(path, step, content.get(RUN_ID))
 
 
 def load_without_tensors(path: Path) -> dict[str, Any]:
@@ -211,9 +209,9 @@ def load_without_tensors(path: Path) -> dict[str, Any]:
     return loaded if isinstance(loaded, dict) else {}
 
 
-def check_one_run(folder: Path, checkpoints: list[Checkpoint]) -> None:
+def check_one_run(folder: Path, candidates: list[Candidate]) -> None:
     """Raise a ``ValueError`` if checkpoints are of different runs, because their steps cannot be compared."""
-    first_of = {one.run: one.path.name for one in reversed(checkpoints) if one.run is not None}
+    first_of = {one.run: one.path.name for one in reversed(candidates) if one.run is not None}
     if len(first_of) > 1:
         named = ", ".join(f"{name} of run {run}" for run, name in sorted(first_of.items()))
         raise ValueError(f"'{folder}' contains checkpoints of {len(first_of)} runs ({named}): pass one of the files.")

@@ -27,7 +27,7 @@ from lightning_modules.utilities.identity import file_crc32
 Result = TypeVar("Result")
 
 MANIFEST = "checksums.json"
-"""File with size and CRC-32 of all others in the folder, written last: without it, the folder is incomplete."""
+"""File with size and CRC-32 of all others in the folder, written last."""
 
 UNSHARDED_FILE = "meta.pt"
 """Lightning's file with everything that is not sharded."""
@@ -70,7 +70,7 @@ class _ProcessError(Exception):
 
 def is_sharded(path: Path) -> bool:
     """Return whether a folder is a sharded checkpoint that was written to the end."""
-    return (path / MANIFEST).is_file()
+    return all((path / name).is_file() for name in (_INDEX, UNSHARDED_FILE))
 
 
 def write_sharded(target: Path, write: Callable[[Path], None]) -> None:
@@ -97,9 +97,12 @@ def write_sharded(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def find_folder_damage(path: Path) -> str | None:
-    """Return why a sharded checkpoint is incomplete or unsafe, as the end of a sentence, or None."""
+    """Return why a sharded checkpoint is incomplete or unsafe, as the end of a sentence, or None.
+
+    Folders of Lightning's own strategies have no checksums and only need to be complete.
+    """
     if not is_sharded(path):
-        return f"is not a complete sharded checkpoint of longce: it lacks {MANIFEST}"
+        return "is not a complete sharded checkpoint"
     try:
         for name, (size, _) in _read_manifest(path).items():
             if (path / name).stat().st_size != size:
@@ -193,7 +196,9 @@ def _publish_shards(folder: Path, target: Path, entries: dict[str, tuple[int, in
 
 
 def _read_manifest(path: Path) -> dict[str, tuple[int, int]]:
-    """Return size and checksum of each file."""
+    """Return size and checksum of each file; nothing for a folder of Lightning's own strategies."""
+    if not (path / MANIFEST).exists():
+        return {}
     content = json.loads((path / MANIFEST).read_bytes())
     return {Path(name).name: (int(size), int(crc)) for name, (size, crc) in content.items()}
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from lightning_modules.training.checkpoints.io import load_without_tensors
+from lightning_modules.training.checkpoints.io import describe_checkpoint, load_without_tensors
 from lightning_modules.utilities.files import undamaged, write_atomically
 
 SPANS_FILE = "spans.json"
@@ -71,21 +71,18 @@ def resumed_spans(checkpoint: Path | None, config: str) -> list[Span]:
     digest = hashlib.sha256(config.encode()).hexdigest()
     if checkpoint is None:
         return [Span(0, CONFIG_FILE, {}, digest)]
-    content = load_without_tensors(checkpoint)
-    step = content.get("global_step", 0)
-    stored = content.get(CONFIG_KEY)
-    earlier = []
-    if stored is not None:
-        # Spans that began at this step or later were stopped before they had a checkpoint, or are given up.
-        earlier = [span for span in _parse_spans(stored["spans"]) if span.step < step]
-    if not earlier:
+    step = int(describe_checkpoint(checkpoint).step)
+    text, spans = _read_earlier(checkpoint)
+    # Spans that began at this step or later were stopped before they had a checkpoint, or are given up.
+    earlier = [span for span in spans if span.step < step]
+    if text is None or not earlier:
         log.warning(
             "'%s' has no config: what this resume changes is not known, and the optimizer's settings are those of the"
             " checkpoint.",
             checkpoint,
         )
         return [Span(step, CONFIG_FILE, {}, digest)]
-    changed = find_changes(yaml.safe_load(stored["config"]), yaml.safe_load(config))
+    changed = find_changes(yaml.safe_load(text), yaml.safe_load(config))
     for name in _CLASSES:
         if name in changed:
             before, after = changed[name]
@@ -94,6 +91,15 @@ def resumed_spans(checkpoint: Path | None, config: str) -> list[Span]:
                 " restore it, or start a new training from the weights (`longce export`)."
             )
     return [*earlier, Span(step, "", changed, digest)]
+
+
+def _read_earlier(checkpoint: Path) -> tuple[str | None, list[Span]]:
+    """Return the config and the spans of the training that wrote a checkpoint; None if no command wrote it."""
+    try:
+        stored = load_without_tensors(checkpoint).get(CONFIG_KEY)
+    except Exception:  # damaged, which is reported when it is loaded
+        stored = None
+    return (None, []) if stored is None else (str(stored["config"]), _parse_spans(stored["spans"]))
 
 
 def read_spans(folder: Path) -> list[Span]:

@@ -279,8 +279,10 @@ def test_half_precision_is_that_of_the_products_and_not_of_the_rotation(two, pre
     assert results["losses"][0] == pytest.approx(exact[0].item(), rel=0.3)
 
 
-def _strategy(kind):
+def _strategy(kind, tensor_parallel=1):
     strategy = kind.__new__(kind)
+    sizes = {"tensor_parallel": SimpleNamespace(size=lambda: tensor_parallel)}
+    strategy._device_mesh = sizes
     return SimpleNamespace(strategy=strategy, validate_loop=SimpleNamespace(inference_mode=True))
 
 
@@ -289,7 +291,7 @@ def _strategy(kind):
     [
         (_strategy(FSDPStrategy), "FSDP1"),
         (_strategy(DeepSpeedStrategy), "DeepSpeed"),
-        (_strategy(ModelParallelStrategy), "FullyShardedStrategy"),
+        (_strategy(ModelParallelStrategy, 4), "size 4"),
         (_strategy(FullyShardedStrategy), "inference_mode: false"),
     ],
 )

@@ -81,8 +81,9 @@ def test_each_missing_or_shorter_file_is_noticed_without_reading(alone):
         with pytest.raises(ValueError, match=r"copy\.ckpt.*step-1\.ckpt"):
             check_checkpoint(copy)
         (copy / name).unlink()
-        with pytest.raises(ValueError, match=r"copy\.ckpt"):
-            check_checkpoint(copy)
+        if name != MANIFEST:  # Lightning's own folders have none
+            with pytest.raises(ValueError, match=r"copy\.ckpt"):
+                check_checkpoint(copy)
         shutil.rmtree(copy)
 
 

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,13 +140,11 @@ def test_a_config_becomes_flat_without_what_only_places_a_run():
 def test_spans_that_reached_no_checkpoint_are_dropped(tmp_path, monkeypatch):
     spans_module = "lightning_modules.training.checkpoints.spans"
     written = {4: (CONFIG, [Span(0, "config.yaml", {})])}  # config and spans of the training that wrote a checkpoint
+    monkeypatch.setattr(f"{spans_module}.describe_checkpoint", lambda path: SimpleNamespace(step=int(path.name)))
 
     def load(path):
         config, spans = written[int(path.name)]
-        return {
-            "global_step": int(path.name),
-            CONFIG_KEY: {"config": yaml.safe_dump(config), "spans": json.dumps(spans)},
-        }
+        return {CONFIG_KEY: {"config": yaml.safe_dump(config), "spans": json.dumps(spans)}}
 
     monkeypatch.setattr(f"{spans_module}.load_without_tensors", load)
     for step, gamma in ((4, 3.0), (8, 2.0), (8, 1.0), (6, 4.0)):
