@@ -1,6 +1,7 @@
 """Installations with few packages: training on a GPU machine, and the base installation without any extra."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -9,6 +10,7 @@ import pytest
 
 from benchmarks import on_gpu
 from lightning_modules.commands.plan.hardware import GPU, GPUS, find_rates
+from lightning_modules.utilities.extras import EXTRAS, name_missing_extra
 from tests.docs.test_docs import ROOT
 from tests.support.bare_install import bare_environment, required_distributions
 
@@ -90,6 +92,26 @@ def run_base(tmp_path_factory):
     return run
 
 
+def test_extras_of_the_readme_exist():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    paragraph = (ROOT / "README.md").read_text().partition("\nExtras: ")[2].partition("\n\n")[0]
+    named = set(re.findall(r"`(\w+)`", paragraph))
+    assert {"corpora", "reports", "serve", "dev"} <= named <= extras.keys()
+    assert set(EXTRAS.values()) <= extras.keys()
+
+
+@pytest.mark.parametrize(
+    ("message", "extra"),
+    [
+        ("No module named 'absent_package'", None),
+        ("No module named 'pandas'", None),  # it is installed, so something else is wrong
+        ("No module named 'pandas.local_loader'", None),
+    ],
+)
+def test_only_a_missing_package_of_an_extra_is_named(message, extra):
+    assert name_missing_extra(message) is extra
+
+
 @pytest.mark.slow
 def test_fit_and_score_need_no_extra(run_base):
     configs = ["-c", str(ROOT / "configs/base.yaml"), "-c", str(ROOT / "configs/quickstart/base.yaml")]
@@ -112,7 +134,6 @@ def test_fit_and_score_need_no_extra(run_base):
         ("evaluate --model x --output y --tasks niah_single_1", "reports"),
         ("quickstart", "reports"),
         ("select scores", "corpora"),
-        (f"predict -c {ROOT}/configs/base.yaml -c {ROOT}/configs/score_corpus.yaml", "corpora"),
         (f"fit -c {ROOT}/configs/quickstart/longce.yaml --trainer.callbacks callbacks.LongContextTasks", "reports"),
     ],
 )

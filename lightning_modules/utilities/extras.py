@@ -1,5 +1,6 @@
 """Extras of the installation, which only some commands need."""
 
+import importlib.util
 import re
 
 EXTRAS = {
@@ -8,16 +9,15 @@ EXTRAS = {
     "httpx2": "serve",
     "matplotlib": "reports",
     "pandas": "reports",
-    "pyarrow": "corpora",
     "scipy": "reports",
 }
 """The extra that has a package. pandas is in `corpora` as well, whose commands miss another package first."""
 
 
 def name_missing_extra(message: str) -> str | None:
-    """Return which extra to install if the message of an error reports a missing package of one, or None."""
-    found = re.search(r"No module named '(\w+)", message)
-    if found is None or found[1] not in EXTRAS:
+    """Return which extra to install if a message is that of the import of a package that is missing, or None."""
+    found = re.search(r"No module named '(\w+)'", message)
+    if found is None or found[1] not in EXTRAS or importlib.util.find_spec(found[1]) is not None:
         return None
     extra = EXTRAS[found[1]]
     install = f"pip install -c constraints.txt -e '.[{extra}]'"

@@ -10,9 +10,10 @@ import time
 import psutil
 import pytest
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from datamodules.packing.loader import FORK_IS_SAFE
-from tests.support.fault_runs import BASE, ROOT, new_run, prepare
+from tests.support.fault_runs import BASE, ROOT, Run, new_run, prepare
 
 FIT = ["fit", "-c", BASE, "-c", "config.yaml", "--ckpt_path", "last"]
 
@@ -69,6 +70,17 @@ def ranks(launcher):
         with contextlib.suppress(psutil.Error):  # it has just ended
             found[child.environ().get("RANK", "")] = child
     return [found[rank] for rank in sorted(found) if rank]
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_model_and_log_once(tmp_path):
+    run = Run(tmp_path, ranks=2)
+    words = ["fit", "-c", BASE, "-c", str(ROOT / "configs" / "debug.yaml"), "--trainer.devices", "2"]
+    words += ["--trainer.max_steps", "1", "--trainer.strategy", "ddp"]
+    assert finish(start(run.folder, *words)) == 0, run.log()
+    (config,) = run.folder.glob("runs/longce/*/config.yaml")
+    events = EventAccumulator(str(config.parent)).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [0]
 
 
 @pytest.fixture(scope="module")

@@ -155,7 +155,7 @@ def stop_with(error: Exception) -> NoReturn:
 
     ``LONGCE_TRACEBACK=1`` also prints the traceback. An unexpected error is raised again, with a note.
     """
-    missing = name_missing_extra(str(error))
+    missing = name_missing_extra(str(_find_import_error(error)))
     if missing is not None:
         _exit_with(missing, status=2)
     # Compare by name: the classes of Lightning and torch may not be imported yet.
@@ -180,6 +180,13 @@ def stop_with(error: Exception) -> NoReturn:
         " it with the command and its configs."
     )
     raise error
+
+
+def _find_import_error(error: BaseException | None) -> BaseException | None:
+    """Return the missing module among an error and its causes."""
+    while error is not None and not isinstance(error, ModuleNotFoundError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _exit_with_message(error: BaseException, *, status: int) -> NoReturn:

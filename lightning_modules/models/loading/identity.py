@@ -1,5 +1,6 @@
 """Identity of a stored model: a hash of weights, config, tokenizer, chat templates and code."""
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -98,6 +99,8 @@ def check_same_model(identity: str, config: ModelConfig) -> None:
 def hub_commit(name: str, revision: str | None = None, *, fetched: bool = False) -> str:
     """Return the commit of a model on the hub, or of the cached version if offline or ``fetched``."""
     with _model_named(name, revision):
+        if revision is not None and re.fullmatch("[0-9a-f]{40}", revision):
+            return revision
         local = fetched or is_offline_mode()
         # The folder of a snapshot has the name of its commit. Without a network, it is the one in the cache.
         folder = snapshot_download(name, revision=revision, allow_patterns=["config.json"], local_files_only=local)

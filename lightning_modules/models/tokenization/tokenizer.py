@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import warnings
 from pathlib import Path
 from weakref import WeakSet
@@ -223,6 +224,8 @@ def not_loaded(kind: str, path: str, error: Exception, *, plan: str = "") -> str
     enough = f"; for `longce plan`, `hf download {path} {plan}` is enough" if plan else ""
     remedy = f"Download it where there is a network (`hf download {path}`{enough}),"
     remedy += " or give a local folder or another hub id."
+    if kind == "tokenizer" and re.search("sentencepiece|tiktoken|protobuf", str(error), re.IGNORECASE):
+        remedy = "Install the extra `tokenizers`, which reads tokenizers without tokenizer.json."
     if kind == "tokenizer" and Path(path).is_dir() and not any(any(Path(path).glob(name)) for name in _TOKENIZER_FILES):
         reason = "its folder has no tokenizer files, such as tokenizer.json"
         remedy = "Copy them from the model that it was made of, or name a folder that has them."

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_modules.commands.compare.command import compare_runs, draw_curves
 from lightning_modules.commands.compare.runs import ComparedRun
-from lightning_modules.commands.compare.verdict import measure_ratios, write_verdict
+from lightning_modules.commands.compare.verdict import Ratio, draw_ratios, measure_ratios, write_verdict
 from lightning_modules.utilities.statistics import paired_ratio
 
 DOCUMENTS = 12
@@ -156,6 +156,20 @@ def test_unequal_training_and_settings_are_named():
     assert "`trainer.max_steps` (`old`: 100; `new`: 200, from step 4 on 300)" in verdict
     assert "and 1 more setting (below)" in verdict
     assert "equally" not in " ".join(write_verdict([old, make_run("new", 0.8, steps=100)], old, []))
+
+
+def test_the_picture_labels_what_differs():
+    cell = "books, judge: qwen (sha256:aa, K 64), alpha 2, beta -2"
+    ratios = [
+        Ratio(cell, "new", "longppl", 0.8, (0.7, 0.9), 9, 90),
+        Ratio(cell, "new", "perplexity", 1.0, (0.99, 1.01), 9, 900),
+        Ratio("reports, judge: gemma (sha256:bb, K 64), alpha 2, beta -2", "new", "longppl", 0.9, None, 3, 9),
+    ]
+    svg = draw_ratios(ratios)
+    assert "books, judge: qwen, alpha 2, beta -2" in svg
+    assert "reports, judge: gemma, alpha 2, beta -2" in svg
+    assert "new ·" not in svg
+    assert "better" in svg
 
 
 def test_the_best_run_excludes_a_tie():
