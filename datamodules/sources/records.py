@@ -34,7 +34,7 @@ def read_records(
     """
     with opened(file) as stream:
         if file.name.endswith(PARQUET):
-            from datamodules.sources.parquet import parquet_rows  # needs the extra `corpora`, unlike text
+            from datamodules.sources.parquet import parquet_rows  # imports pyarrow, which text does not need
 
             yield from parquet_rows(stream, file, columns, wanted, text_columns, row_group, first)
             return
@@ -64,7 +64,7 @@ def opened(file: File) -> Iterator[BinaryIO]:
         if not is_packed(file):
             yield stream
             return
-        import pyarrow  # the extra `corpora`
+        import pyarrow
 
         kind = "gzip" if file.suffix == ".gz" else "zstd"
         try:

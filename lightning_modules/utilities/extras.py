@@ -11,7 +11,7 @@ EXTRAS = {
     "pandas": "reports",
     "scipy": "reports",
 }
-"""The extra that has a package. pandas is in `corpora` as well, whose commands miss another package first."""
+"""The extra that has a package. pandas is in `corpora` as well, whose commands miss duckdb first."""
 
 
 def name_missing_extra(message: str) -> str | None:
