@@ -9,7 +9,13 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from lightning_modules.batch import pack_sequence
 from lightning_modules.models import attention
-from lightning_modules.models.attention import document_attention, register_document_attention
+from lightning_modules.models.attention import (
+    DOCUMENT_SDPA,
+    document_attention,
+    document_mask,
+    documents_by_boundaries,
+    register_document_attention,
+)
 from lightning_modules.models.backbone import Backbone
 from tests.support.packing import assume_isolation
 
@@ -115,3 +121,29 @@ def test_a_model_with_windows_scores_and_learns_as_with_whole_masks(products, mo
     monkeypatch.setattr(attention, "_find_band", lambda *_, **__: [])
     for ours, whole in zip(actual, run(), strict=True):
         torch.testing.assert_close(ours, whole, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["sliding", "chunked"])
+def test_masks_of_packed_documents_count_from_the_first_token_of_each(kind):
+    """A chunk of Llama 4 begins with the document, not with the sequence."""
+    size = 3
+    lengths = [4, 7, 1]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    total = sum(lengths)
+
+    def is_visible(row, head, query, key):
+        near = (query - key < size) if kind == "sliding" else (query // size == key // size)
+        return near & (key <= query)
+
+    with documents_by_boundaries(DOCUMENT_SDPA, positions):
+        mask = document_mask(
+            batch_size=1, q_length=total, kv_length=total, mask_function=is_visible, allow_is_causal_skip=False
+        )
+    for query in range(total):
+        for key in range(total):
+            i = int(positions[0, query])
+            j = int(positions[0, key])
+            near = i - j < size if kind == "sliding" else i // size == j // size
+            expected = documents[query] == documents[key] and j <= i and near
+            assert bool(mask[0, 0, query, key]) == bool(expected), (query, key)

@@ -161,6 +161,14 @@ def test_the_hub_is_asked_and_all_files_are_fetched_before_they_are_hashed(hub, 
     assert fetched == {*files, "pytorch_model.bin"}
 
 
+def test_a_commit_needs_neither_a_network_nor_a_cache(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError
+
+    monkeypatch.setattr(identity_of_models, "snapshot_download", refuse)
+    assert identity_of_models.hub_commit("owner/absent", COMMIT) == COMMIT
+
+
 def test_training_facts_name_the_commit(hub):
     config = ModelConfig("owner/tiny")
     facts = loading_facts(config, load_config(config))
