@@ -7,7 +7,6 @@ import importlib
 from typing import Any
 
 _MODULES = {
-    "DocumentScoresWriter": "document_scores_writer",
     "ExternalEvaluator": "external_evaluator",
     "GammaSweep": "gamma_sweep",
     "HuggingFaceExport": "huggingface_export",

@@ -1,7 +1,6 @@
 """Data modules that turn text into packed sequences."""
 
 from datamodules.corpora import GovReportDataModule, PG19DataModule, PileArxivDataModule
-from datamodules.corpus.module import DocumentCorpus
 from datamodules.mixture import MixtureDataModule
 from datamodules.packed_text import PackedTextDataModule
 from datamodules.packing.sequences import collate_examples
@@ -9,7 +8,6 @@ from datamodules.recall import RecallDataModule
 from datamodules.text import StreamingTextDataModule, TextDataModule
 
 __all__ = [
-    "DocumentCorpus",
     "GovReportDataModule",
     "MixtureDataModule",
     "PG19DataModule",

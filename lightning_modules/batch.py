@@ -2,36 +2,21 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 IGNORE_INDEX = -100
 """Label of a token that is not scored."""
 
 BoolArray = NDArray[np.bool_]
 
-UNREADABLE = -1
-"""Row of a `DocumentRef` that reports the rest of a file, which cannot be read."""
-
 MAX_SEQUENCE_LENGTH = 2**27
 """Length in tokens that no sequence reaches: a thousand times what is trained on today."""
-
-
-class DocumentRef(NamedTuple):
-    """Where a document of a corpus comes from; its scores are filed under it."""
-
-    key: str  # name of the document in the corpus; not necessarily unique
-    file: str  # name of its file; file and row together are unique
-    row: int  # index of its row or line in the file
-    columns: dict[str, Any]  # other columns of the corpus that are stored with its scores, by name
-    truncated: bool = False  # whether its end was cut off
-    text_hash: str | None = None  # of the whole text; equal for documents with the same text
-    first_words: str | None = None  # by which a reader recognizes the document
-    error: str | None = None  # why it cannot be scored, or None
 
 
 class PackedBatch(TypedDict):
@@ -50,9 +35,6 @@ class PackedBatch(TypedDict):
         names: For each sequence the name of its only document in messages and result files (evaluation only).
         sets: For each sequence the name of its validation set, empty without named sets (evaluation only).
         influence: ``[B, T]`` float32 token weights that were computed in advance (training with stored weights only).
-        document_refs: For each sequence the source of its only document, and nothing for a dummy sequence that keeps
-            processes in lockstep (documents of a corpus only).
-        failed: Documents of the corpus that could not be read or tokenized, and files with the row `UNREADABLE`.
         scored: ``[B, T]`` bool, whether ``labels`` are scored. A batch gets it when it is moved to an accelerator,
             because a forward pass would have to wait for the labels otherwise; an array, because Lightning, DDP and
             FSDP2 would move a tensor as well. Remove it if you change ``labels`` on an accelerator.
@@ -67,8 +49,6 @@ class PackedBatch(TypedDict):
     names: NotRequired[list[str]]
     sets: NotRequired[list[str]]
     influence: NotRequired[Tensor]
-    document_refs: NotRequired[list[DocumentRef]]
-    failed: NotRequired[list[DocumentRef]]
     scored: NotRequired[BoolArray]
 
 
@@ -80,6 +60,20 @@ def pack_sequence(documents: Sequence[Tensor]) -> PackedBatch:
     labels[:, boundaries[:-1]] = IGNORE_INDEX
     positions = torch.cat([torch.arange(len(document)) for document in documents]).unsqueeze(0).to(tokens.device)
     return PackedBatch(input_ids=tokens, labels=labels, position_ids=positions, document_boundaries=[boundaries])
+
+
+def stack_documents(documents: Sequence[PackedBatch]) -> PackedBatch:
+    """Stack ``[1, n]`` batches of one document each; shorter ones are padded on the right."""
+    rows = {name: [document[name][0] for document in documents] for name in ("input_ids", "labels", "position_ids")}
+    return PackedBatch(
+        input_ids=pad_sequence(rows["input_ids"], batch_first=True),
+        labels=pad_sequence(rows["labels"], batch_first=True, padding_value=IGNORE_INDEX),
+        position_ids=pad_sequence(rows["position_ids"], batch_first=True),
+        document_boundaries=[document["document_boundaries"][0] for document in documents],
+        text=[document["text"][0] for document in documents],
+        offsets=pad_sequence([document["offsets"][0] for document in documents], batch_first=True),
+        names=[document["names"][0] for document in documents],
+    )
 
 
 def unscored_token(device: torch.device) -> PackedBatch:

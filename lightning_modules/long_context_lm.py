@@ -21,8 +21,7 @@ from lightning_modules.models.loading.load import has_weights
 from lightning_modules.models.sequence_group import SequenceGroup
 from lightning_modules.models.short_context import ShortContextConfig, ShortMethod
 from lightning_modules.objectives import LongCE, Objective
-from lightning_modules.scoring.context_lengths import ContextLadder
-from lightning_modules.scoring.document_scorer import DocumentScorer, Failed, scoring_settings
+from lightning_modules.scoring.document_scorer import DocumentScorer
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.training import checkpoint_contents, evaluation, preflight, step
 from lightning_modules.training.checkpoints.spans import Span
@@ -32,7 +31,7 @@ from lightning_modules.training.monitoring.costs import StepCosts
 from lightning_modules.training.optimizers import Optimization, ParameterGroups, default_lr_scheduler, default_optimizer
 from lightning_modules.training.sequence_parallel import sequence_group
 
-_OBJECTS = ("objective", "ladder", "optimizer", "lr_scheduler", "parameter_groups")  # no hyperparameters
+_OBJECTS = ("objective", "optimizer", "lr_scheduler", "parameter_groups")  # no hyperparameters
 
 
 class LongContextLM(LightningModule):
@@ -49,7 +48,6 @@ class LongContextLM(LightningModule):
         short_context: ``windows`` for the paper's short windows; ``sliding_window`` approximates them in training by
             one pass whose attention is limited to K tokens (`sliding_window_log_likelihood`).
         dtype: Dtype of the parameters: float32 for training in mixed precision, ``auto`` for the stored dtype.
-        ladder: In prediction, also score documents in several context lengths: ``{contexts: [4096, 8192, 16384]}``.
         optimizer: Called with the trainable parameters.
         lr_scheduler: Called with the optimizer, and stepped with it; the default warms up over 20 steps.
         parameter_groups: Other learning rates for some parameters, and weight decay for weights only.
@@ -69,7 +67,6 @@ class LongContextLM(LightningModule):
         stride: int = 1024,
         short_context: ShortMethod = "windows",
         dtype: DType = "float32",
-        ladder: ContextLadder | None = None,
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable = default_lr_scheduler,
         parameter_groups: ParameterGroups | None = None,
@@ -78,7 +75,6 @@ class LongContextLM(LightningModule):
         super().__init__()
         self.save_hyperparameters(ignore=[*_OBJECTS, "server"])
         self.objective = objective
-        self.ladder = ladder
         self.context_length = context_length
         self.stride = stride
         self.short_context = ShortContextConfig(context_length, stride, short_context)
@@ -209,21 +205,11 @@ class LongContextLM(LightningModule):
         return {"log_likelihood": log_likelihood}
 
     @override
-    def predict_step(self, batch: PackedBatch, batch_idx: int) -> Sequence[TokenScores | Failed]:
-        """Return the long and short log-likelihoods of each document, or why a document of a corpus has failed."""
+    def predict_step(self, batch: PackedBatch, batch_idx: int) -> Sequence[TokenScores]:
+        """Return the long and short log-likelihoods of each document."""
         self.backbone.check_batch(batch)
-        scorer = self.document_scorer()
-        return scorer.try_to_score(batch) if "document_refs" in batch else scorer.score(batch)
-
-    def document_scorer(self) -> DocumentScorer:
-        """Return a scorer of documents with the loaded model."""
-        sizes = (self.context_length, self.stride)
-        lengths = None if self.ladder is None else self.ladder.resolve_for_model(self.backbone, *sizes)
-        return DocumentScorer(self.backbone, str(self.loading.pretrained_model_name_or_path), *sizes, lengths)
-
-    def scoring_settings(self) -> dict[str, Any]:
-        """Return all settings that a document's scores depend on, known before the model is loaded."""
-        return scoring_settings(self.loading, self.context_length, self.stride, self.ladder)
+        name = str(self.loading.pretrained_model_name_or_path)
+        return DocumentScorer(self.backbone, name, self.context_length, self.stride).score(batch)
 
     @override
     def on_validation_start(self) -> None:

@@ -120,8 +120,12 @@ def test_fit_and_score_need_no_extra(run_base):
     model = "runs/quickstart/models/base"
     sizes = ["--max_tokens", "200", "--context_length", "32", "--stride", "16"]
     text = str(ROOT / "notebooks/constitution.txt")
-    for command in (["score", text, "--model", model], ["inspect", text, "--output", "page.html"]):
-        done = run_base(*command, "--evaluator", model, *sizes)
+    for command in (
+        ["score", text, "--model", model, "--evaluator", model],
+        ["inspect", text, "--output", "page.html", "--evaluator", model],
+        ["corpus", "score", text, "--model", model, "--output", "scores"],
+    ):
+        done = run_base(*command, *sizes)
         assert done.returncode == 0, done.stderr
 
 
@@ -133,7 +137,7 @@ def test_fit_and_score_need_no_extra(run_base):
         ("correlate a.json b.json c.json --output x", "reports"),
         ("evaluate --model x --output y --tasks niah_single_1", "reports"),
         ("quickstart", "reports"),
-        ("select scores", "corpora"),
+        ("corpus select scores", "corpora"),
         (f"fit -c {ROOT}/configs/quickstart/longce.yaml --trainer.callbacks callbacks.LongContextTasks", "reports"),
     ],
 )

@@ -255,62 +255,45 @@ def test_validate_test_and_predict(trained, tmp_path, capsys):
     assert len(list((tmp_path / "scores").glob("*.safetensors"))) == 1
 
 
+SCORER = "lightning_modules.scoring.long_context_scorer.load_scorer"
+
+
 def test_a_corpus_without_text_is_refused_before_the_model_is_loaded(books, model_dir, tmp_path, monkeypatch):
     def load(*_, **__):
         raise ValueError("the model is loaded")
 
-    monkeypatch.setattr("lightning_modules.long_context_lm.load_trainer_backbone", load)
+    monkeypatch.setattr(SCORER, load)
     (tmp_path / "lines.jsonl").write_text('{"id": 1, "body": "some text"}\n')
-    data = {str(books): "the model is loaded", "lines.jsonl": "found ['body', 'id']."}
-    for files, message in data.items():
-        words = ("--model.pretrained_model_name_or_path", str(model_dir), "--data.files", files)
-        words += ("--trainer.accelerator", "cpu", "--trainer.devices", "1", "--model.context_length", "32")
-        assert message in refused("predict", "-c", BASE, "-c", str(CONFIGS / "score_corpus.yaml"), *words)
+    for files, message in {str(books): "the model is loaded", "lines.jsonl": "found ['body', 'id']."}.items():
+        options = ("--model", str(model_dir), "--output", "scores", "--context_length", "32", "--stride", "16")
+        assert message in refused("corpus", "score", files, *options, "--device", "cpu")
 
 
 def test_ctrl_c_while_a_corpus_is_scored_is_reported_in_one_line(books, model_dir, monkeypatch, capsys):
     def load(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lightning_modules.long_context_lm.load_trainer_backbone", load)
-    words = ("--model.pretrained_model_name_or_path", str(model_dir), "--data.files", str(books))
-    words += ("--trainer.accelerator", "cpu", "--trainer.devices", "1")
-    scoring = ("predict", "-c", BASE, "-c", str(CONFIGS / "score_corpus.yaml"), *words)
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        with pytest.raises(SystemExit) as stopped:
-            longce(*scoring)
-    finally:
-        signal.signal(signal.SIGINT, before)  # Lightning ignores further signals
+    monkeypatch.setattr(SCORER, load)
+    with pytest.raises(SystemExit) as stopped:
+        longce("corpus", "score", str(books), "--model", str(model_dir), "--output", "scores", "--device", "cpu")
     assert stopped.value.code == 130
     assert "longce: interrupted" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_corpus_is_scored_and_chosen_from(books, model_dir, tmp_path, monkeypatch, capsys):
-    options = {
-        "model.pretrained_model_name_or_path": model_dir,
-        "model.context_length": 32,
-        "model.stride": 16,
-        "model.dtype": "float32",
-        "model.ladder.contexts": "auto",
-        "data.files": f"{books}/*/*.txt",
-        "data.num_workers": 0,
-        "trainer.accelerator": "cpu",
-        "trainer.devices": 1,
-        "trainer.callbacks.output_dir": "scores",
-    }
-    arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    scoring = ("predict", "-c", BASE, "-c", str(CONFIGS / "score_corpus.yaml"), *arguments)
+    scoring = ["corpus", "score", f"{books}/*/*.txt", "--model", str(model_dir), "--output", "scores"]
+    scoring += ["--context_length", "32", "--stride", "16", "--dtype", "float32", "--contexts", "32", "64"]
+    scoring += ["--device", "cpu"]
     longce(*scoring)
     assert json.loads((tmp_path / "scores" / "_SUCCESS.json").read_text())["documents"] == 7
     choice = ("--by", "folder", "--output", "ids.txt", "--figure", "figure.svg", "--rank_by", "key_token_ratio")
-    longce("select", "scores", "--where", "tokens > 100", *choice)
-    assert "32 > 64" in capsys.readouterr().out
+    longce("corpus", "select", "scores", "--where", "tokens > 100", *choice)
+    assert "7 documents with" in capsys.readouterr().out
     assert len((tmp_path / "ids.txt").read_text().split()) == 7
     for option in ("weights", "mixture", "page"):
-        assert option in refused("select", "scores", f"--{option}", "file")
-    said = refused(*scoring, "--model.stride", "8")
+        assert option in refused("corpus", "select", "scores", f"--{option}", "file")
+    said = refused(*scoring, "--stride", "8")
     assert "`stride` was 16 and is 8" in said
     (books / "test" / "7.txt").write_bytes(b"\xff")
     with pytest.raises(SystemExit) as stopped:
@@ -318,8 +301,6 @@ def test_a_corpus_is_scored_and_chosen_from(books, model_dir, tmp_path, monkeypa
     assert stopped.value.code == 1, "the command was right, and a document was not"
     assert "test: 1 of 2 documents failed (50.0%)" in capsys.readouterr().err
     assert not (tmp_path / "scores" / "_SUCCESS.json").exists()
-    longce(*scoring, "--data.allowed_failures", "0.5")
-    assert json.loads((tmp_path / "scores" / "_SUCCESS.json").read_text())["failed"] == 1
 
 
 @pytest.mark.slow

@@ -2,23 +2,17 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
 from torch import Tensor
 
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import Window
-from lightning_modules.functional.checks import check_count
-from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.short_context import score_windows
 
-MAX_AUTO_CONTEXT = 2**20
-"""Limit of ``contexts: auto``, in tokens, for a model without a maximum length."""
-
 
 @dataclass(frozen=True)
-class ContextLadder:
+class ContextLengths:
     r"""Context lengths in which the same tokens of a document are scored.
 
     These are its last ``w`` of ``n`` tokens. For context length ``c``, with ``P = n - w``, one forward pass over
@@ -28,52 +22,16 @@ class ContextLadder:
     document.
 
     Args:
-        contexts: Ascending context lengths in tokens, or ``auto``: the model's ``context_length`` times powers of two,
-            up to the model's maximum length.
-        window: Number of tokens to score in every context length; by default the model's ``stride``.
+        contexts: Ascending context lengths c, in tokens.
+        window: Number w of tokens to score in every context length.
     """
-
-    contexts: list[int] | Literal["auto"] = "auto"
-    window: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.window is not None:
-            check_count("`ladder.window`", self.window)
-        if self.contexts == "auto":
-            return
-        if not self.contexts or any(longer <= shorter for shorter, longer in pairwise([0, *self.contexts])):
-            raise ValueError(
-                f"`ladder.contexts` must be 'auto' or ascending lengths above 0, got {list(self.contexts)}."
-            )
-
-    def resolve(self, *, context_length: int, stride: int, max_length: int | None) -> "ContextLengths":
-        """Return the lengths for a model with this K and d, and this maximum length if it has one."""
-        window = self.window or stride  # w, the scored tokens
-        if self.contexts != "auto":
-            return ContextLengths(tuple(self.contexts), window)
-        max_length = MAX_AUTO_CONTEXT if max_length is None else max_length
-        # K, 2 K, 4 K .. up to the longest context that the model was trained for.
-        powers = (context_length << doubling for doubling in range(max_length.bit_length()))
-        contexts = tuple(context for context in powers if context <= max_length)
-        return ContextLengths(contexts or (context_length,), window)  # K itself exceeds the model's length
-
-    def resolve_for_model(self, backbone: Scorer, context_length: int, stride: int) -> "ContextLengths":
-        """Return the lengths for a loaded model with this K and d."""
-        max_length = None
-        if isinstance(backbone, Backbone):
-            config = backbone.base_model.config.get_text_config(decoder=True)
-            max_length = getattr(config, "max_position_embeddings", None)
-        elif self.contexts == "auto":
-            raise ValueError("A served model does not tell its trained length: set `ladder.contexts` to lengths.")
-        return self.resolve(context_length=context_length, stride=stride, max_length=max_length)
-
-
-@dataclass(frozen=True)
-class ContextLengths:
-    """A ladder resolved to numbers: ascending ``contexts`` and the ``window`` to score, in tokens."""
 
     contexts: tuple[int, ...]
     window: int
+
+    def __post_init__(self) -> None:
+        if any(longer <= shorter for shorter, longer in pairwise([0, *self.contexts])):
+            raise ValueError(f"`contexts` must be ascending lengths above 0, got {list(self.contexts)}.")
 
     def log_likelihood(self, backbone: Scorer, batch: PackedBatch, long: Tensor) -> list[dict[int, Tensor]]:
         """Score the last tokens of each document in each context length that fits into it.

@@ -2,24 +2,19 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_modules.batch import PackedBatch
-from lightning_modules.models.loading.config import ModelConfig
-from lightning_modules.models.loading.identity import model_identity
-from lightning_modules.models.loading.load import has_weights
 from lightning_modules.models.lockstep import lockstep
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.served.dialects import AnswerError
 from lightning_modules.models.short_context import long_and_short
-from lightning_modules.scoring.context_lengths import ContextLadder, ContextLengths
+from lightning_modules.scoring.context_lengths import ContextLengths
 from lightning_modules.scoring.token_scores import TokenScores, scores_of_row
-from lightning_modules.utilities.identity import content_hash
 
 
 @dataclass
@@ -64,9 +59,6 @@ class DocumentScorer:
 
         A document is too long if it exceeds the model's positions or the memory. A document that a server refuses has
         failed as well. Other errors are raised.
-
-        Raises:
-            RuntimeError: If memory runs out while weights are sharded: the other processes wait for this one's shard.
         """
         # 1. Leave out documents that are longer than the model's positions.
         results: list[TokenScores | Failed] = [Failed("") for _ in batch["document_boundaries"]]
@@ -77,13 +69,13 @@ class DocumentScorer:
                 fitting.append(row)
             except ValueError as error:
                 results[row] = Failed(str(error))
-        # 2. Score the others. The block is entered even if no document fits, because other processes may have some.
-        with lockstep(self.backbone):
-            if fitting:
-                scored = self._score_or_split(batch if len(fitting) == len(results) else select_rows(batch, fitting))
-                # 3. A log-likelihood of NaN or infinity must not reach a file: the document has failed instead.
-                for row, result in zip(fitting, scored, strict=True):
-                    results[row] = result if isinstance(result, Failed) else check_possible(result)
+        if not fitting:
+            return results
+        # 2. Score the others.
+        scored = self._score_or_split(batch if len(fitting) == len(results) else select_rows(batch, fitting))
+        # 3. A log-likelihood of NaN or infinity must not reach a file: the document has failed instead.
+        for row, result in zip(fitting, scored, strict=True):
+            results[row] = result if isinstance(result, Failed) else check_possible(result)
         return results
 
     def _score_or_split(self, batch: PackedBatch) -> list[TokenScores | Failed]:
@@ -96,12 +88,6 @@ class DocumentScorer:
             reason = str(error)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
-                raise
-            if self.backbone.is_sharded:
-                error.add_note(
-                    f"One process has not enough memory for its documents ({_format_lengths(batch)}), and with sharded"
-                    " weights it cannot skip them: lower `data.max_tokens`, or use more processes."
-                )
                 raise
         # After the `except` block, the error no longer keeps the tensors of the failed pass alive.
         if torch.cuda.is_available():
@@ -146,22 +132,3 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _format_lengths(batch: PackedBatch) -> str:
     return " + ".join(str(boundaries[-1]) for boundaries in batch["document_boundaries"]) + " tokens"
-
-
-def scoring_settings(
-    loading: ModelConfig, context_length: int, stride: int, ladder: ContextLadder | None
-) -> dict[str, Any]:
-    """Return all settings that a document's scores depend on, as plain values, without loading the model."""
-    path = loading.pretrained_model_name_or_path
-    if has_weights(path):
-        model: str | None = model_identity(loading)
-    else:  # random weights, or weights from a checkpoint; the path, if any, is that of a config
-        model = None if path is None else f"sha256:{content_hash(Path(path).expanduser())}"
-    names = ("model_config", "context_extension", "dtype", "lora", "quantization")
-    return {
-        "model": model,
-        **{name: getattr(loading, name) for name in names},
-        "context_length": context_length,
-        "stride": stride,
-        "ladder": None if ladder is None else asdict(ladder),  # as configured: `auto` depends on the model above
-    }

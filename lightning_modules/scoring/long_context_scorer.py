@@ -1,39 +1,54 @@
 """Scores of documents for long-range dependence, as a function of a batch of rows for any engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from lightning_modules.batch import DocumentRef, PackedBatch, batch_to
+from lightning_modules.batch import PackedBatch, batch_to, stack_documents
+from lightning_modules.functional.checks import check_count
 from lightning_modules.functional.influence import check_gamma, check_thresholds
 from lightning_modules.functional.windows import check_context
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_scorer
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.config import tokenizer_name
-from lightning_modules.scoring.context_lengths import ContextLadder
-from lightning_modules.scoring.corpus.failures import LEFT_OUT
-from lightning_modules.scoring.corpus.table import ScoreTable
+from lightning_modules.scoring.context_lengths import ContextLengths
+from lightning_modules.scoring.corpus.counts import LEFT_OUT
+from lightning_modules.scoring.corpus.table import ScoreTable, TokenType
 from lightning_modules.scoring.document_scorer import DocumentScorer, Failed
 from lightning_modules.scoring.score import find_device
-from lightning_modules.scoring.token_scores import shorten_text, text_sha256
+from lightning_modules.scoring.token_scores import TokenScores, shorten_text, text_sha256
 
-_IDENTITY = ["key", "file", "row"]  # of a document in a corpus; rows of other engines have columns of their own
+
+@dataclass(frozen=True)
+class EncodedDocument:
+    """A tokenized document, or why it cannot be scored."""
+
+    batch: PackedBatch | None  # one row
+    error: str | None = None
+    text_hash: str | None = None  # of the whole text
+    first_words: str | None = None
+    truncated: bool | None = None  # whether its end was cut off
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens to score."""
+        return 0 if self.batch is None else self.batch["labels"].numel()
 
 
 class LongContextScorer:
     """Scores documents for long-range dependence: a callable that takes a batch of rows and returns their scores.
 
-    Ray Data's `map_batches`, a `PipelineStep` of datatrove or a loop can call it. The model is loaded once, when the
-    first document is scored, and the scorer is pickled without it. Each document is scored alone, so its scores do not
-    depend on the batch.
+    Ray Data's `map_batches`, a `PipelineStep` of datatrove or a loop can call it, and `longce corpus score` does. The
+    model is loaded once, when the first document is scored, and the scorer is pickled without it.
 
-    Scores are the columns of `longce predict` without ``file``, ``row`` and ``key``; see `document_scores`. A document
-    that cannot be scored has a reason in ``error``, and does not stop the others.
+    Scores are the columns of `longce corpus score` without ``file``, ``row`` and ``key``; see `document_scores`. A
+    document that cannot be scored has a reason in ``error``, and does not stop the others.
 
     Args:
         model: Hub id, local folder or server of the model.
@@ -42,8 +57,17 @@ class LongContextScorer:
         alpha: Key tokens have a long-short difference (LSD) above alpha, in nats.
         beta: Key tokens have a long-context log-likelihood (LCL) above beta, in nats.
         gamma: Largest weight of the soft-weighted benefit.
-        contexts: Ascending context lengths in tokens that are compared as well; by default none.
-        max_tokens: Longer documents are cut to this number of tokens.
+        contexts: Ascending context lengths in tokens that are compared as well, by the last `stride` tokens of each
+            document; by default none.
+        per_token: Also return the long-short difference (``lsd``) and the long-context log-likelihood (``lcl``) of each
+            token as lists of this type, with its character offsets (``token_starts``, ``token_ends``). ``lsd`` is null
+            where the short context is the whole context, ``lcl`` where a token is not scored.
+        max_tokens: Maximum number of tokens of a document.
+        overlong: What to do with longer documents: ``cut`` scores their first tokens, ``skip`` leaves them out and
+            records the reason.
+        batch_tokens: Score short documents of a call together, in batches of at most this many tokens including
+            padding. By default each document is scored alone, so that its scores do not depend on others in the last
+            digits.
         text_column: Name of the column with the text. It is not returned.
         tokenizer: Hub id or local folder of the tokenizer; by default the model's.
         add_special_tokens: Whether the tokenizer adds special tokens to each document.
@@ -64,7 +88,10 @@ class LongContextScorer:
         beta: float = -2.0,
         gamma: float = 5.0,
         contexts: Sequence[int] = (),
+        per_token: TokenType | None = None,
         max_tokens: int | None = None,
+        overlong: Literal["cut", "skip"] = "cut",
+        batch_tokens: int | None = None,
         text_column: str = "text",
         tokenizer: str | None = None,
         add_special_tokens: bool = False,
@@ -74,15 +101,20 @@ class LongContextScorer:
         check_context(context_length, stride)
         check_thresholds(alpha, beta)
         check_gamma(gamma)
+        for name, number in (("`max_tokens`", max_tokens), ("`batch_tokens`", batch_tokens)):
+            if number is not None:
+                check_count(name, number)
         self.loading = ModelConfig(model, **loading)
         self.context_length = context_length
         self.stride = stride
         self.alpha = alpha
         self.beta = beta
         self.gamma = gamma
-        self.contexts = tuple(contexts)
-        self.ladder = ContextLadder([*contexts]) if contexts else None
+        self.context_lengths = ContextLengths(tuple(contexts), stride) if contexts else None
+        self.per_token: TokenType | None = per_token
         self.max_tokens = max_tokens
+        self.overlong = overlong
+        self.batch_tokens = batch_tokens
         self.text_column = text_column
         self.tokenizer_name = tokenizer_name(model, tokenizer, "`tokenizer`")
         self.add_special_tokens = add_special_tokens
@@ -91,7 +123,7 @@ class LongContextScorer:
     @property
     def schema(self) -> pyarrow.Schema:
         """Names and types of the columns with scores."""
-        return self._new_table().table().drop_columns(_IDENTITY).schema
+        return self._new_table().schema
 
     def __call__(self, rows: Any) -> Any:
         """Score a batch of documents, and return their other columns with their scores, in the same form.
@@ -118,33 +150,56 @@ class LongContextScorer:
 
     def score(self, texts: Sequence[str | None]) -> pyarrow.Table:
         """Return a table with the scores of each text, in this order; columns and types are those of `schema`."""
-        table = self._new_table()
-        for number, text in enumerate(texts):
-            ref = DocumentRef("", "", number, {})
-            try:
-                batch = self._encode(text)
-            except ValueError as error:  # there is no text, or the tokenizer fails on it
-                table.add(ref, Failed(" ".join(str(error).split())))
-                continue
+        return self.score_encoded([self.encode(text) for text in texts])
+
+    def encode(self, text: Any) -> EncodedDocument:
+        """Tokenize a text, without the model."""
+        if not isinstance(text, str):
+            reason = "the text is null" if text is None else f"the text has type {type(text).__name__}"
+            return EncodedDocument(None, reason)
+        document = EncodedDocument(None, None, text_sha256(text), shorten_text(text))
+        if not text.strip():
+            return replace(document, error=f"{LEFT_OUT}the text is empty or only white space")
+        kept = self.max_tokens if self.overlong == "cut" else None
+        special = self.add_special_tokens
+        try:
+            batch = encode_document(text, self.tokenizer, add_special_tokens=special, max_tokens=kept)
+        except ValueError as error:  # the tokenizer fails on it
+            return replace(document, error=" ".join(str(error).split()))
+        tokens = batch["labels"].numel()
+        if self.max_tokens is not None and tokens > self.max_tokens:
+            return replace(document, error=f"{LEFT_OUT}{tokens} tokens exceed `max_tokens` = {self.max_tokens}")
+        return replace(document, batch=batch, truncated=len(batch["text"][0]) < len(text))
+
+    def score_encoded(self, documents: Sequence[EncodedDocument]) -> pyarrow.Table:
+        """Return a table with the scores of each document, like `score`."""
+        scores: list[TokenScores | Failed] = [Failed(str(document.error)) for document in documents]
+        batches = {place: each.batch for place, each in enumerate(documents) if each.batch is not None}
+        for places in self._group_by_length(documents):
+            batch = stack_documents([batches[place] for place in places])
             scorer = self.document_scorer
             with torch.inference_mode():
                 scorer.backbone.check_batch(batch)
-                (scores,) = scorer.try_to_score(batch_to(batch, scorer.backbone.device))
-            truncated = len(batch["text"][0]) < len(str(text))
-            ref = ref._replace(
-                truncated=truncated, text_hash=text_sha256(str(text)), first_words=shorten_text(str(text))
-            )
-            table.add(ref, scores)
-        return table.table().drop_columns(_IDENTITY)
+                found = scorer.try_to_score(batch_to(batch, scorer.backbone.device))
+            for place, result in zip(places, found, strict=True):
+                scores[place] = result
+        table = self._new_table()
+        for document, result in zip(documents, scores, strict=True):
+            text = {name: getattr(document, name) for name in ("truncated", "text_hash", "first_words")}
+            table.add(text, result)
+        return table.table()
 
-    def _encode(self, text: str | None) -> PackedBatch:
-        """Return a text as a batch; raise a ``ValueError`` if it cannot be scored."""
-        if not isinstance(text, str):
-            raise ValueError("the text is null" if text is None else f"the text has type {type(text).__name__}")
-        if not text.strip():
-            raise ValueError(f"{LEFT_OUT}the text is empty or only white space")
-        special = self.add_special_tokens
-        return encode_document(text, self.tokenizer, add_special_tokens=special, max_tokens=self.max_tokens)
+    def _group_by_length(self, documents: Sequence[EncodedDocument]) -> Iterator[list[int]]:
+        """Yield the places of documents of similar length, with at most `batch_tokens` tokens or one document."""
+        places = [place for place, document in enumerate(documents) if document.batch is not None]
+        group: list[int] = []
+        for place in sorted(places, key=lambda place: documents[place].tokens):
+            if group and documents[place].tokens * (len(group) + 1) > (self.batch_tokens or 0):
+                yield group
+                group = []
+            group.append(place)
+        if group:
+            yield group
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -157,8 +212,8 @@ class LongContextScorer:
         """Scorer with the model, loaded once."""
         backbone = load_scorer(self.loading, find_device(self.device))
         sizes = (self.context_length, self.stride)
-        lengths = None if self.ladder is None else self.ladder.resolve_for_model(backbone, *sizes)
-        return DocumentScorer(backbone, str(self.loading.pretrained_model_name_or_path), *sizes, lengths)
+        name = str(self.loading.pretrained_model_name_or_path)
+        return DocumentScorer(backbone, name, *sizes, self.context_lengths)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings without the model and tokenizer."""
@@ -176,4 +231,6 @@ class LongContextScorer:
         return rows
 
     def _new_table(self) -> ScoreTable:
-        return ScoreTable({}, self.contexts, alpha=self.alpha, beta=self.beta, gamma=self.gamma)
+        contexts = () if self.context_lengths is None else self.context_lengths.contexts
+        thresholds = {"alpha": self.alpha, "beta": self.beta, "gamma": self.gamma}
+        return ScoreTable(contexts, per_token=self.per_token, **thresholds)

@@ -20,9 +20,7 @@ from lightning_modules.functional.checks import find_impossible
 from lightning_modules.utilities.files import write_atomically
 
 FORMAT = "longce-token-scores-3"
-"""Formats that can be read; the second has no `TokenScores.settings`."""
 
-_CONTEXT_PREFIX = "context_"
 _SPAN = re.compile(r"\[\s*(\d+)\s*,\s*(\d+)\s*\]")
 
 FIRST_WORDS = 80  # characters of a text, stored with its scores
@@ -43,7 +41,8 @@ class TokenScores:
         short: ``[N]`` float32 log-likelihoods given the short context, equal to ``long`` for a token without one.
         floor: The short log-likelihood is NaN for tokens whose long one is this or less, in nats. Key tokens for a
             ``beta`` of this or above do not need them.
-        context_scores: ``[w]`` float32 log-likelihoods of the last w tokens by context length, from a `ContextLadder`.
+        context_scores: ``[w]`` float32 log-likelihoods of the last w tokens by context length (`ContextLengths`);
+            not stored.
         settings: Everything else that the evaluator's scores depend on: tokenizer, dtype, attention, special tokens.
         unscored: Number of tokens at the start that are not scored: the first, and special tokens before the text.
     """
@@ -85,7 +84,6 @@ class TokenScores:
         """
         self._check(path)
         tensors = {"token_ids": self.token_ids, "offsets": self.offsets, "long": self.long, "short": self.short}
-        tensors |= {f"{_CONTEXT_PREFIX}{context}": scores for context, scores in self.context_scores.items()}
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         names = ("text_sha256", "evaluator", "context_length", "stride", "settings")
         header = {"format": FORMAT, **{name: str(getattr(self, name)) for name in names}}
@@ -117,9 +115,6 @@ class TokenScores:
             tensors = {}
         if header.get("format") != FORMAT or header.pop("checksum", None) != _compute_checksum(header, tensors):
             raise ValueError(f"'{path}' is damaged, or does not contain token scores in the format {FORMAT}.")
-        prefix = _CONTEXT_PREFIX
-        # Names are in alphabetical order, in which 16384 precedes 4096.
-        context_scores = {int(n.removeprefix(prefix)): tensors.pop(n) for n in sorted(tensors) if n.startswith(prefix)}
         scores = cls(
             text_sha256=header["text_sha256"],
             evaluator=header["evaluator"],
@@ -128,7 +123,6 @@ class TokenScores:
             floor=float(header.get("floor", -math.inf)),
             settings=header.get("settings", ""),
             unscored=int(header.get("unscored", 1)),
-            context_scores=dict(sorted(context_scores.items())),
             **tensors,
         )
         scores._check(path)  # the checksum does not show that a program wrote possible values

@@ -13,7 +13,7 @@ def read_text(file: str, *, may_be_blank: bool = False) -> str:
     if Path(file).suffix.lower() in (".json", ".jsonl", ".parquet"):
         raise ValueError(
             f"'{file}' contains records, not one text: choose one with `--row`, or score the file as a corpus with"
-            " `longce predict -c configs/score_corpus.yaml`."
+            " `longce corpus score`."
         )
     content = Path(file).read_bytes()
     try:

@@ -103,11 +103,7 @@ TRAINED = Reading(
 SERVED = Reading(elsewhere="tests/lightning_modules/scoring/test_served.py")
 SHORT = "--context_length 32 --stride 16"
 QUESTIONS = "--tasks passkey --lengths 512 --samples 1 --device cpu"
-SCORE_CORPUS = Reading(
-    "--model.pretrained_model_name_or_path model --model.context_length 32 --model.stride 16 --data.num_workers 0"
-    " --model.dtype float32 --trainer.accelerator cpu --trainer.devices 1",
-    makes=("scores/*.parquet",),
-)
+SCORE_CORPUS = Reading(f"{SHORT} --dtype float32 --device cpu", "documents with", ("scores/*.parquet",))
 
 COMMANDS = {
     # README.md
@@ -126,8 +122,8 @@ COMMANDS = {
     "longce data inspect -c ..": Reading(prints=r"(?s)sequences of 128 tokens.*\nsequence 0"),
     "longce plan -c .. --gpu H200": Reading("", "(?s)LongCE.*GiB"),
     "longce fit .. --model my_module.TopLayers": Reading(elsewhere="tests/docs/test_customize.py"),
-    "longce predict -c configs/base.yaml -c configs/score_corpus.yaml": SCORE_CORPUS,
-    "longce select scores": Reading(prints="(?s)documents"),
+    "longce corpus score corpus --model M --output scores": SCORE_CORPUS,
+    "longce corpus select scores": Reading(prints="(?s)documents"),
     "longce inspect report.txt --evaluator E": Reading(SHORT, "report.txt.html", ("report.txt.html",)),
     "longce evaluate --model M --output runs/m": Reading(QUESTIONS, "passkey", ("runs/m/results.json",)),
     "longce correlate a.json b.json c.json scores.csv --output runs/c": Reading(
@@ -151,10 +147,9 @@ COMMANDS = {
     f"longce export {RUN} DIR": Reading("", "DIR", ("DIR/model.safetensors",)),
     "longce evaluate --model mistralai/Mistral-7B-v0.1 --tasks ruler_synthetic longeval --lengths 4096 8192 16384"
     " --samples 20 --output runs/mistral": Reading(QUESTIONS, "passkey", ("runs/mistral/report.html",)),
-    "longce predict -c configs/base.yaml -c configs/score_corpus.yaml --model.pretrained_model_name_or_path"
-    " mistralai/Mistral-7B-v0.1 --data.files 'corpus/*.parquet' --data.columns '[source]'"
-    " --trainer.callbacks.output_dir scores": SCORE_CORPUS,
-    'longce select scores --where "key_token_ratio > 0.02 and tokens >= 32768" --by source --output'
+    "longce corpus score 'corpus/*.parquet' --model mistralai/Mistral-7B-v0.1 --columns source --output"
+    " scores": SCORE_CORPUS,
+    'longce corpus select scores --where "key_token_ratio > 0.02 and tokens >= 32768" --by source --output'
     " chosen.jsonl": Reading(prints="source"),
     **{
         f"longce fit -c .. {options}": Reading(elsewhere="tests/docs/test_customize.py")
@@ -228,12 +223,8 @@ def scored(tmp_path_factory, corpus, model_dir):
     """A corpus and its scores."""
     folder = tmp_path_factory.mktemp("scored")
     write_corpus(folder / "corpus", corpus)
-    configs = ROOT / "configs"
     with contextlib.chdir(folder):
-        longce(
-            f"predict -c {configs}/base.yaml -c {configs}/score_corpus.yaml --data.columns '[source]'"
-            f" {SCORE_CORPUS.more.replace('path model', f'path {model_dir}')}"
-        )
+        longce(f"corpus score corpus --model {model_dir} --columns source --output scores {SCORE_CORPUS.more}")
     return folder / "scores"
 
 
@@ -284,7 +275,7 @@ def test_command(command, reader, request):
         return
     if RUN in command + reading.more:
         (reader / "runs").symlink_to(request.getfixturevalue("trained"))
-    if command.startswith("longce select"):
+    if command.startswith("longce corpus select"):
         (reader / "scores").symlink_to(request.getfixturevalue("scored"))
     words = stand_in(command.removeprefix("longce "), WORDS)
     output = longce(f"{words} {reading.more}")

@@ -78,7 +78,7 @@ def commands(folder, model, evaluator):
     windows = ["--context_length", "32", "--stride", "16"]
     pair = ["--model", model, "--evaluator", evaluator, "--dtype", "float32", *windows]
     experiment = [*BASE, *DEBUG, "-c", "experiment.yaml"]
-    corpus = ["-c", str(CONFIGS / "score_corpus.yaml"), "-c", "corpus.yaml"]
+    corpus = ["--model", model, "--output", "scores", "--device", "cpu", "--dtype", "float32", *windows]
     quick = ["--trainer.max_steps", "1", "--data.train_documents", "16", "--trainer.enable_progress_bar", "false"]
     documents = ["--data.path", "reports.jsonl", "--data.tokenizer", model, "--documents", "1", "--dtype", "float32"]
     documents += ["--output", "table5", "--min_tokens", "64", "--max_tokens", "150", *windows]
@@ -88,8 +88,9 @@ def commands(folder, model, evaluator):
         ["fit", *experiment],
         ["validate", *experiment, "--ckpt_path", last],
         ["test", *experiment],
-        ["predict", *BASE, *corpus],
-        ["select", "scores", "--where", "tokens >= 1", "--output", "ids.txt"],
+        ["predict", *experiment, "--trainer.callbacks", "null"],
+        ["corpus", "score", "0.txt", *corpus],
+        ["corpus", "select", "scores", "--where", "tokens >= 1", "--output", "ids.txt"],
         ["export", last, "exported", "--tokenizer", model],
         ["data", "inspect", *experiment, "--count", "1"],
         ["influence", *experiment, "--evaluator", evaluator, "--output", "weights"],
@@ -149,9 +150,6 @@ def place(tmp_path, corpus, model_dir):
         "trainer": {"max_steps": 1, "val_check_interval": 1, "logger": logger},
     }
     (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(experiment))
-    model = {"pretrained_model_name_or_path": str(model_dir), "context_length": 32, "stride": 16, "dtype": "float32"}
-    corpus = {"model": model, "data": {"files": "0.txt", "num_workers": 0}}
-    (tmp_path / "corpus.yaml").write_text(yaml.safe_dump({**corpus, "trainer": {"accelerator": "cpu", "devices": 1}}))
     return tmp_path
 
 

@@ -1,4 +1,4 @@
-"""A corpus scored by one process, by several and in shards, also killed on the way.
+"""A corpus scored by one process and in shards, also killed on the way.
 
 `python -m tests.support.corpus_runs 5` tells of it.
 
@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -19,15 +18,10 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import torch
-import torch.distributed as dist
-from lightning.pytorch import Trainer
 
-from callbacks import DocumentScoresWriter
-from datamodules import DocumentCorpus
-from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.scoring.context_lengths import ContextLadder
+from lightning_modules.commands.corpus.config import CorpusConfig
+from lightning_modules.commands.corpus.score import score_corpus
 from lightning_modules.scoring.corpus.shards import SUCCESS
-from lightning_modules.training.fsdp import FullyShardedStrategy
 from tests.conftest import byte_level_tokenizer, make_text, tiny_model
 
 FORK = multiprocessing.get_context("fork")
@@ -50,48 +44,21 @@ def prepare(folder):
         (folder / "corpus" / f"{number}.txt").write_text(text if number != 3 else " ")
 
 
-def predict(folder, output, rank, world_size, port, strategy, settings):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
+def score(folder, output, options):
     torch.set_num_threads(1)
-    if world_size > 1:
-        dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    torch.manual_seed(0)
-    module = LongContextLM(
-        str(folder / "model"),
-        context_length=16,
-        stride=8,
-        ladder=ContextLadder([16, 32, 64]),
-        attn_implementation="sdpa",
-    )
-    settings = {"num_workers": 1, "allowed_failures": 1.0, **settings}
-    corpus = DocumentCorpus(str(folder / "corpus"), key_column="id", columns=["n"], **settings)
-    writer = DocumentScoresWriter(str(output), alpha=0.5, beta=-6.0, shard_rows=2)
-    trainer = Trainer(
-        accelerator="cpu",
-        strategy=FullyShardedStrategy() if strategy == "fsdp" else strategy,
-        devices=world_size,
-        inference_mode=False,
-        logger=False,
-        callbacks=[writer],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        use_distributed_sampler=False,
-        default_root_dir=folder,
-    )
-    trainer.predict(module, datamodule=corpus, return_predictions=False)
+    settings = {"model": str(folder / "model"), "output": str(output), "key_column": "id", "columns": ["n"]}
+    settings |= {"context_length": 16, "stride": 8, "contexts": [16, 32, 64], "alpha": 0.5, "beta": -6.0}
+    settings |= {"dtype": "float32", "device": "cpu", "attn_implementation": "sdpa", "shard_rows": 2}
+    score_corpus([str(folder / "corpus")], CorpusConfig(**{**settings, "allowed_failures": 1.0, **options}))
 
 
-def start(folder, output, world_size, strategy="ddp", **settings):
-    """The processes of a run."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    strategy = strategy if world_size > 1 else "auto"
-    arguments = [(folder, output, rank, world_size, port, strategy, settings) for rank in range(world_size)]
-    processes = [FORK.Process(target=predict, args=each) for each in arguments]
-    for process in processes:
-        process.start()
+def start(folder, output, shards=1, **options):
+    """The processes of the shards."""
+    processes = []
+    for shard in range(shards):
+        own = {**options, "shard": f"{shard}/{shards}"}
+        processes.append(FORK.Process(target=score, args=(folder, output, own)))
+        processes[-1].start()
     return processes
 
 
@@ -103,7 +70,7 @@ def finish(processes, status=0):
 
 def rows(output):
     """All rows by file and row number, each once."""
-    found = pyarrow.parquet.read_table(output).to_pylist()
+    found = pyarrow.parquet.read_table(output, partitioning=None).to_pylist()
     assert len({(row["file"], row["row"]) for row in found}) == len(found), "a row is there twice"
     return {(row.pop("file"), row.pop("row")): row for row in found}
 
@@ -122,19 +89,17 @@ def largest_difference(first, second):
     return largest
 
 
-def kill(folder, output, world_size, generator):
+def kill(folder, output, shards, generator):
     """Start a run and kill one of its processes, or all, when it has written something; whether it was still there."""
-    shards = len(list(output.glob("*.parquet")))
-    wanted = shards + generator.randint(1, 2)
-    processes = start(folder, output, world_size)
-    while len(list(output.glob("*.parquet"))) < wanted and all(process.is_alive() for process in processes):
+    before = len(list(output.rglob("*.parquet")))
+    wanted = before + generator.randint(1, 2)
+    processes = start(folder, output, shards)
+    while len(list(output.rglob("*.parquet"))) < wanted and any(process.is_alive() for process in processes):
         time.sleep(0.002)
     alive = [process for process in processes if process.is_alive()]
-    for process in alive if generator.random() < 0.5 else alive[:1]:
+    for process in alive:
         os.kill(process.pid, signal.SIGKILL)
-    for process in processes:  # none waits for the one that is gone
         process.join(60)
-        assert process.exitcode is not None
     return bool(alive)
 
 
@@ -146,26 +111,25 @@ def main(kills):
         preparing = FORK.Process(target=prepare, args=(folder,))
         preparing.start()
         finish([preparing])
-        finish(start(folder, folder / "one", 1))
+        finish(start(folder, folder / "one"))
         expected = rows(folder / "one")
         found["documents"] = len(expected)
         found["errors"] = sorted(str(row["error"]).split(" ", 1)[-1][:40] for row in expected.values() if row["error"])
-        finish(start(folder, folder / "two", 2, num_workers=2, allowed_failures=0.01), status=1)
-        assert not (folder / "two" / SUCCESS).exists(), "more failed than are allowed, and both processes say so"
-        found["two processes"] = largest_difference(expected, rows(folder / "two"))
-        finish(start(folder, folder / "batches", 1, batch_tokens=512, num_workers=0))
+        finish(start(folder, folder / "failures", allowed_failures=0.01), status=1)
+        assert not (folder / "failures" / SUCCESS).exists(), "more failed than are allowed"
+        finish(start(folder, folder / "batches", batch_tokens=512))
         found["batches"] = largest_difference(expected, rows(folder / "batches"))
-        finish(start(folder, folder / "fsdp", 2, "fsdp"))
-        found["fsdp"] = largest_difference(expected, rows(folder / "fsdp"))
-        for shard in range(2):
-            finish(start(folder, folder / "shards" / str(shard), 1, shard=f"{shard}/2"))
+        finish(start(folder, folder / "shards", 2))
         found["shards"] = largest_difference(expected, rows(folder / "shards"))
         killed, partly = folder / "killed", []
-        for turn in range(kills):
-            partly.append(kill(folder, killed, 1 + turn % 2, generator))
+        for _ in range(kills):
+            partly.append(kill(folder, killed, 1, generator))
             partly[-1] = partly[-1] and len(rows(killed))
+        kill(folder, folder / "killed shards", 2, generator)
+        finish(start(folder, folder / "killed shards", 2))
+        assert largest_difference(expected, rows(folder / "killed shards")) == 0.0
         assert not (killed / SUCCESS).exists()
-        finish(start(folder, killed, 2))
+        finish(start(folder, killed))
         found["killed at"] = partly
         found["killed"] = largest_difference(expected, rows(killed))
         found["success"] = json.loads((killed / SUCCESS).read_text())

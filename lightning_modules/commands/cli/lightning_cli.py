@@ -52,7 +52,7 @@ _DESCRIPTIONS = {
     "fit": "Fine-tune a model, and evaluate its LongPPL during training.",
     "validate": "Evaluate a model on the validation documents.",
     "test": "Evaluate a model on the test documents.",
-    "predict": "Score a corpus into a table (configs/score_corpus.yaml), or every token of the test documents.",
+    "predict": "Write the long- and short-context log-likelihoods of every token of the test documents.",
 }
 _CKPT_PATH_HELP = "Checkpoint file, the folder of a run (its newest valid checkpoint), or ``last`` for the newest valid"
 _CKPT_PATH_HELP += " checkpoint of this run."

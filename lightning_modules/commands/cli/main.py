@@ -23,8 +23,8 @@ commands:
   fit         fine-tune a model and evaluate its LongPPL during training
   validate    evaluate a model on the validation documents
   test        evaluate a model on the test documents
-  predict     score a corpus into a table (`configs/score_corpus.yaml`), or every token of the test documents
-  select      select documents of a scored corpus by conditions in SQL
+  predict     write the long- and short-context log-likelihoods of every token of the test documents
+  corpus      `corpus score`: score documents for long-range dependence; `corpus select`: choose them by these scores
   data        `data inspect`: show packed training sequences as text, with document boundaries
   influence   compute LongCE token weights with an evaluator, so that training needs no short-context pass
   compare     compare runs of `fit`, or results of `score`: final numbers, curves, costs and settings

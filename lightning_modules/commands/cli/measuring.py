@@ -68,9 +68,10 @@ def read_row(file: str, row: int, text_column: str) -> tuple[str, str]:
         FileNotFoundError: If the file does not exist.
         ValueError: If the document does not exist or cannot be scored.
     """
-    from datamodules import DocumentCorpus  # imports torch
+    from datamodules.sources.corpus import CorpusColumns, read_documents  # imports torch
 
-    for ref, text in DocumentCorpus(file, text_column=text_column).documents({Path(file).name: [row]}):
+    columns = CorpusColumns(text_column, None, ())
+    for ref, text in read_documents([file], columns, {Path(file).name: [row]}):
         if ref.error is not None or not text.strip():
             reason = (ref.error or "it is only white space").rstrip(".")
             raise ValueError(f"Row {row} of '{file}' cannot be scored: {reason}.")

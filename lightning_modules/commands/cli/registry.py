@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jsonargparse.typing import PositiveInt
+
 from lightning_modules.commands.cli.experiment_options import (
     accept_saved_config,
     add_data_options,
@@ -22,11 +24,19 @@ from lightning_modules.commands.cli.measuring import (
     parse_options,
     score_command,
 )
+from lightning_modules.commands.corpus.config import CorpusConfig
 from lightning_modules.commands.inspect import inspect_command
 from lightning_modules.commands.select.config import SelectConfig
 from lightning_modules.export.options import ExportOptions
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.utilities.text_files import check_output
+
+_CORPUS_USAGE = """\
+usage: longce corpus score FILES .. --model MODEL --output FOLDER [OPTIONS]
+       longce corpus select SCORES .. [OPTIONS]
+
+`longce corpus score --help` and `longce corpus select --help` list the options.
+"""
 
 
 def export_command(arguments: Sequence[str]) -> None:
@@ -46,11 +56,39 @@ def export_command(arguments: Sequence[str]) -> None:
     sys.stdout.write(f"{export_checkpoint(**options)}\n")
 
 
-def select_command(arguments: Sequence[str]) -> None:
-    """Run ``longce select`` and print its tables."""
-    parser = make_parser(
-        "select", "Select documents by scores in parquet files, such as those of `longce predict`.", SelectConfig
-    )
+def corpus_command(arguments: Sequence[str]) -> None:
+    """Run ``longce corpus score`` or ``longce corpus select``."""
+    parts = {"score": _corpus_score_command, "select": _corpus_select_command}
+    part = arguments[1] if len(arguments) > 1 else ""
+    if part in ("-h", "--help"):
+        sys.stdout.write(_CORPUS_USAGE)
+        sys.exit(0)
+    if part not in parts:
+        raise ValueError(f"`longce corpus` has the subcommands `score` and `select`, got '{part}'.")
+    parts[part](arguments[1:])
+
+
+def _corpus_score_command(arguments: Sequence[str]) -> None:
+    description = "Score the documents of a corpus for long-range dependence into parquet files, with one model."
+    parser = make_parser("corpus score", description, CorpusConfig, skip=("columns", "contexts"))
+    files = "Parquet, JSON-lines and text files, folders and patterns, or fsspec URLs."
+    parser.add_argument("files", type=str, nargs="+", help=files)
+    columns = "Further columns to copy to the scores. Values of JSON lines become text."
+    parser.add_argument("--columns", type=str, nargs="+", default=[], help=columns)
+    contexts = "Ascending context lengths in tokens, in which the last `stride` tokens of each document are scored too."
+    parser.add_argument("--contexts", type=PositiveInt, nargs="+", default=[], help=contexts)
+    options = parse_options(parser, arguments)
+    documents = options.pop("files")
+    config = CorpusConfig(**options)
+    config.check_names()
+    from lightning_modules.commands.corpus.score import score_corpus
+
+    sys.stdout.write(score_corpus(documents, config) + "\n")
+
+
+def _corpus_select_command(arguments: Sequence[str]) -> None:
+    description = "Select documents by scores in parquet files, such as those of `longce corpus score`."
+    parser = make_parser("corpus select", description, SelectConfig)
     parser.add_argument("scores", type=str, nargs="+", help="Parquet files, folders and patterns, or fsspec URLs.")
     options = parse_options(parser, arguments)
     from lightning_modules.commands.select.command import select
@@ -145,7 +183,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {
     "inspect": inspect_command,
     "evaluate": evaluate_command,
     "influence": influence_command,
-    "select": select_command,
+    "corpus": corpus_command,
     "export": export_command,
     "compare": compare_command,
     "correlate": correlate_command,

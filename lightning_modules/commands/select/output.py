@@ -62,17 +62,17 @@ def write_documents(path: Path, chosen: pyarrow.Table, header: Mapping[str, Any]
 
 def _add_texts(chosen: pyarrow.Table, source: Mapping[str, Any]) -> Iterator[pyarrow.Table]:
     """Yield the chosen rows with the text of each document, some at a time."""
-    from datamodules import DocumentCorpus  # these import torch
+    from datamodules.sources.corpus import CorpusColumns, read_documents  # these import torch
     from lightning_modules.scoring.token_scores import text_sha256
 
-    corpus = DocumentCorpus(**source)
     places = {}  # of each document in the table
     rows: dict[str, list[int]] = {}  # of each file
     for place, (file, row) in enumerate(zip(chosen["file"].to_pylist(), chosen["row"].to_pylist(), strict=True)):
         places[file, row] = place
         rows.setdefault(file, []).append(row)
     hashes = chosen["text_hash"]
-    documents = corpus.documents(rows)
+    columns = CorpusColumns(source["text_column"], source["key_column"], ())
+    documents = read_documents(source["files"], columns, rows)
     found = 0
     while part := list(islice(documents, _WRITTEN_TOGETHER)):
         taken, texts = [], []

@@ -108,7 +108,7 @@ def ladder_columns(contexts: Sequence[int]) -> dict[str, type]:
 def ladder_scores(
     scores: TokenScores, contexts: Sequence[int], *, alpha: float = 2.0, beta: float = -2.0
 ) -> dict[str, float | None]:
-    """Compute the benefit of longer contexts for the last tokens of a document (`ContextLadder`).
+    """Compute the benefit of longer contexts for the last tokens of a document (`ContextLengths`).
 
     Pairs of context lengths are compared: the first with every other one, each with the next, and the first with the
     ``whole`` document.

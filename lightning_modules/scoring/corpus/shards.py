@@ -1,4 +1,4 @@
-"""Parquet files with scores of documents: each is written by one process, and read again to resume."""
+"""Parquet files with scores of documents, which one process writes and reads again to resume."""
 
 import io
 import json
@@ -9,13 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 import fsspec
-import numpy as np
 import pyarrow
 import pyarrow.parquet
-from numpy.typing import NDArray
 
 from lightning_modules.utilities.files import BUILDING, write_atomically
 
@@ -26,21 +24,10 @@ SUCCESS = "_SUCCESS.json"
 PER_TOKEN = ("lsd", "lcl", "token_starts", "token_ends")
 """Columns with a list of one value per token."""
 
-_REPEAT = (
-    "Delete shards that do not belong there, and run the same `longce predict` again: it scores the missing documents."
-)
 HEADER = b"longce"
 """Key of the header in the metadata of a shard."""
 _READER_THREADS = 16  # reading thousands of small remote files is mostly waiting
-_MAX_NAMED = 5  # settings or shards, in a message
-
-
-class ExistingScores(NamedTuple):
-    """Content of a folder of shards."""
-
-    rows: dict[str, NDArray[np.int64]]  # scored rows of each file, ascending
-    versions: dict[str, str]  # content hashes of these files when their rows were scored
-    settings: dict[str, Any]  # settings of the scores; empty without shards
+_MAX_NAMED = 5  # settings, in a message
 
 
 class ScoreShards:
@@ -73,93 +60,43 @@ class ScoreShards:
                 f"Cannot write to '{self.path}' ({error}). Check the URL and your access rights."
             ) from error
 
-    def sizes(self) -> dict[str, int]:
-        """Return the sizes of the shards in bytes, by name, in order."""
-        self._system.invalidate_cache()  # other processes write to the folder as well
+    def entries(self) -> list[str]:
+        """Return the names of all files and folders in the folder, in order."""
+        self._system.invalidate_cache()
         try:
-            infos = self._system.ls(self._root, detail=True)
+            return sorted(PurePosixPath(path).name for path in self._system.ls(self._root, detail=False))
         except FileNotFoundError:
-            return {}
-        sizes = {PurePosixPath(info["name"]).name: info["size"] for info in infos}
-        return {name: sizes[name] for name in sorted(sizes) if name.endswith(".parquet") and name[0] not in "._"}
+            return []
 
-    def write(self, table: pyarrow.Table, header: Mapping[str, Any], rank: int) -> None:
+    def names(self) -> list[str]:
+        """Return the names of the shards, in order."""
+        return [name for name in self.entries() if name.endswith(".parquet") and name[0] not in "._"]
+
+    def write(self, table: pyarrow.Table, header: Mapping[str, Any]) -> None:
         """Write a shard with a unique name; its columns must include ``file`` and ``row``.
 
-        The header has ``settings`` and ``files`` (their content hashes by name).
+        The header has ``settings`` and ``files``, the states of the files by name.
         """
         content = json.dumps({"format": FORMAT, **header}).encode()
         sink = pyarrow.BufferOutputStream()
-        table = table.replace_schema_metadata({**(table.schema.metadata or {}), HEADER: content})
+        table = table.replace_schema_metadata({HEADER: content})
         pyarrow.parquet.write_table(table, sink, compression="zstd", write_page_checksum=True)
-        name = f"part-{rank:05d}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}.parquet"
+        name = f"part-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}.parquet"
         self._write_file(name, sink.getvalue())
 
     def read(self, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any], pyarrow.Table]]:
         """Yield name, header and columns of each shard, in order; raise a ``ValueError`` for a damaged one."""
         with ThreadPoolExecutor(_READER_THREADS) as pool:
-            yield from pool.map(partial(self._read_shard, columns=columns), self.sizes())
-
-    def existing_scores(self) -> ExistingScores:
-        """Read which rows have scores."""
-        versions: dict[str, str] = {}
-        settings: dict[str, Any] = {}
-        tables = []
-        for name, header, table in self.read(["file", "row"]):
-            check_settings(header["settings"], settings or header["settings"], f"{self}/{name}")
-            settings = header["settings"]
-            for file, version in header["files"].items():
-                if versions.setdefault(file, version) != version:
-                    raise ValueError(f"{self} has rows of two versions of '{file}'. Start again in another folder.")
-            tables.append(table.append_column("shard", pyarrow.array([name] * len(table), pyarrow.string())))
-        if not tables:
-            return ExistingScores({}, {}, {})
-        scored = pyarrow.concat_tables(tables).to_pandas(strings_to_categorical=True)
-        if (repeated := scored.duplicated(["file", "row"])).any():
-            names = scored["shard"][repeated].unique()
-            raise ValueError(
-                f"{self}: {len(names)} shard(s) repeat rows of other shards, because two runs wrote at the same time."
-                f" Delete {', '.join(names)} and run the same command again: missing rows are scored again."
-            )
-        rows = {file: np.sort(own.to_numpy()) for file, own in scored.groupby("file", observed=True)["row"]}
-        return ExistingScores(rows, versions, settings)
+            yield from pool.map(partial(self._read_shard, columns=columns), self.names())
 
     def write_success(self, content: Mapping[str, Any]) -> None:
-        """Write ``_SUCCESS.json`` with the content and the size of each shard."""
-        text = json.dumps({**content, "shard_bytes": self.sizes()}, indent=2) + "\n"
-        self._write_file(SUCCESS, text.encode())
+        """Write ``_SUCCESS.json``."""
+        self._write_file(SUCCESS, (json.dumps(content, indent=2) + "\n").encode())
 
     def remove_success(self) -> None:
         """Remove ``_SUCCESS.json`` if it exists."""
         with suppress(FileNotFoundError):
             self._system.rm_file(f"{self._root}/{SUCCESS}")
-
-    def check_success(self) -> bool:
-        """Compare the shards with ``_SUCCESS.json``; return whether it exists.
-
-        Pages have checksums, which are compared when they are read, so only names and sizes are compared here.
-
-        Raises:
-            ValueError: If a shard is missing, is not listed, or has another size.
-        """
-        try:
-            content = json.loads(self._system.cat_file(f"{self._root}/{SUCCESS}"))
-            is_earlier = "contents" in content
-            listed = {} if is_earlier else content["shard_bytes"]
-            expected = {str(name): int(size) for name, size in listed.items()}
-        except FileNotFoundError:
-            return False
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"'{self}/{SUCCESS}' is damaged ({error!r}). {_REPEAT}") from error
-        if is_earlier:
-            raise ValueError(f"'{self}' has scores of longce 0.1.0, which reads them: use another folder.")
-        found = self.sizes()
-        problems = [f"{name} is missing" for name in sorted(expected.keys() - found.keys())]
-        problems += [f"{name} is not listed in {SUCCESS}" for name in found if name not in expected]
-        problems += [f"{name} has another size" for name in found if found[name] != expected.get(name, found[name])]
-        if problems:
-            raise ValueError(f"'{self}' has changed: {'; '.join(problems[:_MAX_NAMED])}. {_REPEAT}")
-        return True
 
     def _write_file(self, name: str, content: bytes) -> None:
         if self.local is not None:

@@ -7,7 +7,6 @@ import numpy as np
 import pyarrow
 from torch import Tensor
 
-from lightning_modules.batch import DocumentRef
 from lightning_modules.scoring.corpus.columns import COLUMNS, document_scores, ladder_columns, ladder_scores
 from lightning_modules.scoring.corpus.shards import PER_TOKEN
 from lightning_modules.scoring.document_scorer import Failed
@@ -15,24 +14,19 @@ from lightning_modules.scoring.token_scores import TokenScores
 
 TokenType = Literal["float16", "float32"]
 
-
-# In this order, with the corpus's columns after the first and the scores before the last.
-_REF_COLUMNS = {"key": pyarrow.string(), "file": pyarrow.string(), "row": pyarrow.int64()}
 _TEXT_COLUMNS = {"truncated": pyarrow.bool_(), "text_hash": pyarrow.string(), "first_words": pyarrow.string()}
 _ERROR_COLUMN = {"error": pyarrow.string()}
 _ARROW_TYPES = {int: pyarrow.int64(), float: pyarrow.float64()}
 
 
 class ScoreTable:
-    """Collects the scores of documents (`document_scores`), together with columns of the corpus (``column_types``).
+    """Collects the scores of documents (`document_scores`).
 
-    Values of single tokens are included if ``per_token`` is set to their dtype. ``tokens`` counts the tokens of scored
-    documents.
+    Values of single tokens are included if ``per_token`` is set to their dtype.
     """
 
     def __init__(
         self,
-        column_types: Mapping[str, pyarrow.DataType],
         contexts: Sequence[int] = (),
         *,
         per_token: TokenType | None = None,
@@ -43,31 +37,25 @@ class ScoreTable:
         scores = {name: _ARROW_TYPES[kind] for name, kind in {**COLUMNS, **ladder_columns(contexts)}.items()}
         tokens: dict[str, pyarrow.DataType] = {}
         if per_token is not None:
-            value, index = (pyarrow.float16() if per_token == "float16" else pyarrow.float32()), pyarrow.int32()
+            value = pyarrow.float16() if per_token == "float16" else pyarrow.float32()
+            index = pyarrow.int32()
             tokens = dict(zip(PER_TOKEN, map(pyarrow.list_, (value, value, index, index)), strict=True))
-        before_scores = {**_REF_COLUMNS, **column_types, **_TEXT_COLUMNS}
-        self.schema = pyarrow.schema({**before_scores, **scores, **_ERROR_COLUMN, **tokens})
+        self.schema = pyarrow.schema({**_TEXT_COLUMNS, **scores, **_ERROR_COLUMN, **tokens})
         self.contexts = contexts
         self.per_token = per_token
         self.thresholds = {"alpha": alpha, "beta": beta}
         self.gamma = gamma
-        self.tokens = 0
         self._rows: list[dict[str, Any]] = []
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def add(self, ref: DocumentRef, scores: TokenScores | Failed) -> None:
-        """Add the row of a document."""
-        row = {name: value for name, value in ref._asdict().items() if name not in ("columns", "error")}
-        row |= ref.columns  # those of the corpus
+    def add(self, text: Mapping[str, Any], scores: TokenScores | Failed) -> None:
+        """Add the row of a document; ``text`` has the columns that depend only on its text."""
+        row = dict(text)
         if isinstance(scores, Failed):
             row["error"] = scores.reason
         else:
             row |= document_scores(scores, **self.thresholds, gamma=self.gamma)
             row |= ladder_scores(scores, self.contexts, **self.thresholds)
             row |= self._list_token_values(scores)
-            self.tokens += len(scores.long)  # bounds the size of a shard
         self._rows.append(row)
 
     def table(self) -> pyarrow.Table:
@@ -75,10 +63,6 @@ class ScoreTable:
         # A failed document has no scores, which are null.
         columns = [pyarrow.array([row.get(field.name) for row in self._rows], field.type) for field in self.schema]
         return pyarrow.table(columns, schema=self.schema)
-
-    def clear(self) -> None:
-        """Remove all rows."""
-        self._rows, self.tokens = [], 0
 
     def _list_token_values(self, scores: TokenScores) -> dict[str, Any]:
         if self.per_token is None:  # such lists are nearly all of a shard's bytes
@@ -102,5 +86,5 @@ def _null_before(start: int, values: Tensor) -> pyarrow.Array:
 
 def find_reserved_names(names: Sequence[str]) -> list[str]:
     """Return the columns of a corpus that have the name of a column of scores."""
-    reserved = {*_REF_COLUMNS, *_TEXT_COLUMNS, *_ERROR_COLUMN, *COLUMNS, *PER_TOKEN, "text"}
+    reserved = {"key", "file", "row", "text", *_TEXT_COLUMNS, *_ERROR_COLUMN, *COLUMNS, *PER_TOKEN}
     return sorted(name for name in names if name in reserved or name.startswith("ladder_"))  # for any context lengths

@@ -3,9 +3,8 @@ import torch
 
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document
-from lightning_modules.scoring.context_lengths import MAX_AUTO_CONTEXT, ContextLadder, ContextLengths
+from lightning_modules.scoring.context_lengths import ContextLengths
 from lightning_modules.scoring.document_scorer import DocumentScorer
-from lightning_modules.scoring.token_scores import TokenScores
 from tests.conftest import make_text, tiny_model
 from tests.support import reference
 from tests.support.texts import pad_documents
@@ -60,26 +59,7 @@ def test_rows_of_a_batch_have_the_rungs_that_they_have_alone(tokenizer):
             torch.testing.assert_close(own[context], expected[context])
 
 
-def test_the_ladder_is_stored_with_the_scores(tokenizer, tmp_path):
-    _, scores = scored(tiny_model(vocab_size=len(tokenizer)), tokenizer, (100, 8), 6)
-    scores.save(tmp_path / "x.safetensors")
-    loaded = TokenScores.load(tmp_path / "x.safetensors")
-    assert list(loaded.context_scores) == [8, 100]
-    assert all(
-        torch.equal(loaded.context_scores[context], scores.context_scores[context]) for context in loaded.context_scores
-    )
-
-
-def test_automatic_rungs_double_up_to_the_length_of_the_model():
-    sizes = {"context_length": 4096, "stride": 1024}
-    assert ContextLadder().resolve(**sizes, max_length=32768) == ContextLengths((4096, 8192, 16384, 32768), 1024)
-    assert ContextLadder(window=7).resolve(**sizes, max_length=40_000) == ContextLengths((4096, 8192, 16384, 32768), 7)
-    assert ContextLadder().resolve(**sizes, max_length=1024).contexts == (4096,)
-    assert ContextLadder().resolve(**sizes, max_length=None).contexts[-1] == MAX_AUTO_CONTEXT
-    assert ContextLadder([3, 5]).resolve(**sizes, max_length=4).contexts == (3, 5)
-
-
-@pytest.mark.parametrize("contexts", [[8, 8], [], [0, 4]])
-def test_ladders_without_a_meaning_are_refused(contexts):
-    with pytest.raises(ValueError, match=r"`ladder\.contexts`"):
-        ContextLadder(contexts)
+@pytest.mark.parametrize("contexts", [(8, 8), (0, 4), (9, 4)])
+def test_lengths_without_a_meaning_are_refused(contexts):
+    with pytest.raises(ValueError, match="`contexts`"):
+        ContextLengths(contexts, 4)

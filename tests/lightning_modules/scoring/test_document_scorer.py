@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from lightning_modules.models import lockstep
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document
-from lightning_modules.scoring.context_lengths import ContextLengths
 from lightning_modules.scoring.document_scorer import DocumentScorer, Failed, is_out_of_memory, select_rows
 from tests.conftest import make_text, tiny_model
 from tests.support.texts import pad_documents
@@ -50,15 +48,6 @@ def test_what_does_not_fit_together_is_scored_alone_and_what_does_not_fit_alone_
         assert found.text_sha256 == wanted.text_sha256
 
 
-def test_where_weights_are_divided_it_stops_the_run(tokenizer):
-    backbone, batch = Backbone(tiny_model(vocab_size=len(tokenizer))), make_batch(tokenizer, 10)
-    no_room_for(backbone, 3, torch.OutOfMemoryError("CUDA out of memory"))
-    backbone.is_sharded = True
-    with pytest.raises(torch.OutOfMemoryError) as raised:
-        scorer(backbone).try_to_score(batch)
-    assert "data.max_tokens" in raised.value.__notes__[0]
-
-
 def test_other_errors_are_those_of_the_run(tokenizer):
     backbone = Backbone(tiny_model(vocab_size=len(tokenizer)))
     no_room_for(backbone, 3, RuntimeError("device-side assert triggered"))
@@ -76,17 +65,6 @@ def test_more_tokens_than_learned_positions(tokenizer):
     assert torch.equal(scored.long, expected.long)
     (alone,) = scorer(Backbone(model)).try_to_score(select_rows(batch, [0]))
     assert alone == failed
-
-
-def test_a_process_whose_documents_fail_makes_the_passes_of_the_others(tokenizer, monkeypatch):
-    backbone = Backbone(tiny_model("gpt2", len(tokenizer), max_position_embeddings=64, n_embd=32, n_layer=1, n_head=2))
-    backbone.is_sharded = True
-    passes, others = [], [True, True, False]
-    monkeypatch.setattr(lockstep, "any_rank", lambda works, device: works or others.pop(0))
-    forward = backbone.forward
-    backbone.forward = lambda batch, **k: passes.append(batch["input_ids"].numel()) or forward(batch, **k)
-    scorer(backbone, context_lengths=ContextLengths((8,), 4)).try_to_score(make_batch(tokenizer, 60))
-    assert passes == [1, 1]
 
 
 def test_scores_that_are_no_numbers(tokenizer):

@@ -1,4 +1,4 @@
-"""The scorer of batches of rows equals `longce predict`, whatever the form and size of the batch."""
+"""The scorer of batches of rows equals `longce corpus score`, whatever the form and size of the batch."""
 
 import pickle
 
@@ -6,15 +6,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from callbacks import DocumentScoresWriter
-from datamodules import DocumentCorpus
-from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.commands.corpus.config import CorpusConfig
+from lightning_modules.commands.corpus.score import score_corpus
 from lightning_modules.scoring import long_context_scorer
-from lightning_modules.scoring.context_lengths import ContextLadder
 from lightning_modules.scoring.long_context_scorer import LongContextScorer
 from lightning_modules.scoring.token_scores import shorten_text
 from tests.conftest import make_text
-from tests.support.trainers import quiet_trainer
 
 SIZES = {"context_length": 16, "stride": 8}
 THRESHOLDS = {"alpha": 0.5, "beta": -6.0}
@@ -23,13 +20,12 @@ TEXTS = [make_text(words, seed) for seed, words in enumerate((60, 1, 20, 90))] +
 
 @pytest.fixture(scope="module")
 def predicted(model_dir, tmp_path_factory):
-    """Scores of the texts by `longce predict`."""
+    """Scores of the texts by `longce corpus score`."""
     folder = tmp_path_factory.mktemp("predicted")
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), folder / "a.parquet")
-    module = LongContextLM(str(model_dir), ladder=ContextLadder([16, 32]), **SIZES)
-    corpus = DocumentCorpus(str(folder / "a.parquet"), num_workers=0, max_tokens=100, allowed_failures=1.0)
-    writer = DocumentScoresWriter(str(folder / "out"), **THRESHOLDS)
-    quiet_trainer(folder, writer).predict(module, datamodule=corpus, return_predictions=False)
+    options = {"contexts": [16, 32], "max_tokens": 100, "allowed_failures": 1.0, "dtype": "float32", "device": "cpu"}
+    config = CorpusConfig(model=str(model_dir), output=str(folder / "out"), **SIZES, **THRESHOLDS, **options)
+    score_corpus([str(folder / "a.parquet")], config)
     table = pyarrow.parquet.read_table(folder / "out").sort_by("row")
     return table.drop_columns(["key", "file", "row"]).replace_schema_metadata()
 
@@ -40,7 +36,7 @@ def scorer(model_dir):
     return LongContextScorer(str(model_dir), **options, dtype="float32", device="cpu")
 
 
-def test_scores_are_those_of_predict_to_the_last_digit(scorer, predicted):
+def test_scores_are_those_of_the_command_to_the_last_digit(scorer, predicted):
     found = scorer.score(TEXTS)
     assert found.schema == predicted.schema == scorer.schema
     assert found.drop_columns("error").equals(predicted.drop_columns("error"))
@@ -84,6 +80,16 @@ def test_a_scorer_is_pickled_without_its_model_which_is_loaded_once(scorer, pred
     assert other.score(TEXTS[:2]).equals(predicted.slice(0, 2))
     assert other.score(TEXTS[2:4]).equals(predicted.slice(2, 2))
     assert len(loads) == 1
+
+
+def test_documents_of_a_batch_have_nearly_the_scores_that_they_have_alone(model_dir, predicted):
+    options = {**SIZES, **THRESHOLDS, "contexts": [16, 32], "max_tokens": 100, "batch_tokens": 150}
+    scorer = LongContextScorer(str(model_dir), **options, dtype="float32", device="cpu")
+    groups = [len(group) for group in scorer._group_by_length([scorer.encode(text) for text in TEXTS])]
+    assert groups == [2, 1, 1], "the short ones share a batch"
+    for found, expected in zip(scorer.score(TEXTS).to_pylist(), predicted.to_pylist(), strict=True):
+        numbers = {name: value for name, value in expected.items() if isinstance(value, float)}
+        assert {name: found[name] for name in numbers} == pytest.approx(numbers, rel=1e-5, abs=1e-5)
 
 
 def test_a_document_beyond_the_positions_of_the_model_has_failed_and_the_others_have_not(scorer, monkeypatch):

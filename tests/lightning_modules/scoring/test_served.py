@@ -20,9 +20,11 @@ import torch
 import yaml
 from lightning.pytorch.callbacks import LambdaCallback
 
-from callbacks import DocumentScoresWriter, ExternalEvaluator, StepCheckpoint
-from datamodules import DocumentCorpus, PG19DataModule
+from callbacks import ExternalEvaluator, StepCheckpoint
+from datamodules import PG19DataModule
 from lightning_modules.commands.cli.main import main
+from lightning_modules.commands.corpus.config import CorpusConfig
+from lightning_modules.commands.corpus.score import score_corpus
 from lightning_modules.commands.evaluate import evaluate
 from lightning_modules.commands.influence import InfluenceTrainer
 from lightning_modules.functional.top_tokens import with_greedy
@@ -312,11 +314,10 @@ def test_a_training_that_is_killed_resumes_with_the_same_metrics(served, model_d
     assert server.counts["requests"] - asked < 10, "only probes"
 
 
-def predict(root, output, model, model_dir, *, ladder=None, **data):
-    corpus = DocumentCorpus(str(root / "corpus"), tokenizer=str(model_dir), key_column="id", num_workers=0, **data)
-    module = LongContextLM(model, dtype="float32", server=QUICK, ladder=ladder, **SETTINGS)
-    trainer = make_trainer(root, DocumentScoresWriter(str(output), per_token="float32", shard_rows=50))
-    trainer.predict(module, corpus, return_predictions=False)
+def score_folder(root, output, model, model_dir, **options):
+    settings = {"tokenizer": str(model_dir), "key_column": "id", "dtype": "float32", "server": QUICK, "device": "cpu"}
+    settings |= {"per_token": "float32", "shard_rows": 50, **SETTINGS}
+    score_corpus([str(root / "corpus")], CorpusConfig(model=model, output=str(output), **{**settings, **options}))
     return rows(output)
 
 
@@ -334,11 +335,11 @@ def write_corpus(root, documents):
 @pytest.mark.slow
 def test_a_corpus_on_two_servers_that_fail_now_and_then(backbone, model_dir, tmp_path):
     write_corpus(tmp_path, 300)
-    expected = predict(tmp_path, tmp_path / "local", str(model_dir), model_dir)
+    expected = score_folder(tmp_path, tmp_path / "local", str(model_dir), model_dir)
     with stub_server(backbone=backbone) as one, stub_server(backbone=backbone) as other:
         other.faults.extend([None] * 20 + ["500", None, "reset", None, "503", None, None] * 50)  # after the start
         addresses = f"{one.address},{other.address}"
-        found = predict(tmp_path, tmp_path / "served", addresses, model_dir, batch_tokens=8000)
+        found = score_folder(tmp_path, tmp_path / "served", addresses, model_dir, batch_tokens=8000)
         assert min(one.counts["requests"], other.counts["requests"]) > 50
     assert len(found) == 300
     assert (tmp_path / "served" / SUCCESS).exists()
@@ -354,20 +355,15 @@ def test_a_corpus_resumes_after_an_outage_and_refuses_another_model(model_dir, t
     write_corpus(tmp_path, 60)
     output = tmp_path / "scores"
     with stub_server("vllm") as server:
-        quick = ServerConfig(timeout=20.0, patience=0.5)
-        corpus = DocumentCorpus(str(tmp_path / "corpus"), tokenizer=str(model_dir), num_workers=0, batch_tokens=500)
-        module = LongContextLM(server.address, dtype="float32", server=quick, **SETTINGS)
-        trainer = make_trainer(tmp_path, DocumentScoresWriter(str(output)))
+        options = {"server": ServerConfig(timeout=20.0, patience=0.5), "batch_tokens": 500}
         server.faults.extend([None] * 30 + ["503"] * 1000)  # in the middle of the corpus
         with pytest.raises(IncompleteError, match="same command again"):
-            trainer.predict(module, corpus, return_predictions=False)
+            score_folder(tmp_path, output, server.address, model_dir, **options)
         done = len(rows(output))
         assert done < 60
         server.faults.clear()
         caplog.set_level(logging.INFO)
-        corpus = DocumentCorpus(str(tmp_path / "corpus"), tokenizer=str(model_dir), num_workers=0, batch_tokens=500)
-        trainer = make_trainer(tmp_path, DocumentScoresWriter(str(output)))
-        trainer.predict(LongContextLM(server.address, server=quick, dtype="float32", **SETTINGS), corpus)
+        score_folder(tmp_path, output, server.address, model_dir, **options)
         assert sorted(row["row"] for row in rows(output)) == list(range(60))
         assert "requests repeated" in caplog.text
 
@@ -377,7 +373,7 @@ def test_a_document_that_the_server_refuses_fails_alone(model_dir, tmp_path):
     write_corpus(tmp_path, 12)
     with stub_server("vllm") as server:
         server.limit = 60
-        found = predict(
+        found = score_folder(
             tmp_path, tmp_path / "scores", server.address, model_dir, batch_tokens=2000, allowed_failures=1.0
         )
     failed = [row for row in found if row["error"]]

@@ -73,8 +73,8 @@ def test_what_the_user_sets_is_kept_with_one_early_warning(start, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_weights_that_a_packaged_config_wants_in_bfloat16_are_loaded_in_float32(start, tmp_path):
     (tmp_path / "corpus.yaml").write_text("model: {dtype: bfloat16}")
-    packaged = CONFIGS / "score_corpus.yaml"
+    packaged = CONFIGS / "experiments" / "longlora.yaml"
     assert yaml.safe_load(packaged.read_text())["model"]["dtype"] == "bfloat16"
     words = ["--data", "datamodules.PG19DataModule", "--trainer.callbacks", "null"]
-    assert start("predict", "-c", str(CONFIGS / "experiments" / "longlora.yaml"), *words)[1] == "float32"
+    assert start("predict", "-c", str(packaged), *words)[1] == "float32"
     assert start("predict", "-c", "corpus.yaml", *words)[1] == "bfloat16"

@@ -2,7 +2,6 @@
 
 import pytest
 
-from datamodules import DocumentCorpus
 from datamodules.sources.documents import Document
 from datamodules.token_store.tokenize import Encoder
 from lightning_modules.models.tokenization.encoding import encode_text, panics_caught
@@ -25,19 +24,6 @@ from tests.support.fragile_tokenizer import BREAKING, fragile_tokenizer
 def test_a_panic_is_an_error_that_names_the_document(use):
     with pytest.raises(ValueError, match=r"fails on '(bad\.txt|question)' of \d+ characters"):
         use(fragile_tokenizer())
-
-
-def test_a_document_that_breaks_the_tokenizer_does_not_stop_a_corpus(tmp_path):
-    fragile_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "c").mkdir()
-    for name, text in {"a": "a b c", "b": BREAKING, "c": "c d"}.items():
-        (tmp_path / "c" / f"{name}.txt").write_text(text)
-    corpus = DocumentCorpus(str(tmp_path / "c"), tokenizer=str(tmp_path / "tokenizer"), num_workers=0)
-    corpus.setup("predict")
-    readings = list(corpus.predict_dataloader())
-    failed = {ref.file: ref.error for reading in readings for ref in reading["failed"]}
-    assert list(failed) == ["b.txt"]
-    assert "fails on" in failed["b.txt"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError])

@@ -1,11 +1,11 @@
-"""Find the documents of a corpus in files of any kind, and read one part at a time.
+"""Find the documents of a corpus in files of any kind, share them out, and read one part at a time.
 
 A part is the unit of reading: a file, or a row group of a parquet file.
 """
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +20,23 @@ from datamodules.sources.documents import checked_text
 from datamodules.sources.locations import JSON_LINES, PARQUET, File, RemoteFile, find_files, is_url
 from datamodules.sources.parquet import opened_table
 from datamodules.sources.records import decoded, nested, opened, read_document, read_records
-from lightning_modules.batch import DocumentRef
+
+PARTS_PER_SHARD = 4
+"""Parts from which each shard reads parts of its own; with fewer, each reads some rows of all parts."""
 
 _READER_THREADS = 32  # they read parquet footers and the first documents, and mostly wait
 _NAMED_FIELDS = 20  # at most, in an error
 _FIRST_DOCUMENTS = 64  # of a file, one of which must have text
+
+
+class DocumentRef(NamedTuple):
+    """Where a document of a corpus comes from; its scores are filed under it."""
+
+    key: str  # name of the document in the corpus; not necessarily unique
+    file: str  # name of its file; file and row together are unique
+    row: int  # index of its row or line in the file
+    columns: dict[str, Any]  # other columns of the corpus that are stored with its scores, by name
+    error: str | None = None  # why it cannot be read, or None
 
 
 class Part(NamedTuple):
@@ -34,6 +46,25 @@ class Part(NamedTuple):
     row_group: int | None
     first: int  # number of the first row
     rows: int | None  # None for JSON lines, which are not counted
+
+
+@dataclass(frozen=True)
+class Share:
+    """Rows of a part: those whose number modulo ``step`` is ``first``."""
+
+    part: Part
+    first: int
+    step: int
+
+    def __contains__(self, row: object) -> bool:
+        return isinstance(row, int) and row % self.step == self.first
+
+    def count(self) -> int | None:
+        """Return the number of rows; None for JSON lines."""
+        if self.part.rows is None:
+            return None
+        start, stop = self.part.first, self.part.first + self.part.rows
+        return len(range(start + (self.first - start) % self.step, stop, self.step))
 
 
 class CorpusColumns(NamedTuple):
@@ -52,6 +83,17 @@ class CorpusFiles:
     parts: tuple[Part, ...]
     columns: CorpusColumns
     column_types: dict[str, pyarrow.DataType]  # of `CorpusColumns.others`; values of JSON lines become strings
+
+    def shares(self, shard: int, shards: int) -> list[Share]:
+        """Return what one of several shards reads; together they read every row once.
+
+        If there are enough parts, a shard reads every ``shards``-th part. Otherwise it reads all parts and takes every
+        ``shards``-th row, because reading is cheap compared to scoring.
+        """
+        if len(self.parts) >= PARTS_PER_SHARD * shards:
+            return [Share(part, 0, 1) for part in self.parts[shard::shards]]
+        # Shift the first row from part to part, or shard 0 would get the extra row of every part.
+        return [Share(part, (shard - number) % shards, shards) for number, part in enumerate(self.parts)]
 
     def read(self, part: Part, wanted: Callable[[int], bool]) -> Iterator[tuple[DocumentRef, str]]:
         """Yield reference and text of the wanted rows of a part; a broken document has an ``error`` and no text.
@@ -116,8 +158,8 @@ class CorpusFiles:
         if errors:
             error, _ = Counter(errors).most_common(1)[0]
             raise ValueError(
-                f"{error} The first {len(errors)} documents of this file are all broken: set `data.text_column` and"
-                " `data.key_column` to existing fields, remove such files, or set `data.allowed_failures` to 1."
+                f"{error} The first {len(errors)} documents of this file are all broken: set `--text_column` and"
+                " `--key_column` to existing fields, remove such files, or set `--allowed_failures 1`."
             )
 
 
@@ -150,6 +192,22 @@ def find_corpus(paths: Sequence[str], columns: CorpusColumns, *, check: bool = T
         with ThreadPoolExecutor(_READER_THREADS) as pool:
             list(pool.map(corpus.check_first_documents, first))
     return corpus
+
+
+def read_documents(
+    paths: Sequence[str], columns: CorpusColumns, rows: Mapping[str, Collection[int]]
+) -> Iterator[tuple[DocumentRef, str]]:
+    """Yield reference and full text of the documents with these row numbers by file, in the order of the files.
+
+    Raises:
+        ValueError: If a file is missing, or cannot be read.
+    """
+    corpus = find_corpus(paths, columns, check=False)
+    if missing := sorted(rows.keys() - corpus.files.keys()):
+        raise ValueError(f"'{missing[0]}' is not in {', '.join(paths)}: set the files that were scored.")
+    for part in corpus.parts:
+        if (numbers := rows.get(part.file)) is not None:
+            yield from corpus.read(part, frozenset(numbers).__contains__)
 
 
 def _name_files(path: str) -> Iterator[tuple[str, File]]:
@@ -188,7 +246,7 @@ def _common_types(names: Iterable[str], found: Iterable[Mapping[str, pyarrow.Dat
             if types.setdefault(column, kind) != kind:
                 raise ValueError(
                     f"{name}: column {column!r} has type {kind}, but {types[column]} in other files. Remove it from"
-                    " `data.columns`, or use one type in all files."
+                    " `--columns`, or use one type in all files."
                 )
     return types
 

@@ -1,1 +1,0 @@
-"""Read corpora whose documents `longce predict` scores."""

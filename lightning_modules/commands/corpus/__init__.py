@@ -1,0 +1,1 @@
+"""Commands on corpora: `longce corpus score` and `longce corpus select`."""
