@@ -1,4 +1,4 @@
-"""Compare `longce predict` over a corpus with a loop over the code of the paper's authors, in documents per second.
+"""Compare `longce corpus score` with a loop over the code of the paper's authors, in documents per second.
 
 Both read the same parquet file with the same random model, tokenizer and settings, in this process and in turn; medians
 of the rounds. The authors' loop calls `longppl.compute_longppl` with the model as its own evaluator, document by
@@ -10,7 +10,6 @@ document. Our time includes everything: reading, tokenizing, scoring, statistics
 import argparse
 import contextlib
 import io
-import logging
 import math
 import random
 import statistics
@@ -24,14 +23,12 @@ import pyarrow
 import pyarrow.parquet
 import torch
 import transformers
-from lightning.pytorch import Trainer
 from longppl.longppl import compute_longppl
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from callbacks import DocumentScoresWriter
-from datamodules import DocumentCorpus
-from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.commands.corpus.config import CorpusConfig
+from lightning_modules.commands.corpus.score import score_corpus
 
 ALPHA, BETA = 0.5, -12.0  # of a random model
 
@@ -78,18 +75,19 @@ def ours(
     folder: Path, context_length: int, stride: int, batch_tokens: int | None = None
 ) -> dict[int, tuple[float | None, float, int]]:
     """Return the same from the shards that our run has written."""
-    module = LongContextLM(str(folder / "model"), context_length=context_length, stride=stride)
-    corpus = DocumentCorpus(str(folder / "corpus.parquet"), num_workers=0, batch_tokens=batch_tokens)
     with tempfile.TemporaryDirectory() as output:
-        trainer = Trainer(
-            accelerator="cpu",
-            logger=False,
-            callbacks=[DocumentScoresWriter(output, alpha=ALPHA, beta=BETA)],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
+        config = CorpusConfig(
+            model=str(folder / "model"),
+            output=output,
+            context_length=context_length,
+            stride=stride,
+            alpha=ALPHA,
+            beta=BETA,
+            batch_tokens=batch_tokens,
+            dtype="float32",
+            device="cpu",
         )
-        trainer.predict(module, datamodule=corpus, return_predictions=False)
+        score_corpus([str(folder / "corpus.parquet")], config)
         rows = pyarrow.parquet.read_table(output).to_pylist()
     return {row["row"]: (row["longppl"], row["perplexity"], row["key_tokens"]) for row in rows}
 
@@ -129,16 +127,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
-        logging.getLogger(name).setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory() as temporary:
         folder, sizes = Path(temporary), (options.context_length, options.stride)
         shape = (options.vocabulary, options.width, options.layers)
         prepare(folder, options.documents, tuple(options.lengths), *shape)
         ways = {
             "authors' loop": partial(theirs, folder, *sizes),
-            "longce predict": partial(ours, folder, *sizes),
-            f"longce predict, batches of {options.batch_tokens} tokens": partial(
+            "longce corpus score": partial(ours, folder, *sizes),
+            f"longce corpus score, batches of {options.batch_tokens} tokens": partial(
                 ours, folder, *sizes, options.batch_tokens
             ),
         }

@@ -117,7 +117,7 @@ class StepProgress(ProgressBar):
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         total = sum(trainer.num_predict_batches)
-        if math.isfinite(total):  # that of a corpus is not known, and `DocumentScoresWriter` has its own bar
+        if math.isfinite(total):
             self._documents = progress_bar("prediction", unit="batch", total=int(total), scaled=False)
 
     on_predict_batch_start = on_validation_batch_start  # type: ignore[assignment]
