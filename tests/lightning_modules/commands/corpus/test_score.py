@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from lightning_modules.commands.corpus.config import CorpusConfig
-from lightning_modules.commands.corpus.score import _Writer, score_corpus
+from lightning_modules.commands.corpus.score import score_corpus
+from lightning_modules.commands.corpus.writing import Writer
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring import long_context_scorer
@@ -345,7 +346,7 @@ def test_a_signal_stops_at_once_and_keeps_the_finished_documents(run, tmp_path, 
         if where == "while a document is scored":
             stop_after(3, patch, send)
         else:
-            places = {"while they are written": (ScoreShards, "write"), "while rows are added": (_Writer, "add")}
+            places = {"while they are written": (ScoreShards, "write"), "while rows are added": (Writer, "add")}
             owner, name = places[where]
             plain, calls = getattr(owner, name), []
 

@@ -1,0 +1,91 @@
+"""Read and tokenize the documents of a shard that have no scores."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from datamodules.sources.corpus import CorpusFiles, DocumentRef, Share
+from lightning_modules.scoring.long_context_scorer import EncodedDocument
+
+_POOL_DOCUMENTS = 256
+_POOL_BATCHES = 32
+"""Limits of what is read before documents of similar length are batched."""
+
+Document = tuple[DocumentRef, EncodedDocument]
+Rows = dict[str, NDArray[np.int64]]
+"""Ascending numbers of rows, by file."""
+
+Item = TypeVar("Item")
+
+
+def read_missing(
+    corpus: CorpusFiles,
+    shares: Sequence[Share],
+    done: Rows,
+    encode: Callable[[str], EncodedDocument],
+    unreadable: list[str],
+) -> Iterator[Document]:
+    """Yield the documents without scores, tokenized; add files that cannot be read to the end to ``unreadable``."""
+    for share in shares:
+        scored = frozenset(_scored_rows(share, done).tolist())
+        if len(scored) == share.count():
+            continue  # the file is not opened
+        wanted = partial(_is_missing, share, scored)
+        try:
+            for ref, text in corpus.read(share.part, wanted):
+                yield ref, EncodedDocument(None, ref.error) if ref.error is not None else encode(text)
+        except (ValueError, OSError) as error:
+            unreadable.append(f"{share.part.file}: {' '.join(str(error).split())}")
+
+
+def _is_missing(share: Share, scored: frozenset[int], row: int) -> bool:
+    return row in share and row not in scored
+
+
+def _scored_rows(share: Share, done: Rows) -> NDArray[np.int64]:
+    part = share.part
+    rows = done.get(part.file, np.empty(0, np.int64))
+    end = np.iinfo(np.int64).max if part.rows is None else part.first + part.rows
+    rows = rows[slice(*np.searchsorted(rows, (part.first, end)))]
+    return rows[rows % share.step == share.first]
+
+
+def count_missing(shares: Sequence[Share], done: Rows) -> int | None:
+    """Return how many documents have no scores; None if the corpus has JSON lines, which are not counted."""
+    missing = 0
+    for share in shares:
+        rows = share.count()
+        if rows is None:
+            return None
+        missing += rows - len(_scored_rows(share, done))
+    return missing
+
+
+def pools(documents: Iterator[Document], batch_tokens: int | None) -> Iterator[list[Document]]:
+    """Yield documents one by one, or as many as documents of similar length are chosen from."""
+    limit = 1 if batch_tokens is None else _POOL_BATCHES * batch_tokens
+    most = 1 if batch_tokens is None else _POOL_DOCUMENTS
+    pool: list[Document] = []
+    tokens = 0
+    for ref, document in documents:
+        pool.append((ref, document))
+        tokens += document.tokens
+        if tokens >= limit or len(pool) >= most:
+            yield pool
+            pool = []
+            tokens = 0
+    if pool:
+        yield pool
+
+
+def read_ahead(items: Iterator[Item]) -> Iterator[Item]:
+    """Yield from an iterator that a thread advances, one item ahead."""
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(next, items, None)
+        while (item := following.result()) is not None:
+            following = pool.submit(next, items, None)
+            yield item
