@@ -40,6 +40,14 @@ def pytest_xdist_auto_num_workers(config):
     return 0
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Import only the files with core tests for ``-m core``: others need packages that `dev-core` leaves out."""
+    if config.option.markexpr != "core":
+        return None
+    files = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
+    return all("pytest.mark.core" not in file.read_text(encoding="utf-8") for file in files) or None
+
+
 def pytest_collection_modifyitems(items):
     """`-m "not slow"` must leave out every long test as well."""
     if wrong := [
