@@ -11,7 +11,7 @@ import pytest
 
 def test_the_generic_package_names_belong_to_this_distribution_alone():
     owners = importlib.metadata.packages_distributions()
-    for package in ("lightning_modules", "datamodules", "callbacks", "benchmarks", "configs"):
+    for package in ("lightning_modules", "datamodules", "callbacks", "benchmarks", "configs", "longce"):
         assert set(owners.get(package, ["longce"])) == {"longce"}
 
 
@@ -46,7 +46,7 @@ def test_distribution_refuses_an_upload():
 @pytest.mark.slow
 def test_a_wheel_has_everything_that_the_quickstart_needs(tmp_path):
     root, source, site = Path(__file__).parents[1], tmp_path / "source", tmp_path / "site"
-    for package in ("lightning_modules", "datamodules", "callbacks", "benchmarks", "configs"):
+    for package in ("lightning_modules", "datamodules", "callbacks", "benchmarks", "configs", "longce"):
         shutil.copytree(root / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copyfile(root / file, source / file)
@@ -56,8 +56,8 @@ def test_a_wheel_has_everything_that_the_quickstart_needs(tmp_path):
     (wheel,) = tmp_path.glob("longce-*.whl")
     subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", site, wheel], check=True)
     (tmp_path / "empty").mkdir()
-    code = "import sys, lightning_modules; from lightning_modules.commands.cli.main import main; main(sys.argv[1:])"
-    code += f"; assert lightning_modules.__file__.startswith({str(site)!r}), lightning_modules.__file__"
+    code = "import sys, longce; from longce.__main__ import main; main(sys.argv[1:])"
+    code += f"; assert longce.__file__.startswith({str(site)!r}), longce.__file__"
     options = "--trainer.max_steps 2 --trainer.val_check_interval 1 --trainer.log_every_n_steps 1"
     options += " --data.train_documents 64 --data.validation_documents 8"
     run = [sys.executable, "-c", code, "quickstart", *options.split()]

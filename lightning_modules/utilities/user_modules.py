@@ -18,7 +18,7 @@ from typing import Any
 
 from typing_extensions import override
 
-_OWN_PACKAGES = ("benchmarks", "callbacks", "datamodules", "lightning_modules")
+_OWN_PACKAGES = ("benchmarks", "callbacks", "datamodules", "lightning_modules", "longce")
 _OWN_FOLDER = str(Path(__file__).parents[2])
 _IMPORTERS = (__name__, "jsonargparse._util", "multiprocessing.spawn")
 """Modules that import classes the user names: this one, the parser of options and configs, and worker processes."""

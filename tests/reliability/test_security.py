@@ -39,7 +39,9 @@ from lightning_modules.training.checkpoints.sharded import no_code
 from lightning_modules.training.facts import TrainingFacts
 
 ROOT = Path(__file__).parents[2]
-OURS = [path for name in ("lightning_modules", "datamodules", "callbacks") for path in (ROOT / name).rglob("*.py")]
+OURS = [
+    path for name in ("longce", "lightning_modules", "datamodules", "callbacks") for path in (ROOT / name).rglob("*.py")
+]
 
 
 class Payload:

@@ -1,0 +1,62 @@
+"""Key-token long-context language modeling: measure with LongPPL, train with LongCE.
+
+Everything that other programs use is here by its short name, and is imported on first use, because torch takes seconds:
+
+    >>> import longce
+    >>> longce.LongCE(gamma=5.0).gamma
+    5.0
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from datamodules.packing.sequences import collate_examples as collate_examples
+    from lightning_modules.batch import PackedBatch as PackedBatch
+    from lightning_modules.functional import key_token_mask as key_token_mask
+    from lightning_modules.functional import long_cross_entropy as long_cross_entropy
+    from lightning_modules.functional import long_perplexity as long_perplexity
+    from lightning_modules.functional import soft_influence as soft_influence
+    from lightning_modules.long_context_lm import LongContextLM as LongContextLM
+    from lightning_modules.metrics import LongPerplexity as LongPerplexity
+    from lightning_modules.models.backbone import Backbone as Backbone
+    from lightning_modules.models.short_context import ShortContextConfig as ShortContextConfig
+    from lightning_modules.objectives import CrossEntropy as CrossEntropy
+    from lightning_modules.objectives import LongCE as LongCE
+    from lightning_modules.objectives import Objective as Objective
+    from lightning_modules.scoring.evaluator import Evaluator as Evaluator
+    from lightning_modules.scoring.long_context_scorer import LongContextScorer as LongContextScorer
+    from lightning_modules.scoring.score import score as score
+    from lightning_modules.scoring.token_scores import TokenScores as TokenScores
+
+_MODULES = {
+    "Backbone": "lightning_modules.models.backbone",
+    "CrossEntropy": "lightning_modules.objectives",
+    "Evaluator": "lightning_modules.scoring.evaluator",
+    "LongCE": "lightning_modules.objectives",
+    "LongContextLM": "lightning_modules.long_context_lm",
+    "LongContextScorer": "lightning_modules.scoring.long_context_scorer",
+    "LongPerplexity": "lightning_modules.metrics",
+    "Objective": "lightning_modules.objectives",
+    "PackedBatch": "lightning_modules.batch",
+    "ShortContextConfig": "lightning_modules.models.short_context",
+    "TokenScores": "lightning_modules.scoring.token_scores",
+    "collate_examples": "datamodules.packing.sequences",
+    "key_token_mask": "lightning_modules.functional",
+    "long_cross_entropy": "lightning_modules.functional",
+    "long_perplexity": "lightning_modules.functional",
+    "score": "lightning_modules.scoring.score",
+    "soft_influence": "lightning_modules.functional",
+}
+
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'longce' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})
