@@ -2,80 +2,91 @@
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 
-from lightning_modules.commands.select.rows import NUMBER
-from lightning_modules.utilities.files import atomic_file, plain, write_atomically
+from lightning_modules.batch import DocumentRef
+from lightning_modules.utilities.files import atomic_file, plain
+from lightning_modules.utilities.locks import exclusive
 
-_WRITTEN_TOGETHER = 64  # documents
-_MAX_NAMED, _MAX_EXCERPT = 3, 40  # documents named in a warning, and characters of the key of each
+_TEXTS = 64  # in memory at a time
+_ROWS = 1024  # that are Python objects at a time
 
 
-def write_keys(path: Path, chosen: pyarrow.Table) -> int:
+def write_keys(path: Path, chosen: pyarrow.RecordBatchReader) -> int:
     """Write one key per line, and return how many; warn about documents whose key is empty or has several lines."""
-    lines = []
+    written = 0
     left_out = []
-    for document in chosen.to_pylist():
-        key = document["key"] or ""
-        if key.strip() and len(key.splitlines()) == 1:
-            lines.append(f"{key}\n")
-        else:
-            left_out.append(f"row {document['row']} of '{document['file']}' ({key[:_MAX_EXCERPT]!r})")
-    write_atomically(path, "".join(lines).encode())
+    with exclusive(path), atomic_file(path) as stream:
+        for document in _iterate_rows(chosen):
+            key = str(document["key"] or "")
+            if key.strip() and len(key.splitlines()) == 1:
+                stream.write(f"{key}\n".encode())
+                written += 1
+            else:
+                left_out.append(f"row {document['row']} of '{document['file']}'")
     if left_out:
-        others = " and others" if len(left_out) > _MAX_NAMED else ""
         warnings.warn(
             f"{len(left_out):,} selected document(s) are not in '{path}', because a key must be one line that is not"
-            f" empty: {', '.join(left_out[:_MAX_NAMED])}{others}. Write .parquet or .jsonl instead.",
+            f" empty; the first is {left_out[0]}. Write .parquet or .jsonl instead.",
             stacklevel=2,
         )
-    return len(lines)
+    return written
 
 
-def write_documents(path: Path, chosen: pyarrow.Table, header: Mapping[str, Any], files: str | list[str] | None) -> int:
-    """Write the rows of the chosen documents, and return how many.
+def write_documents(
+    path: Path, chosen: pyarrow.RecordBatchReader, header: Mapping[str, Any], files: str | list[str] | None
+) -> None:
+    """Write the rows of the chosen documents.
 
     Scores of `longce predict` get the ``text`` of their documents, in the order of the files. ``header`` is that of the
-    scores (`ScoreRows.header`), and ``files`` are the files of the documents if they have moved.
+    scores (`read_header`), and ``files`` are the files of the documents if they have moved.
 
     Raises:
         ValueError: If a document is missing or has changed.
     """
-    chosen = chosen.sort_by([("file", "ascending"), ("row", "ascending")]).drop_columns([NUMBER]).combine_chunks()
-    schema, batches = chosen.schema, iter([chosen])
+    schema = chosen.schema
+    batches: Iterable[pyarrow.RecordBatch] = chosen
     if "source" in header:
-        source = {**header["source"], "files": files or header["source"]["files"]}
         schema = schema.append(pyarrow.field("text", pyarrow.string()))
-        batches = _add_texts(chosen, source)
-    with atomic_file(path) as stream, _open_writer(stream, path.suffix, schema) as write:
-        for batch in batches:
-            write(batch)
-    return len(chosen)
+        batches = _add_texts(chosen.read_all(), header, files)
+    with exclusive(path), atomic_file(path) as stream:
+        if path.suffix == ".jsonl":
+            stream.writelines(json.dumps(plain(row)).encode() + b"\n" for row in _iterate_rows(batches))
+            return
+        with pyarrow.parquet.ParquetWriter(stream, schema, compression="zstd") as writer:
+            for batch in batches:
+                writer.write_batch(batch)
 
 
-def _add_texts(chosen: pyarrow.Table, source: Mapping[str, Any]) -> Iterator[pyarrow.Table]:
+def _iterate_rows(batches: Iterable[pyarrow.RecordBatch]) -> Iterator[dict[str, Any]]:
+    for batch in batches:
+        for start in range(0, len(batch), _ROWS):
+            yield from batch.slice(start, _ROWS).to_pylist()
+
+
+def _add_texts(
+    chosen: pyarrow.Table, header: Mapping[str, Any], files: str | list[str] | None
+) -> Iterator[pyarrow.RecordBatch]:
     """Yield the chosen rows with the text of each document, some at a time."""
-    from datamodules import DocumentCorpus  # these import torch
-    from lightning_modules.scoring.token_scores import text_sha256
+    from lightning_modules.scoring.token_scores import text_sha256  # imports torch
 
-    corpus = DocumentCorpus(**source)
     places = {}  # of each document in the table
     rows: dict[str, list[int]] = {}  # of each file
     for place, (file, row) in enumerate(zip(chosen["file"].to_pylist(), chosen["row"].to_pylist(), strict=True)):
         places[file, row] = place
         rows.setdefault(file, []).append(row)
+    documents = read_documents(header, files, rows)
     hashes = chosen["text_hash"]
-    documents = corpus.documents(rows)
     found = 0
-    while part := list(islice(documents, _WRITTEN_TOGETHER)):
-        taken, texts = [], []
+    while part := list(islice(documents, _TEXTS)):
+        taken = []
+        texts = []
         for ref, text in part:
             place = places[ref.file, ref.row]
             if ref.error is not None or text_sha256(text) != hashes[place].as_py():
@@ -83,16 +94,17 @@ def _add_texts(chosen: pyarrow.Table, source: Mapping[str, Any]) -> Iterator[pya
             taken.append(place)
             texts.append(text)
         found += len(part)
-        yield chosen.take(taken).append_column("text", pyarrow.array(texts, pyarrow.string()))
+        with_text = chosen.take(taken).append_column("text", pyarrow.array(texts, pyarrow.string()))
+        yield from with_text.combine_chunks().to_batches()
     if found != len(chosen):
         raise ValueError(f"{len(chosen) - found} of the {len(chosen)} documents no longer exist.")
 
 
-@contextmanager
-def _open_writer(stream: BinaryIO, ending: str, schema: pyarrow.Schema) -> Iterator[Callable[[pyarrow.Table], None]]:
-    """Yield a function that appends rows to a parquet or JSON-lines file."""
-    if ending == ".parquet":
-        with pyarrow.parquet.ParquetWriter(stream, schema, compression="zstd") as writer:
-            yield writer.write_table
-    else:
-        yield lambda table: stream.writelines(json.dumps(plain(row)).encode() + b"\n" for row in table.to_pylist())
+def read_documents(
+    header: Mapping[str, Any], files: str | list[str] | None, rows: Mapping[str, Sequence[int]]
+) -> Iterator[tuple[DocumentRef, str]]:
+    """Yield reference and text of the documents with these row numbers, file by file."""
+    from datamodules import DocumentCorpus  # imports torch
+
+    source = {**header["source"], "files": files or header["source"]["files"]}
+    return DocumentCorpus(**source).documents(rows)
