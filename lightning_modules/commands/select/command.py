@@ -1,12 +1,10 @@
 """``longce select``: select documents of a corpus by their scores."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import duckdb
 import fsspec
-import pyarrow
 
 from lightning_modules.commands.select.choice import NUMBER, choose_documents, connect
 from lightning_modules.commands.select.config import SelectConfig
@@ -46,8 +44,14 @@ def select(scores: str | list[str], **options: object) -> str:
             numbers = database.table("chosen").project(f'"{NUMBER}"').to_arrow_table()
             reader.register("chosen", numbers)
             chosen = rows.filter(f'"{NUMBER}" IN (FROM chosen)').project(f'* EXCLUDE ("{NUMBER}")')
+            path = Path(config.output)
             with name_damaged_file(reader, files):
-                written += _write_output(Path(config.output), chosen, len(numbers), header, config.files)
+                if path.suffix == ".txt":
+                    content = f"{write_keys(path, chosen):,} keys"
+                else:
+                    write_documents(path, chosen, header, config.files)
+                    content = f"{len(numbers):,} documents"
+            written += f"Written: {config.output} ({content})\n"
         if config.figure is not None:
             passing = database.sql(f'FROM documents SEMI JOIN chosen USING ("{NUMBER}")')
             metrics = [f"TRY_CAST({name} AS DOUBLE) AS {name}" for name in METRICS if name in passing.columns]
@@ -56,21 +60,6 @@ def select(scores: str | list[str], **options: object) -> str:
         tables = report(database, config)
     notes = _report_missing_success(files) if header else ""
     return "\n".join([notes, tables, written]).strip("\n") + "\n"
-
-
-def _write_output(
-    path: Path,
-    chosen: duckdb.DuckDBPyRelation,
-    count: int,
-    header: Mapping[str, Any],
-    files: str | list[str] | None,
-) -> str:
-    """Write the keys or the documents, and return a line about them."""
-    if path.suffix == ".txt":
-        keys = pyarrow.RecordBatchReader.from_stream(chosen.project("key, file, row"))
-        return f"Written: {path} ({write_keys(path, keys):,} keys)\n"
-    write_documents(path, pyarrow.RecordBatchReader.from_stream(chosen), header, files)
-    return f"Written: {path} ({count:,} documents)\n"
 
 
 def _report_missing_success(files: Sequence[str]) -> str:

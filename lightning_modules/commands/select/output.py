@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pyarrow
 import pyarrow.parquet
 
@@ -18,12 +19,13 @@ _TEXTS = 64  # in memory at a time
 _ROWS = 1024  # that are Python objects at a time
 
 
-def write_keys(path: Path, chosen: pyarrow.RecordBatchReader) -> int:
+def write_keys(path: Path, chosen: duckdb.DuckDBPyRelation) -> int:
     """Write one key per line, and return how many; warn about documents whose key is empty or has several lines."""
+    keys = pyarrow.RecordBatchReader.from_stream(chosen.project("key, file, row"))
     written = 0
     left_out = []
     with exclusive(path), atomic_file(path) as stream:
-        for document in _iterate_rows(chosen):
+        for document in _iterate_rows(keys):
             key = str(document["key"] or "")
             if key.strip() and len(key.splitlines()) == 1:
                 stream.write(f"{key}\n".encode())
@@ -40,7 +42,7 @@ def write_keys(path: Path, chosen: pyarrow.RecordBatchReader) -> int:
 
 
 def write_documents(
-    path: Path, chosen: pyarrow.RecordBatchReader, header: Mapping[str, Any], files: str | list[str] | None
+    path: Path, chosen: duckdb.DuckDBPyRelation, header: Mapping[str, Any], files: str | list[str] | None
 ) -> None:
     """Write the rows of the chosen documents.
 
@@ -50,11 +52,12 @@ def write_documents(
     Raises:
         ValueError: If a document is missing or has changed.
     """
-    schema = chosen.schema
-    batches: Iterable[pyarrow.RecordBatch] = chosen
+    reader = pyarrow.RecordBatchReader.from_stream(chosen)
+    schema = reader.schema
+    batches: Iterable[pyarrow.RecordBatch] = reader
     if "source" in header:
         schema = schema.append(pyarrow.field("text", pyarrow.string()))
-        batches = _add_texts(chosen.read_all(), header, files)
+        batches = _add_texts(reader.read_all(), header, files)
     with exclusive(path), atomic_file(path) as stream:
         if path.suffix == ".jsonl":
             stream.writelines(json.dumps(plain(row)).encode() + b"\n" for row in _iterate_rows(batches))

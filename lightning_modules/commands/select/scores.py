@@ -51,12 +51,14 @@ def name_damaged_file(database: duckdb.DuckDBPyConnection, files: Sequence[str])
     """Replace an error of DuckDB by a ``ValueError`` that names the file."""
     try:
         yield
-    except duckdb.Error as error:
+    except (duckdb.Error, OSError) as error:  # an OSError where pyarrow reads from DuckDB
         for file in files:
             try:
-                database.read_parquet(escape(file)).aggregate("count(COLUMNS(*))").fetchall()
+                database.read_parquet(escape(file)).aggregate("max(hash(COLUMNS(*)))").fetchall()
             except duckdb.Error as reason:
                 raise ValueError(f"'{file}' cannot be read as a parquet file ({first_line(reason)}).") from reason
+        if isinstance(error, OSError):
+            raise
         raise ValueError(
             f"The {len(files)} files such as '{files[0]}' cannot be read together ({first_line(error)})."
         ) from error

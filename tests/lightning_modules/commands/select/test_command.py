@@ -372,6 +372,23 @@ def test_documents_of_other_programs_may_lack_values(foreign):
     assert table_of(told, "all")[-1] == "4", "NaN counts as missing in means as well"
 
 
+def test_a_damaged_column_that_only_the_output_has_is_named(tmp_path):
+    path = tmp_path / "b.parquet"
+    table = pyarrow.table({"tokens": range(1000), "other": [str(n * n) for n in range(1000)]})
+    for file in (tmp_path / "a.parquet", path):
+        pyarrow.parquet.write_table(table, file, compression="zstd")
+    column = pyarrow.parquet.read_metadata(path).row_group(0).column(1)
+    content = bytearray(path.read_bytes())
+    content[column.dictionary_page_offset + 40 : column.dictionary_page_offset + 240] = bytes(200)
+    path.write_bytes(content)
+    assert table_of(select(str(tmp_path)), "all")[1] == "2,000"
+    (tmp_path / "out").mkdir()
+    for ending in ("jsonl", "parquet"):
+        with pytest.raises(ValueError, match=f"'{path}' cannot be read as a parquet file"):
+            select(str(tmp_path), output=str(tmp_path / "out" / f"chosen.{ending}"))
+    assert not list((tmp_path / "out").glob("chosen.*"))
+
+
 def test_fsspec_urls_and_names_with_pattern_characters(tmp_path):
     """The file system of the URL is opened by fsspec, and all of its shards are read by DuckDB."""
     system = fsspec.filesystem("memory")
