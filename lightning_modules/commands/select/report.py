@@ -41,13 +41,11 @@ def _summarize_by_source(documents: duckdb.DuckDBPyRelation) -> pd.DataFrame:
         if name in documents.columns:
             number = f"TRY_CAST({name} AS DOUBLE)"
             aggregates.append(f'avg({number}) FILTER ("is chosen" AND NOT isnan({number})) AS {name}')
-    documents.to_view("with_source")
-    table = documents.query(
-        "with_source",
-        f"""SELECT coalesce("its source", 'all') AS source, {", ".join(aggregates)} FROM with_source
-        GROUP BY GROUPING SETS (("its source"), ())
-        ORDER BY grouping("its source"), count(*) FILTER ("is chosen") DESC, "its source\"""",
-    ).df()
+    aggregates.append('grouping("its source") AS "is total"')
+    by_source = documents.aggregate(
+        f"""coalesce("its source", 'all') AS source, {", ".join(aggregates)}""", 'GROUPING SETS (("its source"), ())'
+    )
+    table = by_source.order('"is total", pass DESC, source').project('* EXCLUDE ("is total")').df()
     for name in table.columns[1 : 1 + counts]:
         table[name] = table[name].map("{:,}".format)
     return table.set_index("source").rename(columns={"pass_tokens": "pass"})

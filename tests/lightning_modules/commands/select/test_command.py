@@ -266,25 +266,6 @@ def test_keys_that_are_not_one_line_are_named_and_do_not_stop_the_others(tmp_pat
     assert table_of(told, "all")[2] == "8"
 
 
-def test_repeated_texts_and_samples_are_chosen_in_this_order(scored):
-    rows = pyarrow.parquet.read_table(scored / "scores").to_pylist()
-    assert len({row["text_hash"] for row in rows if row["error"] is None}) == 23
-    assert keys(scored, unique=True) == keys(scored)
-    for path in (scored / "scores").glob("*.parquet"):
-        table = pyarrow.parquet.read_table(path)
-        place = table.schema.get_field_index("text_hash")
-        same = table.set_column(place, table.schema.field(place), pyarrow.array(["ab"] * len(table)))
-        pyarrow.parquet.write_table(same, path)
-    assert keys(scored, unique=True, where="row > 2") == {"d3"}
-    assert keys(scored, top=8, unique=True) == {"d0"}, "repeated texts are dropped before the largest are chosen"
-    drawn = keys(scored, where="tokens > 20", sample=4, sample_weight="tokens * (source = 'b')::INT", seed=7)
-    assert len(drawn) == 4
-    assert drawn <= {row["key"] for row in rows if row["source"] == "b" and (row["tokens"] or 0) > 20}
-    assert keys(scored, top=8, sample=4) < keys(scored, top=8)
-    some = keys(scored, sample_tokens=100)
-    assert 60 < sum(row["tokens"] for row in rows if row["key"] in some) <= 100
-
-
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
 def test_documents_are_read_by_other_programs(scored, ending):
     """Infinite perplexities do not make the lines invalid JSON."""
