@@ -83,7 +83,8 @@ def choose_documents(database: duckdb.DuckDBPyConnection, config: SelectConfig) 
     if config.unique:
         # A text whose hash is unknown may be any other.
         text = f'"unique", CASE WHEN "unique" IS NULL THEN "{NUMBER}" END'
-        database.execute(f"{keep} chosen QUALIFY row_number() OVER (PARTITION BY {text} ORDER BY file, row) = 1")
+        place = f'row_number() OVER (PARTITION BY {text} ORDER BY file, row, "{NUMBER}")'
+        database.execute(f"{keep} chosen QUALIFY {place} = 1")
     if config.top is not None:
         # NaN counts as missing.
         database.execute(f"{keep} chosen WHERE NOT isnan(rank_by)")
@@ -91,24 +92,7 @@ def choose_documents(database: duckdb.DuckDBPyConnection, config: SelectConfig) 
         database.execute(f'{keep} chosen ORDER BY rank_by DESC, "{NUMBER}" LIMIT {count}')
     if config.sample is not None or config.sample_tokens is not None:
         _check_sample(database, config)
-        # Scores in several folders may be of files of equal names, and these documents must not be drawn together.
-        copy = f'row_number() OVER (PARTITION BY file, row ORDER BY "{NUMBER}")'
-        # 13 hexadecimal digits, moved to the middle of their interval so that the logarithm is finite.
-        digits = f"md5(concat_ws('/', {config.seed}, row, {copy}, file))[:13]"
-        uniform = f"(CAST('0x' || {digits} AS BIGINT) + 0.5) / 2^52"
-        # Documents arrive in the order in which they are drawn one after another, each with a probability proportional
-        # to its weight among those that are left (Efraimidis and Spirakis, 2006,
-        # https://doi.org/10.1016/j.ipl.2005.11.003).
-        arrivals = f"(SELECT *, -ln({uniform}) / sample_weight AS arrival FROM chosen WHERE sample_weight > 0)"
-        limits = []
-        if config.sample is not None:
-            limits.append(f"row_number() OVER draws <= {config.sample}")
-        if config.sample_tokens is not None:
-            limits.append(f"sum(sample_tokens) OVER draws <= {config.sample_tokens}")
-        database.execute(
-            f'{keep} (SELECT * EXCLUDE (arrival) FROM {arrivals} WINDOW draws AS (ORDER BY arrival, "{NUMBER}" ROWS'
-            f" UNBOUNDED PRECEDING) QUALIFY {' AND '.join(limits)})"
-        )
+        database.execute(f"{keep} ({_sample_query(config)})")
     if not len(database.table("chosen")):
         raise ValueError("No document meets the conditions: relax `where`. Without it, quantiles are printed.")
 
@@ -128,3 +112,27 @@ def _check_sample(database: duckdb.DuckDBPyConnection, config: SelectConfig) -> 
                 f"`sample_tokens` needs the number of tokens of each document, which {unknown:,} of those that pass do"
                 " not have: leave them out with `where`, for example `tokens IS NOT NULL`."
             )
+
+
+def _sample_query(config: SelectConfig) -> str:
+    """Return a query of the rows of ``chosen`` that are drawn at random without repetition.
+
+    The rows arrive in the order in which they are drawn one after another, each with a probability proportional to its
+    weight among those that are left (Efraimidis and Spirakis, 2006, https://doi.org/10.1016/j.ipl.2005.11.003). The
+    random number of a document depends only on the seed, its file and its row.
+    """
+    # Scores in several folders may be of files of equal names, and these documents must not be drawn together.
+    copy = f'row_number() OVER (PARTITION BY file, row ORDER BY "{NUMBER}")'
+    # 13 hexadecimal digits, moved to the middle of their interval so that the logarithm is finite.
+    digits = f"md5(concat_ws('/', {config.seed}, row, {copy}, file))[:13]"
+    uniform = f"(CAST('0x' || {digits} AS BIGINT) + 0.5) / 2^52"
+    limits = []
+    if config.sample is not None:
+        limits.append(f"row_number() OVER draws <= {config.sample}")
+    if config.sample_tokens is not None:
+        limits.append(f"sum(sample_tokens) OVER draws <= {config.sample_tokens}")
+    return f"""
+        SELECT * EXCLUDE (arrival)
+        FROM (SELECT *, -ln({uniform}) / sample_weight AS arrival FROM chosen WHERE sample_weight > 0)
+        WINDOW draws AS (ORDER BY arrival, "{NUMBER}" ROWS UNBOUNDED PRECEDING)
+        QUALIFY {" AND ".join(limits)}"""
