@@ -1,14 +1,16 @@
 """Figure of the scores of a corpus."""
 
-from collections.abc import Mapping
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from numpy.typing import NDArray
 
+from lightning_modules.utilities.files import atomic_file
+from lightning_modules.utilities.locks import exclusive
 from lightning_modules.visualization.images import PANEL, STYLE
 
 METRICS = {
@@ -23,23 +25,20 @@ _LOGARITHMIC = ("tokens", "perplexity")
 _BINS = 40
 
 
-def draw_corpus(scores: Mapping[str, NDArray[np.float64]], stream: BinaryIO, kind: str) -> None:
-    """Draw histograms of the `METRICS` that documents have, and save them as an ``svg``, ``png`` or ``pdf`` file."""
-    metrics = [name for name in METRICS if name in scores]
+def draw_corpus(scores: pd.DataFrame, path: Path) -> None:
+    """Draw a histogram of each column, one of `METRICS`, and write it as an ``.svg``, ``.png`` or ``.pdf`` file."""
     settings: Any = STYLE
-    with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(PANEL[0] * max(len(metrics), 1), PANEL[1]), layout="constrained")
-        for plot, name in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
-            values = np.asarray(scores[name], dtype=np.float64)
+    with matplotlib.rc_context(settings), exclusive(path), atomic_file(path) as stream:
+        figure = Figure(figsize=(PANEL[0] * len(scores.columns), PANEL[1]), layout="constrained")
+        for plot, name in zip(figure.subplots(1, len(scores.columns), squeeze=False)[0], scores, strict=True):
+            values = scores[name].to_numpy(dtype=np.float64)
             values = values[np.isfinite(values)]
-            log = name in _LOGARITHMIC and len(values) > 0 and values.min() > 0
-            if log:
+            edges = np.histogram_bin_edges(values, _BINS)
+            if name in _LOGARITHMIC and len(values) > 0 and values.min() > 0:
                 edges = np.geomspace(values.min(), values.max() * 1.001, _BINS + 1)
                 plot.set_xscale("log")
-            else:
-                edges = np.histogram_bin_edges(values, _BINS)
             plot.hist(values, edges)
             plot.set(xlabel=METRICS[name], ylabel="documents")
             plot.yaxis.set_major_locator(MaxNLocator(integer=True))
-        metadata = {"Date": None} if kind == "svg" else None
-        figure.savefig(stream, format=kind, metadata=metadata)
+        metadata = {"Date": None} if path.suffix == ".svg" else None
+        figure.savefig(stream, format=path.suffix[1:], metadata=metadata)

@@ -25,8 +25,8 @@ from lightning_modules.commands.cli.measuring import (
     score_command,
 )
 from lightning_modules.commands.corpus.config import CorpusConfig
+from lightning_modules.commands.corpus.select.config import SelectConfig
 from lightning_modules.commands.inspect import inspect_command
-from lightning_modules.commands.select.config import SelectConfig
 from lightning_modules.export.options import ExportOptions
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.utilities.text_files import check_output
@@ -91,7 +91,7 @@ def _corpus_select_command(arguments: Sequence[str]) -> None:
     parser = make_parser("corpus select", description, SelectConfig)
     parser.add_argument("scores", type=str, nargs="+", help="Parquet files, folders and patterns, or fsspec URLs.")
     options = parse_options(parser, arguments)
-    from lightning_modules.commands.select.command import select
+    from lightning_modules.commands.corpus.select.command import select
 
     sys.stdout.write(select(**options))
 

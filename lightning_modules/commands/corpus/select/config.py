@@ -1,4 +1,4 @@
-"""Settings of `longce select`; importable without torch."""
+"""Settings of `longce corpus select`; importable without torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ FIGURES = (".svg", ".png", ".pdf")
 
 @dataclass(frozen=True)
 class SelectConfig:
-    """Settings of `longce select`. Conditions apply first, then `unique`, `top` and `sample`.
+    """Settings of `longce corpus select`. Conditions apply first, then `unique`, `top` and `sample`.
 
     Args:
         where: Condition on columns in SQL, such as ``key_token_ratio > 0.02 and tokens >= 32768``. For quantiles:

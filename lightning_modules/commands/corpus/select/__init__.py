@@ -1,0 +1,1 @@
+"""``longce corpus select``: documents of a corpus by their scores."""

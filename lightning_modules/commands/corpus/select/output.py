@@ -1,0 +1,106 @@
+"""Write the keys or the documents that `longce corpus select` has chosen."""
+
+import json
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow
+import pyarrow.parquet
+
+from lightning_modules.utilities.files import atomic_file, plain
+from lightning_modules.utilities.locks import exclusive
+
+_TEXTS = 64  # in memory at a time
+_ROWS = 1024  # that are Python objects at a time
+
+
+def write_keys(path: Path, chosen: duckdb.DuckDBPyRelation) -> int:
+    """Write one key per line, and return how many; warn about documents whose key is empty or has several lines."""
+    keys = pyarrow.RecordBatchReader.from_stream(chosen.project("key, file, row"))
+    written = 0
+    left_out = []
+    with exclusive(path), atomic_file(path) as stream:
+        for document in _iterate_rows(keys):
+            key = str(document["key"] or "")
+            if key.strip() and len(key.splitlines()) == 1:
+                stream.write(f"{key}\n".encode())
+                written += 1
+            else:
+                left_out.append(f"row {document['row']} of '{document['file']}'")
+    if left_out:
+        warnings.warn(
+            f"{len(left_out):,} selected document(s) are not in '{path}', because a key must be one line that is not"
+            f" empty; the first is {left_out[0]}. Write .parquet or .jsonl instead.",
+            stacklevel=2,
+        )
+    return written
+
+
+def write_documents(
+    path: Path, chosen: duckdb.DuckDBPyRelation, header: Mapping[str, Any], files: str | list[str] | None
+) -> None:
+    """Write the rows of the chosen documents.
+
+    Scores of `longce corpus score` get the ``text`` of their documents, in the order of the files. ``header`` is that
+    of the scores (`read_header`), and ``files`` are the files of the documents if they have moved.
+
+    Raises:
+        ValueError: If a document is missing or has changed.
+    """
+    reader = pyarrow.RecordBatchReader.from_stream(chosen)
+    schema = reader.schema
+    batches: Iterable[pyarrow.RecordBatch] = reader
+    if "source" in header:
+        schema = schema.append(pyarrow.field("text", pyarrow.string()))
+        batches = _add_texts(reader.read_all(), header, files)
+    with exclusive(path), atomic_file(path) as stream:
+        if path.suffix == ".jsonl":
+            stream.writelines(json.dumps(plain(row)).encode() + b"\n" for row in _iterate_rows(batches))
+            return
+        with pyarrow.parquet.ParquetWriter(stream, schema, compression="zstd") as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+
+
+def _iterate_rows(batches: Iterable[pyarrow.RecordBatch]) -> Iterator[dict[str, Any]]:
+    for batch in batches:
+        for start in range(0, len(batch), _ROWS):
+            yield from batch.slice(start, _ROWS).to_pylist()
+
+
+def _add_texts(
+    chosen: pyarrow.Table, header: Mapping[str, Any], files: str | list[str] | None
+) -> Iterator[pyarrow.RecordBatch]:
+    """Yield the chosen rows with the text of each document, some at a time."""
+    from datamodules.sources.corpus import CorpusColumns, read_documents  # these import torch
+    from lightning_modules.scoring.token_scores import text_sha256
+
+    places = {}  # of each document in the table
+    rows: dict[str, list[int]] = {}  # of each file
+    for place, (file, row) in enumerate(zip(chosen["file"].to_pylist(), chosen["row"].to_pylist(), strict=True)):
+        places[file, row] = place
+        rows.setdefault(file, []).append(row)
+    source = header["source"]
+    paths = files or source["files"]
+    columns = CorpusColumns(source["text_column"], source["key_column"], ())
+    documents = read_documents([paths] if isinstance(paths, str) else paths, columns, rows)
+    hashes = chosen["text_hash"]
+    found = 0
+    while part := list(islice(documents, _TEXTS)):
+        taken = []
+        texts = []
+        for ref, text in part:
+            place = places[ref.file, ref.row]
+            if ref.error is not None or text_sha256(text) != hashes[place].as_py():
+                raise ValueError(f"Row {ref.row} of '{ref.file}' is no longer the document that was scored.")
+            taken.append(place)
+            texts.append(text)
+        found += len(part)
+        with_text = chosen.take(taken).append_column("text", pyarrow.array(texts, pyarrow.string()))
+        yield from with_text.combine_chunks().to_batches()
+    if found != len(chosen):
+        raise ValueError(f"{len(chosen) - found} of the {len(chosen)} documents no longer exist.")

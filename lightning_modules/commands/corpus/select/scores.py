@@ -1,0 +1,113 @@
+"""Load scores from parquet files, whichever program wrote them, into a table of DuckDB."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from glob import escape
+from pathlib import PurePosixPath
+from typing import Any
+
+import duckdb
+import fsspec
+import pyarrow
+from fsspec.implementations.local import LocalFileSystem
+
+from lightning_modules.commands.corpus.select.choice import (
+    NUMBER,
+    evaluate_options,
+    first_line,
+    option_expressions,
+    quote,
+)
+from lightning_modules.commands.corpus.select.config import SelectConfig
+from lightning_modules.scoring.corpus.shards import HEADER, PER_TOKEN
+from lightning_modules.visualization.corpus import METRICS
+
+MEANS = ("key_token_ratio", "benefit_mean", "benefit_positive", "longppl", "perplexity")
+_SHARD = "path of the shard"
+
+
+def find_files(database: duckdb.DuckDBPyConnection, paths: Sequence[str]) -> list[str]:
+    """Return the parquet files at files, folders and patterns, or fsspec URLs of these, and let DuckDB read them.
+
+    Files whose name begins with a dot or an underscore are skipped.
+    """
+    files = []
+    for path in paths:
+        try:
+            system, root = fsspec.url_to_fs(path)
+            found = sorted(system.glob(f"{root}/**/*.parquet" if system.isdir(root) else root))
+        except (ImportError, ValueError, OSError) as error:
+            raise ValueError(f"'{path}' cannot be read: {error}.") from error
+        names = [name for name in found if PurePosixPath(name).name[0] not in "._"]
+        if not names:
+            raise ValueError(f"'{path}' contains no scores: name parquet files, as `longce corpus score` writes.")
+        if isinstance(system, LocalFileSystem):
+            files += names
+            continue
+        protocol = system.protocol if isinstance(system.protocol, str) else system.protocol[0]
+        if protocol not in database.list_filesystems():
+            database.register_filesystem(system)
+        files += [system.unstrip_protocol(name) for name in names]
+    return files
+
+
+@contextmanager
+def name_damaged_file(database: duckdb.DuckDBPyConnection, files: Sequence[str]) -> Iterator[None]:
+    """Replace an error of DuckDB by a ``ValueError`` that names the file."""
+    try:
+        yield
+    except (duckdb.Error, OSError) as error:  # an OSError where pyarrow reads from DuckDB
+        for file in files:
+            try:
+                database.read_parquet(escape(file)).aggregate("max(hash(COLUMNS(*)))").fetchall()
+            except duckdb.Error as reason:
+                raise ValueError(f"'{file}' cannot be read as a parquet file ({first_line(reason)}).") from reason
+        if isinstance(error, OSError):
+            raise
+        raise ValueError(
+            f"The {len(files)} files such as '{files[0]}' cannot be read together ({first_line(error)})."
+        ) from error
+
+
+def read_header(database: duckdb.DuckDBPyConnection, file: str) -> dict[str, Any]:
+    """Return what `longce` recorded in a shard; empty if another program wrote it."""
+    query = "SELECT decode(value) FROM parquet_kv_metadata(?) WHERE key = ?"
+    found = database.execute(query, [escape(file), HEADER]).fetchone()
+    header: dict[str, Any] = {} if found is None else json.loads(found[0])
+    return header
+
+
+def read_rows(database: duckdb.DuckDBPyConnection, files: Sequence[str]) -> duckdb.DuckDBPyRelation:
+    """Return all rows with their `NUMBER`, without per-token values, as a relation that is not read yet.
+
+    A row that no other program has named gets ``file`` and ``row`` by the shard that it is in.
+    """
+    database.execute("SET VARIABLE files = ?", [[escape(file) for file in files]])
+    rows = database.sql(
+        "FROM read_parquet(getvariable('files'), union_by_name = true, hive_partitioning = false,"
+        f" filename = '{_SHARD}', file_row_number = true)"
+    )
+    names = [name for name in rows.columns if name not in (*PER_TOKEN, _SHARD, "file_row_number")]
+    values = {name: quote(name) for name in names}
+    values["file"] = f'coalesce(CAST(file AS VARCHAR), "{_SHARD}")' if "file" in names else f'"{_SHARD}"'
+    values["row"] = "coalesce(CAST(row AS BIGINT), file_row_number)" if "row" in names else "file_row_number"
+    values.setdefault("key", f"{values['file']} || ':' || {values['row']}")
+    values.setdefault("error", "CAST(NULL AS VARCHAR)")
+    values[NUMBER] = "row_number() OVER () - 1"
+    return rows.project(", ".join(f"{value} AS {quote(name)}" for name, value in values.items()))
+
+
+def load_documents(database: duckdb.DuckDBPyConnection, rows: duckdb.DuckDBPyRelation, config: SelectConfig) -> None:
+    """Create the table ``documents`` of all rows with the columns that are used, after all options are checked."""
+    if config.figure is not None and not set(METRICS) & set(rows.columns):
+        raise ValueError(f"`figure` needs one of the columns {', '.join(METRICS)}, but none is there: leave it out.")
+    # On no rows, so that a wrong expression is refused before anything is read.
+    database.register("scores", rows.limit(0).to_arrow_table())
+    evaluate_options(database.table("scores"), config)
+    sql = " ".join(option_expressions(config).values()).lower()  # SQL ignores case
+    needed = {NUMBER, "file", "row", "error", "tokens", *MEANS, *METRICS, config.rank_by, config.by}
+    columns = [quote(name) for name in rows.columns if name in needed or name.lower() in sql]
+    database.register("scores", pyarrow.RecordBatchReader.from_stream(rows.project(", ".join(columns))))
+    database.execute("CREATE TABLE documents AS FROM scores")
+    database.unregister("scores")  # it can be read only once

@@ -1,1 +1,0 @@
-"""``longce select``: documents of a corpus by their scores."""
