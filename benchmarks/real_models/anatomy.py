@@ -1,6 +1,6 @@
 """Which tokens of real text are key: their kinds, their history, and how far evaluators and settings agree.
 
-The protocol, with hypotheses and decision rules, is in `docs/real-protocol.md`.
+The protocol, with hypotheses and decision rules, is in `benchmarks/real_models/PROTOCOL.md`.
 """
 
 import math

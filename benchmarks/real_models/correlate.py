@@ -1,7 +1,7 @@
 """Whether LongPPL predicts the accuracy of real systems on long-context questions, and perplexity does not.
 
 Figure 2 and Tables 1 and 6 of Fang et al. (2025), https://arxiv.org/abs/2410.23771, with small models. The protocol,
-with hypotheses and decision rules, is in `docs/real-protocol.md`.
+with hypotheses and decision rules, is in `benchmarks/real_models/PROTOCOL.md`.
 """
 
 import math

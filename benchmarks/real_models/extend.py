@@ -1,6 +1,6 @@
 """How SmolLM2 reads beyond its 8,192 positions without training, by each method of context extension.
 
-The protocol, with hypotheses and decision rules, is in `docs/real-protocol.md`.
+The protocol, with hypotheses and decision rules, is in `benchmarks/real_models/PROTOCOL.md`.
 """
 
 import math

@@ -21,13 +21,15 @@ SHORT_NAMES = {
     "qwen2.5-coder-1.5b": "Qwen 1.5B",
     "smollm2-135m": "SmolLM2 135M",
 }
+WIDTH = 3.6
+"""Width of every figure in inches, so that a phone shows its text at full size; panels are stacked."""
 
 
 @matplotlib.rc_context(STYLE)
 def draw_anatomy(numbers: dict[str, Any]) -> str:
     """Draw the shares of key tokens and of all tokens by kind and by history of the word, as SVG text."""
-    figure = Figure(figsize=(6.8, 2.9), layout="constrained")
-    plots = figure.subplots(1, 2, sharex=True)
+    figure = Figure(figsize=(WIDTH, 5.4), layout="constrained")
+    plots = figure.subplots(2, 1, sharex=True)
     for plot, aspect, title in zip(plots, ("kinds", "history"), ("part of", "the word was last used"), strict=True):
         evaluators = list(numbers["evaluators"])
         names = list(numbers["evaluators"][evaluators[0]][aspect])
@@ -47,8 +49,8 @@ def draw_anatomy(numbers: dict[str, Any]) -> str:
         plot.set_yticks(places, names)
         plot.grid(axis="y", visible=False)
         plot.set_title(title, loc="left")
-        plot.set_xlabel("share, %")
-    figure.legend(*plots[0].get_legend_handles_labels(), loc="outside upper left", ncols=3)
+    plots[-1].set_xlabel("share, %")
+    figure.legend(*plots[0].get_legend_handles_labels(), loc="outside upper left")
     return as_svg(figure)
 
 
@@ -60,8 +62,8 @@ def draw_correlate(numbers: dict[str, Any]) -> str:
     found = numbers["correlations"]["over all"]
     panels = {"perplexity": [each["metrics"]["perplexity"] for each in systems]}
     panels |= {f"{name}: longppl": [each["metrics"][name]["longppl"] for each in systems] for name in evaluators}
-    figure = Figure(figsize=(6.8, 2.7), layout="constrained")
-    plots = figure.subplots(1, len(panels), sharey=True)
+    figure = Figure(figsize=(WIDTH, 2.1 * len(panels)), layout="constrained")
+    plots = figure.subplots(len(panels), 1)
     models = list(dict.fromkeys(each["model"] for each in systems))
     for plot, (name, values) in zip(plots, panels.items(), strict=True):
         for model, color, marker in zip(models, COLORS, "os^D", strict=False):
@@ -71,11 +73,10 @@ def draw_correlate(numbers: dict[str, Any]) -> str:
             plot.plot([values[index] for index in chosen], accuracy, marker, color=color, markersize=4, label=label)
         evaluator, _, metric = name.rpartition(": ")
         title = f"LongPPL by {SHORT_NAMES.get(evaluator, evaluator)}" if evaluator else metric
-        plot.set(xscale="log", xlabel=title)
+        plot.set(xscale="log", xlabel=title, ylabel="right answers, %")
         plot.set_title(f"Spearman {found[name]['spearman']['value']:.2f}", loc="left")
         label_decades(plot)
-    plots[0].set_ylabel("right answers, %")
-    figure.legend(*plots[0].get_legend_handles_labels(), loc="outside upper left", ncols=len(models))
+    figure.legend(*plots[0].get_legend_handles_labels(), loc="outside upper left", ncols=2)
     return as_svg(figure)
 
 
@@ -84,7 +85,7 @@ def draw_extend(numbers: dict[str, Any]) -> str:
     """Draw the ratios of LongPPL and perplexity beyond 8k to those of the model as it is, as SVG text."""
     methods = [name for name in numbers["methods"] if name != "none"]
     places = np.arange(len(methods))[::-1]
-    figure = Figure(figsize=(4.6, 2.7), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 3.0), layout="constrained")
     plot = figure.subplots()
     for kind, label, shift, color in (
         ("longppl", "LongPPL (key tokens)", 0.14, COLORS[0]),
@@ -97,9 +98,9 @@ def draw_extend(numbers: dict[str, Any]) -> str:
         plot.errorbar(value, places + shift, xerr=[value - low, high - value], fmt="o", ms=4, color=color, label=label)
     plot.axvline(1, color=INK, lw=0.8)
     plot.set_yticks(places, methods)
-    plot.set(xscale="log", xlabel="ratio to SmolLM2 as it is, positions 8,192 to 16,384")
+    plot.set(xscale="log", xlabel="ratio to SmolLM2 as it is, beyond 8,192")
     label_decades(plot)
-    figure.legend(loc="outside upper left", ncols=2)
+    figure.legend(loc="outside upper left")
     return as_svg(figure)
 
 
@@ -119,8 +120,8 @@ def label_decades(plot: Axes) -> None:
 def draw_fine_tune(numbers: dict[str, Any]) -> str:
     """Draw the ratios of each weighting's perplexities to those of cross entropy after equal steps, as SVG text."""
     starts = list(dict.fromkeys(row["start"] for row in numbers["rows"]))
-    figure = Figure(figsize=(6.8, 2.7), layout="constrained")
-    for plot, start in zip(figure.subplots(1, len(starts), sharex=True, sharey=True), starts, strict=True):
+    figure = Figure(figsize=(WIDTH, 2.7 * len(starts)), layout="constrained")
+    for plot, start in zip(figure.subplots(len(starts), 1, sharex=True), starts, strict=True):
         rows = [row for row in numbers["rows"] if row["start"] == start and row["budget"] == "steps"][1:]
         places = np.arange(len(rows))[::-1]
         labels = {name: f"LongPPL, {SHORT_NAMES[name]}" for name in rows[0]["ratio"] if name in SHORT_NAMES}
@@ -134,8 +135,8 @@ def draw_fine_tune(numbers: dict[str, Any]) -> str:
         plot.axvline(1, color=INK, lw=0.8)
         plot.set_yticks(places, [row["weighting"] for row in rows])
         plot.set_title(f"SmolLM2 {start}", loc="left")
-        plot.set_xlabel("ratio to cross entropy (lower is better)")
-    figure.legend(*plot.get_legend_handles_labels(), loc="outside upper left", ncols=len(labels))
+    plot.set_xlabel("ratio to cross entropy")
+    figure.legend(*plot.get_legend_handles_labels(), loc="outside upper left", ncols=2)
     return as_svg(figure)
 
 

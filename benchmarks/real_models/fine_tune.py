@@ -1,7 +1,7 @@
 """Whether LongCE pays on a real model: SmolLM2 trained on books by each weighting, for equal steps and equal time.
 
 Table 3 and Figure 7 of Fang et al. (2025), https://arxiv.org/abs/2410.23771, at the size of a CPU and of minutes of a
-GPU. The protocol, with hypotheses and decision rules, is in `docs/real-protocol.md`.
+GPU. The protocol, with hypotheses and decision rules, is in `benchmarks/real_models/PROTOCOL.md`.
 """
 
 import itertools

@@ -303,7 +303,7 @@ class Study:
             "machine": describe_machine(),
             "versions": {"python": platform.python_version(), **{library: version(library) for library in LIBRARIES}},
             "data": combined_hash({text.name: text.text for text in texts}),
-            "remark": "Protocol: docs/real-protocol.md. Verdicts: docs/real.md.",
+            "remark": "Protocol: benchmarks/real_models/PROTOCOL.md. Verdicts: docs/real.md.",
             "output": tables,
             "numbers": numbers,
         }

@@ -20,6 +20,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "benchmarks/RESULTS.md": "results.md",
+    "benchmarks/real_models/PROTOCOL.md": "protocol.md",
 }
 """Files outside `docs`, and the pages that they become."""
 
