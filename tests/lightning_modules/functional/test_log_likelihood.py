@@ -1,25 +1,11 @@
 import pytest
 import torch
-from torch import nn
 
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import token_log_likelihood
 from tests.support import reference
 
 pytestmark = pytest.mark.core
-
-VOCABULARY = 29
-
-
-@pytest.fixture
-def problem():
-    torch.manual_seed(0)
-    hidden = torch.randn(2, 17, 8, dtype=torch.float64, requires_grad=True)
-    head = nn.Linear(8, VOCABULARY, dtype=torch.float64)
-    labels = torch.randint(VOCABULARY, (2, 17))
-    labels[:, 0] = IGNORE_INDEX
-    labels[0, 5] = labels[1, 9:] = IGNORE_INDEX  # a document border, and padding
-    return hidden, head, labels
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 16, 1000, None])
