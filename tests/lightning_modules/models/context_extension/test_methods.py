@@ -197,6 +197,18 @@ REFUSED = [
     ("long_factor", extension("longrope", 10)),
     ("long_factor", extension("pi") | {"method": "longrope", "long_factor": [math.nan] * 8}),
     ("original_length", extension("pi") | {"method": "pi_authors"}),
+    ("sinks", extension("streaming_llm", sinks=[3])),
+    ("sinks", extension("rerope", sinks=3)),
+    ("window", extension("streaming_llm", window=0)),
+    ("window", extension("streaming_llm", sinks=4, window=61)),
+    ("window", extension("rerope", window=64)),
+    ("group", extension("self_extend", group=8)),
+    ("chunk", extension("dual_chunk", chunk=64)),
+    ("segment_lengths", extension("longnet", segment_lengths=[8, 16])),
+    ("dilation_rates", extension("longnet", segment_lengths=[], dilation_rates=[])),
+    ("dilation_rates", extension("longnet", segment_lengths=[8], dilation_rates=[2])),
+    ("segment_lengths", extension("longnet", segment_lengths=[8, 12], dilation_rates=[1, 2])),
+    ("segment_lengths", extension("longnet", segment_lengths=[8, 8], dilation_rates=[1, 2])),
 ]
 
 

@@ -265,21 +265,3 @@ def test_defaults():
         "segment_lengths": [2048, 4096, 8192, 16384, 32768],
         "dilation_rates": [1, 2, 4, 6, 12],
     }
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("streaming_llm", {"sinks": 4, "window": 4093}),
-        ("rerope", {"window": 4096}),
-        ("self_extend", {"group": 8}),
-        ("dual_chunk", {"chunk": 4096}),
-        ("longnet", {"segment_lengths": [8, 16]}),
-        ("longnet", {"segment_lengths": [8], "dilation_rates": [2]}),
-        ("longnet", {"segment_lengths": [8, 12], "dilation_rates": [1, 2]}),
-        ("longnet", {"segment_lengths": [8, 8], "dilation_rates": [1, 2]}),
-    ],
-)
-def test_wrong_settings(name, options):
-    with pytest.raises(ValueError, match=r"window|group|chunk|dilation|segment"):
-        parameters_of(name, **options)
