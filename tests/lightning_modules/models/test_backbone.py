@@ -37,24 +37,19 @@ FALCON_H1 = {
     "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9],
     "key_multiplier": 0.7,
 }
-# Logit scale, soft cap, division, bias; learned positions; tied and fused weights; sliding windows and chunks; states.
+# Logit scale, soft cap, division, bias; tied weights; sliding windows and chunks; states. The slow tier has all others.
 ARCHITECTURES = [
     ("llama4_text", LLAMA4),
     ("llama4_text", {**LLAMA4, "attention_chunk_size": 30, "floor_scale": 40}),  # longer than rows
     ("falcon_h1", FALCON_H1),
     ("llama", {}),
-    ("mistral", {}),
     ("mistral", {"sliding_window": 9}),
     ("qwen2", {"tie_word_embeddings": True}),
-    ("qwen3", {"head_dim": 8}),
     ("phi", {"partial_rotary_factor": 0.5}),
-    ("phi3", {}),
-    ("gpt_neox", {}),
     ("cohere", {"logit_scale": 0.25}),
     ("granite", {"logits_scaling": 3.0}),
     ("gemma2", {"attention": "eager", "final_logit_softcapping": 2.0, "head_dim": 8}),
     ("gemma3_text", {"head_dim": 8, "sliding_window": 9}),
-    ("olmo2", {}),
 ]
 
 

@@ -86,11 +86,11 @@ class Count(TorchDispatchMode):
 
 
 def test_scores_and_gradients_are_those_of_the_plain_layers(graphs):
-    plain, compiled = build(True, layers=2), build(True, layers=2)
+    plain, compiled = build(True, layers=1), build(True, layers=1)
     compile_layers(compiled.decoder, backend=graphs)
     assert compiled.state_dict().keys() == plain.state_dict().keys()
     check_equal(compiled, plain, packed(documents(20, 18)))
-    assert graphs.runs > 10
+    assert graphs.runs > 5
 
 
 @pytest.mark.slow

@@ -47,11 +47,10 @@ def float64_scale(positions, unscaled):
 
 
 @pytest.mark.parametrize("architecture", TYPE_ARCHITECTURES)
-@pytest.mark.parametrize("boundaries", [(0, LENGTH), (0, 7, 40, LENGTH)], ids=["plain", "packed"])
-def test_every_layer_equals_dense_attention(architecture, boundaries, folder):
+def test_every_layer_equals_dense_attention(architecture, folder):
     check_every_layer(
         assume_isolation(load_backbone(ModelConfig(folder(architecture), context_extension=settings_of()))),
-        boundaries,
+        (0, 7, 40, LENGTH),
         unscaled_layers=2,
     )
 

@@ -152,8 +152,7 @@ def test_quantised_weights_cannot_be_trained_and_random_ones_not_quantised(folde
         lm(folder / "config.json", quantization=FOUR_BITS, lora=ALL).check_early(LENGTH)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("bits", "precision"), [(4, "bf16-mixed"), (8, "32-true")])
 def test_training_over_quantised_weights(folder, tmp_path, bits, precision):
     pytest.importorskip("bitsandbytes")
     quantization = FOUR_BITS if bits == 4 else {"load_in_8bit": True}
