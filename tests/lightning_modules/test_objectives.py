@@ -167,7 +167,6 @@ def test_a_wrapper_of_the_users_own_keeps_the_schedule():
 @pytest.mark.parametrize(
     ("option", "make"),
     [
-        ("gamma", lambda: StoredInfluence(0.5)),
         ("cross_entropy_share", lambda: Interpolated(LongCE(), 1.5)),
         ("cross_entropy_share", lambda: Interpolated(LongCE(), float("nan"))),
         ("stop", lambda: Scheduled(LongCE(), start=3, stop=3)),

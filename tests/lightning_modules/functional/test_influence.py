@@ -24,11 +24,6 @@ def test_thresholds_are_strict():
     assert key_token_mask(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.1]), alpha=0).tolist() == [False, True]
 
 
-def test_soft_influence_survives_what_overflows():
-    long, short = torch.tensor([-0.1, -200.0, -1.0]), torch.tensor([-300.0, -0.1, -1.0])
-    assert soft_influence(long, short).tolist() == [5.0, 0.0, 1.0]
-
-
 def test_long_short_difference_is_differentiable():
     long = torch.tensor([-1.0], requires_grad=True)
     long_short_difference(long, torch.tensor([-2.0])).backward()
@@ -107,9 +102,6 @@ def test_weights_carry_no_gradient_of_either_context_and_keep_the_dtype(weigh):
 @pytest.mark.parametrize(
     ("weigh", "option", "values"),
     [
-        (soft_influence, "gamma", (0.9, math.nan, 1e39)),
-        (key_token_mask, "alpha", (-0.1, math.inf)),
-        (key_token_mask, "beta", (0.0,)),
         (mutual_information, "part", ("npmi",)),
         (mutual_information, "shift", (0.0, math.inf, math.nan)),
         (threshold_weights, "threshold", (-0.5, math.nan, math.inf)),

@@ -2,8 +2,6 @@ import os
 import signal
 
 import pytest
-import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
@@ -12,15 +10,14 @@ from lightning_modules.training.checkpoints.due_evaluation import DueEvaluation,
 from lightning_modules.training.checkpoints.resume import find_checkpoint
 from lightning_modules.training.preemption import EvaluationStop, Preemption
 from tests.support.distributed import run_distributed
-from tests.support.trainers import QUIET
+from tests.support.trainers import QUIET, OneWeight
 
 
-class Line(LightningModule):
-    """One weight, whose value is the result of each evaluation; it signals its own process once."""
+class Line(OneWeight):
+    """Its weight is the result of each evaluation; it signals its own process once."""
 
     def __init__(self, curve, hook=None, number=0, rank=None):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
         self.curve, self.left, self.rank = curve, {hook: number}, rank
 
     def call(self, hook):
@@ -43,9 +40,6 @@ class Line(LightningModule):
             with self.curve.open("a") as file:
                 file.write(f"{self.global_step} {self.weight.item():.9f}\n")
         self.call("on_validation_end")
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fit(folder, *signal_at, processes=1, **settings):

@@ -132,16 +132,6 @@ def test_a_position_far_out_in_bf16():
         assert (actual - expected).abs().max() < 0.01 * value.double().std()
 
 
-@pytest.mark.parametrize(("name", "parameters"), EVERY)
-def test_causal(name, parameters):
-    states, frequencies, _ = problem("grouped")
-    rotary = Rotary(parameters, frequencies, scaling=0.3)
-    output = PATTERNS[name](*states, rotary)[:, :, 20].sum()
-    for gradient in torch.autograd.grad(output, states):
-        assert gradient[:, :, :21].abs().max() > 0
-        assert (gradient[:, :, 21:] == 0).all()
-
-
 def test_dropout_drops_the_same_weights_in_the_backward_pass():
     states, frequencies, _ = problem("grouped")
     rotary = Rotary({"sinks": 3, "window": 9}, frequencies, scaling=0.3, dropout=0.5)
