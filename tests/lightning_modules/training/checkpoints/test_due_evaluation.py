@@ -1,5 +1,6 @@
 import os
 import signal
+import warnings
 
 import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -67,18 +68,27 @@ STOPS = [
 ]
 
 
+@pytest.fixture(scope="module", params=[1, 4])
+def whole(request, tmp_path_factory):
+    """Settings and evaluations of a run that nobody stops."""
+    accumulate = request.param
+    settings = {"max_steps": 6 // accumulate + 1, "accumulate_grad_batches": accumulate}
+    folder = tmp_path_factory.mktemp("whole")
+    with warnings.catch_warnings(action="ignore"):
+        fit(folder, **settings)
+    return settings, (folder / "curve").read_text()
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("hook", "number"), STOPS)
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_a_stopped_run_has_the_evaluations_of_another_once_each(tmp_path, hook, number, accumulate):
-    settings = {"max_steps": 6 // accumulate + 1, "accumulate_grad_batches": accumulate}
-    fit(tmp_path / "whole", **settings)
+def test_a_stopped_run_has_the_evaluations_of_another_once_each(whole, tmp_path, hook, number):
+    settings, evaluations = whole
     try:
-        fit(tmp_path / "stopped", hook, number, **settings)
+        fit(tmp_path, hook, number, **settings)
     except SIGTERMException:
-        fit(tmp_path / "stopped", **settings)
-    fit(tmp_path / "stopped", **settings)  # a finished run repeats nothing
-    assert (tmp_path / "stopped" / "curve").read_text() == (tmp_path / "whole" / "curve").read_text()
+        fit(tmp_path, **settings)
+    fit(tmp_path, **settings)  # a finished run repeats nothing
+    assert (tmp_path / "curve").read_text() == evaluations
 
 
 def stop_and_resume(rank, world_size, folder, hook, number):
