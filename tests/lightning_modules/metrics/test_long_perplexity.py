@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 
 from lightning_modules.functional import long_perplexity
@@ -33,6 +34,12 @@ def test_forward_returns_the_value_of_the_batch():
     metric = LongPerplexity()
     for log_likelihood, influence in documents(3):
         torch.testing.assert_close(metric(log_likelihood, influence), long_perplexity(log_likelihood, influence))
+
+
+def test_plots_given_values():
+    axis = Figure().subplots()
+    LongPerplexity().plot([torch.tensor(3.0), torch.tensor(2.0)], axis)
+    assert list(axis.lines[0].get_ydata()) == [3.0, 2.0]
 
 
 def test_counts_single_tokens_beyond_the_reach_of_float32():

@@ -5,6 +5,7 @@ import pytest
 from lightning_modules.utilities import files
 from lightning_modules.utilities.files import (
     atomic_folder,
+    default_cache_dir,
     remove_folder,
     writable_folder,
     write_atomically,
@@ -57,6 +58,13 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="`cache_dir`"):
         writable_folder(tmp_path / "file" / "cache")
+
+
+def test_the_cache_is_the_folder_of_the_environment_or_one_at_home(monkeypatch):
+    monkeypatch.setenv("LONGCE_CACHE", "/scratch/cache")
+    assert str(default_cache_dir()) == "/scratch/cache"
+    monkeypatch.delenv("LONGCE_CACHE")
+    assert str(default_cache_dir()).endswith("/.cache/longce")
 
 
 @pytest.mark.parametrize("in_one_step", [True, False])
