@@ -251,11 +251,11 @@ def test_a_model_that_leaks_scores_documents_one_by_one_or_not_at_all_where_weig
         ("pegasus", {}, "sdpa", "autocast"),
     ],
 )
-def test_documents_that_leak_are_found_after_any_number_of_checks(architecture, settings, attention, dtype):
+def test_documents_that_leak_are_found_by_each_check(architecture, settings, attention, dtype):
     autocast = dtype == "autocast"
     scorer = load(architecture, attention, torch.float32 if autocast else dtype, **settings)
     parts = documents(31, 23)
-    for _ in range(3):
+    for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             check_scoring(scorer)
         assert not scorer.isolates_documents
