@@ -6,7 +6,7 @@ import pytest
 
 from callbacks import ExternalEvaluator
 from lightning_modules.commands.plan.memory import Training
-from lightning_modules.functional import key_token_mask, soft_influence
+from lightning_modules.functional import key_token_mask, short_context_windows, soft_influence
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.short_context import ShortContextConfig
 from lightning_modules.objectives import LongCE, StoredInfluence
@@ -15,7 +15,8 @@ from lightning_modules.visualization.page import Inspection
 
 PAPER = {"context_length": 4096, "stride": 1024, "alpha": 2.0, "beta": -2.0, "gamma": 5.0}
 TAKE_THEM = [ExternalEvaluator, EvaluatorConfig, InspectConfig, ScoreConfig, Inspection, LongContextLM]
-TAKE_THEM += [ShortContextConfig, Training, LongCE, StoredInfluence, key_token_mask, soft_influence]
+TAKE_THEM += [ShortContextConfig, Training, LongCE, StoredInfluence]
+TAKE_THEM += [key_token_mask, short_context_windows, soft_influence]
 
 
 @pytest.mark.parametrize("name", PAPER)

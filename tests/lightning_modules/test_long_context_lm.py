@@ -1,10 +1,8 @@
 import copy
 import math
-from dataclasses import asdict
 from functools import partial
 from types import SimpleNamespace
 
-import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
@@ -38,23 +36,20 @@ from tests.support import architectures, reference
 from tests.support.tiny_training import LENGTH, VOCABULARY, lm, loader, row, trainer
 
 
-@pytest.fixture(params=["llama", "mistral", "qwen2"])
-def model_folder(request, tmp_path):
-    tiny_model(request.param, VOCABULARY, seed=6).save_pretrained(tmp_path / "model")
-    return str(tmp_path / "model")
-
-
 @pytest.fixture
 def folder(tmp_path):
     tiny_model("llama", VOCABULARY, seed=6).save_pretrained(tmp_path / "model")
     return str(tmp_path / "model")
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("gamma", [5.0, 1.5])
+@pytest.mark.parametrize(
+    ("architecture", "gamma", "checkpointing"),  # all pairs of gamma and checkpointing
+    [("llama", 5.0, False), ("llama", 1.5, True), ("mistral", 1.5, False), ("qwen2", 5.0, True)],
+)
 @pytest.mark.core
-def test_longce_loss_and_gradients_match_a_float64_reference(model_folder, gamma, checkpointing, tmp_path):
-    module = lm(model_folder, objective=LongCE(gamma), gradient_checkpointing=checkpointing)
+def test_longce_loss_and_gradients_match_a_float64_reference(architecture, gamma, checkpointing, tmp_path):
+    tiny_model(architecture, VOCABULARY, seed=6).save_pretrained(tmp_path / "model")
+    module = lm(str(tmp_path / "model"), objective=LongCE(gamma), gradient_checkpointing=checkpointing)
     module.configure_model()
     batch = row(0, boundaries=(0, 23, LENGTH))
     module.backbone.train()
@@ -72,11 +67,10 @@ def test_longce_loss_and_gradients_match_a_float64_reference(model_folder, gamma
         torch.testing.assert_close(actual.grad.double(), wanted.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("architecture", ["lfm2", "gpt_oss"])
-def test_evaluations_do_not_change_the_losses_of_packed_documents(architecture, tmp_path):
-    """Of models whose documents cannot share a pass, which each start of an evaluation had decided again."""
+def test_evaluations_do_not_change_the_losses_of_packed_documents(tmp_path):
+    """Of a model whose documents cannot share a pass, which each start of an evaluation had decided again."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(architectures.tiny_config(architecture), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(architectures.tiny_config("lfm2"), dtype=torch.float32)
     model.save_pretrained(tmp_path / "model")
     rows = [row(seed, (0, 23, LENGTH)) for seed in range(4)]
 
@@ -131,19 +125,6 @@ def test_stored_weights_give_the_loss_and_gradients_of_longce_without_a_short_pa
     torch.testing.assert_close(*results)
     shares = {"weight_above_1", "weight_at_cap", "weight_effective_share"}
     assert set(sums) == {"loss", "perplexity", "gradient_norm", "step_tokens", "weight_mean", *shares}
-
-
-def test_stored_weights_and_objective_must_agree(folder):
-    batch = row(0)
-    module = lm(folder, objective=StoredInfluence())
-    module.configure_model()
-    module.backbone.train()
-    with pytest.raises(ValueError, match="the data module has none"):
-        module.on_train_batch_start(batch, 0)
-    module.objective = CrossEntropy()
-    batch["influence"] = torch.ones(1, LENGTH)
-    with pytest.raises(ValueError, match="CrossEntropy would ignore"):
-        module.on_train_batch_start(batch, 0)
 
 
 @pytest.mark.core
@@ -256,16 +237,6 @@ def test_dropout_and_checkpointing_are_on_in_training(folder, tmp_path, monkeypa
         module.on_train_batch_start(row(0), 0)
 
 
-def test_nan_loss_stops_and_says_where(folder, tmp_path):
-    module = lm(
-        folder,
-        optimizer=lambda p: torch.optim.SGD(p, lr=1e30),
-        lr_scheduler=lambda o: torch.optim.lr_scheduler.ConstantLR(o, 1.0),
-    )
-    with pytest.raises(FloatingPointError, match=r"at step 1, batch 1 of epoch 0 .*learning rate"):
-        trainer(tmp_path, max_steps=5).fit(module, loader(*(row(seed) for seed in range(5))))
-
-
 def test_a_loss_that_is_not_finite_changes_no_weight_and_does_not_stop_the_next_run(folder, tmp_path):
     module = lm(folder, objective=BrokenOnce())
     module.configure_model()
@@ -332,14 +303,26 @@ def test_labels_of_a_collated_batch_may_be_edited(folder):
         assert torch.equal(score(edited), score(expected))
 
 
-def test_token_ids_beyond_the_embedding(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"beyond the embedding of 90 tokens"):
-        trainer(tmp_path).fit(lm(folder), loader(row(0, vocabulary=5000)))
+STORED = row(0)
+STORED["influence"] = torch.ones(1, LENGTH)
 
 
-def test_a_short_context_as_long_as_the_rows(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"36 \+ 4 = 40"):
-        trainer(tmp_path).fit(lm(folder, context_length=36), loader(row(0)))
+@pytest.mark.parametrize(
+    ("settings", "batch", "named"),
+    [
+        ({}, row(0, vocabulary=5000), "embedding of 90 tokens"),
+        ({"context_length": 36}, row(0), r"36 \+ 4 = 40"),
+        ({"short_context": "sliding_window", "attn_implementation": "eager"}, row(0), "ignores the window"),
+        ({"objective": StoredInfluence()}, row(0), r"`data\.influence`"),
+        ({"objective": CrossEntropy()}, STORED, r"CrossEntropy.*`model\.objective`"),
+    ],
+)
+def test_sequences_that_do_not_fit_the_run_are_refused(folder, tmp_path, settings, batch, named):
+    with pytest.raises(ValueError, match=named):
+        trainer(tmp_path).fit(lm(folder, **settings), loader(batch))
+
+
+def test_an_objective_without_a_short_context_trains_on_sequences_of_any_length(folder, tmp_path):
     trainer(tmp_path).fit(lm(folder, context_length=36, objective=CrossEntropy()), loader(row(0)))
 
 
@@ -376,26 +359,6 @@ def test_checkpoint_loads_without_pickle_and_scores_the_same(folder, tmp_path):
         torch.testing.assert_close(loaded.backbone.eval()(row(3)), module.backbone.eval()(row(3)))
 
 
-def test_a_checkpoint_that_names_every_setting_of_the_model_loads(folder, tmp_path):
-    module = LongContextLM(folder, context_length=8, stride=4)
-    module.configure_model()
-    settings = asdict(ModelConfig(folder, dtype="float32", attn_implementation="eager"))
-    settings |= {
-        "context_length": 8,
-        "stride": 4,
-    }
-    content = {
-        "state_dict": module.state_dict(),
-        "hyper_parameters": settings,
-        "epoch": 0,
-        "global_step": 0,
-        "loops": {},
-    }
-    torch.save({**content, "pytorch-lightning_version": lightning.__version__}, tmp_path / "earlier.ckpt")
-    loaded = LongContextLM.load_from_checkpoint(tmp_path / "earlier.ckpt", weights_only=True)
-    assert loaded.loading == ModelConfig(folder, dtype="float32", attn_implementation="eager")
-
-
 def test_training_with_a_sliding_window_weighs_tokens_by_it(folder, tmp_path):
     module = lm(folder, objective=LongCE(4.0), short_context="sliding_window")
     module.configure_model()
@@ -412,22 +375,10 @@ def test_training_with_a_sliding_window_weighs_tokens_by_it(folder, tmp_path):
     assert (facts.objective["short_context"], facts.context_length, facts.stride) == ("sliding_window", 8, None)
 
 
-def test_the_probe_refuses_a_sliding_window_that_the_attention_ignores(folder, tmp_path):
-    module = lm(folder, short_context="sliding_window", attn_implementation="eager")
-    with pytest.raises(ValueError, match="ignores the window"):
-        trainer(tmp_path).fit(module, loader(row(0)))
-
-
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    [
-        ({"context_length": 0}, "context_length"),
-        ({"stride": -1}, "stride"),
-    ],
-)
-def test_options_without_a_meaning_are_refused_before_anything_is_loaded(settings, name):
-    with pytest.raises(ValueError, match=name):
-        lm("no/such", **settings)
+@pytest.mark.parametrize(("option", "value"), [("context_length", 0), ("stride", -1)])
+def test_options_without_a_meaning_are_refused_before_anything_is_loaded(option, value):
+    with pytest.raises(ValueError, match=option):
+        lm("no/such", **{option: value})
 
 
 def test_a_device_without_float64_is_refused_before_weights_are_read(folder, monkeypatch):

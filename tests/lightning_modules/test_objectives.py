@@ -26,14 +26,8 @@ pytestmark = pytest.mark.core
 
 def test_stored_influence_is_taken_as_it_is_and_capped():
     stored = torch.tensor([0.5, 1.0, 3.0, 5.0])
-    assert StoredInfluence(3.0).token_weights(-torch.rand(4), torch.rand(4), {"influence": stored}).tolist() == [
-        0.5,
-        1.0,
-        3.0,
-        3.0,
-    ]
-    with pytest.raises(ValueError, match="gamma"):
-        StoredInfluence(0.5)
+    weights = StoredInfluence(3.0).token_weights(-torch.rand(4), torch.rand(4), {"influence": stored})
+    assert weights.tolist() == [0.5, 1.0, 3.0, 3.0]
 
 
 def test_stored_weights_capped_lower_than_the_objective_says_are_refused():
@@ -83,7 +77,6 @@ def test_weights_with_a_mean_of_1_over_each_sequence(objective, weights):
 
 
 def test_defaults_of_objectives():
-    assert (LongCE().gamma, StoredInfluence().gamma) == (5.0, 5.0)
     assert Sparse().threshold == 0.5
     assert torch.equal(
         MutualInformation().token_weights(*PAIR, BATCH), MutualInformation("positive", 1.0).token_weights(*PAIR, BATCH)
@@ -122,7 +115,15 @@ def test_wrappers_are_like_what_they_wrap():
         assert not wrap(StoredInfluence()).uses_short_context
         assert wrap(StoredInfluence()).uses_stored_influence
     assert Normalized(LongCE()).largest_weight is None
-    check_influence(Normalized(Interpolated(StoredInfluence())), "in 'x'")
+
+
+def test_stored_weights_and_the_objective_fit_together():
+    check_influence(LongCE(), None)
+    check_influence(Normalized(Interpolated(StoredInfluence())), "in 'weights'")
+    with pytest.raises(ValueError, match=r"StoredInfluence.*`data\.influence`"):
+        check_influence(StoredInfluence(), None)
+    with pytest.raises(ValueError, match=r"LongCE.*in 'weights'"):
+        check_influence(LongCE(), "in 'weights'")
 
 
 def test_a_schedule_goes_from_cross_entropy_to_the_weights_and_back():
@@ -164,17 +165,17 @@ def test_a_wrapper_of_the_users_own_keeps_the_schedule():
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("option", "make"),
     [
-        (lambda: Interpolated(LongCE(), 1.5), "from 0 to 1, got 1.5"),
-        (lambda: Interpolated(LongCE(), float("nan")), "from 0 to 1, got nan"),
-        (lambda: Scheduled(LongCE(), start=3, stop=3), "`stop` must be above 3"),
-        (lambda: Scheduled(LongCE(), warmup=3, stop=1), "`stop` must be above 1"),
-        (lambda: MutualInformation("both"), "got 'both'"),
-        (lambda: Sparse(-1.0), "`threshold`.*-1.0"),
-        (lambda: Sparse(fraction=0.0), "`fraction`.*got 0.0"),
+        ("cross_entropy_share", lambda: Interpolated(LongCE(), 1.5)),
+        ("cross_entropy_share", lambda: Interpolated(LongCE(), float("nan"))),
+        ("stop", lambda: Scheduled(LongCE(), start=3, stop=3)),
+        ("stop", lambda: Scheduled(LongCE(), warmup=3, stop=1)),
+        ("part", lambda: MutualInformation("both")),
+        ("threshold", lambda: Sparse(-1.0)),
+        ("fraction", lambda: Sparse(fraction=0.0)),
     ],
 )
-def test_numbers_without_a_meaning_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
+def test_numbers_without_a_meaning_are_refused(option, make):
+    with pytest.raises(ValueError, match=f"`{option}`"):
         make()

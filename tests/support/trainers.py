@@ -31,6 +31,17 @@ def seen_trainer(stage="fit", rank=0, world_size=1, **settings):
     )
 
 
+class OneWeight(LightningModule):
+    """One weight, trained by gradient descent."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 class Recorder(LightningModule):
     """Notes of each batch what ``look`` finds in it, and learns nothing."""
 

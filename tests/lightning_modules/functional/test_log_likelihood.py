@@ -1,25 +1,11 @@
 import pytest
 import torch
-from torch import nn
 
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import token_log_likelihood
 from tests.support import reference
 
 pytestmark = pytest.mark.core
-
-VOCABULARY = 29
-
-
-@pytest.fixture
-def problem():
-    torch.manual_seed(0)
-    hidden = torch.randn(2, 17, 8, dtype=torch.float64, requires_grad=True)
-    head = nn.Linear(8, VOCABULARY, dtype=torch.float64)
-    labels = torch.randint(VOCABULARY, (2, 17))
-    labels[:, 0] = IGNORE_INDEX
-    labels[0, 5] = labels[1, 9:] = IGNORE_INDEX  # a document border, and padding
-    return hidden, head, labels
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 16, 1000, None])
@@ -72,12 +58,10 @@ def test_scored_tokens_of_the_caller_are_used_and_must_have_the_shape_of_the_lab
         token_log_likelihood(hidden, head, changed, scored=scored)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 16, None])
-@pytest.mark.parametrize("spread", [1.0, 5000.0])
-def test_without_gradient_too(problem, chunk_size, spread):
+def test_logits_whose_exponentials_overflow(problem):
     hidden, head, labels = problem
     with torch.no_grad():
-        head.weight *= spread  # logits whose exponentials overflow
-        actual = token_log_likelihood(hidden, head, labels, chunk_size=chunk_size)
+        head.weight *= 5000
+        actual = token_log_likelihood(hidden, head, labels, chunk_size=16)
     expected = reference.token_log_likelihood(hidden, head, labels).detach()
     torch.testing.assert_close(actual, expected)

@@ -3,23 +3,11 @@ import torch
 from torch import nn
 
 from lightning_modules.batch import IGNORE_INDEX
-from lightning_modules.functional import greedy_targets, likeliest_tokens, token_log_likelihood
+from lightning_modules.functional import greedy_targets, likeliest_tokens
 from lightning_modules.functional.linear_head import LinearHead
+from tests.lightning_modules.functional.conftest import VOCABULARY
 
 pytestmark = pytest.mark.core
-
-VOCABULARY = 29
-
-
-@pytest.fixture
-def problem():
-    torch.manual_seed(0)
-    hidden = torch.randn(2, 17, 8, dtype=torch.float64)
-    head = nn.Linear(8, VOCABULARY, dtype=torch.float64)
-    labels = torch.randint(VOCABULARY, (2, 17))
-    labels[:, 0] = IGNORE_INDEX
-    labels[0, 5] = labels[1, 9:] = IGNORE_INDEX
-    return hidden, head, labels
 
 
 def full_logits(hidden, head, labels, count):
@@ -43,13 +31,6 @@ def test_matches_full_logits_in_float64(problem, count, chunk_size):
         assert not log_likelihood.requires_grad
 
 
-def test_agrees_with_the_score_of_the_token_itself(problem):
-    hidden, head, labels = problem
-    found = likeliest_tokens(hidden, head, labels, count=VOCABULARY)
-    own = (found.log_likelihood * found.token_ids.eq(labels.unsqueeze(-1))).sum(-1)
-    torch.testing.assert_close(own, token_log_likelihood(hidden, head, labels))
-
-
 def test_only_scored_tokens_have_logits_and_half_precision_gives_float32(problem):
     hidden, head, labels = problem
     rows = []
@@ -62,19 +43,6 @@ def test_only_scored_tokens_have_logits_and_half_precision_gives_float32(problem
     nothing = likeliest_tokens(hidden.bfloat16(), head, torch.full_like(labels, IGNORE_INDEX), count=3)
     assert nothing.token_ids.shape == nothing.log_likelihood.shape == (2, 17, 3)
     assert not nothing.token_ids.any()
-
-
-def test_bad_arguments_are_refused_before_there_are_logits(problem):
-    hidden, _, labels = problem
-    for name, value in (("count", 0), ("count", True), ("chunk_size", 0)):
-        with pytest.raises(ValueError, match=name):
-            likeliest_tokens(hidden, lambda rows: pytest.fail("the head was called"), labels, **{name: value})
-    with pytest.raises(ValueError, match="count"):
-        likeliest_tokens(*problem, count=VOCABULARY + 1)
-
-
-def test_five_tokens_by_default(problem):
-    assert likeliest_tokens(*problem).token_ids.shape == (2, 17, 5)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])
@@ -102,23 +70,35 @@ def test_greedy_targets_matches_one_token_at_a_time_in_float64(chunk_size, kind)
     assert not likeliest.all()
 
 
-def test_greedy_targets_nothing_to_score_and_bad_input():
-    head = torch.nn.Linear(2, 3)
-    found, likeliest = greedy_targets(torch.zeros(0, 2), head, torch.zeros(0, dtype=torch.int64))
-    assert found.shape == likeliest.shape == (0,)
-    assert likeliest.dtype == torch.bool
+def test_nothing_to_score_gives_empty_results_in_the_wide_dtype():
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
-        own = torch.nn.Linear(2, 3, dtype=dtype)
-        found, _ = greedy_targets(torch.zeros(0, 2, dtype=dtype), own, torch.zeros(0, dtype=torch.int64))
-        assert found.dtype == wide
-    for hidden_states, targets in (
-        (torch.zeros(2, 2), torch.zeros(1, dtype=torch.int64)),
-        (torch.zeros(2, 2), torch.zeros(2, dtype=torch.int32)),
-        (torch.zeros(2, 2, 2), torch.zeros(2, dtype=torch.int64)),
-    ):
-        with pytest.raises(ValueError, match=r"`hidden_states` must be \[N, D\] and `targets` \[N\] of int64"):
-            greedy_targets(hidden_states, head, targets)
-    with pytest.raises(ValueError, match="`chunk_size` must be an integer"):
-        greedy_targets(torch.zeros(1, 2), head, torch.tensor([0]), chunk_size=-1)
-    with pytest.raises(ValueError, match="Label 3 is out of range"):
-        greedy_targets(torch.zeros(1, 2), head, torch.tensor([3]))
+        head = nn.Linear(2, 3, dtype=dtype)
+        found, likeliest = greedy_targets(torch.zeros(0, 2, dtype=dtype), head, torch.zeros(0, dtype=torch.int64))
+        assert found.shape == likeliest.shape == (0,)
+        assert (found.dtype, likeliest.dtype) == (wide, torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("named", "arguments"), [("count", {"count": 0}), ("count", {"count": True}), ("chunk_size", {"chunk_size": 0})]
+)
+def test_bad_arguments_are_refused_before_there_are_logits(problem, named, arguments):
+    hidden, _, labels = problem
+    with pytest.raises(ValueError, match=named):
+        likeliest_tokens(hidden, lambda rows: pytest.fail("the head was called"), labels, **arguments)
+    with pytest.raises(ValueError, match="count"):
+        likeliest_tokens(*problem, count=VOCABULARY + 1)
+
+
+@pytest.mark.parametrize(
+    ("named", "hidden_states", "targets", "chunk_size"),
+    [
+        ("targets", torch.zeros(2, 2), torch.zeros(1, dtype=torch.int64), None),
+        ("targets", torch.zeros(2, 2), torch.zeros(2, dtype=torch.int32), None),
+        ("targets", torch.zeros(2, 2, 2), torch.zeros(2, dtype=torch.int64), None),
+        ("chunk_size", torch.zeros(1, 2), torch.tensor([0]), -1),
+        ("Label 3", torch.zeros(1, 2), torch.tensor([3]), None),
+    ],
+)
+def test_greedy_targets_refuses_bad_input(named, hidden_states, targets, chunk_size):
+    with pytest.raises(ValueError, match=named):
+        greedy_targets(hidden_states, nn.Linear(2, 3), targets, chunk_size=chunk_size)

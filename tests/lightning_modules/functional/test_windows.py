@@ -1,5 +1,3 @@
-import itertools
-
 import pytest
 import torch
 
@@ -19,22 +17,6 @@ def test_every_token_behind_the_first_window_is_scored_once_with_a_short_context
         for window in windows:
             for t in range(window.scored, window.stop):
                 assert context_length <= t - window.start < context_length + stride
-
-
-def test_windows_stay_inside_documents():
-    boundaries = [0, 10, 11, 30]
-    windows = short_context_windows(boundaries, context_length=4, stride=2)
-    assert windows == [
-        Window(2, 6, 8),
-        Window(4, 8, 10),
-        *(Window(s, s + 4, min(s + 6, 30)) for s in range(13, 26, 2)),
-    ]
-    for window in windows:
-        assert any(a <= window.start and window.stop <= b for a, b in itertools.pairwise(boundaries))
-
-
-def test_lengths_are_by_default_those_of_the_paper():
-    assert short_context_windows([0, 9000]) == short_context_windows([0, 9000], context_length=4096, stride=1024)
 
 
 @pytest.mark.parametrize(("lengths", "named"), [((4, 3, 7), r"4 \+ 3 = 7"), ((0, 3), r"\(K\)"), ((4, 0), r"\(d\)")])

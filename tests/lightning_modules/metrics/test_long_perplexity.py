@@ -38,7 +38,7 @@ def test_forward_returns_the_value_of_the_batch():
 
 def test_plots_given_values():
     axis = Figure().subplots()
-    assert LongPerplexity().plot([torch.tensor(3.0), torch.tensor(2.0)], axis)[1] is axis
+    LongPerplexity().plot([torch.tensor(3.0), torch.tensor(2.0)], axis)
     assert list(axis.lines[0].get_ydata()) == [3.0, 2.0]
 
 

@@ -37,24 +37,19 @@ FALCON_H1 = {
     "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9],
     "key_multiplier": 0.7,
 }
-# Logit scale, soft cap, division, bias; learned positions; tied and fused weights; sliding windows and chunks; states.
+# Logit scale, soft cap, division, bias; tied weights; sliding windows and chunks; states. The slow tier has all others.
 ARCHITECTURES = [
     ("llama4_text", LLAMA4),
     ("llama4_text", {**LLAMA4, "attention_chunk_size": 30, "floor_scale": 40}),  # longer than rows
     ("falcon_h1", FALCON_H1),
     ("llama", {}),
-    ("mistral", {}),
     ("mistral", {"sliding_window": 9}),
     ("qwen2", {"tie_word_embeddings": True}),
-    ("qwen3", {"head_dim": 8}),
     ("phi", {"partial_rotary_factor": 0.5}),
-    ("phi3", {}),
-    ("gpt_neox", {}),
     ("cohere", {"logit_scale": 0.25}),
     ("granite", {"logits_scaling": 3.0}),
     ("gemma2", {"attention": "eager", "final_logit_softcapping": 2.0, "head_dim": 8}),
     ("gemma3_text", {"head_dim": 8, "sliding_window": 9}),
-    ("olmo2", {}),
 ]
 
 
@@ -204,31 +199,6 @@ def test_autocast_weights_cached_by_the_short_pass_do_not_rob_the_long_pass_of_g
         torch.testing.assert_close(gradients[1][name], gradient)
 
 
-def test_lora_on_the_head_counts():
-    base = build("llama")
-    scorer = Backbone(get_peft_model(base, LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)))
-    check_scoring(scorer)
-    batch = packed(documents(12, 5))
-    with torch.no_grad():
-        adapted = scorer(batch)
-        with scorer.model.disable_adapter():
-            plain = scorer(batch)
-    assert (adapted - plain).abs().max() > 0.1
-
-
-def test_a_model_that_does_something_unknown_to_its_logits_is_refused():
-    model = build("llama")
-    forward = model.forward
-    model.forward = lambda *args, **kwargs: _scaled(forward(*args, **kwargs))
-    with pytest.raises(ValueError, match=r"differ from its own by .* standard"):
-        check_scoring(Backbone(model))
-
-
-def _scaled(output):
-    output.logits = output.logits * 0.7
-    return output
-
-
 def test_a_model_that_our_attention_cannot_split_gets_masks(monkeypatch):
     scorer = assume_isolation(Backbone(build("llama")))
     original = backbone_module.isolation_arguments
@@ -270,21 +240,24 @@ def test_a_model_that_leaks_scores_documents_one_by_one_or_not_at_all_where_weig
 
 
 @pytest.mark.parametrize(
-    ("architecture", "attention", "dtype"),
+    ("architecture", "settings", "attention", "dtype"),
     [
-        ("afmoe", "sdpa", torch.float32),  # makes the masks of its windows without positions
-        ("gpt_oss", "eager", torch.float32),
-        ("openai-gpt", "eager", torch.bfloat16),  # whose rounding is as large as what leaks
-        ("doge", "document_sdpa", torch.bfloat16),
+        ("afmoe", {}, "sdpa", torch.float32),  # makes the masks of its windows without positions
+        ("gpt_oss", {}, "eager", torch.float32),
+        ("openai-gpt", {}, "eager", torch.bfloat16),  # whose rounding is as large as what leaks
+        ("doge", {}, "document_sdpa", torch.bfloat16),
+        ("lfm2", {"initializer_range": 0.02}, "sdpa", torch.float32),  # its scores hardly change
+        ("marian", {}, "sdpa", "autocast"),  # which would round the leak away
+        ("pegasus", {}, "sdpa", "autocast"),
     ],
 )
-def test_documents_that_leak_are_found_after_any_number_of_checks(architecture, attention, dtype):
-    config = architectures.tiny_config(architecture)
-    torch.manual_seed(0)
-    scorer = Backbone(AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).eval())
+def test_documents_that_leak_are_found_by_each_check(architecture, settings, attention, dtype):
+    autocast = dtype == "autocast"
+    scorer = load(architecture, attention, torch.float32 if autocast else dtype, **settings)
     parts = documents(31, 23)
-    for _ in range(3):
-        check_scoring(scorer)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            check_scoring(scorer)
         assert not scorer.isolates_documents
         scorer.checked_conditions = None  # decide again
         with torch.no_grad():
@@ -296,14 +269,18 @@ def test_documents_that_leak_are_found_after_any_number_of_checks(architecture, 
         scorer(packed(parts))
 
 
+def load(architecture, attention="sdpa", dtype=torch.float32, **settings):
+    torch.manual_seed(0)
+    config = architectures.tiny_config(architecture, **settings)
+    return Backbone(AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).eval())
+
+
 def test_a_document_is_rotated_by_its_own_length_and_not_by_the_longest_of_its_pass():
     """LongRoPE has other frequencies from 17 tokens on here."""
     rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 32.0, "original_max_position_embeddings": 16}
     rope |= {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
-    torch.manual_seed(0)
     register_document_attention()
-    config = architectures.tiny_config("phi3", rope_parameters=rope, original_max_position_embeddings=16)
-    scorer = Backbone(AutoModelForCausalLM.from_config(config, attn_implementation="document_sdpa").eval())
+    scorer = load("phi3", "document_sdpa", rope_parameters=rope, original_max_position_embeddings=16)
     check_scoring(scorer)
     parts = documents(31, 10, 23)
     with torch.no_grad():
@@ -312,23 +289,6 @@ def test_a_document_is_rotated_by_its_own_length_and_not_by_the_longest_of_its_p
         rows = scorer(packed(*[[part] for part in parts]))
     rows = torch.cat([row[: len(part)] for row, part in zip(rows, parts, strict=True)])
     torch.testing.assert_close(rows, alone, rtol=0, atol=1e-4)
-
-
-def test_documents_of_a_model_of_small_weights_leak_although_its_scores_hardly_change():
-    config = architectures.tiny_config("lfm2", initializer_range=0.02)
-    torch.manual_seed(0)
-    scorer = Backbone(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).eval())
-    check_scoring(scorer)
-    assert not scorer.isolates_documents
-
-
-@pytest.mark.parametrize("architecture", ["marian", "pegasus"])
-def test_leaks_that_autocast_would_round_away_are_found(architecture):
-    torch.manual_seed(0)
-    scorer = Backbone(AutoModelForCausalLM.from_config(architectures.tiny_config(architecture)).eval())
-    with torch.autocast("cpu", torch.bfloat16):
-        check_scoring(scorer)
-    assert not scorer.isolates_documents
 
 
 def test_a_decision_is_made_once_for_a_device_and_a_precision(monkeypatch):
@@ -358,8 +318,7 @@ def test_a_decision_is_made_once_for_a_device_and_a_precision(monkeypatch):
     ],
 )
 def test_noise_of_training_mode_is_found(architecture, settings, expected):
-    torch.manual_seed(0)
-    scorer = Backbone(AutoModelForCausalLM.from_config(architectures.tiny_config(architecture, **settings)).train())
+    scorer = load(architecture, **settings).train()
     state = torch.get_rng_state()
     assert has_training_noise(scorer) is expected
     assert torch.equal(torch.get_rng_state(), state), "or a resumed run would draw other numbers"

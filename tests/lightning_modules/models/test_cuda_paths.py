@@ -1,6 +1,7 @@
 """CUDA paths on fake tensors: where the CPU waits for the device, and which kernels and dtypes it asks for."""
 
 import contextlib
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -98,9 +99,15 @@ PATHS = {  # what runs, and how often it waits
 }
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("attention", ["sdpa", "flash"])
-@pytest.mark.parametrize("precision", ["bf16", "autocast"])
+@pytest.mark.parametrize(
+    ("path", "attention", "precision"),  # all pairs
+    [
+        ("training step", "sdpa", "bf16"),
+        ("training step", "flash", "autocast"),
+        ("pair for key tokens", "sdpa", "autocast"),
+        ("pair for key tokens", "flash", "bf16"),
+    ],
+)
 def test_a_pass_waits_for_no_value_and_uses_fast_kernels(path, attention, precision):
     function, waits = PATHS[path]
     for tokens, documents in SIZES:
@@ -149,21 +156,24 @@ def test_a_sliding_window_needs_a_mask_and_waits_as_little():
     assert set(recorded.masks) == {(1, 1, 512, 512)}
 
 
-@pytest.mark.parametrize(("beta", "waits"), [(None, 3), (-2.0, 4)])
-def test_scoring_a_text_waits_for_its_results_only(tokenizer, beta, waits):
+def score(backbone, tokenizer, text, beta=None):
+    score_text(text, backbone, tokenizer, context_length=K, stride=D, beta=beta)
+
+
+def predict(backbone, tokenizer, text):
+    training_module(backbone).predict_step(batch_to(encode_document(text, tokenizer), GPU), 0)
+
+
+@pytest.mark.parametrize(
+    ("function", "waits"),
+    [(score, 3), (partial(score, beta=-2.0), 4), (predict, 4)],  # one of a prediction is for the largest token id
+)
+def test_scores_of_a_text_wait_for_their_results_only(tokenizer, function, waits):
     for words in (60, 120):
         with cuda_model() as (backbone, recorded), torch.no_grad():
-            score_text(make_text(words), backbone, tokenizer, context_length=K, stride=D, beta=beta)
+            function(backbone, tokenizer, make_text(words))
         assert recorded.waits.total() == waits, recorded.waits
         assert not recorded.copies
-
-
-def test_prediction_waits_for_its_results_only(tokenizer):
-    for words in (60, 120):
-        with cuda_model() as (backbone, recorded), torch.no_grad():
-            batch = batch_to(encode_document(make_text(words), tokenizer), GPU)
-            training_module(backbone).predict_step(batch, 0)
-        assert recorded.waits.total() == 4, recorded.waits  # one is for the largest token id
 
 
 def test_a_batch_on_the_device_costs_one_wait_per_pass():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_modules.models.loading import load as loading
 from lightning_modules.models.loading.checks import check_scoring
@@ -17,6 +16,7 @@ from lightning_modules.models.loading.load import (
 from lightning_modules.models.optimizations import ATTENTION_OPERATORS
 from tests.conftest import tiny_config, tiny_model
 from tests.support import flash_kernel
+from tests.support.operators import OperatorCounts
 from tests.support.packing import assume_isolation, documents, packed
 
 PACKED = packed(documents(30, 8), documents(20, 18))
@@ -28,16 +28,6 @@ def load(folder, attention, checkpointing=False):
         str(folder), dtype="bfloat16", attn_implementation=attention, gradient_checkpointing=checkpointing
     )
     return assume_isolation(load_backbone(config)).train()
-
-
-class Count(TorchDispatchMode):
-    """How often the kernel computes attention."""
-
-    attention = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.attention += func.name() == f"{flash_kernel.NAMESPACE}::_flash_attn_forward"
-        return func(*args, **(kwargs or {}))
 
 
 def test_documents_of_several_sequences_are_isolated_with_a_kernel_of_the_hub(tmp_path, monkeypatch):
@@ -53,9 +43,10 @@ def test_selective_checkpointing_keeps_what_the_kernel_computes(tmp_path, monkey
     results = {}
     for kind in (False, True, "selective"):
         backbone = load(tmp_path, flash_kernel.install(monkeypatch), kind)
-        with Count() as count:
+        with OperatorCounts() as counts:
             backbone(PACKED).mean().backward()
-        results[kind] = count.attention, [parameter.grad for parameter in backbone.parameters()]
+        attention = counts.calls[f"{flash_kernel.NAMESPACE}::_flash_attn_forward"]
+        results[kind] = attention, [parameter.grad for parameter in backbone.parameters()]
     assert [results[kind][0] for kind in (False, True, "selective")] == [2, 4, 2]
     for actual, expected in zip(results["selective"][1], results[True][1], strict=True):
         assert torch.equal(actual, expected)

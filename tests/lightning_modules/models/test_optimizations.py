@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_modules.models.backbone import Backbone
@@ -14,6 +13,7 @@ from lightning_modules.models.optimizations import (
     use_bfloat16_residual,
 )
 from tests.conftest import tiny_model
+from tests.support.operators import ATTENTION, OperatorCounts
 from tests.support.packing import assume_isolation, build, documents, packed
 
 ARCHITECTURES = [
@@ -29,25 +29,13 @@ ARCHITECTURES = [
 ]
 
 
-class Count(TorchDispatchMode):
-    """How often attention is computed."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.attention += func.name() == "aten::_scaled_dot_product_flash_attention_for_cpu"
-        return func(*args, **(kwargs or {}))
-
-
 def step(kind, autocast=False, offload=False):
     model = build("llama").train()
     enable_checkpointing(model, kind, offload=offload)
     scorer = assume_isolation(Backbone(model))
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), Count() as count:
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), OperatorCounts() as counts:
         (-scorer(packed(documents(30, 8), documents(38))).mean()).backward()
-    return count.attention, {name: p.grad for name, p in scorer.named_parameters()}
+    return counts.calls[ATTENTION], {name: p.grad for name, p in scorer.named_parameters()}
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -81,20 +81,10 @@ def test_a_limited_attention_is_that_of_a_mask_in_packed_documents(settings, win
     assert actual.has_short_context.tolist() == (scored & (batch["position_ids"] > window)).tolist()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {
-            "rope_parameters": {
-                "rope_type": "eabf",
-                "rope_theta": 1000.0,
-                "original_max_position_embeddings": 6,
-                "unscaled_layers": 0,
-            }
-        },
-    ],
-)
+EABF = {"rope_type": "eabf", "rope_theta": 1000.0, "original_max_position_embeddings": 6, "unscaled_layers": 0}
+
+
+@pytest.mark.parametrize("settings", [{}, {"rope_parameters": EABF}])
 def test_in_one_layer_it_is_the_exact_short_context_of_k_tokens(settings):
     model, batch = backbone(layers=1, **settings), pack_sequence(documents(60, 30))
     exact = short_log_likelihood(model, batch, context_length=12, stride=1)

@@ -6,32 +6,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning import LightningModule
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from callbacks import StepCheckpoint
 from lightning_modules.training.preemption import Preemption
-from tests.support.trainers import quiet_trainer
+from tests.support.trainers import OneWeight, quiet_trainer
 
 ACCUMULATE = 3
 
 
-class Line(LightningModule):
-    """One weight; signals its own process in some batches."""
+class Line(OneWeight):
+    """Signals its own process in some batches."""
 
     def __init__(self, *batches, number=signal.SIGTERM):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
         self.batches, self.number = batches, number
 
     def training_step(self, batch, batch_idx):
         if batch_idx in self.batches:
             os.kill(os.getpid(), self.number)
         return (self.weight - batch.float().mean()) ** 2
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fit(folder, module):

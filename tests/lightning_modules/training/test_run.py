@@ -164,17 +164,13 @@ def test_a_second_run_is_refused_and_changes_nothing(tmp_path):
     process = FORK.Process(target=hold, args=(tmp_path / "run", ready, end))
     process.start()
     assert ready.wait(20)
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    for folders in (
-        ["run"],
-        ["other", "run/checkpoints"],
-    ):  # as well with the checkpoints of one and the logs of another
+    before = contents(tmp_path / "run")
+    for folders in (["run"], ["other", "run/checkpoints"]):  # also if only the checkpoints are those of the run
         refused = Run()
         with pytest.raises(ValueError, match=f"in use by process {process.pid} "):
             refused.begin([tmp_path / folder for folder in folders])
         refused.leave()  # as the command line does
-    after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    assert after == before
+    assert contents(tmp_path / "run") == before
     assert not (tmp_path / "other").exists()
     process.kill()
     process.join()

@@ -30,7 +30,7 @@ from lightning_modules.training.sequence_parallel import (
 from tests.conftest import make_text, tiny_config, tiny_model
 from tests.support.distributed import run_distributed
 from tests.support.packing import assume_isolation
-from tests.support.runs import assert_same, logged_values, whole
+from tests.support.runs import Losses, assert_same, logged_values, whole
 from tests.support.trainers import quiet_trainer
 
 # One of the books is too short for a key token.
@@ -90,25 +90,17 @@ def train(setup, root, variant, *, strategy="auto", processes=1, accumulated=2):
         gradient_clip_val=1.0,
         val_check_interval=STEPS * accumulated,
     )
-    losses, compute = [], module._statistics.compute
-
-    def kept(strategy, norm):
-        sums = strategy.reduce(module._statistics._sums.clone(), reduce_op="sum")
-        losses.append((sums[0] / sums[2]).item())
-        return compute(strategy, norm)
-
-    module._statistics.compute = kept
+    losses = Losses(module)
     data = PG19DataModule(setup.folder, path=setup.folder, sequence_length=ROW, cache_dir=str(root / "tokens"))
     widths = seen_tokens(module)
     trainer.fit(module, data)
-    assert len(losses) == STEPS
-    logged = logged_values(trainer)
+    assert len(losses.values) == STEPS
     results = {
-        "losses": torch.tensor(losses, dtype=torch.float64),
+        "losses": torch.tensor(losses.values, dtype=torch.float64),
         "longppl": trainer.callback_metrics["val/longppl"],
         "longppl_soft": trainer.callback_metrics["val/longppl_soft"],
         "perplexity": module._perplexities[""].compute(),
-        "logged": logged,
+        "logged": logged_values(trainer),
         "tokens_per_step": module.training_facts().tokens_per_step,
         "weights": {name: whole(tensor) for name, tensor in module.named_parameters()},
     }

@@ -60,7 +60,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         writable_folder(tmp_path / "file" / "cache")
 
 
-def test_default_cache_folder(monkeypatch):
+def test_the_cache_is_the_folder_of_the_environment_or_one_at_home(monkeypatch):
     monkeypatch.setenv("LONGCE_CACHE", "/scratch/cache")
     assert str(default_cache_dir()) == "/scratch/cache"
     monkeypatch.delenv("LONGCE_CACHE")

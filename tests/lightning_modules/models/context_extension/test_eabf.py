@@ -47,11 +47,10 @@ def float64_scale(positions, unscaled):
 
 
 @pytest.mark.parametrize("architecture", TYPE_ARCHITECTURES)
-@pytest.mark.parametrize("boundaries", [(0, LENGTH), (0, 7, 40, LENGTH)], ids=["plain", "packed"])
-def test_every_layer_equals_dense_attention(architecture, boundaries, folder):
+def test_every_layer_equals_dense_attention(architecture, folder):
     check_every_layer(
         assume_isolation(load_backbone(ModelConfig(folder(architecture), context_extension=settings_of()))),
-        boundaries,
+        (0, 7, 40, LENGTH),
         unscaled_layers=2,
     )
 
@@ -127,31 +126,6 @@ def test_below_the_original_length_it_is_abf_bit_for_bit_and_beyond_it_is_not(fo
         difference = (eabf(packed) - abf(packed)).abs()
     assert (difference[:, : 2 * ORIGINAL] == 0).all()
     assert (difference[:, 3 * ORIGINAL + 1 :] > 0).any()
-
-
-@pytest.mark.parametrize("attention", ["document_sdpa", "sdpa"])
-def test_cached_generation_equals_full_recomputation(attention, folder):
-    model = load_backbone(
-        ModelConfig(folder(), context_extension=settings_of(), attn_implementation="sdpa")
-    ).model.eval()
-    model.set_attn_implementation(attention)
-    tokens = row(2, (0, 30), VOCABULARY)["input_ids"].repeat(2, 1)
-    mask = torch.ones_like(tokens)
-    mask[1, :11] = 0  # left padding
-    common = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
-    common |= {"output_logits": True, "return_dict_in_generate": True}
-    cached = model.generate(tokens, attention_mask=mask, use_cache=True, **common)
-    recomputed = model.generate(tokens, attention_mask=mask, use_cache=False, **common)
-    assert torch.equal(cached.sequences, recomputed.sequences)
-    torch.testing.assert_close(torch.stack(cached.logits), torch.stack(recomputed.logits), rtol=1e-4, atol=1e-3)
-    for number, padding in enumerate((0, 11)):
-        text = cached.sequences[number : number + 1, padding:]
-        with torch.no_grad():
-            alone = model(text, use_cache=False).logits[0, 29 - padding : -1]
-            other = abf_of(Backbone(model)).model(text, use_cache=False).logits[0, 29 - padding : -1]
-        generated = torch.stack(cached.logits)[:, number]
-        torch.testing.assert_close(generated, alone, rtol=1e-4, atol=1e-3)
-        assert (generated - other).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("checkpointing", [True, "selective"])

@@ -1,10 +1,12 @@
 import copy
 import math
 import os
+from functools import partial
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from transformers import AutoConfig
 
 from lightning_modules.long_context_lm import LongContextLM
@@ -197,6 +199,18 @@ REFUSED = [
     ("long_factor", extension("longrope", 10)),
     ("long_factor", extension("pi") | {"method": "longrope", "long_factor": [math.nan] * 8}),
     ("original_length", extension("pi") | {"method": "pi_authors"}),
+    ("sinks", extension("streaming_llm", sinks=[3])),
+    ("sinks", extension("rerope", sinks=3)),
+    ("window", extension("streaming_llm", window=0)),
+    ("window", extension("streaming_llm", sinks=4, window=61)),
+    ("window", extension("rerope", window=64)),
+    ("group", extension("self_extend", group=8)),
+    ("chunk", extension("dual_chunk", chunk=64)),
+    ("segment_lengths", extension("longnet", segment_lengths=[8, 16])),
+    ("dilation_rates", extension("longnet", segment_lengths=[], dilation_rates=[])),
+    ("dilation_rates", extension("longnet", segment_lengths=[8], dilation_rates=[2])),
+    ("segment_lengths", extension("longnet", segment_lengths=[8, 12], dilation_rates=[1, 2])),
+    ("segment_lengths", extension("longnet", segment_lengths=[8, 8], dilation_rates=[1, 2])),
 ]
 
 
@@ -235,28 +249,15 @@ def test_rotary_that_is_not_what_the_config_says(tmp_path):
             check_rotary(wrong)
 
 
-class Watch(Callback):
-    """Compares with the formula at the start of every stage, after all setup, and counts the stages."""
+def watch(method, seen):
+    """Compare with the formula at the start of every stage, after all setup, and note the stage."""
 
-    def __init__(self, method):
-        self.method = method
-        self.seen = set()
+    def look(stage, _, module, *rest):
+        check_formula(module, method, 8, {})
+        seen.add(stage)
 
-    def _look(self, stage, module):
-        check_formula(module, self.method, 8, {})
-        self.seen.add(stage)
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self._look("fit", pl_module)
-
-    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
-        self._look("validate", pl_module)
-
-    def on_test_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
-        self._look("test", pl_module)
-
-    def on_predict_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
-        self._look("predict", pl_module)
+    hooks = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
+    return LambdaCallback(**{f"on_{name}_batch_start": partial(look, stage) for stage, name in hooks.items()})
 
 
 def batches(count=1):
@@ -297,15 +298,18 @@ def test_frequencies_in_every_stage_precision_and_strategy(method, precision, st
     for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK"):
         monkeypatch.delenv(name, raising=False)
     module = LongContextLM(folder, context_length=8, stride=4, context_extension=extension(method))
-    watch = Watch(method)
+    seen = set()
     try:
         for run in STAGES.values():
-            run(trainer(tmp_path, precision=precision, strategy=strategy, devices=1, callbacks=[watch]), module)
+            run(
+                trainer(tmp_path, precision=precision, strategy=strategy, devices=1, callbacks=[watch(method, seen)]),
+                module,
+            )
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         os.environ.pop("LOCAL_RANK", None)
-    assert watch.seen == set(STAGES)
+    assert seen == set(STAGES)
 
 
 class CastsBlindly(Callback):

@@ -2,10 +2,7 @@ import copy
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
-from torch.utils.data import DataLoader
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.backbone import Backbone
@@ -15,41 +12,20 @@ from lightning_modules.models.loading.checks import check_scoring
 from lightning_modules.training.step import REFERENCE_TOKENS
 from tests.conftest import tiny_model
 from tests.support import reference
+from tests.support.tiny_training import LENGTH, VOCABULARY, loader, row, trainer
+from tests.support.tiny_training import lm as tiny_lm
 
-VOCABULARY, LENGTH = 90, 40
 ALL = {"r": 2, "target_modules": "all-linear", "modules_to_save": "embeddings-and-norms"}
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}
 
 
-def row(seed):
-    ids = torch.randint(VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(seed))
-    labels = ids.clone()
-    labels[:, 0] = IGNORE_INDEX
-    return PackedBatch(
-        input_ids=ids, labels=labels, position_ids=torch.arange(LENGTH)[None], document_boundaries=[[0, LENGTH]]
-    )
-
-
-def trainer(tmp_path, **settings):
-    return Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        **{"max_steps": 2, **settings},
-    )
-
-
 def lm(folder, **settings):
-    defaults = {"context_length": 8, "stride": 4, "optimizer": lambda p: torch.optim.AdamW(p, lr=0.01)}
-    return LongContextLM(str(folder), **{**defaults, **settings})
+    return tiny_lm(str(folder), **{"optimizer": lambda p: torch.optim.AdamW(p, lr=0.01), **settings})
 
 
 def fit(tmp_path, module, steps=2, **settings):
     torch.manual_seed(steps)  # adapters are made at random
-    rows = DataLoader([row(0)] * 6, batch_size=None)  # the same row: where a resumed run goes on does not matter
+    rows = loader(*[row(0)] * 6)  # the same row: where a resumed run goes on does not matter
     result = trainer(tmp_path, max_steps=steps, **settings.pop("trainer", {}))
     result.fit(module, rows, **settings)
     return result
@@ -176,8 +152,7 @@ def test_quantised_weights_cannot_be_trained_and_random_ones_not_quantised(folde
         lm(folder / "config.json", quantization=FOUR_BITS, lora=ALL).check_early(LENGTH)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("bits", "precision"), [(4, "bf16-mixed"), (8, "32-true")])
 def test_training_over_quantised_weights(folder, tmp_path, bits, precision):
     pytest.importorskip("bitsandbytes")
     quantization = FOUR_BITS if bits == 4 else {"load_in_8bit": True}
@@ -282,7 +257,7 @@ def test_adapters_of_a_model_without_stored_weights_keep_it_in_the_checkpoint(fo
 
 def perplexity(tmp_path, module, **settings):
     run = trainer(tmp_path, **settings.pop("trainer", {}))
-    return run.validate(module, DataLoader([row(3)], batch_size=None), verbose=False, **settings)[0]["val/perplexity"]
+    return run.validate(module, loader(row(3)), verbose=False, **settings)[0]["val/perplexity"]
 
 
 @pytest.mark.filterwarnings("ignore:Found keys that are in the model state dict but not")  # only what is trained

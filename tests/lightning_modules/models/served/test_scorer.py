@@ -8,7 +8,7 @@ import resource
 import threading
 import time
 import warnings
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 
 import numpy as np
@@ -32,6 +32,13 @@ DIALECTS = ("vllm", "sglang")
 QUICK = {"timeout": 1.0, "patience": 5.0, "concurrency": 4}
 
 
+@contextmanager
+def served(*arguments):
+    """Yield a stub server and a scorer that uses it."""
+    with stub_server(*arguments) as server:
+        yield server, RemoteScorer([server.address], ServerConfig(**QUICK))
+
+
 def random_batch(lengths, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return pack_sequence([torch.randint(300, (length,), generator=generator) for length in lengths])
@@ -50,8 +57,7 @@ def test_scores_each_document_of_a_packed_sequence(dialect):
     batch = random_batch([40, 1, 17, 2])
     batch["labels"][0, 5:20] = IGNORE_INDEX
     batch["labels"][0, 35:40] = IGNORE_INDEX  # these tokens need not be sent
-    with stub_server(dialect) as server:
-        scorer = RemoteScorer([server.address], ServerConfig(**QUICK))
+    with served(dialect) as (_, scorer):
         values = scorer(batch)
     assert torch.equal(values, expected_values(batch))
     assert scorer.identity.startswith("served:")
@@ -63,8 +69,7 @@ def test_the_likeliest_tokens_are_those_of_argmax(dialect):
     ids = torch.randint(1, 300, (2, 20), generator=torch.Generator().manual_seed(0))
     batch = padded_rows(ids.tolist(), torch.device("cpu"))
     places = [slice(12, 20), slice(20, 20)]
-    with stub_server(dialect) as server:
-        scorer = RemoteScorer([server.address], ServerConfig(**QUICK))
+    with served(dialect) as (server, scorer):
         values, greedy = scorer.with_greedy(batch, places)
         assert torch.equal(values, expected_values(batch))
         ids = ids[0].tolist()
@@ -100,8 +105,7 @@ ENDED = ("301", "403", "404")
 @pytest.mark.parametrize("fault", [*RETRIED, *REFUSED, *ENDED])
 def test_a_faulty_answer_is_repeated_or_refused_and_never_used(dialect, fault):
     batch = random_batch([30, 20, 10])
-    with stub_server(dialect) as server:
-        scorer = RemoteScorer([server.address], ServerConfig(**QUICK))
+    with served(dialect) as (server, scorer):
         server.faults.append(fault)
         if fault in RETRIED:
             assert torch.equal(scorer(batch), expected_values(batch))
@@ -117,8 +121,7 @@ def test_a_faulty_answer_is_repeated_or_refused_and_never_used(dialect, fault):
 
 @pytest.mark.parametrize("fault", ["400", "ignored"])
 def test_no_document_is_blamed_for_a_server_that_has_no_scores_any_more(fault):
-    with stub_server() as server:
-        scorer = RemoteScorer([server.address], ServerConfig(**QUICK))
+    with served() as (server, scorer):
         server.fault = fault
         with pytest.raises(ValueError, match="restore the server") as caught:
             scorer(random_batch([30]))
@@ -217,8 +220,7 @@ def test_one_of_several_models_must_be_chosen(monkeypatch):
 @pytest.mark.parametrize("rename", [True, False])
 def test_another_model_behind_the_address_after_a_restart(dialect, rename):
     batch = random_batch([30])
-    with stub_server(dialect) as server:
-        scorer = RemoteScorer([server.address], ServerConfig(**QUICK))
+    with served(dialect) as (server, scorer):
         scorer(batch)
         port = server.server_port
     with stub_server(dialect, port) as server:
@@ -231,8 +233,7 @@ def test_another_model_behind_the_address_after_a_restart(dialect, rename):
 
 def test_another_model_behind_the_address_without_any_failure():
     """A proxy may keep the connection, and send requests to another server."""
-    with stub_server("vllm") as server:
-        scorer = RemoteScorer([server.address], ServerConfig(**QUICK))
+    with served("vllm") as (server, scorer):
         before = len(server.seen)
         scorer(random_batch([30, 20]))
         assert len(server.seen) == before + 3, "one probe for all documents of a batch"
@@ -267,8 +268,7 @@ def test_two_servers_share_the_work():
 
 def test_a_server_that_is_away_for_a_moment_must_come_back_with_the_same_model():
     batch = random_batch([30 + index for index in range(20)])
-    with stub_server() as server:
-        scorer = RemoteScorer([server.address], ServerConfig(**QUICK))
+    with served() as (server, scorer):
         server.fault = "down"
         threading.Timer(0.3, vars(server).update, [{"fault": None}]).start()
         assert torch.equal(scorer(batch), expected_values(batch))
@@ -316,8 +316,7 @@ def test_an_outage_ends_the_run_after_the_patience(fault):
 
 def test_a_request_that_always_fails_is_given_up_and_not_the_others():
     batch_of_two = random_batch([30, 20])
-    with stub_server() as server:
-        scorer = RemoteScorer([server.address], ServerConfig(**QUICK))
+    with served() as (server, scorer):
         server.poison = ",".join(map(str, batch_of_two["input_ids"][0, :30].tolist())).encode()
         with pytest.raises(AnswerError, match="failed 4 times with 30 tokens"):
             scorer(batch_of_two)

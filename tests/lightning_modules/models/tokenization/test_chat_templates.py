@@ -29,22 +29,20 @@ def with_template(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("template", "words"),
+    ("template", "named"),
     [
-        ("{{ ''.__class__.__mro__ }}", "does what its sandbox forbids (access to attribute '__class__' of 'str'"),
-        ("{{ raise_exception('Roles must alternate') }}", "fails (Roles must alternate)"),
-        ("{% for %}", "fails (Expected"),
-        ("{{ messages[9].content.x }}", "fails ("),
-        ("{{ 1 / 0 }}", "fails (division by zero)"),
-        ("{{ 1 + 'a' }}", "fails (unsupported operand"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails (maximum recursion depth exceeded"),
-        (None, "has no chat template, as is usual for a base model: set `chat_template` to false"),
+        ("{{ ''.__class__.__mro__ }}", "__class__"),
+        ("{{ raise_exception('Roles must alternate') }}", "Roles must alternate"),
+        ("{% for %}", "fails"),
+        ("{{ messages[9].content.x }}", "fails"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        (None, "`chat_template`"),
     ],
 )
-def test_what_a_template_may_not_do_is_one_line_that_names_the_model(with_template, template, words):
-    with pytest.raises(ValueError, match="'some/model'") as refused:
+def test_what_a_template_may_not_do_is_one_line_that_names_the_model(with_template, template, named):
+    with pytest.raises(ValueError, match=rf"'some/model'.*{named}") as refused:
         Prompter(with_template(template), chat_template=True)
-    assert words in str(refused.value)
     assert "\n" not in str(refused.value)
 
 

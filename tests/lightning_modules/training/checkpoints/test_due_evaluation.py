@@ -1,9 +1,8 @@
 import os
 import signal
+import warnings
 
 import pytest
-import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
@@ -12,15 +11,14 @@ from lightning_modules.training.checkpoints.due_evaluation import DueEvaluation,
 from lightning_modules.training.checkpoints.resume import find_checkpoint
 from lightning_modules.training.preemption import EvaluationStop, Preemption
 from tests.support.distributed import run_distributed
-from tests.support.trainers import QUIET
+from tests.support.trainers import QUIET, OneWeight
 
 
-class Line(LightningModule):
-    """One weight, whose value is the result of each evaluation; it signals its own process once."""
+class Line(OneWeight):
+    """Its weight is the result of each evaluation; it signals its own process once."""
 
     def __init__(self, curve, hook=None, number=0, rank=None):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
         self.curve, self.left, self.rank = curve, {hook: number}, rank
 
     def call(self, hook):
@@ -43,9 +41,6 @@ class Line(LightningModule):
             with self.curve.open("a") as file:
                 file.write(f"{self.global_step} {self.weight.item():.9f}\n")
         self.call("on_validation_end")
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fit(folder, *signal_at, processes=1, **settings):
@@ -73,18 +68,27 @@ STOPS = [
 ]
 
 
+@pytest.fixture(scope="module", params=[1, 4])
+def whole(request, tmp_path_factory):
+    """Settings and evaluations of a run that nobody stops."""
+    accumulate = request.param
+    settings = {"max_steps": 6 // accumulate + 1, "accumulate_grad_batches": accumulate}
+    folder = tmp_path_factory.mktemp("whole")
+    with warnings.catch_warnings(action="ignore"):
+        fit(folder, **settings)
+    return settings, (folder / "curve").read_text()
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("hook", "number"), STOPS)
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_a_stopped_run_has_the_evaluations_of_another_once_each(tmp_path, hook, number, accumulate):
-    settings = {"max_steps": 6 // accumulate + 1, "accumulate_grad_batches": accumulate}
-    fit(tmp_path / "whole", **settings)
+def test_a_stopped_run_has_the_evaluations_of_another_once_each(whole, tmp_path, hook, number):
+    settings, evaluations = whole
     try:
-        fit(tmp_path / "stopped", hook, number, **settings)
+        fit(tmp_path, hook, number, **settings)
     except SIGTERMException:
-        fit(tmp_path / "stopped", **settings)
-    fit(tmp_path / "stopped", **settings)  # a finished run repeats nothing
-    assert (tmp_path / "stopped" / "curve").read_text() == (tmp_path / "whole" / "curve").read_text()
+        fit(tmp_path, **settings)
+    fit(tmp_path, **settings)  # a finished run repeats nothing
+    assert (tmp_path / "curve").read_text() == evaluations
 
 
 def stop_and_resume(rank, world_size, folder, hook, number):

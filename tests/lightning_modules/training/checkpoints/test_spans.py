@@ -26,6 +26,8 @@ from lightning_modules.training.checkpoints.spans import (
 )
 from tests.conftest import make_text
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*lr_scheduler.step")
+
 CONFIG = {
     "seed_everything": 0,
     "ckpt_path": None,
@@ -227,7 +229,6 @@ RESUME = ("--ckpt_path", "last", "--trainer.max_steps", "4")
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*lr_scheduler.step")
 def test_a_changed_learning_rate_takes_effect_and_is_recorded(fit, tmp_path, caplog):
     fit()
     seen = fit(*RESUME, "--model.optimizer.lr", "0.001", "--model.optimizer.weight_decay", "0.1")
@@ -251,7 +252,6 @@ def test_a_changed_learning_rate_takes_effect_and_is_recorded(fit, tmp_path, cap
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*lr_scheduler.step")
 def test_an_unchanged_resume_announces_nothing_and_a_changed_schedule_takes_effect(fit, tmp_path, caplog):
     fit()
     weights = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=True)["state_dict"]
@@ -265,7 +265,6 @@ def test_an_unchanged_resume_announces_nothing_and_a_changed_schedule_takes_effe
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*lr_scheduler.step")
 def test_a_checkpoint_far_from_its_run_knows_its_config(fit, tmp_path, caplog):
     """Moved to a folder of its own, and resumed into the run of another name, twice."""
     fit()
@@ -289,7 +288,6 @@ WARM = "torch.optim.lr_scheduler.CosineAnnealingWarmRestarts"
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*lr_scheduler.step")
 @pytest.mark.parametrize(
     ("first", "then", "named"),
     [

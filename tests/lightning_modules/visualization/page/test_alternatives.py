@@ -3,24 +3,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.windows import short_context_windows
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.visualization.page.alternatives import long_and_short_alternatives
 from tests.conftest import tiny_model
-
-VOCABULARY = 120
-
-
-def row(*lengths):
-    """One row of documents."""
-    tokens = torch.randint(VOCABULARY, (1, sum(lengths)), generator=torch.Generator().manual_seed(0))
-    boundaries = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    labels = tokens.clone()
-    labels[:, boundaries[:-1]] = -100
-    positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
-    return PackedBatch(input_ids=tokens, labels=labels, position_ids=positions, document_boundaries=[boundaries])
+from tests.support.packing import VOCABULARY, documents, packed
 
 
 def best(model, tokens, count):
@@ -47,7 +35,7 @@ def test_both_contexts_match_full_logits_one_window_at_a_time(context_length, st
     if windows_together:  # as on an accelerator
         monkeypatch.setattr(Backbone, "windows_per_pass", lambda *_: 5)
     model = tiny_model("llama", VOCABULARY)
-    batch = row(30, 8, 17)
+    batch = packed(documents(30, 8, 17))
     sizes = {"context_length": context_length, "stride": stride}
     with torch.no_grad():
         expected = reference(model, batch, 5, **sizes)
@@ -60,7 +48,7 @@ def test_both_contexts_match_full_logits_one_window_at_a_time(context_length, st
 
 def test_they_agree_with_the_scores_of_the_tokens():
     backbone = Backbone(tiny_model("qwen2", VOCABULARY).train())
-    batch, sizes = row(40), {"context_length": 8, "stride": 4}
+    batch, sizes = packed(documents(40)), {"context_length": 8, "stride": 4}
     found = long_and_short_alternatives(backbone, batch, count=VOCABULARY, **sizes)
     assert backbone.training
     for context, scores in zip(found, long_and_short(backbone.eval(), batch, **sizes), strict=True):

