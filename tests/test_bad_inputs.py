@@ -150,15 +150,6 @@ def test_deepspeed_is_refused_and_its_package_is_not_asked_for(value, run, monke
     assert "DeepSpeed ZeRO and FSDP1 are not supported. Use FSDP2: add `-c configs/strategies/fsdp.yaml`" in message
 
 
-def test_json_lines(run, tmp_path):
-    """All kinds of bad lines: `tests/datamodules/sources/test_documents.py`."""
-    path = tmp_path / "with\nnewline ü.jsonl"
-    path.write_text(f'{DOCUMENT}\n{{"text": "a\n')
-    message = run("--data.train", path)
-    assert "malformed JSON" in message
-    assert f"{path.name}:2" in message
-
-
 def edited(source, folder, **changes):
     """A copy of a model with another config."""
     shutil.copytree(source, folder)

@@ -20,9 +20,9 @@ from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring import evaluated_model as model_module
 from lightning_modules.scoring import evaluator as evaluator_module
-from lightning_modules.scoring.score import score, table
+from lightning_modules.scoring.score import score
 from lightning_modules.scoring.token_scores import TokenScores
-from tests.conftest import make_text, tiny_model
+from tests.conftest import make_text
 
 SETTINGS = {"context_length": 48, "stride": 16, "alpha": 0.5, "beta": -6.0}
 OPTIONS = [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
@@ -90,16 +90,6 @@ def test_command_prints_a_table_and_writes_json(files, model_dir, evaluator_dir,
     assert written["settings"]["evaluator"] == str(evaluator_dir)
     assert written["documents"][2]["longppl"] is None
     assert f"{written['longppl']:.4f}" in lines[-2]
-
-
-@pytest.mark.parametrize("columns", [80, 100])
-def test_the_table_fits_the_terminal(columns, files, model_dir, evaluator_dir, monkeypatch):
-    result = score(files, str(model_dir), str(evaluator_dir), **SETTINGS)
-    monkeypatch.setenv("COLUMNS", str(columns))
-    lines = table(result).splitlines()
-    assert max(map(len, lines)) <= columns
-    ends = [line.split()[0][-5:] for line in lines if ".txt" in line]
-    assert ends == ["0.txt", "1.txt", "2.txt"]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -242,35 +232,6 @@ def fails(arguments, capsys):
         main(arguments)
     assert stopped.value.code == 2
     return capsys.readouterr().err
-
-
-def test_bad_input_is_named_before_any_model_is_loaded(files, model_dir, evaluator_dir, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("lightning_modules.scoring.evaluated_model.load_scorer", None)
-    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_scorer", None)
-    models = ["--model", str(model_dir), "--evaluator", str(evaluator_dir)]
-    (tmp_path / "latin.txt").write_bytes(b"first line\nna\xefve")
-    (tmp_path / "empty.txt").write_text(" \n")
-    cases = {
-        "./nowhere.txt": ["./nowhere.txt", *models],
-        "latin.txt', line 2: byte 0xef": [str(tmp_path / "latin.txt"), *models],
-        "empty.txt' is empty": [str(tmp_path / "empty.txt"), *models],
-        "/no/such/model": [*files, "--model", "/no/such/model", "--evaluator", str(evaluator_dir)],
-        "/no/such/judge": [*files, "--model", str(model_dir), "--evaluator", "/no/such/judge"],
-        "`stride` (d) must be": [*files, *models, "--stride", "0"],
-        "`context_length` (K) must be": [*files, *models, "--context_length", "-5"],
-        "`alpha`": [*files, *models, "--alpha", "-1"],
-        "no/folder/out.json": [*files, *models, "--output", "no/folder/out.json"],
-        "--strides": [*files, *models, "--strides", "4"],
-    }
-    for expected, arguments in cases.items():
-        assert expected in fails(["score", *arguments], capsys)
-
-
-def test_tokenizer_that_is_not_the_models(files, evaluator_dir, tmp_path, tokenizer, capsys):
-    tiny_model("llama", 100).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    message = fails(["score", *files, "--model", str(tmp_path / "model"), "--evaluator", str(evaluator_dir)], capsys)
-    assert "embedding has 100 tokens" in message
 
 
 @pytest.mark.parametrize("max_tokens", [None, 90])

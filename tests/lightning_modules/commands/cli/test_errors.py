@@ -89,19 +89,6 @@ def test_an_option_of_a_similar_name_does_not_hide_the_config(error):
     assert error(*FIT, "--model.stride", "32", config="model: {strid: 3}") == expected
 
 
-def test_the_first_screen_of_the_help_of_fit_lists_what_most_need(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["longce"])
-    with pytest.raises(SystemExit):
-        main(["fit", "--help"])
-    printed = capsys.readouterr().out
-    first = printed[: printed.index("options:")]
-    assert first.count("\n") < 60
-    assert max(map(len, first.splitlines())) <= 120
-    for name in ("--ckpt_path", "PG19DataModule", "RecallDataModule", "ExternalEvaluator", "LongCE ", "Normalized "):
-        assert name in first
-    assert "--trainer.accumulate_grad_batches" in printed
-
-
 OBJECTIVE = """
 import torch
 from lightning_modules.objectives import Objective

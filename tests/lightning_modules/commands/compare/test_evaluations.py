@@ -8,7 +8,7 @@ import pytest
 
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.compare.command import compare
-from lightning_modules.commands.compare.evaluations import ComparedEvaluation, draw_scores, judge_evaluations
+from lightning_modules.commands.compare.evaluations import ComparedEvaluation, draw_scores
 from lightning_modules.tasks.evaluation.questions import TaskResult
 from lightning_modules.utilities.statistics import score_difference
 
@@ -75,20 +75,6 @@ def test_the_verdict_names_tasks_by_their_intervals(tmp_path):
     assert text.startswith("Compared with a, b is better in 1 of 1 cells: needle (64). Compared with a, c shows no")
     assert "Scores in percent of 10 questions for each task and length, with" in text
     assert "<code>a</code> is worse in 1 of 1 cells: needle (64)." in page_of(tmp_path, [better, one])
-
-
-def test_many_tasks_are_counted_and_chance_is_named():
-    tasks = [f"task{number}" for number in range(7)]
-    cells = {(task, length): (50.0, None) for task in tasks for length in ("64", "128", "256")}
-    rows = [(task, length, 0.5, index) for task, length in cells for index in range(12)]
-    questions = pd.DataFrame(rows, columns=["task", "length", "asked_depth", "index"])
-    first = ComparedEvaluation("first", cells, questions.assign(score=0.0), {}, 0)
-    better = questions["task"] != "task0"
-    second = ComparedEvaluation("second", cells, questions.assign(score=better.astype(float)), {}, 0)
-    sentence, chance = judge_evaluations([first, second])
-    assert "better in 18 of 21 cells: task1 (64, 128, 256), " in sentence
-    assert sentence.endswith("task4 (64, 128, 256) and 2 more tasks; no difference is shown in 3.")
-    assert chance == "By chance alone, about 1 of 21 cells would be better, and as many worse."
 
 
 def page_of(folder, evaluations):
