@@ -2,8 +2,6 @@ import math
 
 import pytest
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
 from callbacks import ExternalEvaluator
@@ -69,22 +67,6 @@ def test_logs_what_the_functions_give(model_dir, evaluator_dir, documents, tmp_p
     assert result[f"{prefix}/key_tokens"] == hard.sum()
     assert result[f"{prefix}/key_token_share"] == pytest.approx(float(hard.sum() / scored.sum()))
     assert result[f"{prefix}/documents_without_key_tokens"] == 1
-
-
-@pytest.mark.parametrize("stage", ["validate", "test"])
-def test_runs_without_training_have_the_layout_of_custom_scalars_once(
-    model_dir, evaluator_dir, documents, tmp_path, stage
-):
-    evaluators = [ExternalEvaluator(str(evaluator_dir), **SETTINGS, name=name) for name in ("a", "b")]
-    logger = TensorBoardLogger(tmp_path, name="", version="logs")
-    trainer = quiet_trainer(tmp_path, *evaluators, logger=logger)
-    module = LongContextLM(str(model_dir), context_length=48, stride=16)
-    for _ in range(2):
-        getattr(trainer, stage)(module, DataLoader(documents[:2], batch_size=None), verbose=False)
-    logger.finalize("success")
-    events = EventAccumulator(str(tmp_path / "logs"))
-    events.Reload()
-    assert len(events.Tensors("custom_scalars__config__")) == 1
 
 
 def test_no_key_token_at_all_is_nan_and_a_counted_warning(model_dir, evaluator_dir, documents, tmp_path):

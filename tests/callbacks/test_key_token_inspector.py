@@ -1,10 +1,7 @@
-import re
-
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.custom_scalar import layout_pb2
 from torch.utils.data import DataLoader
 
 from callbacks import ExternalEvaluator, KeyTokenInspector
@@ -148,19 +145,6 @@ def test_weights_are_drawn_at_the_steps_asked_for(run):
     assert all(document.scores.long.device.type == "cpu" for document in inspector._inspected)
     differences = run[-1].Histograms("train/lsd_nats")[0].histogram_value
     assert 0 < differences.num == scored - 48 - 15, "tokens with a short context"
-
-
-def test_longppl_stands_beside_perplexity(run):
-    (event,) = run[-1].Tensors("custom_scalars__config__")
-    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
-    charts = {chart.title: list(chart.multiline.tag) for chart in layout.category[0].chart}
-    tags = set(run[-1].Tags()["scalars"])
-    (longppl,), (perplexity,) = list(charts.values())[:2]
-    for cell in ("", "books/", "books/judge/", "books/judge/loose/"):
-        assert re.fullmatch(longppl.strip("^$"), f"val/{cell}longppl")
-        assert re.fullmatch(perplexity.strip("^$"), f"val/{cell}perplexity")
-    assert not re.fullmatch(longppl.strip("^$"), "val/longppl_soft")
-    assert all(any(re.fullmatch(tag, known) for known in tags) for chart in charts.values() for tag in chart)
 
 
 @pytest.mark.slow

@@ -148,15 +148,6 @@ def test_tasks_that_a_signal_cuts_run_first_when_the_training_resumes(setup, tmp
     assert steps == [2, 4, 6]
 
 
-@pytest.mark.slow
-def test_every_n_steps_instead_of_at_validation(setup, tmp_path):
-    logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
-    fit(setup, tmp_path, LongContextTasks(**TASKS, every_n_steps=3, at_start=True), logger=logger)
-    events = EventAccumulator(logger.log_dir)
-    events.Reload()
-    assert [event.step for event in events.Scalars("tasks/average/64")] == [0, 3]
-
-
 def test_validation_alone_runs_the_tasks(setup, tmp_path):
     trainer = make_trainer(tmp_path, 1, "auto", callbacks=[LongContextTasks(**TASKS, every_n_steps=5)])
     (logged,) = trainer.validate(*make_run(setup), verbose=False)

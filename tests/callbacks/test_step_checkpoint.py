@@ -2,7 +2,7 @@ import os
 
 import pytest
 import torch
-from lightning import LightningModule, Trainer
+from lightning import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
@@ -111,16 +111,6 @@ class Failing(Line):
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
         optimizer.step(closure=optimizer_closure)
         self.fail("update", batch_idx - 1)  # the last batch of the second step
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("processes", "asked"), [(1, True), (2, False)])
-def test_loaders_of_several_processes_are_not_asked_at_each_step(tmp_path, monkeypatch, processes, asked):
-    asks = []
-    monkeypatch.setattr(Numbers, "state_dict", lambda self: asks.append(1) or {})
-    monkeypatch.setattr(Trainer, "world_size", processes)
-    fit(Line(), 4, StepCheckpoint(tmp_path, save_top_k=0))
-    assert bool(asks) == asked
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -21,7 +21,6 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.cli.registry import COMMANDS as PROGRAMS
 from tests.conftest import make_text
 from tests.docs.test_docs import PAGES, ROOT, blocks
 
@@ -82,6 +81,7 @@ class Reading(NamedTuple):
         makes: Files that must be there afterwards, as patterns.
         logs: What TensorBoard must show of the run.
         elsewhere: Another test that runs it, in this file: of what takes more than a few seconds.
+        slow: It takes more than a CPU second, and a test of another folder does the same.
     """
 
     more: str = ""
@@ -89,6 +89,7 @@ class Reading(NamedTuple):
     makes: tuple[str, ...] = ()
     logs: tuple[str, ...] = ()
     elsewhere: str = ""
+    slow: bool = False
 
 
 LONGER_THAN_THE_MODEL = pytest.mark.filterwarnings("ignore:A document of .* tokens is longer than the 4096 positions")
@@ -118,8 +119,8 @@ COMMANDS = {
     "longce fit -c configs/base.yaml -c configs/experiments/longce_pg19.yaml": TRAINED._replace(
         more="-c experiment.yaml"
     ),
-    "longce fit .. -c configs/experiments/longlora.yaml": TRAINED,
-    "longce fit .. -c configs/strategies/fsdp.yaml": TRAINED._replace(more="-c experiment.yaml"),
+    "longce fit .. -c configs/experiments/longlora.yaml": TRAINED._replace(slow=True),
+    "longce fit .. -c configs/strategies/fsdp.yaml": TRAINED._replace(more="-c experiment.yaml", slow=True),
     "longce export": Reading(
         f"{CHECKPOINT} exported", "exported", ("exported/model.safetensors", "exported/README.md")
     ),
@@ -140,20 +141,19 @@ COMMANDS = {
     "longce reproduce table5": Reading(elsewhere="tests/benchmarks/reproduction/tables/test_command.py"),
     "longce reproduce --list": Reading(prints="table5-package"),
     "longce --help": Reading(prints="usage: longce COMMAND"),
-    **{f"longce {name} --help": Reading(prints=f"usage: longce .*{name}") for name in PROGRAMS},
     # First commands of the pages
     "longce score report*.txt --model HuggingFaceTB/SmolLM2-135M-Instruct --model google/gemma-3-270m --evaluator"
     " google/gemma-3-270m --max_tokens 2048 --context_length 512 --stride 256 --add_special_tokens true --output"
-    " results": Reading("", "(?s)bits.*/byte.*corpus of.*bits/byte", ("results/*.json",)),
+    " results": Reading("", "(?s)bits.*/byte.*corpus of.*bits/byte", ("results/*.json",), slow=True),
     "longce data inspect -c configs/base.yaml -c experiment.yaml --rows 0 7": Reading(
         prints=r"(?s)\nsequence 0.*sequence 7"
     ),
     f"longce export {RUN} DIR": Reading("", "DIR", ("DIR/model.safetensors",)),
     "longce evaluate --model mistralai/Mistral-7B-v0.1 --tasks ruler_synthetic longeval --lengths 4096 8192 16384"
-    " --samples 20 --output runs/mistral": Reading(QUESTIONS, "passkey", ("runs/mistral/report.html",)),
+    " --samples 20 --output runs/mistral": Reading(QUESTIONS, "passkey", ("runs/mistral/report.html",), slow=True),
     "longce predict -c configs/base.yaml -c configs/score_corpus.yaml --model.pretrained_model_name_or_path"
     " mistralai/Mistral-7B-v0.1 --data.files 'corpus/*.parquet' --data.columns '[source]'"
-    " --trainer.callbacks.output_dir scores": SCORE_CORPUS,
+    " --trainer.callbacks.output_dir scores": SCORE_CORPUS._replace(slow=True),
     'longce select scores --where "key_token_ratio > 0.02 and tokens >= 32768" --by source --output'
     " chosen.jsonl": Reading(prints="source"),
     **{
@@ -166,7 +166,7 @@ COMMANDS = {
         )
     },
     "longce plan -c configs/base.yaml -c configs/experiments/longce_pg19.yaml --gpu H200 --gpus 8": Reading(
-        "-c experiment.yaml", "(?s)LongCE.*GiB"
+        "-c experiment.yaml", "(?s)LongCE.*GiB", slow=True
     ),
 }
 
@@ -183,10 +183,12 @@ def commands(page, *, first_only=False):
 
 
 def all_commands():
-    """Each command once, with `COMMAND` replaced by every one there is."""
+    """Each command once; `tests/lightning_modules/commands/cli/test_options.py` asks all of them for help."""
     found = [command for page in PAGES for command in commands(page, first_only=page != README)]
     for command in dict.fromkeys(found):
-        yield from (command.replace("COMMAND", name) for name in (PROGRAMS if "COMMAND" in command else [""]))
+        if "COMMAND" not in command:
+            marks = [pytest.mark.slow] if COMMANDS.get(command, Reading()).slow else []
+            yield pytest.param(command, id=command[:60], marks=marks)
 
 
 @pytest.fixture
@@ -271,9 +273,8 @@ def stand_in(words, replaced):
 
 
 @LONGER_THAN_THE_MODEL
-@pytest.mark.filterwarnings("ignore:`longce harness` is deprecated")
-@pytest.mark.parametrize("command", [pytest.param(command, id=command[:60]) for command in all_commands()])
-@pytest.mark.filterwarnings("ignore:.*no key token", "ignore:`longce harness` is deprecated")  # the models are random
+@pytest.mark.parametrize("command", list(all_commands()))
+@pytest.mark.filterwarnings("ignore:.*no key token")  # the models are random
 def test_command(command, reader, request):
     reading = COMMANDS.get(command)
     if reading is None:

@@ -132,10 +132,14 @@ def fit(tmp_path, monkeypatch):
     ("expression", "expected"),
     [
         ("long.sum(1)", r"`token_weights` of Mine must return a tensor of the shape \[B, T\] = .*, got \[\d+\]"),
-        ("None", r"`token_weights` of Mine must return .* got NoneType(.|\n)*optimizer step 0"),
+        pytest.param(
+            "None",
+            r"`token_weights` of Mine must return .* got NoneType(.|\n)*optimizer step 0",
+            marks=pytest.mark.slow,
+        ),
         ("long * float('nan')", r"objective Mine returned [\d,]+ NaN token weights at step 0"),
-        ("1 / (long * 0).abs()", r"objective Mine returned [\d,]+ infinite token weights at step 0"),
-        ("-torch.ones_like(long)", r"objective Mine returned [\d,]+ negative token weights at step 0"),
+        pytest.param("1 / (long * 0).abs()", r"returned [\d,]+ infinite token weights", marks=pytest.mark.slow),
+        pytest.param("-torch.ones_like(long)", r"returned [\d,]+ negative token weights", marks=pytest.mark.slow),
     ],
 )
 def test_an_objective_of_the_user_that_fails_is_named(fit, expression, expected, capsys):

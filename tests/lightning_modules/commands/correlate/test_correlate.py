@@ -128,8 +128,6 @@ def test_models_of_one_name_but_different_content_or_numerics_are_different(chan
     ("changed", "said"),
     [
         ({"precision": "bf16-mixed"}, "none (`{0}`) against bf16-mixed (`{1}`"),
-        ({"dtype": "bfloat16"}, "float32 (`{0}`) against bfloat16 (`{1}`"),
-        ({"attention": "eager"}, "sdpa (`{0}`) against eager (`{1}`"),
         ({"precision": None}, "The precision of "),
     ],
 )

@@ -11,7 +11,6 @@ import pytest
 from lightning_modules.tasks.evaluation.evaluation import ResultStore, read_results
 from lightning_modules.tasks.evaluation.questions import TaskResult
 from lightning_modules.tasks.evaluation.report import (
-    answer_table,
     as_text,
     describe_synthetic_text,
     drawn_heat_maps,
@@ -178,13 +177,6 @@ def test_the_report_fits_every_screen(tmp_path):
     write_task_report(tmp_path, GRID, {**SETTINGS, "haystack": None}, missing=0)
     with launch_chromium() as browser:
         check_page(browser, tmp_path / "report.html")
-
-
-def test_blank_answers_are_marked():
-    rows = [replace(result(), prediction=text) for text in ("", " \n", "<|im_end|>")]
-    assert [row[-1] for row in answer_table(rows).rows] == ["(nothing)", "(only white space)", "`<|im_end|>`"]
-    assert answer_table(rows).head[-1] == "likeliest tokens"
-    assert answer_table([replace(row, answer_nll=None) for row in rows]).head[-1] == "answer"
 
 
 def test_synthetic_text_is_reported():

@@ -51,7 +51,7 @@ def prompter(prompters):
 
 
 def length_of(name):
-    return 1500 if name in RETRIEVAL else 9000
+    return 1500 if name in RETRIEVAL else 7000
 
 
 def read_answer(name, prompt):
@@ -196,19 +196,6 @@ def test_the_answer_is_at_the_requested_depth(name, prompter):
             assert others > 9
             assert abs(before - depth * others) <= 0.5
             assert example.depth == before / others
-
-
-@pytest.mark.parametrize("name", WITH_DEPTH)
-def test_random_depths_are_reported_and_spread(name, prompter):
-    depths = []
-    for index in range(30):
-        example = RETRIEVAL[name].example(prompter, 2500, index)
-        units, asked = split_units(example)
-        assert example.depth == units.index(asked) / (len(units) - 1)
-        depths.append(example.depth)
-    assert min(depths) < 0.2
-    assert max(depths) > 0.8
-    assert 0.3 < sum(depths) / 30 < 0.7
 
 
 @pytest.mark.parametrize("name", RETRIEVAL)

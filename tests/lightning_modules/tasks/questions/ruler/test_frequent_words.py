@@ -1,6 +1,5 @@
 import re
 from collections import Counter
-from itertools import pairwise
 
 import pytest
 
@@ -35,12 +34,6 @@ def test_frequencies_fall_with_the_square_of_the_rank():
     counts = Counter(repeat_by_rank(vocabulary, 100_000, 2.0))
     for rank, word in enumerate(vocabulary, 1):
         assert abs(counts[word] - 100_000 * 0.6079271 / rank**2) < 1
-
-
-def test_words_are_shuffled(prompters):
-    example = find_tasks(["fwe"])[0].example(prompters["bytes"], 9000, 0)
-    words = example.prompt.split(" ")
-    assert sum(word != after for word, after in pairwise(words)) > 0.5 * len(words)
 
 
 def test_answers_are_more_frequent_from_the_minimum_number_of_words():

@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from lightning_modules.tasks.questions.haystacks import NOISE
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.registry import find_tasks
 from lightning_modules.tasks.questions.ruler import DRAW, NEEDLE_DEPTHS
@@ -56,14 +55,6 @@ def test_wording_matches_ruler(name, prompter):
     # The answers come in the order of the keys that are asked for.
     asked_keys = queries if name == "niah_multiquery" else queries * asked
     assert set(zip(asked_keys, example.answers, strict=True)) == {pair for pair in needles if pair[0] in queries}
-
-
-def test_noise_repeats_one_line(prompter):
-    prompt = find_tasks(["niah_single_1"])[0].example(prompter, 3000, 0).prompt
-    lines = prompt.split("\n")[1:-1]
-    assert len(lines) > 20
-    assert sum(line != NOISE for line in lines) == 1
-    assert NOISE == "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
 
 def test_needles_in_essays_are_at_40_depths(prompter):
