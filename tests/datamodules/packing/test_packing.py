@@ -1,6 +1,5 @@
 """Packing against one document at a time, and what must hold of every strategy for any documents."""
 
-import re
 import sys
 from collections import Counter
 from itertools import pairwise
@@ -133,29 +132,6 @@ def test_best_fit_is_one_item_at_a_time(lengths, size):
 
 
 # ------------------------------------------------------------------------------------------------ written-out cases
-
-
-@pytest.mark.parametrize(
-    ("packing", "lengths", "size", "rows", "dropped", "truncated"),
-    [
-        ("concat", [4], 4, [[[0, 4]]], 0, 0),
-        ("concat", [5], 4, [[[0, 4]]], 1, 1),
-        ("concat", [3, 6], 4, [[[0, 3], [3, 4]], [[4, 8]]], 1, 1),
-        ("concat", [1, 1, 1], 1, [[[0, 1]], [[1, 2]], [[2, 3]]], 0, 0),
-        ("concat", [4, 3], 4, [[[0, 4]]], 3, 0),
-        ("concat", [2, 0, 2], 4, [[[0, 2], [2, 4]]], 0, 0),  # an empty document leaves no trace
-        ("concat", [10], 3, [[[0, 3]], [[3, 6]], [[6, 9]]], 1, 1),
-        ("chunk", [3, 6, 4], 4, [[[3, 7]], [[9, 13]]], 5, 1),
-        ("chunk", [0, 9], 4, [[[0, 4]], [[4, 8]]], 1, 1),
-        ("best_fit", [3, 6, 1, 0, 1], 4, [[[0, 3], [9, 10]], [[3, 7]], [[7, 9], [10, 11]]], 0, 1),
-        ("best_fit", [2, 2, 2], 4, [[[0, 2], [2, 4]], [[4, 6]]], 0, 0),
-    ],
-)
-def test_rows_written_out(packing, lengths, size, rows, dropped, truncated):
-    packed = pack_documents(borders_of(lengths), size, packing)
-    assert (lists(packed), packed.dropped_tokens, packed.truncated_documents) == (rows, dropped, truncated)
-    shares = [f"{dropped / sum(lengths):.2%}", f"{packed.padded_tokens / (len(rows) * size):.2%}"]
-    assert re.findall(r"[\d.]+%", str(packed)) == shares
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
 import errno
-import logging
 from dataclasses import replace
 
 import pytest
@@ -110,18 +109,6 @@ def test_what_is_found_can_be_changed_and_says_who_found_it(model_dir):
         values += 1.0  # which tensors of inference mode do not allow
     own = score_text(make_text(60), load_backbone(ModelConfig(str(model_dir))), judge.tokenizer, **SETTINGS)
     assert not own.long.requires_grad, "the weights of a model in training do"
-
-
-def test_the_model_is_loaded_once_until_it_is_released(model_dir, caplog):
-    caplog.set_level(logging.INFO, logger=evaluator_module.__name__)
-    judge = Evaluator(EvaluatorConfig(str(model_dir), **SETTINGS))
-    judge.release()
-    for words in (20, 30):
-        judge.scores(make_text(words))
-    assert caplog.text.count("Loading the evaluator") == 1
-    judge.release()
-    judge.scores(make_text(40))
-    assert caplog.text.count("Loading the evaluator") == 2
 
 
 def test_the_alternatives_of_a_text_agree_with_its_scores(model_dir):

@@ -61,35 +61,18 @@ def test_agrees_with_the_authors_document_by_document(files, model_dir, evaluato
     assert math.isfinite(short["perplexity"])
 
 
-_HEAD = "key per eval. key bits bits", "document tokens tokens LongPPL token perplexity /byte /byte"
-
-
-def test_command_prints_a_table_and_writes_json(files, model_dir, evaluator_dir, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "400")
+def test_command_prints_a_table_and_writes_json(files, model_dir, evaluator_dir, tmp_path, capsys):
     output = tmp_path / "out.json"
     models = ["--model", str(model_dir), "--evaluator", str(evaluator_dir)]
     main(["score", *files, *models, *OPTIONS, "--output", str(output)])
-    lines = capsys.readouterr().out.splitlines()
     written = json.loads(output.read_text())
-    models = {kind: Provenance(**found) for kind, found in written["provenance"].items()}
-    assert models["model"].identity == model_identity(ModelConfig(str(model_dir)))
-    assert models["model"][2:] == models["evaluator"][2:] == ("float32", "sdpa", "none")
-    lines = lines[3:]
-    assert [line.split() for line in lines[:2]] == [line.split() for line in _HEAD]
-    lines = lines[1:]
-    assert [line.split()[0] for line in lines if line[0] != "-"] == ["document", *files, "corpus", "Key"]
-    assert "nan" in lines[4]
-    kinds = ("tokens_sharing_characters", "tokens_without_characters")
-    shares = {"alignment", *kinds, *(f"evaluator_{kind}" for kind in kinds)}
-    numbers = {"longppl", "perplexity", "key_tokens", "tokens", "characters", "bytes", "bits_per_byte", "key_bytes"}
-    numbers |= {"key_bits_per_byte", "key_bits_per_byte_error", "longppl_per_evaluator_token", "evaluator_key_tokens"}
-    assert set(written) == numbers | shares | {"documents", "skipped", "model", "provenance", "settings"}
-    assert set(written["documents"][0]) == numbers | shares | {"file", "text_sha256"}
-    assert (written["alignment"], written["settings"]["key_token_rule"]) == ("characters", "paper")
-    assert written["model"] == str(model_dir)
+    found = {kind: Provenance(**own) for kind, own in written["provenance"].items()}
+    assert found["model"].identity == model_identity(ModelConfig(str(model_dir)))
+    assert found["model"][2:] == found["evaluator"][2:] == ("float32", "sdpa", "none")
+    assert written["settings"]["key_token_rule"] == "paper"
     assert written["settings"]["evaluator"] == str(evaluator_dir)
-    assert written["documents"][2]["longppl"] is None
-    assert f"{written['longppl']:.4f}" in lines[-2]
+    assert written["documents"][2]["longppl"] is None, "JSON has no NaN"
+    assert f"{written['longppl']:.4f}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

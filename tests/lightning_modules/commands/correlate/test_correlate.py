@@ -146,16 +146,6 @@ def test_values_of_other_numerics_are_another_metric_and_the_difference_is_named
         correlate([*files[:3], files[-1]], str(tmp_path / "few"))
 
 
-def test_a_model_with_several_names_is_reported(files, tmp_path):
-    words = []
-    for number, file in enumerate(files[:3]):
-        content = json.loads(Path(file).read_text()) | {"provenance": {"model": provenance()._asdict()}}
-        Path(file).write_text(json.dumps(content))
-        words.append(f"{MODELS[number]}={file}")
-    said = correlate([*words, files[-1]], str(tmp_path / "out"))
-    assert f"The same model counts 3 times: {', '.join(MODELS[:3])}." in said
-
-
 def test_equal_scores_have_no_correlation_and_the_others_do(tmp_path):
     (tmp_path / "a.csv").write_text("model,longppl,x,y\nA,1,3,5\nB,2,2,5\nC,3,1,5\n")
     said = correlate([str(tmp_path / "a.csv")], str(tmp_path / "out"))

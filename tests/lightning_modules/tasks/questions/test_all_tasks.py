@@ -51,7 +51,9 @@ def prompter(prompters):
 
 
 def length_of(name):
-    return 1500 if name in RETRIEVAL else 7000
+    if name in RETRIEVAL:
+        return 1500
+    return 9000 if name == "cwe" else 5000
 
 
 def read_answer(name, prompt):
