@@ -201,21 +201,6 @@ def test_other_loggers_get_nothing_and_one_warning(model_dir, documents, tmp_pat
     assert inspector._inspected == []
 
 
-class Sane(KeyTokenInspector):
-    def on_sanity_check_end(self, trainer, pl_module):
-        self.inspected = list(self._inspected)
-
-
-def test_the_sanity_check_scores_and_draws_nothing(model_dir, evaluator_dir, documents, tmp_path):
-    evaluator = ExternalEvaluator(str(evaluator_dir), **JUDGED, cache_dir=str(tmp_path / "cache"))
-    inspector, settings = Sane(), {"num_sanity_val_steps": 2, "limit_val_batches": 2, "val_check_interval": 4}
-    fit(model_dir, [evaluator, inspector], documents, tmp_path / "logs", **settings)
-    assert inspector.inspected == []
-    events = read(tmp_path / "logs")
-    for name, steps in (("model", [0, 4]), ("evaluator", [0])):  # before training and after it; drawn once
-        assert list(texts(events, f"most_helped_tokens/{name}")) == steps
-
-
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
