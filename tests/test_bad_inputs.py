@@ -227,14 +227,21 @@ SCORE = [
     ("--max_tokens", "0", "`max_tokens`"),
     ("--device", "cuda:9", "not available"),
     ("--output", "/proc/x.json", "Cannot write to the folder /proc"),
+    ("--output", "no/folder/x.json", "`output`"),
     ("--cache_dir", "/proc/x", "LONGCE_CACHE"),
-    ("--attn_implementation", "nosuch", "nosuch"),
 ]
 
 
 @pytest.mark.parametrize(("option", "value", "words"), SCORE)
-def test_score_options(option, value, words, place, model_dir, evaluator_dir, capsys):
+def test_score_options(option, value, words, place, model_dir, evaluator_dir, capsys, monkeypatch):
+    """Before any model is loaded."""
+    monkeypatch.setattr("lightning_modules.scoring.evaluated_model.load_scorer", None)
+    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_scorer", None)
     assert words in scored(place, model_dir, evaluator_dir, capsys, option, value)
+
+
+def test_an_unknown_attention_is_refused(place, model_dir, evaluator_dir, capsys):
+    assert "nosuch" in scored(place, model_dir, evaluator_dir, capsys, "--attn_implementation", "nosuch")
 
 
 def test_score_files(model_dir, tmp_path, capsys):

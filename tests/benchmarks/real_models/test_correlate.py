@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from benchmarks.real_models import study
 from benchmarks.real_models import systems as module
 from benchmarks.real_models.anatomy import (
     compare_evaluators,
@@ -14,6 +15,7 @@ from benchmarks.real_models.anatomy import (
 )
 from benchmarks.real_models.correlate import EvaluatorScores, measure_system
 from benchmarks.real_models.questions import ANSWERS, make_sheets
+from benchmarks.real_models.study import Study
 from benchmarks.real_models.systems import LoadedSystem, System, read_scores, reuse_scores, round_weights, score_system
 from benchmarks.real_models.texts import Text
 from lightning_modules.models.loading.config import ModelConfig
@@ -121,3 +123,36 @@ def test_characters_of_key_spans():
     assert compare_key_characters(spans, spans) == 1.0
     assert compare_key_characters(spans, torch.tensor([[2, 8]])) == 2 / 10
     assert math.isnan(compare_key_characters(spans[:0], spans[:0]))
+
+
+def test_what_is_kept_is_not_computed_again(tmp_path, monkeypatch, corpus, evaluator_dir):
+    folder = tmp_path / "models"
+    monkeypatch.setattr(
+        Study, "evaluator", lambda *_, **options: Evaluator(EvaluatorConfig(str(evaluator_dir), **SIZES))
+    )
+    monkeypatch.setattr(study, "CONTEXT_LENGTH", SIZES["context_length"])
+    monkeypatch.setattr(study, "STRIDE", SIZES["stride"])
+    texts = [Text("report 0", "reports", corpus[0]), Text("book 1", "books", corpus[1])]
+    expected = {text.name: Evaluator(EvaluatorConfig(str(evaluator_dir), **SIZES)).scores(text.text) for text in texts}
+    own = Study(folder, tmp_path, tmp_path, kept=tmp_path / "kept")
+    own.kept_scores("judge", texts[:1])
+    assert own.kept_scores("judge", texts).keys() == expected.keys()
+    monkeypatch.setattr(Evaluator, "scores", None)
+    for name, scores in own.kept_scores("judge", texts).items():
+        for field in ("token_ids", "offsets", "long", "short"):
+            assert torch.equal(getattr(scores, field), getattr(expected[name], field))
+    systems = (System("tiny", "a"), System("tiny", "b"))
+    own._measure_each("s", systems[:1], lambda system: {"name": system.name})
+
+    def measure(system):  # while another process measures and keeps a third one
+        if system.name == "b":
+            own._measure_each("s", (System("tiny", "c"),), measure)
+        return {"name": f"again {system.name}"}
+
+    found = own._measure_each("s", systems, measure)
+    assert {path: each["name"] for path, each in found.items()} == {
+        "tiny/a": "a",
+        "tiny/b": "again b",
+        "tiny/c": "again c",
+    }
+    assert all(each["commit"] and each["machine"] for each in found.values())

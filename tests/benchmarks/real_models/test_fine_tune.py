@@ -15,6 +15,7 @@ from benchmarks.real_models.fine_tune import (
     compare_arms,
     equal_time_steps,
     list_arms,
+    measure_costs,
     train,
     training_rows,
     tuning_arms,
@@ -121,3 +122,9 @@ def test_the_rate_is_the_best_of_the_tuning_runs_and_the_steps_follow_from_the_c
     assert best_rate(found, "LongCE", "judge") == 2e-5
     assert equal_time_steps(CPU_SCALE, {"CE": 2.0, "LongCE": 3.0}, "LongCE") == 16
     assert equal_time_steps(CPU_SCALE, {"CE": 2.0, "LongCE": 1.0}, "LongCE") == 24, "at most the rows that there are"
+
+
+def test_costs_of_all_weightings_are_measured_in_turn(small, corpus, tmp_path):
+    costs = measure_costs(SMALL, tmp_path, training_rows(corpus, small, seed=0, count=3, length=64), rounds=3)
+    assert set(costs) == {"CE", "LongCE", "LongCE, half CE"}
+    assert costs["LongCE"] > costs["CE"] > 0

@@ -15,7 +15,7 @@ from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.compare.command import _format_ratio, compare
 from lightning_modules.commands.compare.runs import read_runs
 from lightning_modules.training.checkpoints.spans import flatten_config
-from lightning_modules.utilities.statistics import paired_ratio
+from lightning_modules.utilities.statistics import corpus_mean, paired_ratio
 
 LONGPPL = np.array([4.0, 9.0, 5.0, 7.0, 6.0, 8.0])
 KEY_TOKENS = np.array([10, 20, 5, 40, 30, 1])
@@ -229,6 +229,7 @@ def test_few_documents_have_no_interval_and_equal_models_a_point():
     assert paired_ratio(shared[:4], "perplexity") == (pytest.approx(0.5), None)
     assert paired_ratio(shared.assign(perplexity=LONGPPL), "perplexity") == (1.0, (1.0, 1.0))
     assert math.isnan(paired_ratio(shared.assign(tokens=0), "perplexity")[0])
+    assert math.isnan(corpus_mean(shared.assign(tokens=0), "perplexity"))
 
 
 def test_a_model_that_has_diverged_is_infinitely_worse_and_has_no_interval(tmp_path):

@@ -3,10 +3,12 @@
 import json
 from dataclasses import asdict
 
+import pandas as pd
 import pytest
 
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.compare.command import compare
+from lightning_modules.commands.compare.evaluations import ComparedEvaluation, draw_scores, judge_evaluations
 from lightning_modules.tasks.evaluation.questions import TaskResult
 from lightning_modules.utilities.statistics import score_difference
 
@@ -114,3 +116,28 @@ def test_unfinished_evaluations_are_named(tmp_path):
     result = json.loads((other / "results.json").read_text())
     (other / "results.json").write_text(json.dumps(result | {"missing": 2}))
     assert "2 questions of b have no result yet." in compare([one, other])
+
+
+def test_scores_at_several_lengths_are_drawn_with_a_line_for_each_model():
+    cells = {
+        ("needle", "64"): (90.0, (80.0, 95.0)),
+        ("needle", "4096"): (40.0, (30.0, 52.0)),
+        ("other", "64"): (1.0, None),
+    }
+    cells |= {("average", "64"): (50.0, None), ("average", "4096"): (30.0, None), ("harness", "acc"): (0.5, None)}
+    found = [ComparedEvaluation(name, cells, pd.DataFrame(), {}, 0) for name in ("first", "second")]
+    figures = draw_scores(found)
+    assert list(figures) == ["average", "needle"]  # one length is no curve
+    assert all(word in figures["needle"] for word in ("first", "second", "4k"))
+
+
+def test_many_tasks_are_counted_and_chance_is_named():
+    cells = {(f"task{number}", length): (50.0, None) for number in range(7) for length in ("64", "128", "256")}
+    rows = [(task, length, 0.5, index) for task, length in cells for index in range(12)]
+    questions = pd.DataFrame(rows, columns=["task", "length", "asked_depth", "index"])
+    first = ComparedEvaluation("first", cells, questions.assign(score=0.0), {}, 0)
+    better = questions["task"] != "task0"
+    second = ComparedEvaluation("second", cells, questions.assign(score=better.astype(float)), {}, 0)
+    sentence, chance = judge_evaluations([first, second])
+    assert "better in 18 of 21 cells" in sentence
+    assert "about 1 of 21 cells" in chance

@@ -55,6 +55,7 @@ def test_one_evaluation_is_judged_by_its_interval(factor, noise, claim, outcome)
     [
         ((0.8, 0.9), "`new` predicts key tokens better than `old`", ": better."),
         ((1.1, 1.2), "`new` predicts key tokens worse than `old`", ": worse."),
+        ((1.0, 1.0), "`new` and `old` cannot be told apart on key tokens", ""),
         ((0.9, 1.2), "`new` predicts key tokens better than `old` depends on", ": better on books; worse on reports."),
     ],
 )

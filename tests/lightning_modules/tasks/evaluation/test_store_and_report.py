@@ -147,6 +147,10 @@ def test_tasks_without_requested_depths_do_not_bias_the_heat_map():
 
 def test_the_report_has_numbers_answers_and_figures(tmp_path):
     assert not set(drawn_heat_maps(summarize(GRID)))  # a cell has two questions
+    more = [replace(one, index=one.index + 100 * copy) for one in GRID for copy in range(1, 10)]
+    few = [one for one in more if one.task != "lines" or one.length == 1024 or one.index < 300]
+    write_task_report(tmp_path / "more", [*GRID, *few], SETTINGS, missing=0)
+    assert {path.stem for path in (tmp_path / "more" / "figures").iterdir()} >= {"heat_map", "heat_maps"}
     write_task_report(tmp_path, GRID, SETTINGS, missing=3)
     numbers = json.loads((tmp_path / "results.json").read_text())
     assert numbers["average"] == {"1024": 100.0, "2048": 40.0}

@@ -101,7 +101,7 @@ def test_passages_of_other_questions_have_no_answer_and_do_not_repeat(tmp_path, 
 
 @pytest.mark.parametrize(
     ("documents", "length", "message"),
-    [(None, 50_000, "50000"), (500, 50_000, "500 passages"), (20, 200, "200")],
+    [(None, 50_000, "50000"), (500, 50_000, "500 passages"), (20, 200, "200"), (0, 600, "`documents`")],
 )
 def test_impossible_numbers_of_documents_are_refused(nq_open, prompter, documents, length, message):
     with pytest.raises(ValueError, match=message):
