@@ -74,7 +74,13 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+SLOW = ("utf-16", "base 60", "null in nested settings", "no optimizer")
+"""Of configs that are refused by the same code as others."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CONFIGS]
+)
 def test_configs(name, run, tmp_path):
     content, words = CONFIGS[name]
     path = tmp_path / "the config ü.yaml"

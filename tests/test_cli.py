@@ -23,6 +23,7 @@ from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import short_context
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
 from tests.support.runs import TIMES
+from tests.support.texts import write_books
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 BASE, DEBUG = str(CONFIGS / "base.yaml"), str(CONFIGS / "debug.yaml")
@@ -51,16 +52,6 @@ def refused(*arguments):
         longce(*arguments)
     assert stopped.value.code not in (0, None)
     return printed.getvalue()
-
-
-def write_books(folder, corpus):
-    """Write PG-19 in its original layout, in miniature."""
-    for split, numbers in (("train", range(4)), ("validation", range(4, 6)), ("test", range(6, 7))):
-        (folder / split).mkdir(parents=True)
-        for number in numbers:
-            (folder / split / f"{number}.txt").write_text(corpus[number])
-    rows = [f"{number},Book {number},1900,http://example.org" for number in range(7)]
-    (folder / "metadata.csv").write_text("\n".join(rows) + "\n")
 
 
 def write_experiment(path, books, model_dir, evaluator_dir):
@@ -104,7 +95,7 @@ def write_experiment(path, books, model_dir, evaluator_dir):
 
 @pytest.fixture
 def books(tmp_path, corpus):
-    write_books(tmp_path / "pg19", corpus)
+    write_books(tmp_path / "pg19", train=corpus[:4], validation=corpus[4:6], test=corpus[6:7])
     return tmp_path / "pg19"
 
 
@@ -117,7 +108,7 @@ def experiment(tmp_path, books, model_dir, evaluator_dir):
 def trained(tmp_path_factory, corpus, model_dir, evaluator_dir):
     """An experiment and the folder of its training of four steps, for all tests that need one."""
     folder = tmp_path_factory.mktemp("trained")
-    write_books(folder / "pg19", corpus)
+    write_books(folder / "pg19", train=corpus[:4], validation=corpus[4:6], test=corpus[6:7])
     experiment = write_experiment(folder / "experiment.yaml", folder / "pg19", model_dir, evaluator_dir)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["longce"])

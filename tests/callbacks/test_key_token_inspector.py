@@ -178,6 +178,7 @@ def test_without_an_evaluator_the_models_own_scores_tell_key_tokens(model_dir, d
     torch.testing.assert_close(inspector._inspected[0].scores.short, short)
 
 
+@pytest.mark.slow
 def test_precomputed_spans(model_dir, documents, tmp_path):
     for number in range(4):
         write_key_spans(tmp_path / "spans" / f"doc{number}.txt", torch.tensor([[0, 9]]))

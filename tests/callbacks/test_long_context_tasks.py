@@ -19,6 +19,7 @@ from lightning_modules.tasks.evaluation.summary import summarize
 from lightning_modules.training.preemption import EvaluationStop, Preemption
 from tests.conftest import make_text
 from tests.support.runs import Losses, make_data, make_trainer
+from tests.support.texts import write_books
 from tests.support.toy_tasks import GUESS, SEVERAL
 
 pytestmark = pytest.mark.filterwarnings("ignore:The model has dropout")  # which shows that random states are kept
@@ -29,10 +30,8 @@ TASKS = {"tasks": [GUESS, SEVERAL], "lengths": [48, 64], "samples": 2}
 @pytest.fixture(scope="module")
 def setup(model_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("books")
-    for split in ("train", "validation", "test"):
-        (folder / split).mkdir()
-        for number in range(2):
-            (folder / split / f"{number}.txt").write_text(make_text(150, seed=len(split) + number))
+    texts = [make_text(150, seed=number) for number in range(2)]
+    write_books(folder, train=texts, validation=texts, test=texts)
     return SimpleNamespace(model=str(model_dir), books=str(folder), cache=str(tmp_path_factory.mktemp("cache")))
 
 

@@ -23,6 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_modules.commands.cli.main import main
 from tests.conftest import make_text
 from tests.docs.test_docs import PAGES, ROOT, blocks
+from tests.support.texts import write_books
 
 README = ROOT / "README.md"
 
@@ -198,10 +199,7 @@ def reader(tmp_path, monkeypatch, corpus, model_dir, evaluator_dir):
         (tmp_path / name).symlink_to(target)
     for name, text in (("report", corpus[0]), ("report1", "\n".join(corpus[:5])), ("report2", corpus[1])):
         (tmp_path / f"{name}.txt").write_text(text)
-    for number, split in enumerate(("train", "train", "validation", "test")):
-        (tmp_path / "pg19" / split).mkdir(parents=True, exist_ok=True)
-        (tmp_path / "pg19" / split / f"{number}.txt").write_text(corpus[number])
-    (tmp_path / "pg19" / "metadata.csv").write_text("".join(f"{number},Book,1900,none\n" for number in range(4)))
+    write_books(tmp_path / "pg19", train=corpus[:2], validation=corpus[2:3], test=corpus[3:4])
     (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(EXPERIMENT))
     write_corpus(tmp_path / "corpus", corpus)
     chosen = {"text": corpus, "source": ["books"] * len(corpus), "tokens": [*range(len(corpus))]}

@@ -42,6 +42,7 @@ from lightning_modules.utilities.errors import IncompleteError
 from tests.conftest import make_text, tiny_model
 from tests.support.adapters import export_adapters
 from tests.support.servers import stub_server
+from tests.support.texts import write_books
 from tests.support.toy_tasks import GUESS, SEVERAL
 from tests.support.trainers import quiet_trainer
 
@@ -197,10 +198,8 @@ def test_vllm_gives_the_same_key_tokens(vllm):
 @pytest.fixture(scope="module")
 def books(tmp_path_factory):
     root = tmp_path_factory.mktemp("books")
-    for split in ("train", "validation"):
-        (root / split).mkdir()
-        for number in range(3):
-            (root / split / f"{number}.txt").write_text(make_text(120, seed=number))
+    texts = [make_text(120, seed=number) for number in range(3)]
+    write_books(root, train=texts, validation=texts)
     return root
 
 
