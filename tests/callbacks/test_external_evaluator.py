@@ -2,6 +2,8 @@ import math
 
 import pytest
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
 from callbacks import ExternalEvaluator
@@ -137,3 +139,16 @@ def test_rows_without_text_only_keep_processes_in_step(model_dir, evaluator_dir,
 def test_bad_settings_are_refused_at_once(settings, match):
     with pytest.raises(ValueError, match=match):
         ExternalEvaluator(**settings)
+
+
+def test_runs_without_training_have_the_layout_of_custom_scalars_once(model_dir, evaluator_dir, documents, tmp_path):
+    evaluators = [ExternalEvaluator(str(evaluator_dir), **SETTINGS, name=name) for name in ("a", "b")]
+    logger = TensorBoardLogger(tmp_path, name="", version="logs")
+    trainer = quiet_trainer(tmp_path, *evaluators, logger=logger)
+    module = LongContextLM(str(model_dir), context_length=48, stride=16)
+    for _ in range(2):
+        trainer.validate(module, DataLoader(documents[:2], batch_size=None), verbose=False)
+    logger.finalize("success")
+    events = EventAccumulator(str(tmp_path / "logs"))
+    events.Reload()
+    assert len(events.Tensors("custom_scalars__config__")) == 1

@@ -1,7 +1,10 @@
+import re
+
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
 from torch.utils.data import DataLoader
 
 from callbacks import ExternalEvaluator, KeyTokenInspector
@@ -212,3 +215,32 @@ def test_other_loggers_get_nothing_and_one_warning(model_dir, documents, tmp_pat
 def test_bad_settings_are_refused_before_training(model_dir, documents, tmp_path, settings, named):
     with pytest.raises(ValueError, match=named):
         fit(model_dir, [KeyTokenInspector(**settings)], documents, tmp_path)
+
+
+def test_longppl_stands_beside_perplexity(run):
+    (event,) = run[-1].Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    charts = {chart.title: list(chart.multiline.tag) for chart in layout.category[0].chart}
+    tags = set(run[-1].Tags()["scalars"])
+    (longppl,), (perplexity,) = list(charts.values())[:2]
+    for cell in ("", "books/", "books/judge/", "books/judge/loose/"):
+        assert re.fullmatch(longppl.strip("^$"), f"val/{cell}longppl")
+        assert re.fullmatch(perplexity.strip("^$"), f"val/{cell}perplexity")
+    assert not re.fullmatch(longppl.strip("^$"), "val/longppl_soft")
+    assert all(any(re.fullmatch(tag, known) for known in tags) for chart in charts.values() for tag in chart)
+
+
+class Sane(KeyTokenInspector):
+    def on_sanity_check_end(self, trainer, pl_module):
+        self.inspected = list(self._inspected)
+
+
+@pytest.mark.slow
+def test_the_sanity_check_scores_and_draws_nothing(model_dir, evaluator_dir, documents, tmp_path):
+    evaluator = ExternalEvaluator(str(evaluator_dir), **JUDGED, cache_dir=str(tmp_path / "cache"))
+    inspector, settings = Sane(), {"num_sanity_val_steps": 2, "limit_val_batches": 2, "val_check_interval": 4}
+    fit(model_dir, [evaluator, inspector], documents, tmp_path / "logs", **settings)
+    assert inspector.inspected == []
+    events = read(tmp_path / "logs")
+    for name, steps in (("model", [0, 4]), ("evaluator", [0])):  # before training and after it; drawn once
+        assert list(texts(events, f"most_helped_tokens/{name}")) == steps

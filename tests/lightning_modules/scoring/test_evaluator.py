@@ -1,4 +1,5 @@
 import errno
+import logging
 from dataclasses import replace
 
 import pytest
@@ -172,3 +173,15 @@ def test_key_tokens_only_cost_less_and_never_pass_for_more(model_dir, tmp_path, 
         spans = [key_spans(each, alpha=0.3, beta=beta).tolist() for each in (scores, whole)]
         assert spans[0] == spans[1]
         assert len(spans[0]) > 2
+
+
+def test_the_model_is_loaded_once_until_it_is_released(model_dir, caplog):
+    caplog.set_level(logging.INFO, logger=evaluator_module.__name__)
+    judge = Evaluator(EvaluatorConfig(str(model_dir), **SETTINGS))
+    judge.release()
+    for words in (20, 30):
+        judge.scores(make_text(words))
+    assert caplog.text.count("Loading the evaluator") == 1
+    judge.release()
+    judge.scores(make_text(40))
+    assert caplog.text.count("Loading the evaluator") == 2

@@ -20,7 +20,7 @@ from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring import evaluated_model as model_module
 from lightning_modules.scoring import evaluator as evaluator_module
-from lightning_modules.scoring.score import score
+from lightning_modules.scoring.score import score, table
 from lightning_modules.scoring.token_scores import TokenScores
 from tests.conftest import make_text
 
@@ -283,3 +283,12 @@ def test_several_models_are_compared_over_the_documents(model_dir, evaluator_dir
     with pytest.raises(SystemExit):  # before the first model scores anything
         main([*words, *OPTIONS, "--output", str(tmp_path / "new")])
     assert not (tmp_path / "new").exists()
+
+
+def test_the_table_fits_the_terminal(files, model_dir, evaluator_dir, monkeypatch):
+    result = score(files, str(model_dir), str(evaluator_dir), **SETTINGS)
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = table(result).splitlines()
+    assert max(map(len, lines)) <= 80
+    ends = [line.split()[0][-5:] for line in lines if ".txt" in line]
+    assert ends == ["0.txt", "1.txt", "2.txt"]

@@ -166,3 +166,13 @@ def test_means_over_other_lengths_are_not_thrown_together(tmp_path):
     assert pairs["average [lengths=[4096, 8192]]"]["models"] == ["m0", "m1", "m2"]
     assert pairs["average [lengths=[4096]]"]["models"] == ["m3"]
     assert len(list((tmp_path / "out" / "figures").iterdir())) == 2
+
+
+def test_a_model_with_several_names_is_reported(files, tmp_path):
+    words = []
+    for number, file in enumerate(files[:3]):
+        content = json.loads(Path(file).read_text()) | {"provenance": {"model": provenance()._asdict()}}
+        Path(file).write_text(json.dumps(content))
+        words.append(f"{MODELS[number]}={file}")
+    said = correlate([*words, files[-1]], str(tmp_path / "out"))
+    assert f"The same model counts 3 times: {', '.join(MODELS[:3])}." in said

@@ -10,6 +10,7 @@ from lightning_modules.commands.evaluate import evaluate
 from lightning_modules.commands.models import evaluate_models
 from lightning_modules.tasks.evaluation import evaluation
 from lightning_modules.tasks.evaluation.evaluation import ResultStore, read_results
+from tests.support.bars import replace_bars
 from tests.support.toy_tasks import GUESS, SEVERAL
 
 TASKS = {"tasks": [GUESS, SEVERAL], "lengths": [48, 64], "samples": 3, "depths": 3, "mode": "teacher_forced"}
@@ -159,3 +160,14 @@ def test_several_models_have_folders_and_one_table(guessing_dir, model_dir, tmp_
     monkeypatch.setattr(command, "load_scorer", None)
     with pytest.raises(SystemExit):  # the second model is missing: the first is not even loaded
         main(["evaluate", "--model", str(model_dir), "--model", str(tmp_path / "missing"), *words])
+
+
+@pytest.mark.parametrize("mode", [pytest.param("generate", marks=pytest.mark.slow), "teacher_forced"])
+def test_progress_is_counted_in_tokens_within_a_question(mode, guessing_dir, tmp_path, monkeypatch):
+    bars = replace_bars(monkeypatch, evaluation)
+    evaluate(str(guessing_dir), str(tmp_path), **(TASKS | {"mode": mode}))
+    (bar,) = bars
+    assert bar.total == 12 * 48 + 12 * 64
+    assert bar.seen[-2:] == [bar.total, "closed"]
+    assert 0 < bar.seen[0] < 12 * 48  # before the first answers
+    assert bar.lines[-1] == "tasks, 24 of 24 questions answered"

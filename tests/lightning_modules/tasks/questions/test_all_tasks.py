@@ -207,3 +207,16 @@ def test_answers_are_in_the_text_once(name, prompter):
         for answer in example.answers:
             times = len(re.findall(rf"(?<!\d){re.escape(answer)}(?!\d)", example.prompt))
             assert times == (2 if name == "passkey" else 1)
+
+
+@pytest.mark.parametrize("name", WITH_DEPTH)
+def test_random_depths_are_reported_and_spread(name, prompter):
+    depths = []
+    for index in range(12):
+        example = RETRIEVAL[name].example(prompter, 2500, index)
+        units, asked = split_units(example)
+        assert example.depth == units.index(asked) / (len(units) - 1)
+        depths.append(example.depth)
+    assert min(depths) < 0.3
+    assert max(depths) > 0.7
+    assert 0.3 < sum(depths) / 12 < 0.7

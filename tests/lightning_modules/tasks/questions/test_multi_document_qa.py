@@ -137,3 +137,9 @@ def test_synthetic_lives_have_distinct_names():
         town, teacher = re.search(r"town of (\w+) as .* taught by (\w+),", life.text).groups()
         flat += [*life.title.split(), town, teacher]
     assert len(flat) == len(set(flat)) == 4 * 1500
+
+
+def test_random_depths_cover_all_places(prompter):
+    depths = [MultiDocumentQA(documents=10).example(prompter, 1500, index).depth for index in range(40)]
+    assert {0, 1} < set(depths)
+    assert len(set(depths)) == 10
