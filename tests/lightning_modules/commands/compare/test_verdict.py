@@ -77,7 +77,9 @@ def test_few_documents_no_key_tokens_and_diverged_models():
     few = new._replace(evaluations={cell: {1: steps[100][:3]} for cell, steps in new.evaluations.items()})
     assert measure_ratios([few], old)[0].outcome == "unknown"
     blind = make_run("blind", 1.0, key_tokens=0)
-    assert {ratio.kind for ratio in measure_ratios([make_run("new", 1.0, key_tokens=0)], blind)} == {"perplexity"}
+    same = make_run("new", 1.0, key_tokens=0)
+    assert {ratio.kind for ratio in measure_ratios([same], blind)} == {"perplexity"}
+    assert "share no key tokens" in write_verdict([blind, same], blind, [])[0]
     assert measure_ratios([make_run("wild", math.inf)], old)[0].outcome == "worse"
     assert write_verdict([old], old, []) == []
 
