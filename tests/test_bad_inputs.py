@@ -74,7 +74,13 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+SLOW = ("utf-16", "base 60", "null in nested settings", "no optimizer")
+"""Of configs that are refused by the same code as others."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CONFIGS]
+)
 def test_configs(name, run, tmp_path):
     content, words = CONFIGS[name]
     path = tmp_path / "the config ü.yaml"
@@ -150,15 +156,6 @@ def test_deepspeed_is_refused_and_its_package_is_not_asked_for(value, run, monke
     assert "DeepSpeed ZeRO and FSDP1 are not supported. Use FSDP2: add `-c configs/strategies/fsdp.yaml`" in message
 
 
-def test_json_lines(run, tmp_path):
-    """All kinds of bad lines: `tests/datamodules/sources/test_documents.py`."""
-    path = tmp_path / "with\nnewline ü.jsonl"
-    path.write_text(f'{DOCUMENT}\n{{"text": "a\n')
-    message = run("--data.train", path)
-    assert "malformed JSON" in message
-    assert f"{path.name}:2" in message
-
-
 def edited(source, folder, **changes):
     """A copy of a model with another config."""
     shutil.copytree(source, folder)
@@ -219,7 +216,6 @@ def test_model_folders(name, place, model_dir, evaluator_dir, tmp_path, capsys):
     folder = edited(model_dir, tmp_path / "model")
     damage(folder)
     assert words in scored(place, folder, evaluator_dir, capsys)
-    assert words in scored(place, evaluator_dir, folder, capsys)
 
 
 @pytest.mark.parametrize(("changes", "words"), CHANGES, ids=str)
@@ -237,14 +233,21 @@ SCORE = [
     ("--max_tokens", "0", "`max_tokens`"),
     ("--device", "cuda:9", "not available"),
     ("--output", "/proc/x.json", "Cannot write to the folder /proc"),
+    ("--output", "no/folder/x.json", "`output`"),
     ("--cache_dir", "/proc/x", "LONGCE_CACHE"),
-    ("--attn_implementation", "nosuch", "nosuch"),
 ]
 
 
 @pytest.mark.parametrize(("option", "value", "words"), SCORE)
-def test_score_options(option, value, words, place, model_dir, evaluator_dir, capsys):
+def test_score_options(option, value, words, place, model_dir, evaluator_dir, capsys, monkeypatch):
+    """Before any model is loaded."""
+    monkeypatch.setattr("lightning_modules.scoring.evaluated_model.load_scorer", None)
+    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_scorer", None)
     assert words in scored(place, model_dir, evaluator_dir, capsys, option, value)
+
+
+def test_an_unknown_attention_is_refused(place, model_dir, evaluator_dir, capsys):
+    assert "nosuch" in scored(place, model_dir, evaluator_dir, capsys, "--attn_implementation", "nosuch")
 
 
 def test_score_files(model_dir, tmp_path, capsys):

@@ -81,7 +81,7 @@ def test_corpus_against_the_authors_loop(run):
     sizes = ("--lengths", 20, 80, "--vocabulary", 200, "--width", 32, "--layers", 1, "--batch_tokens", 256)
     windows = ("--context_length", 16, "--stride", 8)
     table = run("corpus", "--documents", 4, "--rounds", 1, *sizes, *windows)
-    rows = [line for line in table if line[0].startswith(("authors", "longce predict"))]
+    rows = [line for line in table if line[0].startswith(("authors", "longce corpus score"))]
     assert len(rows) == 3
     assert all(float(row[2]) > 0 and float(row[3]) < 1e-5 for row in rows)
 

@@ -13,10 +13,10 @@ from lightning_modules.models import backbone
 from tests.support.fake_cuda import fake_cuda
 
 NAMES = [
-    "8B, bf16: pass",
     "8B, bf16: LongPPL",
     "8 layers, fp32 + autocast: LongCE",
-    "8 layers, bf16: the authors' step",
+    pytest.param("8B, bf16: pass", marks=pytest.mark.slow),
+    pytest.param("8 layers, bf16: the authors' step", marks=pytest.mark.slow),
 ]
 
 

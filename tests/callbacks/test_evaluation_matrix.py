@@ -83,19 +83,6 @@ def test_every_cell_is_what_longce_score_prints(model_dir, evaluator_dir, folder
     assert "val/longppl" not in logged
 
 
-@pytest.mark.filterwarnings("always:.*documents have no key token")
-def test_a_warning_of_documents_without_key_tokens_names_the_evaluator(model_dir, evaluator_dir, folders):
-    evaluators = {"near": model_dir, "other": evaluator_dir}
-    options = {"thresholds": None, "alpha": 50.0}
-    callbacks = [make_evaluator(path, folders, name=name, **options) for name, path in evaluators.items()]
-    with pytest.warns(UserWarning, match="documents have no key token") as caught:
-        make_trainer(folders, callbacks).validate(
-            LongContextLM(str(model_dir), **LENGTHS), make_data(model_dir, folders)
-        )
-    found = {str(each.message).split()[3] for each in caught if "no key token" in str(each.message)}
-    assert found == {f"val/{name}/{evaluator}" for name in TEXTS for evaluator in evaluators}
-
-
 def test_a_limit_of_batches_that_leaves_out_a_set_is_warned_of(model_dir, folders):
     module = LongContextLM(str(model_dir), **LENGTHS)
     for limit, batch_size, left_out in ((1, 1, True), (0.5, 1, True), (3, 1, False), (1, 3, False)):

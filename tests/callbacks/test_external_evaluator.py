@@ -71,22 +71,6 @@ def test_logs_what_the_functions_give(model_dir, evaluator_dir, documents, tmp_p
     assert result[f"{prefix}/documents_without_key_tokens"] == 1
 
 
-@pytest.mark.parametrize("stage", ["validate", "test"])
-def test_runs_without_training_have_the_layout_of_custom_scalars_once(
-    model_dir, evaluator_dir, documents, tmp_path, stage
-):
-    evaluators = [ExternalEvaluator(str(evaluator_dir), **SETTINGS, name=name) for name in ("a", "b")]
-    logger = TensorBoardLogger(tmp_path, name="", version="logs")
-    trainer = quiet_trainer(tmp_path, *evaluators, logger=logger)
-    module = LongContextLM(str(model_dir), context_length=48, stride=16)
-    for _ in range(2):
-        getattr(trainer, stage)(module, DataLoader(documents[:2], batch_size=None), verbose=False)
-    logger.finalize("success")
-    events = EventAccumulator(str(tmp_path / "logs"))
-    events.Reload()
-    assert len(events.Tensors("custom_scalars__config__")) == 1
-
-
 def test_no_key_token_at_all_is_nan_and_a_counted_warning(model_dir, evaluator_dir, documents, tmp_path):
     callback = ExternalEvaluator(str(evaluator_dir), **{**SETTINGS, "alpha": 1000.0})
     with pytest.warns(UserWarning, match="4 of 4 "):
@@ -155,3 +139,16 @@ def test_rows_without_text_only_keep_processes_in_step(model_dir, evaluator_dir,
 def test_bad_settings_are_refused_at_once(settings, match):
     with pytest.raises(ValueError, match=match):
         ExternalEvaluator(**settings)
+
+
+def test_runs_without_training_have_the_layout_of_custom_scalars_once(model_dir, evaluator_dir, documents, tmp_path):
+    evaluators = [ExternalEvaluator(str(evaluator_dir), **SETTINGS, name=name) for name in ("a", "b")]
+    logger = TensorBoardLogger(tmp_path, name="", version="logs")
+    trainer = quiet_trainer(tmp_path, *evaluators, logger=logger)
+    module = LongContextLM(str(model_dir), context_length=48, stride=16)
+    for _ in range(2):
+        trainer.validate(module, DataLoader(documents[:2], batch_size=None), verbose=False)
+    logger.finalize("success")
+    events = EventAccumulator(str(tmp_path / "logs"))
+    events.Reload()
+    assert len(events.Tensors("custom_scalars__config__")) == 1

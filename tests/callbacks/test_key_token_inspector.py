@@ -150,19 +150,6 @@ def test_weights_are_drawn_at_the_steps_asked_for(run):
     assert 0 < differences.num == scored - 48 - 15, "tokens with a short context"
 
 
-def test_longppl_stands_beside_perplexity(run):
-    (event,) = run[-1].Tensors("custom_scalars__config__")
-    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
-    charts = {chart.title: list(chart.multiline.tag) for chart in layout.category[0].chart}
-    tags = set(run[-1].Tags()["scalars"])
-    (longppl,), (perplexity,) = list(charts.values())[:2]
-    for cell in ("", "books/", "books/judge/", "books/judge/loose/"):
-        assert re.fullmatch(longppl.strip("^$"), f"val/{cell}longppl")
-        assert re.fullmatch(perplexity.strip("^$"), f"val/{cell}perplexity")
-    assert not re.fullmatch(longppl.strip("^$"), "val/longppl_soft")
-    assert all(any(re.fullmatch(tag, known) for known in tags) for chart in charts.values() for tag in chart)
-
-
 @pytest.mark.slow
 def test_losses_are_those_without_it_bit_for_bit(model_dir, documents, tmp_path):
     settings = {"accumulate_grad_batches": 2, "max_steps": 3}
@@ -194,6 +181,7 @@ def test_without_an_evaluator_the_models_own_scores_tell_key_tokens(model_dir, d
     torch.testing.assert_close(inspector._inspected[0].scores.short, short)
 
 
+@pytest.mark.slow
 def test_precomputed_spans(model_dir, documents, tmp_path):
     for number in range(4):
         write_key_spans(tmp_path / "spans" / f"doc{number}.txt", torch.tensor([[0, 9]]))
@@ -217,21 +205,6 @@ def test_other_loggers_get_nothing_and_one_warning(model_dir, documents, tmp_pat
     assert inspector._inspected == []
 
 
-class Sane(KeyTokenInspector):
-    def on_sanity_check_end(self, trainer, pl_module):
-        self.inspected = list(self._inspected)
-
-
-def test_the_sanity_check_scores_and_draws_nothing(model_dir, evaluator_dir, documents, tmp_path):
-    evaluator = ExternalEvaluator(str(evaluator_dir), **JUDGED, cache_dir=str(tmp_path / "cache"))
-    inspector, settings = Sane(), {"num_sanity_val_steps": 2, "limit_val_batches": 2, "val_check_interval": 4}
-    fit(model_dir, [evaluator, inspector], documents, tmp_path / "logs", **settings)
-    assert inspector.inspected == []
-    events = read(tmp_path / "logs")
-    for name, steps in (("model", [0, 4]), ("evaluator", [0])):  # before training and after it; drawn once
-        assert list(texts(events, f"most_helped_tokens/{name}")) == steps
-
-
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -242,3 +215,32 @@ def test_the_sanity_check_scores_and_draws_nothing(model_dir, evaluator_dir, doc
 def test_bad_settings_are_refused_before_training(model_dir, documents, tmp_path, settings, named):
     with pytest.raises(ValueError, match=named):
         fit(model_dir, [KeyTokenInspector(**settings)], documents, tmp_path)
+
+
+def test_longppl_stands_beside_perplexity(run):
+    (event,) = run[-1].Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    charts = {chart.title: list(chart.multiline.tag) for chart in layout.category[0].chart}
+    tags = set(run[-1].Tags()["scalars"])
+    (longppl,), (perplexity,) = list(charts.values())[:2]
+    for cell in ("", "books/", "books/judge/", "books/judge/loose/"):
+        assert re.fullmatch(longppl.strip("^$"), f"val/{cell}longppl")
+        assert re.fullmatch(perplexity.strip("^$"), f"val/{cell}perplexity")
+    assert not re.fullmatch(longppl.strip("^$"), "val/longppl_soft")
+    assert all(any(re.fullmatch(tag, known) for known in tags) for chart in charts.values() for tag in chart)
+
+
+class Sane(KeyTokenInspector):
+    def on_sanity_check_end(self, trainer, pl_module):
+        self.inspected = list(self._inspected)
+
+
+@pytest.mark.slow
+def test_the_sanity_check_scores_and_draws_nothing(model_dir, evaluator_dir, documents, tmp_path):
+    evaluator = ExternalEvaluator(str(evaluator_dir), **JUDGED, cache_dir=str(tmp_path / "cache"))
+    inspector, settings = Sane(), {"num_sanity_val_steps": 2, "limit_val_batches": 2, "val_check_interval": 4}
+    fit(model_dir, [evaluator, inspector], documents, tmp_path / "logs", **settings)
+    assert inspector.inspected == []
+    events = read(tmp_path / "logs")
+    for name, steps in (("model", [0, 4]), ("evaluator", [0])):  # before training and after it; drawn once
+        assert list(texts(events, f"most_helped_tokens/{name}")) == steps

@@ -19,6 +19,7 @@ from lightning_modules.tasks.evaluation.summary import summarize
 from lightning_modules.training.preemption import EvaluationStop, Preemption
 from tests.conftest import make_text
 from tests.support.runs import Losses, make_data, make_trainer
+from tests.support.texts import write_books
 from tests.support.toy_tasks import GUESS, SEVERAL
 
 pytestmark = pytest.mark.filterwarnings("ignore:The model has dropout")  # which shows that random states are kept
@@ -29,10 +30,8 @@ TASKS = {"tasks": [GUESS, SEVERAL], "lengths": [48, 64], "samples": 2}
 @pytest.fixture(scope="module")
 def setup(model_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("books")
-    for split in ("train", "validation", "test"):
-        (folder / split).mkdir()
-        for number in range(2):
-            (folder / split / f"{number}.txt").write_text(make_text(150, seed=len(split) + number))
+    texts = [make_text(150, seed=number) for number in range(2)]
+    write_books(folder, train=texts, validation=texts, test=texts)
     return SimpleNamespace(model=str(model_dir), books=str(folder), cache=str(tmp_path_factory.mktemp("cache")))
 
 
@@ -146,15 +145,6 @@ def test_tasks_that_a_signal_cuts_run_first_when_the_training_resumes(setup, tmp
     assert steps == [2]
     run(tmp_path / "step=4.ckpt")
     assert steps == [2, 4, 6]
-
-
-@pytest.mark.slow
-def test_every_n_steps_instead_of_at_validation(setup, tmp_path):
-    logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
-    fit(setup, tmp_path, LongContextTasks(**TASKS, every_n_steps=3, at_start=True), logger=logger)
-    events = EventAccumulator(logger.log_dir)
-    events.Reload()
-    assert [event.step for event in events.Scalars("tasks/average/64")] == [0, 3]
 
 
 def test_validation_alone_runs_the_tasks(setup, tmp_path):

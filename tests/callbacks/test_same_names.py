@@ -1,10 +1,12 @@
-"""Values that two callbacks log under one name would be averaged."""
+"""Callbacks of other names, and modules of other kinds, than those that a callback can work with."""
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 
-from callbacks import ExternalEvaluator, KeyTokenInspector, LongContextTasks
+from callbacks import ExternalEvaluator, HuggingFaceExport, KeyTokenInspector, LongContextTasks
+from callbacks.requirements import require_long_context_lm
 from lightning_modules.long_context_lm import LongContextLM
 from tests.support.toy_tasks import GUESS, SEVERAL
 
@@ -36,3 +38,9 @@ def test_two_of_a_kind_are_refused_before_the_model_is_built(model_dir, evaluato
         check(model_dir, tmp_path, *evaluators)
     with pytest.raises(pytest.fail.Exception, match="the model was built"):
         check(model_dir, tmp_path, evaluators[0], tasks[0], KeyTokenInspector())
+
+
+@pytest.mark.parametrize("callback", [HuggingFaceExport, KeyTokenInspector])
+def test_another_module_is_refused_by_name(callback):
+    with pytest.raises(ValueError, match=f"`{callback.__name__}`"):
+        require_long_context_lm(BoringModel(), callback.__new__(callback))

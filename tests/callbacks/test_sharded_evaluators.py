@@ -14,6 +14,7 @@ from lightning_modules.scoring.token_scores import text_sha256
 from tests.conftest import make_text
 from tests.support.distributed import run_distributed
 from tests.support.runs import make_data, make_module, make_trainer
+from tests.support.texts import write_books
 
 SETTINGS = {"context_length": 16, "stride": 16}
 PAIRS = {"low": {"alpha": 0.5, "beta": -6.0}, "high": {"alpha": 1.0, "beta": -4.0}, "all": {"alpha": 0, "beta": -20}}
@@ -42,14 +43,12 @@ def _run(rank, processes, setup, root):
 @pytest.fixture(scope="module")
 def setup(model_dir, evaluator_dir, tmp_path_factory):
     root = tmp_path_factory.mktemp("sharded evaluators")
-    for split in ("train", "validation", "test"):
-        (root / split).mkdir()
-        for number in range(5):
-            (root / split / f"{number}.txt").write_text(make_text(40 + 10 * number, seed=number))
+    texts = [make_text(40 + 10 * number, seed=number) for number in range(5)]
+    write_books(root, train=texts, validation=texts, test=texts)
     judge = Evaluator(EvaluatorConfig(str(evaluator_dir), cache_dir=str(root / "known"), **SETTINGS))
-    for number in range(2):
-        judge.scores(make_text(40 + 10 * number, seed=number))
-    file = judge.path(text_sha256(make_text(50, seed=1)))
+    for text in texts[:2]:
+        judge.scores(text)
+    file = judge.path(text_sha256(texts[1]))
     file.write_bytes(file.read_bytes()[:-8])
     paths = {"model": str(model_dir), "evaluator": str(evaluator_dir), "books": str(root), "cache": str(root / "cache")}
     return SimpleNamespace(known=root / "known", **paths)

@@ -114,16 +114,6 @@ class Failing(Line):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("processes", "asked"), [(1, True), (2, False)])
-def test_loaders_of_several_processes_are_not_asked_at_each_step(tmp_path, monkeypatch, processes, asked):
-    asks = []
-    monkeypatch.setattr(Numbers, "state_dict", lambda self: asks.append(1) or {})
-    monkeypatch.setattr(Trainer, "world_size", processes)
-    fit(Line(), 4, StepCheckpoint(tmp_path, save_top_k=0))
-    assert bool(asks) == asked
-
-
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("where", "error", "saved"),
     [
@@ -193,3 +183,13 @@ def test_a_validation_in_the_middle_of_a_step_is_saved_when_the_step_is_complete
         saved = [batches_done(torch.load(path)["loops"]["fit_loop"]) for path in sorted(folder.iterdir())]
         assert saved, "validation metrics lead to checkpoints"
         assert all(done in (3, 6, 7) for done in saved) == (callback is StepCheckpoint), saved
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("processes", "asked"), [(1, True), (2, False)])
+def test_loaders_of_several_processes_are_not_asked_at_each_step(tmp_path, monkeypatch, processes, asked):
+    asks = []
+    monkeypatch.setattr(Numbers, "state_dict", lambda self: asks.append(1) or {})
+    monkeypatch.setattr(Trainer, "world_size", processes)
+    fit(Line(), 4, StepCheckpoint(tmp_path, save_top_k=0))
+    assert bool(asks) == asked

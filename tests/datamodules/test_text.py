@@ -62,16 +62,6 @@ def test_training_and_validation_end_to_end(tmp_path, word_tokenizer):
     assert [(batch["names"], batch["text"]) for batch in module.val_dataloader()] == [(["n0"], ["g h"])]
 
 
-def test_holdout(tmp_path, word_tokenizer):
-    texts = [f"a {'b ' * number}" for number in range(100)]
-    write(tmp_path / "x.jsonl", json_lines(texts))
-    module = TextDataModule(word_tokenizer, train=str(tmp_path / "x.jsonl"), holdout=5)
-    splits = [{document.text for document in module.source(split)} for split in ("train", "validation", "test")]
-    assert sorted(set().union(*splits)) == sorted(texts)
-    assert sum(map(len, splits)) == 100
-    assert 40 < len(splits[0]) < 80
-
-
 def test_hub_datasets_and_what_is_asked_of_them(word_tokenizer):
     options = {"text_field": "body", "name_field": "id", "where": ("lang", "en"), "revision": "v1"}
     module = TextDataModule(word_tokenizer, train="owner/name", validation="other/name", **options)

@@ -131,6 +131,7 @@ def test_metric(run):
     assert logged["val/late_perplexity"] == pytest.approx(logged["val/perplexity"])  # all tokens but the first
 
 
+@pytest.mark.slow
 def test_optimizer_and_schedule(run, reader):  # noqa: F811
     (reader / "mine.yaml").write_text(blocks(PAGE, "yaml")[0])
     options = ["-c", "mine.yaml", "--trainer.max_steps", "40", "--trainer.limit_val_batches", "0"]

@@ -21,9 +21,9 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.cli.registry import COMMANDS as PROGRAMS
 from tests.conftest import make_text
 from tests.docs.test_docs import PAGES, ROOT, blocks
+from tests.support.texts import write_books
 
 README = ROOT / "README.md"
 
@@ -82,6 +82,7 @@ class Reading(NamedTuple):
         makes: Files that must be there afterwards, as patterns.
         logs: What TensorBoard must show of the run.
         elsewhere: Another test that runs it, in this file: of what takes more than a few seconds.
+        slow: It takes more than a CPU second, and a test of another folder does the same.
     """
 
     more: str = ""
@@ -89,6 +90,7 @@ class Reading(NamedTuple):
     makes: tuple[str, ...] = ()
     logs: tuple[str, ...] = ()
     elsewhere: str = ""
+    slow: bool = False
 
 
 LONGER_THAN_THE_MODEL = pytest.mark.filterwarnings("ignore:A document of .* tokens is longer than the 4096 positions")
@@ -114,8 +116,8 @@ COMMANDS = {
     "longce fit -c configs/base.yaml -c configs/experiments/longce_pg19.yaml": TRAINED._replace(
         more="-c experiment.yaml"
     ),
-    "longce fit .. -c configs/experiments/longlora.yaml": TRAINED,
-    "longce fit .. -c configs/strategies/fsdp.yaml": TRAINED._replace(more="-c experiment.yaml"),
+    "longce fit .. -c configs/experiments/longlora.yaml": TRAINED._replace(slow=True),
+    "longce fit .. -c configs/strategies/fsdp.yaml": TRAINED._replace(more="-c experiment.yaml", slow=True),
     "longce export": Reading(
         f"{CHECKPOINT} exported", "exported", ("exported/model.safetensors", "exported/README.md")
     ),
@@ -136,19 +138,18 @@ COMMANDS = {
     "longce reproduce table5": Reading(elsewhere="tests/benchmarks/reproduction/tables/test_command.py"),
     "longce reproduce --list": Reading(prints="table5-package"),
     "longce --help": Reading(prints="usage: longce COMMAND"),
-    **{f"longce {name} --help": Reading(prints=f"usage: longce .*{name}") for name in PROGRAMS},
     # First commands of the pages
     "longce score report*.txt --model HuggingFaceTB/SmolLM2-135M-Instruct --model google/gemma-3-270m --evaluator"
     " google/gemma-3-270m --max_tokens 2048 --context_length 512 --stride 256 --add_special_tokens true --output"
-    " results": Reading("", "(?s)bits.*/byte.*corpus of.*bits/byte", ("results/*.json",)),
+    " results": Reading("", "(?s)bits.*/byte.*corpus of.*bits/byte", ("results/*.json",), slow=True),
     "longce data inspect -c configs/base.yaml -c experiment.yaml --rows 0 7": Reading(
         prints=r"(?s)\nsequence 0.*sequence 7"
     ),
     f"longce export {RUN} DIR": Reading("", "DIR", ("DIR/model.safetensors",)),
     "longce evaluate --model mistralai/Mistral-7B-v0.1 --tasks ruler_synthetic longeval --lengths 4096 8192 16384"
-    " --samples 20 --output runs/mistral": Reading(QUESTIONS, "passkey", ("runs/mistral/report.html",)),
+    " --samples 20 --output runs/mistral": Reading(QUESTIONS, "passkey", ("runs/mistral/report.html",), slow=True),
     "longce corpus score 'corpus/*.parquet' --model mistralai/Mistral-7B-v0.1 --columns source --output"
-    " scores": SCORE_CORPUS,
+    " scores": SCORE_CORPUS._replace(slow=True),
     'longce corpus select scores --where "key_token_ratio > 0.02 and tokens >= 32768" --by source --output'
     " chosen.jsonl": Reading(prints="source"),
     **{
@@ -161,7 +162,7 @@ COMMANDS = {
         )
     },
     "longce plan -c configs/base.yaml -c configs/experiments/longce_pg19.yaml --gpu H200 --gpus 8": Reading(
-        "-c experiment.yaml", "(?s)LongCE.*GiB"
+        "-c experiment.yaml", "(?s)LongCE.*GiB", slow=True
     ),
 }
 
@@ -178,10 +179,12 @@ def commands(page, *, first_only=False):
 
 
 def all_commands():
-    """Each command once, with `COMMAND` replaced by every one there is."""
+    """Each command once; `tests/lightning_modules/commands/cli/test_options.py` asks all of them for help."""
     found = [command for page in PAGES for command in commands(page, first_only=page != README)]
     for command in dict.fromkeys(found):
-        yield from (command.replace("COMMAND", name) for name in (PROGRAMS if "COMMAND" in command else [""]))
+        if "COMMAND" not in command:
+            marks = [pytest.mark.slow] if COMMANDS.get(command, Reading()).slow else []
+            yield pytest.param(command, id=command[:60], marks=marks)
 
 
 @pytest.fixture
@@ -191,10 +194,7 @@ def reader(tmp_path, monkeypatch, corpus, model_dir, evaluator_dir):
         (tmp_path / name).symlink_to(target)
     for name, text in (("report", corpus[0]), ("report1", "\n".join(corpus[:5])), ("report2", corpus[1])):
         (tmp_path / f"{name}.txt").write_text(text)
-    for number, split in enumerate(("train", "train", "validation", "test")):
-        (tmp_path / "pg19" / split).mkdir(parents=True, exist_ok=True)
-        (tmp_path / "pg19" / split / f"{number}.txt").write_text(corpus[number])
-    (tmp_path / "pg19" / "metadata.csv").write_text("".join(f"{number},Book,1900,none\n" for number in range(4)))
+    write_books(tmp_path / "pg19", train=corpus[:2], validation=corpus[2:3], test=corpus[3:4])
     (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(EXPERIMENT))
     write_corpus(tmp_path / "corpus", corpus)
     chosen = {"text": corpus, "source": ["books"] * len(corpus), "tokens": [*range(len(corpus))]}
@@ -262,9 +262,8 @@ def stand_in(words, replaced):
 
 
 @LONGER_THAN_THE_MODEL
-@pytest.mark.filterwarnings("ignore:`longce harness` is deprecated")
-@pytest.mark.parametrize("command", [pytest.param(command, id=command[:60]) for command in all_commands()])
-@pytest.mark.filterwarnings("ignore:.*no key token", "ignore:`longce harness` is deprecated")  # the models are random
+@pytest.mark.parametrize("command", list(all_commands()))
+@pytest.mark.filterwarnings("ignore:.*no key token")  # the models are random
 def test_command(command, reader, request):
     reading = COMMANDS.get(command)
     if reading is None:

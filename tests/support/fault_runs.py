@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from lightning_modules.commands.cli.main import main
 from tests.conftest import byte_level_tokenizer, make_text, tiny_model
+from tests.support.texts import write_books
 
 ROOT = Path(__file__).parents[2]
 BASE = str(ROOT / "configs" / "base.yaml")
@@ -155,12 +156,7 @@ class Run:
 def prepare(folder: Path) -> None:
     """Models, texts and a config to train by."""
     texts = [make_text(250, seed) for seed in range(8)]
-    for split, numbers in (("train", range(6)), ("validation", range(6, 8)), ("test", range(1))):
-        (folder / "books" / split).mkdir(parents=True)
-        for number in numbers:
-            (folder / "books" / split / f"{number}.txt").write_text(texts[number])
-    rows = [f"{number},Book {number},1900,http://example.org" for number in range(8)]
-    (folder / "books" / "metadata.csv").write_text("\n".join(rows) + "\n")
+    write_books(folder / "books", train=texts[:6], validation=texts[6:], test=texts[:1])
     tokenizer = byte_level_tokenizer(texts)
     for name in ("model", "evaluator"):
         tiny_model("llama", len(tokenizer), attention_dropout=0.1 * (name == "model")).save_pretrained(folder / name)

@@ -26,6 +26,19 @@ def text_of(language, words=60, seed=0):
     return "".join(word + space for word, space in chosen).strip()
 
 
+def write_books(folder, **splits):
+    """Write PG-19 in its original layout, of texts by split; books are numbered through all splits."""
+    folder.mkdir(exist_ok=True)
+    count = 0
+    for split, texts in splits.items():
+        (folder / split).mkdir()
+        for text in texts:
+            (folder / split / f"{count}.txt").write_text(text)
+            count += 1
+    rows = [f"{number},Book {number},1900,http://example.org\n" for number in range(count)]
+    (folder / "metadata.csv").write_text("".join(rows))
+
+
 def write_key_spans(path, spans):
     """Write ``[M, 2]`` character spans in the text format of the paper's authors."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,6 @@
 
 import math
 
-import pandas as pd
 import pytest
 import torch
 
@@ -14,13 +13,11 @@ from benchmarks.real_models.anatomy import (
     describe_key_tokens,
     describe_texts,
 )
-from benchmarks.real_models.correlate import EvaluatorScores, correlate_systems, measure_system
-from benchmarks.real_models.figures import draw_correlate
+from benchmarks.real_models.correlate import EvaluatorScores, measure_system
 from benchmarks.real_models.questions import ANSWERS, make_sheets
 from benchmarks.real_models.study import Study
 from benchmarks.real_models.systems import LoadedSystem, System, read_scores, reuse_scores, round_weights, score_system
 from benchmarks.real_models.texts import Text
-from benchmarks.real_models.verdicts import describe_measured, judge_correlate
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_frozen
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
@@ -126,72 +123,6 @@ def test_characters_of_key_spans():
     assert compare_key_characters(spans, spans) == 1.0
     assert compare_key_characters(spans, torch.tensor([[2, 8]])) == 2 / 10
     assert math.isnan(compare_key_characters(spans[:0], spans[:0]))
-
-
-@pytest.mark.slow
-def test_correlations_find_the_metric_that_follows_accuracy():
-    draw = torch.Generator().manual_seed(0)
-    results = []
-    for number in range(12):
-        right = (torch.rand(40, generator=draw) < number / 12).tolist()
-        noise = float(torch.rand((), generator=draw))
-        results.append(
-            {
-                "model": "ab"[number % 2],
-                "right": right,
-                "accuracy_all": sum(right) / 40,
-                "metrics": {
-                    "perplexity": 10 + noise,
-                    "bits_per_byte": 1 + noise,
-                    "judge": dict.fromkeys(
-                        ("longppl", "longppl_per_evaluator_token", "key_bits_per_byte", "soft_longppl"), 20.0 - number
-                    ),
-                },
-            }
-        )
-    found = correlate_systems(results, ["judge"])
-    assert found["over all"]["judge: longppl"]["spearman"]["value"] < -0.9
-    assert abs(found["over all"]["perplexity"]["spearman"]["value"]) < 0.7
-    assert found["against perplexity"]["judge: longppl"]["p"] < 0.05
-    assert set(found["within"]) == {"a", "b"}
-    assert found["twenty questions"]["judge: longppl"] < -0.85 < 0 < found["twenty questions"]["20 questions"]
-
-
-def _of_ranks(systems):
-    accuracy = pd.Series([system["accuracy_all"] for system in systems])
-    return pd.Series([system["metrics"]["judge"]["longppl"] for system in systems]).corr(accuracy, method="spearman")
-
-
-@pytest.mark.slow
-def test_verdicts_are_recomputed_without_longce():
-    draw = torch.Generator().manual_seed(1)
-    systems = []
-    for number in range(9):
-        noise = torch.rand(3, generator=draw).tolist()
-        judge = {"longppl": 30 - number + noise[0], "longppl_per_evaluator_token": 20 + noise[0]}
-        judge |= {"key_bits_per_byte": 3 - number / 9 + noise[1] / 9, "soft_longppl": 9 + noise[2]}
-        right = (torch.rand(30, generator=draw) < number / 9).tolist()
-        metrics = {"perplexity": 10 + noise[2], "bits_per_byte": 1 + noise[1], "judge": judge}
-        system = {"model": "a", "right": right, "accuracy_all": sum(right) / 30, "metrics": metrics}
-        systems.append(system)
-    correlations = correlate_systems(systems, ["judge"])
-    verdicts = list(judge_correlate({"systems": systems, "correlations": correlations}))
-    assert [claim[0] for claim, *_ in verdicts] == list("12345")
-    first, second, *_ = verdicts
-    assert first[1]
-    unfinished = list(describe_measured(systems))
-    for name, text in (("perplexity", unfinished[0]), ("judge: longppl", unfinished[1])):
-        assert f"{correlations['over all'][name]['spearman']['value']:.3f} over 9 systems" in text
-    without = [_of_ranks(systems[:one] + systems[one + 1 :]) for one in range(9)]
-    assert f"{min(without):.3f} to {max(without):.3f} without" in unfinished[1]
-    p = correlations["against perplexity"]["judge: longppl"]["p"]
-    assert f"p {p:.4f}" in second[2]
-    assert second[1] == (p < 0.05)
-    drawn = draw_correlate({"systems": systems, "correlations": correlations})
-    assert "LongPPL by judge" in drawn
-    assert f"Spearman {correlations['over all']['judge: longppl']['spearman']['value']:.2f}".replace("-", "\u2212") in (
-        drawn.replace("-", "\u2212")
-    )
 
 
 def test_what_is_kept_is_not_computed_again(tmp_path, monkeypatch, corpus, evaluator_dir):

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from benchmarks.real_models.fine_tune import (
     Examination,
     best_rate,
     compare_arms,
-    compare_weightings,
     equal_time_steps,
     list_arms,
     measure_costs,
@@ -130,33 +128,3 @@ def test_costs_of_all_weightings_are_measured_in_turn(small, corpus, tmp_path):
     costs = measure_costs(SMALL, tmp_path, training_rows(corpus, small, seed=0, count=3, length=64), rounds=3)
     assert set(costs) == {"CE", "LongCE", "LongCE, half CE"}
     assert costs["LongCE"] > costs["CE"] > 0
-
-
-@pytest.mark.slow
-def test_all_runs_of_a_scale_are_measured_once_and_compared(small, corpus, evaluator_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(LoadedSystem, "answers", lambda *_: [True, False])
-    weightings = ("CE", "LongCE", "LongCE, half CE")
-    scale = replace(SMALL, steps=2, weightings=weightings, evaluators=("judge",), autocast=True)
-    evaluator = Evaluator(EvaluatorConfig(str(evaluator_dir), context_length=16, stride=16))
-    texts = [Text(f"book {number}", "books", book) for number, book in enumerate(corpus[:2])]
-    scores = {"judge": {text.name: evaluator.scores(text.text) for text in texts}}
-    examination, kept = Examination(texts, scores, ["sheet"]), {}
-
-    def keep(runs, measure):
-        kept.update({run.path: measure(run) for run in runs if run.path not in kept})
-        return kept
-
-    batches = cache(lambda seed: training_rows(corpus, small, seed, 5, 64))
-    numbers = compare_weightings(scale, tmp_path, batches, list, examination, examination, keep)
-    assert len(kept) == 1 + 3 * 3 + 5 * 3, "costs, learning rates, and five kinds of runs of three seeds"
-    assert {(row["weighting"], row["budget"]) for row in numbers["rows"]} == {
-        *((name, "steps") for name in scale.weightings),
-        *((name, "time") for name in ("LongCE", "LongCE, half CE")),
-    }
-    steps = {row["weighting"]: row["steps"] for row in numbers["rows"] if row["budget"] == "time"}
-    assert steps == {name: equal_time_steps(scale, numbers["costs"], name) for name in steps}
-    assert {row["steps"] for row in numbers["rows"] if row["budget"] == "steps"} == {scale.steps}
-    perplexity = {row["weighting"]: row["perplexity"]["judge"] for row in numbers["rows"] if row["budget"] == "steps"}
-    for row in numbers["rows"]:
-        expected = row["perplexity"]["judge"] / perplexity["CE"]
-        assert row["ratio"]["judge"]["ratio"] == pytest.approx(expected)

@@ -52,22 +52,6 @@ def test_key_tokens_are_counted_by_their_words():
     )
 
 
-def test_the_token_shown_begins_a_long_word_of_the_far_context():
-    rows = [
-        (3, 9.0, "Fed", 90, True, True),  # short
-        (4, 8.0, "Navy", 90, False, True),  # the end of a word
-        (5, 7.0, "Navy", 10, True, True),  # also near
-        (6, 6.0, "sank", None, True, True),  # new
-        (9, 6.0, "Navy", 90, True, False),  # not key
-        (7, 5.0, "Navy", 90, True, True),
-        (8, 4.0, "Navy", 90, True, True),
-    ]
-    tokens = pd.DataFrame(rows, columns=["token", "lsd", "word", "distance", "starts_word", "key"])
-    assert choose_token(tokens, longest_short=10) == 7
-    with pytest.raises(ValueError, match="--token"):
-        choose_token(tokens[:5], longest_short=10)
-
-
 @pytest.mark.slow
 def test_the_command_draws_a_light_and_a_dark_picture(tmp_path, monkeypatch, capsys, corpus, evaluator_dir):
     if not any(map(shutil.which, BROWSERS)):
@@ -89,3 +73,19 @@ def test_the_command_draws_a_light_and_a_dark_picture(tmp_path, monkeypatch, cap
     monkeypatch.setattr(sys, "argv", ["real_models", "picture", *options.split(), "--token", "0"])
     with pytest.raises(SystemExit, match="Token 0 is not a key token"):
         main()
+
+
+def test_the_token_shown_begins_a_long_word_of_the_far_context():
+    rows = [
+        (3, 9.0, "Fed", 90, True, True),  # short
+        (4, 8.0, "Navy", 90, False, True),  # the end of a word
+        (5, 7.0, "Navy", 10, True, True),  # also near
+        (6, 6.0, "sank", None, True, True),  # new
+        (9, 6.0, "Navy", 90, True, False),  # not key
+        (7, 5.0, "Navy", 90, True, True),
+        (8, 4.0, "Navy", 90, True, True),
+    ]
+    tokens = pd.DataFrame(rows, columns=["token", "lsd", "word", "distance", "starts_word", "key"])
+    assert choose_token(tokens, longest_short=10) == 7
+    with pytest.raises(ValueError, match="--token"):
+        choose_token(tokens[:5], longest_short=10)

@@ -134,9 +134,26 @@ other.write([1], weights(1))
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, DONE])
-@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(b"")])
-def test_files_of_another_size_are_refused(tmp_path, rows, name, damage):
+@pytest.mark.parametrize("content", [None, b""])
+def test_files_of_another_size_are_refused(tmp_path, rows, name, content):
     writer(tmp_path / "w", rows).write([0], weights(0))
-    damage(tmp_path / "w" / name)
-    with pytest.raises(ValueError, match=f"{name}' has 0 of {36 if name == WEIGHTS else 4} bytes"):
+    replace_file(tmp_path / "w" / name, content)
+    with pytest.raises(ValueError, match=f"{name}' has 0 of"):
         writer(tmp_path / "w", rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [(WEIGHTS, b"12"), (DONE, b""), (HEADER, b"{"), (HEADER, b'{"format": 1}'), (HEADER, None)]
+)
+def test_a_damaged_or_missing_store_is_not_read(tmp_path, rows, name, content):
+    writer(tmp_path / "w", rows).write(range(4), np.ones((4, LENGTH), dtype=np.float32))
+    replace_file(tmp_path / "w" / name, content)
+    with pytest.raises(ValueError, match=f"{tmp_path}"):
+        InfluenceStore(tmp_path / "w")
+
+
+def replace_file(path, content):
+    """Write other content, or remove the file."""
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)

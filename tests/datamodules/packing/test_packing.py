@@ -1,6 +1,5 @@
 """Packing against one document at a time, and what must hold of every strategy for any documents."""
 
-import re
 import sys
 from collections import Counter
 from itertools import pairwise
@@ -136,29 +135,6 @@ def test_best_fit_is_one_item_at_a_time(lengths, size):
 
 
 @pytest.mark.parametrize(
-    ("packing", "lengths", "size", "rows", "dropped", "truncated"),
-    [
-        ("concat", [4], 4, [[[0, 4]]], 0, 0),
-        ("concat", [5], 4, [[[0, 4]]], 1, 1),
-        ("concat", [3, 6], 4, [[[0, 3], [3, 4]], [[4, 8]]], 1, 1),
-        ("concat", [1, 1, 1], 1, [[[0, 1]], [[1, 2]], [[2, 3]]], 0, 0),
-        ("concat", [4, 3], 4, [[[0, 4]]], 3, 0),
-        ("concat", [2, 0, 2], 4, [[[0, 2], [2, 4]]], 0, 0),  # an empty document leaves no trace
-        ("concat", [10], 3, [[[0, 3]], [[3, 6]], [[6, 9]]], 1, 1),
-        ("chunk", [3, 6, 4], 4, [[[3, 7]], [[9, 13]]], 5, 1),
-        ("chunk", [0, 9], 4, [[[0, 4]], [[4, 8]]], 1, 1),
-        ("best_fit", [3, 6, 1, 0, 1], 4, [[[0, 3], [9, 10]], [[3, 7]], [[7, 9], [10, 11]]], 0, 1),
-        ("best_fit", [2, 2, 2], 4, [[[0, 2], [2, 4]], [[4, 6]]], 0, 0),
-    ],
-)
-def test_rows_written_out(packing, lengths, size, rows, dropped, truncated):
-    packed = pack_documents(borders_of(lengths), size, packing)
-    assert (lists(packed), packed.dropped_tokens, packed.truncated_documents) == (rows, dropped, truncated)
-    shares = [f"{dropped / sum(lengths):.2%}", f"{packed.padded_tokens / (len(rows) * size):.2%}"]
-    assert re.findall(r"[\d.]+%", str(packed)) == shares
-
-
-@pytest.mark.parametrize(
     ("packing", "lengths", "size"),
     [("concat", [4, 6], 11), ("chunk", [4, 6], 7), ("best_fit", [0, 0], 5), ("best_fit", [], 5)],
 )
@@ -182,7 +158,7 @@ def count_calls(function, *arguments):
         sys.setprofile(None)
 
 
-@pytest.mark.parametrize("lengths", [np.arange(1, 4097).repeat(30), np.full(100_000, 1), np.arange(200_000) % 90 + 1])
+@pytest.mark.parametrize("lengths", [np.arange(1, 4097).repeat(5), np.full(20_000, 1), np.arange(20_000) % 90 + 1])
 def test_no_lengths_are_slow_to_fit(lengths):
     bins, calls = count_calls(best_fit_decreasing, lengths, 4096)
     assert calls < 8 * len(lengths)

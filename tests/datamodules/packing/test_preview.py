@@ -3,7 +3,6 @@ import json
 import pytest
 
 from datamodules import TextDataModule
-from datamodules.packing.preview import shortened, visible
 from lightning_modules.batch import IGNORE_INDEX
 
 RECORDS = [
@@ -70,18 +69,3 @@ def test_the_rows_that_are_asked_for_are_shown(module, options, numbers):
     for rows in ([7], [0, -1]):
         with pytest.raises(ValueError, match="`rows`"):
             module(sequence_length=2).inspect(rows)
-
-
-@pytest.mark.parametrize("text", ["", "0123456789", "日本🙂\n" * 30, "\u200b\u2028\u202e\ufeff\\"])
-@pytest.mark.parametrize("width", [1, 9, 10])
-def test_shortened_keeps_both_ends(text, width):
-    short = shortened(text, width)
-    assert short.isprintable()
-    assert "\n" not in short
-    if len(text) <= width:
-        assert short == visible(text)
-    else:
-        head, tail = short.split(f" [{len(text) - width} characters] ")
-        assert visible(text).startswith(head)
-        assert visible(text).endswith(tail)
-        assert (head, tail) == (visible(text[: -(-width // 2)]), visible(text[len(text) - width // 2 :]))

@@ -61,17 +61,6 @@ def test_no_row_comes_again_before_all_of_its_source_were_seen(mixture):
             assert len(one_pass) < count or set(one_pass.tolist()) == set(range(count))
 
 
-def test_order_is_a_function_of_seed_and_epoch_and_weights():
-    rows, weights = {"a": 40, "b": 30}, {"a": 2, "b": 1}
-
-    def order(epoch=1, seed=3, weights=weights):
-        return MixtureSampler(rows, weights, seed=seed).epoch_order(epoch).tolist()
-
-    assert order() == order()
-    assert all(order() != other for other in (order(epoch=2), order(seed=4), order(weights={"a": 1, "b": 1})))
-    assert sorted(order()) != sorted(order(epoch=2))
-
-
 @pytest.mark.parametrize(
     ("refused", "named"),
     [
@@ -108,3 +97,14 @@ def test_an_epoch_has_every_row_once_but_those_left_out_for_evenness(rows, world
         assert len(set(seen)) == len(seen) == rows // world_size * world_size
         left_out.append(frozenset(range(rows)) - set(seen))
     assert len(set(left_out)) > 1 or rows % world_size == 0, "other ones in other epochs"
+
+
+def test_order_is_a_function_of_seed_and_epoch_and_weights():
+    rows, weights = {"a": 40, "b": 30}, {"a": 2, "b": 1}
+
+    def order(epoch=1, seed=3, weights=weights):
+        return MixtureSampler(rows, weights, seed=seed).epoch_order(epoch).tolist()
+
+    assert order() == order()
+    assert all(order() != other for other in (order(epoch=2), order(seed=4), order(weights={"a": 1, "b": 1})))
+    assert sorted(order()) != sorted(order(epoch=2))

@@ -128,15 +128,6 @@ def tokens_and_labels(row):
     return row["input_ids"].tolist(), row["labels"].tolist()
 
 
-def test_rows_behind_the_prompt_are_scored():
-    class Long(Store):
-        document_boundaries = np.array([0, 2, 10])
-        prompt_lengths = np.array([0, 2])
-
-    rows = PackedRowDataset(Long(), pack_documents(Long.document_boundaries, 4, "chunk"), loss_on_prompt=False)
-    assert [row["labels"].tolist() for row in map(rows.__getitem__, range(2))] == [[NO, NO, 14, 15], [NO, 17, 18, 19]]
-
-
 @pytest.mark.parametrize("layout", ["right", "left", "packed", "lists"])
 def test_examples_have_the_loss_that_transformers_computes_of_each_text(layout, tmp_path):
     model = tiny_model("llama", 50, seed=3)

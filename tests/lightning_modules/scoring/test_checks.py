@@ -57,8 +57,9 @@ def test_impossible_values():
     assert find_impossible(values).tolist() == [True] * 4 + [False] * 4
 
 
-@pytest.mark.parametrize(("change", "dtype"), [(set_nan, "float32"), (set_huge, "float16")])
-@pytest.mark.parametrize("part", ["evaluator", "model"])
+@pytest.mark.parametrize(
+    ("change", "dtype", "part"), [(set_nan, "float32", "evaluator"), (set_huge, "float16", "model")]
+)
 def test_score_and_inspect_name_document_token_and_dtype(part, change, dtype, model_dir, tmp_path, text_file):
     broken = break_model(model_dir, tmp_path / "broken", change)
     models = {"model": str(model_dir), "evaluator": str(model_dir)} | {part: broken}

@@ -112,18 +112,6 @@ def test_what_is_found_can_be_changed_and_says_who_found_it(model_dir):
     assert not own.long.requires_grad, "the weights of a model in training do"
 
 
-def test_the_model_is_loaded_once_until_it_is_released(model_dir, caplog):
-    caplog.set_level(logging.INFO, logger=evaluator_module.__name__)
-    judge = Evaluator(EvaluatorConfig(str(model_dir), **SETTINGS))
-    judge.release()
-    for words in (20, 30):
-        judge.scores(make_text(words))
-    assert caplog.text.count("Loading the evaluator") == 1
-    judge.release()
-    judge.scores(make_text(40))
-    assert caplog.text.count("Loading the evaluator") == 2
-
-
 def test_the_alternatives_of_a_text_agree_with_its_scores(model_dir):
     judge = Evaluator(EvaluatorConfig(str(model_dir), **SETTINGS))
     scores, found = judge.scores(make_text(60)), find_alternatives(judge, make_text(60), count=len(judge.tokenizer))
@@ -185,3 +173,15 @@ def test_key_tokens_only_cost_less_and_never_pass_for_more(model_dir, tmp_path, 
         spans = [key_spans(each, alpha=0.3, beta=beta).tolist() for each in (scores, whole)]
         assert spans[0] == spans[1]
         assert len(spans[0]) > 2
+
+
+def test_the_model_is_loaded_once_until_it_is_released(model_dir, caplog):
+    caplog.set_level(logging.INFO, logger=evaluator_module.__name__)
+    judge = Evaluator(EvaluatorConfig(str(model_dir), **SETTINGS))
+    judge.release()
+    for words in (20, 30):
+        judge.scores(make_text(words))
+    assert caplog.text.count("Loading the evaluator") == 1
+    judge.release()
+    judge.scores(make_text(40))
+    assert caplog.text.count("Loading the evaluator") == 2

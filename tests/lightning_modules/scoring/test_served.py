@@ -5,7 +5,6 @@ import json
 import logging
 import multiprocessing
 import os
-import shutil
 import socket
 import subprocess
 import time
@@ -17,7 +16,6 @@ import httpx2
 import pyarrow.parquet
 import pytest
 import torch
-import yaml
 from lightning.pytorch.callbacks import LambdaCallback
 
 from callbacks import ExternalEvaluator, StepCheckpoint
@@ -46,6 +44,7 @@ from lightning_modules.utilities.errors import IncompleteError
 from tests.conftest import make_text, tiny_model
 from tests.support.adapters import export_adapters
 from tests.support.servers import stub_server
+from tests.support.texts import write_books
 from tests.support.toy_tasks import GUESS, SEVERAL
 from tests.support.trainers import quiet_trainer
 
@@ -121,40 +120,6 @@ def test_options_of_a_server_on_the_command_line(served, model_dir, text_file, t
     output = ["--output", str(tmp_path / "tasks"), "--tokenizer", str(model_dir)]
     main(["evaluate", "--model", address, *tasks, *output, *spelled])
     assert "corpus of 1" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The '.*' does not have many workers", "ignore:.*documents have no key token")
-def test_options_of_a_server_in_configs(served, model_dir, books, tmp_path, monkeypatch):
-    address, _ = served
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(books, "books")
-    shutil.copytree("books/validation", "books/test", dirs_exist_ok=True)
-    evaluator = {"evaluator": address, "tokenizer": str(model_dir), "server": {"patience": 3.0}, **SETTINGS}
-    data = {"tokenizer": str(model_dir), "path": "books", "sequence_length": 64, "cache_dir": "cache"}
-    config = {
-        "seed_everything": 0,
-        "model": {"pretrained_model_name_or_path": str(model_dir), **SETTINGS},
-        "data": {"class_path": "datamodules.PG19DataModule", "init_args": data},
-        "trainer": {
-            "accelerator": "cpu",
-            "logger": False,
-            "callbacks": [{"class_path": "callbacks.ExternalEvaluator", "init_args": evaluator}],
-        },
-    }
-    (tmp_path / "a.yaml").write_text(yaml.safe_dump(config))
-    main(["validate", "-c", "a.yaml"])
-    weights = ["--evaluator", address, "--evaluator_tokenizer", str(model_dir), "--evaluator_server.patience", "3"]
-    main(["influence", "-c", "a.yaml", *weights, "--output", "weights", "--trainer.callbacks", "null"])
-    del config["trainer"]["callbacks"]
-    writer = {"class_path": "callbacks.TokenScoresWriter", "init_args": {"output_dir": "scores"}}
-    config["trainer"]["callbacks"] = [writer]
-    (tmp_path / "b.yaml").write_text(yaml.safe_dump(config))
-    served_model = ["--model.pretrained_model_name_or_path", address, "--model.server.patience", "3"]
-    main(["predict", "-c", "b.yaml", *served_model])
-    assert list((tmp_path / "scores").glob("*.safetensors"))
-    with pytest.raises(SystemExit):
-        main(["predict", "-c", "b.yaml", *served_model, "--model.server.patence", "3"])
 
 
 @pytest.mark.slow
@@ -235,10 +200,8 @@ def test_vllm_gives_the_same_key_tokens(vllm):
 @pytest.fixture(scope="module")
 def books(tmp_path_factory):
     root = tmp_path_factory.mktemp("books")
-    for split in ("train", "validation"):
-        (root / split).mkdir()
-        for number in range(3):
-            (root / split / f"{number}.txt").write_text(make_text(120, seed=number))
+    texts = [make_text(120, seed=number) for number in range(3)]
+    write_books(root, train=texts, validation=texts)
     return root
 
 

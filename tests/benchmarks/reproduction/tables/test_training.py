@@ -25,12 +25,8 @@ def parsed(words, monkeypatch):
 
 
 SETTINGS = {  # objective, model, extension, short context, stride, data, rows a step on 8 GPUs, learning rate
-    "A-CE": ("CrossEntropy", "Llama-2-7b-hf", "eabf", 4096, 1024, "PG19DataModule", 64, 2e-5),
     "A-LongCE-K1k-d1k": ("LongCE", "Llama-2-7b-hf", "eabf", 1024, 1024, "PG19DataModule", 64, 2e-5),
-    "A-LongCE-K4k-d4k": ("LongCE", "Llama-2-7b-hf", "eabf", 4096, 4096, "PG19DataModule", 64, 2e-5),
-    "A-LongCE-K4k-d512": ("LongCE", "Llama-2-7b-hf", "eabf", 4096, 512, "PG19DataModule", 64, 2e-5),
     "B-LongCE": ("LongCE", "Llama-2-7b-hf", "pi", 4096, 1024, "PG19DataModule", 64, 2e-5),
-    "C-CE": ("CrossEntropy", "Llama-2-7b-hf", "eabf", 4096, 1024, "PileArxivDataModule", 8, 2e-5),
     "Mistral-LongCE": ("LongCE", "Mistral-7B-v0.1", "eabf", 4096, 1024, "PileArxivDataModule", 8, 1e-6),
     "Llama-2-13B-CE": ("CrossEntropy", "Llama-2-13b-hf", "eabf", 4096, 1024, "PileArxivDataModule", 8, 2e-5),
 }

@@ -34,9 +34,7 @@ def error(tmp_path, monkeypatch, capsys):
     ("words", "expected"),
     [
         (["scor"], "unknown command `scor`. Did you mean `score`?"),
-        (["compare", "run", "--outptu", "x"], "unknown option `--outptu`. Did you mean `--output`?"),
         ([*FIT, "--model.gamma", "3"], "unknown option `--model.gamma`. Did you mean `--model.objective.gamma`?"),
-        ([*FIT, "--model.objectve", "X"], "unknown option `--model.objectve`. Did you mean `--model.objective`?"),
         (
             [*FIT, "--data.sequence_lenght", "3"],
             "`datamodules.RecallDataModule` has no `sequence_lenght`. Did you mean `sequence_length`?",
@@ -45,20 +43,12 @@ def error(tmp_path, monkeypatch, capsys):
             [*FIT, "--trainer.callbacks+", "callbacks.StepChekpoint"],
             "`callbacks` has no `StepChekpoint`. Did you mean `StepCheckpoint`?",
         ),
-        (
-            [*FIT, "--model.optimizer.weigth_decay", "0.1"],
-            "`torch.optim.AdamW` has no `weigth_decay`. Did you mean `weight_decay`?",
-        ),
         ([*FIT, "--trainer.logger", "Tens"], "unknown class `Tens`. Write it with its module."),
         (
             [*FIT, "--model.objective", "LongC"],
             "unknown class `LongC`. Did you mean `lightning_modules.objectives.LongCE`?",
         ),
         ([*FIT, "--model.stride", "x"], "`model.stride`: Expected int. Got value: x"),
-        (
-            [*FIT, "--model.sink_tokens", "4"],
-            "unknown option `--model.sink_tokens`. `longce COMMAND --help` lists the options.",
-        ),
     ],
 )
 def test_the_command_line_names_the_nearest(words, expected, error):
@@ -89,19 +79,6 @@ def test_an_option_of_a_similar_name_does_not_hide_the_config(error):
     assert error(*FIT, "--model.stride", "32", config="model: {strid: 3}") == expected
 
 
-def test_the_first_screen_of_the_help_of_fit_lists_what_most_need(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["longce"])
-    with pytest.raises(SystemExit):
-        main(["fit", "--help"])
-    printed = capsys.readouterr().out
-    first = printed[: printed.index("options:")]
-    assert first.count("\n") < 60
-    assert max(map(len, first.splitlines())) <= 120
-    for name in ("--ckpt_path", "PG19DataModule", "RecallDataModule", "ExternalEvaluator", "LongCE ", "Normalized "):
-        assert name in first
-    assert "--trainer.accumulate_grad_batches" in printed
-
-
 OBJECTIVE = """
 import torch
 from lightning_modules.objectives import Objective
@@ -112,17 +89,12 @@ class Mine(Objective):
 """
 
 
-@pytest.mark.parametrize(
-    "wraps",
-    [False, True],
-)
-def test_an_objective_without_its_method_is_named(error, tmp_path, monkeypatch, wraps):
+def test_an_objective_without_its_method_is_named(error, tmp_path, monkeypatch):
     source = OBJECTIVE.format("long").replace("token_weights", "token_weight").replace("Mine", "Typo")
     (tmp_path / "my_typo.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "my_typo", raising=False)
-    named = "{class_path: my_typo.Typo}"
-    named = f"{{class_path: Normalized, init_args: {{objective: {named}}}}}" if wraps else named
+    named = "{class_path: Normalized, init_args: {objective: {class_path: my_typo.Typo}}}"
     expected = "my.yaml, line 2: `my_typo.Typo` must define `token_weights`."
     assert error(*FIT, config=f"model:\n  objective: {named}\n") == expected
 
@@ -145,10 +117,14 @@ def fit(tmp_path, monkeypatch):
     ("expression", "expected"),
     [
         ("long.sum(1)", r"`token_weights` of Mine must return a tensor of the shape \[B, T\] = .*, got \[\d+\]"),
-        ("None", r"`token_weights` of Mine must return .* got NoneType(.|\n)*optimizer step 0"),
+        pytest.param(
+            "None",
+            r"`token_weights` of Mine must return .* got NoneType(.|\n)*optimizer step 0",
+            marks=pytest.mark.slow,
+        ),
         ("long * float('nan')", r"objective Mine returned [\d,]+ NaN token weights at step 0"),
-        ("1 / (long * 0).abs()", r"objective Mine returned [\d,]+ infinite token weights at step 0"),
-        ("-torch.ones_like(long)", r"objective Mine returned [\d,]+ negative token weights at step 0"),
+        pytest.param("1 / (long * 0).abs()", r"returned [\d,]+ infinite token weights", marks=pytest.mark.slow),
+        pytest.param("-torch.ones_like(long)", r"returned [\d,]+ negative token weights", marks=pytest.mark.slow),
     ],
 )
 def test_an_objective_of_the_user_that_fails_is_named(fit, expression, expected, capsys):

@@ -47,7 +47,7 @@ def start(tmp_path, tokenizer, book_folder, monkeypatch, caplog):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("command", ["fit", pytest.param("predict", marks=pytest.mark.slow)])
 def test_what_only_the_package_sets_becomes_float32_with_a_message(start, command):
     assert start(command, capabilities=("avx512_bf16",))[:2] == ("bf16-mixed", "float32")
     precision, dtype, said = start(command, DTYPE, "auto")

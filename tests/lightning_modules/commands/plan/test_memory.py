@@ -150,24 +150,6 @@ def test_gradients_take_the_place_of_activations(eight):
     assert peaks[0] - peaks[1] == (31 + 3) * 32768 * 4096 * 2, "31 layer inputs, and three times the last hidden states"
 
 
-def test_without_checkpointing_the_last_layer_needs_one_copy_for_autocast(eight):
-    mixed = replace(BF16, dtype=torch.float32, autocast=torch.bfloat16, checkpointing="none", accumulates=False)
-    phases, name = training_memory(*eight, mixed).phases, "copies of the weights for autocast"
-    assert phases["end of the backward pass"][name] == phases["short windows"][name] < phases["backward pass"][name]
-    assert phases["end of the backward pass"]["activations of a layer"] == 32768 * eight[1].layer
-
-
-@pytest.mark.parametrize("change", [{"sharded": True, "gpus": 8}, {"sharded": True, "gpus": 8, "offload": True}])
-def test_shards_of_gradients_are_those_of_accumulation(eight, change):
-    together, alone = (training_memory(*eight, replace(BF16, accumulates=each, **change)) for each in (True, False))
-    assert alone.peak <= together.peak
-    if change.get("offload"):
-        assert alone.peak == together.peak
-    else:
-        assert alone.phases["end of the backward pass"]["gradients"] == together.lasting["gradients"]
-        assert alone.phases["backward pass"]["gradient of the head"] == 128256 * 4096 * 2 / 8
-
-
 def test_offloaded_parts_move_to_main_memory(eight):
     sharded = replace(BF16, sharded=True, gpus=16)
     alone, offloaded = (training_memory(*eight, replace(sharded, offload=offload)) for offload in (False, True))
@@ -187,3 +169,21 @@ def test_windows_of_a_pass():
     assert largest_short_pass(Training(131072, 1, 65536, 1024)) == 66560
     assert largest_short_pass(Training(4000, 1, 4096, 1024)) == 0
     assert largest_short_pass(Training(32768, 2, sliding=True, sequence_parallel_size=4)) == 16384
+
+
+def test_without_checkpointing_the_last_layer_needs_one_copy_for_autocast(eight):
+    mixed = replace(BF16, dtype=torch.float32, autocast=torch.bfloat16, checkpointing="none", accumulates=False)
+    phases, name = training_memory(*eight, mixed).phases, "copies of the weights for autocast"
+    assert phases["end of the backward pass"][name] == phases["short windows"][name] < phases["backward pass"][name]
+    assert phases["end of the backward pass"]["activations of a layer"] == 32768 * eight[1].layer
+
+
+@pytest.mark.parametrize("change", [{"sharded": True, "gpus": 8}, {"sharded": True, "gpus": 8, "offload": True}])
+def test_shards_of_gradients_are_those_of_accumulation(eight, change):
+    together, alone = (training_memory(*eight, replace(BF16, accumulates=each, **change)) for each in (True, False))
+    assert alone.peak <= together.peak
+    if change.get("offload"):
+        assert alone.peak == together.peak
+    else:
+        assert alone.phases["end of the backward pass"]["gradients"] == together.lasting["gradients"]
+        assert alone.phases["backward pass"]["gradient of the head"] == 128256 * 4096 * 2 / 8

@@ -117,29 +117,6 @@ def test_a_run_without_short_contexts_or_steps(plan):
     assert "short windows" not in numbers["memory"]["phases"]
 
 
-def test_measured_rates_are_reported_with_their_source(plan, tmp_path):
-    work = {"gemm": 8e14, "attention": 0.0, "attention_backward": 0.0}  # one second at 800 TFLOP/s
-    row = {"seconds": 1.2, "flops": work, "autocast": False, "plain": True}
-    rates = {"gemm": 800.0, "attention": 500.0, "attention_backward": 400.0}
-    results = {"gpu": "H200", "peak_tflops": 1000.0, "date": "", "source": "a card", "rates": rates, "rows": {"": row}}
-    (tmp_path / "gpu.json").write_text(json.dumps(results))
-    debug = [*LAYERS, "-c", str(CONFIGS / "debug.yaml"), "--gpu", "H200", "--trainer.precision", "bf16-true"]
-    numbers, text = plan(*debug, "--measured", str(tmp_path / "gpu.json"))
-    assert "Measured (a card): 80% of the peak in matrix products, 50% in attention, 40% in its backward pass" in text
-    assert "whole steps 1.14 to 1.26 times slower" in text
-    assert "Assumed, not measured on a GPU: 1 GiB for the CUDA context" in text
-    low, high = numbers["training"][0]["step_seconds"]
-    assert high / low == pytest.approx(1.05 / 0.95)
-
-
-@pytest.mark.slow
-def test_settings_that_are_not_planned_are_noted(plan):
-    debug = [*LAYERS, "-c", str(CONFIGS / "debug.yaml"), "--gpu", "H200"]
-    extension = "{method: rerope, original_length: 64, target_length: 128}"
-    notes = " ".join(plan(*debug, "--model.context_extension", extension)[0]["notes"])
-    assert "'rerope' is planned at the rates of flash attention" in notes
-
-
 def test_the_config_that_a_run_saves_can_be_planned(plan, tmp_path):
     saved = tmp_path / "config.yaml"
     saved.write_text((CONFIGS / "debug.yaml").read_text() + "\nckpt_path: null\nseed_everything: 0\n")
@@ -194,16 +171,6 @@ def test_sequences_are_not_split_with_attention_that_cannot_be(llamas):
     run = experiment(llamas["llama-3.1-8b"], dtype=torch.bfloat16, autocast=None, gpus=1)
     run = replace(run, attn_implementation="flash_attention_2")
     assert find_fitting(run, GPUS["H200"]._replace(memory=20), ModelSizes(run.config)) is None
-
-
-@pytest.mark.slow
-def test_the_cheaper_run_costs_less(plan, paper):
-    layers = [[], ["-c", str(CONFIGS / "experiments/cheaper_longce.yaml")]]
-    shipped, cheaper = (plan(*paper[:4], *layer, *paper[4:], "--gpu", "H200", "--gpus", "8")[0] for layer in layers)
-    assert (cheaper["run"]["stride"], cheaper["run"]["checkpointing"]) == (4096, "selective")
-    runs = [each["training"] for each in (shipped, cheaper)]
-    shares = [rows[1]["tflop"] - rows[0]["tflop"] for rows in runs]
-    assert shares[1] / shares[0] == pytest.approx(0.4, abs=0.03), "as the config and the README report"
 
 
 def test_a_run_is_compared_with_the_peak_of_its_own_gpus(tmp_path, monkeypatch):

@@ -162,7 +162,7 @@ def test_several_models_have_folders_and_one_table(guessing_dir, model_dir, tmp_
         main(["evaluate", "--model", str(model_dir), "--model", str(tmp_path / "missing"), *words])
 
 
-@pytest.mark.parametrize("mode", ["generate", "teacher_forced"])
+@pytest.mark.parametrize("mode", [pytest.param("generate", marks=pytest.mark.slow), "teacher_forced"])
 def test_progress_is_counted_in_tokens_within_a_question(mode, guessing_dir, tmp_path, monkeypatch):
     bars = replace_bars(monkeypatch, evaluation)
     evaluate(str(guessing_dir), str(tmp_path), **(TASKS | {"mode": mode}))

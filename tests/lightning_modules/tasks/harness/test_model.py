@@ -143,17 +143,6 @@ def test_random_states_and_modes_are_restored(tokenizer, task_dir):
     assert [sample["arguments"] for sample in again] == [sample["arguments"] for sample in first]
 
 
-def test_chat_template(model_dir, task_dir):
-    tokenizer = load_tokenizer(str(model_dir))
-    tokenizer.chat_template = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}"
-    config = TaskConfig(chat_template=True, limit=1)
-    model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), tokenizer, config)
-    loaded = load_tasks(find_names(["letter"], str(task_dir))[0], "letter", config)
-    prompt = evaluate_tasks(model, loaded)["samples"]["letter"][0]["arguments"][0][0]
-    assert prompt.startswith("<s>")
-    assert model.tok_encode(prompt).count(tokenizer.bos_token_id) == 1  # none besides the template's
-
-
 def reference(model, context, tokens):
     """One token at a time."""
     ids, total, greedy = list(context), 0.0, True
@@ -220,3 +209,14 @@ def test_a_tokenizer_without_bos_and_eos_is_refused(tokenizer):
     with pytest.raises(ValueError, match="neither a BOS nor an EOS"):
         HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), bare, TaskConfig())
     assert tokenizer.pad_token is None, "a class of the harness sets it on its own copy"
+
+
+def test_chat_template(model_dir, task_dir):
+    tokenizer = load_tokenizer(str(model_dir))
+    tokenizer.chat_template = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}"
+    config = TaskConfig(chat_template=True, limit=1)
+    model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), tokenizer, config)
+    loaded = load_tasks(find_names(["letter"], str(task_dir))[0], "letter", config)
+    prompt = evaluate_tasks(model, loaded)["samples"]["letter"][0]["arguments"][0][0]
+    assert prompt.startswith("<s>")
+    assert model.tok_encode(prompt).count(tokenizer.bos_token_id) == 1  # none besides the template's

@@ -37,21 +37,6 @@ def test_unmeasured_lengths_have_no_metric():
     assert summarize_results(table(rows), [])["tasks"]["niah"]["metrics"] == {"8192,none": 0.5, "acc,none": -1.0}
 
 
-def test_number_of_examples(task_dir):
-    def examples(**options):
-        manager, _ = find_names(["both"], str(task_dir))
-        loaded = load_tasks(manager, "both", TaskConfig(**options))
-        return {name: task.get_config("num_fewshot") for name, task in loaded["tasks"].items()}
-
-    assert examples() == {"choice": 1, "letter": 0}
-    assert examples(num_fewshot=2) == {"choice": 2, "letter": 2}
-
-
-def test_a_file_is_a_task(task_dir):
-    path = str(task_dir / "letter.yaml")
-    assert list(load_tasks(find_names([path])[0], path, TaskConfig())["tasks"]) == ["letter"]
-
-
 @pytest.mark.slow
 def test_unknown_names_and_missing_data_are_refused(task_dir, tmp_path, monkeypatch):
     # Looking up a name among all tasks of the harness takes 15 s.

@@ -51,7 +51,9 @@ def prompter(prompters):
 
 
 def length_of(name):
-    return 1500 if name in RETRIEVAL else 9000
+    if name in RETRIEVAL:
+        return 1500
+    return 9000 if name == "cwe" else 5000
 
 
 def read_answer(name, prompt):
@@ -131,9 +133,9 @@ def test_the_prompt_suffices_to_answer_and_silence_scores_0(tasks, prompters, na
 
 @pytest.mark.parametrize("name", [name for name in RETRIEVAL if name != "needle"])
 def test_answers_of_other_questions_are_wrong(name, prompter):
-    targets = [RETRIEVAL[name].example(prompter, 1500, index).target for index in range(10)]
+    targets = [RETRIEVAL[name].example(prompter, 1500, index).target for index in range(5)]
     for index, target in enumerate(targets):
-        assert RETRIEVAL[name].example(prompter, 1500, (index + 1) % 10).score(target) < 1
+        assert RETRIEVAL[name].example(prompter, 1500, (index + 1) % 5).score(target) < 1
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -198,23 +200,23 @@ def test_the_answer_is_at_the_requested_depth(name, prompter):
             assert example.depth == before / others
 
 
-@pytest.mark.parametrize("name", WITH_DEPTH)
-def test_random_depths_are_reported_and_spread(name, prompter):
-    depths = []
-    for index in range(30):
-        example = RETRIEVAL[name].example(prompter, 2500, index)
-        units, asked = split_units(example)
-        assert example.depth == units.index(asked) / (len(units) - 1)
-        depths.append(example.depth)
-    assert min(depths) < 0.2
-    assert max(depths) > 0.8
-    assert 0.3 < sum(depths) / 30 < 0.7
-
-
 @pytest.mark.parametrize("name", RETRIEVAL)
 def test_answers_are_in_the_text_once(name, prompter):
-    for index in range(10):
+    for index in range(4):
         example = RETRIEVAL[name].example(prompter, 3000, index)
         for answer in example.answers:
             times = len(re.findall(rf"(?<!\d){re.escape(answer)}(?!\d)", example.prompt))
             assert times == (2 if name == "passkey" else 1)
+
+
+@pytest.mark.parametrize("name", WITH_DEPTH)
+def test_random_depths_are_reported_and_spread(name, prompter):
+    depths = []
+    for index in range(12):
+        example = RETRIEVAL[name].example(prompter, 2500, index)
+        units, asked = split_units(example)
+        assert example.depth == units.index(asked) / (len(units) - 1)
+        depths.append(example.depth)
+    assert min(depths) < 0.3
+    assert max(depths) > 0.7
+    assert 0.3 < sum(depths) / 12 < 0.7
