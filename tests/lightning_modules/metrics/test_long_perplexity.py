@@ -2,7 +2,6 @@ import math
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 from torch import nn
 
 from lightning_modules.functional import long_perplexity
@@ -37,7 +36,7 @@ def test_forward_returns_the_value_of_the_batch():
 
 
 def test_plots_given_values():
-    axis = Figure().subplots()
+    axis = pytest.importorskip("matplotlib.figure").Figure().subplots()
     LongPerplexity().plot([torch.tensor(3.0), torch.tensor(2.0)], axis)
     assert list(axis.lines[0].get_ydata()) == [3.0, 2.0]
 

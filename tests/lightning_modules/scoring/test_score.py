@@ -12,7 +12,6 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.compare.command import compare
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.identity import model_identity
@@ -277,6 +276,8 @@ def test_several_models_are_compared_over_the_documents(model_dir, evaluator_dir
     row = next(row for row in rows if "other" in row)
     assert f"{ratio:.3f}" in row
     # The same table as from the files; its interval is over documents.
+    from lightning_modules.commands.compare.command import compare  # needs matplotlib, which the core does not
+
     assert compare([tmp_path / "out"]) in text
     assert f"{ratio:.3f} [" in text
     (other / "model.safetensors").unlink()
