@@ -171,7 +171,7 @@ def _write_slowly(options):
     """Run the command, which stays in the middle of a write until it gets a signal."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.fsync = lambda _: time.sleep(60)
-    main(["select", *options])
+    main(["corpus", "select", *options])
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
@@ -185,6 +185,7 @@ def test_a_stopped_command_leaves_the_old_files_and_can_be_repeated(scored, kind
     process = multiprocessing.get_context("fork").Process(target=_write_slowly, args=(options,))
     process.start()
     while not list(folder.glob(".building-ids.txt*")):
+        assert process.is_alive()
         time.sleep(0.01)
     os.kill(process.pid, kind)
     process.join()
@@ -193,7 +194,7 @@ def test_a_stopped_command_leaves_the_old_files_and_can_be_repeated(scored, kind
         assert process.exitcode == 130
         assert capfd.readouterr().err == "\nlongce: interrupted\n"
         assert len(list(folder.iterdir())) == 2
-    main(["select", *options])
+    main(["corpus", "select", *options])
     assert sorted(path.name for path in folder.iterdir()) == ["figure.svg", "ids.txt"]
     assert "old" not in {path.read_text() for path in folder.iterdir()}
 
