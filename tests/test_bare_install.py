@@ -83,7 +83,7 @@ def run_base(tmp_path_factory):
 
 def test_extras_of_the_readme_exist():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    paragraph = (ROOT / "README.md").read_text().partition("\nExtras: ")[2].partition("\n\n")[0]
+    paragraph = (ROOT / "README.md").read_text().partition("names its extra: ")[2].partition("\n\n")[0]
     named = set(re.findall(r"`(\w+)`", paragraph))
     assert {"corpora", "reports", "serve", "dev"} <= named <= extras.keys()
     assert set(EXTRAS.values()) <= extras.keys()

@@ -63,7 +63,7 @@ def test_commands_and_options_exist(page):
             continue
         if "--" in arguments:  # options of another command
             arguments = arguments[: arguments.index("--")]
-        deep = arguments[0] in ("data", "reproduce") and arguments[1].isalnum()
+        deep = arguments[0] in ("corpus", "data", "reproduce") and arguments[1].isalnum()
         text = help_of(*arguments[: 2 if deep else 1])
         assert text, arguments
         for option in arguments:

@@ -65,7 +65,7 @@ USAGE_ERRORS = [
     ("score --model a --evaluator b texts/", "No file 'texts/': pass UTF-8 text files, one document each."),
     ("evaluate --model ./missing --output o", "No model at './missing'"),
     ("evaluate --model a --output o --gen_kwargs x", "`gen_kwargs` has the unknown name 'x'"),
-    ("select missing", "'missing' contains no scores"),
+    ("corpus select missing", "'missing' contains no scores"),
     ("evaluate --model a", "output"),
     ("fit -c twice.yaml", "given twice"),
     ("fit --model.revison a", "unknown option `--model.revison`. Did you mean `--model.revision`?"),
