@@ -104,6 +104,11 @@ class LongContextScorer:
         for name, number in (("`max_tokens`", max_tokens), ("`batch_tokens`", batch_tokens)):
             if number is not None:
                 check_count(name, number)
+        if overlong not in ("cut", "skip") or per_token not in (None, "float16", "float32"):
+            raise ValueError(
+                "`overlong` must be 'cut' or 'skip', and `per_token` None, 'float16' or 'float32', got"
+                f" {overlong!r} and {per_token!r}."
+            )
         self.loading = ModelConfig(model, **loading)
         self.context_length = context_length
         self.stride = stride
@@ -137,9 +142,8 @@ class LongContextScorer:
         Raises:
             ValueError: If the text column is missing, or the rows already have a column of scores.
         """
-        table = self._as_table(rows)
-        scores = self.score(table[self.text_column].to_pylist())
-        scored = table.drop_columns([self.text_column])
+        texts, scored = self._split(rows)
+        scores = self.score(texts)
         for name in scores.column_names:
             if name in scored.column_names:
                 raise ValueError(f"The rows have a column '{name}', which is that of a score: rename it.")
@@ -157,6 +161,10 @@ class LongContextScorer:
         if not isinstance(text, str):
             reason = "the text is null" if text is None else f"the text has type {type(text).__name__}"
             return EncodedDocument(None, reason)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            return EncodedDocument(None, f"the text has a lone surrogate at {error.start}, which no tokenizer reads")
         document = EncodedDocument(None, None, text_sha256(text), shorten_text(text))
         if not text.strip():
             return replace(document, error=f"{LEFT_OUT}the text is empty or only white space")
@@ -219,16 +227,22 @@ class LongContextScorer:
         """Return the settings without the model and tokenizer."""
         return {name: value for name, value in vars(self).items() if name not in ("document_scorer", "tokenizer")}
 
-    def _as_table(self, rows: Any) -> pyarrow.Table:
-        if isinstance(rows, Mapping):
-            rows = pyarrow.table(dict(rows))
-        elif not isinstance(rows, pyarrow.Table) and len(rows) == 0:
-            rows = pyarrow.table({self.text_column: pyarrow.array([], pyarrow.string())})
-        elif not isinstance(rows, pyarrow.Table):
-            rows = pyarrow.Table.from_pylist([dict(row) for row in rows])
-        if self.text_column not in rows.column_names:
-            raise ValueError(f"The rows have no column '{self.text_column}', only {rows.column_names}.")
-        return rows
+    def _split(self, rows: Any) -> tuple[list[Any], pyarrow.Table]:
+        """Return the texts of a batch, and a table of the other columns."""
+        if isinstance(rows, pyarrow.Table):
+            columns = {name: rows[name] for name in rows.column_names}
+        elif isinstance(rows, Mapping):
+            columns = dict(rows)
+        else:
+            names = dict.fromkeys(name for row in rows for name in row)  # in order; a row may lack some
+            columns = {name: [row.get(name) for row in rows] for name in names or [self.text_column]}
+        if self.text_column not in columns:
+            raise ValueError(f"The rows have no column '{self.text_column}', only {[*columns]}.")
+        texts = columns.pop(self.text_column)
+        texts = texts.to_pylist() if isinstance(texts, pyarrow.ChunkedArray) else list(texts)
+        if columns:
+            return texts, pyarrow.table(columns)
+        return texts, pyarrow.table({"": [None] * len(texts)}).select([])
 
     def _new_table(self) -> ScoreTable:
         contexts = () if self.context_lengths is None else self.context_lengths.contexts

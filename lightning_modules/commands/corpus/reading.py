@@ -84,8 +84,11 @@ def pools(documents: Iterator[Document], batch_tokens: int | None) -> Iterator[l
 
 def read_ahead(items: Iterator[Item]) -> Iterator[Item]:
     """Yield from an iterator that a thread advances, one item ahead."""
-    with ThreadPoolExecutor(1) as pool:
+    pool = ThreadPoolExecutor(1)
+    try:
         following = pool.submit(next, items, None)
         while (item := following.result()) is not None:
             following = pool.submit(next, items, None)
             yield item
+    finally:
+        pool.shutdown(wait=False)  # one who stops does not wait for the next document

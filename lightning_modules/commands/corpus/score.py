@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow
@@ -14,17 +14,19 @@ import torch
 from tqdm import tqdm
 
 from datamodules.sources.corpus import CorpusColumns, CorpusFiles, find_corpus, is_text
+from datamodules.sources.locations import is_url
 from lightning_modules.commands.corpus.config import CorpusConfig
 from lightning_modules.commands.corpus.reading import count_missing, pools, read_ahead, read_missing
-from lightning_modules.commands.corpus.writing import Writer, file_states, find_scored, sigterm_stops
+from lightning_modules.commands.corpus.writing import Writer, file_states, find_scored, signals_stop
 from lightning_modules.models.loading.identity import check_same_model, describe_model
 from lightning_modules.scoring.corpus.counts import count_documents, report_failures
-from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards
+from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards, shard_name
 from lightning_modules.scoring.corpus.table import find_reserved_names
 from lightning_modules.scoring.long_context_scorer import LongContextScorer
 from lightning_modules.scoring.score import find_device
 from lightning_modules.utilities.errors import IncompleteError
 from lightning_modules.utilities.files import remove_unfinished
+from lightning_modules.utilities.identity import combined_hash
 from lightning_modules.utilities.locks import RunLock
 from lightning_modules.utilities.progress import progress_bar
 
@@ -59,13 +61,14 @@ def score_corpus(files: Sequence[str], config: CorpusConfig) -> str:
     # 1. Find the documents, and those that have scores.
     columns = CorpusColumns(config.text_column, config.key_column, tuple(config.columns))
     if clash := find_reserved_names(config.columns):
-        raise ValueError(f"`columns` has {clash}, which are names of score columns: rename them in the corpus.")
+        raise ValueError(f"`columns` has {clash}, which name another column already: rename them in the corpus.")
+    _check_place(files, config.output)
     shards = _open_folder(config)
     scorer = _make_scorer(config)
     corpus = find_corpus(files, columns, check=config.allowed_failures < 1)
     states = file_states(corpus)
     settings = _describe_settings(scorer, corpus, config)
-    with _only_writer(shards), sigterm_stops():
+    with _only_writer(shards), signals_stop():
         done = find_scored(shards, settings, corpus, states)
         shards.remove_success()
         # 2. Score the others. A thread reads and tokenizes the next documents meanwhile.
@@ -90,11 +93,22 @@ def score_corpus(files: Sequence[str], config: CorpusConfig) -> str:
         return _finish(shards, settings, unreadable, config)
 
 
+def _check_place(files: Sequence[str], output: str) -> None:
+    """Refuse an output that a later command would read as a part of the corpus."""
+    folder = Path(output).expanduser().resolve()
+    for path in files:
+        place = Path(path.partition("*")[0].rpartition("/")[0] or "." if "*" in path else path).expanduser()
+        if is_url(path) or is_url(output) or not place.is_dir() or ("*" in path and "**" not in path):
+            continue
+        if folder.is_relative_to(place.resolve()):
+            raise ValueError(f"`output` = '{output}' is in '{path}', whose files are scored: use a folder elsewhere.")
+
+
 def _open_folder(config: CorpusConfig) -> ScoreShards:
     """Return the folder of the shard; refuse a folder that has scores of another number of shards."""
     index, shards = config.shard_numbers
     whole = ScoreShards(config.output)
-    own = whole if shards == 1 else ScoreShards(f"{config.output.rstrip('/')}/{_shard_name(index, shards)}")
+    own = whole if shards == 1 else ScoreShards(f"{config.output.rstrip('/')}/{shard_name(index, shards)}")
     whole.check_writable()
     for name in whole.entries():
         other = re.fullmatch(r"shard-\d+-of-(\d+)", name)
@@ -106,10 +120,6 @@ def _open_folder(config: CorpusConfig) -> ScoreShards:
             )
     own.check_writable()
     return own
-
-
-def _shard_name(index: int, shards: int) -> str:
-    return f"shard-{index:05d}-of-{shards:05d}"
 
 
 def _make_scorer(config: CorpusConfig) -> LongContextScorer:
@@ -128,8 +138,8 @@ def _describe_settings(scorer: LongContextScorer, corpus: CorpusFiles, config: C
     names = ["context_length", "stride", "alpha", "beta", "gamma", "contexts", "per_token", "quantization"]
     names += ["max_tokens", "add_special_tokens", "text_column", "key_column"]
     index, shards = config.shard_numbers
-    # The choice of documents depends on the number of parts.
-    parts = f" of {len(corpus.parts)} files and row groups"
+    # A shard's choice of documents depends on all parts.
+    parts = combined_hash([[part.file, part.row_group, part.rows] for part in corpus.parts])
     return {
         "model": model.identity,
         "tokenizer": model.tokenizer,
@@ -138,7 +148,7 @@ def _describe_settings(scorer: LongContextScorer, corpus: CorpusFiles, config: C
         **{name: getattr(config, name) for name in names},
         "overlong": None if config.max_tokens is None else config.overlong,
         "columns": {name: str(kind) for name, kind in corpus.column_types.items()},
-        "shard": "0/1" if shards == 1 else f"{index}/{shards}{parts}",
+        "shard": "0/1" if shards == 1 else f"{index}/{shards} of the files and row groups {parts[:16]}",
     }
 
 

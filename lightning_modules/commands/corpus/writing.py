@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -37,7 +37,7 @@ class Writer:
         shards: ScoreShards,
         header: Mapping[str, Any],
         corpus: CorpusFiles,
-        states: Mapping[str, Any],
+        states: dict[str, Any],
         config: CorpusConfig,
     ) -> None:
         self.shards = shards
@@ -70,23 +70,32 @@ class Writer:
             self.write()
 
     def write(self) -> None:
-        """Write the rows of which the files are as they were when the command began."""
+        """Write the rows; raise a ``ValueError`` if a document is no longer the one that was scored."""
         with _signals_wait():
             if self._refs:
-                files = {ref.file: self.states[ref.file] for ref in self._refs}
-                local = {name: self.corpus.files[name] for name in files}
-                changed = [
-                    name for name, file in local.items() if isinstance(file, Path) and file_state(file) != files[name]
-                ]
-                if changed:
-                    _refuse_changes(changed, self.shards)
-                table = _identity_table(self._refs, self.corpus)
-                scores = pyarrow.concat_tables(self._scores)
-                for name in scores.column_names:
-                    table = table.append_column(scores.schema.field(name), scores[name])
-                self.shards.write(table, {**self.header, "files": files})
-                self.discard()
+                self._write_rows()
             self._begun = time.monotonic()
+
+    def _write_rows(self) -> None:
+        table = _identity_table(self._refs, self.corpus)
+        scores = pyarrow.concat_tables(self._scores)
+        for name in scores.column_names:
+            table = table.append_column(scores.schema.field(name), scores[name])
+        # 1. Leave out documents that have changed since they were scored.
+        names = table["file"].unique().to_pylist()
+        states = file_states(self.corpus, names)
+        touched = [name for name in names if states[name] != self.states[name]]
+        changed = [name for name in touched if not _has_same_documents(table, name, self.corpus)]
+        is_kept = pyarrow.compute.invert(pyarrow.compute.is_in(table["file"], pyarrow.array(changed, pyarrow.string())))
+        kept = table.filter(is_kept)
+        # 2. Write the others, and then report the changes.
+        if len(kept):
+            files = {name: states[name] for name in names if name not in changed}
+            self.shards.write(kept, {**self.header, "files": files})
+            self.states |= files
+        self.discard()
+        if changed:
+            _refuse_changes(changed, self.shards)
 
 
 def _identity_schema(corpus: CorpusFiles) -> pyarrow.Schema:
@@ -100,9 +109,16 @@ def _identity_table(refs: Sequence[DocumentRef], corpus: CorpusFiles) -> pyarrow
     return pyarrow.table([pyarrow.array([row.get(field.name) for row in rows], field.type) for field in schema], schema)
 
 
-def file_states(corpus: CorpusFiles) -> dict[str, Any]:
+def file_states(corpus: CorpusFiles, names: Iterable[str] | None = None) -> dict[str, Any]:
     """Return for each file a value that changes when its content does; the content is compared only then."""
-    return {name: file_state(file) if isinstance(file, Path) else file.identity for name, file in corpus.files.items()}
+    states: dict[str, Any] = {}
+    for name in corpus.files if names is None else names:
+        file = corpus.files[name]
+        try:
+            states[name] = file_state(file) if isinstance(file, Path) else file.identity
+        except OSError:  # it is gone
+            states[name] = None
+    return states
 
 
 def find_scored(
@@ -130,6 +146,9 @@ def find_scored(
     if suspects:
         _check_content(shards, suspects, corpus)
     _log.info("%s already has scores of %s documents.", shards, f"{len(scored):,}")
+    others = sorted(set(scored["file"].unique().to_pylist()) - corpus.files.keys())
+    if others:
+        _log.warning("%d of their files are not among those of this command, such as '%s'.", len(others), others[0])
     by_file = scored.group_by("file").aggregate([("row", "list")])
     numbers = (own.values.to_numpy() for own in by_file["row_list"])
     return dict(zip(by_file["file"].to_pylist(), map(np.sort, numbers), strict=True))
@@ -139,16 +158,25 @@ def _check_content(shards: ScoreShards, suspects: Mapping[str, set[str]], corpus
     """Raise a ``ValueError`` if a document is another one than when it was scored, in files that may have changed."""
     names = [*_identity_schema(corpus).names, "text_hash"]
     for name, _, table in shards.read(names):
-        for file in sorted(suspects.get(name, ())):
-            scored = table.filter(pyarrow.compute.equal(table["file"], file)).sort_by("row")
-            rows = frozenset(scored["row"].to_pylist())
-            parts = [part for part in corpus.parts if part.file == file]
-            found = [pair for part in parts for pair in corpus.read(part, rows.__contains__)]
-            refs = [ref for ref, _ in found]
-            hashes = [None if ref.error is not None else text_sha256(text) for ref, text in found]
-            now = _identity_table(refs, corpus).append_column("text_hash", pyarrow.array(hashes, pyarrow.string()))
-            if not now.sort_by("row").equals(scored.select(names).cast(now.schema)):
-                _refuse_changes([file], shards)
+        changed = [file for file in sorted(suspects.get(name, ())) if not _has_same_documents(table, file, corpus)]
+        if changed:
+            _refuse_changes(changed, shards)
+
+
+def _has_same_documents(scored: pyarrow.Table, file: str, corpus: CorpusFiles) -> bool:
+    """Return whether the scored rows of a file are still the documents at their places, by text, key and columns."""
+    scored = scored.filter(pyarrow.compute.equal(scored["file"], file)).sort_by("row")
+    rows = frozenset(scored["row"].to_pylist())
+    parts = [part for part in corpus.parts if part.file == file]
+    try:
+        found = [pair for part in parts for pair in corpus.read(part, rows.__contains__)]
+    except (ValueError, OSError):
+        return False
+    refs = [ref for ref, _ in found]
+    hashes = [None if ref.error is not None else text_sha256(text) for ref, text in found]
+    now = _identity_table(refs, corpus).append_column("text_hash", pyarrow.array(hashes, pyarrow.string()))
+    then = scored.select(now.column_names)
+    return str(now.sort_by("row").to_pylist()) == str(then.to_pylist())  # as text, in which NaN equals NaN
 
 
 def _refuse_changes(files: Sequence[str], shards: ScoreShards) -> NoReturn:
@@ -160,14 +188,18 @@ def _refuse_changes(files: Sequence[str], shards: ScoreShards) -> NoReturn:
 
 
 @contextmanager
-def sigterm_stops() -> Iterator[None]:
-    """Let SIGTERM end the command like Ctrl-C does, so that finished documents are written."""
+def signals_stop() -> Iterator[None]:
+    """Let the first SIGTERM or Ctrl-C end the command, and no other one the writing of finished documents."""
 
     def stop(number: int, _: Any) -> NoReturn:
-        os.write(2, b"longce: SIGTERM: stopping; finished documents are kept.\n")
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, lambda *_: None)
+        os.write(2, f"longce: {signal.Signals(number).name}: stopping; finished documents are kept.\n".encode())
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
         sys.exit(128 + number)
 
-    with _handlers({signal.SIGTERM: stop}):
+    with _handlers({signal.SIGTERM: stop, signal.SIGINT: stop}):
         yield
 
 

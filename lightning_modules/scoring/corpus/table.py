@@ -85,6 +85,12 @@ def _null_before(start: int, values: Tensor) -> pyarrow.Array:
 
 
 def find_reserved_names(names: Sequence[str]) -> list[str]:
-    """Return the columns of a corpus that have the name of a column of scores."""
-    reserved = {"key", "file", "row", "text", *_TEXT_COLUMNS, *_ERROR_COLUMN, *COLUMNS, *PER_TOKEN}
-    return sorted(name for name in names if name in reserved or name.startswith("ladder_"))  # for any context lengths
+    """Return the columns of a corpus that have the name of a column of scores, or of each other, as SQL reads it."""
+    taken = {"key", "file", "row", "text", *_TEXT_COLUMNS, *_ERROR_COLUMN, *COLUMNS, *PER_TOKEN}
+    clashing = []
+    for name in names:
+        lower = name.lower()  # SQL ignores case
+        if lower in taken or lower.startswith("ladder_"):  # for any context lengths
+            clashing.append(name)
+        taken.add(lower)
+    return sorted(clashing)

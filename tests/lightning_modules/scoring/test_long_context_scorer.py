@@ -58,6 +58,12 @@ def test_the_form_of_a_batch_is_that_of_its_scores(scorer, predicted):
     one_by_one = [row for number, text in enumerate(TEXTS) for row in scorer([{"text": text, "id": number}])]
     assert one_by_one == expected
     assert scorer([]) == []
+    some = scorer([{"text": TEXTS[1], "x": 1}, {"text": 5, "id": 3}, {"text": "\ud800"}])
+    assert [(row["x"], row["id"], row["error"] is None) for row in some] == [
+        (1, None, True),
+        (None, 3, False),
+        (None, None, False),
+    ]
     assert scorer(pyarrow.table(columns).slice(0, 0)).schema == tables[1].schema
 
 
@@ -113,7 +119,9 @@ def test_rows_that_do_not_fit_are_refused(scorer, rows, named):
         scorer(rows)
 
 
-@pytest.mark.parametrize(("options", "named"), [({"stride": 0}, "stride"), ({"gamma": 0.5}, "gamma")])
+@pytest.mark.parametrize(
+    ("options", "named"), [({"stride": 0}, "stride"), ({"gamma": 0.5}, "gamma"), ({"overlong": "foo"}, "overlong")]
+)
 def test_settings_that_do_not_fit_are_refused_before_anything_is_loaded(options, named):
     with pytest.raises(ValueError, match=named):
         LongContextScorer("nowhere", **options)

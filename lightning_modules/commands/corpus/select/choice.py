@@ -1,5 +1,7 @@
 """Choose documents in DuckDB: by SQL conditions, by their text, by rank, and at random."""
 
+import re
+
 import duckdb
 
 from lightning_modules.commands.corpus.select.config import SelectConfig
@@ -59,13 +61,18 @@ def evaluate_options(documents: duckdb.DuckDBPyRelation, config: SelectConfig) -
             # A parsed expression instead of a part of a statement, so that nobody can end the statement.
             value = duckdb.SQLExpression(expression)
             number = duckdb.ColumnExpression(NUMBER)  # beside which no aggregate is valid
-            found = str(documents.select(number, value).types[1])
+            if re.search(r"\bunnest\s*\(", expression, re.IGNORECASE):
+                raise ValueError("`unnest` gives several values for a document")
+            types = documents.select(number, value).types
+            if len(types) > 2:
+                raise ValueError("it has several values for a document")
+            found = str(types[1])
             is_wrong = found != "BOOLEAN" if wanted == "BOOLEAN" else found in ("BOOLEAN", "VARCHAR")
             if is_wrong and wanted != "VARCHAR":
                 raise ValueError(f"its type is {found} instead of {wanted}")
             selected.append(value.cast(wanted).alias(option))
-            documents.select(selected[-1])
-        except (duckdb.Error, ValueError) as error:
+            documents.select(selected[-1]).limit(0).fetchall()
+        except (duckdb.Error, ValueError, IndexError) as error:
             names = ", ".join(quote(name) for name in documents.columns if name != NUMBER)
             reason = first_line(error)
             raise ValueError(f"`{option}` = {expression} is not valid ({reason}). The columns are {names}.") from error

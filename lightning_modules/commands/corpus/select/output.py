@@ -41,12 +41,12 @@ def write_keys(path: Path, chosen: duckdb.DuckDBPyRelation) -> int:
 
 
 def write_documents(
-    path: Path, chosen: duckdb.DuckDBPyRelation, header: Mapping[str, Any], files: str | list[str] | None
-) -> None:
-    """Write the rows of the chosen documents.
+    path: Path, chosen: duckdb.DuckDBPyRelation, source: Mapping[str, Any], files: str | list[str] | None
+) -> int:
+    """Write the rows of the chosen documents, and return how many.
 
-    Scores of `longce corpus score` get the ``text`` of their documents, in the order of the files. ``header`` is that
-    of the scores (`read_header`), and ``files`` are the files of the documents if they have moved.
+    Scores of `longce corpus score` get the ``text`` of their documents, in the order of the files, which
+    ``source`` names (`read_source`), or ``files`` if they have moved.
 
     Raises:
         ValueError: If a document is missing or has changed.
@@ -54,16 +54,21 @@ def write_documents(
     reader = pyarrow.RecordBatchReader.from_stream(chosen)
     schema = reader.schema
     batches: Iterable[pyarrow.RecordBatch] = reader
-    if "source" in header:
+    if source:
         schema = schema.append(pyarrow.field("text", pyarrow.string()))
-        batches = _add_texts(reader.read_all(), header, files)
+        batches = _add_texts(reader.read_all(), source, files)
+    written = 0
     with exclusive(path), atomic_file(path) as stream:
         if path.suffix == ".jsonl":
-            stream.writelines(json.dumps(plain(row)).encode() + b"\n" for row in _iterate_rows(batches))
-            return
+            for row in _iterate_rows(batches):
+                stream.write(json.dumps(plain(row)).encode() + b"\n")
+                written += 1
+            return written
         with pyarrow.parquet.ParquetWriter(stream, schema, compression="zstd") as writer:
             for batch in batches:
                 writer.write_batch(batch)
+                written += len(batch)
+    return written
 
 
 def _iterate_rows(batches: Iterable[pyarrow.RecordBatch]) -> Iterator[dict[str, Any]]:
@@ -73,21 +78,33 @@ def _iterate_rows(batches: Iterable[pyarrow.RecordBatch]) -> Iterator[dict[str, 
 
 
 def _add_texts(
-    chosen: pyarrow.Table, header: Mapping[str, Any], files: str | list[str] | None
+    chosen: pyarrow.Table, source: Mapping[str, Any], files: str | list[str] | None
 ) -> Iterator[pyarrow.RecordBatch]:
     """Yield the chosen rows with the text of each document, some at a time."""
     from datamodules.sources.corpus import CorpusColumns, read_documents  # these import torch
-    from lightning_modules.scoring.token_scores import text_sha256
 
     places = {}  # of each document in the table
     rows: dict[str, list[int]] = {}  # of each file
     for place, (file, row) in enumerate(zip(chosen["file"].to_pylist(), chosen["row"].to_pylist(), strict=True)):
         places[file, row] = place
         rows.setdefault(file, []).append(row)
-    source = header["source"]
     paths = files or source["files"]
     columns = CorpusColumns(source["text_column"], source["key_column"], ())
-    documents = read_documents([paths] if isinstance(paths, str) else paths, columns, rows)
+    try:
+        documents = read_documents([paths] if isinstance(paths, str) else paths, columns, rows)
+        yield from _join_texts(chosen, documents, places)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{error} If the scored files have moved, or the paths are relative: set `--files`."
+        ) from error
+
+
+def _join_texts(
+    chosen: pyarrow.Table, documents: Iterator[tuple[Any, str]], places: Mapping[tuple[str, int], int]
+) -> Iterator[pyarrow.RecordBatch]:
+    """Yield the rows of documents with their texts, which must be those that were scored."""
+    from lightning_modules.scoring.token_scores import text_sha256  # imports torch
+
     hashes = chosen["text_hash"]
     found = 0
     while part := list(islice(documents, _TEXTS)):

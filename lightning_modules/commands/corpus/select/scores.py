@@ -20,11 +20,13 @@ from lightning_modules.commands.corpus.select.choice import (
     quote,
 )
 from lightning_modules.commands.corpus.select.config import SelectConfig
-from lightning_modules.scoring.corpus.shards import HEADER, PER_TOKEN
+from lightning_modules.scoring.corpus.shards import HEADER, PER_TOKEN, check_settings
 from lightning_modules.visualization.corpus import METRICS
 
 MEANS = ("key_token_ratio", "benefit_mean", "benefit_positive", "longppl", "perplexity")
 _SHARD = "path of the shard"
+_SETTINGS_OF_CORPORA = ("shard", "columns", "text_column", "key_column")
+"""Settings of scores that change no number, and may differ between corpora."""
 
 
 def find_files(database: duckdb.DuckDBPyConnection, paths: Sequence[str]) -> list[str]:
@@ -36,7 +38,7 @@ def find_files(database: duckdb.DuckDBPyConnection, paths: Sequence[str]) -> lis
     for path in paths:
         try:
             system, root = fsspec.url_to_fs(path)
-            found = sorted(system.glob(f"{root}/**/*.parquet" if system.isdir(root) else root))
+            found = sorted(system.glob(f"{escape(root)}/**/*.parquet" if system.isdir(root) else root))
         except (ImportError, ValueError, OSError) as error:
             raise ValueError(f"'{path}' cannot be read: {error}.") from error
         names = [name for name in found if PurePosixPath(name).name[0] not in "._"]
@@ -70,12 +72,44 @@ def name_damaged_file(database: duckdb.DuckDBPyConnection, files: Sequence[str])
         ) from error
 
 
-def read_header(database: duckdb.DuckDBPyConnection, file: str) -> dict[str, Any]:
-    """Return what `longce` recorded in a shard; empty if another program wrote it."""
-    query = "SELECT decode(value) FROM parquet_kv_metadata(?) WHERE key = ?"
-    found = database.execute(query, [escape(file), HEADER]).fetchone()
-    header: dict[str, Any] = {} if found is None else json.loads(found[0])
-    return header
+def read_source(database: duckdb.DuckDBPyConnection, files: Sequence[str], *, need_texts: bool) -> dict[str, Any]:
+    """Return where the texts of the documents are, as `longce` recorded it; empty if other programs wrote the scores.
+
+    Raises:
+        ValueError: If scores of different models or settings are mixed or, with ``need_texts``, of different columns
+            or programs.
+    """
+    query = "SELECT file_name, decode(value) FROM parquet_kv_metadata(?) WHERE key = ? ORDER BY file_name"
+    found = database.execute(query, [[escape(file) for file in files], HEADER]).fetchall()
+    headers = {file: json.loads(header) for file, header in found}
+    source: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    for file, header in headers.items():
+        own = {name: value for name, value in header["settings"].items() if name not in _SETTINGS_OF_CORPORA}
+        check_settings(settings or own, own, file)
+        settings = own
+        columns = {"text_column": header["source"]["text_column"], "key_column": header["source"]["key_column"]}
+        paths = source.get("files", [])
+        if need_texts and source and not columns.items() <= source.items():
+            raise ValueError(f"'{file}' names texts by {columns}, unlike other scores: select from them one by one.")
+        source = {**columns, "files": [*paths, *(path for path in header["source"]["files"] if path not in paths)]}
+    if need_texts and source and len(headers) < len(files):
+        other = next(file for file in files if file not in headers)
+        raise ValueError(f"'{other}' was written by another program: select from it alone, or write a .txt file.")
+    if source:
+        source["is_one_corpus"] = all(header["source"]["files"] == source["files"] for header in headers.values())
+    return source
+
+
+def check_repeated(database: duckdb.DuckDBPyConnection) -> None:
+    """Raise a ``ValueError`` if the table ``documents``, of one corpus, has a document twice."""
+    query = "FROM documents SELECT file, row, count(*) GROUP BY ALL HAVING count(*) > 1 ORDER BY ALL LIMIT 1"
+    found = database.execute(query).fetchone()
+    if found is not None:
+        raise ValueError(
+            f"Row {found[1]} of '{found[0]}' has scores {found[2]} times: name each folder once, and delete files that"
+            " are no longer of its corpus."
+        )
 
 
 def read_rows(database: duckdb.DuckDBPyConnection, files: Sequence[str]) -> duckdb.DuckDBPyRelation:
@@ -107,7 +141,8 @@ def load_documents(database: duckdb.DuckDBPyConnection, rows: duckdb.DuckDBPyRel
     evaluate_options(database.table("scores"), config)
     sql = " ".join(option_expressions(config).values()).lower()  # SQL ignores case
     needed = {NUMBER, "file", "row", "error", "tokens", *MEANS, *METRICS, config.rank_by, config.by}
-    columns = [quote(name) for name in rows.columns if name in needed or name.lower() in sql]
+    used = [name for name in rows.columns if name in needed or name.lower() in sql or quote(name).lower() in sql]
+    columns = [quote(name) for name in used]
     database.register("scores", pyarrow.RecordBatchReader.from_stream(rows.project(", ".join(columns))))
     database.execute("CREATE TABLE documents AS FROM scores")
     database.unregister("scores")  # it can be read only once

@@ -287,11 +287,15 @@ def test_a_damaged_file_ends_in_an_error_when_all_else_is_done(run, documents, t
     assert success(tmp_path / "out")["documents"] == 6, "the documents that were scored are the same"
 
 
-@pytest.mark.parametrize("attack", ["edit", "edit while it is scored", "touch", "copy", "append"])
+@pytest.mark.parametrize(
+    "attack", ["edit", "edit while it is scored", "touch", "touch while it is scored", "copy", "append"]
+)
 def test_scores_belong_to_the_content_of_documents(run, tmp_path, monkeypatch, attack):
     file = tmp_path / "lines" / "b.jsonl"
     file.parent.mkdir()
     file.write_text("".join(json.dumps({"id": n, "text": make_text(30, n), "n": n}) + "\n" for n in range(2)))
+    other = {"id": "other", "text": make_text(20), "n": float("nan")}
+    (file.parent / "a.jsonl").write_text(json.dumps(other))
     before = file.stat()
 
     def edit():
@@ -299,11 +303,13 @@ def test_scores_belong_to_the_content_of_documents(run, tmp_path, monkeypatch, a
         os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
     if attack == "edit while it is scored":
-        stop_after(1, monkeypatch, edit)
+        stop_after(2, monkeypatch, edit)
         with pytest.raises(ValueError, match=r"b\.jsonl"):
             run(files=file.parent)
-        assert not ScoreShards(str(tmp_path / "out")).names()
+        assert [row["file"] for row in rows(tmp_path / "out")] == ["a.jsonl"], "the scores of other files are kept"
         return
+    if attack == "touch while it is scored":
+        stop_after(2, monkeypatch, lambda: os.utime(file, (1, 1)))
     run(files=file.parent)
     if attack == "edit":
         edit()
@@ -315,11 +321,11 @@ def test_scores_belong_to_the_content_of_documents(run, tmp_path, monkeypatch, a
     elif attack == "copy":
         shutil.copyfile(file, tmp_path / "copy")
         (tmp_path / "copy").replace(file)
-    else:
+    elif attack == "append":
         with file.open("a") as stream:
             stream.write('{"id": 2, "text": "ba ce", "n": 2}\n')
     run(files=file.parent)
-    assert success(tmp_path / "out")["documents"] == 3 if attack == "append" else 2
+    assert success(tmp_path / "out")["documents"] == (4 if attack == "append" else 3)
 
 
 def test_a_model_that_changes_while_it_is_loaded_is_refused(run, tmp_path, model_dir, monkeypatch):
@@ -341,7 +347,11 @@ def test_a_model_that_changes_while_it_is_loaded_is_refused(run, tmp_path, model
 @pytest.mark.parametrize("where", ["while a document is scored", "while rows are added", "while they are written"])
 def test_a_signal_stops_at_once_and_keeps_the_finished_documents(run, tmp_path, monkeypatch, number, where):
     before = signal.getsignal(number)
-    send = functools.partial(os.kill, os.getpid(), number)
+
+    def send():
+        for each in (number, signal.SIGTERM, signal.SIGINT):  # no second one ends the writing
+            os.kill(os.getpid(), each)
+
     with monkeypatch.context() as patch:
         if where == "while a document is scored":
             stop_after(3, patch, send)
@@ -374,6 +384,10 @@ def test_shards_have_folders_of_their_own_and_together_all_documents(run, scored
     assert [folder.name for folder in folders] == [f"shard-{shard:05d}-of-00003" for shard in range(3)]
     assert [success(folder)["documents"] for folder in folders] == [3, 1, 2]
     assert rows(tmp_path / "out") == rows(scored)
+    (tmp_path / "corpus" / "a.parquet").rename(tmp_path / "corpus" / "b.parquet")
+    with pytest.raises(ValueError, match="`shard`"):
+        run(shard="0/3")
+    (tmp_path / "corpus" / "b.parquet").rename(tmp_path / "corpus" / "a.parquet")
     for shard in ("0/1", "0/2"):
         with pytest.raises(ValueError, match=r"scores in 3 shard\(s\)"):
             run(shard=shard)
@@ -428,6 +442,9 @@ def test_documents_that_are_batched_have_nearly_the_same_scores(run, scored, tmp
     ("options", "named"),
     [
         ({"columns": ["tokens"]}, r"`columns`.*'tokens'"),
+        ({"columns": ["n", "N"]}, r"`columns`.*'N'"),
+        ({"columns": ["Tokens"]}, r"`columns`.*'Tokens'"),
+        ({"output": "corpus/scores"}, "`output`.*corpus"),
         ({"output": "file/out"}, "file/out"),
         ({"alpha": -1.0}, "alpha"),
         ({"stride": 0}, "stride"),

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -155,7 +156,7 @@ def test_documents_come_with_text_and_scores(scored, ending):
 
 def test_documents_that_are_elsewhere_or_others(scored):
     (scored / "corpus").rename(scored / "moved")
-    with pytest.raises(FileNotFoundError, match="corpus"):
+    with pytest.raises(ValueError, match=r"corpus.*`--files`"):
         select(str(scored / "scores"), output=str(scored / "docs.jsonl"))
     moved = [str(scored / "moved")]
     select(str(scored / "scores"), output=str(scored / "docs.jsonl"), files=moved[0])
@@ -165,6 +166,44 @@ def test_documents_that_are_elsewhere_or_others(scored):
     with pytest.raises(ValueError, match=r"Row 8 of 'x/b\.jsonl' is no longer the document that was scored"):
         select(str(scored / "scores"), output=str(scored / "docs.jsonl"), files=moved)
     assert len((scored / "docs.jsonl").read_text().splitlines()) == 23, "the earlier file stays"
+
+
+def test_scores_that_do_not_belong_together_are_refused(scored):
+    """Shards twice, of another model, and of another program where texts are needed."""
+    scores = scored / "scores"
+    other = scored / "other"
+    shutil.copytree(scores, other)
+    with pytest.raises(ValueError, match="has scores 2 times"):
+        select([str(scores), str(other)])
+    for path in other.iterdir():
+        table = pyarrow.parquet.read_table(path)
+        header = json.loads(table.schema.metadata[b"longce"]) | {"settings": {"model": "another"}}
+        pyarrow.parquet.write_table(table.replace_schema_metadata({b"longce": json.dumps(header)}), path)
+    with pytest.raises(ValueError, match="`model`"):
+        select([str(scores), str(other)])
+    pyarrow.parquet.write_table(pyarrow.table({"tokens": [3]}), scored / "foreign.parquet")
+    paths = [str(scored / "foreign.parquet"), str(scores)]
+    assert table_of(select(paths), "all")[1] == "25"
+    with pytest.raises(ValueError, match=r"foreign\.parquet' was written by another program"):
+        select(paths, output=str(scored / "docs.jsonl"))
+    with pytest.raises(ValueError, match="would be read as scores"):
+        select(str(scores), output=str(scores / "chosen.parquet"))
+
+
+def test_shards_that_are_not_complete_are_named(scored):
+    shards = scored / "shards"
+    shards.mkdir()
+    (scored / "scores").rename(shards / "shard-00001-of-00003")
+    (shards / "shard-00001-of-00003" / SUCCESS).write_text("{}")
+    told = select(str(shards))
+    assert [f"shard-0000{index}-of-00003/{SUCCESS} is missing" in told for index in range(3)] == [True, False, True]
+
+
+def test_names_of_folders_and_columns_with_signs(tmp_path):
+    folder = tmp_path / "s[1]"
+    folder.mkdir()
+    pyarrow.parquet.write_table(pyarrow.table({'a"b': ["x", "y"], "tokens": [1, 2]}), folder / "x.parquet")
+    assert table_of(select(str(folder), where="""\"a\"\"b\" = 'x'"""), "all")[2] == "1"
 
 
 def _write_slowly(options):
@@ -209,6 +248,10 @@ REFUSED = {
         "sum(tokens) > 1",
         "nope = 1",
         "tokens > 1, tokens > 2",
+        "COLUMNS('tokens|benefit_mean') > 1",
+        "unnest([true, true])",
+        "tokens > ?",
+        "$1",
         "tokens > 1) FROM documents; SELECT (1",
         "(SELECT count(*) FROM read_text('secret.csv')) > 0",
         "(SELECT count(*) FROM read_csv('secret.csv')) > 0",
@@ -361,19 +404,21 @@ def test_documents_of_other_programs_may_lack_values(foreign):
 
 
 def test_a_damaged_column_that_only_the_output_has_is_named(tmp_path):
-    path = tmp_path / "b.parquet"
+    scores = tmp_path / "scores"
+    scores.mkdir()
+    path = scores / "b.parquet"
     table = pyarrow.table({"tokens": range(1000), "other": [str(n * n) for n in range(1000)]})
-    for file in (tmp_path / "a.parquet", path):
+    for file in (scores / "a.parquet", path):
         pyarrow.parquet.write_table(table, file, compression="zstd")
     column = pyarrow.parquet.read_metadata(path).row_group(0).column(1)
     content = bytearray(path.read_bytes())
     content[column.dictionary_page_offset + 40 : column.dictionary_page_offset + 240] = bytes(200)
     path.write_bytes(content)
-    assert table_of(select(str(tmp_path)), "all")[1] == "2,000"
+    assert table_of(select(str(scores)), "all")[1] == "2,000"
     (tmp_path / "out").mkdir()
     for ending in ("jsonl", "parquet"):
         with pytest.raises(ValueError, match=f"'{path}' cannot be read as a parquet file"):
-            select(str(tmp_path), output=str(tmp_path / "out" / f"chosen.{ending}"))
+            select(str(scores), output=str(tmp_path / "out" / f"chosen.{ending}"))
     assert not list((tmp_path / "out").glob("chosen.*"))
 
 
