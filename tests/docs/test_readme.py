@@ -334,13 +334,13 @@ def test_the_script_from_raw_files_to_a_trained_model(reader):
         (reader / "raw" / f"{source}.jsonl").write_text("".join(lines))
     script = next(block for block in blocks(ROOT / "docs" / "curate.md", "bash") if block.startswith("MODEL="))
     words = stand_in(script.replace("\\\n", " "), CLOSED_LOOP)
-    small = " --trainer.accelerator cpu --trainer.devices 1 --model.context_length 32 --model.stride 16"
-    more = {"predict": f"{small} --data.num_workers 0 --model.dtype float32", "select": "", "fit": small}
-    more["fit"] += " --trainer.precision 32-true --trainer.val_check_interval 20 --data.validation_length 64"
+    small = "--trainer.accelerator cpu --trainer.devices 1 --model.context_length 32 --model.stride 16"
+    more = {"corpus score": SCORE_CORPUS.more, "corpus select": "", "fit -c": small}
+    more["fit -c"] += " --trainer.precision 32-true --trainer.val_check_interval 20 --data.validation_length 64"
     _, *commands = words.replace("$MODEL", "model").strip().splitlines()
     for command in commands:
-        name, _, rest = command.removeprefix("longce ").partition(" ")
-        longce(f"{name} {rest} {more[name]}")
+        words = command.removeprefix("longce ")
+        longce(f"{words} {more[' '.join(words.split()[:2])]}")
     assert (reader / "chosen.svg").is_file()
     assert len(pq.read_table(reader / "chosen.parquet")) == 30, "each text once, and not the blank one"
     assert (reader / next(reader.glob("runs/longce/*/checkpoints/*step-20*"))).exists()
