@@ -32,10 +32,14 @@ HANGS = 60.0
 
 
 class Recorder(Callback):
-    """Appends a line for each batch and evaluation, which no kill takes back: numbers to the last bit."""
+    """Appends a line for each batch and evaluation, which no kill takes back: numbers to the last bit.
 
-    def __init__(self, folder: str) -> None:
+    It waits ``pause`` seconds after each batch, so that a test has the time to disturb the run before its end.
+    """
+
+    def __init__(self, folder: str, pause: float = 0.0) -> None:
         self.folder = folder
+        self.pause = pause
 
     def write(self, trainer, *line):
         with open(f"{self.folder}/rank{trainer.global_rank}.jsonl", "ab", buffering=0) as file:
@@ -45,6 +49,7 @@ class Recorder(Callback):
         number = trainer.fit_loop.epoch_loop.total_batch_idx
         tokens = zlib.crc32(batch["input_ids"].numpy().tobytes())
         self.write(trainer, number, tokens, outputs["loss"].item().hex())
+        time.sleep(self.pause)
 
     def on_validation_end(self, trainer, pl_module):
         if not trainer.sanity_checking:
