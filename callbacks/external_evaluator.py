@@ -1,6 +1,7 @@
 """Log LongPPL during training: key tokens by frozen evaluators, likelihoods by the trained model."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,41 +14,48 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
-from callbacks.evaluation_numbers import (
-    Found,
-    Influence,
-    ScoredDocument,
-    Thresholds,
-    measure_alignment,
-    measure_bits,
-    measure_key_tokens,
-    read_thresholds,
-    write_documents,
-)
 from callbacks.requirements import check_names
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.functional import scan_token_mask, span_token_mask
+from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.checks import find_impossible
-from lightning_modules.functional.influence import check_gamma
-from lightning_modules.models.loading.provenance import Provenance
+from lightning_modules.functional.influence import check_gamma, check_thresholds
 from lightning_modules.models.progress import count_tokens, show_progress
 from lightning_modules.models.tokenization.encoding import encode_text
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.config import EvaluatorConfig
-from lightning_modules.scoring.evaluator import EvaluatedDocument, Evaluator
-from lightning_modules.scoring.key_tokens import (
-    Coverage,
-    Tokens,
-    document_tokens,
-    measure_coverage,
-    transfer_soft_influence,
-)
-from lightning_modules.scoring.token_scores import read_key_spans, text_sha256
+from lightning_modules.scoring.evaluator import Evaluator
+from lightning_modules.scoring.key_tokens import KeyTokens, Tokens, find_key_tokens
+from lightning_modules.scoring.measure import Document, measure
+from lightning_modules.scoring.records import FOLDER, Definition, Record, Source, Sums, summarize, write_records
+from lightning_modules.scoring.token_scores import TokenScores, read_key_spans, text_sha256
+from lightning_modules.training.checkpoints.resume import is_remote, run_folder
 from lightning_modules.training.evaluation import join_key, validation_set_keys
 from lightning_modules.training.monitoring.numerics import find_numerics
 from lightning_modules.training.preemption import interruptible, raise_if_stopping
+from lightning_modules.utilities.collectives import gathered
 from lightning_modules.utilities.identity import content_hash
 from lightning_modules.visualization.tensorboard.layout import CUSTOM_SCALARS
+from lightning_modules.visualization.tensorboard.panels import EvaluatedDocument
+
+_OF_ALL_THRESHOLDS = (
+    "documents_aligned_by_characters",
+    "tokens_sharing_characters",
+    "tokens_without_characters",
+    "evaluator_tokens_sharing_characters",
+    "evaluator_tokens_without_characters",
+    "longppl_soft",
+)
+"""Numbers that do not depend on thresholds."""
+
+_LOGGED_BY_THRESHOLDS = (
+    "longppl",
+    "key_tokens",
+    "key_token_share",
+    "documents_without_key_tokens",
+    "key_bits_per_byte",
+    "bits_per_byte",
+    "longppl_per_evaluator_token",
+)
+"""Numbers that are logged for each pair of thresholds."""
 
 
 class ExternalEvaluator(Callback):
@@ -58,11 +66,11 @@ class ExternalEvaluator(Callback):
     whose key tokens were mapped by characters; ``val/tokens_sharing_characters`` and ``val/tokens_without_characters``
     are fractions of the model's tokens, ``val/evaluator_tokens_..`` of the evaluator's. ``val/key_bits_per_byte``,
     ``val/bits_per_byte`` and ``val/longppl_per_evaluator_token`` do not depend on the model's tokenizer
-    (`lightning_modules.functional.text_bits.TextBits`).
+    (`lightning_modules.scoring.records.Sums`).
 
     With several validation sets (`data.validation_sets`), evaluators (one callback each, with a `name`) or
     `thresholds`, names are ``val/<set>/<evaluator>/<thresholds>/longppl``, without the parts of which there is one. The
-    numbers of each document go to ``documents/`` in the folder of the run.
+    records of all documents go to ``documents/`` in the folder of the run (`lightning_modules.scoring.records`).
 
     A training is also evaluated before its first step. The evaluator scores each document once and stores the scores,
     so other thresholds, later epochs and other models need no second pass. Evaluators are loaded one after another,
@@ -104,18 +112,34 @@ class ExternalEvaluator(Callback):
                 f"`name` is a part of metric and file names: use letters, digits, '_', '-', '.', got {name!r}."
             )
         self.config = EvaluatorConfig(evaluator or "", **options)
-        self.gamma = gamma
         self.key_spans = key_spans
         self.name = name
         self.before_training = before_training
-        self.thresholds = read_thresholds(thresholds, Thresholds(self.config.alpha, self.config.beta))
+        self.definitions = self._define(thresholds, gamma)
         self.evaluator = None if evaluator is None else Evaluator(self.config)
         self.evaluated: dict[str, EvaluatedDocument] = {}  # this process's documents, by SHA-256
-        self._documents: list[ScoredDocument] = []
+        self._documents: list[tuple[Document, Tensor]] = []  # with log-likelihoods [N] on the model's device
         self._warned: set[str] = set()
         self._layout_is_written = False
         self._key = ""  # part of the names in logs
         self._stored_tokenizer: PreTrainedTokenizerFast | None = None
+
+    def _define(self, thresholds: dict[str, dict[str, float]] | None, gamma: float) -> dict[str, Definition]:
+        """Return the definitions of key tokens by the names of their thresholds; the default has no name."""
+        config = self.config
+        sizes = (config.context_length, config.stride) if self.key_spans is None else (0, 0)
+        default = Definition(*sizes, config.alpha, config.beta, config.key_token_rule, gamma)
+        if not thresholds:
+            return {"": default}
+        definitions = {}
+        for name, values in thresholds.items():
+            if not name or "/" in name or set(values) - {"alpha", "beta"}:
+                raise ValueError(
+                    f"`thresholds` must be names without '/', each with `alpha` and `beta`, got {thresholds}."
+                )
+            definitions[name] = default._replace(alpha=values.get("alpha", 2.0), beta=values.get("beta", -2.0))
+            check_thresholds(definitions[name].alpha, definitions[name].beta)
+        return definitions
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -154,60 +178,28 @@ class ExternalEvaluator(Callback):
                 trainer.fit_loop.epoch_loop.val_loop.run()
             trainer.training = True
 
-    def influence(
-        self, batch: PackedBatch, row: int, device: torch.device | str
-    ) -> tuple[Tensor, Tensor | None, Coverage]:
-        """Return key tokens (by the first thresholds), soft weights and coverage of a row's one document.
+    def key_tokens(self, batch: PackedBatch, row: int, device: torch.device | str) -> KeyTokens:
+        """Return the key tokens of a row's one document, by the first thresholds; they may be not scored."""
+        document = self._read_row(batch, row)
+        return self._find_key_tokens(self._found_by(document, device), document.tokens)
 
-        They are ``[T]`` bool and ``[T]`` float64, both 0 where a token is not scored. Precomputed spans have no soft
-        weights.
-        """
-        found = self._find_influence(self._read_row(batch, row, torch.empty(0)), device)
-        return next(iter(found.key.values())), found.soft, found.coverage
+    def _find_key_tokens(self, found_by: TokenScores | Tensor, tokens: Tokens) -> KeyTokens:
+        first = next(iter(self.definitions.values()))
+        return find_key_tokens(found_by, tokens, alpha=first.alpha, beta=first.beta, rule=first.key_token_rule)
 
-    def _read_row(self, batch: PackedBatch, row: int, log_likelihood: Tensor) -> ScoredDocument:
-        """Return a row's document, with the offsets that the alignment rule uses."""
-        text = batch["text"][row]
-        tokens = document_tokens(batch, row)
-        if self._stored_tokenizer is not None and text:
-            tokens = tokens._replace(offsets=stored_offsets(text, tokens, self._stored_tokenizer))
-        set_name = batch["sets"][row] if "sets" in batch else ""
-        scored = batch["labels"][row].ne(IGNORE_INDEX).cpu()
-        if find_impossible(log_likelihood).any():
-            rank_zero_warn(
-                f"The trained model gives tokens of '{batch['names'][row]}' log-likelihoods that are not finite or"
-                " above 0, so LongPPL is NaN: its training has diverged, or `trainer.precision` is too small for it."
-            )
-            log_likelihood = torch.full_like(log_likelihood, torch.nan)
-        return ScoredDocument(set_name, batch["names"][row], text, tokens, log_likelihood, scored)
+    def _read_row(self, batch: PackedBatch, row: int) -> Document:
+        """Return a row's document, with the offsets that the rule of key tokens uses."""
+        document = Document.of_row(batch, row)
+        if self._stored_tokenizer is None or not document.text:
+            return document
+        offsets = stored_offsets(document.text, document.tokens, self._stored_tokenizer)
+        return document._replace(tokens=document.tokens._replace(offsets=offsets))
 
-    def _find_influence(self, document: ScoredDocument, device: torch.device | str) -> Influence:
-        text = document.text
-        tokens = document.tokens
-        scored = document.scored
-
-        def masked(values: Tensor) -> Tensor:
-            """Pad the values of tokens to the sequence; 0 where a token is not scored."""
-            return torch.cat([values, values.new_zeros(len(scored) - len(values))]) * scored
-
+    def _found_by(self, document: Document, device: torch.device | str) -> TokenScores | Tensor:
+        """Return the evaluator's scores of a document, or its precomputed spans."""
         if self.evaluator is None:
-            spans = self._precomputed_spans(text, document.name)
-            authors = self.config.key_token_rule == "authors"
-            key = (scan_token_mask if authors else span_token_mask)(tokens.offsets, spans)
-            coverage = measure_coverage(tokens, None, "authors" if authors else "characters")
-            bits = dict.fromkeys(self.thresholds, measure_bits(document, spans))
-            return Influence(dict.fromkeys(self.thresholds, masked(key)), None, coverage, bits)
-        # Once for all thresholds: of a sharded evaluator, a process without a text joins once.
-        scores = self.evaluator.scores(text, device=device, name=document.name)
-        found = {
-            name: self.evaluator.evaluate_scores(scores, tokens, thresholds=each)
-            for name, each in self.thresholds.items()
-        }
-        first = next(iter(found.values()))
-        self.evaluated[first.scores.text_sha256] = first
-        soft = transfer_soft_influence(first.scores, tokens, gamma=self.gamma)
-        bits = {name: measure_bits(document, each.spans, each.scores.offsets) for name, each in found.items()}
-        return Influence({name: masked(each.key) for name, each in found.items()}, masked(soft), first.coverage, bits)
+            return self._precomputed_spans(document.text, document.name)
+        return self.evaluator.scores(document.text, device=device, name=document.name)
 
     def _precomputed_spans(self, text: str, name: str) -> Tensor:
         """Read the spans of a document from the file named by its name, its id or the hash of its text."""
@@ -234,71 +226,112 @@ class ExternalEvaluator(Callback):
             return
         if "text" not in batch:
             raise ValueError("`ExternalEvaluator` needs a data module whose batches have `text` and `offsets`.")
-        rows = zip(range(len(batch["text"])), outputs["log_likelihood"], strict=True)
-        self._documents += [self._read_row(batch, row, log_likelihood) for row, log_likelihood in rows]
+        for row, log_likelihood in enumerate(outputs["log_likelihood"]):
+            document = self._read_row(batch, row)
+            log_likelihood = log_likelihood[: len(document.tokens.ids)]
+            if find_impossible(log_likelihood).any():
+                rank_zero_warn(
+                    f"The trained model gives tokens of '{document.name}' log-likelihoods that are not finite or above"
+                    " 0, so LongPPL is NaN: its training has diverged, or `trainer.precision` is too small for it."
+                )
+                log_likelihood = torch.full_like(log_likelihood, torch.nan)
+            self._documents.append((document, log_likelihood))
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking and self.before_training:
             return
         stage = "test" if trainer.testing else "val"
-        found = self._find_all(trainer, pl_module.device)
+        own = self._measure_all(trainer, pl_module, stage)
+        # Processes take turns with the documents.
+        records = [record for found in gathered(own) for record in found]
+        records.sort(key=lambda record: (record.set, record.document))
         for set_name, set_key in validation_set_keys(trainer).items():
             place = join_key(stage, set_key, self._key)
-            own = [each for each in found if each[0].set == set_name]
-            for label, value in self._measure(trainer, own, pl_module.device, place).items():
-                value = torch.as_tensor(value, dtype=torch.float32)
-                pl_module.log(
-                    join_key(place, label), value, prog_bar=join_key(place, label) == "val/longppl", sync_dist=True
-                )
-        name = self.name or "evaluator"
-        numerics = find_numerics(trainer, pl_module)
-        settings = {f"model_{name}": value for name, value in numerics._asdict().items()}
-        settings |= self._describe_key_tokens(pl_module.device)
-        write_documents(trainer, found, self.thresholds, stage=stage, evaluator=name, settings=settings)
+            of_set = [record for record in records if record.set == set_name]
+            for label, value in self._find_numbers(of_set, place).items():
+                name = join_key(place, label)
+                number = torch.tensor(value, dtype=torch.float32)
+                pl_module.log(name, number, prog_bar=name == "val/longppl", sync_dist=True)
+        self._write(trainer, records, stage)
 
-    def _describe_key_tokens(self, device: torch.device) -> dict[str, Any]:
-        """Return what the key tokens depend on, apart from thresholds: the evaluator's provenance, K, d and rule."""
-        if self.evaluator is not None:
-            evaluator = self.evaluator.provenance(device)
-        else:
-            spans = Path(str(self.key_spans))
-            evaluator = Provenance(f"sha256:{content_hash(spans, spans.glob('*.txt'))}", "", "", "")
-        sizes = {"context_length": self.config.context_length, "stride": self.config.stride} if self.evaluator else {}
-        described = {f"evaluator_{name}": value for name, value in evaluator._asdict().items()}
-        return {**described, **sizes, "key_token_rule": self.config.key_token_rule}
-
-    def _find_all(self, trainer: Trainer, device: torch.device) -> list[tuple[ScoredDocument, Influence]]:
-        """Find the key tokens of all documents, in the same order in all processes, and free the evaluator."""
-        found = []
-        sizes = {"context_length": self.config.context_length, "stride": self.config.stride}
-        tokens = [count_tokens(len(document.tokens.ids), **sizes) for document in self._documents]
+    def _measure_all(self, trainer: Trainer, module: LightningModule, stage: str) -> list[Record]:
+        """Measure the documents of this process, in the same order in all processes, and free the evaluator."""
+        records: list[Record] = []
+        numerics = find_numerics(trainer, module)
+        model = Source(dtype=numerics.dtype, attention=numerics.attention, precision=numerics.precision)
+        evaluator = self._describe_evaluator(module.device)
+        tokens = [
+            count_tokens(len(each.tokens.ids), context_length=self.config.context_length, stride=self.config.stride)
+            for each, _ in self._documents
+        ]
         # A sharded evaluator communicates, so its processes cannot wait for each other here.
         sharded = self.evaluator is not None and self.config.sharded
         stopping = interruptible(trainer, communicates=sharded)
         with stopping, show_progress(self._documents, "evaluator", tokens) as documents:
-            for document in documents:
+            for document, log_likelihood in documents:
                 raise_if_stopping(trainer, together=sharded)
                 if document.text:
-                    found.append((document, self._find_influence(document, device)))
+                    # Once for all thresholds: of a sharded evaluator, a process without a text joins once.
+                    found_by = self._found_by(document, module.device)
+                    records += measure(
+                        document, log_likelihood, found_by, self.definitions, model=model, evaluator=evaluator
+                    )
+                    if isinstance(found_by, TokenScores):
+                        self.evaluated[found_by.text_sha256] = EvaluatedDocument(found_by, document.tokens)
                 elif self.evaluator is not None:
-                    self.evaluator.join(device=device)
+                    self.evaluator.join(device=module.device)
             self._documents = []
             if self.evaluator is not None:
                 self.evaluator.release()
-        return found
+        about: dict[str, Any] = {"stage": stage, "step": trainer.global_step, "evaluator_label": self.name or ""}
+        return [record._replace(**about) for record in records]
 
-    def _measure(self, trainer: Trainer, documents: Found, device: torch.device, place: str) -> dict[str, Any]:
-        """Return the numbers of a set by their names, those that depend on thresholds for each of these."""
-        values = measure_alignment(trainer, documents, device=device, place=place)
+    def _describe_evaluator(self, device: torch.device) -> Source:
+        """Return what identifies the evaluator, or the precomputed spans."""
         if self.evaluator is None:
-            del values["longppl_soft"]  # precomputed spans have no soft weights
-        for name in self.thresholds:
-            key = name if len(self.thresholds) > 1 else ""
-            where = join_key(place, key)
-            numbers = measure_key_tokens(trainer, documents, name, device=device, place=where, warned=self._warned)
-            values |= {join_key(key, label): value for label, value in numbers.items()}
+            spans = Path(str(self.key_spans))
+            return Source(str(spans), f"sha256:{content_hash(spans, spans.glob('*.txt'))}")
+        provenance = self.evaluator.provenance(device)
+        return Source(self.config.evaluator, *provenance, special_tokens=self.config.add_special_tokens)
+
+    def _find_numbers(self, records: Sequence[Record], place: str) -> dict[str, float]:
+        """Return the numbers of a set by their names, those that depend on thresholds for each of these."""
+        by_label = summarize(records, by="thresholds_label")
+        first = by_label.get(next(iter(self.definitions)), Sums())
+        if (warning := first.coverage_warning()) is not None:
+            rank_zero_warn(f"{place} documents: {warning}")
+        numbers = first.numbers()
+        values = {name: numbers[name] for name in _OF_ALL_THRESHOLDS if name in numbers}
+        for label in self.definitions:
+            sums = by_label.get(label, Sums())
+            key = label if len(self.definitions) > 1 else ""
+            self._warn_without_key_tokens(sums, join_key(place, key))
+            numbers = sums.numbers()
+            values |= {join_key(key, name): numbers[name] for name in _LOGGED_BY_THRESHOLDS if name in numbers}
         return values
+
+    def _warn_without_key_tokens(self, sums: Sums, place: str) -> None:
+        """Warn of documents without key tokens, once for each place."""
+        if not sums.without_key_tokens or place in self._warned:
+            return
+        self._warned.add(place)
+        rank_zero_warn(
+            f"{sums.without_key_tokens} of {sums.documents} {place} documents have no key token"
+            + (" and do not count in LongPPL." if sums.key_tokens else ": LongPPL is undefined (NaN).")
+            + " They may be too short for `context_length`, or the evaluator may not use the long context."
+        )
+
+    def _write(self, trainer: Trainer, records: Sequence[Record], stage: str) -> None:
+        """Write the records to ``documents/STAGE-EVALUATOR-step-N.parquet`` in the run's folder."""
+        dry_run = trainer.sanity_checking or getattr(trainer, "fast_dev_run", False)
+        if not trainer.is_global_zero or dry_run or not records or not trainer.loggers:
+            return
+        folder = run_folder(trainer)
+        if None in (trainer.loggers[0].name, trainer.loggers[0].version) or is_remote(folder):
+            return
+        name = f"{stage}-{self.name or 'evaluator'}-step-{trainer.global_step}.parquet"
+        write_records(folder / FOLDER / name, records)
 
     on_validation_start = on_test_start = on_fit_start
     on_test_epoch_start = on_validation_epoch_start

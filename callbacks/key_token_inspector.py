@@ -18,6 +18,7 @@ from lightning_modules.functional.influence import check_thresholds
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.context_extension.rotary_checks import check_static
 from lightning_modules.models.short_context import short_log_likelihood
+from lightning_modules.scoring.records import Definition
 from lightning_modules.scoring.token_scores import scores_of_row
 from lightning_modules.visualization.tensorboard.layout import CUSTOM_SCALARS
 from lightning_modules.visualization.tensorboard.panels import (
@@ -82,9 +83,11 @@ class KeyTokenInspector(Callback):
                 "Without an `ExternalEvaluator`, key tokens need the model's own short context: set"
                 " `short_context: true`, or add `callbacks.ExternalEvaluator`."
             )
-        thresholds: Any = self if self._evaluator is None else next(iter(self._evaluator.thresholds.values()))
-        spans = self._evaluator is not None and self._evaluator.evaluator is None
-        self._panels = EvaluationPanels(alpha=thresholds.alpha, beta=thresholds.beta, precomputed=spans)
+        if self._evaluator is None:
+            self._panels = EvaluationPanels(Definition(alpha=self.alpha, beta=self.beta))
+        else:
+            first = next(iter(self._evaluator.definitions.values()))
+            self._panels = EvaluationPanels(first, precomputed=self._evaluator.evaluator is None)
         if not any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
             rank_zero_warn("`KeyTokenInspector` has no effect, because the trainer has no `TensorBoardLogger`.")
 
@@ -183,7 +186,7 @@ class KeyTokenInspector(Callback):
         tokens = batch["document_boundaries"][row][-1]
         key = batch["labels"][row, :tokens].ne(IGNORE_INDEX).cpu()
         if self._evaluator is not None and self._panels.precomputed:
-            key &= self._evaluator.influence(batch, row, pl_module.device)[0][:tokens]
+            key &= self._evaluator.key_tokens(batch, row, pl_module.device).mask
         return InspectedDocument(
             name=batch["names"][row],
             text=batch["text"][row],

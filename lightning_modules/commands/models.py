@@ -10,35 +10,37 @@ from typing import Any, NamedTuple
 from lightning_modules.models.context_extension.methods import ContextExtension
 from lightning_modules.models.loading.config import ModelConfig, ServerConfig
 from lightning_modules.models.loading.load import check_model
-from lightning_modules.scoring.score import score, table
-from lightning_modules.utilities.files import writable_folder
+from lightning_modules.scoring.records import Record, write_records
+from lightning_modules.scoring.score import check_records_file, score, table
 
 
 def score_models(models: Sequence[str], *, output: str | None = None, **options: Any) -> Iterator[str]:
     """Score texts with one or more models, and yield their tables when they are known; ``options`` are of `score`.
 
-    Each model is scored with ``context_extension`` and with each of ``other_extensions``.
-
-    The results of several models are written to files in the folder ``output``, and their perplexities are compared by
-    ratios over the documents.
+    Each model is scored with ``context_extension`` and with each of ``other_extensions``. Several are compared by
+    ratios over the documents. The records of all are written to the file ``output``, after each model.
     """
     variants = _list_variants(models, options)
-    if len(variants) == 1:
-        yield table(score(model=models[0], output=output, context_extension=variants[0].extension, **options))
-        return
-    # Comparing and evaluating need the extra `reports`, and a single model does not.
-    from lightning_modules.commands.compare.command import compare_runs
-    from lightning_modules.commands.compare.runs import make_scored_run
-
-    names = [variant.name for variant in variants]
     if output is not None:
-        writable_folder(Path(output).expanduser(), remedy="Choose another folder with `--output`.")
-    files = [None if output is None else str(Path(output).expanduser() / f"{name}.json") for name in names]
-    results = []
-    for variant, file in zip(variants, files, strict=True):
-        results.append(score(model=variant.model, output=file, context_extension=variant.extension, **options))
-        yield f"{variant.name}\n{table(results[-1])}\n"
-    yield compare_runs([*map(make_scored_run, names, results)])
+        check_records_file(output)
+    by_name: dict[str, list[Record]] = {}
+    for variant in variants:
+        found = score(model=variant.model, context_extension=variant.extension, **options)
+        # A context extension is a part of the model's identity, and here of its name.
+        by_name[variant.name] = [
+            record._replace(model=record.model._replace(name=f"{record.model.name}{variant.suffix}"))
+            for record in found
+        ]
+        if output is not None:
+            write_records(output, [record for records in by_name.values() for record in records])
+        heading = f"{variant.name}\n" if variant.name else ""
+        yield f"{heading}{table(by_name[variant.name])}" + ("\n" if variant.name else "")
+    if len(variants) > 1:
+        # Comparing needs the extra `reports`, and a single model does not.
+        from lightning_modules.commands.compare.command import compare_runs
+        from lightning_modules.commands.compare.runs import make_scored_run
+
+        yield compare_runs([make_scored_run(name, records) for name, records in by_name.items()])
 
 
 def evaluate_models(models: Sequence[str], *, output: str, **options: Any) -> str:
@@ -61,11 +63,12 @@ def evaluate_models(models: Sequence[str], *, output: str, **options: Any) -> st
 
 
 class _Variant(NamedTuple):
-    """A model with a context extension, and its name in results."""
+    """A model with a context extension, and its name in results, which is empty for a single one."""
 
     name: str
     model: str
     extension: dict[str, Any] | None
+    suffix: str = ""  # of the name, for the extension
 
 
 def _list_variants(models: Sequence[str], options: dict[str, Any]) -> list[_Variant]:
@@ -77,7 +80,7 @@ def _list_variants(models: Sequence[str], options: dict[str, Any]) -> list[_Vari
     if len(models) == len(extensions) == 1:
         return [_Variant("", models[0], extensions[0])]
     variants = [
-        _Variant(f"{name}{suffix}", model, extension)
+        _Variant(f"{name}{suffix}", model, extension, suffix)
         for name, model in zip(_name_models(models, **options), models, strict=True)
         for suffix, extension in zip(_name_extensions(extensions), extensions, strict=True)
     ]

@@ -146,7 +146,7 @@ class ScoreConfig(CommandConfig):
             by Equation 9), or ``authors``, exactly as the authors' package does, to compare with published numbers.
         key_tokens_only: Skip the evaluator's short pass for tokens that cannot be key, because their long-context
             log-likelihood is at most ``beta``. The stored scores then cannot serve a lower ``beta`` or soft LongPPL.
-        output: JSON file for the results.
+        output: Parquet file for the records of all models: a row per document with its sums and what identifies them.
     """
 
     model: str

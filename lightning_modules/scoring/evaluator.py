@@ -7,10 +7,9 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.batch import PackedBatch, batch_to
@@ -24,14 +23,6 @@ from lightning_modules.models.tokenization.tokenizer import encode_document, loa
 from lightning_modules.scoring.checks import check_log_likelihood, warn_of_chance
 from lightning_modules.scoring.config import EvaluatorConfig, tokenizer_name
 from lightning_modules.scoring.document_scorer import DocumentScorer
-from lightning_modules.scoring.key_tokens import (
-    Alignment,
-    Coverage,
-    Tokens,
-    find_key_tokens,
-    key_spans,
-    measure_coverage,
-)
 from lightning_modules.scoring.token_scores import FORMAT, TokenScores, text_sha256
 from lightning_modules.utilities.files import default_cache_dir, writable_folder
 
@@ -63,16 +54,6 @@ def score_text(
     return scorer.score(batch_to(batch, backbone.device), beta=beta)[0]
 
 
-class EvaluatedDocument(NamedTuple):
-    """Key tokens of a document for an evaluated model, and how they were found."""
-
-    key: Tensor  # [N] bool, the key tokens
-    spans: Tensor  # [M, 2] character spans of the evaluator's key tokens
-    alignment: Alignment  # how they were transferred from the evaluator's tokens
-    coverage: Coverage  # how the tokens of both models cover the characters
-    scores: TokenScores  # the evaluator's log-likelihoods
-
-
 class Evaluator:
     """Scores texts with a frozen model and caches the scores; the model is loaded when a text has no stored scores.
 
@@ -100,36 +81,6 @@ class Evaluator:
         self._scores: dict[str, TokenScores] = {}  # by hash of the text
         self._provenance: dict[str, Provenance] = {}  # by type of device
         self._backbone: Scorer | None = None
-
-    def evaluate(
-        self,
-        text: str,
-        tokens: Tokens,
-        *,
-        device: torch.device | str = "cpu",
-        name: str = "document",
-        key_tokens_only: bool = False,
-    ) -> EvaluatedDocument:
-        """Find the key tokens of a text for an evaluated model with these tokens, by the configured rule.
-
-        ``key_tokens_only`` skips tokens in the short pass that cannot be key; ``name`` is the document's in messages.
-        """
-        beta = self.config.beta if key_tokens_only else None
-        return self.evaluate_scores(self.scores(text, device=device, name=name, beta=beta), tokens)
-
-    def evaluate_scores(
-        self, scores: TokenScores, tokens: Tokens, *, thresholds: tuple[float, float] | None = None
-    ) -> EvaluatedDocument:
-        """Find the key tokens by scores of `scores`, without a forward pass.
-
-        ``thresholds`` are alpha and beta, by default those of the settings. For several, request the scores once: of a
-        sharded evaluator, each request is one that all processes must make.
-        """
-        alpha, beta = thresholds or (self.config.alpha, self.config.beta)
-        rule = self.config.key_token_rule
-        key, alignment = find_key_tokens(scores, tokens, alpha=alpha, beta=beta, rule=rule)
-        spans = key_spans(scores, alpha=alpha, beta=beta)
-        return EvaluatedDocument(key, spans, alignment, measure_coverage(tokens, scores, alignment), scores)
 
     def scores(
         self, text: str, *, device: torch.device | str = "cpu", name: str = "document", beta: float | None = None

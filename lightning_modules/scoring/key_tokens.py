@@ -11,7 +11,6 @@ transferred to an evaluated model as follows:
 The rule ``authors`` always uses spans, exactly as the package `longppl` 0.3.0 does.
 """
 
-from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import torch
@@ -34,9 +33,6 @@ from lightning_modules.scoring.token_scores import TokenScores
 Alignment = Literal["tokens", "characters", "authors"]
 """How key tokens were transferred from the evaluator's tokens to those of the evaluated model."""
 
-NOTABLE_FRACTION = 0.01
-"""Fraction of tokens that share characters or cover none above which a warning reports them."""
-
 
 class Tokens(NamedTuple):
     """Tokens of a document for one model."""
@@ -49,43 +45,16 @@ class KeyTokens(NamedTuple):
     """Key tokens of an evaluated model."""
 
     mask: Tensor  # [N] bool
+    spans: Tensor  # [M, 2] character spans of the evaluator's key tokens
     alignment: Alignment  # how they were transferred from the evaluator's tokens
 
 
 class Coverage(NamedTuple):
-    """Counts of how tokens cover the characters of documents, without the special tokens around a text."""
+    """How tokens cover the characters of a text, without the special tokens around it."""
 
-    by_characters: int = 0  # documents whose key tokens were transferred through characters
-    tokens: int = 0  # tokens of the model
-    sharing: int = 0  # .. that share a character with another token
-    without: int = 0  # .. without characters
-    evaluator_tokens: int = 0  # tokens of the evaluator; 0 if unknown
-    evaluator_sharing: int = 0  # .. that share a character with another token
-    evaluator_without: int = 0  # .. without characters
-
-    def fractions(self) -> dict[str, float]:
-        """Return the fractions of tokens of each kind, by their names in results."""
-        fractions = {
-            "tokens_sharing_characters": self.sharing / max(self.tokens, 1),
-            "tokens_without_characters": self.without / max(self.tokens, 1),
-        }
-        if self.evaluator_tokens:
-            fractions["evaluator_tokens_sharing_characters"] = self.evaluator_sharing / self.evaluator_tokens
-            fractions["evaluator_tokens_without_characters"] = self.evaluator_without / self.evaluator_tokens
-        return fractions
-
-    def warning(self) -> str | None:
-        """Return a warning if key tokens depend on many tokens that share a character or cover none."""
-        odd = self.sharing + self.without, self.evaluator_sharing + self.evaluator_without
-        sizes = self.tokens, self.evaluator_tokens
-        if not self.by_characters or all(n <= NOTABLE_FRACTION * size for n, size in zip(odd, sizes, strict=True)):
-            return None
-        return (
-            f"{odd[0] / max(sizes[0], 1):.1%} of the model's tokens and {odd[1] / max(sizes[1], 1):.1%} of the"
-            " evaluator's share a character with another one or cover none, and key tokens were transferred as"
-            " character spans, which cannot distinguish such tokens. With `key_token_rule: paper` and an evaluator that"
-            " has the model's tokenizer, each token is decided by itself."
-        )
+    tokens: int
+    sharing: int  # tokens that share a character with another one
+    without: int  # tokens without characters
 
 
 def document_tokens(batch: PackedBatch, row: int = 0) -> Tokens:
@@ -95,7 +64,7 @@ def document_tokens(batch: PackedBatch, row: int = 0) -> Tokens:
 
 
 def find_key_tokens(
-    scores: TokenScores,
+    found_by: TokenScores | Tensor,
     tokens: Tokens | None = None,
     *,
     alpha: float = 2.0,
@@ -105,10 +74,10 @@ def find_key_tokens(
     """Find the key tokens of a document.
 
     Args:
-        scores: The evaluator's log-likelihoods of the document.
-        tokens: The same text in the evaluated model's tokens; by default the evaluator's own.
-        alpha: Threshold of a key token's long-short difference, in nats.
-        beta: Threshold of a key token's long log-likelihood, in nats.
+        found_by: The evaluator's log-likelihoods of the document, or ``[M, 2]`` precomputed character spans.
+        tokens: The text in the evaluated model's tokens; by default the evaluator's own.
+        alpha: Threshold of a key token's long-short difference, in nats; precomputed spans have none.
+        beta: Threshold of a key token's long log-likelihood, in nats; precomputed spans have none.
         rule: ``paper``, or ``authors`` for the numbers of their package.
 
     Returns:
@@ -118,17 +87,24 @@ def find_key_tokens(
     Raises:
         ValueError: If a threshold is out of range, or the scores do not extend down to ``beta``.
     """
-    key = evaluator_key_tokens(scores, alpha=alpha, beta=beta)
-    tokens = Tokens(scores.token_ids, scores.offsets) if tokens is None else tokens
+    if isinstance(found_by, Tensor):
+        assert tokens is not None
+        in_spans = scan_token_mask if rule == "authors" else span_token_mask
+        alignment: Alignment = "authors" if rule == "authors" else "characters"
+        return KeyTokens(in_spans(tokens.offsets, found_by), found_by, alignment)
+    own = Tokens(found_by.token_ids, found_by.offsets)
+    tokens = own if tokens is None else tokens
+    key = evaluator_key_tokens(found_by, alpha=alpha, beta=beta)
+    spans = key_spans(found_by, alpha=alpha, beta=beta)
     if rule == "authors":
-        spans = merge_touching_spans(scores.offsets[key])
-        return KeyTokens(scan_token_mask(tokens.offsets, spans), "authors")
+        touching = merge_touching_spans(found_by.offsets[key])
+        return KeyTokens(scan_token_mask(tokens.offsets, touching), spans, "authors")
     # Steps 1 and 2 of the module's docstring.
-    if (same := match_tokens(Tokens(scores.token_ids, scores.offsets), tokens)) is not None:
+    if (same := match_tokens(own, tokens)) is not None:
         mask = torch.zeros(len(tokens.ids), dtype=torch.bool)
         mask[same[1]] = key[same[0]]
-        return KeyTokens(mask, "tokens")
-    return KeyTokens(span_token_mask(tokens.offsets, key_spans(scores, alpha=alpha, beta=beta)), "characters")
+        return KeyTokens(mask, spans, "tokens")
+    return KeyTokens(span_token_mask(tokens.offsets, spans), spans, "characters")
 
 
 def transfer_soft_influence(scores: TokenScores, tokens: Tokens, *, gamma: float = 5.0) -> Tensor:
@@ -161,23 +137,12 @@ def key_spans(scores: TokenScores, *, alpha: float = 2.0, beta: float = -2.0) ->
     return merge_spans(spans[key_token_mask(long, short, alpha=alpha, beta=beta)])
 
 
-def measure_coverage(tokens: Tokens, scores: TokenScores | None, alignment: Alignment) -> Coverage:
-    """Count how the tokens of a model, and those of an evaluator if given, cover the characters of a document."""
-    counts = _count_kinds(tokens.offsets) + (() if scores is None else _count_kinds(scores.offsets))
-    return Coverage(int(alignment != "tokens"), *counts)
-
-
-def add_coverage(documents: Iterable[Coverage]) -> Coverage:
-    """Add up the coverage of documents."""
-    return Coverage(*map(sum, zip(Coverage(), *documents, strict=True)))
-
-
-def _count_kinds(offsets: Tensor) -> tuple[int, int, int]:
-    """Return the numbers of tokens, of tokens that share a character, and of tokens without characters."""
+def count_coverage(offsets: Tensor) -> Coverage:
+    """Count how tokens with ``[N, 2]`` offsets cover the characters of a document."""
     inner = offsets[_find_inner_range(offsets)]
     units = character_units(inner)
     members = torch.bincount(units, minlength=1)[units]
-    return len(inner), int((members > 1).sum()), int((inner[:, 0] == inner[:, 1]).sum())
+    return Coverage(len(inner), int((members > 1).sum()), int((inner[:, 0] == inner[:, 1]).sum()))
 
 
 def _check_floor(scores: TokenScores, beta: float) -> None:

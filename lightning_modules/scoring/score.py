@@ -1,48 +1,33 @@
 """LongPPL and perplexity of text files (``longce score``)."""
 
-import hashlib
 import logging
-import math
 import shutil
 import textwrap
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.functional.long_perplexity import _long_perplexity_compute, _long_perplexity_update
-from lightning_modules.functional.text_bits import TextBits, add_bits, text_bits
-from lightning_modules.models.loading.provenance import Provenance, describe_key_tokens
+from lightning_modules.batch import PackedBatch
+from lightning_modules.models.loading.provenance import describe_key_tokens
 from lightning_modules.models.progress import SECONDS, count_tokens, show_progress
 from lightning_modules.scoring.config import ScoreConfig
 from lightning_modules.scoring.evaluated_model import EvaluatedModel
-from lightning_modules.scoring.evaluator import EvaluatedDocument, Evaluator
-from lightning_modules.scoring.key_tokens import add_coverage, document_tokens
-from lightning_modules.scoring.token_scores import text_sha256
-from lightning_modules.utilities.files import write_json
+from lightning_modules.scoring.evaluator import Evaluator
+from lightning_modules.scoring.measure import Document, measure
+from lightning_modules.scoring.records import Definition, Record, Source, Sums, summarize, write_records
+from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.utilities.text_files import check_output, read_text
-
-_COLUMNS = {
-    ("", "tokens"): ("tokens", ","),
-    ("key", "tokens"): ("key_tokens", ","),
-    ("", "LongPPL"): ("longppl", ".4f"),
-    ("per eval.", "token"): ("longppl_per_evaluator_token", ".4f"),
-    ("", "perplexity"): ("perplexity", ".4f"),
-    ("key bits", "/byte"): ("key_bits_per_byte", ".4f"),
-    ("bits", "/byte"): ("bits_per_byte", ".4f"),
-}
-"""Columns of the table: the two lines of the head, the key in a result, and the format."""
 
 _MIN_NAME = 12  # characters of a document's name in the table, also in a narrow terminal
 
 log = logging.getLogger(__name__)
 
 
-def score(files: str | Sequence[str] | Mapping[str, str], model: str, evaluator: str, **options: Any) -> dict[str, Any]:
-    """Compute LongPPL and perplexity of a model on text files, with the key tokens of an evaluator.
+def score(files: str | Sequence[str] | Mapping[str, str], model: str, evaluator: str, **options: Any) -> list[Record]:
+    """Measure a model on text files, with the key tokens of an evaluator.
 
     The evaluator is freed before the model is loaded, so they never share the accelerator. If they are the same model
     with the same tokens, the evaluator's long pass is used for both.
@@ -54,25 +39,17 @@ def score(files: str | Sequence[str] | Mapping[str, str], model: str, evaluator:
         options: The other fields of `lightning_modules.scoring.config.ScoreConfig`.
 
     Returns:
-        ``longppl``, ``perplexity``, ``key_tokens`` and ``tokens`` of the corpus (means over tokens, not documents), and
-        under ``documents`` the same for each ``file``. ``longppl`` is NaN without key tokens. ``alignment`` is that of
-        `find_key_tokens`, and ``tokens_..`` and ``evaluator_tokens_..`` the fractions of `Coverage`.
-        ``bits_per_byte``, ``key_bits_per_byte`` (with its largest ``.._error``) and ``longppl_per_evaluator_token`` are
-        those of `TextBits`. ``skipped`` are files without text. ``provenance`` identifies model and evaluator, and
-        ``settings`` has everything else that the numbers depend on, with a hash of the texts.
+        A record for each document with text, whose LongPPL and other numbers `summarize` reads. They are means over
+        tokens, not documents, and NaN without key tokens.
 
     Raises:
         ValueError: If a file, a model or a number cannot be used; if possible before any model is loaded.
     """
     # 1. Read the texts and check everything that needs no weights.
     config = ScoreConfig(model=model, evaluator=evaluator, **options)
-    if isinstance(files, Mapping):
-        texts = dict(files)
-        skipped = list[str]()
-    else:
-        texts, skipped = _read_texts([files] if isinstance(files, str) else files)
+    texts = dict(files) if isinstance(files, Mapping) else _read_texts([files] if isinstance(files, str) else files)
     if config.output is not None:
-        check_output(config.output)
+        check_records_file(config.output)
     evaluated_model = EvaluatedModel(config.model_loading(model), find_device(config.device), config.model_tokenizer)
     evaluator_model = Evaluator(config.evaluator_config(config.key_token_rule))
     # 2. Cut the texts by the evaluator's tokens, so that all models get the same ones, and tokenize them.
@@ -81,99 +58,138 @@ def score(files: str | Sequence[str] | Mapping[str, str], model: str, evaluator:
     trimmed = config.key_token_rule == "authors"
     documents = evaluated_model.read(texts, add_special_tokens=config.add_special_tokens, trimmed_offsets=trimmed)
     # Before the weights are loaded: their files may change while the evaluator scores.
-    provenance = {
-        "model": evaluated_model.provenance,
-        "evaluator": evaluator_model.provenance(evaluated_model.device),
-    }
-    # 3. Find the key tokens of all documents, then free the evaluator.
-    scored = _find_key_tokens(documents, evaluator_model, evaluated_model, config)
+    about_model = Source(model, *evaluated_model.provenance, special_tokens=config.add_special_tokens)
+    provenance = evaluator_model.provenance(evaluated_model.device)
+    about_evaluator = Source(evaluator, *provenance, special_tokens=config.evaluator_add_special_tokens)
+    # 3. Score all documents with the evaluator, and free it.
+    scored = _score_by_evaluator(documents, evaluator_model, evaluated_model, config)
     evaluator_model.release()
-    # 4. Score the documents with the model, and average over their key tokens.
-    result = {
-        **_evaluate(scored, evaluated_model),
-        "skipped": skipped,
-        "model": model,
-        "provenance": {kind: found._asdict() for kind, found in provenance.items()},
-        "settings": _describe_settings(config, texts.values()),
-    }
+    # 4. Score them with the model, and measure them by the evaluator's key tokens.
+    definition = Definition(config.context_length, config.stride, config.alpha, config.beta, config.key_token_rule)
+    records: list[Record] = []
+    started = time.monotonic()
+    tokens = [each.batch["labels"].numel() for each in scored]
+    with show_progress(scored, "model", tokens) as shown:
+        for each in shown:
+            # The whole document: LongPPL has no short context of the model, only of the evaluator.
+            long = evaluated_model.log_likelihood(each.batch)[0] if each.long is None else each.long
+            document = Document.of_row(each.batch)
+            records += measure(
+                document, long, each.scores, {"": definition}, model=about_model, evaluator=about_evaluator
+            )
+            # Show the numbers when they are known, if the whole takes a while.
+            if len(tokens) > 1 and time.monotonic() > started + SECONDS:
+                own = records[-1].sums
+                numbers = (document.name, own.key_tokens, own.longppl, own.perplexity)
+                log.info("%s: %d key tokens, LongPPL %.4f, perplexity %.4f", *numbers)
+    _warn(summarize(records))
     if config.output is not None:
-        write_json(Path(config.output), result)
-    return result
+        write_records(config.output, records)
+    return records
 
 
-_Scored = tuple[PackedBatch, EvaluatedDocument, torch.Tensor | None]
-"""A document, its key tokens, and the model's ``[1, T]`` log-likelihoods in nats if the evaluator's are the same."""
+class _Scored(NamedTuple):
+    """A document that the evaluator has scored."""
+
+    batch: PackedBatch
+    scores: TokenScores
+    long: torch.Tensor | None  # [T] log-likelihoods of the model in nats, if they are the evaluator's
 
 
-def _find_key_tokens(
+def _score_by_evaluator(
     documents: Sequence[PackedBatch], evaluator: Evaluator, model: EvaluatedModel, config: ScoreConfig
 ) -> list[_Scored]:
     # If the evaluator is the model and has read the same tokens, its long pass is also that of the model.
     same = model.provenance.identity == evaluator.provenance(model.device).identity
-    scored: list[_Scored] = []
+    beta = config.beta if config.key_tokens_only else None
     sizes = {"context_length": config.context_length, "stride": config.stride}
     tokens = [count_tokens(document["labels"].numel(), **sizes) for document in documents]
+    scored = []
     with show_progress(documents, "evaluator", tokens) as shown:
         for document in shown:
-            evaluated = evaluator.evaluate(
-                document["text"][0],
-                document_tokens(document),
-                device=model.device,
-                name=document["names"][0],
-                key_tokens_only=config.key_tokens_only,
-            )
-            reusable = same and torch.equal(evaluated.scores.token_ids, document["input_ids"][0])
-            scored.append((document, evaluated, evaluated.scores.long.unsqueeze(0) if reusable else None))
+            text, name = document["text"][0], document["names"][0]
+            scores = evaluator.scores(text, device=model.device, name=name, beta=beta)
+            reusable = same and torch.equal(scores.token_ids, document["input_ids"][0])
+            scored.append(_Scored(document, scores, scores.long if reusable else None))
     return scored
 
 
-def _describe_settings(config: ScoreConfig, texts: Iterable[str]) -> dict[str, Any]:
-    """Return all settings that the numbers depend on, except the model."""
-    names = ("max_tokens", "add_special_tokens", "evaluator", "evaluator_add_special_tokens")
-    numbers = ("context_length", "stride", "alpha", "beta", "key_token_rule")
-    # The order of texts counts: it is that of the documents in the result.
-    texts_hash = hashlib.sha256("".join(map(text_sha256, texts)).encode()).hexdigest()[:16]
-    return {"texts": texts_hash, **{name: getattr(config, name) for name in (*names, *numbers)}}
+def _warn(total: Sums) -> None:
+    if total.without_key_tokens:
+        log.warning(
+            "%d of %d documents have no key token: they may be too short for `context_length`, or the evaluator may"
+            " not use the long context.",
+            total.without_key_tokens,
+            total.documents,
+        )
+    if (warning := total.coverage_warning()) is not None:
+        log.warning(warning)
 
 
-def table(result: dict[str, Any]) -> str:
-    """Format the result of `score`: its heading, and a table with a row per document and one for the corpus."""
-    rows = [*result["documents"], {**result, "file": f"corpus of {len(result['documents'])}"}]
-    columns = list(_COLUMNS.items())
-    if "characters" not in result["alignment"]:  # it is LongPPL then
-        columns = [(head, column) for head, column in columns if column[0] != "longppl_per_evaluator_token"]
+def check_records_file(output: str) -> None:
+    """Raise a ``ValueError`` if records cannot be written to a file; call it before the work begins."""
+    if Path(output).suffix != ".parquet":
+        raise ValueError(f"`output` '{output}' must end in .parquet: records are a table with a row per document.")
+    check_output(output)
+
+
+# -------------------------------------------------------------------------------------------------------------- table
+
+
+def table(records: Sequence[Record]) -> str:
+    """Format the records of one model: a heading, and a table with a row per document and one for all of them."""
+    total = summarize(records)
+    rows = [(record.document, record.sums) for record in records]
+    rows.append((f"corpus of {len(records)}", total))
     # 1. The numbers have the width that they need, and the names of documents what the terminal leaves.
-    cells = [list(line) for line in zip(*(head for head, _ in columns), strict=True)]
-    cells += [[_format_number(row[key], form) for _, (key, form) in columns] for row in rows]
-    numbers = _align(cells)
+    across_tokenizers = any(record.alignment == "characters" for record in records)
+    numbers = _align([*_head(across_tokenizers), *(_cells(sums, across_tokenizers) for _, sums in rows)])
     terminal = shutil.get_terminal_size((120, 24)).columns
     limit = max(terminal - len(numbers[0]), _MIN_NAME)
-    names = ["", "document", *(_shorten(row["file"], limit) for row in rows)]
+    names = ["", "document", *(_shorten(name, limit) for name, _ in rows)]
     width = max(map(len, names))
     lines = [f"{name:<{width}}{line}".rstrip() for name, line in zip(names, numbers, strict=True)]
     lines.insert(2, "-" * len(lines[1]))
     lines.insert(-1, "-" * len(lines[1]))  # above the corpus, the last row
     # 2. Longer lines are broken.
-    settings = result["settings"]
-    models = result["provenance"]
+    first = records[0]
+    settings = {"evaluator": first.evaluator.name, **first.definition._asdict()}
     heading = [
-        f"model {result['model']} ({Provenance(**models['model'])})",
-        describe_key_tokens(settings, Provenance(**models["evaluator"])),
+        f"model {first.model.name} ({first.model.provenance})",
+        describe_key_tokens(settings, first.evaluator.provenance),
     ]
+    found = total.numbers()
     # Absent if the evaluator has no tokens with characters.
-    evaluator = {kind: result.get(f"evaluator_tokens_{kind}_characters", 0) for kind in ("sharing", "without")}
+    evaluator = {kind: found.get(f"evaluator_tokens_{kind}_characters", 0) for kind in ("sharing", "without")}
     coverage = (
-        f"Key tokens aligned by {result['alignment']}. Tokens that share a character:"
-        f" {result['tokens_sharing_characters']:.1%} (evaluator: {evaluator['sharing']:.1%}); that cover none:"
-        f" {result['tokens_without_characters']:.1%} (evaluator: {evaluator['without']:.1%})."
+        f"Key tokens aligned by {', '.join(sorted({record.alignment for record in records}))}. Tokens that share a"
+        f" character: {found['tokens_sharing_characters']:.1%} (evaluator: {evaluator['sharing']:.1%}); that cover"
+        f" none: {found['tokens_without_characters']:.1%} (evaluator: {evaluator['without']:.1%})."
     )
     broken = [_break(text, terminal) for text in (*heading, coverage)]
     return "\n".join([*broken[:2], "", *lines, broken[2]])
 
 
-def _format_number(value: float, form: str) -> str:
-    """Return a number in its column's format, or a large one without digits that would only take space."""
-    return f"{value:,.0f}" if value >= 10_000 else f"{value:{form}}"
+def _head(across_tokenizers: bool) -> list[list[str]]:
+    """Return the two lines of the head; without another tokenizer, LongPPL per token of the evaluator is LongPPL."""
+    first = ["", "key", "", "per eval.", "", "key bits", "bits"]
+    second = ["tokens", "tokens", "LongPPL", "token", "perplexity", "/byte", "/byte"]
+    if not across_tokenizers:
+        del first[3], second[3]
+    return [first, second]
+
+
+def _cells(sums: Sums, across_tokenizers: bool) -> list[str]:
+    """Return the numbers of a row of the table."""
+    cells = [f"{sums.tokens + sums.unscored:,}", f"{sums.key_tokens:,}", _format_number(sums.longppl)]
+    if across_tokenizers:
+        cells.append(_format_number(sums.longppl_per_evaluator_token))
+    return cells + [_format_number(each) for each in (sums.perplexity, sums.key_bits_per_byte, sums.bits_per_byte)]
+
+
+def _format_number(value: float) -> str:
+    """Return a number with four digits, or a large one without digits that would only take space."""
+    return f"{value:,.0f}" if value >= 10_000 else f"{value:.4f}"
 
 
 def _align(cells: Sequence[Sequence[str]]) -> list[str]:
@@ -191,69 +207,6 @@ def _break(text: str, width: int) -> str:
     return textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-def measure_document(document: PackedBatch, log_likelihood: torch.Tensor, evaluated: EvaluatedDocument) -> TextBits:
-    """Measure a document and its key spans in bits and bytes, by its ``[1, T]`` log-likelihoods."""
-    tokens = document_tokens(document)
-    scored = document["labels"][0].ne(IGNORE_INDEX)
-    offsets = evaluated.scores.offsets
-    return text_bits(document["text"][0], log_likelihood[0], tokens.offsets, scored, evaluated.spans, offsets)
-
-
-def _describe_bits(bits: TextBits) -> dict[str, float]:
-    """Return the numbers of a document or of all, what they are quotients of, and the largest error of the key bits."""
-    error = bits.crossing_bits / bits.key_bytes if bits.key_bytes else math.nan
-    sums = {name: getattr(bits, name) for name in ("bytes", "key_bytes", "evaluator_key_tokens")}
-    return {**bits.numbers(), "key_bits_per_byte_error": error, **sums}
-
-
-def _evaluate(scored_documents: list[_Scored], model: EvaluatedModel) -> dict[str, Any]:
-    """Compute LongPPL and perplexity of each document and of the corpus."""
-    # Not `LongPerplexity`: importing torchmetrics takes longer than scoring a short text.
-    sums: dict[str, list[tuple[torch.Tensor, ...]]] = {"longppl": [], "perplexity": []}
-    rows: list[dict[str, Any]] = []
-    bits: list[TextBits] = []
-    started = time.monotonic()
-    tokens = [document["labels"].numel() for document, *_ in scored_documents]
-    with show_progress(scored_documents, "model", tokens) as shown:
-        for document, evaluated, reused in shown:
-            # 1. Score the whole document: LongPPL has no short context of the model, only of the evaluator.
-            log_likelihood = model.log_likelihood(document) if reused is None else reused
-            scored = document["labels"].ne(IGNORE_INDEX)
-            key = evaluated.key & scored
-            row: dict[str, Any] = {"file": document["names"][0], "text_sha256": evaluated.scores.text_sha256}
-            # 2. Sum over its key tokens, and over all tokens. The corpus is a mean over tokens, not over documents.
-            for name, influence in (("longppl", key), ("perplexity", scored)):
-                sums[name].append(_long_perplexity_update(log_likelihood, influence))
-                row[name] = float(_long_perplexity_compute(*sums[name][-1]))
-            bits.append(measure_document(document, log_likelihood, evaluated))
-            row |= {"key_tokens": int(key.sum()), "tokens": scored.numel(), **_describe_bits(bits[-1])}
-            row |= {"characters": len(document["text"][0]), "alignment": evaluated.alignment}
-            rows.append(row | evaluated.coverage.fractions())
-            # 3. Show the numbers when they are known, if the whole takes a while.
-            if len(tokens) > 1 and time.monotonic() > started + SECONDS:
-                log.info("%(file)s: %(key_tokens)d key tokens, LongPPL %(longppl).4f, perplexity %(perplexity).4f", row)
-    without = sum(row["key_tokens"] == 0 for row in rows)
-    if without:
-        log.warning(
-            "%d of %d documents have no key token: they may be too short for `context_length`, or the evaluator may"
-            " not use the long context.",
-            without,
-            len(rows),
-        )
-    # 4. Add up the documents.
-    totals: dict[str, Any] = {}
-    for name, of_documents in sums.items():
-        total, weight, largest = torch.stack([torch.stack(each) for each in of_documents]).unbind(1)
-        totals[name] = float(_long_perplexity_compute(total.sum(), weight.sum(), largest.amax()))
-    totals |= {name: sum(row[name] for row in rows) for name in ("key_tokens", "tokens", "characters")}
-    totals |= _describe_bits(add_bits(bits))
-    coverage = add_coverage(evaluated.coverage for _, evaluated, _ in scored_documents)
-    if (warning := coverage.warning()) is not None:
-        log.warning(warning)
-    alignments = sorted({row["alignment"] for row in rows})
-    return {**totals, "alignment": ", ".join(alignments), **coverage.fractions(), "documents": rows}
-
-
 def find_device(name: str) -> torch.device:
     """Return the device with this name; ``auto`` is the first GPU, or the CPU without one."""
     if name == "auto":
@@ -264,8 +217,8 @@ def find_device(name: str) -> torch.device:
         raise ValueError(f"`device` '{name}' is not available: {str(error).splitlines()[0]}") from error
 
 
-def _read_texts(files: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the texts of the files by name, and the files without text, which are skipped with a warning.
+def _read_texts(files: Sequence[str]) -> dict[str, str]:
+    """Return the texts of the files by name; those without text are skipped with a warning.
 
     Raises a ``ValueError`` for a file that is given twice.
     """
@@ -285,4 +238,4 @@ def _read_texts(files: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         raise ValueError(f"All {len(files)} files are empty or only white space: pass files with text.")
     if skipped:
         log.warning("Skipped, because they are empty or only white space: %s", ", ".join(skipped))
-    return texts, skipped
+    return texts

@@ -10,16 +10,18 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from pyarrow import parquet
 
 from callbacks import ExternalEvaluator
 from datamodules import TextDataModule
 from datamodules.packing.evaluation_documents import ValidationSet
+from lightning_modules.commands.compare.runs import read_runs
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.identity import model_identity
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
+from lightning_modules.scoring.records import Definition, read_records, summarize
 from lightning_modules.scoring.score import score
+from lightning_modules.utilities.statistics import corpus_mean
 from tests.conftest import make_text
 from tests.support.trainers import quiet_trainer
 
@@ -73,13 +75,13 @@ def test_every_cell_is_what_longce_score_prints(model_dir, evaluator_dir, folder
             for label, pair in THRESHOLDS.items():
                 paths = [f"{folders}/{set_name}/{number}.txt" for number in (0, 1)]
                 options = LENGTHS | pair | {"cache_dir": str(folders / "cache")}
-                result = score(paths, str(model_dir), str(path), **options)
-                place = f"val/{set_name}/{name}/{label}"
-                assert logged[f"{place}/key_tokens"] == result["key_tokens"] > 0
-                for number in ("longppl", "longppl_per_evaluator_token", "key_bits_per_byte", "bits_per_byte"):
-                    assert logged[f"{place}/{number}"] == pytest.approx(result[number], rel=1e-5)
-                assert logged[f"val/{set_name}/perplexity"] == pytest.approx(result["perplexity"], rel=1e-5)
-        assert f"val/{set_name}/near/longppl_soft" in logged
+                numbers = summarize(score(paths, str(model_dir), str(path), **options)).numbers()
+                assert numbers["key_tokens"] > 0
+                assert {"longppl", "longppl_soft", "bits_per_byte"} <= set(numbers)
+                places = [f"val/{set_name}/{name}/{label}", f"val/{set_name}/{name}", f"val/{set_name}"]
+                for number, value in numbers.items():
+                    place = next(place for place in places if f"{place}/{number}" in logged)
+                    assert logged[f"{place}/{number}"] == pytest.approx(value, rel=1e-5)
     assert "val/longppl" not in logged
 
 
@@ -136,24 +138,31 @@ def test_the_first_evaluation_is_before_the_first_step_and_a_resumed_run_does_no
     assert all(torch.equal(weights[name], same[name]) for name in weights), "it does not change training"
 
 
-def test_each_document_has_a_row_per_evaluator_and_thresholds(model_dir, evaluator_dir, folders):
+def test_each_document_has_a_record_per_evaluator_and_thresholds(model_dir, evaluator_dir, folders):
     logger = TensorBoardLogger(folders, name="run", version="1")
     trainer = make_trainer(folders, [make_evaluator(evaluator_dir, folders, name="tiny")], logger=logger)
     module = LongContextLM(str(model_dir), **LENGTHS)
     (logged,) = trainer.validate(module, make_data(model_dir, folders), verbose=False)
-    rows = parquet.read_table(folders / "run" / "1" / "documents" / "val-tiny-step-0.parquet").to_pylist()
-    assert len(rows) == len({(row["text_sha256"], row["thresholds"]) for row in rows}) == 4 * len(THRESHOLDS)
-    settings = {"evaluator_identity": model_identity(ModelConfig(str(evaluator_dir))), "evaluator_dtype": "float32"}
-    settings |= {**LENGTHS, "key_token_rule": "paper"}
-    assert all(settings.items() <= row.items() for row in rows)
-    for set_name in TEXTS:
-        for label, pair in THRESHOLDS.items():
-            own = [row for row in rows if (row["set"], row["thresholds"]) == (set_name, label)]
-            assert {(row["alpha"], row["beta"]) for row in own} == {(pair["alpha"], pair["beta"])}
-            assert sum(row["key_tokens"] for row in own) == logged[f"val/{set_name}/{label}/key_tokens"]
-            losses = sum(row["key_tokens"] * math.log(row["longppl"]) for row in own if row["key_tokens"])
-            longppl = math.exp(losses / sum(row["key_tokens"] for row in own))
-            assert longppl == pytest.approx(logged[f"val/{set_name}/{label}/longppl"], rel=1e-5)
+    run = folders / "run" / "1"
+    (run / "config.yaml").write_text("trainer: {}")
+    (compared,) = read_runs([run])
+    records = read_records(run / "documents" / "val-tiny-step-0.parquet")
+    assert len(records) == len({(each.text_sha256, each.thresholds_label) for each in records}) == 4 * len(THRESHOLDS)
+    first = records[0]
+    assert (first.stage, first.step, first.evaluator_label) == ("val", 0, "tiny")
+    assert first.evaluator.identity == model_identity(ModelConfig(str(evaluator_dir)))
+    assert first.model.numerics == ("float32", "32-true", "sdpa")
+    assert all(each.evaluator == first.evaluator for each in records)
+    for (set_name, label), total in summarize(records, by=("set", "thresholds_label")).items():
+        definitions = {each.definition for each in records if each.thresholds_label == label}
+        assert definitions == {Definition(**LENGTHS, **THRESHOLDS[label])}
+        (cell,) = (each for each in compared.evaluations if each.set == set_name and each.thresholds.startswith(label))
+        for name in ("longppl", "perplexity", "key_bits_per_byte"):
+            assert corpus_mean(compared.last(cell)[1], name) == pytest.approx(getattr(total, name), rel=1e-12)
+        for name, value in total.numbers().items():
+            place = f"val/{set_name}/{label}/{name}"
+            place = place if place in logged else f"val/{set_name}/{name}"
+            assert logged[place] == pytest.approx(value, rel=1e-6, nan_ok=True)
 
 
 @pytest.mark.parametrize(

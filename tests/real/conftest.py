@@ -77,12 +77,12 @@ def mixed_text(tmp_path_factory, license_text):
 
 @pytest.fixture(scope="session")
 def measure(real_model, tmp_path_factory):
-    """A function for the result of `longce score` and the evaluator's scores; each evaluator scores a text once."""
+    """A function for the record of `longce score` and the evaluator's scores; each evaluator scores a text once."""
     settings = {"cache_dir": str(tmp_path_factory.mktemp("evaluators")), "dtype": "float32", **WINDOWS, **THRESHOLDS}
 
     def run(text, model, evaluator, rule="paper", **options):
         names = str(real_model(model)), str(real_model(evaluator))
-        found = score(str(text), *names, key_token_rule=rule, **settings, **options)
+        (found,) = score(str(text), *names, key_token_rule=rule, **settings, **options)
         tokenizer = options.get("evaluator_tokenizer")
         config = EvaluatorConfig(names[1], key_token_rule=rule, tokenizer=tokenizer, **settings)
         return found, Evaluator(config).scores(text.read_text("utf-8"))

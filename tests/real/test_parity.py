@@ -62,11 +62,11 @@ def test_the_rule_of_the_authors_gives_the_output_of_their_package(
     raw = compute_longppl(text, network, judge, tokenizer, judge_tokenizer, *settings)
     exact = compute_longppl(text, InFloat64(network), None, tokenizer, None, *settings)  # by the spans of the first
 
-    assert found["key_tokens"] == raw["n_key_token"] == exact["n_key_token"] > 40
-    assert found["tokens"] == raw["n_token"]
+    assert found.sums.key_tokens == raw["n_key_token"] == exact["n_key_token"] > 40
+    assert found.sums.tokens + found.sums.unscored == raw["n_token"]
     for ours, theirs in (("longppl", "longppl"), ("perplexity", "ppl")):
         for name, output, tolerance in (("raw", raw, 5e-5), ("exact", exact, 1e-5)):
-            error = abs(found[ours] / float(output[theirs]) - 1)
+            error = abs(getattr(found.sums, ours) / float(output[theirs]) - 1)
             record_property(f"{ours} {name}", f"{error:.1e}")
             assert error < tolerance, (ours, name)
 
@@ -81,9 +81,9 @@ def test_the_rule_of_the_paper_is_its_slow_definition(model, evaluator, measure,
     key = reference.key_tokens(*(each.tolist() for each in values), *THRESHOLDS.values())
     with torch.no_grad():
         log_likelihood = reference.document_log_likelihood(plain(model)[0], ids)
-    assert found["alignment"] == ("tokens" if model == evaluator else "characters")
-    assert found["key_tokens"] == sum(key) > 40
+    assert found.alignment == ("tokens" if model == evaluator else "characters")
+    assert found.sums.key_tokens == sum(key) > 40
     longppl = reference.long_perplexity(log_likelihood, torch.tensor(key))
-    assert found["longppl"] == pytest.approx(longppl, rel=1e-5)
+    assert found.sums.longppl == pytest.approx(longppl, rel=1e-5)
     everything = reference.long_perplexity(log_likelihood[1:], torch.ones(len(ids) - 1))
-    assert found["perplexity"] == pytest.approx(everything, rel=1e-5)
+    assert found.sums.perplexity == pytest.approx(everything, rel=1e-5)

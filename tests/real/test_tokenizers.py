@@ -82,12 +82,12 @@ def test_another_tokenizer_makes_another_model(text, cut, measure):
     """
     before, _ = measure(text, "smollm2", "smollm2")
     after, _ = measure(text, "smollm2", "smollm2", model_tokenizer=str(cut))
-    assert 1.05 < after["tokens"] / before["tokens"] < 1.1
-    assert before["key_bytes"] == after["key_bytes"] > 100
-    assert before["longppl_per_evaluator_token"] == pytest.approx(before["longppl"], rel=1e-6)
-    assert 1 < after["bits_per_byte"] / before["bits_per_byte"] < 1.3
-    assert 1 < after["key_bits_per_byte"] / before["key_bits_per_byte"] < 1.7
-    assert before["key_bits_per_byte_error"] == after["key_bits_per_byte_error"] == 0
+    assert 1.05 < after.sums.text_tokens / before.sums.text_tokens < 1.1
+    assert before.sums.key_bytes == after.sums.key_bytes > 100
+    assert before.sums.longppl_per_evaluator_token == pytest.approx(before.sums.longppl, rel=1e-6)
+    assert 1 < after.sums.bits_per_byte / before.sums.bits_per_byte < 1.3
+    assert 1 < after.sums.key_bits_per_byte / before.sums.key_bits_per_byte < 1.7
+    assert before.sums.key_bits_per_byte_error == after.sums.key_bits_per_byte_error == 0
 
 
 PAIRS = [
@@ -115,15 +115,15 @@ def test_key_bits_of_other_scripts_and_emoji_are_within_their_error(model, evalu
         share, bits = inside / sum(widths[start:end]), -nats / math.log(2)
         lowest, divided, highest = lowest + bits * (share == 1), divided + bits * share, highest + bits * (share > 0)
     size = sum(width for width, is_key in zip(widths, key, strict=True) if is_key)
-    assert found["key_bytes"] == size > 200
-    assert found["bytes"] <= sum(widths)
-    assert found["key_tokens"] > 40
-    assert all(math.isfinite(found[name]) for name in ("longppl", "perplexity", "bits_per_byte", "key_bits_per_byte"))
-    assert (found["tokens_sharing_characters"] > 0.3) == (model == "smollm2")
-    error = found["key_bits_per_byte_error"]
+    assert found.sums.key_bytes == size > 200
+    assert found.sums.bytes <= sum(widths)
+    assert found.sums.key_tokens > 40
+    assert all(map(math.isfinite, found.sums.numbers().values()))
+    assert (found.sums.sharing_characters / found.sums.text_tokens > 0.3) == (model == "smollm2")
+    error = found.sums.key_bits_per_byte_error
     assert divided - lowest <= error * size + 1e-3
     assert highest - divided <= error * size + 1e-3
     if (model, evaluator) != ("gemma", "gemma"):  # whose evaluator has a token before the text, unlike the model
-        assert found["key_bits_per_byte"] == pytest.approx(divided / size, rel=1e-4)
+        assert found.sums.key_bits_per_byte == pytest.approx(divided / size, rel=1e-4)
     if model == evaluator:
         assert error == 0

@@ -20,8 +20,7 @@ _FLAGS = ("--chat_template", "--fewshot_as_multiturn", "--log_samples")
 def score_command(arguments: Sequence[str]) -> None:
     """Run ``longce score`` and print its table."""
     description = "Compute LongPPL and perplexity of a model on text files, with the key tokens of an evaluator."
-    description += " With several `--model`s or `--context_extension`s, they are compared with the first one, and"
-    description += " `output` is a folder."
+    description += " With several `--model`s or `--context_extension`s, they are compared with the first one."
     parser = make_parser("score", description, ScoreConfig)
     parser.add_argument("files", nargs="+", type=str, help="UTF-8 text files, or files of a corpus with `--row`.")
     add_row_options(parser)
@@ -130,9 +129,9 @@ def _read_flags(arguments: Sequence[str]) -> list[str]:
 
 def compare_command(arguments: Sequence[str]) -> None:
     """Run ``longce compare`` and print its tables."""
-    description = "Compare runs of `longce fit`, or results of `longce score` or of `longce evaluate`."
+    description = "Compare runs of `longce fit`, records of `longce score`, or results of `longce evaluate`."
     parser = make_parser("compare", description)
-    runs = "Folders of runs or of `longce evaluate`, or JSON files of `longce score`; NAME=RUN names a run."
+    runs = "Folders of runs or of `longce evaluate`, or records of `longce score`; NAME=RUN names a run."
     runs += " The first is the baseline."
     parser.add_argument("runs", nargs="+", type=str, help=runs)
     parser.add_argument("--output", type=str | None, help="HTML page to write, which also has curves.")
@@ -148,7 +147,7 @@ def correlate_command(arguments: Sequence[str]) -> None:
     """Run ``longce correlate`` and print its table."""
     description = "Correlate LongPPL and perplexity of many models with their benchmark scores."
     parser = make_parser("correlate", description)
-    files = "Result files of `longce score` and `longce evaluate`, CSV files, or NAME=FILE to name the model."
+    files = "Records of `longce score`, results of `longce evaluate`, CSV files, or NAME=FILE to name the model."
     parser.add_argument("files", nargs="+", type=str, help=files)
     metrics = "Names of perplexities; by default those of `longce score` and of the CSV files."
     parser.add_argument("--metrics", nargs="+", type=str, help=metrics)

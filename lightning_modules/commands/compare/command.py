@@ -15,15 +15,9 @@ from lightning_modules.commands.compare.evaluations import (
     judge_evaluations,
     tabulate_evaluations,
 )
-from lightning_modules.commands.compare.numerics import separate_numerics, split_numerics
+from lightning_modules.commands.compare.numerics import separate_numerics
 from lightning_modules.commands.compare.ratios import compared_kinds, shared_documents
-from lightning_modules.commands.compare.runs import (
-    AXES,
-    ComparedRun,
-    describe_evaluator,
-    read_compared,
-    shorten_cell,
-)
+from lightning_modules.commands.compare.runs import AXES, Cell, ComparedRun, read_compared
 from lightning_modules.commands.compare.verdict import Ratio, draw_ratios, drawn_ratios, measure_ratios, write_verdict
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.utilities.statistics import TOKENS, UNITS, corpus_mean, paired_ratio
@@ -125,14 +119,15 @@ def _shorten_cells(runs: Sequence[ComparedRun]) -> tuple[list[ComparedRun], str]
     Names stay long if two evaluators have one name, and differ in what would be left out, such as K or the dtype.
     """
     cells = list(dict.fromkeys(cell for run in runs for cell in run.evaluations))
-    short = {cell: shorten_cell(cell) for cell in cells}
-    described = {cell: describe_evaluator(cell) for cell in cells if short[cell] != cell}
-    distinct = list(dict.fromkeys(described.values()))
-    named = {description.partition(" (")[0] for description in distinct}
-    if not distinct or len(named) < len(distinct) or len(set(short.values())) < len(cells) or "" in distinct:
+    judges = list(dict.fromkeys(cell.judge for cell in cells if cell.details))
+    names = {cell.evaluator for cell in cells if cell.details}
+    if not judges or len(names) < len(judges) or len({cell.short for cell in cells}) < len(cells):
         return list(runs), ""
-    renamed = [run._replace(evaluations={short[cell]: each for cell, each in run.evaluations.items()}) for run in runs]
-    return renamed, f"Evaluator{'s' * (len(distinct) > 1)}: {'; '.join(distinct)}."
+    renamed = []
+    for run in runs:
+        short = {cell._replace(details=""): steps for cell, steps in run.evaluations.items()}
+        renamed.append(run._replace(evaluations=short))
+    return renamed, f"Evaluator{'s' * (len(judges) > 1)}: {'; '.join(judges)}."
 
 
 def _first_evaluation(run: ComparedRun) -> ComparedRun:
@@ -197,9 +192,8 @@ def _find_curves(run: ComparedRun) -> dict[str, Mapping[int, float]]:
     """Return the values of each quantity by optimizer step."""
     curves: dict[str, Mapping[int, float]] = {}
     for kind, name in (("longppl", "LongPPL"), ("perplexity", "Perplexity")):
-        for cell, steps in sorted(run.evaluations.items(), key=lambda each: each[0]):
-            place, numerics = split_numerics(cell)
-            perplexity = f"{place.partition(',')[0]}{f' [{numerics}]' if numerics else ''}"  # whoever finds key tokens
+        for cell, steps in sorted(run.evaluations.items(), key=lambda each: str(each[0])):
+            perplexity = Cell(cell.set, numerics=cell.numerics)  # whoever finds key tokens
             title = f"{name}: {cell if kind == 'longppl' else perplexity}"
             curves[title] = {step: corpus_mean(documents, kind) for step, documents in steps.items()}
     rates = {f"Learning rate: {key[3:]}": values for key, values in run.scalars.items() if key.startswith("lr-")}
@@ -220,7 +214,7 @@ def _rank_runs(runs: Sequence[ComparedRun], baseline: ComparedRun) -> Table:
     titles = [title for name in _TITLES.values() for title in (name, f"{name} / {baseline.name}'s")]
     head = ["set, evaluator, thresholds", "run", *titles, "step", "documents", "note"]
     cells = []
-    for cell in sorted({cell for run in runs for cell in run.evaluations}):
+    for cell in sorted({cell for run in runs for cell in run.evaluations}, key=str):
         ranked = []
         evaluated = [run for run in runs if cell in run.evaluations]
         compared = compared_kinds([run.last(cell)[1] for run in evaluated])
@@ -237,7 +231,7 @@ def _rank_runs(runs: Sequence[ComparedRun], baseline: ComparedRun) -> Table:
                 absent = kind == compared[0] and kind in TOKENS and not documents[UNITS[kind]].sum()
                 numbers += ["no key tokens" if absent else _format_number(values.get(kind, math.nan)), ratio]
             order = [bool(note), *(math.inf if math.isnan(values[kind]) else values[kind] for kind in compared)]
-            cells_of_run = [cell, run.name, *numbers, str(step or ""), str(len(documents)), note]
+            cells_of_run = [str(cell), run.name, *numbers, str(step or ""), str(len(documents)), note]
             ranked.append((order, cells_of_run, run))
         ranked.sort(key=lambda each: each[:2])
         if len(ranked) > 1 and not ranked[1][0][0] and _is_better(ranked[0][2], ranked[1][2], cell, compared[0]):
@@ -247,7 +241,7 @@ def _rank_runs(runs: Sequence[ComparedRun], baseline: ComparedRun) -> Table:
     return _drop_empty_columns(head, cells)._replace(badges=best)
 
 
-def _is_better(run: ComparedRun, other: ComparedRun, cell: str, kind: str) -> bool:
+def _is_better(run: ComparedRun, other: ComparedRun, cell: Cell, kind: str) -> bool:
     """Return whether the interval of the ratio of two runs excludes a tie, or nothing but infinity is on one side."""
     shared = shared_documents(run.last(cell)[1], other.last(cell)[1], (kind,))
     value, interval = paired_ratio(shared, kind)
@@ -280,10 +274,11 @@ def _find_changed_documents(runs: Sequence[ComparedRun], baseline: ComparedRun) 
     for run in runs:
         for cell in run.evaluations.keys() & baseline.evaluations.keys():
             shared = shared_documents(run.last(cell)[1], baseline.last(cell)[1])
-            for (name, _), own, other in shared[["longppl", "longppl_baseline"]].dropna().itertuples(name=None):
+            numbers_of_both = shared[["document", "longppl", "longppl_baseline"]].dropna()
+            for name, own, other in numbers_of_both.itertuples(index=False, name=None):
                 numbers = map(_format_number, (other, own, own / other))
                 change = abs(math.log(own) - math.log(other)) if own != other else 0.0  # both may be infinite
-                found.append((-change, [cell, run.name, name, *numbers]))
+                found.append((-change, [str(cell), run.name, name, *numbers]))
     head = ["set, evaluator, thresholds", "run", "document", f"LongPPL of {baseline.name}", "LongPPL", "ratio"]
     return {"Documents that changed most": _drop_empty_columns(head, [row for _, row in sorted(found)[:_CHANGED]])}
 

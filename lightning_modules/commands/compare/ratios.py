@@ -12,9 +12,8 @@ WITHOUT_TOKENS = ("longppl_per_evaluator_token", "key_bits_per_byte", "bits_per_
 
 def have_same_tokens(tables: Sequence[pd.DataFrame]) -> bool:
     """Return whether the documents of equal texts have equal numbers of tokens in all tables."""
-    found = pd.concat(tables)
-    counts = found[found["text_sha256"] != ""].groupby("text_sha256")["tokens"].nunique()
-    return bool((counts <= 1).all())
+    tokens = pd.concat(tables)["tokens"]
+    return bool((tokens.groupby(level=0).nunique() <= 1).all())
 
 
 def compared_kinds(tables: Sequence[pd.DataFrame]) -> tuple[str, ...]:
@@ -31,8 +30,7 @@ def shared_documents(
 ) -> pd.DataFrame:
     """Return the numbers of the documents that have equal texts, and that ``kinds`` are per equally many units of."""
     both = documents.merge(baseline, left_index=True, right_index=True, suffixes=("", "_baseline"))
-    hashes = both["text_sha256"], both["text_sha256_baseline"]
-    same = (hashes[0] == hashes[1]) | (hashes[0] == "") | (hashes[1] == "")  # older versions did not record them
+    same = pd.Series(True, index=both.index)
     for name in (UNITS[kind] for kind in kinds):
         same &= both[name] == both[f"{name}_baseline"]
     return both[same]

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from lightning_modules.commands.compare.ratios import compared_kinds, shared_documents
-from lightning_modules.commands.compare.runs import AXES, ComparedRun, shorten_cell
+from lightning_modules.commands.compare.runs import AXES, Cell, ComparedRun
 from lightning_modules.utilities.statistics import UNITS, Interval, paired_ratio
 from lightning_modules.visualization.images import COLORS, INK, STYLE, as_svg
 
@@ -36,7 +36,7 @@ Outcome = Literal["better", "worse", "tie", "unknown"]
 class Ratio(NamedTuple):
     """A run's number over the baseline's, over the documents that both have."""
 
-    cell: str  # set, evaluator and thresholds
+    cell: Cell
     run: str
     kind: str  # of `NAMES`
     value: float
@@ -68,7 +68,7 @@ class Ratio(NamedTuple):
 def measure_ratios(runs: Sequence[ComparedRun], baseline: ComparedRun) -> list[Ratio]:
     """Return the ratios of the last evaluations: of key tokens first, then of all tokens, where both runs have some."""
     found = []
-    for cell in sorted(baseline.evaluations):
+    for cell in sorted(baseline.evaluations, key=str):
         reference = baseline.last(cell)[1]
         own = {run.name: run.last(cell)[1] for run in runs if cell in run.evaluations and run is not baseline}
         kinds = compared_kinds([reference, *own.values()])
@@ -118,7 +118,7 @@ def _judge(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
     over = f"{ratio.documents:,} documents with {units}"
     if ratio.documents < ratio.total:
         over = f"{units} of {ratio.documents:,} of {ratio.total:,} documents, because the others have none"
-    place = shorten_cell(ratio.cell)
+    place = ratio.cell.short
     return f"{claim}: {_name_with_verb(ratio.kind)} {ratio}, over {over} ({place}). {_judge_all_tokens(of_all)}"
 
 
@@ -151,7 +151,7 @@ def _judge_cells(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
 def _judge_all_tokens(ratios: Sequence[Ratio]) -> str:
     """Return one sentence on all tokens, which hardly need the long context."""
     # Most evaluators and thresholds repeat the number of a set.
-    distinct = list({(_find_set(ratio), ratio.value, ratio.interval): ratio for ratio in ratios}.values())
+    distinct = list({(ratio.cell.set, ratio.value, ratio.interval): ratio for ratio in ratios}.values())
     if not distinct:
         return ""
     name = NAMES[distinct[0].kind].capitalize()
@@ -160,20 +160,16 @@ def _judge_all_tokens(ratios: Sequence[Ratio]) -> str:
     outcomes = dict.fromkeys(ratio.outcome for ratio in distinct)
     judged = meaning[distinct[0].outcome]
     if len(outcomes) > 1:
-        sets = Counter(_find_set(ratio) for ratio in distinct)
+        sets = Counter(ratio.cell.set for ratio in distinct)
         places: dict[Outcome, list[str]] = {outcome: [] for outcome in outcomes}
         for ratio in distinct:
-            name_of_set = _find_set(ratio)
-            places[ratio.outcome].append(name_of_set if sets[name_of_set] == 1 else f"({shorten_cell(ratio.cell)})")
+            name_of_set = ratio.cell.set
+            places[ratio.outcome].append(name_of_set if sets[name_of_set] == 1 else f"({ratio.cell.short})")
         judged = "; ".join(f"{meaning[outcome]} on {', '.join(names)}" for outcome, names in places.items())
     values = [ratio.value for ratio in distinct]
     between = f"{_format_ratio(min(values))} to {_format_ratio(max(values))} times as large"
     same = len({(ratio.value, ratio.interval) for ratio in distinct}) == 1
     return f"{name}, over all tokens, {verb} {distinct[0] if same else between}: {judged}."
-
-
-def _find_set(ratio: Ratio) -> str:
-    return ratio.cell.partition(", ")[0]
 
 
 def _name_own_evaluators(runs: Sequence[ComparedRun]) -> list[str]:
@@ -302,4 +298,4 @@ def _set_ratio_ticks(plot: Axes, ends: Sequence[float]) -> None:
 def _label_ratio(ratio: Ratio, ratios: Sequence[Ratio]) -> str:
     """Label a ratio by what differs among all: the run if there are several, and the evaluation."""
     parts = [ratio.run] if len({each.run for each in ratios}) > 1 else []
-    return " · ".join([*parts, shorten_cell(ratio.cell)])
+    return " · ".join([*parts, ratio.cell.short])

@@ -11,9 +11,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lightning_modules.models.loading.provenance import NOT_RECORDED, UNKNOWN, Numerics, Provenance, describe_key_tokens
+from lightning_modules.scoring.records import Record, hash_texts, read_records, summarize
 from lightning_modules.tasks.evaluation.report import short
 from lightning_modules.tasks.questions.registry import GROUPS
-from lightning_modules.utilities.statistics import TOKENS, UNITS, Interval, mean_interval
+from lightning_modules.utilities.statistics import UNITS, Interval, mean_interval
 
 # Settings that values depend on: perplexities (LongPPL depends on all), and questions of our tasks and the harness's.
 _TEXTS = ("texts", "max_tokens", "add_special_tokens")
@@ -26,6 +27,8 @@ OF_SETS = "score, %"
 Cells = dict[tuple[str, str], tuple[float, Interval | None]]
 """Scores with their 95% intervals, by task or set and by length or metric; NaN if a score is not a number."""
 
+
+_SUFFIXES = (".csv", ".json", ".parquet")
 
 FILES = ("results.json", "harness.json")
 """Files in a folder of ``longce evaluate``."""
@@ -49,8 +52,8 @@ class Measured(NamedTuple):
 def read_results(words: Sequence[str]) -> list[Measured]:
     """Read result files, with one entry per file and model.
 
-    Each word is a file, a folder of ``longce evaluate``, of such folders or of other ``.csv`` and ``.json`` files, or
-    ``NAME=FILE`` for results of a single model, which gets this name. The files are JSON of ``longce score --output``,
+    Each word is a file, a folder of ``longce evaluate``, of such folders or of other files, or ``NAME=FILE`` for
+    results of a single model, which gets this name. The files are records of ``longce score --output``,
     ``results.json`` and ``harness.json`` of ``longce evaluate``, a dictionary ``{"Qwen2-7B": {"LongBench": 42.0}}``, or
     CSV with a line for each model: its name in the column ``model``, and values in the others, where a cell may be
     blank.
@@ -68,7 +71,9 @@ def _read_word(word: str) -> list[Measured]:
     renamed = bool(equals) and not Path(word).expanduser().exists()
     files = _find_files(Path(path if renamed else word).expanduser())
     if not files or (renamed and not name):
-        raise ValueError(f"No results at '{word}': pass .json or .csv files, folders that contain them, or NAME=FILE.")
+        raise ValueError(
+            f"No results at '{word}': pass .parquet, .json or .csv files, folders that contain them, or NAME=FILE."
+        )
     entries = [entry for file in files for entry in _read_file(file)]
     if renamed:
         if (models := len({entry.model for entry in entries})) != 1:
@@ -83,17 +88,21 @@ def _read_word(word: str) -> list[Measured]:
 def _find_files(path: Path) -> list[Path]:
     if path.is_dir():
         found, inner = ([file for name in FILES for file in sorted(path.glob(place + name))] for place in ("", "*/"))
-        return found or sorted([*path.glob("*.csv"), *path.glob("*.json")]) or inner
-    return [path] if path.is_file() and path.suffix in (".csv", ".json") else []
+        return found or sorted(file for file in path.glob("*") if file.suffix in _SUFFIXES) or inner
+    return [path] if path.is_file() and path.suffix in _SUFFIXES else []
 
 
 def _read_file(file: Path) -> list[Measured]:
     """Read a file; ``model`` is empty if the file does not name it."""
+    if file.suffix == ".parquet":
+        return _read_records(file)
     try:
         text = file.read_text(encoding="utf-8-sig")
         if file.suffix == ".csv":
             return _csv_entries(file, text)
         content = json.loads(text)
+        if {"longppl", "documents"} <= content.keys():
+            raise ValueError("it is a result of longce 0.1: `longce score --output` writes records (.parquet) now")
         for reader, names in _READERS:
             if names <= content.keys():
                 return [reader(file, content)]
@@ -106,24 +115,35 @@ def _read_file(file: Path) -> list[Measured]:
         ) from error
 
 
-def _read_score(file: Path, content: Mapping[str, Any]) -> Measured:
-    settings = dict(content.get("settings") or {})
-    models = content.get("provenance") or {}
-    names = [name for name in UNITS if name in content or name in TOKENS]  # older results have no bits
-    values = {name: _parse_number(name, content[name]) for name in names}
-    evaluator = {f"evaluator.{name}": value for name, value in models.get("evaluator", {}).items()}
-    numerics = _read_numerics(models.get("model", {}))
-    settings |= numerics
-    texts = {name: settings[name] for name in (*_TEXTS, *numerics) if name in settings}
+def _read_records(file: Path) -> list[Measured]:
+    """Read the records of ``longce score``, with an entry for each model and definition of key tokens."""
+    groups: dict[Any, list[Record]] = {}
+    for record in read_records(file):
+        groups.setdefault((record.model, record.evaluator, record.definition), []).append(record)
+    return [_measure_group(file, records) for records in groups.values()]
+
+
+def _measure_group(file: Path, records: Sequence[Record]) -> Measured:
+    total = summarize(records)
+    model, evaluator, definition = records[0].model, records[0].evaluator, records[0].definition
+    numerics = model.numerics._asdict()
+    texts = {"texts": hash_texts(records), "add_special_tokens": model.special_tokens, **numerics}
+    settings = texts | {
+        "evaluator": evaluator.name,
+        "evaluator_add_special_tokens": evaluator.special_tokens,
+        **definition._asdict(),
+        **{f"evaluator.{name}": value for name, value in evaluator.provenance._asdict().items()},
+    }
+    values: dict[str, float] = {name: getattr(total, name) for name in UNITS}
     return Measured(
         str(file),
-        str(content.get("model") or ""),
+        model.name,
         values,
         tuple(values),
-        {name: texts if name in ("perplexity", "bits_per_byte") else settings | evaluator for name in names},
-        provenance=Provenance.read(models.get("model", {})),
-        key_tokens=describe_key_tokens(settings, Provenance.read(models.get("evaluator", {}))),
-        numerics=Numerics.read(models.get("model", {})),
+        {name: texts if name in ("perplexity", "bits_per_byte") else settings for name in values},
+        provenance=model.provenance,
+        key_tokens=describe_key_tokens(settings, evaluator.provenance),
+        numerics=model.numerics,
     )
 
 
@@ -220,7 +240,6 @@ def _read_harness(file: Path, content: Mapping[str, Any]) -> Measured:
 
 # Readers of our results, and the keys by which each kind is recognized.
 _READERS = (
-    (_read_score, {"longppl", "documents"}),
     (_read_harness, {"tasks", "groups", "scores"}),
     (_read_evaluation, {"tasks", "average"}),
 )

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_modules.functional import key_token_mask
-from lightning_modules.scoring.key_tokens import Tokens, find_key_tokens, measure_coverage
+from lightning_modules.scoring.key_tokens import count_coverage, evaluator_key_tokens
 from lightning_modules.scoring.token_scores import TokenScores
 
 PERCENTILES = (10, 25, 75, 90, 99)
@@ -62,18 +62,20 @@ def document_scores(
         - ``benefit_soft``: mean benefit weighted by the soft influence ``min(exp(benefit), gamma)`` (Equation 7);
         - ``benefit_third_1`` .. ``_3``: mean benefit of the compared tokens in each third of the document's tokens.
     """
-    key = find_key_tokens(scores, alpha=alpha, beta=beta).mask.numpy()  # [N] bool
+    key = evaluator_key_tokens(scores, alpha=alpha, beta=beta).numpy()  # [N] bool
     weight = scores.soft_influence(gamma=gamma).double().numpy()  # [N]
     # Float64, or sums over long documents would lose digits.
     long, short = scores.long.double().numpy(), scores.short.double().numpy()
     tokens, start = len(long), scores.context_length + scores.stride  # K + d: the first token with a short context
+    coverage = count_coverage(scores.offsets)
     values: dict[str, int | float | None] = dict.fromkeys(COLUMNS)
     values |= {
         "tokens": tokens,
         "scored_tokens": tokens - scores.unscored,
         "compared_tokens": max(tokens - start, 0),
         "key_tokens": int(key.sum()),
-        **measure_coverage(Tokens(scores.token_ids, scores.offsets), None, "tokens").fractions(),
+        "tokens_sharing_characters": coverage.sharing / max(coverage.tokens, 1),
+        "tokens_without_characters": coverage.without / max(coverage.tokens, 1),
         "perplexity": _compute_perplexity(long[scores.unscored :]),
     }
     if tokens > start:

@@ -17,7 +17,7 @@ def list_event_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("events.out.tfevents.*"), key=_split_numbers)
 
 
-def read_records(file: Path) -> Iterator[tuple[bytes, bytes]]:
+def read_events(file: Path) -> Iterator[tuple[bytes, bytes]]:
     """Yield each complete record of an event file, and the serialized event in it."""
     content = file.read_bytes()
     start = 0
@@ -29,7 +29,7 @@ def read_records(file: Path) -> Iterator[tuple[bytes, bytes]]:
 def remove_events(file: Path, tags: Iterable[str]) -> None:
     """Remove the events of these tags from an event file that nobody writes to."""
     names = [tag.encode() for tag in tags]
-    kept = [record for record, event in read_records(file) if not any(name in event for name in names)]
+    kept = [record for record, event in read_events(file) if not any(name in event for name in names)]
     if sum(len(record) for record in kept) < file.stat().st_size:
         write_atomically(file, b"".join(kept))
 

@@ -11,7 +11,7 @@ from lightning_modules.models.tokenization.detokenization import token_texts
 from lightning_modules.scoring.config import InspectConfig
 from lightning_modules.scoring.evaluated_model import EvaluatedModel
 from lightning_modules.scoring.evaluator import Evaluator
-from lightning_modules.scoring.key_tokens import document_tokens
+from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens
 from lightning_modules.scoring.score import find_device
 from lightning_modules.visualization.page.alternatives import find_alternatives
 from lightning_modules.visualization.page.page import Inspection, ModelScores
@@ -53,7 +53,7 @@ def inspect_document(
             log_likelihood = model.log_likelihood(document)[0].float()
         tokens = document_tokens(document)
         unscored = int(document["labels"][0].eq(IGNORE_INDEX).sum())  # special tokens are all at the start
-        key = scorer.evaluate(text, tokens, device=device, name=name).key
+        key = find_key_tokens(scores, tokens, alpha=config.alpha, beta=config.beta).mask
         evaluated.append(ModelScores(model.name, tokens, log_likelihood, key, str(model.provenance), unscored))
     return Inspection(
         name=name,

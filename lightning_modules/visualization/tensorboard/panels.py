@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_modules.scoring.evaluator import EvaluatedDocument
-from lightning_modules.scoring.key_tokens import evaluator_key_tokens
+from lightning_modules.scoring.key_tokens import Tokens, evaluator_key_tokens, find_key_tokens
+from lightning_modules.scoring.records import Definition
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.visualization.report import Table, as_markdown_table
 from lightning_modules.visualization.tensorboard.figures import benefit_figure, position_figure
@@ -46,15 +46,23 @@ class InspectedDocument(NamedTuple):
         return index - int(earlier[-1]) if len(earlier) else None
 
 
+class EvaluatedDocument(NamedTuple):
+    """A document that an evaluator has scored, in the tokens of the trained model."""
+
+    scores: TokenScores
+    tokens: Tokens
+
+
 class EvaluationPanels:
     """Writer of the panels of successive evaluations.
 
-    The model's own key tokens exceed ``alpha`` (LSD) and ``beta`` (LCL), in nats, unless they are ``precomputed``.
+    Key tokens are those of a ``definition``, unless they are ``precomputed``.
     """
 
-    def __init__(self, *, alpha: float, beta: float, precomputed: bool = False) -> None:
+    def __init__(self, definition: Definition, *, precomputed: bool = False) -> None:
+        self.definition = definition
         self.precomputed = precomputed
-        self.thresholds: Any = {"alpha": alpha, "beta": beta}
+        self.thresholds: Any = {"alpha": definition.alpha, "beta": definition.beta}
         self._drawn: set[str] = set()
 
     def draw(
@@ -101,7 +109,10 @@ class EvaluationPanels:
         """Return the evaluator's key tokens, or the model's own without an evaluator."""
         if self.precomputed:
             return document.key
-        return document.key & (self._key_tokens(document.scores) if found is None else found.key)
+        if found is None:
+            return document.key & self._key_tokens(document.scores)
+        rule = self.definition.key_token_rule
+        return document.key & find_key_tokens(found.scores, found.tokens, **self.thresholds, rule=rule).mask
 
     def _draw_scores(self, writer: Any, documents: Sequence[TokenScores], scored_by: str, step: int) -> None:
         """Draw the density of LSD and LCL over all documents of a model, and their loss by context length."""

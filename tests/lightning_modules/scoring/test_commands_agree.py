@@ -44,7 +44,8 @@ def folders(tmp_path_factory):
 
 def scored(path, text, model, evaluator):
     path.write_text(text, encoding="utf-8")
-    return score(str(path), model, evaluator, evaluator_add_special_tokens=False, **WINDOWS, **THRESHOLDS)
+    (record,) = score(str(path), model, evaluator, evaluator_add_special_tokens=False, **WINDOWS, **THRESHOLDS)
+    return record.sums.numbers(), record.alignment
 
 
 def validated(document, model, evaluator):
@@ -52,7 +53,7 @@ def validated(document, model, evaluator):
     callback = ExternalEvaluator(evaluator, add_special_tokens=False, **WINDOWS, **THRESHOLDS)
     loader = DataLoader([document], batch_size=None)
     (logged,) = quiet_trainer(None, callback).validate(LongContextLM(model, **WINDOWS), loader, verbose=False)
-    return logged, callback.influence(document, 0, torch.device("cpu"))[0]
+    return logged, callback.key_tokens(document, 0, torch.device("cpu")).mask
 
 
 def predicted(document, model):
@@ -71,7 +72,7 @@ def test_score_validate_predict_and_inspect_with_the_model_as_its_own_evaluator(
     for name in ("byte_level_trimmed", "byte_level"):
         model = folders[name]
         document = encode_document(text, load_tokenizer(model), name="document")
-        by_score = scored(tmp_path / "document.txt", text, model, model)
+        by_score, alignment = scored(tmp_path / "document.txt", text, model, model)
         logged, mask = validated(document, model, model)
         scores = predicted(document, model)
         page = inspect_document(
@@ -81,7 +82,7 @@ def test_score_validate_predict_and_inspect_with_the_model_as_its_own_evaluator(
         key = find_key_tokens(scores, **THRESHOLDS).mask
         assert torch.equal(mask, key)
         assert torch.equal(page.models[0].key, key)
-        assert by_score["alignment"] == "tokens"
+        assert alignment == "tokens"
         assert by_score["key_tokens"] == logged["val/key_tokens"] == int(key.sum()) > 3
         longppl = float(torch.exp(-scores.long[key].double().mean()))
         assert by_score["longppl"] == pytest.approx(longppl, rel=1e-6)
@@ -102,12 +103,12 @@ def test_score_validate_and_inspect_with_another_tokenizer(model, language, fold
     text = text_of(language, words=30)
     path, other = folders[model], folders["byte_fallback" if model == "byte_level_trimmed" else "byte_level_trimmed"]
     document = encode_document(text, load_tokenizer(path), name="document")
-    by_score = scored(tmp_path / "document.txt", text, path, other)
+    by_score, alignment = scored(tmp_path / "document.txt", text, path, other)
     logged, mask = validated(document, path, other)
     page = inspect_document(
         text, other, model=path, alternatives=0, evaluator_add_special_tokens=False, **WINDOWS, **THRESHOLDS
     )
-    assert by_score["alignment"] == "characters"
+    assert alignment == "characters"
     assert logged["val/documents_aligned_by_characters"] == 1
     assert by_score["key_tokens"] == logged["val/key_tokens"] == int(mask.sum())
     assert torch.equal(page.models[0].key, mask)
@@ -125,24 +126,23 @@ def test_the_rule_of_the_authors_in_score_and_validation(folders, tmp_path, capl
     text, model = text_of("cjk", words=30), folders["byte_level_trimmed"]
     (tmp_path / "document.txt").write_text(text, encoding="utf-8")
     rule = {"key_token_rule": "authors", **WINDOWS, **THRESHOLDS}
-    by_score = score(str(tmp_path / "document.txt"), model, folders["byte_fallback"], **rule)
+    (by_score,) = score(str(tmp_path / "document.txt"), model, folders["byte_fallback"], **rule)
     assert "share a character" in caplog.text
     callback = ExternalEvaluator(folders["byte_fallback"], **rule)
     data = type("Data", (), {"tokenizer_name": model, "tokenizer_revision": None})
     callback.setup(type("Trainer", (), {"datamodule": data, "callbacks": [callback]}), None, "validate")
     document = encode_document(text, load_tokenizer(model))
-    mask, _, coverage = callback.influence(document, 0, torch.device("cpu"))
-    assert by_score["alignment"] == "authors"
-    assert coverage.fractions().items() <= by_score.items()
-    assert int(mask.sum()) == by_score["key_tokens"]
-    paper = score(
+    found = callback.key_tokens(document, 0, torch.device("cpu"))
+    assert by_score.alignment == found.alignment == "authors"
+    assert int(found.mask.sum()) == by_score.sums.key_tokens
+    (paper,) = score(
         str(tmp_path / "document.txt"), model, folders["byte_fallback"], **{**rule, "key_token_rule": "paper"}
     )
-    assert paper["key_tokens"] != by_score["key_tokens"]
+    assert paper.sums.key_tokens != by_score.sums.key_tokens
     with pytest.raises(ValueError, match="needs a data module with a `tokenizer_name`"):
         callback.setup(type("Trainer", (), {"datamodule": None, "callbacks": [callback]}), None, "validate")
     with pytest.raises(ValueError, match="tokens are not those of the data module"):
-        callback.influence({**document, "input_ids": document["input_ids"] + 1}, 0, torch.device("cpu"))
+        callback.key_tokens({**document, "input_ids": document["input_ids"] + 1}, 0, torch.device("cpu"))
 
 
 class Documents(LightningDataModule):

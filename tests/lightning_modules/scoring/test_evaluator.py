@@ -12,7 +12,7 @@ from lightning_modules.scoring import evaluator as evaluator_module
 from lightning_modules.scoring import token_scores
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator, score_text
-from lightning_modules.scoring.key_tokens import Tokens, key_spans
+from lightning_modules.scoring.key_tokens import key_spans
 from lightning_modules.visualization.page.alternatives import find_alternatives
 from tests.conftest import make_text, tiny_model
 from tests.support import reference
@@ -61,16 +61,6 @@ def test_special_tokens_of_the_evaluator_can_be_left_out(model_dir, tmp_path):
     assert with_first.offsets[0].tolist() == [0, 0]
     assert torch.equal(without.token_ids, with_first.token_ids[1:])
     assert not torch.allclose(without.long[1:], with_first.long[2:]), "the first token is context"
-
-
-def test_the_coverage_of_a_model_is_not_taken_for_that_of_its_evaluator(model_dir, tmp_path):
-    evaluator = Evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **SETTINGS))
-    text = make_text(60)
-    offsets = torch.tensor([[start, min(start + 3, len(text))] for start in range(0, len(text), 2)])
-    tokens = Tokens(torch.arange(len(offsets)), offsets)  # each shares a character with the next one
-    shares = evaluator.evaluate(text, tokens).coverage.fractions()
-    assert shares["tokens_sharing_characters"] == 1
-    assert shares["evaluator_tokens_sharing_characters"] == 0
 
 
 def test_a_damaged_cache_file_is_scored_again(model_dir, tmp_path, caplog):

@@ -15,13 +15,11 @@ from lightning_modules.models.tokenization.tokenizer import (
     untrim_offsets,
 )
 from lightning_modules.scoring.key_tokens import (
-    Coverage,
     Tokens,
-    add_coverage,
+    count_coverage,
     document_tokens,
     find_key_tokens,
     key_spans,
-    measure_coverage,
     transfer_soft_influence,
 )
 from lightning_modules.scoring.token_scores import TokenScores
@@ -74,7 +72,7 @@ def test_every_pair_of_tokenizers_matches_the_slow_definition(evaluator, languag
 
 def test_the_same_tokens_keep_mask_and_influence_also_where_they_share_characters(tokenizers):
     tokens = read(text_of("cjk"), tokenizers["byte_level"])
-    assert coverage_of(tokens.offsets).sharing > 100
+    assert count_coverage(tokens.offsets).sharing > 100
     scores = random_scores(tokens)
     key = (scores.long - scores.short > 0.5) & (scores.long > -3.0)
     soft = scores.soft_influence().double()
@@ -136,8 +134,8 @@ def test_trimmed_offsets_are_made_whole_when_a_tokenizer_is_loaded(name, tmp_pat
     for add_special_tokens in (False, True):
         before, after = (read(text, tokenizer, add_special_tokens=add_special_tokens) for tokenizer in (trimmed, whole))
         assert torch.equal(before.ids, after.ids)
-        assert coverage_of(before.offsets).without > 0
-        assert coverage_of(after.offsets).without == 0
+        assert count_coverage(before.offsets).without > 0
+        assert count_coverage(after.offsets).without == 0
         inner = [span for span in after.offsets.tolist() if span[0] < span[1]]
         assert all(end == start for (_, end), (start, _) in itertools.pairwise(inner)), "every character belongs to one"
         assert (inner[0][0], inner[-1][1]) == (0, len(text))
@@ -160,23 +158,10 @@ def test_a_cut_text_is_read_again_and_no_character_is_cut_in_two(tokenizers):
         assert document["offsets"].max() == len(kept)
 
 
-def coverage_of(offsets):
-    return measure_coverage(Tokens(torch.arange(len(offsets)), offsets), None, "tokens")
-
-
 def test_how_tokens_cover_characters():
     offsets = torch.tensor([[0, 0], [0, 2], [2, 3], [2, 3], [3, 3], [3, 5], [5, 5]])
-    tokens = Tokens(torch.arange(7), offsets)
-    counts = coverage_of(offsets)
-    assert counts == (0, 5, 2, 1, 0, 0, 0), "special tokens around the text do not count"
-    assert counts.fractions() == {"tokens_sharing_characters": 0.4, "tokens_without_characters": 0.2}
-    assert coverage_of(torch.zeros(3, 2, dtype=torch.int64)) == Coverage()
-    scores = TokenScores("", "", 8, 4, torch.arange(2), torch.tensor([[0, 5], [4, 5]]), torch.zeros(2), torch.zeros(2))
-    both = measure_coverage(tokens, scores, "characters")
-    assert both == (1, 5, 2, 1, 2, 2, 0)
-    assert both.fractions() | {"evaluator_tokens_sharing_characters": 1.0} == both.fractions()
-    assert add_coverage([both, counts, Coverage(1, 10)]) == (2, 20, 4, 2, 2, 2, 0)
-    assert Coverage().fractions() == {"tokens_sharing_characters": 0.0, "tokens_without_characters": 0.0}
+    assert count_coverage(offsets) == (5, 2, 1), "special tokens around the text do not count"
+    assert count_coverage(torch.zeros(3, 2, dtype=torch.int64)) == (0, 0, 0)
 
 
 def test_scores_known_from_a_floor_on_answer_no_lower_threshold():

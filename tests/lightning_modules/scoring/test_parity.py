@@ -42,7 +42,7 @@ def test_spans_longppl_and_perplexity(
     assert theirs["n_key_token"] > 5
     assert key_spans(scores, **THRESHOLDS).tolist() == read_key_spans(tmp_path / "spans.txt").tolist()
     for rule in ("paper", "authors"):
-        key, _ = find_key_tokens(scores, document_tokens(document), **THRESHOLDS, rule=rule)
+        key = find_key_tokens(scores, document_tokens(document), **THRESHOLDS, rule=rule).mask
         assert int(key.sum()) == theirs["n_key_token"]
         assert float(long_perplexity(log_likelihood, key)) == pytest.approx(float(theirs["longppl"]), rel=1e-5)
     assert document["input_ids"].numel() == theirs["n_token"]
@@ -112,7 +112,7 @@ def test_every_kind_of_tokenizer_and_text(architecture, overrides, different, st
             judge_tokenizer, tokenizer = stored[evaluator_name][rule], stored[model_name][rule]
             scores = score_text(text, Backbone(judge), judge_tokenizer, **windows)
             document = encode_document(text, tokenizer)
-            key, alignment = find_key_tokens(scores, document_tokens(document), **THRESHOLDS, rule=rule)
+            key, _, alignment = find_key_tokens(scores, document_tokens(document), **THRESHOLDS, rule=rule)
             seen.add(alignment)
             if rule == "paper":
                 values = (scores.token_ids, scores.offsets, scores.long, scores.short, *document_tokens(document))

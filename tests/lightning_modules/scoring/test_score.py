@@ -19,6 +19,7 @@ from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring import evaluated_model as model_module
 from lightning_modules.scoring import evaluator as evaluator_module
+from lightning_modules.scoring.records import read_records, summarize
 from lightning_modules.scoring.score import score, table
 from lightning_modules.scoring.token_scores import TokenScores
 from tests.conftest import make_text
@@ -38,40 +39,43 @@ def files(tmp_path):
 
 @pytest.mark.core
 def test_agrees_with_the_authors_document_by_document(files, model_dir, evaluator_dir):
-    result = score(files, str(model_dir), str(evaluator_dir), **SETTINGS)
+    records = score(files, str(model_dir), str(evaluator_dir), **SETTINGS)
     model, judge = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (model_dir, evaluator_dir))
     tokenizer, judge_tokenizer = (AutoTokenizer.from_pretrained(path) for path in (model_dir, evaluator_dir))
     log_longppl = key_tokens = 0
-    for document, file in zip(result["documents"][:2], files, strict=False):
+    for record, file in zip(records[:2], files, strict=False):
         theirs = compute_longppl(
             Path(file).read_text(), model, judge, tokenizer, judge_tokenizer, None, 48, 16, alpha=0.5, beta=-6.0
         )
-        assert document["file"] == file
-        assert document["longppl"] == pytest.approx(float(theirs["longppl"]), rel=1e-5)
-        assert document["perplexity"] == pytest.approx(float(theirs["ppl"]), rel=1e-5)
-        assert (document["key_tokens"], document["tokens"]) == (theirs["n_key_token"], theirs["n_token"])
+        own = record.sums
+        assert record.document == file
+        assert own.longppl == pytest.approx(float(theirs["longppl"]), rel=1e-5)
+        assert own.perplexity == pytest.approx(float(theirs["ppl"]), rel=1e-5)
+        assert (own.key_tokens, own.tokens + own.unscored) == (theirs["n_key_token"], theirs["n_token"])
         log_longppl += theirs["n_key_token"] * math.log(theirs["longppl"])
         key_tokens += theirs["n_key_token"]
-    assert result["longppl"] == pytest.approx(math.exp(log_longppl / key_tokens), rel=1e-5)
-    assert result["key_tokens"] == key_tokens > 5
-    assert result["tokens"] == sum(document["tokens"] for document in result["documents"])
-    short = result["documents"][2]
-    assert math.isnan(short["longppl"])
-    assert math.isfinite(short["perplexity"])
+    total = summarize(records)
+    assert total.longppl == pytest.approx(math.exp(log_longppl / key_tokens), rel=1e-5)
+    assert total.key_tokens == key_tokens > 5
+    short = records[2].sums
+    assert math.isnan(short.longppl)
+    assert math.isfinite(short.perplexity)
 
 
-def test_command_prints_a_table_and_writes_json(files, model_dir, evaluator_dir, tmp_path, capsys):
-    output = tmp_path / "out.json"
+def test_command_prints_a_table_and_writes_records(files, model_dir, evaluator_dir, tmp_path, capsys):
+    output = tmp_path / "out.parquet"
     models = ["--model", str(model_dir), "--evaluator", str(evaluator_dir)]
     main(["score", *files, *models, *OPTIONS, "--output", str(output)])
-    written = json.loads(output.read_text())
-    found = {kind: Provenance(**own) for kind, own in written["provenance"].items()}
-    assert found["model"].identity == model_identity(ModelConfig(str(model_dir)))
-    assert found["model"][2:] == found["evaluator"][2:] == ("float32", "sdpa", "none")
-    assert written["settings"]["key_token_rule"] == "paper"
-    assert written["settings"]["evaluator"] == str(evaluator_dir)
-    assert written["documents"][2]["longppl"] is None, "JSON has no NaN"
-    assert f"{written['longppl']:.4f}" in capsys.readouterr().out
+    records = read_records(output)
+    assert records == score(files, str(model_dir), str(evaluator_dir), **SETTINGS)
+    first = records[0]
+    assert first.model.identity == model_identity(ModelConfig(str(model_dir)))
+    assert first.model[3:] == ("float32", "sdpa", "none", False)
+    assert first.evaluator[3:] == ("float32", "sdpa", "none", True)
+    assert (first.definition.key_token_rule, first.evaluator.name) == ("paper", str(evaluator_dir))
+    assert math.isnan(records[2].sums.longppl)
+    assert f"{summarize(records).longppl:.4f}" in capsys.readouterr().out
+    assert "must end in .parquet" in fails(["score", *files, *models, "--output", "out.json"], capsys)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -84,14 +88,11 @@ def test_a_row_of_a_file_is_scored_like_a_text(kind, model_dir, evaluator_dir, t
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), corpus)
     models = ["--model", str(model_dir), "--evaluator", str(evaluator_dir), *OPTIONS]
-    output = tmp_path / "out.json"
+    output = tmp_path / "out.parquet"
     main(["score", str(corpus), "--row", "1", "--text_column", "body", *models, "--output", str(output)])
     (tmp_path / "1.txt").write_text(texts[1])
-    expected = score(str(tmp_path / "1.txt"), str(model_dir), str(evaluator_dir), **SETTINGS)
-    found = json.loads(output.read_text())
-    assert found["documents"][0]["file"] == f"a.{kind}-1"
-    for name in ("longppl", "perplexity", "key_tokens", "tokens", "settings"):
-        assert found[name] == expected[name]
+    (expected,) = score(str(tmp_path / "1.txt"), str(model_dir), str(evaluator_dir), **SETTINGS)
+    assert read_records(output) == [expected._replace(document=f"a.{kind}-1")]
 
 
 def test_revisions_are_those_of_model_and_evaluator(files, model_dir, evaluator_dir, tmp_path, monkeypatch):
@@ -123,32 +124,33 @@ def test_all_models_read_the_text_of_the_evaluators_first_tokens_which_it_scores
     loaded, original = [], evaluator_module.load_scorer
     monkeypatch.setattr(evaluator_module, "load_scorer", lambda *args: loaded.append(args[0]) or original(*args))
     words = ["score", str(tmp_path / "a.txt"), "--model", str(model_dir), "--model", str(evaluator_dir)]
-    words += ["--evaluator", str(evaluator_dir), "--max_tokens", "150", *OPTIONS, "--output", str(tmp_path / "results")]
-    main(words)
+    words += ["--evaluator", str(evaluator_dir), "--max_tokens", "150", *OPTIONS]
+    main([*words, "--output", str(tmp_path / "out.parquet")])
     assert len(loaded) == 1
-    results = [json.loads(path.read_text()) for path in sorted((tmp_path / "results").iterdir())]
-    (text,) = {(each["characters"], each["documents"][0]["text_sha256"]) for each in results}
+    records = read_records(tmp_path / "out.parquet")
+    assert len(records) == 2
+    (text,) = {(each.sums.characters, each.text_sha256) for each in records}
     cut = (tmp_path / "a.txt").read_text()[: text[0]]
     assert hashlib.sha256(cut.encode()).hexdigest() == text[1]
     evaluator = load_tokenizer(str(evaluator_dir)).backend_tokenizer
     assert len(evaluator.encode(cut).ids) == 150
-    assert {each["settings"]["texts"] for each in results} == {results[0]["settings"]["texts"]}
-    assert len({each["evaluator_key_tokens"] for each in results}) == len({each["key_bytes"] for each in results}) == 1
+    assert len({(each.sums.evaluator_key_tokens, each.sums.key_bytes) for each in records}) == 1
 
 
 def test_bits_are_those_of_the_perplexities(files, model_dir, evaluator_dir):
     """By their definitions, of a model with other tokens than the evaluator and of the evaluator itself."""
     for model in (model_dir, evaluator_dir):
-        result = score(files, str(model), str(evaluator_dir), **SETTINGS)
-        scored, bits = result["tokens"] - len(files), math.log2(result["perplexity"])
-        assert result["bits_per_byte"] == pytest.approx(bits * scored / result["bytes"], rel=1e-6)
-        bits = result["key_bits_per_byte"] * result["key_bytes"]
-        per_token = result["longppl_per_evaluator_token"]
-        assert per_token == pytest.approx(2 ** (bits / result["evaluator_key_tokens"]), rel=1e-6)
-        same = result["alignment"] == "tokens"
+        records = score(files, str(model), str(evaluator_dir), **SETTINGS)
+        total = summarize(records)
+        bits = math.log2(total.perplexity)
+        assert total.bits_per_byte == pytest.approx(bits * total.tokens / total.bytes, rel=1e-6)
+        bits = total.key_bits_per_byte * total.key_bytes
+        per_token = total.longppl_per_evaluator_token
+        assert per_token == pytest.approx(2 ** (bits / total.evaluator_key_tokens), rel=1e-6)
+        same = {record.alignment for record in records} == {"tokens"}
         assert same == (model is evaluator_dir)
-        assert (result["key_bits_per_byte_error"] == 0) == same
-        assert (per_token == pytest.approx(result["longppl"], rel=1e-6)) == same
+        assert (total.key_bits_per_byte_error == 0) == same
+        assert (per_token == pytest.approx(total.longppl, rel=1e-6)) == same
 
 
 def test_a_special_token_that_is_left_out_is_named(files, evaluator_dir, tmp_path, caplog):
@@ -173,22 +175,25 @@ def test_a_context_extension_is_that_of_the_model_and_not_of_the_evaluator(files
     expected = score(files, str(tmp_path / "pi"), str(evaluator_dir), **SETTINGS)
     found = score(files, str(model_dir), str(evaluator_dir), context_extension=PI, **SETTINGS)
     plain = score(files, str(model_dir), str(evaluator_dir), **SETTINGS)
+    numbers = [summarize(records).numbers() for records in (found, expected, plain)]
     for name in ("longppl", "perplexity"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-6)
-        assert found[name] != pytest.approx(plain[name], rel=1e-6)
-    assert found["key_tokens"] == plain["key_tokens"]
-    identity = found["provenance"]["model"]["identity"]
-    assert identity == f"{plain['provenance']['model']['identity']} with pi(original_length=128, target_length=512)"
-    assert found["provenance"]["evaluator"] == plain["provenance"]["evaluator"]
+        of_found, of_expected, of_plain = (each[name] for each in numbers)
+        assert of_found == pytest.approx(of_expected, rel=1e-6)
+        assert of_found != pytest.approx(of_plain, rel=1e-6)
+    assert numbers[0]["key_tokens"] == numbers[2]["key_tokens"]
+    identity = found[0].model.identity
+    assert identity == f"{plain[0].model.identity} with pi(original_length=128, target_length=512)"
+    assert found[0].evaluator == plain[0].evaluator
 
 
 def test_methods_of_one_model_are_compared(files, model_dir, evaluator_dir, tmp_path, capsys):
     words = ["score", *files, "--model", str(model_dir), "--evaluator", str(evaluator_dir), *OPTIONS]
     for method in ("null", "{method: pi, original_length: 128, target_length: 512}"):
         words += ["--context_extension", method]
-    main([*words, "--output", str(tmp_path / "results")])
+    main([*words, "--output", str(tmp_path / "out.parquet")])
     name = model_dir.name
-    assert {path.stem for path in (tmp_path / "results").iterdir()} == {name, f"{name}-pi-512"}
+    names = list(summarize(read_records(tmp_path / "out.parquet"), by="model.name"))
+    assert names == [str(model_dir), f"{model_dir}-pi-512"]
     assert f"LongPPL / {name}'s" in capsys.readouterr().out
     assert "'kind'" in fails([*words, "--context_extension", "{kind: yarn}"], capsys)
     assert "must be a mapping such as {method: yarn" in fails([*words, "--context_extension", "yarn"], capsys)
@@ -199,10 +204,9 @@ def test_methods_of_one_model_are_compared(files, model_dir, evaluator_dir, tmp_
 def test_files_without_text_are_skipped_and_named(files, model_dir, evaluator_dir, tmp_path, caplog):
     (tmp_path / "empty.txt").write_text(" \n")
     empty = str(tmp_path / "empty.txt")
-    result = score([files[0], empty, files[1]], str(model_dir), str(evaluator_dir), **SETTINGS)
-    assert result["skipped"] == [empty]
+    records = score([files[0], empty, files[1]], str(model_dir), str(evaluator_dir), **SETTINGS)
     assert f"Skipped, because they are empty or only white space: {empty}" in caplog.text
-    assert {**result, "skipped": []} == score(files[:2], str(model_dir), str(evaluator_dir), **SETTINGS)
+    assert records == score(files[:2], str(model_dir), str(evaluator_dir), **SETTINGS)
     (tmp_path / "other.txt").write_text("")
     with pytest.raises(ValueError, match="All 2 files are empty or only white space"):
         score([empty, str(tmp_path / "other.txt")], str(model_dir), str(evaluator_dir), **SETTINGS)
@@ -240,10 +244,11 @@ def test_evaluator_and_model_in_one_share_the_long_pass(files, model_dir, tmp_pa
     monkeypatch.setattr(model_module, "describe_model", lambda *_, **__: Provenance("another model", "", "", ""))
     monkeypatch.setattr(model_module, "check_same_model", lambda *_: None)
     expected = run(evaluator_add_special_tokens=False)
-    for name in ("longppl", "perplexity"):
-        assert shared[name] == pytest.approx(expected[name], rel=1e-6)
-        assert shared[name] != pytest.approx(apart[name], rel=1e-6) or name == "perplexity"
-    assert shared["key_tokens"] == expected["key_tokens"] > 3
+    of_shared, of_expected, of_apart = (summarize(records) for records in (shared, expected, apart))
+    assert of_shared.longppl == pytest.approx(of_expected.longppl, rel=1e-6)
+    assert of_shared.longppl != pytest.approx(of_apart.longppl, rel=1e-6)
+    assert of_shared.perplexity == pytest.approx(of_expected.perplexity, rel=1e-6)
+    assert of_shared.key_tokens == of_expected.key_tokens > 3
 
 
 def test_key_tokens_only_gives_the_same_numbers_and_scores_fewer_tokens(files, model_dir, evaluator_dir, tmp_path):
@@ -253,7 +258,8 @@ def test_key_tokens_only_gives_the_same_numbers_and_scores_fewer_tokens(files, m
         results.append(score(files, str(model_dir), str(evaluator_dir), **options))
         stored = [TokenScores.load(path) for path in (tmp_path / str(only)).rglob("*.safetensors")]
         known.append(sum(int(scores.short.isfinite().sum()) for scores in stored))
-    assert json.dumps(results[0]) == json.dumps(results[1])
+    unknown = {"soft_weight": 0.0, "soft_nll": 0.0}
+    assert results[1] == [record._replace(sums=record.sums._replace(**unknown)) for record in results[0]]
     assert known[1] < known[0]
 
 
@@ -268,22 +274,22 @@ def test_several_models_are_compared_over_the_documents(model_dir, evaluator_dir
     network.save_pretrained(other)
     words = ["score", "--model", str(model_dir), "--model", str(other), *map(str, files)]
     words += ["--evaluator", str(evaluator_dir)]
-    main([*words, *OPTIONS, "--output", str(tmp_path / "out")])
+    main([*words, *OPTIONS, "--output", str(tmp_path / "out.parquet")])
     text = capsys.readouterr().out
-    results = [json.loads((tmp_path / "out" / f"{path.name}.json").read_text()) for path in (model_dir, other)]
-    ratio = results[1]["perplexity"] / results[0]["perplexity"]
+    first, second = summarize(read_records(tmp_path / "out.parquet"), by="model.name").values()
+    ratio = second.perplexity / first.perplexity
     rows = [line.split() for line in text.partition("Final numbers")[2].splitlines()]
     row = next(row for row in rows if "other" in row)
     assert f"{ratio:.3f}" in row
-    # The same table as from the files; its interval is over documents.
+    # The same table as from the file; its interval is over documents.
     from lightning_modules.commands.compare.command import compare  # needs matplotlib, which the core does not
 
-    assert compare([tmp_path / "out"]) in text
+    assert compare([tmp_path / "out.parquet"]) in text
     assert f"{ratio:.3f} [" in text
     (other / "model.safetensors").unlink()
     with pytest.raises(SystemExit):  # before the first model scores anything
-        main([*words, *OPTIONS, "--output", str(tmp_path / "new")])
-    assert not (tmp_path / "new").exists()
+        main([*words, *OPTIONS, "--output", str(tmp_path / "new.parquet")])
+    assert not (tmp_path / "new.parquet").exists()
 
 
 def test_the_table_fits_the_terminal(files, model_dir, evaluator_dir, monkeypatch):

@@ -35,7 +35,7 @@ from lightning_modules.models.tokenization.tokenizer import encode_document, loa
 from lightning_modules.scoring.config import EvaluatorConfig, InspectConfig
 from lightning_modules.scoring.corpus.shards import SUCCESS
 from lightning_modules.scoring.evaluator import Evaluator
-from lightning_modules.scoring.key_tokens import Tokens
+from lightning_modules.scoring.key_tokens import find_key_tokens
 from lightning_modules.scoring.score import score
 from lightning_modules.tasks.evaluation.evaluation import read_results
 from lightning_modules.tasks.evaluation.questions import put_questions
@@ -99,14 +99,13 @@ def test_an_evaluator_on_a_server_gives_the_scores_of_the_same_model_here(served
 def test_score_with_an_evaluator_and_a_model_on_servers(served, backbone, model_dir, text_file):
     address, _ = served
     limits = {"alpha": 0.5, "beta": -6.0, **SETTINGS}
-    local = score([text_file], str(model_dir), str(model_dir), **limits)
-    assert local["key_tokens"] > 3
+    (local,) = score([text_file], str(model_dir), str(model_dir), **limits)
+    assert local.sums.key_tokens > 3
     tokenizers = {"evaluator_tokenizer": str(model_dir), "model_tokenizer": str(model_dir)}
     for model, evaluator in ((address, address), (str(model_dir), address), (address, str(model_dir))):
-        remote = score([text_file], model, evaluator, **tokenizers, **limits, server=QUICK)
-        assert remote["key_tokens"] == local["key_tokens"]
-        assert remote["longppl"] == pytest.approx(local["longppl"], rel=1e-6)
-        assert remote["perplexity"] == pytest.approx(local["perplexity"], rel=1e-6)
+        (remote,) = score([text_file], model, evaluator, **tokenizers, **limits, server=QUICK)
+        assert remote.sums.key_tokens == local.sums.key_tokens
+        assert remote.sums.numbers() == pytest.approx(local.sums.numbers(), rel=1e-6)
 
 
 @pytest.mark.slow
@@ -129,12 +128,13 @@ def test_adapters_are_scored_and_served_unmerged(tmp_path, tokenizer, text_file)
     with stub_server(backbone=load_frozen(ModelConfig(kept), "cpu")) as server:
         tokenizers = {"evaluator_tokenizer": kept, "model_tokenizer": kept, "server": QUICK}
         settings = {"alpha": 0.5, "beta": -6.0, **SETTINGS}
-        served = score([text_file], server.address, server.address, **tokenizers, **settings)
-    local, of_merged = (score([text_file], name, name, **settings) for name in (kept, merged))
+        (served,) = score([text_file], server.address, server.address, **tokenizers, **settings)
+    (local,), (of_merged,) = (score([text_file], name, name, **settings) for name in (kept, merged))
     for name in ("longppl", "perplexity"):
-        assert served[name] == pytest.approx(local[name], rel=1e-6)
-        assert local[name] == pytest.approx(of_merged[name], rel=1e-4)
-    assert served["key_tokens"] == local["key_tokens"] > 3
+        own = getattr(local.sums, name)
+        assert getattr(served.sums, name) == pytest.approx(own, rel=1e-6)
+        assert own == pytest.approx(getattr(of_merged.sums, name), rel=1e-4)
+    assert served.sums.key_tokens == local.sums.key_tokens > 3
     with pytest.raises(ValueError, match="cannot be trained further"):
         LongContextLM(kept, **SETTINGS).check_early(64)
 
@@ -187,8 +187,7 @@ def test_vllm_gives_the_same_key_tokens(vllm):
     scores = [each.scores(text) for each in (local, remote)]
     torch.testing.assert_close(scores[1].long, scores[0].long, atol=2e-4, rtol=0)
     torch.testing.assert_close(scores[1].short, scores[0].short, atol=2e-4, rtol=0)
-    tokens = Tokens(scores[0].token_ids, scores[0].offsets)
-    keys = [each.evaluate(text, tokens).key for each in (local, remote)]
+    keys = [find_key_tokens(each, alpha=0.5, beta=-6.0).mask for each in scores]
     assert torch.equal(*keys)
     assert keys[0].sum() > 5
     batch = encode_document(text, load_tokenizer(str(folder)))

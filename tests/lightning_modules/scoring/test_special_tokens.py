@@ -11,6 +11,7 @@ from lightning_modules.functional import key_token_mask
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.corpus.columns import document_scores
+from lightning_modules.scoring.records import summarize
 from lightning_modules.scoring.score import score
 from lightning_modules.visualization.page import inspect_document
 from tests.conftest import make_text
@@ -69,7 +70,9 @@ def test_commands_score_the_text_alone(name, folders, tmp_path):
     document = encode_document(TEXT, load_tokenizer(folder), add_special_tokens=True)
     expected = compute_expected(folder, STARTS[name])
     found = {
-        "score": score(str(tmp_path / "text.txt"), folder, folder, add_special_tokens=True, **SETTINGS),
+        "score": summarize(
+            score(str(tmp_path / "text.txt"), folder, folder, add_special_tokens=True, **SETTINGS)
+        ).numbers(),
         "validate": validate(document, folder),
         "predict": predict(document, folder),
     }
@@ -93,4 +96,4 @@ def test_an_end_token_of_the_evaluator_is_no_key_token(folders, model_dir, tmp_p
         score(str(tmp_path / "text.txt"), str(model_dir), str(folders / name), **SETTINGS) for name in ("start", "both")
     ]
     for key in ("longppl", "key_tokens", "bits_per_byte", "evaluator_key_tokens", "perplexity"):
-        assert results[0][key] == results[1][key]
+        assert getattr(summarize(results[0]), key) == getattr(summarize(results[1]), key)

@@ -58,7 +58,7 @@ def test_ratios_of_runs_are_those_of_longce_score(model_dir, evaluator_dir, tmp_
         main(["fit", "-c", str(tmp_path / "config.yaml"), "--model.objective", objective, *version])
         main(["export", str(run / "checkpoints" / "last.ckpt"), model])
         given = [word for key, value in options.items() for word in (f"--{key}", str(value))]
-        output = str(tmp_path / f"{objective}.json")
+        output = str(tmp_path / f"{objective}.parquet")
         main(["score", *files, "--model", model, *given, "--evaluator_add_special_tokens", "false", "--output", output])
     capsys.readouterr()
 
@@ -68,7 +68,7 @@ def test_ratios_of_runs_are_those_of_longce_score(model_dir, evaluator_dir, tmp_
         return [re.findall(r"\d+\.\d+", line.partition("-7")[2] or line) for line in lines]
 
     of_runs = find_numbers([tmp_path / "runs" / name for name in ("CrossEntropy", "LongCE")])
-    assert of_runs == find_numbers([tmp_path / f"{name}.json" for name in ("CrossEntropy", "LongCE")])
+    assert of_runs == find_numbers([tmp_path / f"{name}.parquet" for name in ("CrossEntropy", "LongCE")])
     assert sorted(map(len, of_runs)) == [2, 8]  # LongPPL and perplexity; of LongCE also two ratios with their intervals
     assert "model.objective" in compare(
         [tmp_path / "runs" / name for name in ("CrossEntropy", "LongCE")], tmp_path / "page.html"

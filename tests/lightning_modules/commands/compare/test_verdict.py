@@ -8,12 +8,12 @@ import pandas as pd
 import pytest
 
 from lightning_modules.commands.compare.command import compare_runs
-from lightning_modules.commands.compare.runs import ComparedRun
+from lightning_modules.commands.compare.runs import Cell, ComparedRun
 from lightning_modules.commands.compare.verdict import measure_ratios, write_verdict
 from lightning_modules.utilities.statistics import paired_ratio
 
 DOCUMENTS = 12
-CELL = "books, judge (K 64), alpha 2, beta -2"
+CELL = Cell("books", "judge", "alpha 2, beta -2", "K 64")
 
 
 def make_run(name, factor, *, cells=(CELL,), noise=0.02, key_tokens=20, steps=None, seed=0):
@@ -22,8 +22,8 @@ def make_run(name, factor, *, cells=(CELL,), noise=0.02, key_tokens=20, steps=No
     for cell in cells:
         values = np.linspace(3, 9, DOCUMENTS) * factor * np.exp(noise * draw.standard_normal(DOCUMENTS))
         columns = {"longppl": values, "perplexity": np.linspace(20, 30, DOCUMENTS), "key_tokens": key_tokens}
-        table = pd.DataFrame({**columns, "tokens": 1000.0, "text_sha256": [f"{n}" for n in range(DOCUMENTS)]})
-        table.index = pd.MultiIndex.from_tuples([(f"doc {n}", 0) for n in range(DOCUMENTS)])
+        table = pd.DataFrame({**columns, "tokens": 1000.0, "document": [f"doc {n}" for n in range(DOCUMENTS)]})
+        table.index = pd.MultiIndex.from_tuples([(f"text {n}", 0) for n in range(DOCUMENTS)])
         evaluations[cell] = {100: table}
     scalars = {"step": {steps: steps}, "train/tokens": {steps: 1000 * steps}} if steps else {}
     return ComparedRun(name, evaluations, {}, scalars)
@@ -60,7 +60,7 @@ def test_one_evaluation_is_judged_by_its_interval(factor, noise, claim, outcome)
     ],
 )
 def test_several_evaluations_are_judged_together(factors, claim, of_all_tokens):
-    cells = ("books, judge (K 64), alpha 2, beta -2", "reports, judge (K 64), alpha 2, beta -2")
+    cells = (CELL, CELL._replace(set="reports"))
     old = make_run("old", 1.0, cells=cells, noise=0.0)
     new = make_run("new", 1.0, cells=cells)
     for cell, factor in zip(cells, factors, strict=True):

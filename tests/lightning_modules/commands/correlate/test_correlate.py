@@ -1,7 +1,6 @@
 import json
 import math
 import re
-from pathlib import Path
 
 import pytest
 from scipy import stats
@@ -12,8 +11,10 @@ from lightning_modules.commands.correlate.command import correlate
 from lightning_modules.commands.correlate.joining import join
 from lightning_modules.commands.correlate.result_files import Measured
 from lightning_modules.models.loading.provenance import Provenance
+from lightning_modules.scoring.records import read_records, write_records
 from lightning_modules.utilities.identity import shorten_hashes
 from lightning_modules.utilities.statistics import compare_correlations
+from tests.support.records import MODEL, make_record
 
 TABLE = published()["tables"]["table5"]
 MODELS = list(TABLE["rows"])
@@ -27,17 +28,16 @@ def files(tmp_path):
     """LongPPL and perplexity as `longce score` writes them, by folder; scores in a table, by name."""
     paths = []
     for model, longppl, ppl in zip(MODELS, LONGPPL, PPL, strict=True):
-        content = {"longppl": longppl, "perplexity": ppl, "documents": [], "model": f"/models/{model}"}
-        content["settings"] = {"texts": "t", "max_tokens": None, "add_special_tokens": False, "evaluator": "e"}
-        paths.append(str(tmp_path / f"{model}.json"))
-        (tmp_path / f"{model}.json").write_text(json.dumps(content))
+        paths.append(str(tmp_path / f"{model}.parquet"))
+        source = MODEL._replace(name=f"/models/{model}", identity=model)
+        write_records(paths[-1], [make_record("a.txt", longppl, ppl, model=source)])
     lines = [f"{model},{score}" for model, score in zip(MODELS, SCORES, strict=True)]
     (tmp_path / "scores.csv").write_text("\n".join(["model,LongBench", *lines]) + "\n")
     return [*paths, str(tmp_path / "scores.csv")]
 
 
 def test_published_perplexities_against_scores(files, tmp_path, capsys):
-    main(["correlate", *files, "--output", str(tmp_path / "out")])
+    main(["correlate", *files, "--metrics", "longppl", "perplexity", "--output", str(tmp_path / "out")])
     printed = capsys.readouterr().out
     pairs = {pair["metric"]: pair for pair in json.loads((tmp_path / "out" / "correlation.json").read_text())["pairs"]}
     for name, values in (("longppl", LONGPPL), ("perplexity", PPL)):
@@ -124,25 +124,26 @@ def test_models_of_one_name_but_different_content_or_numerics_are_different(chan
         join([one, other, unknown])
 
 
+def change_models(file, **changed):
+    """Write the records of a file again, as of a model that differs in this."""
+    write_records(file, [record._replace(model=record.model._replace(**changed)) for record in read_records(file)])
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
         ({"precision": "bf16-mixed"}, "none (`{0}`) against bf16-mixed (`{1}`"),
-        ({"precision": None}, "The precision of "),
+        ({"dtype": "served", "attention": "served", "precision": "served"}, "The precision of "),
     ],
 )
 def test_values_of_other_numerics_are_another_metric_and_the_difference_is_named(files, tmp_path, changed, said):
-    for number, (file, model) in enumerate(zip(files[:-1], MODELS, strict=True)):
-        found = provenance(identity=model)._asdict() | (changed if number else {})
-        content = json.loads(Path(file).read_text())
-        content["provenance"] = {"model": {name: value for name, value in found.items() if value is not None}}
-        Path(file).write_text(json.dumps(content))
+    for file in files[1:-1]:
+        change_models(file, **changed)
     printed = correlate(files, str(tmp_path / "out"))
-    (key,) = changed
-    assert f"longppl [{key}=" in printed
+    assert re.search(rf"longppl \[({'|'.join(changed)})=", printed)
     assert not re.search(r"longppl +9", printed)
     assert said.format(*(f"/models/{model}" for model in MODELS)) in printed
-    with pytest.raises(ValueError, match="differs" if changed[key] else "not recorded"):
+    with pytest.raises(ValueError, match="differ" if len(changed) == 1 else "not recorded"):
         correlate([*files[:3], files[-1]], str(tmp_path / "few"))
 
 
@@ -171,8 +172,7 @@ def test_means_over_other_lengths_are_not_thrown_together(tmp_path):
 def test_a_model_with_several_names_is_reported(files, tmp_path):
     words = []
     for number, file in enumerate(files[:3]):
-        content = json.loads(Path(file).read_text()) | {"provenance": {"model": provenance()._asdict()}}
-        Path(file).write_text(json.dumps(content))
+        change_models(file, identity="sha256:a")
         words.append(f"{MODELS[number]}={file}")
     said = correlate([*words, files[-1]], str(tmp_path / "out"))
     assert f"The same model counts 3 times: {', '.join(MODELS[:3])}." in said

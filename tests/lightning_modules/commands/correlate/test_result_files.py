@@ -6,7 +6,9 @@ import pytest
 
 from benchmarks.reproduction.tables.scores import read_scores
 from lightning_modules.commands.correlate.result_files import read_results
+from lightning_modules.scoring.records import write_records
 from lightning_modules.tasks.questions.registry import GROUPS
+from tests.support.records import MODEL, make_record
 
 
 def cell(mean):
@@ -42,22 +44,21 @@ def harness_result(tmp_path):
     return write(tmp_path, "harness.json", content)
 
 
-def test_results_of_score(tmp_path):
-    content = {"longppl": None, "perplexity": 3.5, "documents": [], "model": "m"}
-    content["settings"] = {
-        "texts": "t",
-        "max_tokens": None,
-        "add_special_tokens": False,
-        "evaluator": "e",
-        "alpha": 2.0,
-    }
-    (entry,) = read_results([write(tmp_path, "score.json", content)])
-    assert entry.model == "m"
-    assert math.isnan(entry.values["longppl"])
-    assert entry.values["perplexity"] == 3.5
-    assert entry.settings["perplexity"] == {"texts": "t", "max_tokens": None, "add_special_tokens": False}
-    assert entry.settings["longppl"]["evaluator"] == "e"
-    (renamed,) = read_results([f"other={tmp_path / 'score.json'}"])
+def test_records_of_score(tmp_path):
+    """Several models in one file; perplexity does not depend on the evaluator."""
+    file = tmp_path / "scores.parquet"
+    models = [MODEL, MODEL._replace(name="hub/N", identity="sha256:n")]
+    records = [make_record("a.txt", 2.0, 3.5, key_tokens=count, model=models[0]) for count in (5, 0)]
+    write_records(file, [*records, make_record("a.txt", 2.0, 5.0, key_tokens=0, model=models[1])])
+    entry, other = read_results([str(file)])
+    assert (entry.model, other.model) == ("hub/M", "hub/N")
+    assert (entry.provenance, entry.numerics) == (MODEL.provenance, MODEL.numerics)
+    assert (entry.values["longppl"], entry.values["perplexity"]) == pytest.approx((2.0, 3.5))
+    assert math.isnan(other.values["longppl"])
+    assert entry.settings["longppl"]["evaluator"] == "hub/E"
+    assert "evaluator" not in entry.settings["perplexity"]
+    write_records(file, records)
+    (renamed,) = read_results([f"other={file}"])
     assert renamed.model == "other"
 
 
@@ -136,7 +137,9 @@ BAD_FILES = [
     ("a.json", "{", "a.json"),
     ("a.json", '{"m": {"RULER": "x"}}', "'RULER'"),
     ("a.json", '{"tasks": {"vt": 3}, "average": {}}', "a.json"),
-    ("a.json", '{"longppl": 2, "perplexity": 3, "documents": []}', "a.json does not name its model"),
+    ("a.json", '{"longppl": 2, "perplexity": 3, "documents": []}', "longce 0.1"),
+    ("a.json", '{"": {"x": 3}}', "a.json does not name its model"),
+    ("a.parquet", "", "a.parquet"),
     ("a.csv", "name\n", "'model'"),
     ("a.csv", "model,x\n", "a.csv"),
     ("a.csv", "model,x,x\na,1,2\n", "no column twice"),

@@ -42,9 +42,9 @@ def test_command_writes_the_page_of_the_evaluators_scores(file, model_dir, evalu
     assert arrays["text"].tobytes().decode() == text
     key = key_token_mask(scores.long, scores.short, alpha=0.5, beta=-6.0)
     assert key.sum() > 3
-    judged = score(file, str(model_dir), str(evaluator_dir), **SETTINGS)
+    (judged,) = score(file, str(model_dir), str(evaluator_dir), **SETTINGS)
     assert out[0].startswith(f"a report.txt: {len(key)} tokens, {int(key.sum())} key tokens")
-    assert f"LongPPL {judged['longppl']:.1f}, perplexity {judged['perplexity']:.1f}" in out[0]
+    assert f"LongPPL {judged.sums.longppl:.1f}, perplexity {judged.sums.perplexity:.1f}" in out[0]
     assert str(model_dir) in out[0]
     own = as_json(arrays["facts"])["models"]
     assert [model["name"] for model in own] == [model_dir.name, evaluator_dir.name]

@@ -140,7 +140,7 @@ def test_a_judged_model_has_figures_of_its_own(tokenizer, other_tokenizer):
     text = NASTY.replace("<", "ba")
     tokens = document_tokens(encode_document(text, other_tokenizer))
     log_likelihood = -torch.rand(len(tokens.ids), generator=torch.Generator().manual_seed(5))
-    inside, _ = find_key_tokens(make_inspection(tokenizer, text=text).scores, tokens)
+    inside = find_key_tokens(make_inspection(tokenizer, text=text).scores, tokens).mask
     model = ModelScores("<b>judged</b>", tokens, log_likelihood, inside)
     inspection = make_inspection(tokenizer, text=text, models=[model, model._replace(name="hub/other")])
     assert inside[1:].sum() > 5

@@ -64,7 +64,7 @@ def test_key_tokens_are_those_of_torch_for_any_thresholds(alignment, tokenizer, 
     for (alpha, beta), answer in zip(THRESHOLDS, found, strict=True):
         key = key_token_mask(scores.long, scores.short, alpha=alpha, beta=beta)
         assert answer["keys"] == key.nonzero().squeeze(-1).tolist()
-        inside, found_by = find_key_tokens(scores, tokens, alpha=alpha, beta=beta)
+        inside, _, found_by = find_key_tokens(scores, tokens, alpha=alpha, beta=beta)
         assert found_by == alignment
         inside[0] = False
         assert answer["inside"] == inside.nonzero().squeeze(-1).tolist()
