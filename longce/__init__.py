@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from lightning_modules.objectives import Objective as Objective
     from lightning_modules.scoring.evaluator import Evaluator as Evaluator
     from lightning_modules.scoring.long_context_scorer import LongContextScorer as LongContextScorer
+    from lightning_modules.scoring.records import Record as Record
+    from lightning_modules.scoring.records import Sums as Sums
+    from lightning_modules.scoring.records import read_records as read_records
+    from lightning_modules.scoring.records import summarize as summarize
+    from lightning_modules.scoring.records import write_records as write_records
     from lightning_modules.scoring.score import score as score
     from lightning_modules.scoring.token_scores import TokenScores as TokenScores
 
@@ -39,14 +44,19 @@ _MODULES = {
     "LongPerplexity": "lightning_modules.metrics",
     "Objective": "lightning_modules.objectives",
     "PackedBatch": "lightning_modules.batch",
+    "Record": "lightning_modules.scoring.records",
     "ShortContextConfig": "lightning_modules.models.short_context",
+    "Sums": "lightning_modules.scoring.records",
     "TokenScores": "lightning_modules.scoring.token_scores",
     "collate_examples": "datamodules.packing.sequences",
     "key_token_mask": "lightning_modules.functional",
     "long_cross_entropy": "lightning_modules.functional",
     "long_perplexity": "lightning_modules.functional",
+    "read_records": "lightning_modules.scoring.records",
     "score": "lightning_modules.scoring.score",
     "soft_influence": "lightning_modules.functional",
+    "summarize": "lightning_modules.scoring.records",
+    "write_records": "lightning_modules.scoring.records",
 }
 
 __all__ = list(_MODULES)

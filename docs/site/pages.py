@@ -27,9 +27,10 @@ PAGES = {
 API: dict[str, dict[str, tuple[str, ...]]] = {
     "score": {
         "lightning_modules.scoring.score": ("score", "table"),
+        "lightning_modules.scoring.records": ("summarize", "Record", "Sums", "read_records", "write_records"),
         "lightning_modules.scoring.config": ("ScoreConfig", "InspectConfig"),
     },
-    "evaluator": {"lightning_modules.scoring.evaluator": ("Evaluator", "EvaluatedDocument", "score_text")},
+    "evaluator": {"lightning_modules.scoring.evaluator": ("Evaluator", "score_text")},
     "page": {"lightning_modules.visualization.page": ()},
     "functional": {"lightning_modules.functional": ()},
     "metrics": {"lightning_modules.metrics": ()},

@@ -21,8 +21,10 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_modules.commands.cli.main import main
+from lightning_modules.scoring.records import write_records
 from tests.conftest import make_text
 from tests.docs.test_docs import PAGES, ROOT, blocks
+from tests.support.records import MODEL, make_record
 from tests.support.texts import write_books
 
 README = ROOT / "README.md"
@@ -128,7 +130,7 @@ COMMANDS = {
     "longce corpus select scores": Reading(prints="(?s)documents"),
     "longce inspect report.txt --evaluator E": Reading(SHORT, "report.txt.html", ("report.txt.html",)),
     "longce evaluate --model M --output runs/m": Reading(QUESTIONS, "passkey", ("runs/m/results.json",)),
-    "longce correlate a.json b.json c.json scores.csv --output runs/c": Reading(
+    "longce correlate scores.parquet scores.csv --output runs/c": Reading(
         prints="(?s)Pearson.*longppl|longppl.*Pearson", makes=("runs/c/correlation.json", "runs/c/report.html")
     ),
     "longce compare runs/longce/version_0 runs/longce/version_1 --output page.html": Reading(
@@ -141,7 +143,7 @@ COMMANDS = {
     # First commands of the pages
     "longce score report*.txt --model HuggingFaceTB/SmolLM2-135M-Instruct --model google/gemma-3-270m --evaluator"
     " google/gemma-3-270m --max_tokens 2048 --context_length 512 --stride 256 --add_special_tokens true --output"
-    " results": Reading("", "(?s)bits.*/byte.*corpus of.*bits/byte", ("results/*.json",), slow=True),
+    " scores.parquet": Reading("", "(?s)bits.*/byte.*corpus of.*bits/byte", ("scores.parquet",), slow=True),
     "longce data inspect -c configs/base.yaml -c experiment.yaml --rows 0 7": Reading(
         prints=r"(?s)\nsequence 0.*sequence 7"
     ),
@@ -211,10 +213,11 @@ def write_corpus(folder, texts):
 
 def write_results(folder):
     """Of `longce score --output` for three models, and their scores."""
-    settings = {"evaluator": "E", "context_length": 32, "stride": 16, "alpha": 2.0, "beta": -2.0}
-    for name, longppl in (("a", 2.0), ("b", 3.0), ("c", 5.0)):
-        numbers = {"longppl": longppl, "perplexity": 20 - longppl, "key_tokens": 9, "tokens": 99, "documents": []}
-        (folder / f"{name}.json").write_text(json.dumps({"model": name, "settings": settings, **numbers}))
+    records = [
+        make_record("report.txt", longppl, 20 - longppl, model=MODEL._replace(name=name, identity=name))
+        for name, longppl in (("a", 2.0), ("b", 3.0), ("c", 5.0))
+    ]
+    write_records(folder / "scores.parquet", records)
     (folder / "scores.csv").write_text("model,LongBench\na,40\nb,35\nc,20\n")
 
 
