@@ -27,8 +27,8 @@ from longppl.longppl import compute_longppl
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from lightning_modules.commands.corpus.config import CorpusConfig
-from lightning_modules.commands.corpus.score import score_corpus
+from longce.corpus.config import CorpusConfig
+from longce.corpus.score import score_corpus
 
 ALPHA, BETA = 0.5, -12.0  # of a random model
 

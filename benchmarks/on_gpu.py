@@ -5,7 +5,7 @@ of matrix products and attention, seconds, tokens/s, peak memory and MFU of pass
 with the sizes of Llama-3.1-8B and Llama-2-7B, whole or with fewer layers, and a profile of a LongCE step.
 
     python -m benchmarks.on_gpu --plan                   # predicted time and memory of each row, without a GPU
-    python -m benchmarks.on_gpu                          # writes benchmarks/results/gpu_<card>.json after each row
+    python -m benchmarks.on_gpu                          # writes longce/plan/measured/gpu_<card>.json after each row
     python -m benchmarks.on_gpu --device cpu --output /tmp/rehearsal.json
 
 A second call continues with the rows that the file lacks, or that failed. `longce plan` reads the file. What this
@@ -38,10 +38,10 @@ from benchmarks.gpu.cases import CASES, Sizes, predict, predict_seconds
 from benchmarks.gpu.checks import NotAvailableError, evaluator_check, resume_check, step_checks
 from benchmarks.gpu.timing import measure_rates, profile_step, time_case
 from benchmarks.results import read_commit
-from lightning_modules.commands.plan.hardware import GPU, GPUS, RESULTS, Range
-from lightning_modules.commands.plan.memory import GIB
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.utilities.identity import combined_hash, content_hash
+from longce.plan.hardware import GPU, GPUS, RESULTS, Range
+from longce.plan.memory import GIB
 
 ROOT = Path(__file__).parents[1]
 LIBRARIES = ("torch", "transformers", "lightning", "peft", "torchmetrics")
@@ -115,7 +115,9 @@ def run_job(job: Job) -> dict[str, Any]:
 
 def describe_run(gpu: GPU, device: str) -> dict[str, Any]:
     """Return what the results depend on, and how they came about, as `benchmarks/results.py` reports it."""
-    sources = sorted(file for folder in ("lightning_modules", "benchmarks") for file in (ROOT / folder).rglob("*.py"))
+    sources = sorted(
+        file for folder in ("longce", "lightning_modules", "benchmarks") for file in (ROOT / folder).rglob("*.py")
+    )
     card, driver = platform.machine(), None
     if device == "cuda":
         card = torch.cuda.get_device_name()
@@ -194,7 +196,7 @@ def main() -> None:
     """Run what is missing, and exit with 1 if a check failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu rehearses with tiny sizes")
-    parser.add_argument("--output", type=Path, help="JSON file (benchmarks/results/gpu_<card>.json)")
+    parser.add_argument("--output", type=Path, help="JSON file (longce/plan/measured/gpu_<card>.json)")
     parser.add_argument("--minutes", type=float, default=9.5, help="leave out rows that may not end in this time")
     parser.add_argument("--only", default="", help="regular expression for the names of the rows to run")
     parser.add_argument("--plan", action="store_true", help="print predicted times and memory on an H200, and stop")

@@ -27,6 +27,7 @@ from lightning_modules.visualization import report
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks" / "results"
+MEASURED = ROOT / "longce" / "plan" / "measured"
 REPORT = ROOT / "benchmarks" / "RESULTS.md"
 LIBRARIES = ("torch", "transformers", "lightning", "tokenizers", "datasets", "numpy", "longppl")
 LOG_LINE = re.compile(r"\[\d{4}-\d\d-\d\d .*\] \[[A-Z]+\]")  # DeepSpeed logs to standard output
@@ -165,7 +166,7 @@ def main() -> None:
         if not command:
             parser.error("give the command to run after --")
         record(options.name, command, title=options.title, data=options.data, remark=options.remark)
-    write_atomically(REPORT, render(FOLDER.glob("*.json")).encode())
+    write_atomically(REPORT, render([*FOLDER.glob("*.json"), *MEASURED.glob("*.json")]).encode())
 
 
 if __name__ == "__main__":

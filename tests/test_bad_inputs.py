@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from lightning_modules.commands.cli.main import main
+from longce.cli.main import main
 from tests.conftest import tiny_model
 
 BASE = str(Path(__file__).parent.parent / "configs" / "base.yaml")

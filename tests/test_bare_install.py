@@ -8,8 +8,8 @@ import tomllib
 
 import pytest
 
-from lightning_modules.commands.plan.hardware import GPU, find_rates
 from lightning_modules.utilities.extras import EXTRAS, name_missing_extra
+from longce.plan.hardware import GPU, find_rates
 from tests.docs.test_docs import ROOT
 from tests.support.bare_install import bare_environment, required_distributions
 
@@ -75,7 +75,7 @@ def run_base(tmp_path_factory):
     environment = bare_environment(tmp_path_factory.mktemp("site"), roots)
 
     def run(*words):
-        command = [sys.executable, "-m", "lightning_modules.commands.cli.main", *words]
+        command = [sys.executable, "-m", "longce.cli.main", *words]
         return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder, env=environment)
 
     return run

@@ -17,11 +17,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from datamodules.influence.store import InfluenceStore
 from datamodules.influence.writer import InfluenceWriter
 from datamodules.recall import recall_tokenizer
-from lightning_modules.commands.cli.lightning_cli import LongceCLI
-from lightning_modules.commands.cli.main import main
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import short_context
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
+from longce.cli.lightning_cli import LongceCLI
+from longce.cli.main import main
 from tests.support.runs import TIMES
 from tests.support.texts import write_books
 
@@ -166,7 +166,7 @@ def test_a_saved_config_with_the_default_optimizer_can_be_read_again(experiment,
 KILLED = """
 import os, signal
 from datamodules.influence.writer import InfluenceWriter
-from lightning_modules.commands.cli.main import main
+from longce.cli.main import main
 original = InfluenceWriter.write
 def write(self, *arguments):
     original(self, *arguments)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-import lightning_modules.commands.cli.lightning_cli  # noqa: F401  takes seconds, which are not those of a test
-from lightning_modules.commands.cli.main import main
+import longce.cli.lightning_cli  # noqa: F401  takes seconds, which are not those of a test
+from longce.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "configs").glob("*.sh"))
@@ -84,7 +84,7 @@ def test_a_job_of_two_nodes_is_requeued_and_resumes(tmp_path):
     stubs = {
         "srun": SRUN,
         "scontrol": STUBS["scontrol"].replace("node1", "localhost"),
-        "longce": f'#!/bin/sh\nexec {sys.executable} -m lightning_modules.commands.cli.main "$@"\n',
+        "longce": f'#!/bin/sh\nexec {sys.executable} -m longce.cli.main "$@"\n',
         "torchrun": f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n',
     }
     options = ["-c", str(ROOT / "configs/base.yaml"), "-c", "configs/debug.yaml", "--trainer.num_nodes", "2"]

@@ -5,13 +5,13 @@ import inspect
 import pytest
 
 from callbacks import ExternalEvaluator
-from lightning_modules.commands.plan.memory import Training
 from lightning_modules.functional import key_token_mask, short_context_windows, soft_influence
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.short_context import ShortContextConfig
 from lightning_modules.objectives import LongCE, StoredInfluence
 from lightning_modules.scoring.config import EvaluatorConfig, InspectConfig, ScoreConfig
 from lightning_modules.visualization.page import Inspection
+from longce.plan.memory import Training
 
 PAPER = {"context_length": 4096, "stride": 1024, "alpha": 2.0, "beta": -2.0, "gamma": 5.0}
 TAKE_THEM = [ExternalEvaluator, EvaluatorConfig, InspectConfig, ScoreConfig, Inspection, LongContextLM]

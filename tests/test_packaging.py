@@ -11,7 +11,7 @@ import pytest
 
 def test_the_generic_package_names_belong_to_this_distribution_alone():
     owners = importlib.metadata.packages_distributions()
-    for package in ("lightning_modules", "datamodules", "callbacks", "benchmarks", "configs", "longce"):
+    for package in ("lightning_modules", "datamodules", "callbacks", "longce"):
         assert set(owners.get(package, ["longce"])) == {"longce"}
 
 
@@ -47,6 +47,7 @@ def test_distribution_refuses_an_upload():
 def test_a_wheel_has_everything_that_the_quickstart_needs(tmp_path):
     root, source, site = Path(__file__).parents[1], tmp_path / "source", tmp_path / "site"
     for package in ("lightning_modules", "datamodules", "callbacks", "benchmarks", "configs", "longce"):
+        # With the files that links lead to, as in an archive.
         shutil.copytree(root / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copyfile(root / file, source / file)
@@ -55,6 +56,8 @@ def test_a_wheel_has_everything_that_the_quickstart_needs(tmp_path):
     subprocess.run([*pip, *build], check=True)
     (wheel,) = tmp_path.glob("longce-*.whl")
     subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", site, wheel], check=True)
+    names = {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")} - {"bin"}
+    assert names == {"longce", "lightning_modules", "datamodules", "callbacks"}
     (tmp_path / "empty").mkdir()
     code = "import sys, longce; from longce.__main__ import main; main(sys.argv[1:])"
     code += f"; assert longce.__file__.startswith({str(site)!r}), longce.__file__"
@@ -64,3 +67,13 @@ def test_a_wheel_has_everything_that_the_quickstart_needs(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(site), "LONGCE_CACHE": str(tmp_path / "cache")}
     done = subprocess.run(run, cwd=tmp_path / "empty", env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    # A command of the repository alone names it, and a package of the user's replaces none of ours.
+    (tmp_path / "empty" / "callbacks").mkdir()
+    (tmp_path / "empty" / "callbacks" / "__init__.py").write_text("raise RuntimeError")
+    for words, printed in (
+        (["reproduce", "table5"], "a clone of the repository"),
+        (["plan", "--gpu", "H200", "-c", "configs/base.yaml"], "measured"),
+    ):
+        run = [sys.executable, "-c", code, *words]
+        done = subprocess.run(run, cwd=tmp_path / "empty", env=environment, capture_output=True, text=True, check=False)
+        assert printed in done.stdout + done.stderr

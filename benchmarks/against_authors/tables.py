@@ -11,9 +11,9 @@ from transformers import PreTrainedConfig
 
 from benchmarks.against_authors.subjects import Setting, Subject
 from benchmarks.against_authors.work import Run, measure
-from lightning_modules.commands.plan.flops import Flops, attention_pairs, ce_step_flops, scoring_flops, short_pass_flops
-from lightning_modules.commands.plan.shapes import ModelShape
 from lightning_modules.functional import short_context_windows
+from longce.plan.flops import Flops, attention_pairs, ce_step_flops, scoring_flops, short_pass_flops
+from longce.plan.shapes import ModelShape
 
 HEAD = (
     "| setting | what | s: baseline / ours | ratio | MiB above entry: baseline / ours | ratio | results |\n"

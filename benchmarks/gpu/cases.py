@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from lightning_modules.commands.plan.activations import ActivationBytes
-from lightning_modules.commands.plan.flops import Flops, ce_step_flops, forward_flops, scoring_flops, short_pass_flops
-from lightning_modules.commands.plan.hardware import GPU, Range, Rates
-from lightning_modules.commands.plan.memory import (
+from longce.plan.activations import ActivationBytes
+from longce.plan.flops import Flops, ce_step_flops, forward_flops, scoring_flops, short_pass_flops
+from longce.plan.hardware import GPU, Range, Rates
+from longce.plan.memory import (
     HEAD_ROWS,
     Memory,
     Training,
@@ -19,7 +19,7 @@ from lightning_modules.commands.plan.memory import (
     logit_bytes,
     training_memory,
 )
-from lightning_modules.commands.plan.shapes import ModelShape
+from longce.plan.shapes import ModelShape
 
 LLAMAS = {
     "8B": {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256},

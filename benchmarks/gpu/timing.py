@@ -14,11 +14,11 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu.cases import Case, Sizes, make_config, predict, useful_flops
 from benchmarks.gpu.checks import NotAvailableError, build_module, half_precision
 from lightning_modules.batch import PackedBatch, batch_to, pack_sequence
-from lightning_modules.commands.plan.flops import ATTENTION_BACKWARD
-from lightning_modules.commands.plan.memory import GIB
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.objectives import CrossEntropy, LongCE
+from longce.plan.flops import ATTENTION_BACKWARD
+from longce.plan.memory import GIB
 
 REACHABLE_TFLOPS = 790.0
 """What large bfloat16 products reach on an H100 or H200."""

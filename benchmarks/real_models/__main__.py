@@ -9,9 +9,9 @@ from benchmarks.real_models.fetch import MODELS, fetch
 from benchmarks.real_models.picture import choose_token, describe_key_tokens, save_pictures
 from benchmarks.real_models.study import Study
 from benchmarks.real_models.tokens import describe_tokens
-from lightning_modules.commands.inspect import read_row
 from lightning_modules.utilities.text_files import read_text
 from lightning_modules.visualization.page import inspect_document
+from longce.inspect import read_row
 
 STUDIES = {
     "anatomy": "Which tokens of real text are key, and how far evaluators and settings agree.",

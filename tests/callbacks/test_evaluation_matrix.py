@@ -14,7 +14,6 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from callbacks import ExternalEvaluator
 from datamodules import TextDataModule
 from datamodules.packing.evaluation_documents import ValidationSet
-from lightning_modules.commands.compare.runs import read_runs
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.identity import model_identity
@@ -22,6 +21,7 @@ from lightning_modules.models.tokenization.tokenizer import encode_document, loa
 from lightning_modules.scoring.records import Definition, read_records, summarize
 from lightning_modules.scoring.score import score
 from lightning_modules.utilities.statistics import corpus_mean
+from longce.compare.runs import read_runs
 from tests.conftest import make_text
 from tests.support.trainers import quiet_trainer
 

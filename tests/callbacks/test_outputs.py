@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from callbacks import HuggingFaceExport, huggingface_export
-from lightning_modules.commands.cli.main import main
 from lightning_modules.export.checkpoint import export_checkpoint
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
+from longce.cli.main import main
 from tests.conftest import make_text, tiny_model
 from tests.support.distributed import run_distributed
 from tests.support.trainers import quiet_trainer

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_modules.commands.cli.lightning_cli import LongceCLI
-from lightning_modules.commands.cli.main import main
+from longce.cli.lightning_cli import LongceCLI
+from longce.cli.main import main
 from tests.docs.test_docs import ROOT, blocks
 from tests.docs.test_readme import EXPERIMENT, LONGER_THAN_THE_MODEL, reader, stand_in  # noqa: F401  a fixture
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_modules.commands.cli.main import main
+from longce.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -20,8 +20,8 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_modules.commands.cli.main import main
 from lightning_modules.scoring.records import write_records
+from longce.cli.main import main
 from tests.conftest import make_text
 from tests.docs.test_docs import PAGES, ROOT, blocks
 from tests.support.records import MODEL, make_record
@@ -111,7 +111,7 @@ SCORE_CORPUS = Reading(f"{SHORT} --dtype float32 --device cpu", "documents with"
 
 COMMANDS = {
     # README.md
-    "longce quickstart": Reading(elsewhere="tests/lightning_modules/commands/test_quickstart.py"),
+    "longce quickstart": Reading(elsewhere="tests/longce/test_quickstart.py"),
     "longce score report.txt --model M --evaluator E": Reading(prints=SCORED),
     "longce score notebooks/constitution.txt --model models/smollm2-135m.gguf --evaluator models/gemma-3-270m.gguf"
     " --max_tokens 2048 --context_length 512 --stride 256": Reading(prints=SCORED),
@@ -134,7 +134,7 @@ COMMANDS = {
         prints="(?s)Pearson.*longppl|longppl.*Pearson", makes=("runs/c/correlation.json", "runs/c/report.html")
     ),
     "longce compare runs/longce/version_0 runs/longce/version_1 --output page.html": Reading(
-        elsewhere="tests/lightning_modules/commands/compare/test_compare.py"
+        elsewhere="tests/longce/compare/test_compare.py"
     ),
     "longce score .. --evaluator http://127.0.0.1:8000": SERVED,
     "longce reproduce table5": Reading(elsewhere="tests/benchmarks/reproduction/tables/test_command.py"),
@@ -181,7 +181,7 @@ def commands(page, *, first_only=False):
 
 
 def all_commands():
-    """Each command once; `tests/lightning_modules/commands/cli/test_options.py` asks all of them for help."""
+    """Each command once; `tests/longce/cli/test_options.py` asks all of them for help."""
     found = [command for page in PAGES for command in commands(page, first_only=page != README)]
     for command in dict.fromkeys(found):
         if "COMMAND" not in command:

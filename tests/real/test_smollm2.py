@@ -2,8 +2,8 @@
 
 import pytest
 
-from lightning_modules.commands.evaluate import evaluate
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from longce.evaluate import evaluate
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 

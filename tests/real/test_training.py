@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from callbacks import HuggingFaceExport
 from lightning_modules.batch import pack_sequence
-from lightning_modules.commands.cli.main import main
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.objectives import LongCE
 from lightning_modules.training.step import REFERENCE_TOKENS
+from longce.cli.main import main
 from tests.reliability import test_resume
 from tests.support import reference
 from tests.support.distributed import run_distributed

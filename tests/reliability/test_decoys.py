@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_modules.commands.cli.registry import COMMANDS
+from longce.cli.registry import COMMANDS
 from tests.support import decoy_runs
 from tests.support.harness_tasks import write_tasks
 

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from lightning import Callback
 
-from lightning_modules.commands.cli.main import main
+from longce.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 BASE = str(ROOT / "configs" / "base.yaml")

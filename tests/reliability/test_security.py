@@ -25,7 +25,6 @@ from datamodules.influence.store import InfluenceStore
 from datamodules.sources.documents import with_text
 from datamodules.text import TextDataModule
 from datamodules.token_store.store import TokenStore
-from lightning_modules.commands.cli.main import main
 from lightning_modules.export.card import model_card
 from lightning_modules.export.checkpoint import export_checkpoint
 from lightning_modules.export.options import ExportOptions
@@ -37,6 +36,7 @@ from lightning_modules.scoring.token_scores import TokenScores, read_key_spans
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO, check_checkpoint
 from lightning_modules.training.checkpoints.sharded import no_code
 from lightning_modules.training.facts import TrainingFacts
+from longce.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 OURS = [

@@ -29,7 +29,7 @@ def start(folder, *words, restarts=0):
         "--shutdown_timeout",
         "60",
         "-m",
-        "lightning_modules.commands.cli.main",
+        "longce.cli.main",
     ]
     with (folder / "log.txt").open("w") as log:
         return subprocess.Popen([*command, *words], cwd=folder, env=environment, stdout=log, stderr=log)

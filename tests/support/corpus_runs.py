@@ -19,9 +19,9 @@ import pyarrow
 import pyarrow.parquet
 import torch
 
-from lightning_modules.commands.corpus.config import CorpusConfig
-from lightning_modules.commands.corpus.score import score_corpus
 from lightning_modules.scoring.corpus.shards import SUCCESS
+from longce.corpus.config import CorpusConfig
+from longce.corpus.score import score_corpus
 from tests.conftest import byte_level_tokenizer, make_text, tiny_model
 
 FORK = multiprocessing.get_context("fork")

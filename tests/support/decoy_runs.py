@@ -25,7 +25,7 @@ if __name__ == "__main__":
     if "--lookups" in sys.argv:
         sys.meta_path.append(Lookups(Path(sys.argv[sys.argv.index("--lookups") + 1])))
     sys.path[0] = str(Path(__file__).parents[2])  # not `tests`, which has folders with the names of the packages
-    from lightning_modules.commands.cli.main import main
+    from longce.cli.main import main
 
     failed = []
     for words in json.loads(Path(sys.argv[1]).read_text()):

@@ -20,7 +20,7 @@ import yaml
 from lightning import Callback
 from tqdm import tqdm
 
-from lightning_modules.commands.cli.main import main
+from longce.cli.main import main
 from tests.conftest import byte_level_tokenizer, make_text, tiny_model
 from tests.support.texts import write_books
 

@@ -34,8 +34,8 @@ from benchmarks.reproduction.tables.published import (
 from benchmarks.reproduction.tables.results import ITSELF, Result, read_results
 from benchmarks.reproduction.tables.scores import ScoreIntervals, Scores, read_score_intervals, read_scores
 from benchmarks.reproduction.tables.training import CONFIGS, carry_out, script, table_runs
-from lightning_modules.commands.cli.errors import ConciseParser
 from lightning_modules.utilities.files import writable_folder, write_atomically
+from longce.cli.errors import ConciseParser
 
 
 def reproduce_table(

@@ -13,10 +13,10 @@ import pandas as pd
 from benchmarks.reproduction.tables.options import MeasureOptions
 from benchmarks.reproduction.tables.published import Cells, Intervals, NamedModel, Table
 from benchmarks.reproduction.tables.results import file_name, reason
-from lightning_modules.commands.evaluate import evaluate
 from lightning_modules.tasks.evaluation.evaluation import read_results
 from lightning_modules.tasks.evaluation.summary import tabulate
 from lightning_modules.utilities.statistics import Interval, weighted_mean_interval
+from longce.evaluate import evaluate
 
 TASK = "longeval_lines"
 _PERPLEXITIES = {"PPL (answer tokens)": "answer", "PPL (non-answer tokens)": "other"}

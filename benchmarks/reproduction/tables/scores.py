@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.reproduction.tables.published import find_model, published
-from lightning_modules.commands.correlate.result_files import is_perplexity, read_results
 from lightning_modules.utilities.statistics import Interval
+from longce.correlate.result_files import is_perplexity, read_results
 
 Scores = dict[str, dict[str, float]]
 """By model or run, and by benchmark."""
@@ -25,7 +25,7 @@ def read_scores(paths: Sequence[str]) -> Scores:
     table has.
 
     Args:
-        paths: As in `lightning_modules.commands.correlate.result_files.read_results`; benchmarks are named as in the
+        paths: As in `longce.correlate.result_files.read_results`; benchmarks are named as in the
             tables (``LongBench``, ``MMLU``, ..).
 
     Raises:

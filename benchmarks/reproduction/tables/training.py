@@ -125,5 +125,5 @@ def carry_out(runs: Sequence[Run], call: Callable[[Sequence[str]], None] | None 
 
 
 def _call(words: Sequence[str]) -> None:
-    program = "from lightning_modules.commands.cli.main import main; main()"
+    program = "from longce.cli.main import main; main()"
     subprocess.run([sys.executable, "-c", program, *words], check=True, cwd=CONFIGS.parent)

@@ -7,9 +7,9 @@ from lightning.pytorch import Trainer
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from lightning_modules.commands.cli.main import main
 from lightning_modules.export.checkpoint import export_checkpoint
 from lightning_modules.long_context_lm import LongContextLM
+from longce.cli.main import main
 from tests.conftest import tiny_model
 from tests.lightning_modules.export.test_merge import logits, run_card
 

@@ -6,11 +6,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from lightning_modules.commands.corpus.config import CorpusConfig
-from lightning_modules.commands.corpus.score import score_corpus
 from lightning_modules.scoring import long_context_scorer
 from lightning_modules.scoring.long_context_scorer import LongContextScorer
 from lightning_modules.scoring.token_scores import shorten_text
+from longce.corpus.config import CorpusConfig
+from longce.corpus.score import score_corpus
 from tests.conftest import make_text
 
 SIZES = {"context_length": 16, "stride": 8}

@@ -11,7 +11,6 @@ from longppl.longppl import compute_longppl
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from lightning_modules.commands.cli.main import main
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.identity import model_identity
@@ -22,6 +21,7 @@ from lightning_modules.scoring import evaluator as evaluator_module
 from lightning_modules.scoring.records import read_records, summarize
 from lightning_modules.scoring.score import score, table
 from lightning_modules.scoring.token_scores import TokenScores
+from longce.cli.main import main
 from tests.conftest import make_text
 
 SETTINGS = {"context_length": 48, "stride": 16, "alpha": 0.5, "beta": -6.0}
@@ -282,7 +282,7 @@ def test_several_models_are_compared_over_the_documents(model_dir, evaluator_dir
     row = next(row for row in rows if "other" in row)
     assert f"{ratio:.3f}" in row
     # The same table as from the file; its interval is over documents.
-    from lightning_modules.commands.compare.command import compare  # needs matplotlib, which the core does not
+    from longce.compare.command import compare  # needs matplotlib, which the core does not
 
     assert compare([tmp_path / "out.parquet"]) in text
     assert f"{ratio:.3f} [" in text

@@ -20,11 +20,6 @@ from lightning.pytorch.callbacks import LambdaCallback
 
 from callbacks import ExternalEvaluator, StepCheckpoint
 from datamodules import PG19DataModule
-from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.corpus.config import CorpusConfig
-from lightning_modules.commands.corpus.score import score_corpus
-from lightning_modules.commands.evaluate import evaluate
-from lightning_modules.commands.influence import InfluenceTrainer
 from lightning_modules.functional.top_tokens import with_greedy
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.loading import load as loading
@@ -41,6 +36,11 @@ from lightning_modules.tasks.evaluation.evaluation import read_results
 from lightning_modules.tasks.evaluation.questions import put_questions
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.utilities.errors import IncompleteError
+from longce.cli.main import main
+from longce.corpus.config import CorpusConfig
+from longce.corpus.score import score_corpus
+from longce.evaluate import evaluate
+from longce.influence import InfluenceTrainer
 from tests.conftest import make_text, tiny_model
 from tests.support.adapters import export_adapters
 from tests.support.servers import stub_server

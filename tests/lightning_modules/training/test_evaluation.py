@@ -13,8 +13,8 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_modules.commands.cli.main import main
 from lightning_modules.training import evaluation
+from longce.cli.main import main
 
 RUN = Path("runs/longce/mine")
 OWN = """

@@ -11,10 +11,10 @@ import pytest
 from benchmarks.reproduction.tables import measuring as tables_measuring
 from benchmarks.reproduction.tables import ours as tables_ours
 from benchmarks.reproduction.tables.results import read_results
-from lightning_modules.commands.cli.main import main
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.evaluated_model import EvaluatedModel
 from lightning_modules.scoring.score import score
+from longce.cli.main import main
 from tests.conftest import make_text, tiny_model
 
 LENGTHS = {"context_length": 48, "stride": 16}

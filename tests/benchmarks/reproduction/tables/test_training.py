@@ -10,7 +10,7 @@ import yaml
 
 from benchmarks.reproduction.tables.published import find_table, published
 from benchmarks.reproduction.tables.training import CONFIGS, Run, script, table_runs
-from lightning_modules.commands.cli.main import main
+from longce.cli.main import main
 
 
 def longce(words, monkeypatch):

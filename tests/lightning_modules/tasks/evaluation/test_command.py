@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from lightning_modules.commands import evaluate as command
-from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.evaluate import evaluate
-from lightning_modules.commands.models import evaluate_models
 from lightning_modules.tasks.evaluation import evaluation
 from lightning_modules.tasks.evaluation.evaluation import ResultStore, read_results
+from longce import evaluate as command
+from longce.cli.main import main
+from longce.evaluate import evaluate
+from longce.models import evaluate_models
 from tests.support.bars import replace_bars
 from tests.support.toy_tasks import GUESS, SEVERAL
 

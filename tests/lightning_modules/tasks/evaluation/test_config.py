@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_modules.commands.evaluate import evaluate
+from longce.evaluate import evaluate
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.evaluate import evaluate
 from lightning_modules.tasks.harness import evaluation
+from longce.cli.main import main
+from longce.evaluate import evaluate
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_tasks_with_a_result_are_not_asked_again(model_dir, task_dir, tmp_path, 
     (samples,) = (tmp_path / "out").glob("samples_choice_*.jsonl")
     assert len(samples.read_text().splitlines()) == 3
     # No result is missing: neither the model nor the data are loaded.
-    monkeypatch.setattr("lightning_modules.commands.evaluate.load_scorer", None)
+    monkeypatch.setattr("longce.evaluate.load_scorer", None)
     monkeypatch.setattr("lm_eval.tasks.TaskManager.load", None)
     capsys.readouterr()
     main(arguments)
@@ -62,7 +62,7 @@ def test_other_settings_and_missing_data_are_refused_before_the_model_is_loaded(
 ):
     options = {"include_path": str(task_dir), "limit": 2}
     evaluate(str(model_dir), str(tmp_path / "out"), tasks=["letter"], **options)
-    monkeypatch.setattr("lightning_modules.commands.evaluate.load_scorer", None)
+    monkeypatch.setattr("longce.evaluate.load_scorer", None)
     with pytest.raises(ValueError, match=r"letter\.json.*limit = 2, .* 3"):
         evaluate(str(model_dir), str(tmp_path / "out"), tasks=["letter"], **{**options, "limit": 3})
     with pytest.raises(SystemExit) as stopped:

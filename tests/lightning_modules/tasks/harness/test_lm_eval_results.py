@@ -16,9 +16,9 @@ from lm_eval.utils import (
 )
 from transformers import AutoModelForCausalLM
 
-from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.evaluate import evaluate
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from longce.cli.main import main
+from longce.evaluate import evaluate
 
 NAMES = ["both", "answer", "rolling"]
 

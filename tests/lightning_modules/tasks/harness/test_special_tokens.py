@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from lightning_modules.commands.evaluate import evaluate
+from longce.evaluate import evaluate
 from tests.support.reference import document_log_likelihood
 from tests.support.special_tokens import STARTS, load_reference, plain_ids, write_models
 

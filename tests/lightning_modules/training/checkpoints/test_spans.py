@@ -12,8 +12,6 @@ import yaml
 from lightning.pytorch import Callback
 
 from callbacks import StepCheckpoint
-from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.compare.command import compare
 from lightning_modules.training.checkpoints.io import newest_checkpoint
 from lightning_modules.training.checkpoints.spans import (
     CONFIG_KEY,
@@ -24,6 +22,8 @@ from lightning_modules.training.checkpoints.spans import (
     resumed_spans,
     write_spans,
 )
+from longce.cli.main import main
+from longce.compare.command import compare
 from tests.conftest import make_text
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*lr_scheduler.step")

@@ -15,11 +15,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG, SESSION_START_INFO_TAG
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from lightning_modules.commands.cli.main import main
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.identity import model_identity
 from lightning_modules.training.monitoring import identity
 from lightning_modules.training.monitoring.identity import RunIdentity, git_commit
+from longce.cli.main import main
 from tests.conftest import make_text
 
 BASE = Path(__file__).parents[4] / "configs" / "base.yaml"

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_modules.commands.cli.main import main
 from lightning_modules.functional import key_token_mask
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.score import score
 from lightning_modules.visualization.page import inspect_document
+from longce.cli.main import main
 from tests.conftest import make_text
 from tests.lightning_modules.visualization.page.conftest import as_json, unpacked
 

@@ -12,7 +12,6 @@ from gguf import Keys
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from lightning_modules.commands.cli.main import main
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.gguf import conversion
 from lightning_modules.models.loading.gguf.architectures import ARCHITECTURES, read_config
@@ -22,6 +21,7 @@ from lightning_modules.models.loading.identity import model_identity
 from lightning_modules.models.loading.load import load_backbone, load_config
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.score import score
+from longce.cli.main import main
 from tests.support.gguf_files import tiny_llama, tiny_model, write_gguf
 
 TEXTS = [

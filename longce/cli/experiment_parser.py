@@ -1,0 +1,62 @@
+"""Parser of the configs and options of an experiment, and its help."""
+
+import pydoc
+import textwrap
+from types import ModuleType
+from typing import Any
+
+from lightning.pytorch.cli import LightningArgumentParser
+from typing_extensions import override
+
+from longce.cli.errors import ConciseParser
+
+_MOST_USED = """\
+most used:
+  -c CONFIG                                 YAML file; a later one overrides an earlier one, an option overrides both
+  --model.pretrained_model_name_or_path ID  hub id or local folder
+  --model.objective NAME                    loss, listed below
+  --model.context_length K --model.stride D short context, in tokens
+  --data NAME --data.sequence_length N      corpus, listed below
+  --trainer.max_steps N --trainer.devices N
+  --ckpt_path RUN                           resume
+  --print_config                            show all settings and exit"""
+
+
+class ExperimentParser(ConciseParser, LightningArgumentParser):
+    """Parser of the configs and options of an experiment."""
+
+    @override
+    def format_help(self, *arguments: Any) -> str:
+        """List what most users need, and the classes to choose from, before all options."""
+        if self.usage is None:  # the help of a class
+            return super().format_help(*arguments)
+        usage, description, options = super().format_help(*arguments).split("\n\n", 2)
+        sections = [usage, description, _MOST_USED]
+        for heading, module in _list_modules().items():
+            lines = [heading]
+            for key in getattr(module, "__all__", list(vars(module))):
+                found = getattr(module, key)
+                if isinstance(found, type) and found.__module__.startswith(module.__name__):
+                    lines.append(f"  {found.__name__:<25}{_shorten(found.__doc__)}")
+            sections.append("\n".join(lines))
+        more = "`--data.help datamodules.NAME` and `--model.objective.help NAME` list the settings of a class."
+        return "\n\n".join([*sections, more, options])
+
+
+def _list_modules() -> dict[str, ModuleType]:
+    """Return the modules of classes to choose from, by heading and option; only the help imports them all."""
+    import callbacks
+    import datamodules
+    from lightning_modules import objectives
+
+    return {
+        "data modules: --data datamodules.NAME": datamodules,
+        "callbacks: --trainer.callbacks+ callbacks.NAME": callbacks,
+        "objectives: --model.objective NAME": objectives,
+    }
+
+
+def _shorten(docstring: str | None) -> str:
+    """Return the start of a docstring's first line."""
+    line = pydoc.splitdoc(docstring or "")[0].partition(" (")[0].rstrip(".")
+    return textwrap.shorten(line, 93, placeholder=" ..")

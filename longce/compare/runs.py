@@ -1,0 +1,271 @@
+"""Read what is compared: folders of `longce fit` and `longce evaluate`, and records of `longce score`."""
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+import yaml
+from tensorboard.compat.proto.event_pb2 import Event
+
+from lightning_modules.models.loading.provenance import UNKNOWN, Numerics
+from lightning_modules.scoring.records import FOLDER, Record, hash_texts, read_records
+from lightning_modules.tasks.evaluation.evaluation import SETTINGS
+from lightning_modules.training.checkpoints.spans import read_spans
+from lightning_modules.training.monitoring.event_files import list_event_files, read_events
+from lightning_modules.training.monitoring.numerics import read_numerics
+from lightning_modules.utilities.identity import shorten_hashes
+from lightning_modules.utilities.statistics import UNITS
+from longce.compare.evaluations import ComparedEvaluation, read_evaluation
+from longce.correlate.result_files import FILES
+
+AXES = {"optimizer steps": "step", "tokens": "train/tokens", "device hours": "train/gpu_hours"}
+"""Measures of the progress of a training, each with its scalar."""
+
+_PATHS = re.compile(r"run\.id$|.*\.(dirpath|\w+_dir)$")  # settings that always differ
+
+_STAGES = {"val": "validation", "test": "test"}
+
+
+class Cell(NamedTuple):
+    """What must be equal so that numbers of two models are compared, and how it is printed."""
+
+    set: str  # of documents
+    evaluator: str = ""  # name
+    thresholds: str = ""
+    details: str = ""  # what identifies the evaluator, with K, d and rule
+    numerics: str = ""  # of the model
+
+    @property
+    def judge(self) -> str:
+        """The evaluator, with what identifies it."""
+        return f"{self.evaluator} ({self.details})" if self.details else self.evaluator
+
+    @property
+    def short(self) -> str:
+        """The cell without what identifies the evaluator."""
+        return str(self._replace(details=""))
+
+    def __str__(self) -> str:
+        name = ", ".join(filter(None, (self.set, self.judge, self.thresholds)))
+        return f"{name} [{self.numerics}]" if self.numerics else name
+
+
+class ComparedRun(NamedTuple):
+    """A run, or a model that was scored.
+
+    Evaluations are tables of documents, by cell and optimizer step.
+    """
+
+    name: str
+    evaluations: dict[Cell, dict[int, pd.DataFrame]]
+    config: dict[str, str]
+    scalars: dict[str, dict[int, float]]  # by optimizer step
+    numerics: dict[Cell, Numerics] = {}  # noqa: RUF012, it is never changed
+
+    def last(self, cell: Cell) -> tuple[int, pd.DataFrame]:
+        """Return the last evaluation of a cell and its step."""
+        return max(self.evaluations[cell].items(), key=lambda each: each[0])
+
+
+def read_compared(words: Sequence[str | Path]) -> list[ComparedRun | ComparedEvaluation]:
+    """Read what is compared, each given as ``PATH`` or ``NAME=PATH``.
+
+    A path is the folder of a run, a folder of ``longce evaluate``, records of ``longce score``, or a folder of such
+    files or folders. Records of several models are compared with each other.
+
+    Raises:
+        ValueError: If a path is none of them, if names are repeated, or if several kinds are mixed.
+    """
+    found = [(name, path) for word in words for name, path in _find_files(str(word))]
+    if len({"records" if path.is_file() else "run" if _is_run(path) else "evaluation" for _, path in found}) > 1:
+        raise ValueError(
+            "Give either folders of runs, or records of `longce score`, or folders of `longce evaluate`: they cannot be"
+            " compared with each other."
+        )
+    common = os.path.commonpath([path.parent for _, path in found])
+    compared: list[ComparedRun | ComparedEvaluation] = []
+    for name, path in found:
+        default = str(path.relative_to(common)).removesuffix(".parquet")
+        if path.is_file():
+            compared += _read_scored(name, path, default)
+        elif _is_run(path):
+            compared.append(_read_run(name or default, path))
+        else:
+            compared.append(read_evaluation(name or default, path))
+    names = [each.name for each in compared]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"Two runs have the name '{repeated}': give each run once, or another name (NAME=RUN).")
+    return compared
+
+
+def read_runs(words: Sequence[str | Path]) -> list[ComparedRun]:
+    """Read runs and records of ``longce score``, as `read_compared` does."""
+    return [run for run in read_compared(words) if isinstance(run, ComparedRun)]
+
+
+def _find_files(word: str) -> Iterator[tuple[str, Path]]:
+    """Yield the run or the results at a path, with the name that the user gave."""
+    name, _, given = ("", "", word) if "=" not in word or Path(word).exists() else word.partition("=")
+    path = Path(given).expanduser().resolve()
+    found = [path] if path.is_file() or _is_run(path) or _is_evaluation(path) else sorted(path.glob("*.parquet"))
+    found = found or [inner for inner in sorted(path.glob("*/")) if _is_evaluation(inner)]
+    if (path / SETTINGS).is_file() and not _is_evaluation(path):
+        raise ValueError(f"The evaluation in '{word}' was interrupted: run the same `longce evaluate` again.")
+    if not found:
+        inside = ", ".join(sorted(str(file.parent) for file in path.glob("*/config.yaml"))) or "runs/longce/version_0"
+        raise ValueError(
+            f"'{word}' is not a run: give a folder with config.yaml ({inside}), a folder of `longce evaluate`, or"
+            " records of `longce score`."
+        )
+    yield from ((name, file) for file in found)
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "config.yaml").is_file()
+
+
+def _is_evaluation(path: Path) -> bool:
+    return any((path / file).is_file() for file in FILES)
+
+
+def _read_run(run_name: str, folder: Path) -> ComparedRun:
+    hparams = yaml.safe_load((folder / "hparams.yaml").read_text()) if (folder / "hparams.yaml").is_file() else {}
+    names = {key: key.replace(".init_args", "").removesuffix(".class_path") for key in hparams if not _PATHS.match(key)}
+    config = {name: str(hparams[key]) for key, name in names.items()} | _describe_resumes(folder)
+    scalars: dict[str, dict[int, float]] = defaultdict(dict)
+    evaluations: dict[Cell, dict[int, pd.DataFrame]] = defaultdict(dict)
+    numerics: dict[Cell, Numerics] = {}
+    evaluated: dict[tuple[str, int], Numerics] = {}  # numerics of scalars, by name and step
+    for place in (folder, *sorted(folder.glob("evaluations/*"), key=os.path.getmtime)):
+        recorded = read_numerics(place)
+        for key, step, value in _read_scalars(place):
+            # Lightning numbers steps from 0, but evaluations before training and of checkpoints are at their step.
+            exact = place != folder or (step == 0 and key.startswith("val/"))
+            step = step if exact else step + 1
+            scalars[key][step] = value
+            evaluated[key, step] = recorded.get(step, UNKNOWN)
+        for file in sorted(place.glob(f"{FOLDER}/*.parquet")):
+            for cell, records in _group_by_cell(read_records(file)).items():
+                evaluations[cell][records[0].step] = tabulate_documents(records)
+                numerics[cell] = records[0].model.numerics
+    for key, values in {} if evaluations else scalars.items():  # as if they were of a single document
+        if found := re.fullmatch(r"(val|test)/(?:(.+)/)?(longppl|perplexity)", key):
+            for step, value in values.items():
+                by_model = evaluated[key, step]
+                cell = Cell(found[2] or _STAGES[found[1]], numerics="" if by_model == UNKNOWN else str(by_model))
+                numerics[cell] = by_model
+                row = pd.DataFrame([{"document": "all documents", "tokens": 1.0, "key_tokens": 1.0}])
+                evaluations[cell].setdefault(step, _index(row))[found[3]] = value
+    scalars["step"] = {step: step for steps in (*scalars.values(), *evaluations.values()) for step in steps}
+    return ComparedRun(run_name, dict(evaluations), config, dict(scalars), numerics)
+
+
+def _describe_resumes(folder: Path) -> dict[str, str]:
+    """Return the settings that changed when a run resumed, with the values and the steps from which they applied."""
+    found: dict[str, str] = {}
+    for span in read_spans(folder):
+        for key, (before, after) in span.changed.items():
+            name = key.replace(".init_args", "").removesuffix(".class_path")
+            found[name] = f"{found.get(name, before)}, from step {span.step} on {after}"
+    return found
+
+
+def _read_scalars(folder: Path) -> Iterator[tuple[str, int, float]]:
+    """Yield name, logged step and value of the scalars of TensorBoard and of CSV files, oldest first."""
+    for file in list_event_files(folder):
+        for _, content in read_events(file):
+            event = Event.FromString(content)
+            found = (value for value in event.summary.value if value.HasField("simple_value"))
+            yield from ((value.tag, event.step, value.simple_value) for value in found)
+    if (table := folder / "metrics.csv").is_file():
+        logged = pd.read_csv(table).drop(columns="epoch", errors="ignore").melt("step").dropna(subset="value")
+        yield from zip(logged["variable"], logged["step"], logged["value"], strict=True)
+
+
+def _group_by_cell(records: Iterable[Record]) -> dict[Cell, list[Record]]:
+    groups: dict[Cell, list[Record]] = {}
+    for record in records:
+        groups.setdefault(_name_cell(record, record.set or _STAGES[record.stage]), []).append(record)
+    return groups
+
+
+def _name_cell(record: Record, documents: str) -> Cell:
+    """Return the cell of a record; those of different evaluators, definitions or numerics differ.
+
+    Evaluators differ if their content, dtype or attention does.
+    """
+    definition = record.definition
+    model = Path(record.evaluator.name).name
+    details = [str(record.evaluator.provenance)]
+    if definition.context_length:
+        details += [f"K {definition.context_length}", f"d {definition.stride}"]
+    if definition.key_token_rule == "authors":
+        details.append("rule: authors")
+    values = f"alpha {definition.alpha:g}, beta {definition.beta:g}"
+    return Cell(
+        set=documents,
+        evaluator=f"{record.evaluator_label}: {model}" if record.evaluator_label else model,
+        thresholds=f"{record.thresholds_label} ({values})" if record.thresholds_label else values,
+        details=", ".join(filter(None, details)),
+        numerics=str(record.model.numerics),
+    )
+
+
+def _read_scored(name: str, file: Path, default: str) -> list[ComparedRun]:
+    """Read the records of ``longce score``: a run for each model, by the given name, the file's or the models'."""
+    by_model: dict[str, list[Record]] = {}
+    for record in read_records(file):
+        by_model.setdefault(record.model.name, []).append(record)
+    if not by_model:
+        raise ValueError(f"'{file}' has no records.")
+    if len(by_model) == 1:
+        return [make_scored_run(name or default, records) for records in by_model.values()]
+    if name:
+        raise ValueError(f"'{name}={file}' names one model, but the file has {len(by_model)}: give it without a name.")
+    short = [Path(model).name for model in by_model]
+    names = short if len(set(short)) == len(short) else list(by_model)
+    return [make_scored_run(*pair) for pair in zip(names, by_model.values(), strict=True)]
+
+
+def make_scored_run(name: str, records: Sequence[Record]) -> ComparedRun:
+    """Return records of one model as a run with one evaluation."""
+    first = records[0]
+    texts = hash_texts(records)
+    cell = _name_cell(first, f"texts {texts[:8]}")
+    config = {
+        "texts": texts,
+        "add_special_tokens": first.model.special_tokens,
+        "evaluator": first.evaluator.name,
+        "evaluator_add_special_tokens": first.evaluator.special_tokens,
+        **first.definition._asdict(),
+        **{f"model.{key}": value for key, value in first.model.provenance._asdict().items()},
+        **{f"evaluator.{key}": value for key, value in first.evaluator.provenance._asdict().items()},
+    }
+    described = {key: shorten_hashes(str(value)) for key, value in config.items()}
+    return ComparedRun(name, {cell: {0: tabulate_documents(records)}}, described, {}, {cell: first.model.numerics})
+
+
+def tabulate_documents(records: Iterable[Record]) -> pd.DataFrame:
+    """Return the numbers of documents and what they are per, with a row for each record."""
+    rows = []
+    for record in records:
+        row: dict[str, float | str] = {"document": record.document, "text_sha256": record.text_sha256}
+        for kind, unit in UNITS.items():
+            row[kind] = getattr(record.sums, kind)
+            row[unit] = getattr(record.sums, unit)
+        rows.append(row)
+    return _index(pd.DataFrame(rows))
+
+
+def _index(rows: pd.DataFrame) -> pd.DataFrame:
+    """Index documents by the hash of their text and its occurrence; by name where a result has no texts."""
+    texts = rows["text_sha256"] if "text_sha256" in rows else rows["document"]
+    indexed = rows.set_index([texts, texts.groupby(texts).cumcount()])
+    return indexed.reindex(columns=_COLUMNS).astype(float).assign(document=indexed["document"])
+
+
+_COLUMNS = [*UNITS, *dict.fromkeys(UNITS.values())]

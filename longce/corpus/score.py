@@ -1,0 +1,229 @@
+"""Score the documents of a corpus into parquet files, and resume."""
+
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pyarrow
+import torch
+from tqdm import tqdm
+
+from datamodules.sources.corpus import CorpusColumns, CorpusFiles, find_corpus, is_text
+from datamodules.sources.locations import is_url
+from lightning_modules.models.loading.identity import check_same_model, describe_model
+from lightning_modules.scoring.corpus.counts import count_documents, report_failures
+from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards, shard_name
+from lightning_modules.scoring.corpus.table import find_reserved_names
+from lightning_modules.scoring.long_context_scorer import LongContextScorer
+from lightning_modules.scoring.score import find_device
+from lightning_modules.utilities.errors import IncompleteError
+from lightning_modules.utilities.files import remove_unfinished
+from lightning_modules.utilities.identity import combined_hash
+from lightning_modules.utilities.locks import RunLock
+from lightning_modules.utilities.progress import progress_bar
+from longce.corpus.config import CorpusConfig
+from longce.corpus.reading import count_missing, pools, read_ahead, read_missing
+from longce.corpus.writing import Writer, file_states, find_scored, signals_stop
+
+_NAMED_FILES = 3  # at most, in a message
+_COUNTED = pyarrow.schema(
+    {
+        **{name: pyarrow.string() for name in ("file", "error")},
+        **{name: pyarrow.int64() for name in ("row", "tokens", "compared_tokens", "key_tokens")},
+    }
+)
+
+_log = logging.getLogger(__name__)
+
+
+def score_corpus(files: Sequence[str], config: CorpusConfig) -> str:
+    """Score the documents of a shard that have no scores yet, and return a line with the counts of all.
+
+    A document is a row of a ``.parquet`` file, a line of a ``.jsonl`` or ``.json`` file, or a ``.txt`` file (text and
+    JSON also as ``.gz`` and ``.zst``); file and row number identify it. Its scores are a row of a ``part-*.parquet``
+    file, which is written atomically. One that fails is a row with the reason in ``error``, and counts as done.
+
+    Args:
+        files: Files, folders (searched recursively) and patterns, local or as fsspec URLs. Results name a file by its
+            path relative to the folder or pattern.
+        config: All other settings.
+
+    Raises:
+        ValueError: If the files, the settings and the scores that exist do not fit together, or a file changes or
+            cannot be read to its end; what is scored is kept.
+        IncompleteError: If more documents failed than are allowed.
+    """
+    # 1. Find the documents, and those that have scores.
+    columns = CorpusColumns(config.text_column, config.key_column, tuple(config.columns))
+    if clash := find_reserved_names(config.columns):
+        raise ValueError(f"`columns` has {clash}, which name another column already: rename them in the corpus.")
+    _check_place(files, config.output)
+    shards = _open_folder(config)
+    scorer = _make_scorer(config)
+    corpus = find_corpus(files, columns, check=config.allowed_failures < 1)
+    states = file_states(corpus)
+    settings = _describe_settings(scorer, corpus, config)
+    with _only_writer(shards), signals_stop():
+        done = find_scored(shards, settings, corpus, states)
+        shards.remove_success()
+        # 2. Score the others. A thread reads and tokenizes the next documents meanwhile.
+        source = {"files": [*files], "text_column": config.text_column, "key_column": config.key_column}
+        writer = Writer(shards, {"settings": settings, "source": source}, corpus, states, config)
+        shares = corpus.shares(*config.shard_numbers)
+        unreadable: list[str] = []
+        documents = read_missing(corpus, shares, done, scorer.encode, unreadable)
+        with progress_bar("Scoring", unit=" documents", total=count_missing(shares, done), scaled=False) as bar:
+            try:
+                for pool in read_ahead(pools(documents, config.batch_tokens)):
+                    if any(document.batch is not None for _, document in pool):
+                        _load(scorer, settings["model"])
+                    refs = [ref for ref, _ in pool]
+                    scores = scorer.score_encoded([document for _, document in pool])
+                    writer.add(refs, scores, sum(document.tokens for _, document in pool))
+                    _show_rate(bar, writer)
+                _verify(scorer, writer)
+            finally:  # also when it is stopped: nothing computed is lost
+                writer.write()
+        # 3. Count all documents of the shard, those of earlier runs included.
+        return _finish(shards, settings, unreadable, config)
+
+
+def _check_place(files: Sequence[str], output: str) -> None:
+    """Refuse an output that a later command would read as a part of the corpus."""
+    folder = Path(output).expanduser().resolve()
+    for path in files:
+        place = Path(path.partition("*")[0].rpartition("/")[0] or "." if "*" in path else path).expanduser()
+        if is_url(path) or is_url(output) or not place.is_dir() or ("*" in path and "**" not in path):
+            continue
+        if folder.is_relative_to(place.resolve()):
+            raise ValueError(f"`output` = '{output}' is in '{path}', whose files are scored: use a folder elsewhere.")
+
+
+def _open_folder(config: CorpusConfig) -> ScoreShards:
+    """Return the folder of the shard; refuse a folder that has scores of another number of shards."""
+    index, shards = config.shard_numbers
+    whole = ScoreShards(config.output)
+    own = whole if shards == 1 else ScoreShards(f"{config.output.rstrip('/')}/{shard_name(index, shards)}")
+    whole.check_writable()
+    for name in whole.entries():
+        other = re.fullmatch(r"shard-\d+-of-(\d+)", name)
+        found = int(other[1]) if other else 1 if name.endswith(".parquet") else shards
+        if found != shards:
+            raise ValueError(
+                f"'{config.output}' has scores in {found} shard(s), and `shard` is {config.shard}: documents would be"
+                " scored twice. Use the same number of shards, or another folder."
+            )
+    own.check_writable()
+    return own
+
+
+def _make_scorer(config: CorpusConfig) -> LongContextScorer:
+    device = config.device
+    local_rank = os.environ.get("LOCAL_RANK")
+    if device == "auto" and local_rank is not None and torch.cuda.is_available():
+        device = f"cuda:{local_rank}"
+    not_its_own = {"output", "columns", "key_column", "shard", "allowed_failures", "shard_rows", "shard_minutes"}
+    options = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in not_its_own}
+    return LongContextScorer(**{**options, "device": device})
+
+
+def _describe_settings(scorer: LongContextScorer, corpus: CorpusFiles, config: CorpusConfig) -> dict[str, Any]:
+    """Return all settings that the scores of a shard depend on, without loading the model."""
+    model = describe_model(scorer.loading, scorer.tokenizer, device=find_device(scorer.device))
+    names = ["context_length", "stride", "alpha", "beta", "gamma", "contexts", "per_token", "quantization"]
+    names += ["max_tokens", "add_special_tokens", "text_column", "key_column"]
+    index, shards = config.shard_numbers
+    # A shard's choice of documents depends on all parts.
+    parts = combined_hash([[part.file, part.row_group, part.rows] for part in corpus.parts])
+    return {
+        "model": model.identity,
+        "tokenizer": model.tokenizer,
+        "dtype": model.dtype,
+        "attention": model.attention,
+        **{name: getattr(config, name) for name in names},
+        "overlong": None if config.max_tokens is None else config.overlong,
+        "columns": {name: str(kind) for name, kind in corpus.column_types.items()},
+        "shard": "0/1" if shards == 1 else f"{index}/{shards} of the files and row groups {parts[:16]}",
+    }
+
+
+def _load(scorer: LongContextScorer, identity: str) -> None:
+    """Load the model, if it is not loaded; raise a ``ValueError`` if it is no longer the one with this identity."""
+    if "document_scorer" not in vars(scorer):
+        _ = scorer.document_scorer
+        check_same_model(identity, scorer.loading)
+
+
+def _verify(scorer: LongContextScorer, writer: Writer) -> None:
+    """Raise a ``ValueError`` if a server has another model than before; log what the servers did."""
+    if "document_scorer" not in vars(scorer):
+        return
+    backbone = scorer.document_scorer.backbone
+    try:
+        backbone.verify()
+    except ValueError:
+        writer.discard()  # the other model may have scored them
+        raise
+    if report := backbone.report():
+        _log.info("%s", report)
+
+
+def _show_rate(bar: tqdm, writer: Writer) -> None:
+    seconds = max(bar.format_dict["elapsed"], 1e-9)
+    bar.set_postfix_str(f"{tqdm.format_sizeof(writer.tokens / seconds)} tokens/s", refresh=False)
+    bar.update(writer.documents - bar.n)
+
+
+def _finish(shards: ScoreShards, settings: Mapping[str, Any], unreadable: Sequence[str], config: CorpusConfig) -> str:
+    """Write ``_SUCCESS.json`` with the counts of all documents, if all are done and few failed; return a line."""
+    # 1. Every file must have been read to its end.
+    if unreadable:
+        raise ValueError(
+            f"{len(unreadable)} file(s) or parts of files could not be read to the end; all other documents are done:"
+            f" {'; '.join(unreadable[:_NAMED_FILES])} -- Replace these files, delete the files in '{shards}' that have"
+            " them in the column `file`, and run the same command again."
+        )
+    # 2. No source may have too many failed documents.
+    tables = [table for _, _, table in shards.read(_COUNTED.names)]
+    scores = pyarrow.concat_tables([_COUNTED.empty_table(), *tables])  # a shard may have no document
+    report = report_failures(scores, _source, allowed=config.allowed_failures)
+    if report:
+        raise IncompleteError(
+            f"More documents failed than `allowed_failures` = {config.allowed_failures:g} allows:\n{report}\nAll"
+            f" scores are kept in {shards}, without {SUCCESS}. Correct these documents and score them into another"
+            " folder, or accept the failures: run the same command with a larger `--allowed_failures`, which scores"
+            " nothing again."
+        )
+    # 3. Count.
+    counts = count_documents(scores)
+    shards.write_success({**counts, "shards": len(tables), "settings": settings})
+    return (
+        f"{counts['documents']:,} documents with {counts['tokens']:,} tokens in {shards}:"
+        f" {counts['failed']:,} failed and {counts['left_out']:,} left out (column `error`),"
+        f" {counts['too_short']:,} too short to have a short context."
+    )
+
+
+def _source(file: str) -> str:
+    """Return the source of a file: the file itself, or the folder of a text file, which is only one document."""
+    return PurePosixPath(file).parent.as_posix() if is_text(file) else file
+
+
+@contextmanager
+def _only_writer(shards: ScoreShards) -> Iterator[None]:
+    """Lock a local folder against other commands, and remove what killed ones left."""
+    if shards.local is None:
+        yield
+        return
+    lock = RunLock(shards.local)
+    lock.begin()
+    try:
+        remove_unfinished(shards.local)
+        yield
+    finally:
+        lock.leave()

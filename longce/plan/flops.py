@@ -1,0 +1,118 @@
+"""Floating-point operations of training and scoring.
+
+A product with a weight takes two operations per weight and token. Attention takes two per width of query and value head
+for each pair of tokens that it looks at, so causal attention half of all pairs. Its backward pass with flash attention
+takes 2.5 times its forward pass: four products, and one computed again. Everything else is left out.
+
+Checkpointing counts as a whole forward pass of the layers. torch stops it at the last tensor that the backward pass
+needs, which in models like Llama saves the down projection: up to 4 % of a step, not subtracted here.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lightning_modules.functional import short_context_windows
+from longce.plan.shapes import ModelShape
+
+Checkpointing = Literal["none", "full", "selective"]
+"""What the backward pass recomputes: nothing, all layers, or all layers except their attention."""
+
+ATTENTION_BACKWARD = 2.5
+"""FLOPs of flash attention's backward pass, relative to its forward pass."""
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations: products with weights, attention forward, and attention backward."""
+
+    gemm: float = 0.0
+    attention: float = 0.0
+    attention_backward: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Total FLOPs."""
+        return self.gemm + self.attention + self.attention_backward
+
+    def __add__(self, other: "Flops") -> "Flops":
+        backward = self.attention_backward + other.attention_backward
+        return Flops(self.gemm + other.gemm, self.attention + other.attention, backward)
+
+    def __mul__(self, factor: float) -> "Flops":
+        return Flops(self.gemm * factor, self.attention * factor, self.attention_backward * factor)
+
+
+def attention_pairs(tokens: int, window: int | None = None) -> float:
+    """Count the pairs of a token and a token that it attends to, including itself, in a document.
+
+    Example:
+        >>> attention_pairs(4), attention_pairs(4, window=2)
+        (10, 7)
+    """
+    window = min(window or tokens, tokens)
+    return window * (window + 1) // 2 + (tokens - window) * window
+
+
+def forward_flops(shape: ModelShape, tokens: int, scored: float) -> Flops:
+    """Count a pass without gradient over one document that computes the logits of ``scored`` tokens."""
+    gemm = 2.0 * tokens * shape.layer_weights + 2.0 * scored * shape.head_weights
+    return Flops(gemm, _attention_flops(shape, tokens))
+
+
+def short_pass_flops(shape: ModelShape, tokens: int, context_length: int, stride: int) -> Flops:
+    """Count the short contexts (K, d) of one document as `short_context_windows` cuts them."""
+    total = Flops()
+    for start, first, stop in short_context_windows([0, tokens], context_length=context_length, stride=stride):
+        total += forward_flops(shape, stop - start, stop - first)
+    return total
+
+
+def sliding_pass_flops(shape: ModelShape, tokens: int, context_length: int) -> Flops:
+    """Count the approximate short contexts of one document: one pass in which layers attend to K tokens only."""
+    windows = tuple(min(window or context_length, context_length) for window in shape.windows)
+    return forward_flops(replace(shape, windows=windows), tokens, tokens - 1)
+
+
+def ce_step_flops(shape: ModelShape, tokens: int, checkpointing: Checkpointing) -> Flops:
+    """Count cross entropy of one document, forward and backward; the backward pass recomputes the logits."""
+    attention = _attention_flops(shape, tokens)
+    kept = 1 if checkpointing in ("none", "selective") else 2
+    # With checkpointing the layers run once more, and the logits of the head in any case.
+    gemm = (0.0 if checkpointing == "none" else 2.0 * tokens * shape.layer_weights) + _logit_flops(shape, tokens)
+    return necessary_flops(shape, tokens) + Flops(gemm, attention * (kept - 1), attention * (ATTENTION_BACKWARD - 2))
+
+
+def necessary_flops(shape: ModelShape, tokens: int) -> Flops:
+    """Count cross entropy of one document as for model FLOPs utilization: nothing is computed twice."""
+    attention = _attention_flops(shape, tokens)
+    gemm = 2.0 * tokens * (2 * shape.layer_weights + shape.trained_layer_weights)
+    # Logits, gradient of the hidden states, and gradient of the head.
+    gemm += _logit_flops(shape, tokens) * (3 if shape.head_trained else 2)
+    return Flops(gemm, attention, attention * 2)
+
+
+def scoring_flops(
+    evaluator: ModelShape,
+    model: ModelShape,
+    tokens: int,
+    context_length: int,
+    stride: int,
+    *,
+    shared_pass: bool = False,
+) -> Flops:
+    """Count LongPPL of one document: long and short contexts under the evaluator, long context under the model.
+
+    With ``shared_pass`` the model is the evaluator, and its long context is computed once.
+    """
+    total = forward_flops(evaluator, tokens, tokens - 1)
+    total += short_pass_flops(evaluator, tokens, context_length, stride)
+    return total if shared_pass else total + forward_flops(model, tokens, tokens - 1)
+
+
+def _logit_flops(shape: ModelShape, tokens: int) -> float:
+    return 2.0 * (tokens - 1) * shape.head_weights
+
+
+def _attention_flops(shape: ModelShape, tokens: int) -> float:
+    return shape.pair_flops * math.fsum(attention_pairs(tokens, window) for window in shape.windows)

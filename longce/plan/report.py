@@ -1,0 +1,121 @@
+"""Format a plan as text for a terminal."""
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from lightning_modules.visualization.report import Table, as_text_table
+from longce.plan.hardware import Range
+from longce.plan.memory import CONTEXT_GIB, FRAGMENTATION
+
+
+def report(plan: dict[str, Any]) -> str:
+    """Format a plan section by section, with units."""
+    sections = []
+    for section in (_format_header, _format_training, _format_memory, _format_basis):
+        lines = [line if "\n" in line else textwrap.fill(line, 118, subsequent_indent="    ") for line in section(plan)]
+        sections.append("\n".join(lines))
+    return "\n\n".join(sections)
+
+
+def _format_header(plan: dict[str, Any]) -> Iterator[str]:
+    model, gpu, run = plan["model"], plan["gpu"], plan["run"]
+    yield f"PLAN for {model['name']} ({model['model_type']})"
+    trained = model["trained_parameters"]
+    frozen = "" if trained == model["parameters"] else f", {_format_size(trained)} trained"
+    yield f"  model  {_format_size(model['parameters'])}{frozen}, {model['layers']} layers"
+    steps = "" if run["max_steps"] is None else f", {run['max_steps']:,} steps"
+    yield (
+        f"  run    {run['objective']} (K={run['context_length']}, d={run['stride']}), sequences of {run['tokens']:,}"
+        f" tokens, {run['rows_per_step']} per step{steps}"
+    )
+    sharding = "weights, gradients and optimizer sharded (FSDP2)" if run["sharded"] else "everything on each GPU"
+    yield (
+        f"         {run['precision']}, {str(run['dtype']).removeprefix('torch.')} weights, gradient checkpointing"
+        f" {run['checkpointing']}, {run['optimizer']}, {sharding}"
+    )
+    yield f"  GPU    {gpu['count']} x {gpu['name']}: {gpu['tflops']:g} TFLOP/s at peak, {gpu['memory']:g} GiB"
+    for note in plan["notes"]:
+        yield f"  note: {note}"
+
+
+def _format_training(plan: dict[str, Any]) -> Iterator[str]:
+    yield "TRAINING: TFLOP per sequence, overhead of LongCE over cross entropy, time (* as configured)"
+    head = ["K / d", "TFLOP", "overhead", "per step", "before the switch", "tokens/s", "hours", "GPU-hours"]
+    rows = [_format_run(row) for row in plan["training"]]
+    filled = [column for column in range(len(head)) if any(row[column] for row in rows)]
+    table = Table([head[column] for column in filled], [[row[column] for column in filled] for row in rows])
+    yield textwrap.indent(as_text_table(table), "  ")
+
+
+def _format_run(row: dict[str, Any]) -> list[str]:
+    name = "cross entropy"
+    if row["context_length"] is not None:
+        name = f"{row['context_length']} / {row['stride'] or 'sliding'}"
+    early = row["step_seconds_before_switch"]
+    return [
+        f"{name} *" if row["configured"] else name,
+        _format_number(row["tflop"]),
+        "" if row["overhead"] is None else f"{row['overhead']:+.0%}",
+        _format_duration(row["step_seconds"]),
+        _format_duration(early) if early else "",
+        _format_number(row["tokens_per_second"]),
+        _format_number(row["hours"]) if row["hours"] else "",
+        _format_number(row["gpu_hours"]) if row["gpu_hours"] else "",
+    ]
+
+
+def _format_memory(plan: dict[str, Any]) -> Iterator[str]:
+    memory, fitting = plan["memory"], plan["fitting"]
+    phase, available = memory["largest_phase"], memory["available"]
+    fits = "fits" if memory["fits"] else "DOES NOT FIT"
+    yield f"MEMORY OF TRAINING on each GPU: {memory['needed']:.1f} of {available:g} GiB, {fits}"
+    for name, size in {**memory["lasting"], **memory["phases"][phase]}.items():
+        yield f"  {size:8.2f} GiB  {name}"
+    yield f"  {memory['peak']:8.2f} GiB  at the peak, in phase '{phase}'"
+    if fitting is not None:
+        settings = " and ".join(fitting["settings"])
+        yield (
+            f"  WHAT WOULD FIT: {fitting['needed']:.1f} of {available:g} GiB on each of {fitting['gpus']} GPU(s) with"
+            f" {settings}"
+        )
+    elif not memory["fits"]:
+        yield "  WHAT WOULD FIT: no combination of activation offload, FSDP2, LoRA and Ulysses on these GPUs"
+
+
+def _format_basis(plan: dict[str, Any]) -> Iterator[str]:
+    rates = plan["rates"]
+    texts = {
+        "gemm": f"{rates['gemm']:.0%} of the peak in matrix products",
+        "attention": f"{rates['attention']:.0%} in attention",
+        "attention_backward": f"{rates['attention_backward']:.0%} in its backward pass",
+        "slowdown": f"whole steps {rates['slowdown'].low:.2f} to {rates['slowdown'].high:.2f} times slower than that",
+        "context": f"{CONTEXT_GIB:g} GiB for the CUDA context",
+        "fragmentation": f"{FRAGMENTATION:.0%} fragmentation, one document per sequence",
+    }
+    measured = ", ".join(texts.pop(name) for name in rates["measured"])
+    yield "BASIS: every range goes from the fastest to the slowest of these assumptions"
+    if measured:
+        yield f"  Measured ({rates['source']}): {measured}."
+    yield f"  Assumed, not measured on a GPU: {', '.join(texts.values())}."
+    yield (
+        "  Not included: transfers between GPUs and from and to main memory, data loading, validation, checkpoints, and"
+        " the optimizer on a GPU."
+    )
+
+
+def _format_size(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f}B parameters" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M parameters"
+
+
+def _format_duration(seconds: Range) -> str:
+    """Format a time in seconds or in hours."""
+    if seconds.high >= 3600:
+        return f"{_format_number(seconds.times(1 / 3600))} h"
+    return f"{_format_number(seconds)} s"
+
+
+def _format_number(value: Range | float) -> str:
+    """Format a number or a range with three digits."""
+    numbers = value if isinstance(value, Range) else (value,)
+    return " to ".join(f"{each:,.0f}" if each >= 100 else f"{each:.3g}" for each in numbers)

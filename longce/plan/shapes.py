@@ -1,0 +1,118 @@
+"""Read the sizes that decide a model's cost from its config and its modules on the meta device."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from lightning_modules.models.context_extension.patterns.settings import PATTERN_SETTINGS
+from lightning_modules.models.loading.adapters import active_module
+from longce.plan.activations import meta_backbone
+
+_CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a causal LM."""
+
+    name: str  # its `model_type`
+    parameters: int  # shared ones count once
+    trained: int  # parameters with a gradient: all, or those of LoRA
+    quantizable: int  # parameters of linear layers except the head, which `model.quantization` stores in 4 or 8 bits
+    layer_weights: int  # weights of the layers that a token is multiplied with; of experts only the chosen ones
+    trained_layer_weights: int
+    head_weights: int  # vocabulary x hidden size
+    head_trained: bool
+    tied: bool  # whether head and embedding share their weight
+    largest_layer: int  # parameters, with all its experts
+    vocabulary: int
+    output_width: int  # numbers per token in the output of a layer's attention
+    pair_flops: int  # operations of one layer's attention for each pair of tokens
+    windows: tuple[int | None, ...]  # tokens that each layer looks back on, itself included; None for all
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.windows)
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, lora: dict[str, Any] | None = None) -> "ModelShape":
+        """Return the sizes of the model that a config describes, with only ``lora`` trained; loads no weights."""
+        text = config.get_text_config(decoder=True)
+        windows = _attention_windows(text)
+        backbone = meta_backbone(config, lora=lora)
+        # The decoder's layers are its only list of this length.
+        lists = (part for part in backbone.decoder.modules() if isinstance(part, nn.ModuleList))
+        layers = next(part for part in lists if len(part) == text.num_hidden_layers)
+        weights = [_layer_weights(layer, text) for layer in layers]
+        embedding = active_module(backbone.base_model.get_input_embeddings()).weight
+        head = next(p for p in active_module(backbone.base_model.get_output_embeddings()).parameters() if p.ndim == 2)
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        query = getattr(text, "qk_head_dim", None) or size  # DeepSeek's latent attention
+        value = getattr(text, "v_head_dim", None) or size
+        return cls(
+            name=config.model_type,
+            parameters=sum(p.numel() for p in backbone.parameters()),
+            trained=sum(p.numel() for p in backbone.parameters() if p.requires_grad),
+            quantizable=sum(
+                part.weight.numel()
+                for name, part in backbone.base_model.named_modules()
+                if isinstance(part, nn.Linear) and part.weight is not head and "lora_" not in name
+            ),
+            layer_weights=sum(active for active, _ in weights),
+            trained_layer_weights=sum(trained for _, trained in weights),
+            head_weights=head.numel(),
+            head_trained=head.requires_grad,
+            tied=head is embedding,
+            largest_layer=max(sum(p.numel() for p in layer.parameters()) for layer in layers),
+            vocabulary=head.shape[0],
+            output_width=text.num_attention_heads * value,
+            pair_flops=2 * text.num_attention_heads * (query + value),
+            windows=windows,
+        )
+
+
+def _layer_weights(layer: nn.Module, config: PreTrainedConfig) -> tuple[int, int]:
+    """Return the number of a layer's weights that a token is multiplied with, and of the trained ones among them."""
+    active = trained = 0.0
+    for name, parameter in layer.named_parameters():
+        if parameter.ndim == 1 or name.endswith("bias"):
+            continue
+        size = parameter.numel() * _chosen_share(name, config)
+        active += size
+        trained += size * parameter.requires_grad
+    return round(active), round(trained)
+
+
+def _chosen_share(name: str, config: PreTrainedConfig) -> float:
+    """Return the fraction of a weight that a token is multiplied with: below 1 for experts."""
+    if not re.search(r"(^|\.)experts(\.|$)", name):
+        return 1.0
+    chosen, experts = (
+        next((value for name in names if (value := getattr(config, name, None))), None)
+        for names in (_CHOSEN_EXPERTS, _EXPERTS)
+    )
+    if not chosen or not experts:
+        raise ValueError(f"The config of `{config.model_type}` lacks the number of experts, which `longce plan` needs.")
+    return chosen / experts
+
+
+def _attention_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
+    """Return how many tokens each layer attends to."""
+    if not getattr(config, "num_attention_heads", None):
+        raise ValueError(f"A model of type `{config.model_type}` has no attention heads, which `longce plan` needs.")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if (pattern := PATTERN_SETTINGS.get(rope.get("rope_type", ""))) is not None:
+        return (pattern.keys and pattern.keys(rope),) * config.num_hidden_layers
+    window = getattr(config, "sliding_window", None)
+    default = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or default
+    if unknown := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
+        raise ValueError(
+            f"`longce plan` supports full and sliding-window attention only, not layers of type '{unknown[0]}'."
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -1,0 +1,143 @@
+"""Scores of several models in one table, with differences over the same questions."""
+
+import json
+from dataclasses import asdict
+
+import pandas as pd
+import pytest
+
+from lightning_modules.tasks.evaluation.questions import TaskResult
+from lightning_modules.utilities.statistics import score_difference
+from longce.cli.main import main
+from longce.compare.command import compare
+from longce.compare.evaluations import ComparedEvaluation, draw_scores, judge_evaluations
+
+FIRST = [1, 1, 0, 1, 1, 0, 1, 1, 0, 1]
+SECOND = [1, 0, 0, 1, 0, 0, 1, 1, 0, 0]
+
+
+def write_evaluation(folder, scores, *, task="needle", texts=20, **settings):
+    """A folder of `longce evaluate` with one task at one length."""
+    folder.mkdir(parents=True)
+    rows = [
+        asdict(TaskResult(task, 64, index // texts / 2, index % texts, None, score, ("a",), "b", prompt_tokens=9))
+        for index, score in enumerate(scores)
+    ]
+    (folder / "results-00000-of-00001.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mean = 100 * sum(scores) / len(scores)
+    result = {
+        "model": folder.name,
+        "tasks": {task: {"64": {"mean": mean, "interval": [40.0, 89.0], "questions": len(scores)}}},
+        "average": {"64": mean},
+        "average_intervals": {"64": [40.0, 89.0]},
+        "settings": {"model": folder.name, "seed": 0, **settings},
+    }
+    (folder / "results.json").write_text(json.dumps(result))
+    return folder
+
+
+def test_the_difference_is_over_the_same_questions(tmp_path):
+    one, other = write_evaluation(tmp_path / "a", FIRST), write_evaluation(tmp_path / "b", SECOND[:8])
+    with (other / "results-00001-of-00002.jsonl").open("w") as stream:  # of a process that was killed while it wrote
+        stream.write((other / "results-00000-of-00001.jsonl").read_text() + '{"task": "need')
+    text = compare([one, other], tmp_path / "page.html")
+    value, (low, high) = score_difference(SECOND[:8], FIRST[:8])
+    assert text.splitlines()[0] == "Compared with a, b shows no difference in any of 1 cells."
+    text = text.partition("\n\n")[2]
+    assert text.splitlines()[0].split() == ["task", "length", "or", "metric", "a", "b", "b", "-", "a"]
+    assert "The text around the needles of needle is made up" in text
+    row = text.splitlines()[2]
+    assert row.split()[:3] == ["needle", "64", "70.0"]
+    assert row.endswith(f"{100 * value:+.1f} [{100 * low:+.0f}, {100 * high:+.0f}]")
+    assert "b - a" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize("changed", [{"dtype": "bfloat16"}, {"attention": "eager"}, {"precision": None}])
+def test_answers_of_other_numerics_have_no_difference(tmp_path, changed):
+    numerics = {"dtype": "float32", "precision": "none", "attention": "sdpa"}
+    one = write_evaluation(tmp_path / "a", FIRST, **numerics)
+    same = write_evaluation(tmp_path / "same", SECOND, **numerics)
+    other = write_evaluation(tmp_path / "b", SECOND, **numerics | changed)
+    text = compare([one, same, other])
+    assert "same - a" in text
+    assert "b - a" not in text
+    assert "Compared with a, b" not in text
+    ((key, value),) = changed.items()
+    assert f"{numerics[key]} (`a`, `same`) against {value or 'not recorded'} (`b`)" in text
+    assert ("The precision of `b` is not recorded" in text) == (value is None)
+
+
+def test_the_verdict_names_tasks_by_their_intervals(tmp_path):
+    good, bad = [1] * 10, [0] * 10
+    one = write_evaluation(tmp_path / "a", bad)
+    better, worse = write_evaluation(tmp_path / "b", good), write_evaluation(tmp_path / "c", bad)
+    text = compare([one, better, worse], tmp_path / "page.html")
+    assert text.startswith("Compared with a, b is better in 1 of 1 cells: needle (64). Compared with a, c shows no")
+    assert "Scores in percent of 10 questions for each task and length, with" in text
+    assert "<code>a</code> is worse in 1 of 1 cells: needle (64)." in page_of(tmp_path, [better, one])
+
+
+def page_of(folder, evaluations):
+    compare(evaluations, folder / "page.html")
+    return (folder / "page.html").read_text()
+
+
+def test_other_questions_have_no_difference(tmp_path, capsys):
+    write_evaluation(tmp_path / "runs" / "a", FIRST)
+    write_evaluation(tmp_path / "runs" / "b", SECOND, seed=1)
+    main(["compare", str(tmp_path / "runs")])
+    text = capsys.readouterr().out
+    assert "b was asked other questions than a (seed = 0 and 1): no differences." in text
+    assert "b - a" not in text
+
+
+def test_metrics_of_the_harness_are_next_to_ours(tmp_path):
+    folder = write_evaluation(tmp_path / "a", FIRST)
+    harness = {
+        "tasks": {"race": {"metrics": {"acc,none": 0.5, "acc_stderr,none": 0.1}}},
+        "groups": {},
+        "scores": {"RACE": 50.0},
+        "intervals": {"race": {"acc,none": [0.3, 0.7]}, "RACE": [30.0, 70.0]},
+        "settings": {},
+    }
+    (folder / "harness.json").write_text(json.dumps(harness))
+    text = compare([folder, f"plain={write_evaluation(tmp_path / 'b', SECOND)}"])
+    cells = [line.split() for line in text.splitlines()]
+    assert ["race", "acc", "0.500", "[0.30,", "0.70]"] in cells
+    assert ["RACE", "score,", "%", "50.0", "[30,", "70]"] in cells
+
+
+def test_unfinished_evaluations_are_named(tmp_path):
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "settings.json").write_text("{}")
+    with pytest.raises(ValueError, match="killed' was interrupted: run the same `longce evaluate` again"):
+        compare([tmp_path / "killed"])
+    one, other = write_evaluation(tmp_path / "a", FIRST), write_evaluation(tmp_path / "b", SECOND[:8])
+    result = json.loads((other / "results.json").read_text())
+    (other / "results.json").write_text(json.dumps(result | {"missing": 2}))
+    assert "2 questions of b have no result yet." in compare([one, other])
+
+
+def test_scores_at_several_lengths_are_drawn_with_a_line_for_each_model():
+    cells = {
+        ("needle", "64"): (90.0, (80.0, 95.0)),
+        ("needle", "4096"): (40.0, (30.0, 52.0)),
+        ("other", "64"): (1.0, None),
+    }
+    cells |= {("average", "64"): (50.0, None), ("average", "4096"): (30.0, None), ("harness", "acc"): (0.5, None)}
+    found = [ComparedEvaluation(name, cells, pd.DataFrame(), {}, 0) for name in ("first", "second")]
+    figures = draw_scores(found)
+    assert list(figures) == ["average", "needle"]  # one length is no curve
+    assert all(word in figures["needle"] for word in ("first", "second", "4k"))
+
+
+def test_many_tasks_are_counted_and_chance_is_named():
+    cells = {(f"task{number}", length): (50.0, None) for number in range(7) for length in ("64", "128", "256")}
+    rows = [(task, length, 0.5, index) for task, length in cells for index in range(12)]
+    questions = pd.DataFrame(rows, columns=["task", "length", "asked_depth", "index"])
+    first = ComparedEvaluation("first", cells, questions.assign(score=0.0), {}, 0)
+    better = questions["task"] != "task0"
+    second = ComparedEvaluation("second", cells, questions.assign(score=better.astype(float)), {}, 0)
+    sentence, chance = judge_evaluations([first, second])
+    assert "better in 18 of 21 cells" in sentence
+    assert "about 1 of 21 cells" in chance

@@ -1,0 +1,168 @@
+import json
+import math
+import re
+
+import pytest
+
+from benchmarks.reproduction.tables.scores import read_scores
+from lightning_modules.scoring.records import write_records
+from lightning_modules.tasks.questions.registry import GROUPS
+from longce.correlate.result_files import read_results
+from tests.support.records import MODEL, make_record
+
+
+def cell(mean):
+    return {"mean": mean, "error": None, "questions": 1}
+
+
+def write(folder, name, content):
+    file = folder / name
+    file.write_text(json.dumps(content))
+    return str(file)
+
+
+@pytest.fixture
+def evaluation(tmp_path):
+    """Of RULER's tasks at two lengths, the first one better than the others, and of LongEval at one."""
+    tasks = {task: {"4096": cell(80.0), "8192": cell(40.0)} for task in GROUPS["ruler"]}
+    tasks[GROUPS["ruler"][0]] = {"4096": cell(100.0), "8192": cell(100.0)}
+    tasks["longeval_lines"] = {"4096": cell(30.0)}
+    content = {"model": "org/M", "tasks": tasks, "average": {"4096": 70.0}, "answer_perplexity": 2.5}
+    content["settings"] = {"mode": "generate", "documents": None, "seed": 3}
+    return write(tmp_path, "evaluation.json", content)
+
+
+@pytest.fixture
+def harness_result(tmp_path):
+    content = {
+        "model": "org/M",
+        "scores": {"LongBench": 31.5, "Summarization": 20.0},
+        "tasks": {"qasper": {"metrics": {"score,none": 0.25, "score_stderr,none": 0.1, "em,strict": 0.5}}},
+        "groups": {"all": {"acc,none": 0.5}},
+        "settings": {"num_fewshot": 0, "limit": 5, "lengths": [4096]},
+    }
+    return write(tmp_path, "harness.json", content)
+
+
+def test_records_of_score(tmp_path):
+    """Several models in one file; perplexity does not depend on the evaluator."""
+    file = tmp_path / "scores.parquet"
+    models = [MODEL, MODEL._replace(name="hub/N", identity="sha256:n")]
+    records = [make_record("a.txt", 2.0, 3.5, key_tokens=count, model=models[0]) for count in (5, 0)]
+    write_records(file, [*records, make_record("a.txt", 2.0, 5.0, key_tokens=0, model=models[1])])
+    entry, other = read_results([str(file)])
+    assert (entry.model, other.model) == ("hub/M", "hub/N")
+    assert (entry.provenance, entry.numerics) == (MODEL.provenance, MODEL.numerics)
+    assert (entry.values["longppl"], entry.values["perplexity"]) == pytest.approx((2.0, 3.5))
+    assert math.isnan(other.values["longppl"])
+    assert entry.settings["longppl"]["evaluator"] == "hub/E"
+    assert "evaluator" not in entry.settings["perplexity"]
+    write_records(file, records)
+    (renamed,) = read_results([f"other={file}"])
+    assert renamed.model == "other"
+
+
+def test_results_of_evaluate(evaluation):
+    (entry,) = read_results([evaluation])
+    assert entry.model == "org/M"
+    assert entry.values["RULER"] == pytest.approx((100 + 12 * 60) / 13)
+    assert entry.values["LongEval"] == entry.values["LongEval 4k"] == 30.0
+    assert entry.values["vt"] == 60.0
+    assert entry.values["vt 8192"] == 40.0
+    assert entry.values["average"] == 70.0
+    assert entry.values["answer_perplexity"] == 2.5
+    assert entry.main == ("RULER", "LongEval")
+    told = {"by": "evaluate", "mode": "generate", "documents": None}
+    assert entry.settings["RULER"] == entry.settings["vt"] == told | {"lengths": [4096, 8192]}
+    assert entry.settings["LongEval"] == told | {"lengths": [4096]}
+    assert entry.settings["vt 4096"] == told
+
+
+def test_folders_of_several_models_are_read(evaluation, tmp_path):
+    content = json.loads((tmp_path / "evaluation.json").read_text())
+    for name in ("a", "b"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        write(tmp_path / "runs" / name, "results.json", content | {"model": name})
+    assert [entry.model for entry in read_results([str(tmp_path / "runs")])] == ["a", "b"]
+
+
+def test_results_of_the_harness(harness_result):
+    (entry,) = read_results([harness_result])
+    assert entry.values == {
+        "LongBench": 31.5,
+        "Summarization": 20.0,
+        "qasper/score": 0.25,
+        "qasper/em,strict": 0.5,
+        "all/acc": 0.5,
+    }
+    assert entry.main == ("LongBench", "Summarization")
+    assert entry.settings["LongBench"] == {"by": "harness", "num_fewshot": 0, "limit": 5}
+
+
+def test_tables_read_them_too(evaluation, harness_result, tmp_path):
+    expected = {"LongBench": 31.5, "Summarization": 20.0}
+    expected |= {"RULER": pytest.approx(820 / 13), "LongEval": 30.0, "LongEval 4k": 30.0}
+    assert read_scores([evaluation, harness_result]) == {"org/M": expected}
+    assert read_scores([f"A-CE-50={harness_result}"]) == {"A-CE-50": {"LongBench": 31.5, "Summarization": 20.0}}
+    run = tmp_path / "B-CE-100"
+    run.mkdir()
+    content = json.loads((tmp_path / "harness.json").read_text())
+    write(tmp_path, "harness.json", content | {"model": str(run)})
+    assert set(read_scores([harness_result])) == {"B-CE-100"}
+    (tmp_path / "evaluation.json").rename(tmp_path / "results.json")
+    with pytest.raises(ValueError, match="has 2 models: rename them in the file instead of by 'A='"):
+        read_scores([f"A={tmp_path}"])
+
+
+def test_the_table_of_the_documentation_serves_both_commands(tmp_path):
+    (tmp_path / "more.csv").write_text("model,longppl,perplexity,RULER\nQwen/Qwen2-7B,4.1,6.5,80.5\nM,5,,\n")
+    first, second = read_results([str(tmp_path)])  # of a folder all files
+    assert first.values == {"longppl": 4.1, "perplexity": 6.5, "RULER": 80.5}
+    assert second.values == {"longppl": 5.0}
+    assert read_scores([str(tmp_path / "more.csv")]) == {"Qwen2-7B-128k": {"RULER": 80.5}}
+
+
+def test_a_folder_of_an_evaluation_is_read_for_its_results_alone(evaluation, harness_result, tmp_path):
+    (tmp_path / "questions.json").write_text("[]")
+    (tmp_path / "evaluation.json").rename(tmp_path / "results.json")
+    ours, theirs = read_results([f"A={tmp_path}"])
+    assert (ours.model, theirs.model) == ("A", "A")
+    assert "vt" in ours.values
+    assert "LongBench" in theirs.values
+
+
+BAD_FILES = [
+    ("a.txt", "", "a.txt"),
+    ("a.json", "[]", "a.json"),
+    ("a.json", "{", "a.json"),
+    ("a.json", '{"m": {"RULER": "x"}}', "'RULER'"),
+    ("a.json", '{"tasks": {"vt": 3}, "average": {}}', "a.json"),
+    ("a.json", '{"longppl": 2, "perplexity": 3, "documents": []}', "longce 0.1"),
+    ("a.json", '{"": {"x": 3}}', "a.json does not name its model"),
+    ("a.parquet", "", "a.parquet"),
+    ("a.csv", "name\n", "'model'"),
+    ("a.csv", "model,x\n", "a.csv"),
+    ("a.csv", "model,x,x\na,1,2\n", "no column twice"),
+    ("a.csv", "model,x\na,1,7\n", "a.csv:2"),
+    ("a.csv", "model,x\na,1\n ,2\n", "a.csv:3"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "named"), BAD_FILES)
+def test_bad_files_are_refused(tmp_path, monkeypatch, name, content, named):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=re.escape(named)):
+        read_results([name])
+
+
+def test_scores_of_evaluate_keep_their_intervals(tmp_path):
+    cells = {"4096": {"mean": 50.0, "interval": [40.0, 62.0]}, "8192": {"mean": 30.0, "interval": [25.0, 38.0]}}
+    content = {"model": "M", "tasks": dict.fromkeys([*GROUPS["ruler"], "longeval_lines"], cells), "average": {}}
+    (tmp_path / "results.json").write_text(json.dumps(content | {"settings": {}}))
+    (entry,) = read_results([str(tmp_path)])
+    assert entry.intervals["vt 8192"] == [25.0, 38.0]
+    assert entry.intervals["LongEval 8k"] == [25.0, 38.0]
+    assert entry.intervals["LongEval"] == pytest.approx((40 - math.hypot(10, 5) / 2, 40 + math.hypot(12, 8) / 2))
+    below, above = 40 - entry.intervals["RULER"][0], entry.intervals["RULER"][1] - 40
+    assert (below, above) == pytest.approx([math.hypot(*ends) / 2 / math.sqrt(13) for ends in ((10, 5), (12, 8))])

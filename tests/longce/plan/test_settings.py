@@ -1,0 +1,118 @@
+"""What is read of an experiment's config, parsed as `longce plan` parses it."""
+
+import sys
+
+import pytest
+import torch
+import yaml
+
+from longce.cli.experiment_options import add_plan_options
+from longce.cli.lightning_cli import LongceCLI
+from longce.plan.settings import read_experiment
+
+
+@pytest.fixture
+def read(tmp_path, model_dir, monkeypatch):
+    """Reads a small experiment with further options."""
+    config = {
+        "model": {"pretrained_model_name_or_path": str(model_dir), "context_length": 32, "stride": 16},
+        "data": {
+            "class_path": "datamodules.RecallDataModule",
+            "init_args": {"sequence_length": 256, "batch_size": 2},
+        },
+        "trainer": {
+            "devices": 4,
+            "num_nodes": 2,
+            "accumulate_grad_batches": 3,
+            "max_steps": 7,
+            "precision": "bf16-mixed",
+        },
+    }
+    (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(config))
+
+    def run(*options):
+        monkeypatch.setattr(sys, "argv", ["longce", "-c", str(tmp_path / "experiment.yaml"), *options])
+        cli = LongceCLI(add_plan_options, run=False)
+        return read_experiment(cli.make("model"), cli.config)
+
+    return run
+
+
+def test_everything_is_found(read, model_dir):
+    experiment = read()
+    training = experiment.training
+    assert (experiment.name, experiment.config.model_type) == (str(model_dir), "llama")
+    assert (experiment.objective, experiment.max_steps, experiment.accumulated) == ("LongCE", 7, 3)
+    assert (training.tokens, training.rows, training.gpus) == (256, 2, 8)
+    assert (training.context_length, training.stride, training.short_pass) == (32, 16, True)
+    assert (training.dtype, training.autocast) == (torch.float32, torch.bfloat16)
+    assert (training.checkpointing, training.moments, training.step_copy) == ("none", 2, True)
+    assert training.gradient_copy
+    assert (experiment.curriculum, experiment.notes) == (None, ())
+
+
+@pytest.mark.parametrize(("batches", "accumulates"), [("1", False), ("2", True)])
+def test_gradients_last_only_if_batches_are_accumulated(read, batches, accumulates):
+    assert read("--trainer.accumulate_grad_batches", batches).training.accumulates is accumulates
+
+
+@pytest.mark.parametrize(("devices", "gpus", "notes"), [("auto", 1, 1), ("[0, 2, 3]", 6, 0)])
+def test_a_number_of_devices_that_is_not_known(read, devices, gpus, notes):
+    experiment = read("--trainer.devices", devices)
+    assert experiment.training.gpus == gpus
+    assert len(experiment.notes) == notes
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "expected"),
+    [
+        ("32-true", "bfloat16", (torch.bfloat16, None)),
+        ("bf16-true", "float32", (torch.bfloat16, None)),
+        ("bf16-mixed", "auto", (torch.float32, torch.bfloat16)),
+    ],
+)
+def test_precisions(read, precision, dtype, expected):
+    training = read("--trainer.precision", precision, "--model.dtype", dtype).training
+    assert (training.dtype, training.autocast) == expected
+
+
+def test_strategies(read):
+    ddp = read("--trainer.strategy", "lightning.pytorch.strategies.DDPStrategy").training
+    assert (ddp.sharded, ddp.gradient_copy) == (False, True)
+    views = ["--trainer.strategy.gradient_as_bucket_view", "true"]
+    assert not read("--trainer.strategy", "lightning.pytorch.strategies.DDPStrategy", *views).training.gradient_copy
+    fsdp = read("--trainer.strategy", "lightning_modules.training.fsdp.FullyShardedStrategy").training
+    assert (fsdp.sharded, fsdp.gradient_copy, fsdp.offload, fsdp.offload_activations) == (True, False, False, False)
+    assert fsdp.gpus == 8
+    offload = ["--trainer.strategy.offload", "true", "--gpus", "24"]
+    offload += ["--model.offload_activations", "true", "--model.gradient_checkpointing", "true"]
+    fsdp = read("--trainer.strategy", "lightning_modules.training.fsdp.FullyShardedStrategy", *offload).training
+    assert (fsdp.offload, fsdp.offload_activations, fsdp.gpus) == (True, True, 24)
+
+
+@pytest.mark.parametrize(
+    ("options", "moments", "copy"),
+    [
+        (["--model.optimizer", "torch.optim.SGD", "--model.optimizer.momentum", "0.9"], 1, True),
+        (["--model.optimizer", "torch.optim.AdamW", "--model.optimizer.fused", "true"], 2, False),
+        (["--model.optimizer", "torch.optim.ASGD"], 2, True),
+    ],
+)
+def test_optimizers(read, options, moments, copy):
+    experiment = read(*options)
+    assert (experiment.training.moments, experiment.training.step_copy) == (moments, copy)
+
+
+REFUSED = {
+    "model.context_length": ("250", "context_length"),
+    "trainer.precision": ("transformer-engine", "`trainer.precision`"),
+    "trainer.strategy": ("fsdp", "`trainer.strategy`"),
+    "model.pretrained_model_name_or_path": ("./nowhere", "nowhere"),
+}
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_an_option_that_refuses_a_value_is_named(option, read):
+    value, named = REFUSED[option]
+    with pytest.raises(ValueError, match=named):
+        read(f"--{option}", value)
