@@ -24,8 +24,8 @@ from lightning_modules.models.optimizations import enable_checkpointing
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.objectives import CrossEntropy, LongCE, Objective, StoredInfluence
-from lightning_modules.scoring.evaluator import score_text
 from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens
+from lightning_modules.scoring.scored_model import score_text
 
 KINDS = ("score", "score, evaluator = model", "LongCE step")
 SIDES = ("baseline", "ours", "ours, selective checkpointing", "our CE step", "our step with stored weights")

@@ -23,7 +23,7 @@ from lightning_modules.models.context_extension.rope_types import register_rope_
 from lightning_modules.models.optimizations import use_bfloat16_residual
 from lightning_modules.models.short_context import long_and_short, sliding_window_log_likelihood
 from lightning_modules.models.tokenization.tokenizer import encode_document
-from lightning_modules.scoring.evaluator import score_text
+from lightning_modules.scoring.scored_model import score_text
 from tests.conftest import make_text, tiny_model
 from tests.support.fake_cuda import fake_cuda, flash_attention_2
 from tests.support.packing import assume_isolation
