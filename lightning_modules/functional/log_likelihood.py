@@ -117,7 +117,7 @@ def select_scored(hidden_states: Tensor, labels: Tensor, scored: BoolArray | Non
     if hidden_states.ndim != 3 or any(shape != shapes[0][:2] for shape in shapes[1:]):
         raise ValueError(
             f"`hidden_states` must be [B, T, D], `labels` and `scored` [B, T], got {' and '.join(map(str, shapes))}."
-            " Remove `scored` from a batch if you change it."
+            " Call `with_scored` on a batch that you change."
         )
     if labels.dtype != torch.int64 or not hidden_states.is_floating_point():
         raise ValueError(
@@ -130,7 +130,7 @@ def select_scored(hidden_states: Tensor, labels: Tensor, scored: BoolArray | Non
         is_scored = torch.from_numpy(scored)
         agrees = labels.ne(IGNORE_INDEX).eq(send(is_scored, labels.device)).all()
         # An accelerator checks it later, so that the CPU does not wait.
-        torch._assert_async(agrees, "`scored` does not agree with `labels`: remove it if you change a batch's labels.")
+        torch._assert_async(agrees, "`scored` does not agree with `labels`: call `with_scored` after changing labels.")
     if is_scored[:, :1].any():
         row = int(is_scored[:, 0].nonzero()[0])
         raise ValueError(

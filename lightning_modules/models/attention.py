@@ -309,8 +309,8 @@ def isolation_arguments(
     if not is_flash and not (packed and implementation == DOCUMENT_SDPA):
         if window is not None:
             raise ValueError(
-                f"'{implementation}' attention ignores the window of `short_context: sliding_window`: set"
-                " `attn_implementation` to sdpa, or `short_context: windows`."
+                f"'{implementation}' attention ignores the window of `short_method: sliding_window`: set"
+                " `attn_implementation` to sdpa, or `short_method: windows`."
             )
         return {}
     # Lists of ends become one list over the whole batch, which flash attention reads from the accelerator.
