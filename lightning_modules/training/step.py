@@ -90,7 +90,9 @@ class TrainingStatistics:
             "at_cap": (token_weights >= largest).sum(),
         }
         # Faults of the objective, unless the log-likelihoods that it gets are not finite.
-        given = long.isfinite() & (long if short is None else short.fill_missing(long)).isfinite()
+        given = long.isfinite()
+        if short is not None:
+            given &= short.log_likelihood.isfinite()
         sums["NaN"] = (token_weights.isnan() & given).sum()
         sums["infinite"] = (token_weights.isinf() & given).sum()
         sums["negative"] = (token_weights.isfinite() & (token_weights < 0) & given).sum()
