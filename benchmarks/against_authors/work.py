@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.against_authors.subjects import Reader, Setting, Subject
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.functional import ShortContext, long_cross_entropy, long_perplexity
+from lightning_modules.functional import ShortScores, long_cross_entropy, long_perplexity
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations import enable_checkpointing
 from lightning_modules.models.short_context import short_log_likelihood
@@ -104,7 +104,7 @@ def stored_step(backbone: Backbone, batch: PackedBatch, stored: Tensor) -> float
     return _step(backbone, PackedBatch(**batch, influence=stored), StoredInfluence())
 
 
-def _step(backbone: Backbone, batch: PackedBatch, objective: Objective, short: ShortContext | None = None) -> float:
+def _step(backbone: Backbone, batch: PackedBatch, objective: Objective, short: ShortScores | None = None) -> float:
     long = backbone(batch)
     loss = long_cross_entropy(long, objective(long.detach(), short, batch), batch["labels"])
     loss.backward()
