@@ -190,7 +190,7 @@ class LongContextLM(LightningModule):
 
     @override
     def on_train_batch_start(self, batch: PackedBatch, batch_idx: int) -> None:
-        preflight.check_training_batch(batch, self.backbone, self.objective, self.short_context)
+        step.check_training_batch(batch, self.backbone, self.objective, self.short_context)
         if self.sequence_group is not None:
             self.sequence_group.check_same_batch(batch)
 
@@ -199,7 +199,7 @@ class LongContextLM(LightningModule):
     @override
     def validation_step(self, batch: PackedBatch, batch_idx: int) -> dict[str, Tensor]:
         """Return ``[B, T]`` log-likelihoods under ``"log_likelihood"``, for the callbacks that evaluate the model."""
-        preflight.admit_batch(batch, self.backbone)
+        step.admit_batch(batch, self.backbone)
         if self.sequence_group is None:
             log_likelihood = self.backbone(batch)
         else:
@@ -210,7 +210,7 @@ class LongContextLM(LightningModule):
     @override
     def predict_step(self, batch: PackedBatch, batch_idx: int) -> Sequence[TokenScores]:
         """Return the long and short log-likelihoods of each document."""
-        preflight.admit_batch(batch, self.backbone)
+        step.admit_batch(batch, self.backbone)
         name = str(self.loading.pretrained_model_name_or_path)
         return DocumentScorer(self.backbone, name, self.context_length, self.stride).score(batch)
 

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
@@ -13,7 +12,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from lightning_modules.batch import PackedBatch, with_scored
 from lightning_modules.functional.checks import MAX_PROCESSES, check_count
 from lightning_modules.functional.windows import check_context
 from lightning_modules.models.attention import DOCUMENT_SDPA
@@ -120,30 +118,6 @@ def check_fit(objective: Objective, loading: ModelConfig, backbone: Backbone, da
     tokenizer = loaded_tokenizer(data)
     if tokenizer is not None and has_weights(path := loading.pretrained_model_name_or_path):
         warn_of_other_tokenizer(tokenizer, path, loading.revision)
-
-
-def admit_batch(batch: PackedBatch, backbone: Scorer) -> None:
-    """Check a batch where it enters the model; no later function checks it again.
-
-    One of a user's own loader gets ``scored`` here, which torch's loaders may also have made a tensor.
-    """
-    if not isinstance(batch.get("scored"), np.ndarray):
-        batch["scored"] = with_scored(batch)["scored"]
-    backbone.check_batch(batch)
-
-
-def check_training_batch(
-    batch: PackedBatch, backbone: Backbone, objective: Objective, short_context: ShortContextConfig
-) -> None:
-    """Admit a batch to training, or raise an error if it does not fit the objective or the model is in eval mode."""
-    admit_batch(batch, backbone)
-    if not backbone.training:
-        raise RuntimeError("The model is in eval mode, without dropout and gradient checkpointing: call `train()`.")
-    if objective.uses_stored_influence != ("influence" in batch):
-        check_influence(objective, "that come with the sequences" if "influence" in batch else None)
-    length = batch["input_ids"].shape[1]
-    if objective.uses_short_context and short_context.context_length + short_context.stride >= length:
-        check_context(short_context.context_length, short_context.stride, length)
 
 
 def raise_not_finite(losses: Mapping[int, Tensor], module: LightningModule) -> NoReturn:

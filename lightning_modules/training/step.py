@@ -1,22 +1,52 @@
-"""Normalization of a training step: gradients of a mean over all its tokens, and means for the log."""
+"""A training step: the check of its batches, gradients of a mean over all its tokens, and means for the log."""
 
 import math
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_modules.batch import BoolArray
+from lightning_modules.batch import BoolArray, PackedBatch, with_scored
 from lightning_modules.functional import ShortScores
+from lightning_modules.functional.windows import check_context
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.scorer import Scorer
+from lightning_modules.models.short_context import ShortContextConfig
 from lightning_modules.objectives import Objective, unwrap
+from lightning_modules.training.preflight import check_influence
 
 REFERENCE_TOKENS = 2**15
 """Constant divisor of a batch's loss, which `normalize_gradients` cancels, so any constant gives the same step.
 
 One near the length of a sequence keeps float16 gradients in range, and a power of 2 adds no rounding.
 """
+
+
+def admit_batch(batch: PackedBatch, backbone: Scorer) -> None:
+    """Check a batch where it enters the model; no later function checks it again.
+
+    One of a user's own loader gets ``scored`` here, which torch's loaders may also have made a tensor.
+    """
+    if not isinstance(batch.get("scored"), np.ndarray):
+        batch["scored"] = with_scored(batch)["scored"]
+    backbone.check_batch(batch)
+
+
+def check_training_batch(
+    batch: PackedBatch, backbone: Backbone, objective: Objective, short_context: ShortContextConfig
+) -> None:
+    """Admit a batch to training, or raise an error if it does not fit the objective or the model is in eval mode."""
+    admit_batch(batch, backbone)
+    if not backbone.training:
+        raise RuntimeError("The model is in eval mode, without dropout and gradient checkpointing: call `train()`.")
+    if objective.uses_stored_influence != ("influence" in batch):
+        check_influence(objective, "that come with the sequences" if "influence" in batch else None)
+    length = batch["input_ids"].shape[1]
+    if objective.uses_short_context and short_context.context_length + short_context.stride >= length:
+        check_context(short_context.context_length, short_context.stride, length)
 
 
 def normalize_gradients(parameters: Iterable[Tensor], divisor: float, *, batches: int) -> float:
