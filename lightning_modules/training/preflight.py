@@ -3,8 +3,9 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
@@ -12,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from lightning_modules.batch import PackedBatch
+from lightning_modules.batch import PackedBatch, with_scored
 from lightning_modules.functional.checks import MAX_PROCESSES, check_count
 from lightning_modules.functional.windows import check_context
 from lightning_modules.models.attention import DOCUMENT_SDPA
@@ -121,26 +122,34 @@ def check_fit(objective: Objective, loading: ModelConfig, backbone: Backbone, da
         warn_of_other_tokenizer(tokenizer, path, loading.revision)
 
 
-def check_batch(
-    batch: PackedBatch,
-    backbone: Backbone,
-    objective: Objective,
-    short_context: ShortContextConfig,
-    group: SequenceGroup | None,
-) -> None:
-    """Raise a ``ValueError`` for a training batch that does not fit the model, the objective or the sequence group."""
+def admit_batch(batch: PackedBatch, backbone: Scorer) -> None:
+    """Check a batch where it enters the model; no later function checks it again.
+
+    One of a user's own loader gets ``scored`` here, which torch's loaders may also have made a tensor.
+    """
+    if not isinstance(batch.get("scored"), np.ndarray):
+        batch["scored"] = with_scored(batch)["scored"]
     backbone.check_batch(batch)
-    check_influence(objective, "that come with the sequences" if "influence" in batch else None)
-    if objective.uses_short_context:
-        check_context(short_context.context_length, short_context.stride, batch["input_ids"].shape[1])
-    if group is not None:
-        group.check_same_batch(batch)
 
 
-def check_finite(losses: Mapping[int, Tensor], module: LightningModule, *, mean: Tensor) -> None:
-    """Raise a ``FloatingPointError`` if a loss of the optimizer step is not finite; ``losses`` are by batch index.
+def check_training_batch(
+    batch: PackedBatch, backbone: Backbone, objective: Objective, short_context: ShortContextConfig
+) -> None:
+    """Admit a batch to training, or raise an error if it does not fit the objective or the model is in eval mode."""
+    admit_batch(batch, backbone)
+    if not backbone.training:
+        raise RuntimeError("The model is in eval mode, without dropout and gradient checkpointing: call `train()`.")
+    if objective.uses_stored_influence != ("influence" in batch):
+        check_influence(objective, "that come with the sequences" if "influence" in batch else None)
+    length = batch["input_ids"].shape[1]
+    if objective.uses_short_context and short_context.context_length + short_context.stride >= length:
+        check_context(short_context.context_length, short_context.stride, length)
 
-    ``mean`` is that of all processes, which all raise the error.
+
+def raise_not_finite(losses: Mapping[int, Tensor], module: LightningModule) -> NoReturn:
+    """Raise a ``FloatingPointError`` in all processes, after an optimizer step whose mean loss is not finite.
+
+    It names the batch if it is one of this process's ``losses``, which are by batch index.
     """
     for batch_idx, loss in zip(losses, torch.stack(list(losses.values())).tolist(), strict=True):
         if not math.isfinite(loss):
@@ -149,11 +158,10 @@ def check_finite(losses: Mapping[int, Tensor], module: LightningModule, *, mean:
                 f" {module.current_epoch} (process {module.global_rank}). Training stops here: lower the learning rate,"
                 " clip gradients (`trainer.gradient_clip_val`) or check the data of the batch."
             )
-    if not torch.isfinite(mean):
-        raise FloatingPointError(
-            f"The loss of another process is not finite at step {module.global_step}: see its message. After the change"
-            " that it asks for, resume with `--ckpt_path RUN_FOLDER`."
-        )
+    raise FloatingPointError(
+        f"The loss of another process is not finite at step {module.global_step}: see its message. After the change"
+        " that it asks for, resume with `--ckpt_path RUN_FOLDER`."
+    )
 
 
 def check_influence(objective: Objective, influence: str | None) -> None:
