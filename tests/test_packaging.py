@@ -100,22 +100,17 @@ def test_a_wheel_has_everything_that_the_quickstart_needs(run_installed, tmp_pat
     assert done.returncode == 0, done.stderr
 
 
-@pytest.fixture
-def decoys(tmp_path):
-    """A working directory with folders of the names of our packages, which must not be imported."""
-    for name in ("callbacks", "datamodules", "lightning_modules", "configs"):
+@pytest.mark.slow
+def test_folders_of_the_user_replace_nothing_that_is_installed(run_installed, tmp_path):
+    for name in ("callbacks", "datamodules", "configs"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise AssertionError('a decoy was run')")
-    return tmp_path
-
-
-@pytest.mark.slow
-def test_folders_of_the_user_replace_nothing_that_is_installed(run_installed, decoys):
+    path = f"{tmp_path}{os.pathsep}{run_installed.path}"  # as `python -m` has it
     for words, printed in (
         ("fit -c configs/base.yaml --trainer.callbacks callbacks.StepCheckpoint --print_config", "StepCheckpoint"),
         ("plan --gpu H200 -c configs/base.yaml -c configs/debug.yaml", "Measured (NVIDIA H200"),
     ):
-        done = run_installed(*words.split(), cwd=decoys)
+        done = run_installed(*words.split(), cwd=tmp_path, PYTHONPATH=path)
         assert done.returncode == 0, done.stderr
         assert printed in done.stdout
 
