@@ -140,7 +140,7 @@ class LongContextLM(LightningModule):
         losses = self._losses
         self._losses = {}
         # 2. Refuse the step if weights or a loss are not valid: after 1, so that no process waits for one that has
-        #    stopped. The CPU waits for the accelerator here and in 1, and nowhere else in this hook.
+        #    stopped. The CPU waits for the accelerator in 1, and nowhere else in this hook.
         if self._statistics.invalid_weights or not torch.isfinite(values["loss"]):
             self._statistics.check_weights(self.global_step)
             preflight.raise_not_finite(losses, self)
