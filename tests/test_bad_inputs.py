@@ -232,7 +232,7 @@ SCORE = [
     ("--beta", "5", "`beta`"),
     ("--max_tokens", "0", "`max_tokens`"),
     ("--device", "cuda:9", "not available"),
-    ("--output", "/proc/x.json", "Cannot write to the folder /proc"),
+    ("--output", "/proc/x.parquet", "Cannot write to the folder /proc"),
     ("--output", "no/folder/x.json", "`output`"),
     ("--cache_dir", "/proc/x", "LONGCE_CACHE"),
 ]
