@@ -27,7 +27,10 @@ WORKERS = {"undisturbed": 0, "killed": 0, "killed_with_workers": 2}
 
 
 class Recorder(Callback):
-    """Appends a line for each batch, which no kill takes back: its number, its tokens, the loss to the last bit."""
+    """Appends a line for each batch, which no kill takes back: its number, its tokens, the loss to the last bit.
+
+    With as many lines as the file ``limit`` names, it waits for the kill, so that no training ends before.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -38,6 +41,9 @@ class Recorder(Callback):
         line = json.dumps([number, tokens, outputs["loss"].item().hex()]) + "\n"
         with open(self.path, "ab", buffering=0) as file:
             file.write(line.encode())
+        limit = Path(self.path).with_name("limit")
+        while limit.exists() and batches_recorded(limit.parent) >= int(limit.read_text()):
+            time.sleep(0.01)
 
 
 def last_checkpoint(folder):
@@ -70,12 +76,14 @@ def train_and_kill(folder, kills, rng):
     config = str(folder / "experiment.yaml")
     for _ in range(kills):
         wanted = batches_recorded(folder) + rng.randint(1, 10)
+        (folder / "limit").write_text(str(wanted + 2))
         process = start(folder, config)
         while batches_recorded(folder) < wanted and os.waitpid(process, os.WNOHANG) == (0, 0):
             time.sleep(0.002)
         time.sleep(rng.uniform(0, 0.03))
-        os.kill(process, signal.SIGKILL)  # fails if the training has ended by itself
+        os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
+        (folder / "limit").unlink()
     _, status = os.waitpid(start(folder, config), 0)
     if status:
         sys.exit((folder / "log.txt").read_text()[-3000:])

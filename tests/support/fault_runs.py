@@ -27,7 +27,7 @@ from tests.support.texts import write_books
 ROOT = Path(__file__).parents[2]
 BASE = str(ROOT / "configs" / "base.yaml")
 
-HANGS = 60.0
+HANGS = 300.0
 """Seconds without an end after which a run counts as hung, and is killed."""
 
 

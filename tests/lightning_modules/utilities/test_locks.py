@@ -20,7 +20,7 @@ def names(folder):
 
 
 def until(condition):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
