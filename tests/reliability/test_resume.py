@@ -18,6 +18,7 @@ import yaml
 from lightning import Callback
 
 from longce.cli.main import main
+from tests.support.experiments import component, experiment
 
 ROOT = Path(__file__).parents[2]
 BASE = str(ROOT / "configs" / "base.yaml")
@@ -94,16 +95,11 @@ def write_config(folder, config, num_workers, every=1):
     folder.mkdir()
     config = copy.deepcopy(config)
     config["data"]["init_args"]["num_workers"] = num_workers
-    save = {
-        "dirpath": str(folder),
-        "filename": "step{step}",
-        "every_n_train_steps": every,
-        "auto_insert_metric_name": False,
-    }
+    save = {"dirpath": str(folder), "filename": "step{step}", "auto_insert_metric_name": False}
     config["trainer"]["default_root_dir"] = str(folder)
     config["trainer"]["callbacks"] = [
-        {"class_path": "tests.reliability.test_resume.Recorder", "init_args": {"path": str(folder / "losses.jsonl")}},
-        {"class_path": "callbacks.StepCheckpoint", "init_args": save},
+        component("tests.reliability.test_resume.Recorder", path=str(folder / "losses.jsonl")),
+        component("callbacks.StepCheckpoint", every_n_train_steps=every, **save),
     ]
     (folder / "experiment.yaml").write_text(yaml.safe_dump(config))
 
@@ -126,30 +122,15 @@ def config(tmp_path, corpus, model_dir):
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in corpus[4 * index : 4 * index + 4]))
         init_args = {"train": str(path), "validation": str(path)}
         sources[name] = {"class_path": "datamodules.TextDataModule", "init_args": init_args, "weight": weight}
-    data = {"tokenizer": str(model_dir), "sequence_length": 256, "sources": sources}
-    return {
-        "model": {
-            "pretrained_model_name_or_path": str(model_dir),
-            "context_length": 32,
-            "stride": 16,
-            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.003}},
-        },
-        "data": {
-            "class_path": "datamodules.MixtureDataModule",
-            "init_args": {**data, "curriculum": {"sequence_length": 64, "share": 0.5}},
-        },
-        "trainer": {
-            "accelerator": "cpu",
-            "devices": 1,
-            "precision": "32-true",
-            "max_steps": STEPS,
-            "accumulate_grad_batches": 2,
-            "limit_val_batches": 0,
-            "logger": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-        },
-    }
+    data = component(
+        "datamodules.MixtureDataModule",
+        tokenizer=str(model_dir),
+        sequence_length=256,
+        sources=sources,
+        curriculum={"sequence_length": 64, "share": 0.5},
+    )
+    trainer = {"max_steps": STEPS, "accumulate_grad_batches": 2, "limit_val_batches": 0, "logger": False}
+    return experiment(model_dir, data, lr=0.003, **trainer)
 
 
 def compare(config, folder, kills, workers=WORKERS, *, distinct=20, every=1):

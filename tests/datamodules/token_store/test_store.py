@@ -211,11 +211,11 @@ class Slow:
 
 def build_and_die(moment, source, tokenizer, cache_dir):
     """Build a store in a process that is killed at one of its documents and operations on files, by their number."""
-    passed = 0
+    moments, passed = ("document", "open", "os.mkdir", "os.rename", "os.remove"), 0
 
     def count(event, arguments):
         nonlocal passed
-        if event in ("document", "open", "os.mkdir", "os.rename", "os.remove") and str(cache_dir.parent) in str(arguments):
+        if event in moments and str(cache_dir.parent) in str(arguments):
             passed += 1
             if passed == moment:
                 os.kill(os.getpid(), signal.SIGKILL)
