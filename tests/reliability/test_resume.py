@@ -18,6 +18,7 @@ import yaml
 from lightning import Callback
 
 from longce.cli.main import main
+from tests.support.experiments import component, experiment
 
 ROOT = Path(__file__).parents[2]
 BASE = str(ROOT / "configs" / "base.yaml")
@@ -27,7 +28,10 @@ WORKERS = {"undisturbed": 0, "killed": 0, "killed_with_workers": 2}
 
 
 class Recorder(Callback):
-    """Appends a line for each batch, which no kill takes back: its number, its tokens, the loss to the last bit."""
+    """Appends a line for each batch, which no kill takes back: its number, its tokens, the loss to the last bit.
+
+    With as many lines as the file ``limit`` names, it waits for the kill, so that no training ends before.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -38,6 +42,9 @@ class Recorder(Callback):
         line = json.dumps([number, tokens, outputs["loss"].item().hex()]) + "\n"
         with open(self.path, "ab", buffering=0) as file:
             file.write(line.encode())
+        limit = Path(self.path).with_name("limit")
+        while limit.exists() and batches_recorded(limit.parent) >= int(limit.read_text()):
+            time.sleep(0.01)
 
 
 def last_checkpoint(folder):
@@ -70,12 +77,14 @@ def train_and_kill(folder, kills, rng):
     config = str(folder / "experiment.yaml")
     for _ in range(kills):
         wanted = batches_recorded(folder) + rng.randint(1, 10)
+        (folder / "limit").write_text(str(wanted + 2))
         process = start(folder, config)
         while batches_recorded(folder) < wanted and os.waitpid(process, os.WNOHANG) == (0, 0):
             time.sleep(0.002)
         time.sleep(rng.uniform(0, 0.03))
-        os.kill(process, signal.SIGKILL)  # fails if the training has ended by itself
+        os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
+        (folder / "limit").unlink()
     _, status = os.waitpid(start(folder, config), 0)
     if status:
         sys.exit((folder / "log.txt").read_text()[-3000:])
@@ -86,16 +95,11 @@ def write_config(folder, config, num_workers, every=1):
     folder.mkdir()
     config = copy.deepcopy(config)
     config["data"]["init_args"]["num_workers"] = num_workers
-    save = {
-        "dirpath": str(folder),
-        "filename": "step{step}",
-        "every_n_train_steps": every,
-        "auto_insert_metric_name": False,
-    }
+    save = {"dirpath": str(folder), "filename": "step{step}", "auto_insert_metric_name": False}
     config["trainer"]["default_root_dir"] = str(folder)
     config["trainer"]["callbacks"] = [
-        {"class_path": "tests.reliability.test_resume.Recorder", "init_args": {"path": str(folder / "losses.jsonl")}},
-        {"class_path": "callbacks.StepCheckpoint", "init_args": save},
+        component("tests.reliability.test_resume.Recorder", path=str(folder / "losses.jsonl")),
+        component("callbacks.StepCheckpoint", every_n_train_steps=every, **save),
     ]
     (folder / "experiment.yaml").write_text(yaml.safe_dump(config))
 
@@ -118,30 +122,15 @@ def config(tmp_path, corpus, model_dir):
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in corpus[4 * index : 4 * index + 4]))
         init_args = {"train": str(path), "validation": str(path)}
         sources[name] = {"class_path": "datamodules.TextDataModule", "init_args": init_args, "weight": weight}
-    data = {"tokenizer": str(model_dir), "sequence_length": 256, "sources": sources}
-    return {
-        "model": {
-            "pretrained_model_name_or_path": str(model_dir),
-            "context_length": 32,
-            "stride": 16,
-            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.003}},
-        },
-        "data": {
-            "class_path": "datamodules.MixtureDataModule",
-            "init_args": {**data, "curriculum": {"sequence_length": 64, "share": 0.5}},
-        },
-        "trainer": {
-            "accelerator": "cpu",
-            "devices": 1,
-            "precision": "32-true",
-            "max_steps": STEPS,
-            "accumulate_grad_batches": 2,
-            "limit_val_batches": 0,
-            "logger": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-        },
-    }
+    data = component(
+        "datamodules.MixtureDataModule",
+        tokenizer=str(model_dir),
+        sequence_length=256,
+        sources=sources,
+        curriculum={"sequence_length": 64, "share": 0.5},
+    )
+    trainer = {"max_steps": STEPS, "accumulate_grad_batches": 2, "limit_val_batches": 0, "logger": False}
+    return experiment(model_dir, data, lr=0.003, **trainer)
 
 
 def compare(config, folder, kills, workers=WORKERS, *, distinct=20, every=1):

@@ -17,7 +17,7 @@ from lightning_modules.export.options import ExportOptions
 from lightning_modules.training.facts import TrainingFacts
 from lightning_modules.utilities import files
 from tests.conftest import tiny_model
-from tests.lightning_modules.export.test_merge import adapted, export, logits, run_card
+from tests.support.exports import adapted, export, logits, run_card
 
 EXTENDED = {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}}
 

@@ -14,9 +14,7 @@ from lightning_modules.scoring.scored_model import score_text
 from lightning_modules.training.monitoring.progress import StepProgress
 from tests.conftest import make_text
 from tests.support.bars import replace_bars
-
-TINY = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-TINY |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 1024}
+from tests.support.tiny_training import TINY
 
 
 @pytest.fixture

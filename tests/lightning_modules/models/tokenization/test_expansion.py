@@ -42,10 +42,10 @@ BOMBS = {
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_normalizer_that_expands_text_without_bound_is_refused_at_once(name, tmp_path):
     folder = save(tmp_path, normalizers.Sequence(BOMBS[name]), added="a" if name == "string" else None)
-    started = time.monotonic()
+    started = time.process_time()  # not of a clock, which counts what else the machine does
     with pytest.raises(ValueError, match=r"tokenizer\.json.*characters of one"):
         load_tokenizer(folder)
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_a_decoder_that_expands_text_without_bound_is_refused(tmp_path):

@@ -12,10 +12,8 @@ from datamodules import RecallDataModule
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.training.monitoring.progress import StepProgress
 from tests.support.bars import Bar, replace_bars
+from tests.support.tiny_training import TINY
 from tests.support.trainers import quiet_trainer
-
-TINY = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-TINY |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 1024}
 
 
 @pytest.fixture
@@ -75,14 +73,6 @@ def test_the_time_left_is_estimated_from_the_steps_of_this_process(bars, monkeyp
     monkeypatch.setattr(progress.time, "monotonic", lambda: 120.0)
     bar._describe_step(trainer)
     assert bar._steps.lines == ["step 62/70  89%  80 s left"]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (11000, "3.1 h"), (360000, "4.2 days")],
-)
-def test_the_time_left_has_a_fitting_unit(seconds, expected):
-    assert progress._describe_rest(seconds) == f"{expected} left"
 
 
 def test_epochs_and_predictions_are_counted(bars, tmp_path):
