@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.models.lockstep import any_rank, lockstep
 
-PATIENCE = 5.0  # seconds until a process that waits in vain gives up
+PATIENCE = 60.0  # seconds until a process that waits in vain gives up
 
 
 class Group:

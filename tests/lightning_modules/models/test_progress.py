@@ -46,17 +46,6 @@ def test_windows_by_hand():
     assert count_tokens(5, context_length=4, stride=3) == 5
 
 
-def test_bars_are_closed_by_an_error(bars):
-    def fail():
-        with show_progress([1, 2], "model", [3, 4]) as documents:
-            raise ValueError(next(documents))
-
-    with pytest.raises(ValueError, match="1"):
-        fail()
-    assert bars[0].seen == ["closed"]
-    assert progress._bar.get() is None
-
-
 BATCHES = ("train", "validation", "predict")
 
 

@@ -1,6 +1,5 @@
 """With which checkpoint a run goes on; what the command line says of it is in `tests/test_cli.py`."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,6 @@ from lightning_modules.training.checkpoints.resume import (
 )
 
 WEIGHTS = {"state_dict": {}, "pytorch-lightning_version": "2.6.6"}
-WHOLE = {**WEIGHTS, "optimizer_states": []}
 
 
 @pytest.fixture
@@ -52,20 +50,6 @@ def test_processes_that_found_different_checkpoints_are_refused(monkeypatch, pat
         check_same_checkpoint(SimpleNamespace(ckpt_path=paths[0]))
     paths[:] = ["a"] * len(paths)
     check_same_checkpoint(SimpleNamespace(ckpt_path="a"))
-
-
-@pytest.mark.parametrize(("saved", "known"), [(7, ["step 7"]), (5, ["step 7", "step 5"]), (0, ["step 7"])])
-def test_who_stopped_a_run_hears_what_is_saved(trainer, tmp_path, monkeypatch, caplog, saved, known):
-    words = ["longce", "fit", "--ckpt_path", "last", "-c", "a b.yaml", "--ckpt_path=older"]
-    monkeypatch.setattr(run_checkpoints.sys, "argv", words)
-    trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = 7
-    trainer.checkpoint_callback._last_global_step_saved = saved
-    with caplog.at_level("INFO"):
-        run_checkpoints.log_resume_command(trainer)
-    said = caplog.messages[-1]
-    assert re.findall(r"step \d", said) == known
-    command = f"longce fit -c 'a b.yaml' --ckpt_path {tmp_path / 'own'}"
-    assert said.endswith(command) == (saved > 0)
 
 
 def numbering(name, version, save_dir="runs"):
