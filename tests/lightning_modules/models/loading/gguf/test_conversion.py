@@ -95,13 +95,6 @@ def test_other_types_become_half_precision(kind, dtype, largest, write, model):
     assert (logits(found.float()) - logits(model)).abs().max() < largest
 
 
-YARN = {
-    "llama.rope.scaling.type": "yarn",
-    "llama.rope.scaling.factor": 4.0,
-    "llama.rope.scaling.original_context_length": 64,
-}
-
-
 def llama_3_factors(factor, *, old=8192, low=1.0, high=4.0, base=10000.0, width=16):
     """The factors that llama.cpp's converter stores for Llama 3.1."""
     found = []
@@ -116,7 +109,6 @@ def llama_3_factors(factor, *, old=8192, low=1.0, high=4.0, base=10000.0, width=
     ("values", "factors", "expected"),
     [
         ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, None, {"rope_type": "linear"}),
-        (YARN, None, {"rope_type": "yarn", "original_max_position_embeddings": 64}),
         ({}, 4.0, {"rope_type": "llama3", "original_max_position_embeddings": 8192, "high_freq_factor": 4.0}),
     ],
 )
@@ -131,19 +123,11 @@ def rope(theta, **scaling):
 
 
 def yarn(architecture):
-    names = {
-        "type": "yarn",
-        "factor": 4.0,
-        "original_context_length": 64,
-    }
+    names = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
     return {f"{architecture}.rope.scaling.{name}": value for name, value in names.items()}
 
 
-YARN_ROPE = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LOCAL_ROPE = {
     "rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
@@ -255,7 +239,7 @@ BAD = [
     ({"tensors": {"blk.0.attn_sinks.weight": torch.zeros(4)}}, None),
     ({"tensors": {"blk.2.attn_norm.weight": torch.zeros(64)}}, None),
     ({"skip": ("model.layers.0.self_attn.k", "model.layers.1.self_attn.k")}, None),
-    ({"values": {**YARN, "llama.rope.scaling.yarn_log_multiplier": 0.1}}, None),
+    ({"values": {**yarn("llama"), "llama.rope.scaling.yarn_log_multiplier": 0.1}}, None),
     ({"values": {"llama.rope.scaling.type": "longrope"}}, None),
     ({"tensors": {"rope_freqs.weight": torch.arange(1.0, 9.0)}}, None),
 ]
