@@ -13,10 +13,7 @@ from lightning_modules.models.progress import count_tokens, show_progress
 from lightning_modules.scoring.evaluator import score_text
 from lightning_modules.training.monitoring.progress import StepProgress
 from tests.conftest import make_text
-from tests.support.bars import replace_bars
-
-TINY = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-TINY |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 1024}
+from tests.support.bars import TINY_CONFIG, replace_bars
 
 
 @pytest.fixture
@@ -52,7 +49,7 @@ BATCHES = ("train", "validation", "predict")
 @pytest.mark.parametrize("stage", ["fit", "validate", "predict"])
 def test_a_batch_of_a_trainer_on_a_cpu_shows_its_tokens(bars, model_dir, tmp_path, stage):
     data = RecallDataModule(sequence_length=64, train_documents=2, validation_documents=2, cache_dir=str(tmp_path))
-    module = LongContextLM(model_config=TINY, context_length=16, stride=16)
+    module = LongContextLM(model_config=TINY_CONFIG, context_length=16, stride=16)
     left_open = []
     hooks = {f"on_{name}_batch_end": lambda *_: left_open.append(progress._bar.get()) for name in BATCHES}
     callbacks = [StepProgress(), LambdaCallback(**hooks)]

@@ -7,11 +7,8 @@ import lightning_modules.training.monitoring.progress as progress
 from datamodules import RecallDataModule
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.training.monitoring.progress import StepProgress
-from tests.support.bars import replace_bars
+from tests.support.bars import TINY_CONFIG, replace_bars
 from tests.support.trainers import quiet_trainer
-
-TINY = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-TINY |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 1024}
 
 
 @pytest.fixture
@@ -24,7 +21,7 @@ def fit(root, checkpoint=None, **options):
     torch.manual_seed(0)
     documents = {"train_documents": 12, "validation_documents": 3, "test_documents": 3}
     data = RecallDataModule(sequence_length=64, cache_dir=str(root / "cache"), **documents)
-    trainer.fit(LongContextLM(model_config=TINY, context_length=16, stride=16), data, ckpt_path=checkpoint)
+    trainer.fit(LongContextLM(model_config=TINY_CONFIG, context_length=16, stride=16), data, ckpt_path=checkpoint)
     return trainer
 
 
