@@ -20,6 +20,7 @@ from lightning_modules.models.loading.gguf.metadata import Metadata
 from lightning_modules.models.loading.identity import model_identity
 from lightning_modules.models.loading.load import load_backbone, load_config
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from lightning_modules.scoring.records import summarize
 from lightning_modules.scoring.score import score
 from longce.cli.main import main
 from tests.support.gguf_files import tiny_llama, tiny_model, write_gguf
@@ -276,7 +277,7 @@ def test_commands_take_a_file_as_they_take_a_folder(write, model, original, tmp_
     (tmp_path / "a.txt").write_text(" ".join(TEXTS * 4))
     options = {"context_length": 16, "stride": 16, "alpha": 0.0, "beta": -8.0}
     expected, *others = (
-        score(str(tmp_path / "a.txt"), model=str(one), evaluator=str(two), **options)
+        summarize(score(str(tmp_path / "a.txt"), model=str(one), evaluator=str(two), **options)).numbers()
         for one, two in ((folder, folder), (path, folder), (folder, path), (path, path))
     )
     assert expected["key_tokens"] > 0
