@@ -104,10 +104,15 @@ def parse_output(text: str) -> list[dict[str, Any]]:
     return blocks
 
 
+def list_results() -> list[Path]:
+    """Return the files of all results, by name."""
+    return sorted([*FOLDER.glob("*.json"), *MEASURED.glob("*.json")], key=lambda path: path.name)
+
+
 def render(results: Iterable[Path]) -> str:
     """Return the report of all results, ordered by name."""
     blocks: list[report.Block] = [INTRODUCTION]
-    for path in sorted(results):
+    for path in sorted(results, key=lambda path: path.name):
         result = json.loads(path.read_text())
         versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
         machine = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in result["machine"].items())
@@ -166,7 +171,7 @@ def main() -> None:
         if not command:
             parser.error("give the command to run after --")
         record(options.name, command, title=options.title, data=options.data, remark=options.remark)
-    write_atomically(REPORT, render([*FOLDER.glob("*.json"), *MEASURED.glob("*.json")]).encode())
+    write_atomically(REPORT, render(list_results()).encode())
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ from lightning_modules.models.progress import count_tokens, show_progress
 from lightning_modules.models.tokenization.encoding import encode_text
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.config import EvaluatorConfig
-from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.key_tokens import KeyTokens, Tokens, find_key_tokens
 from lightning_modules.scoring.measure import Document, measure
 from lightning_modules.scoring.records import FOLDER, Definition, Record, Source, Sums, summarize, write_records
+from lightning_modules.scoring.scored_model import open_evaluator
 from lightning_modules.scoring.token_scores import TokenScores, read_key_spans, text_sha256
 from lightning_modules.training.checkpoints.resume import is_remote, run_folder
 from lightning_modules.training.evaluation import join_key, validation_set_keys
@@ -116,7 +116,7 @@ class ExternalEvaluator(Callback):
         self.name = name
         self.before_training = before_training
         self.definitions = self._define(thresholds, gamma)
-        self.evaluator = None if evaluator is None else Evaluator(self.config)
+        self.evaluator = None if evaluator is None else open_evaluator(self.config)
         self.evaluated: dict[str, EvaluatedDocument] = {}  # this process's documents, by SHA-256
         self._documents: list[tuple[Document, Tensor]] = []  # with log-likelihoods [N] on the model's device
         self._warned: set[str] = set()
@@ -181,11 +181,9 @@ class ExternalEvaluator(Callback):
     def key_tokens(self, batch: PackedBatch, row: int, device: torch.device | str) -> KeyTokens:
         """Return the key tokens of a row's one document, by the first thresholds; they may be not scored."""
         document = self._read_row(batch, row)
-        return self._find_key_tokens(self._found_by(document, device), document.tokens)
-
-    def _find_key_tokens(self, found_by: TokenScores | Tensor, tokens: Tokens) -> KeyTokens:
+        found_by = self._found_by(document, device)
         first = next(iter(self.definitions.values()))
-        return find_key_tokens(found_by, tokens, alpha=first.alpha, beta=first.beta, rule=first.key_token_rule)
+        return find_key_tokens(found_by, document.tokens, alpha=first.alpha, beta=first.beta, rule=first.key_token_rule)
 
     def _read_row(self, batch: PackedBatch, row: int) -> Document:
         """Return a row's document, with the offsets that the rule of key tokens uses."""
@@ -199,7 +197,8 @@ class ExternalEvaluator(Callback):
         """Return the evaluator's scores of a document, or its precomputed spans."""
         if self.evaluator is None:
             return self._precomputed_spans(document.text, document.name)
-        return self.evaluator.scores(document.text, device=device, name=document.name)
+        self.evaluator.device = device
+        return self.evaluator.scores(document.text, name=document.name)
 
     def _precomputed_spans(self, text: str, name: str) -> Tensor:
         """Read the spans of a document from the file named by its name, its id or the hash of its text."""
@@ -260,7 +259,9 @@ class ExternalEvaluator(Callback):
         records: list[Record] = []
         numerics = find_numerics(trainer, module)
         model = Source(dtype=numerics.dtype, attention=numerics.attention, precision=numerics.precision)
-        evaluator = self._describe_evaluator(module.device)
+        if self.evaluator is not None:
+            self.evaluator.device = module.device  # known only now
+        evaluator = self._describe_evaluator()
         tokens = [
             count_tokens(len(each.tokens.ids), context_length=self.config.context_length, stride=self.config.stride)
             for each, _ in self._documents
@@ -280,20 +281,19 @@ class ExternalEvaluator(Callback):
                     if isinstance(found_by, TokenScores):
                         self.evaluated[found_by.text_sha256] = EvaluatedDocument(found_by, document.tokens)
                 elif self.evaluator is not None:
-                    self.evaluator.join(device=module.device)
+                    self.evaluator.join()
             self._documents = []
             if self.evaluator is not None:
                 self.evaluator.release()
         about: dict[str, Any] = {"stage": stage, "step": trainer.global_step, "evaluator_label": self.name or ""}
         return [record._replace(**about) for record in records]
 
-    def _describe_evaluator(self, device: torch.device) -> Source:
+    def _describe_evaluator(self) -> Source:
         """Return what identifies the evaluator, or the precomputed spans."""
-        if self.evaluator is None:
-            spans = Path(str(self.key_spans))
-            return Source(str(spans), f"sha256:{content_hash(spans, spans.glob('*.txt'))}")
-        provenance = self.evaluator.provenance(device)
-        return Source(self.config.evaluator, *provenance, special_tokens=self.config.add_special_tokens)
+        if self.evaluator is not None:
+            return self.evaluator.source
+        spans = Path(str(self.key_spans))
+        return Source(str(spans), f"sha256:{content_hash(spans, spans.glob('*.txt'))}")
 
     def _find_numbers(self, records: Sequence[Record], place: str) -> dict[str, float]:
         """Return the numbers of a set by their names, those that depend on thresholds for each of these."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_modules.batch import PackedBatch
-from lightning_modules.functional import ShortContext, long_cross_entropy
+from lightning_modules.functional import ShortScores, long_cross_entropy
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.objectives import LongCE
 from lightning_modules.training.step import REFERENCE_TOKENS, TrainingStatistics
@@ -38,11 +38,11 @@ class GammaSweep(Callback):
         if self._observe not in pl_module.token_observers:
             pl_module.token_observers.append(self._observe)
 
-    def _observe(self, long: Tensor, token_weights: Tensor, short: ShortContext | None, batch: PackedBatch) -> None:
+    def _observe(self, long: Tensor, token_weights: Tensor, short: ShortScores | None, batch: PackedBatch) -> None:
         for objective, statistics in zip(self._objectives, self._statistics, strict=True):
             weights = objective(long, short, batch)
             loss = long_cross_entropy(long, weights, batch["labels"], divisor=REFERENCE_TOKENS)
-            statistics.update(loss, long, weights, batch["labels"], cap=objective.gamma)
+            statistics.update(loss, long, weights, batch["scored"], cap=objective.gamma)
 
     @override
     def on_before_optimizer_step(
@@ -50,7 +50,6 @@ class GammaSweep(Callback):
     ) -> None:
         for objective, statistics in zip(self._objectives, self._statistics, strict=True):
             values = statistics.compute(trainer.strategy)
-            statistics.reset()
             for name in ("loss", "weight_mean", "weight_at_cap", "weight_effective_share"):
                 if name in values:
                     pl_module.log(f"gamma/{name}/{objective.gamma:g}", values[name], batch_size=1)

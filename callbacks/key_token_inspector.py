@@ -13,7 +13,7 @@ from typing_extensions import override
 from callbacks.external_evaluator import ExternalEvaluator
 from callbacks.requirements import check_names, require_long_context_lm
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.functional import ShortContext
+from lightning_modules.functional import ShortScores
 from lightning_modules.functional.influence import check_thresholds
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.context_extension.rotary_checks import check_static
@@ -119,7 +119,7 @@ class KeyTokenInspector(Callback):
         if not (objective.uses_short_context or objective.uses_stored_influence):
             return  # every weight is 1
 
-        def observe(long: Tensor, token_weights: Tensor, short: ShortContext | None, batch: PackedBatch) -> None:
+        def observe(long: Tensor, token_weights: Tensor, short: ShortScores | None, batch: PackedBatch) -> None:
             step = trainer.global_step + 1  # the step that this batch belongs to
             if step == 1 or step % self.weights_every_n_steps == 0:
                 self._weights_step = step

@@ -1,7 +1,7 @@
 """The contract between data and model: one batch of packed sequences."""
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NotRequired, TypedDict
 
 import numpy as np
@@ -35,21 +35,21 @@ class PackedBatch(TypedDict):
         names: For each sequence the name of its only document in messages and result files (evaluation only).
         sets: For each sequence the name of its validation set, empty without named sets (evaluation only).
         influence: ``[B, T]`` float32 token weights that were computed in advance (training with stored weights only).
-        scored: ``[B, T]`` bool, whether ``labels`` are scored. A batch gets it when it is moved to an accelerator,
-            because a forward pass would have to wait for the labels otherwise; an array, because Lightning, DDP and
-            FSDP2 would move a tensor as well. Remove it if you change ``labels`` on an accelerator.
+        scored: ``[B, T]`` bool, whether ``labels`` are scored. Like the boundaries, it decides shapes and stays in main
+            memory: an array, because Lightning, DDP and FSDP2 would move a tensor. `with_scored` computes it, also
+            after ``labels`` have changed.
     """
 
     input_ids: Tensor
     labels: Tensor
     position_ids: Tensor
     document_boundaries: list[list[int]]
+    scored: BoolArray
     text: NotRequired[list[str]]
     offsets: NotRequired[Tensor]
     names: NotRequired[list[str]]
     sets: NotRequired[list[str]]
     influence: NotRequired[Tensor]
-    scored: NotRequired[BoolArray]
 
 
 def pack_sequence(documents: Sequence[Tensor]) -> PackedBatch:
@@ -58,18 +58,29 @@ def pack_sequence(documents: Sequence[Tensor]) -> PackedBatch:
     boundaries = [0, *accumulate(map(len, documents))]
     labels = tokens.clone()
     labels[:, boundaries[:-1]] = IGNORE_INDEX
+    # Not from the labels, which may be on an accelerator.
+    scored = np.ones(tokens.shape, dtype=bool)
+    scored[:, boundaries[:-1]] = False
     positions = torch.cat([torch.arange(len(document)) for document in documents]).unsqueeze(0).to(tokens.device)
-    return PackedBatch(input_ids=tokens, labels=labels, position_ids=positions, document_boundaries=[boundaries])
+    return PackedBatch(
+        input_ids=tokens,
+        labels=labels,
+        position_ids=positions,
+        document_boundaries=[boundaries],
+        scored=scored,
+    )
 
 
 def stack_documents(documents: Sequence[PackedBatch]) -> PackedBatch:
     """Stack ``[1, n]`` batches of one document each; shorter ones are padded on the right."""
-    rows = {name: [document[name][0] for document in documents] for name in ("input_ids", "labels", "position_ids")}
+    labels = [document["labels"][0] for document in documents]
+    padded_labels = pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX)
     return PackedBatch(
-        input_ids=pad_sequence(rows["input_ids"], batch_first=True),
-        labels=pad_sequence(rows["labels"], batch_first=True, padding_value=IGNORE_INDEX),
-        position_ids=pad_sequence(rows["position_ids"], batch_first=True),
+        input_ids=pad_sequence([document["input_ids"][0] for document in documents], batch_first=True),
+        labels=padded_labels,
+        position_ids=pad_sequence([document["position_ids"][0] for document in documents], batch_first=True),
         document_boundaries=[document["document_boundaries"][0] for document in documents],
+        scored=padded_labels.ne(IGNORE_INDEX).numpy(),
         text=[document["text"][0] for document in documents],
         offsets=pad_sequence([document["offsets"][0] for document in documents], batch_first=True),
         names=[document["names"][0] for document in documents],
@@ -83,19 +94,34 @@ def unscored_token(device: torch.device) -> PackedBatch:
 
 def batch_to(batch: PackedBatch, device: torch.device) -> PackedBatch:
     """Return the batch with the tensors that a model reads moved to ``device``; text and offsets stay."""
-    moved = with_scored(batch, device)
+    moved = batch.copy()
     for name in ("input_ids", "labels", "position_ids", "influence"):
         if name in batch:
             moved[name] = send(batch[name], device)
     return moved
 
 
-def with_scored(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    """Return a copy of a batch that is about to be moved to ``device``, with ``scored`` if it is an accelerator."""
+def with_scored(batch: PackedBatch) -> PackedBatch:
+    """Return a copy of a batch with ``scored`` of its labels.
+
+    Batches that were made or changed elsewhere enter here.
+
+    Raises:
+        ValueError: If document boundaries do not ascend within the sequence.
+    """
+    for boundaries in batch["document_boundaries"]:
+        check_boundaries(boundaries, batch["labels"].shape[1])
     batch = batch.copy()
-    if batch["labels"].device.type == "cpu" and device.type != "cpu":
-        batch["scored"] = batch["labels"].ne(IGNORE_INDEX).numpy()
+    batch["scored"] = batch["labels"].ne(IGNORE_INDEX).cpu().numpy()
     return batch
+
+
+def check_boundaries(boundaries: Sequence[int], length: int | None = None) -> None:
+    """Raise a ``ValueError`` unless the boundaries of a sequence ascend, and end within its ``length`` if given."""
+    ascends = all(start <= stop for start, stop in pairwise(boundaries))
+    if not ascends or (length is not None and (boundaries[0] != 0 or boundaries[-1] > length)):
+        where = "" if length is None else f" from 0 to at most the {length} tokens of the sequence"
+        raise ValueError(f"`document_boundaries` must ascend{where}, got {list(boundaries)!r:.200}.")
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:

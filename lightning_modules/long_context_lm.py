@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_modules.batch import PackedBatch
-from lightning_modules.functional import ShortContext, long_cross_entropy
+from lightning_modules.functional import ShortScores, long_cross_entropy
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.models.loading.adapters import changes_base, frozen_fingerprint
 from lightning_modules.models.loading.checks import check_attention_window
@@ -45,7 +45,7 @@ class LongContextLM(LightningModule):
         objective: Token weights of the loss.
         context_length: Length K of the shortest short context, in tokens.
         stride: Number d of tokens that share one short window.
-        short_context: ``windows`` for the paper's short windows; ``sliding_window`` approximates them in training by
+        short_method: ``windows`` for the paper's short windows; ``sliding_window`` approximates them in training by
             one pass whose attention is limited to K tokens (`sliding_window_log_likelihood`).
         dtype: Dtype of the parameters: float32 for training in mixed precision, ``auto`` for the stored dtype.
         optimizer: Called with the trainable parameters.
@@ -65,7 +65,7 @@ class LongContextLM(LightningModule):
         objective: Objective = LongCE(),  # noqa: B008, it is never changed
         context_length: int = 4096,
         stride: int = 1024,
-        short_context: ShortMethod = "windows",
+        short_method: ShortMethod = "windows",
         dtype: DType = "float32",
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable = default_lr_scheduler,
@@ -77,7 +77,7 @@ class LongContextLM(LightningModule):
         self.objective = objective
         self.context_length = context_length
         self.stride = stride
-        self.short_context = ShortContextConfig(context_length, stride, short_context)
+        self.short_context = ShortContextConfig(context_length, stride, short_method)
         self.loading = ModelConfig(pretrained_model_name_or_path, dtype=dtype, **loading)
         # Checkpoints of adapters do not contain the frozen base weights; a fingerprint identifies those.
         lora = self.loading.lora
@@ -86,11 +86,12 @@ class LongContextLM(LightningModule):
         self._frozen_fingerprint: str | None = None
         self.strict_loading = not self._adapters_only
         self.optimization = Optimization(optimizer, lr_scheduler, parameter_groups)
+        self.sequence_group: SequenceGroup | None = None  # processes that share sequences, set with the weights
         self._statistics = step.TrainingStatistics(objective)
         self.costs = StepCosts()
         self._perplexities: dict[str, LongPerplexity] = {}  # by the name of the validation set
-        # Callbacks add functions that take log-likelihoods, weights, short context and batch of each training step.
-        self.token_observers: list[Callable[[Tensor, Tensor, ShortContext | None, PackedBatch], None]] = []
+        # Callbacks add functions that take log-likelihoods, weights, short scores and batch of each training step.
+        self.token_observers: list[Callable[[Tensor, Tensor, ShortScores | None, PackedBatch], None]] = []
         self._losses: dict[int, Tensor] = {}  # of the batches of an optimizer step
         self._evaluated_at: int | None = None
 
@@ -103,26 +104,26 @@ class LongContextLM(LightningModule):
         #    again before the long pass allocates activations.
         short = None
         if objective.uses_short_context:
-            short = self.short_context.score(self.backbone, batch, self._sequence_group)
+            short = self.short_context.score(self.backbone, batch, self.sequence_group)
         # 2. Score the whole documents, with gradient.
         long = self.log_likelihood(batch)
         # 3. Weight each token by the effect of the long context (Equation 7).
-        with step.note_step(self.global_step):
-            token_weights = objective(long.detach(), short, batch)
+        token_weights = objective(long.detach(), short, batch)
         # 4. Sum the weighted losses (Equation 6). `on_before_optimizer_step` turns the sum into a mean.
         loss = long_cross_entropy(long, token_weights, batch["labels"], divisor=step.REFERENCE_TOKENS)
         # 5. Keep sums for the log, and let callbacks see the tokens.
         self._losses[batch_idx] = loss.detach()
         cap = objective.largest_weight
-        self._statistics.update(loss.detach(), long.detach(), token_weights, batch["labels"], cap=cap, short=short)
+        self._statistics.update(loss.detach(), long.detach(), token_weights, batch["scored"], cap=cap, short=short)
         for observe in self.token_observers:
             observe(long.detach(), token_weights, short, batch)
         return loss
 
     def log_likelihood(self, batch: PackedBatch) -> Tensor:
         """Compute ``[B, T]`` log-likelihoods given the whole preceding document, with gradient."""
-        group = self._sequence_group
-        return self.backbone(batch) if group is None else group.sharded_log_likelihood(self.backbone, batch)
+        if self.sequence_group is None:
+            return self.backbone(batch)
+        return self.sequence_group.sharded_log_likelihood(self.backbone, batch)
 
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -132,14 +133,17 @@ class LongContextLM(LightningModule):
         the end of an epoch).
         """
         # 1. Sum up the tokens and losses of all batches and processes of the step, and start over.
-        values = self._statistics.compute(self.trainer.strategy, step.gradient_norm(self.parameters()))
+        copies = 1 if self.sequence_group is None else self.sequence_group.size
+        norm = step.gradient_norm(self.parameters())
+        values = self._statistics.compute(self.trainer.strategy, norm, copies=copies)
         values |= self.costs.end_step(float(values.pop("step_tokens")), self.trainer.world_size)
         losses = self._losses
-        self._start_step()
+        self._losses = {}
         # 2. Refuse the step if weights or a loss are not valid: after 1, so that no process waits for one that has
-        #    stopped. The CPU waits for the accelerator here and in 1, and nowhere else in this hook.
-        self._statistics.check_weights(self.global_step)
-        preflight.check_finite(losses, self, mean=values["loss"])
+        #    stopped. The CPU waits for the accelerator in 1, and nowhere else in this hook.
+        if self._statistics.invalid_weights or not torch.isfinite(values["loss"]):
+            self._statistics.check_weights(self.global_step)
+            preflight.raise_not_finite(losses, self)
         # 3. Turn the gradients into those of the mean over the tokens of the step, and their norm with them.
         batches = self.trainer.accumulate_grad_batches * self.trainer.world_size
         divisor = float(self._statistics.step_divisor)
@@ -154,10 +158,6 @@ class LongContextLM(LightningModule):
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         # Lightning would keep the gradients, as large as the weights, during the passes over the next batch.
         optimizer.zero_grad()
-
-    def _start_step(self) -> None:
-        self._losses = {}
-        self._statistics.reset()
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -175,7 +175,8 @@ class LongContextLM(LightningModule):
         # Hugging Face models arrive in eval mode and Lightning keeps it: dropout and checkpointing would be off.
         self.backbone.train()
         # An earlier run may have been interrupted within a step, and have had other weights at the same step.
-        self._start_step()
+        self._losses = {}
+        self._statistics.reset()
         self.on_validation_start()  # training needs the same scoring checks
         preflight.warn_of_noise(self.objective, self.backbone, self.trainer)
         if self.objective.uses_short_context and self.short_context.method == "sliding_window":
@@ -189,31 +190,33 @@ class LongContextLM(LightningModule):
 
     @override
     def on_train_batch_start(self, batch: PackedBatch, batch_idx: int) -> None:
-        if not self.backbone.training:
-            raise RuntimeError("The model is in eval mode, without dropout and gradient checkpointing: call `train()`.")
-        preflight.check_batch(batch, self.backbone, self.objective, self.short_context, self._sequence_group)
+        step.check_training_batch(batch, self.backbone, self.objective, self.short_context)
+        if self.sequence_group is not None:
+            self.sequence_group.check_same_batch(batch)
 
     # ---------------------------------------------------------------------------------------------------- evaluation
 
     @override
     def validation_step(self, batch: PackedBatch, batch_idx: int) -> dict[str, Tensor]:
         """Return ``[B, T]`` log-likelihoods under ``"log_likelihood"``, for the callbacks that evaluate the model."""
-        self.backbone.check_batch(batch)
-        group = self._sequence_group
-        log_likelihood = self.backbone(batch) if group is None else group.log_likelihood(self.backbone, batch)
+        step.admit_batch(batch, self.backbone)
+        if self.sequence_group is None:
+            log_likelihood = self.backbone(batch)
+        else:
+            log_likelihood = self.sequence_group.log_likelihood(self.backbone, batch)
         evaluation.update_perplexities(self._perplexities, batch, log_likelihood)
         return {"log_likelihood": log_likelihood}
 
     @override
     def predict_step(self, batch: PackedBatch, batch_idx: int) -> Sequence[TokenScores]:
         """Return the long and short log-likelihoods of each document."""
-        self.backbone.check_batch(batch)
+        step.admit_batch(batch, self.backbone)
         name = str(self.loading.pretrained_model_name_or_path)
         return DocumentScorer(self.backbone, name, self.context_length, self.stride).score(batch)
 
     @override
     def on_validation_start(self) -> None:
-        preflight.check_loaded(self.backbone, self.trainer, self._sequence_group)
+        preflight.check_loaded(self.backbone, self.trainer, self.sequence_group)
 
     @override
     def on_validation_epoch_start(self) -> None:
@@ -239,9 +242,10 @@ class LongContextLM(LightningModule):
 
     @override
     def configure_model(self) -> None:
+        self.sequence_group = sequence_group(self.trainer.strategy) if self._trainer else None
         if "backbone" not in self._modules:
-            if (group := self._sequence_group) is not None:
-                self.check_early(None, group.size)
+            if self.sequence_group is not None:
+                self.check_early(None, self.sequence_group.size)
                 # `auto` may choose another implementation.
                 self.loading = replace(self.loading, attn_implementation="sdpa")
             self.backbone = load_trainer_backbone(self._trainer, self.loading)
@@ -249,10 +253,6 @@ class LongContextLM(LightningModule):
                 self.to(self.trainer.strategy.root_device)  # moves the metrics and sets `self.device`
             # Computed now, because a checkpoint is loaded before `precision: bf16-true` rounds the weights.
             self._frozen_fingerprint = frozen_fingerprint(self) if self._adapters_only else None
-
-    @property
-    def _sequence_group(self) -> SequenceGroup | None:
-        return sequence_group(self.trainer.strategy) if self._trainer else None
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

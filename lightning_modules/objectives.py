@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import (
-    ShortContext,
+    ShortScores,
     mutual_information,
     scale_to_mean_one,
     soft_influence,
@@ -56,7 +56,7 @@ class Objective(ABC):
         return weights
 
     @torch.no_grad()
-    def __call__(self, long: Tensor, short: ShortContext | None, batch: PackedBatch) -> Tensor:
+    def __call__(self, long: Tensor, short: ShortScores | None, batch: PackedBatch) -> Tensor:
         """Return ``[B, T]`` token weights, 0 where a token is not scored."""
         # A token without a short context has equal log-likelihoods, and so a difference of 0.
         weights = self.checked_weights(long, long if short is None else short.fill_missing(long), batch)

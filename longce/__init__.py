@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_modules.objectives import CrossEntropy as CrossEntropy
     from lightning_modules.objectives import LongCE as LongCE
     from lightning_modules.objectives import Objective as Objective
-    from lightning_modules.scoring.evaluator import Evaluator as Evaluator
+    from lightning_modules.scoring.config import EvaluatorConfig as EvaluatorConfig
     from lightning_modules.scoring.long_context_scorer import LongContextScorer as LongContextScorer
     from lightning_modules.scoring.records import Record as Record
     from lightning_modules.scoring.records import Sums as Sums
@@ -32,12 +32,14 @@ if TYPE_CHECKING:
     from lightning_modules.scoring.records import summarize as summarize
     from lightning_modules.scoring.records import write_records as write_records
     from lightning_modules.scoring.score import score as score
+    from lightning_modules.scoring.scored_model import ScoredModel as ScoredModel
+    from lightning_modules.scoring.scored_model import open_evaluator as open_evaluator
     from lightning_modules.scoring.token_scores import TokenScores as TokenScores
 
 _MODULES = {
     "Backbone": "lightning_modules.models.backbone",
     "CrossEntropy": "lightning_modules.objectives",
-    "Evaluator": "lightning_modules.scoring.evaluator",
+    "EvaluatorConfig": "lightning_modules.scoring.config",
     "LongCE": "lightning_modules.objectives",
     "LongContextLM": "lightning_modules.long_context_lm",
     "LongContextScorer": "lightning_modules.scoring.long_context_scorer",
@@ -45,6 +47,7 @@ _MODULES = {
     "Objective": "lightning_modules.objectives",
     "PackedBatch": "lightning_modules.batch",
     "Record": "lightning_modules.scoring.records",
+    "ScoredModel": "lightning_modules.scoring.scored_model",
     "ShortContextConfig": "lightning_modules.models.short_context",
     "Sums": "lightning_modules.scoring.records",
     "TokenScores": "lightning_modules.scoring.token_scores",
@@ -52,6 +55,7 @@ _MODULES = {
     "key_token_mask": "lightning_modules.functional",
     "long_cross_entropy": "lightning_modules.functional",
     "long_perplexity": "lightning_modules.functional",
+    "open_evaluator": "lightning_modules.scoring.scored_model",
     "read_records": "lightning_modules.scoring.records",
     "score": "lightning_modules.scoring.score",
     "soft_influence": "lightning_modules.functional",

@@ -241,8 +241,8 @@ SCORE = [
 @pytest.mark.parametrize(("option", "value", "words"), SCORE)
 def test_score_options(option, value, words, place, model_dir, evaluator_dir, capsys, monkeypatch):
     """Before any model is loaded."""
-    monkeypatch.setattr("lightning_modules.scoring.evaluated_model.load_scorer", None)
-    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_scorer", None)
+    monkeypatch.setattr("lightning_modules.scoring.scored_model.load_scorer", None)
+    monkeypatch.setattr("lightning_modules.scoring.scored_model.load_scorer", None)
     assert words in scored(place, model_dir, evaluator_dir, capsys, option, value)
 
 

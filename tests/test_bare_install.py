@@ -15,7 +15,7 @@ from tests.support.bare_install import bare_environment, required_distributions
 
 IMPORTS = """
 import pkgutil, sys, lightning_modules.models, lightning_modules.functional, lightning_modules.metrics
-import lightning_modules.long_context_lm, lightning_modules.scoring.evaluator, lightning_modules.training.fsdp
+import lightning_modules.long_context_lm, lightning_modules.scoring.scored_model, lightning_modules.training.fsdp
 import lightning_modules.training.sequence_parallel, lightning_modules.training.checkpoints.io
 from callbacks import ExternalEvaluator, StepCheckpoint
 import benchmarks.on_gpu

@@ -43,37 +43,86 @@ def test_distribution_refuses_an_upload():
     assert "Private :: Do Not Upload" in importlib.metadata.metadata("longce").get_all("Classifier")
 
 
-@pytest.mark.slow
-def test_a_wheel_has_everything_that_the_quickstart_needs(tmp_path):
-    root, source, site = Path(__file__).parents[1], tmp_path / "source", tmp_path / "site"
+@pytest.fixture(scope="module")
+def run_installed(tmp_path_factory):
+    """Run the command of a built wheel, in a folder without a checkout."""
+    root = Path(__file__).parents[1]
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    site = folder / "site"
     for package in ("lightning_modules", "datamodules", "callbacks", "benchmarks", "configs", "longce"):
-        # With the files that links lead to, as in an archive.
-        shutil.copytree(root / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
+        # With its links, as in a clone: the configs must be in the wheel through that of `longce`.
+        unneeded = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(root / package, source / package, symlinks=True, ignore=unneeded)
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copyfile(root / file, source / file)
     pip = [sys.executable, "-m", "pip", "--quiet", "--no-cache-dir"]
-    build = ["wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, source]
+    build = ["wheel", "--no-deps", "--no-build-isolation", "-w", folder, source]
     subprocess.run([*pip, *build], check=True)
-    (wheel,) = tmp_path.glob("longce-*.whl")
+    (wheel,) = folder.glob("longce-*.whl")
     subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", site, wheel], check=True)
-    names = {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")} - {"bin"}
+    # Without the checkout, which an editable installation puts on the path or finds by a module of its own.
+    (folder / "path").mkdir()
+    (folder / "path" / "sitecustomize.py").write_text(
+        f"import sys\nsys.path = [path for path in sys.path if path != {str(root)!r}]\n"
+        "sys.meta_path = [each for each in sys.meta_path if '__editable__' not in getattr(each, '__module__', '')]\n"
+    )
+    path = os.pathsep.join([str(folder / "path"), str(site)])
+    environment = {**os.environ, "PYTHONPATH": path, "LONGCE_CACHE": str(folder / "cache")}
+
+    def run(*words, cwd, **variables):
+        command = [sys.executable, site / "bin" / "longce", *words]
+        run = {"cwd": cwd, "env": environment | variables, "capture_output": True, "text": True}
+        return subprocess.run(command, check=False, **run)
+
+    run.site = site
+    run.path = path
+    return run
+
+
+@pytest.mark.slow
+def test_a_wheel_has_the_packages_and_the_configs_and_nothing_else(run_installed):
+    names = {path.name for path in run_installed.site.iterdir() if not path.name.endswith(".dist-info")} - {"bin"}
     assert names == {"longce", "lightning_modules", "datamodules", "callbacks"}
-    (tmp_path / "empty").mkdir()
-    code = "import sys, longce; from longce.__main__ import main; main(sys.argv[1:])"
-    code += f"; assert longce.__file__.startswith({str(site)!r}), longce.__file__"
+    configs = Path(__file__).parents[1] / "configs"
+    for kind in ("*.yaml", "*.sh"):
+        installed = run_installed.site / "longce" / "configs"
+        paths = {path.relative_to(configs) for path in configs.rglob(kind)}
+        assert {path.relative_to(installed) for path in installed.rglob(kind)} == paths
+        assert paths
+
+
+@pytest.mark.slow
+def test_a_wheel_has_everything_that_the_quickstart_needs(run_installed, tmp_path):
     options = "--trainer.max_steps 2 --trainer.val_check_interval 1 --trainer.log_every_n_steps 1"
     options += " --data.train_documents 64 --data.validation_documents 8"
-    run = [sys.executable, "-c", code, "quickstart", *options.split()]
-    environment = {**os.environ, "PYTHONPATH": str(site), "LONGCE_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(run, cwd=tmp_path / "empty", env=environment, capture_output=True, text=True, check=False)
+    done = run_installed("quickstart", *options.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    # A command of the repository alone names it, and a package of the user's replaces none of ours.
-    (tmp_path / "empty" / "callbacks").mkdir()
-    (tmp_path / "empty" / "callbacks" / "__init__.py").write_text("raise RuntimeError")
+
+
+@pytest.mark.slow
+def test_folders_of_the_user_replace_nothing_that_is_installed(run_installed, tmp_path):
+    for name in ("callbacks", "datamodules", "configs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise AssertionError('a decoy was run')")
+    path = f"{tmp_path}{os.pathsep}{run_installed.path}"  # as `python -m` has it
     for words, printed in (
-        (["reproduce", "table5"], "a clone of the repository"),
-        (["plan", "--gpu", "H200", "-c", "configs/base.yaml"], "measured"),
+        ("fit -c configs/base.yaml --trainer.callbacks callbacks.StepCheckpoint --print_config", "StepCheckpoint"),
+        ("plan --gpu H200 -c configs/base.yaml -c configs/debug.yaml", "Measured (NVIDIA H200"),
     ):
-        run = [sys.executable, "-c", code, *words]
-        done = subprocess.run(run, cwd=tmp_path / "empty", env=environment, capture_output=True, text=True, check=False)
-        assert printed in done.stdout + done.stderr
+        done = run_installed(*words.split(), cwd=tmp_path, PYTHONPATH=path)
+        assert done.returncode == 0, done.stderr
+        assert printed in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_own_benchmarks", [False, True])
+def test_a_command_of_the_repository_alone_names_it(run_installed, tmp_path, has_own_benchmarks):
+    path = run_installed.path
+    if has_own_benchmarks:
+        (tmp_path / "benchmarks").mkdir()
+        path += f"{os.pathsep}{tmp_path}"
+    done = run_installed("reproduce", "table5", cwd=tmp_path, PYTHONPATH=path)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "a clone of the repository" in done.stderr

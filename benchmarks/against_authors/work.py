@@ -18,14 +18,14 @@ from torch import Tensor
 
 from benchmarks.against_authors.subjects import Reader, Setting, Subject
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.functional import ShortContext, long_cross_entropy, long_perplexity
+from lightning_modules.functional import ShortScores, long_cross_entropy, long_perplexity
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations import enable_checkpointing
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.objectives import CrossEntropy, LongCE, Objective, StoredInfluence
-from lightning_modules.scoring.evaluator import score_text
 from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens
+from lightning_modules.scoring.scored_model import score_text
 
 KINDS = ("score", "score, evaluator = model", "LongCE step")
 SIDES = ("baseline", "ours", "ours, selective checkpointing", "our CE step", "our step with stored weights")
@@ -104,7 +104,7 @@ def stored_step(backbone: Backbone, batch: PackedBatch, stored: Tensor) -> float
     return _step(backbone, PackedBatch(**batch, influence=stored), StoredInfluence())
 
 
-def _step(backbone: Backbone, batch: PackedBatch, objective: Objective, short: ShortContext | None = None) -> float:
+def _step(backbone: Backbone, batch: PackedBatch, objective: Objective, short: ShortScores | None = None) -> float:
     long = backbone(batch)
     loss = long_cross_entropy(long, objective(long.detach(), short, batch), batch["labels"])
     loss.backward()

@@ -48,8 +48,8 @@ from benchmarks.real_models.texts import (
 from benchmarks.results import FOLDER, LIBRARIES, describe_machine, read_commit
 from lightning_modules.batch import PackedBatch, batch_to
 from lightning_modules.scoring.config import EvaluatorConfig
-from lightning_modules.scoring.evaluator import Evaluator, score_text
 from lightning_modules.scoring.influence_transfer import compute_influence, make_transfer
+from lightning_modules.scoring.scored_model import ScoredModel, open_evaluator, score_text
 from lightning_modules.scoring.token_scores import TokenScores, text_sha256
 from lightning_modules.utilities.files import write_atomically, write_json
 from lightning_modules.utilities.identity import combined_hash
@@ -92,10 +92,10 @@ class Study:
 
     def evaluator(
         self, name: str, *, context_length: int = CONTEXT_LENGTH, stride: int = STRIDE, dtype: str = "auto"
-    ) -> Evaluator:
+    ) -> ScoredModel:
         """Return an evaluator, whose scores are kept in the cache of longce."""
         settings: dict[str, Any] = {"context_length": context_length, "stride": stride, "dtype": dtype}
-        return Evaluator(EvaluatorConfig(str(self.models / f"{name}.gguf"), **settings))
+        return open_evaluator(EvaluatorConfig(str(self.models / f"{name}.gguf"), **settings), device=self.device)
 
     @cached_property
     def texts(self) -> list[Text]:
@@ -107,12 +107,12 @@ class Study:
         """The 12 question sheets."""
         return make_sheets(self.data / "haystack" / "2944.txt", characters=CHARACTERS, sheets=SHEETS)
 
-    def score_texts(self, evaluator: Evaluator, texts: Sequence[Text]) -> dict[str, TokenScores]:
+    def score_texts(self, evaluator: ScoredModel, texts: Sequence[Text]) -> dict[str, TokenScores]:
         """Return an evaluator's scores of texts by name; those in the cache are not computed again."""
         scores = {}
         for text in texts:
             started = time.process_time()
-            scores[text.name] = evaluator.scores(text.text, name=text.name, device=self.device)
+            scores[text.name] = evaluator.scores(text.text, name=text.name)
             if (seconds := time.process_time() - started) > 1:
                 log.info("%s, %s: %.0f CPU s", Path(evaluator.name).stem, text.name, seconds)
         evaluator.release()
@@ -130,7 +130,7 @@ class Study:
         for text in texts:
             key = text_sha256(text.text)
             if key not in arrays:
-                computed = evaluator.scores(text.text, name=text.name, device=self.device)
+                computed = evaluator.scores(text.text, name=text.name)
                 log.info("%s, %s is scored.", name, text.name)
                 arrays = add_arrays(file, {key: torch.stack([computed.long, computed.short]).numpy()})
             batch = evaluator.encode(text.text, name=text.name)
@@ -149,7 +149,7 @@ class Study:
             reuse_scores(system, self.texts, evaluator.scores, self.work / "float32")
 
         def measure(system: System) -> dict[str, Any]:
-            score_system(system, self.models, self.texts, self.sheets, self.work / "float32", device=self.device)
+            score_system(system, self.models, self.texts, self.sheets, self.work / "float32")
             return measure_system(system, self.texts, self.sheets, evaluators, self.work / "float32")
 
         found = self._measure_each("correlate", SYSTEMS, measure)
@@ -193,7 +193,7 @@ class Study:
         evaluator = self.kept_scores(EVALUATORS[0], books)
 
         def measure(method: System) -> dict[str, Any]:
-            score_system(method, self.models, books, sheets, self.work / "float32", device=self.device)
+            score_system(method, self.models, books, sheets, self.work / "float32")
             return measure_method(method, books, evaluator, [sheet.name for sheet in sheets], self.work / "float32")
 
         found = self._measure_each("extend", METHODS, measure)
@@ -277,7 +277,7 @@ class Study:
     def _score_rounded(self, bits: int, texts: Sequence[Text]) -> dict[str, TokenScores]:
         """Return the scores of the first evaluator with rounded weights, which the cache of longce does not know."""
         system = System(EVALUATORS[0], f"evaluator {bits} bits", bits=bits)
-        loaded = LoadedSystem(system, self.models, dtype="auto", device=self.device)
+        loaded = LoadedSystem(system, self.models, dtype="auto")
         folder = self.work / str(loaded.backbone.model.dtype).removeprefix("torch.") / loaded.system.path
         scores = {}
         for text in texts:

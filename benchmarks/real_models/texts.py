@@ -10,7 +10,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.models.tokenization.tokenizer import encode_document
-from lightning_modules.scoring.evaluator import Evaluator
+from lightning_modules.scoring.scored_model import ScoredModel
 
 REPORTS = "govreport/govreport_longbench_sample.jsonl"
 PAPERS = "pile-arxiv/arxiv_like.jsonl"
@@ -37,7 +37,7 @@ class Text(NamedTuple):
     text: str
 
 
-def read_texts(data: Path, evaluator: Evaluator, tokens: int) -> list[Text]:
+def read_texts(data: Path, evaluator: ScoredModel, tokens: int) -> list[Text]:
     """Read 12 reports, 6 books and 6 papers, each cut to its first ``tokens`` tokens of an evaluator.
 
     Raises:
@@ -49,7 +49,7 @@ def read_texts(data: Path, evaluator: Evaluator, tokens: int) -> list[Text]:
     return [each._replace(text=_cut(each, evaluator, tokens)) for each in found]
 
 
-def read_exam_texts(data: Path, evaluator: Evaluator, tokens: int) -> list[Text]:
+def read_exam_texts(data: Path, evaluator: ScoredModel, tokens: int) -> list[Text]:
     """Read the first six reports that have ``tokens`` tokens of an evaluator, and six books, cut to them."""
     encode = partial(evaluator.encode, max_tokens=tokens)
     long = (each for each in _reports(data) if encode(each.text, name=each.name)["input_ids"].shape[1] == tokens)
@@ -67,7 +67,7 @@ def read_books(data: Path, numbers: Sequence[int], tokenizer: PreTrainedTokenize
     return found
 
 
-def read_validation_books(data: Path, evaluator: Evaluator, tokens: int) -> list[Text]:
+def read_validation_books(data: Path, evaluator: ScoredModel, tokens: int) -> list[Text]:
     """Read the six books of the validation split with the smallest numbers, cut like those of `read_texts`."""
     files = sorted((data / "pg19/validation").glob("*.txt"), key=lambda file: int(file.stem))[:6]
     found = [Text(f"book {file.stem}", "books", file.read_text(encoding="utf-8")[BOOK_START:]) for file in files]
@@ -86,7 +86,7 @@ def _books(data: Path) -> list[Text]:
     ]
 
 
-def _cut(text: Text, evaluator: Evaluator, tokens: int) -> str:
+def _cut(text: Text, evaluator: ScoredModel, tokens: int) -> str:
     batch = evaluator.encode(text.text, name=text.name, max_tokens=tokens)
     if (length := batch["input_ids"].shape[1]) < tokens:
         raise ValueError(f"'{text.name}' has only {length:,} of {tokens:,} tokens.")

@@ -123,11 +123,13 @@ def padded_row(row: Row, length: int) -> Row:
 
 def collate_rows(rows: list[Row]) -> PackedBatch:
     """Stack sequences with the same keys; pad shorter ones on the right, after their last boundary."""
+    labels = pad_sequence([row["labels"] for row in rows], batch_first=True, padding_value=IGNORE_INDEX)
     batch = PackedBatch(
         input_ids=pad_sequence([row["input_ids"] for row in rows], batch_first=True),
-        labels=pad_sequence([row["labels"] for row in rows], batch_first=True, padding_value=IGNORE_INDEX),
+        labels=labels,
         position_ids=pad_sequence([row["position_ids"] for row in rows], batch_first=True),
         document_boundaries=[row["document_boundaries"] for row in rows],
+        scored=labels.ne(IGNORE_INDEX).numpy(),
     )
     if "influence" in rows[0]:
         batch["influence"] = pad_sequence([row["influence"] for row in rows], batch_first=True)

@@ -30,7 +30,7 @@ API: dict[str, dict[str, tuple[str, ...]]] = {
         "lightning_modules.scoring.records": ("summarize", "Record", "Sums", "read_records", "write_records"),
         "lightning_modules.scoring.config": ("ScoreConfig", "InspectConfig"),
     },
-    "evaluator": {"lightning_modules.scoring.evaluator": ("Evaluator", "score_text")},
+    "evaluator": {"lightning_modules.scoring.scored_model": ("ScoredModel", "open_evaluator", "score_text")},
     "page": {"lightning_modules.visualization.page": ()},
     "functional": {"lightning_modules.functional": ()},
     "metrics": {"lightning_modules.metrics": ()},

@@ -32,12 +32,3 @@ def check_fraction(name: str, value: float) -> None:
 def find_impossible(log_likelihood: Tensor) -> Tensor:
     """Return where log-likelihoods are NaN, infinite, or above 0 by more than rounding, as a mask of the same shape."""
     return ~((log_likelihood <= ROUNDING_TOLERANCE) & (log_likelihood > -math.inf))  # NaN compares as false
-
-
-def check_pair(long: Tensor, short: Tensor) -> None:
-    """Raise a ``ValueError`` for log-likelihoods that are integers, or whose shapes differ and would be broadcast."""
-    if long.shape != short.shape or not (long.is_floating_point() and short.is_floating_point()):
-        kinds = [f"{str(given.dtype).removeprefix('torch.')} {list(given.shape)}" for given in (long, short)]
-        raise ValueError(
-            f"`long` and `short` must be floating-point log-likelihoods of the same shape, got {' and '.join(kinds)}."
-        )

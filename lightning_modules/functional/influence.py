@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_modules.functional.checks import check_fraction, check_pair
+from lightning_modules.functional.checks import check_fraction
 
 Part = Literal["positive", "negative", "absolute"]
 """Which tokens get a weight: those that the long context makes likelier, those it makes less likely, or both."""
@@ -34,7 +34,11 @@ def long_short_difference(long: Tensor, short: Tensor) -> Tensor:
         >>> long_short_difference(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -4.0]))
         tensor([0., 3.])
     """
-    check_pair(long, short)
+    if long.shape != short.shape or not (long.is_floating_point() and short.is_floating_point()):  # it would broadcast
+        kinds = [f"{str(given.dtype).removeprefix('torch.')} {list(given.shape)}" for given in (long, short)]
+        raise ValueError(
+            f"`long` and `short` must be floating-point log-likelihoods of the same shape, got {' and '.join(kinds)}."
+        )
     # Equation 2. Not detached: the functions below detach, so that no gradient flows through a weight.
     return long - short
 

@@ -8,6 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+TILE_ELEMENTS_CPU = 2**21
+"""Logits in one tile: 8 MiB of float32 stay in the cache of a CPU."""
+
+TILE_ELEMENTS = 2**27
+"""The same on an accelerator, where nothing would stay, and larger products are faster."""
+
 
 class LinearHead(NamedTuple):
     """Maps ``[.., D]`` hidden states to ``[.., V]`` logits: ``cap(scale * (weight @ h + bias))``.
@@ -172,20 +178,20 @@ class _VocabularyTiles:
         self.weight = weight
         self.bias = bias
         self.soft_cap = soft_cap
-        self.width = max(1, _count_tile_elements(rows) // chunk_size)
+        elements = TILE_ELEMENTS_CPU if rows.device.type == "cpu" else TILE_ELEMENTS
+        self.width = max(1, elements // chunk_size)
         self.buffer = logits_buffer(rows, chunk_size, min(self.width, len(weight)))
 
     def iterate(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Yield token ids of a tile and their ``[n, tile]`` logits, in a buffer that the next tile overwrites."""
         for start in range(0, len(self.weight), self.width):
             columns = slice(start, start + self.width)
-            # Yielded without a name: a reference here would keep this tile alive while the next one is computed.
-            yield columns, self._compute_logits(rows, columns)
-
-    def _compute_logits(self, rows: Tensor, columns: slice) -> Tensor:
-        bias = None if self.bias is None else self.bias[columns]
-        logits = wide_linear(rows, self.weight[columns], bias, self.buffer)
-        return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+            bias = None if self.bias is None else self.bias[columns]
+            logits = wide_linear(rows, self.weight[columns], bias, self.buffer)
+            if self.soft_cap is not None:
+                logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+            yield columns, logits
+            del logits  # before the next tile is computed
 
 
 def _forward_chunk(tiles: _VocabularyTiles, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -263,11 +269,6 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
     else:
         total += left @ right
-
-
-def _count_tile_elements(operand: Tensor) -> int:
-    # 8 MiB of float32 stay in the cache of a CPU; on a GPU, larger products are faster and nothing would stay.
-    return 2**21 if operand.device.type == "cpu" else 2**27
 
 
 def log_sum_exp_and_softmax(logits: Tensor) -> Tensor:

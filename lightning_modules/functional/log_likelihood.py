@@ -47,11 +47,10 @@ def token_log_likelihood(
         >>> token_log_likelihood(hidden_states, head, torch.tensor([[IGNORE_INDEX, 0, 1]])).exp()
         tensor([[1.0000, 0.5000, 0.5000]], grad_fn=<ExpBackward0>)
     """
-    check_chunk_size(chunk_size)
     # 1. Select the hidden states that predict a scored token.
     predicting, targets, index = select_scored(hidden_states, labels, scored)
     # 2. Score their targets chunk by chunk.
-    chunk_size = chunk_size or default_chunk_size(hidden_states)
+    chunk_size = choose_chunk_size(hidden_states, chunk_size)
     if isinstance(head, LinearHead):
         check_targets(targets, len(head.weight))
         of_scored = linear_log_likelihood(predicting, head, targets, chunk_size=chunk_size)
@@ -101,8 +100,11 @@ class _TargetLogLikelihood(torch.autograd.Function):
         return grad_logits.to(logits.dtype), None
 
 
-def default_chunk_size(hidden_states: Tensor) -> int:
-    """Return a chunk size with fast matrix products and logits that take little memory."""
+def choose_chunk_size(hidden_states: Tensor, chunk_size: int | None = None) -> int:
+    """Return the given chunk size, or one with fast matrix products and logits that take little memory."""
+    if chunk_size is not None:
+        check_count("`chunk_size`", chunk_size)
+        return chunk_size
     # With a vocabulary of 128k tokens, 2048 float32 rows of logits would take 1 GiB; `LinearHead` has a tile of them.
     return 512 if hidden_states.device.type == "cpu" else 2048
 
@@ -117,7 +119,7 @@ def select_scored(hidden_states: Tensor, labels: Tensor, scored: BoolArray | Non
     if hidden_states.ndim != 3 or any(shape != shapes[0][:2] for shape in shapes[1:]):
         raise ValueError(
             f"`hidden_states` must be [B, T, D], `labels` and `scored` [B, T], got {' and '.join(map(str, shapes))}."
-            " Remove `scored` from a batch if you change it."
+            " Call `with_scored` on a batch that you change."
         )
     if labels.dtype != torch.int64 or not hidden_states.is_floating_point():
         raise ValueError(
@@ -130,7 +132,7 @@ def select_scored(hidden_states: Tensor, labels: Tensor, scored: BoolArray | Non
         is_scored = torch.from_numpy(scored)
         agrees = labels.ne(IGNORE_INDEX).eq(send(is_scored, labels.device)).all()
         # An accelerator checks it later, so that the CPU does not wait.
-        torch._assert_async(agrees, "`scored` does not agree with `labels`: remove it if you change a batch's labels.")
+        torch._assert_async(agrees, "`scored` does not agree with `labels`: call `with_scored` after changing labels.")
     if is_scored[:, :1].any():
         row = int(is_scored[:, 0].nonzero()[0])
         raise ValueError(
@@ -154,9 +156,3 @@ def check_targets(targets: Tensor, vocabulary_size: int) -> None:
             f"Label {wrong} is out of range: it must be a token id from 0 to {vocabulary_size - 1}, or {IGNORE_INDEX}"
             " for a token that is not scored."
         )
-
-
-def check_chunk_size(chunk_size: int | None) -> None:
-    """Raise a ``ValueError`` for a chunk size below 1."""
-    if chunk_size is not None:
-        check_count("`chunk_size`", chunk_size)

@@ -12,9 +12,8 @@ from lightning_modules.functional.checks import check_count
 from lightning_modules.functional.linear_head import wide_logits
 from lightning_modules.functional.log_likelihood import (
     Head,
-    check_chunk_size,
     check_targets,
-    default_chunk_size,
+    choose_chunk_size,
     select_scored,
     token_log_likelihood,
 )
@@ -64,14 +63,13 @@ def likeliest_tokens(
         >>> token_ids[0, 1], log_likelihood[0, 1].exp()
         (tensor([0]), tensor([0.5000]))
     """
-    check_chunk_size(chunk_size)
     check_count("`count`", count)
     # 1. Select the hidden states that predict a scored token; they are already shifted by one.
     predicting, _, index = select_scored(hidden_states, labels, scored)
     # 2. Take the candidates of each chunk. Only the chosen logits are normalized: log softmax(z)[i] = z[i] - lse(z).
     token_ids = []
     log_likelihood = []
-    for chunk in predicting.split(chunk_size or default_chunk_size(hidden_states)):
+    for chunk in predicting.split(choose_chunk_size(hidden_states, chunk_size)):
         logits = wide_logits(chunk, head)
         check_count("`count`", count, maximum=logits.shape[-1])
         largest, tokens = logits.topk(count)
@@ -116,13 +114,12 @@ def greedy_targets(
         >>> greedy_targets(torch.zeros(2, 1), head, torch.tensor([0, 1]))[1]
         tensor([ True, False])
     """
-    check_chunk_size(chunk_size)
     if hidden_states.ndim != 2 or targets.shape != hidden_states.shape[:1] or targets.dtype != torch.int64:
         raise ValueError(
             "`hidden_states` must be [N, D] and `targets` [N] of int64,"
             f" got {list(hidden_states.shape)}, {list(targets.shape)} and {targets.dtype}."
         )
-    size = chunk_size or default_chunk_size(hidden_states)
+    size = choose_chunk_size(hidden_states, chunk_size)
     log_likelihood = []
     likeliest = []
     for chunk, tokens in zip(hidden_states.split(size), targets.split(size), strict=True):
@@ -152,7 +149,7 @@ def with_greedy(
     """
     log_likelihood = token_log_likelihood(hidden_states, head, labels, scored=scored)
     greedy = torch.zeros_like(labels)
-    size = default_chunk_size(hidden_states)
+    size = choose_chunk_size(hidden_states)
     for row, place in enumerate(places):
         for first in range(place.start, place.stop, size):
             stop = min(first + size, place.stop)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch, send
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch, check_boundaries, send
 from lightning_modules.functional.checks import check_count
 
 
@@ -19,7 +19,7 @@ class Window(NamedTuple):
     stop: int
 
 
-class ShortContext(NamedTuple):
+class ShortScores(NamedTuple):
     """Log-likelihoods of a batch's tokens given their short contexts."""
 
     log_likelihood: Tensor  # [B, T] in nats, 0 for a token without a short context
@@ -58,15 +58,9 @@ def short_context_windows(
         [Window(start=9, scored=13, stop=15)]
     """
     check_context(context_length, stride)
-    if any(stop < start for start, stop in pairwise(document_boundaries)):
-        raise ValueError(f"`document_boundaries` must ascend, got {list(document_boundaries)!r:.200}.")
-    # Windows start every d tokens and score the d tokens after their first K; the last one of a document is cut.
-    return [
-        Window(start, start + context_length, min(start + context_length + stride, end))
-        for begin, end in pairwise(document_boundaries)
-        # From `stride` on: the window at `begin` sees the same context as the long pass.
-        for start in range(begin + stride, end - context_length, stride)
-    ]
+    check_boundaries(document_boundaries)
+    windows = batch_windows([document_boundaries], context_length=context_length, stride=stride)
+    return [window for _, window in windows]
 
 
 def check_context(context_length: int, stride: int, sequence_length: int | None = None) -> None:
@@ -84,12 +78,18 @@ def check_context(context_length: int, stride: int, sequence_length: int | None 
 def batch_windows(
     document_boundaries: Sequence[Sequence[int]], *, context_length: int, stride: int
 ) -> list[tuple[int, Window]]:
-    """Return the windows of all sequences of a batch, each with the row index of its sequence."""
-    return [
-        (row, window)
-        for row, boundaries in enumerate(document_boundaries)
-        for window in short_context_windows(boundaries, context_length=context_length, stride=stride)
-    ]
+    """Return the `short_context_windows` of all sequences of a batch, each with the row index of its sequence."""
+    if context_length < 1 or stride < 1:  # there would be no windows, and no error
+        check_context(context_length, stride)
+    windows = []
+    for row, boundaries in enumerate(document_boundaries):
+        for begin, end in pairwise(boundaries):
+            # Windows start every d tokens and score the d tokens after their first K; the last one of a document is
+            # cut. From `stride` on: the window at `begin` sees the same context as the long pass.
+            for start in range(begin + stride, end - context_length, stride):
+                scored = start + context_length
+                windows.append((row, Window(start, scored, min(scored + stride, end))))
+    return windows
 
 
 def trim_windows(windows: Sequence[tuple[int, Window]], wanted: Tensor) -> list[tuple[int, Window]]:
@@ -117,12 +117,10 @@ def window_batch(batch: PackedBatch, windows: Sequence[tuple[int, Window]]) -> P
     # Padding after a row's last token repeats that token, because indexing needs valid places.
     token.clamp_(max=length - 1)
     place = send(row, device), send(token, device)
-    result = PackedBatch(
+    return PackedBatch(
         input_ids=batch["input_ids"][place],
         labels=batch["labels"][place].masked_fill(send(~is_scored, device), IGNORE_INDEX),
         position_ids=torch.arange(width, device=device).expand(len(windows), width),
         document_boundaries=[[0, window.stop - window.start] for _, window in windows],
+        scored=batch["scored"][row.numpy(), token.numpy()] & is_scored.numpy(),
     )
-    if "scored" in batch:
-        result["scored"] = batch["scored"][row.numpy(), token.numpy()] & is_scored.numpy()
-    return result

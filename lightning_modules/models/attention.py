@@ -90,7 +90,11 @@ def document_attention(
     # 2. A mask of transformers already separates the documents.
     # Without boundaries, each sequence is one document: causal attention needs nothing else.
     if document_boundaries is None or attention_mask is not None:
-        mask = _narrow(attention_mask, attention_window)
+        mask = attention_mask
+        if mask is not None and attention_window is not None:
+            # Indices instead of positions are right here: distances inside a document are the same.
+            index = torch.arange(mask.shape[-1], device=mask.device)
+            mask = mask & _visible(index, index, attention_window)
         return _attend_with_mask(module, query, key, value, mask, **kwargs)
     # 3. All documents of the batch by one call, on a GPU.
     packed_lengths = getattr(document_boundaries, "packed_lengths", None)
@@ -179,15 +183,6 @@ def _attend_with_mask(
         visible = mask[:, :, start:stop, first:stop]
         outputs.append(sdpa_attention_forward(module, query[:, :, start:stop], keys, values, visible, **kwargs)[0])
     return torch.cat(outputs, dim=1), None
-
-
-def _narrow(mask: Tensor | None, window: int | None) -> Tensor | None:
-    """Return a ``[B, 1, T, T]`` mask of transformers, such as that of a layer's own window, within a window."""
-    if mask is None or window is None:
-        return mask
-    # Indices instead of positions are right here: distances inside a document are the same.
-    index = torch.arange(mask.shape[-1], device=mask.device)
-    return mask & _visible(index, index, window)
 
 
 def _visible(queries: Tensor, keys: Tensor, window: int) -> Tensor:
@@ -309,8 +304,8 @@ def isolation_arguments(
     if not is_flash and not (packed and implementation == DOCUMENT_SDPA):
         if window is not None:
             raise ValueError(
-                f"'{implementation}' attention ignores the window of `short_context: sliding_window`: set"
-                " `attn_implementation` to sdpa, or `short_context: windows`."
+                f"'{implementation}' attention ignores the window of `short_method: sliding_window`: set"
+                " `attn_implementation` to sdpa, or `short_method: windows`."
             )
         return {}
     # Lists of ends become one list over the whole batch, which flash attention reads from the accelerator.

@@ -3,7 +3,7 @@
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,7 +20,12 @@ from lightning_modules.functional.log_likelihood import Head
 from lightning_modules.functional.top_tokens import with_greedy
 from lightning_modules.models.attention import Exchange, documents_by_boundaries, isolation_arguments
 from lightning_modules.models.context_extension.length_dependent import rotation_key
-from lightning_modules.models.context_extension.rotary_checks import check_static, index_free_length
+from lightning_modules.models.context_extension.rotary_checks import (
+    check_static,
+    depends_on_length,
+    index_free_length,
+    rope_parameter_sets,
+)
 from lightning_modules.models.loading.adapters import active_module, is_peft_model
 from lightning_modules.models.optimizations import no_autocast_cache
 from lightning_modules.models.scorer import Scorer
@@ -54,45 +59,38 @@ class Backbone(Scorer):
         model: A Hugging Face causal LM, or a peft model around one (without prompt learning).
     """
 
+    base_model: PreTrainedModel
+    """The Hugging Face model itself; adapters inside it stay active."""
+
+    decoder: Any
+    """The module that turns tokens into hidden states."""
+
     def __init__(self, model: "PreTrainedModel | PeftModel") -> None:
         super().__init__()
         self.model = model
-        # Until `check_scoring` has measured more, each document gets a forward pass of its own.
+        base_model = model.get_base_model() if is_peft_model(model) else model
+        embedding = base_model.get_input_embeddings()
+        decoder = _find_decoder(base_model)
+        if base_model.get_output_embeddings() is None or decoder is None:
+            raise ValueError(f"`{type(base_model).__name__}` is not a causal LM with a decoder and an output head.")
+        # Not as submodules: they are parts of `model`, and checkpoints must contain each weight once.
+        vars(self).update(base_model=base_model, decoder=decoder)
+        # 1. What the config says about every pass.
+        config: Any = base_model.config.get_text_config(decoder=True)
+        self.vocabulary_size: int = next(embedding.parameters()).shape[0]  # token ids must be below it
+        self.max_length: int | None = getattr(config, "max_position_embeddings", None)
+        self.logit_scale = _find_logit_scale(config)
+        self.soft_cap: float | None = getattr(config, "final_logit_softcapping", None)  # Gemma 2 and 3
+        self.rotates_by_length = any(map(depends_on_length, rope_parameter_sets(config)))
+        # Layers may carry a state along the sequence, like Mamba's.
+        self.is_stateful = any(getattr(module, "_is_stateful", False) for module in (base_model, decoder))
+        # 2. What `check_scoring` measures. Until then, each document gets a forward pass of its own.
         self.isolates_documents = False
+        self.longest_packed = index_free_length(config)  # of sequences with several documents, None without a limit
         self.checked_conditions: tuple[Any, ...] | None = None
+        # 3. What was reported already.
         self._longest_warned = 0
         self._reported_separate_passes = False
-        if self.base_model.get_output_embeddings() is None or self.decoder is None:
-            raise ValueError(
-                f"`{type(self.base_model).__name__}` is not a causal LM with a decoder and an output head."
-            )
-
-    # Cached, because each of them is read a dozen times per forward pass.
-    @cached_property
-    def base_model(self) -> PreTrainedModel:
-        """Return the Hugging Face model itself; adapters inside it stay active."""
-        return self.model.get_base_model() if is_peft_model(self.model) else self.model
-
-    @cached_property
-    def decoder(self) -> Any:
-        """Return the module that turns tokens into hidden states, or None."""
-        decoder = self.base_model.get_decoder()
-        if not isinstance(decoder, PreTrainedModel):  # some models call their output head a decoder
-            return None
-        if decoder.get_output_embeddings() is None:
-            return decoder
-        # Some models (Llama 4) return a whole language model with its head, or themselves.
-        return getattr(decoder, decoder.base_model_prefix, None) or getattr(decoder, "model", None)
-
-    @property
-    def is_stateful(self) -> bool:
-        """Return whether layers carry a state along the sequence, like Mamba's."""
-        return any(getattr(module, "_is_stateful", False) for module in (self.base_model, self.decoder))
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Return the size of the embedding; token ids must be below it."""
-        return next(self.base_model.get_input_embeddings().parameters()).shape[0]
 
     @property
     def device(self) -> torch.device:
@@ -145,7 +143,7 @@ class Backbone(Scorer):
         # precision over all chunks.
         with no_autocast_cache():
             hidden_states = self.hidden_states(batch, exchange, window)
-            return head_fn(hidden_states, self.head, batch["labels"], scored=batch.get("scored"))
+            return head_fn(hidden_states, self.head, batch["labels"], scored=batch["scored"])
 
     def with_greedy(self, batch: PackedBatch, places: Sequence[slice]) -> tuple[Tensor, Tensor]:
         """Return ``[B, T]`` log-likelihoods in nats, and ``[B, T]`` likeliest tokens at ``places`` of each sequence."""
@@ -163,15 +161,25 @@ class Backbone(Scorer):
 
         Call it inside `unsharded` if weights may be sharded.
         """
-        self.check_length(max(_document_lengths(batch), default=0))
-        if self._needs_separate_passes(batch):
-            return self._run_documents_separately(batch, window)
         tokens = batch["input_ids"]
         boundaries = batch["document_boundaries"]
-        arguments = isolation_arguments(self.attention, boundaries, tokens.shape[1], tokens.device, window)
+        attention = self.base_model.config._attn_implementation
+        lengths = {stop - start for row in boundaries for start, stop in pairwise(row)}
+        longest = max(lengths, default=0)
+        if self.max_length is not None and longest > self.max_length:
+            self.check_length(longest)
+        # 1. Documents get passes of their own if they would see each other, or if the longest document of a pass would
+        #    decide how RoPE rotates all of them (LongRoPE and dynamic NTK).
+        is_packed = any(len(row) > 2 for row in boundaries)
+        isolates = self.isolates_documents and (self.longest_packed is None or tokens.shape[1] <= self.longest_packed)
+        rotations = {rotation_key(self.base_model.config, length) for length in lengths if self.rotates_by_length}
+        if (is_packed and not isolates) or len(rotations) > 1:
+            return self._run_documents_separately(batch, window)
+        # 2. Otherwise attention separates them, in one pass.
+        arguments = isolation_arguments(attention, boundaries, tokens.shape[1], tokens.device, window)
         if exchange is not None:
             arguments["exchange"] = exchange
-        with documents_by_boundaries(self.attention, batch["position_ids"]):
+        with documents_by_boundaries(attention, batch["position_ids"]):
             hidden_states = self.run_decoder(input_ids=tokens, position_ids=batch["position_ids"], **arguments)
         # A shard has one more label: its last token predicts the first token of the next shard.
         return hidden_states if exchange is None else F.pad(hidden_states, (0, 0, 0, 1))
@@ -185,33 +193,19 @@ class Backbone(Scorer):
         is_wider = hidden_states.dtype == torch.float32 and weight.dtype in (torch.bfloat16, torch.float16)
         return hidden_states.to(weight.dtype) if is_wider else hidden_states
 
-    def _needs_separate_passes(self, batch: PackedBatch) -> bool:
-        """Return whether each document of the sequences needs a forward pass by itself."""
-        config = self.base_model.config
-        # The longest document of a pass decides how LongRoPE and dynamic NTK rotate all of them.
-        rotations = {rotation_key(config, length) for length in _document_lengths(batch)}
-        if len(rotations) <= 1:
-            if all(len(boundaries) <= 2 for boundaries in batch["document_boundaries"]):
-                return False
-            # Llama 4 counts chunks from the start of the sequence, so only short sequences can be packed.
-            limit = index_free_length(config)
-            if self.isolates_documents and (limit is None or batch["input_ids"].shape[1] <= limit):
-                return False
+    def _run_documents_separately(self, batch: PackedBatch, window: int | None) -> Tensor:
+        """Return ``[B, T, D]`` last hidden states with one forward pass per document; padding is 0."""
+        name = type(self.base_model).__name__
         # Ranks would make different numbers of passes, and wait for each other forever.
         if self.is_sharded:
             raise ValueError(
-                f"`{type(self.base_model).__name__}` with '{self.attention}' attention cannot isolate the documents of"
-                " a sequence while its weights are sharded: use sequences of one document, or `isolate_documents:"
-                " false` for plain concatenation. RoPE that depends on the length of the text also needs batches of one"
-                " sequence."
+                f"`{name}` with '{self.attention}' attention cannot isolate the documents of a sequence while its"
+                " weights are sharded: use sequences of one document, or `isolate_documents: false` for plain"
+                " concatenation. RoPE that depends on the length of the text also needs batches of one sequence."
             )
         if not self._reported_separate_passes:
             self._reported_separate_passes = True
-            log.warning("`%s` scores each packed document in a pass of its own.", type(self.base_model).__name__)
-        return True
-
-    def _run_documents_separately(self, batch: PackedBatch, window: int | None) -> Tensor:
-        """Return ``[B, T, D]`` last hidden states with one forward pass per document; padding is 0."""
+            log.warning("`%s` scores each packed document in a pass of its own.", name)
         rows = []
         for tokens, boundaries in zip(batch["input_ids"], batch["document_boundaries"], strict=True):
             documents = [
@@ -224,31 +218,22 @@ class Backbone(Scorer):
     @property
     def head(self) -> Head:
         """Return the fastest function from hidden states to logits, with the model's scale and soft cap."""
-        head = active_module(self.base_model.get_output_embeddings())
+        head = self.base_model.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            head = active_module(head)
         hooks = (head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks)
         # Any other head (an adapter, a quantized weight) must compute its logits itself.
         if type(head) is not nn.Linear or any(hooks) or "forward" in vars(head):
             return self.logits
-        return LinearHead(head.weight, head.bias, *self._logit_transform())
+        return LinearHead(head.weight, head.bias, self.logit_scale, self.soft_cap)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Compute ``[.., V]`` logits of ``[.., D]`` hidden states, with the model's scale and soft cap."""
         # The head is called as a module: its bias, adapters and hooks are a part of the logits.
-        scale, soft_cap = self._logit_transform()
         logits = self.base_model.get_output_embeddings()(hidden_states)
-        if scale != 1.0:
-            logits = logits * scale
-        return logits if soft_cap is None else torch.tanh(logits / soft_cap) * soft_cap
-
-    def _logit_transform(self) -> tuple[float, float | None]:
-        """Return the scale of the model's logits, and the soft cap applied after it."""
-        config = self.base_model.config.get_text_config(decoder=True)
-        scale = 1.0
-        for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):  # Cohere, Falcon-H1, Muse
-            scale *= getattr(config, name, None) or 1.0
-        if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
-            scale /= divisor
-        return scale, getattr(config, "final_logit_softcapping", None)  # Gemma 2 and 3
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
 
     def check_batch(self, batch: PackedBatch) -> None:
         """Raise a ``ValueError`` for ids outside of the embedding, which an accelerator would report obscurely."""
@@ -271,10 +256,10 @@ class Backbone(Scorer):
 
     def check_length(self, longest: int) -> None:
         """Raise a ``ValueError`` for a document beyond learned positions; warn if it exceeds the trained length."""
-        config = self.base_model.config.get_text_config(decoder=True)
-        limit = getattr(config, "max_position_embeddings", None)
+        limit = self.max_length
         if limit is None or longest <= limit:
             return
+        config = self.base_model.config.get_text_config(decoder=True)
         if getattr(config, "rope_parameters", None) is None:
             raise ValueError(
                 f"`{type(self.base_model).__name__}` has {limit} learned positions and cannot read a document of"
@@ -311,5 +296,21 @@ class Backbone(Scorer):
         return self
 
 
-def _document_lengths(batch: PackedBatch) -> set[int]:
-    return {stop - start for row in batch["document_boundaries"] for start, stop in pairwise(row)}
+def _find_decoder(model: PreTrainedModel) -> Any:
+    """Return the module of a model that turns tokens into hidden states, or None."""
+    decoder = model.get_decoder()
+    if not isinstance(decoder, PreTrainedModel):  # some models call their output head a decoder
+        return None
+    if decoder.get_output_embeddings() is None:
+        return decoder
+    # Some models (Llama 4) return a whole language model with its head, or themselves.
+    return getattr(decoder, decoder.base_model_prefix, None) or getattr(decoder, "model", None)
+
+
+def _find_logit_scale(config: Any) -> float:
+    """Return what the model multiplies its logits by, before any soft cap."""
+    scale = 1.0
+    for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):  # Cohere, Falcon-H1, Muse
+        scale *= getattr(config, name, None) or 1.0
+    divisor = getattr(config, "logits_scaling", None)  # Granite
+    return scale if divisor is None else scale / divisor

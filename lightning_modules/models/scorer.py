@@ -16,10 +16,12 @@ class Scorer(nn.Module, ABC):
 
     Attributes:
         is_sharded: Whether each forward pass gathers weights from all processes, which must make the same number.
+        rotates_by_length: Whether RoPE depends on the length of the text: long and short contexts cannot be compared.
         in_lockstep: Whether the model is inside a `lightning_modules.models.lockstep.lockstep` block.
     """
 
     is_sharded = False
+    rotates_by_length = False
     in_lockstep = False
 
     @property

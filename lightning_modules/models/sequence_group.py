@@ -81,12 +81,15 @@ class SequenceGroup:
         end = self.size * shard_length
         labels = self._slice_columns(batch["labels"], IGNORE_INDEX).clone()
         labels[:, 0] = IGNORE_INDEX  # scored by the previous shard
+        scored = self._slice_columns(torch.from_numpy(batch["scored"]), False).clone()
+        scored[:, 0] = False
         return PackedBatch(
             input_ids=self._slice_columns(batch["input_ids"], 0)[:, :shard_length],
             labels=labels,
             position_ids=self._slice_columns(batch["position_ids"], 0)[:, :shard_length],
             # Boundaries stay those of whole sequences: attention sees these after the exchange.
             document_boundaries=[[*row, end] if row[-1] < end else row for row in batch["document_boundaries"]],
+            scored=scored.numpy(),
         )
 
     def _slice_columns(self, values: Tensor, fill: float) -> Tensor:
@@ -120,6 +123,7 @@ class SequenceGroup:
             labels=batch["labels"],
             position_ids=batch["position_ids"],
             document_boundaries=batch["document_boundaries"],
+            scored=batch["scored"],
         )
         for owner in range(self.size):
             # Through main memory, because the processes do not know each other's shapes.

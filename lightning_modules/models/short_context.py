@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.functional import ShortContext
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch, send
+from lightning_modules.functional import ShortScores
 from lightning_modules.functional.windows import Window, batch_windows, check_context, trim_windows, window_batch
 from lightning_modules.models.backbone import Backbone, HeadFunction
 from lightning_modules.models.lockstep import lockstep
@@ -42,7 +43,7 @@ class ShortContextConfig:
     def __post_init__(self) -> None:
         check_context(self.context_length, self.stride)
 
-    def score(self, backbone: Backbone, batch: PackedBatch, group: SequenceGroup | None = None) -> ShortContext:
+    def score(self, backbone: Backbone, batch: PackedBatch, group: SequenceGroup | None = None) -> ShortScores:
         """Score each token of ``[B, T]`` sequences in its short context, without gradient.
 
         Args:
@@ -67,7 +68,7 @@ def short_log_likelihood(
     stride: int,
     wanted: Tensor | None = None,
     shared_by: dist.ProcessGroup | None = None,
-) -> ShortContext:
+) -> ShortScores:
     """Compute the log-likelihood of each token in its short context (Appendix A.1).
 
     Args:
@@ -78,11 +79,11 @@ def short_log_likelihood(
         wanted: ``[B, T]`` bool, the tokens to score; windows without any are skipped. All by default.
         shared_by: Processes that have the same batch and divide its windows among themselves.
     """
+    if backbone.rotates_by_length:
+        backbone.check_compares_contexts()
     # 1. Place the windows of all sequences, and leave out those that are not needed.
-    backbone.check_compares_contexts()
     # The dtype is known before a window is scored: a process without windows must have the same one in step 3.
     short = torch.zeros_like(batch["labels"], dtype=backbone.log_likelihood_dtype)
-    has_short_context = torch.zeros_like(batch["labels"], dtype=torch.bool)
     windows = batch_windows(batch["document_boundaries"], context_length=context_length, stride=stride)
     if wanted is not None:
         on_cpu = wanted.cpu()  # one transfer for all windows
@@ -90,10 +91,10 @@ def short_log_likelihood(
         windows = trim_windows(windows, on_cpu)
         batch = batch.copy()
         batch["labels"] = batch["labels"].masked_fill(~wanted, IGNORE_INDEX)
-        if "scored" in batch:  # it must agree with the labels
-            batch["scored"] = batch["scored"] & on_cpu.numpy()
+        batch["scored"] = batch["scored"] & on_cpu.numpy()
+    is_in_window = np.zeros_like(batch["scored"])
     for row, (_, scored, stop) in windows:
-        has_short_context[row, scored:stop] = True
+        is_in_window[row, scored:stop] = True
     # 2. Score this process's windows, and copy the scores of each to the positions of its tokens.
     if shared_by is not None:
         # Every P-th window: neighbors have similar lengths, so that processes finish together.
@@ -105,7 +106,7 @@ def short_log_likelihood(
     # 3. Collect the windows of the other processes. Each token is scored by one of them and 0 elsewhere.
     if shared_by is not None:
         dist.all_reduce(short, group=shared_by)
-    return ShortContext(short, has_short_context & batch["labels"].ne(IGNORE_INDEX))
+    return ShortScores(short, send(torch.from_numpy(is_in_window & batch["scored"]), short.device))
 
 
 @torch.no_grad()
@@ -115,7 +116,7 @@ def sliding_window_log_likelihood(
     *,
     context_length: int,
     group: SequenceGroup | None = None,
-) -> ShortContext:
+) -> ShortScores:
     """Approximate short contexts by one pass in which each layer attends to the last K tokens only.
 
     A token's own short context has exactly K tokens. But those carry what they saw before it: through L layers, a
@@ -127,13 +128,15 @@ def sliding_window_log_likelihood(
         context_length: Length K of the short context, in tokens.
         group: Processes that share the sequences.
     """
-    backbone.check_compares_contexts()
+    if backbone.rotates_by_length:
+        backbone.check_compares_contexts()
     # A group's processes hold a shard each, so their passes are one pass of the group.
     score = backbone if group is None else partial(group.sharded_log_likelihood, backbone)
     with eval_mode(backbone), lockstep(backbone) as run:
         scored = run(score, batch, window=context_length)
     # Up to position K, the window has hidden nothing: the short context is the long one.
-    return ShortContext(scored, (batch["position_ids"] > context_length) & batch["labels"].ne(IGNORE_INDEX))
+    hides = batch["position_ids"] > context_length
+    return ShortScores(scored, hides & send(torch.from_numpy(batch["scored"]), hides.device))
 
 
 @torch.no_grad()
@@ -171,16 +174,16 @@ def long_and_short(
     Returns:
         ``[B, T]`` long and ``[B, T]`` short log-likelihoods in nats, equal where a token has no short context.
     """
-    sizes: dict[str, Any] = {"context_length": context_length, "stride": stride}
+    score_short = partial(short_log_likelihood, backbone, context_length=context_length, stride=stride)
     with lockstep(backbone) as run:
         # Two orders: with `beta`, the short pass must know the long scores to skip tokens.
         if beta is None:
             # The short pass comes first, so that its buffers are free again in the long pass.
-            short = short_log_likelihood(backbone, batch, **sizes)
+            short = score_short(batch)
             long = run(backbone, batch)
             return long, short.fill_missing(long)
         long = run(backbone, batch)
-        short = short_log_likelihood(backbone, batch, **sizes, wanted=long > beta)
+        short = score_short(batch, wanted=long > beta)
         # Positions below K + d are in window 0, whose scores are the long ones.
         skipped = (long <= beta) & (batch["position_ids"] >= context_length + stride)
         return long, short.fill_missing(long).masked_fill(skipped, torch.nan)

@@ -108,6 +108,7 @@ def select_rows(batch: PackedBatch, rows: Sequence[int]) -> PackedBatch:
         labels=batch["labels"][index, :width],
         position_ids=batch["position_ids"][index, :width],
         document_boundaries=[batch["document_boundaries"][row] for row in rows],
+        scored=batch["scored"][list(rows), :width],
         text=[batch["text"][row] for row in rows],
         # Offsets stay in main memory.
         offsets=batch["offsets"][index.to(batch["offsets"].device), :width],

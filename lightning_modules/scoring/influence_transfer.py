@@ -17,7 +17,7 @@ from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.models.tokenization.detokenization import TokenCharacters
 from lightning_modules.models.tokenization.encoding import encode_text
-from lightning_modules.scoring.evaluator import score_text
+from lightning_modules.scoring.scored_model import score_text
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,9 @@ from lightning_modules.batch import PackedBatch
 from lightning_modules.models.loading.provenance import describe_key_tokens
 from lightning_modules.models.progress import SECONDS, count_tokens, show_progress
 from lightning_modules.scoring.config import ScoreConfig
-from lightning_modules.scoring.evaluated_model import EvaluatedModel
-from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.measure import Document, measure
-from lightning_modules.scoring.records import Definition, Record, Source, Sums, summarize, write_records
+from lightning_modules.scoring.records import Definition, Record, Sums, summarize, write_records
+from lightning_modules.scoring.scored_model import ScoredModel, open_evaluator
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.utilities.text_files import check_output, read_text
 
@@ -50,17 +49,19 @@ def score(files: str | Sequence[str] | Mapping[str, str], model: str, evaluator:
     texts = dict(files) if isinstance(files, Mapping) else _read_texts([files] if isinstance(files, str) else files)
     if config.output is not None:
         check_records_file(config.output)
-    evaluated_model = EvaluatedModel(config.model_loading(model), find_device(config.device), config.model_tokenizer)
-    evaluator_model = Evaluator(config.evaluator_config(config.key_token_rule))
+    device = find_device(config.device)
+    evaluator_model = open_evaluator(config.evaluator_config(config.key_token_rule), device=device)
+    evaluated_model = ScoredModel(
+        config.model_loading(model),
+        device=device,
+        tokenizer=config.model_tokenizer,
+        add_special_tokens=config.add_special_tokens,
+        trimmed_offsets=config.key_token_rule == "authors",  # a part of the rule, not of the model
+    )
     # 2. Cut the texts by the evaluator's tokens, so that all models get the same ones, and tokenize them.
     if config.max_tokens is not None:
         texts = {name: evaluator_model.cut(text, config.max_tokens, name=name) for name, text in texts.items()}
-    trimmed = config.key_token_rule == "authors"
-    documents = evaluated_model.read(texts, add_special_tokens=config.add_special_tokens, trimmed_offsets=trimmed)
-    # Before the weights are loaded: their files may change while the evaluator scores.
-    about_model = Source(model, *evaluated_model.provenance, special_tokens=config.add_special_tokens)
-    provenance = evaluator_model.provenance(evaluated_model.device)
-    about_evaluator = Source(evaluator, *provenance, special_tokens=config.evaluator_add_special_tokens)
+    documents = evaluated_model.read(texts)
     # 3. Score all documents with the evaluator, and free it.
     scored = _score_by_evaluator(documents, evaluator_model, evaluated_model, config)
     evaluator_model.release()
@@ -72,10 +73,15 @@ def score(files: str | Sequence[str] | Mapping[str, str], model: str, evaluator:
     with show_progress(scored, "model", tokens) as shown:
         for each in shown:
             # The whole document: LongPPL has no short context of the model, only of the evaluator.
-            long = evaluated_model.log_likelihood(each.batch)[0] if each.long is None else each.long
+            long = evaluated_model.log_likelihood(each.batch) if each.long is None else each.long
             document = Document.of_row(each.batch)
             records += measure(
-                document, long, each.scores, {"": definition}, model=about_model, evaluator=about_evaluator
+                document,
+                long,
+                each.scores,
+                {"": definition},
+                model=evaluated_model.source,
+                evaluator=evaluator_model.source,
             )
             # Show the numbers when they are known, if the whole takes a while.
             if len(tokens) > 1 and time.monotonic() > started + SECONDS:
@@ -97,10 +103,10 @@ class _Scored(NamedTuple):
 
 
 def _score_by_evaluator(
-    documents: Sequence[PackedBatch], evaluator: Evaluator, model: EvaluatedModel, config: ScoreConfig
+    documents: Sequence[PackedBatch], evaluator: ScoredModel, model: ScoredModel, config: ScoreConfig
 ) -> list[_Scored]:
     # If the evaluator is the model and has read the same tokens, its long pass is also that of the model.
-    same = model.provenance.identity == evaluator.provenance(model.device).identity
+    same = model.identity == evaluator.identity
     beta = config.beta if config.key_tokens_only else None
     sizes = {"context_length": config.context_length, "stride": config.stride}
     tokens = [count_tokens(document["labels"].numel(), **sizes) for document in documents]
@@ -108,7 +114,7 @@ def _score_by_evaluator(
     with show_progress(documents, "evaluator", tokens) as shown:
         for document in shown:
             text, name = document["text"][0], document["names"][0]
-            scores = evaluator.scores(text, device=model.device, name=name, beta=beta)
+            scores = evaluator.scores(text, name=name, beta=beta)
             reusable = same and torch.equal(scores.token_ids, document["input_ids"][0])
             scored.append(_Scored(document, scores, scores.long if reusable else None))
     return scored

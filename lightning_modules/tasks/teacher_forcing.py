@@ -86,11 +86,17 @@ def padded_rows(rows: Sequence[Sequence[int] | NDArray[np.int32]], device: torch
     """Pad rows on the right, which needs no mask because attention is causal."""
     ids = [torch.tensor(row, dtype=torch.int64) for row in rows]
     tokens = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)
-    labels = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=IGNORE_INDEX).to(device)
+    labels = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=IGNORE_INDEX)
     labels[:, 0] = IGNORE_INDEX
     positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
     boundaries = [[0, len(row)] for row in rows]
-    return PackedBatch(input_ids=tokens, labels=labels, position_ids=positions, document_boundaries=boundaries)
+    return PackedBatch(
+        input_ids=tokens,
+        labels=labels.to(device),
+        position_ids=positions,
+        document_boundaries=boundaries,
+        scored=labels.ne(IGNORE_INDEX).numpy(),
+    )
 
 
 def _score_pass(

@@ -102,14 +102,14 @@ def _make_absolute(path_or_id: str) -> str:
 
 
 def objective_facts(
-    objective: Objective, context_length: int, stride: int, short_context: str = "windows"
+    objective: Objective, context_length: int, stride: int, short_method: str = "windows"
 ) -> dict[str, Any]:
     """Return the facts about the objective; a short context other than the paper's windows is one of its settings."""
     described = _describe_objective(objective)
     if not objective.uses_short_context:
         return {"objective": described}
-    if short_context != "windows":
-        return {"objective": described | {"short_context": short_context}, "context_length": context_length}
+    if short_method != "windows":
+        return {"objective": described | {"short_method": short_method}, "context_length": context_length}
     return {"objective": described, "context_length": context_length, "stride": stride}
 
 

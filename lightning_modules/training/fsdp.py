@@ -133,7 +133,8 @@ def load_trainer_backbone(trainer: Trainer | None, config: ModelConfig) -> Backb
         backbone = load_sharded_backbone(config, mesh, device=device, precision=precision, offload=offload)
     else:
         backbone = load_backbone(config, device=device, autocast=precision.endswith("-mixed"))
-    report_progress(backbone.decoder)
+    if trainer.progress_bar_callback is not None:  # without bars, no layer of a pass reports to one
+        report_progress(backbone.decoder)
     return backbone
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -12,7 +12,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.checks import MAX_PROCESSES, check_count
 from lightning_modules.functional.windows import check_context
 from lightning_modules.models.attention import DOCUMENT_SDPA
@@ -121,26 +120,10 @@ def check_fit(objective: Objective, loading: ModelConfig, backbone: Backbone, da
         warn_of_other_tokenizer(tokenizer, path, loading.revision)
 
 
-def check_batch(
-    batch: PackedBatch,
-    backbone: Backbone,
-    objective: Objective,
-    short_context: ShortContextConfig,
-    group: SequenceGroup | None,
-) -> None:
-    """Raise a ``ValueError`` for a training batch that does not fit the model, the objective or the sequence group."""
-    backbone.check_batch(batch)
-    check_influence(objective, "that come with the sequences" if "influence" in batch else None)
-    if objective.uses_short_context:
-        check_context(short_context.context_length, short_context.stride, batch["input_ids"].shape[1])
-    if group is not None:
-        group.check_same_batch(batch)
+def raise_not_finite(losses: Mapping[int, Tensor], module: LightningModule) -> NoReturn:
+    """Raise a ``FloatingPointError`` in all processes, after an optimizer step whose mean loss is not finite.
 
-
-def check_finite(losses: Mapping[int, Tensor], module: LightningModule, *, mean: Tensor) -> None:
-    """Raise a ``FloatingPointError`` if a loss of the optimizer step is not finite; ``losses`` are by batch index.
-
-    ``mean`` is that of all processes, which all raise the error.
+    It names the batch if it is one of this process's ``losses``, which are by batch index.
     """
     for batch_idx, loss in zip(losses, torch.stack(list(losses.values())).tolist(), strict=True):
         if not math.isfinite(loss):
@@ -149,11 +132,10 @@ def check_finite(losses: Mapping[int, Tensor], module: LightningModule, *, mean:
                 f" {module.current_epoch} (process {module.global_rank}). Training stops here: lower the learning rate,"
                 " clip gradients (`trainer.gradient_clip_val`) or check the data of the batch."
             )
-    if not torch.isfinite(mean):
-        raise FloatingPointError(
-            f"The loss of another process is not finite at step {module.global_step}: see its message. After the change"
-            " that it asks for, resume with `--ckpt_path RUN_FOLDER`."
-        )
+    raise FloatingPointError(
+        f"The loss of another process is not finite at step {module.global_step}: see its message. After the change"
+        " that it asks for, resume with `--ckpt_path RUN_FOLDER`."
+    )
 
 
 def check_influence(objective: Objective, influence: str | None) -> None:

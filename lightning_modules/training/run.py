@@ -195,14 +195,17 @@ class RunMember(Callback):
     def __init__(self, run: Run) -> None:
         self._run = run
         self._first_step = 0  # the run's step when this start began
+        self._is_confirmed = False
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._first_step = trainer.global_step
+        self._is_confirmed = False
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.is_global_zero and trainer.global_step > self._first_step:
+        if not self._is_confirmed and trainer.is_global_zero and trainer.global_step > self._first_step:
+            self._is_confirmed = True
             self._run.confirm()
 
     @override

@@ -1,24 +1,52 @@
-"""Normalization of a training step: gradients of a mean over all its tokens, and means for the log."""
+"""A training step: the check of its batches, gradients of a mean over all its tokens, and means for the log."""
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
+import numpy as np
 import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_modules.batch import IGNORE_INDEX
-from lightning_modules.functional import ShortContext
+from lightning_modules.batch import BoolArray, PackedBatch, with_scored
+from lightning_modules.functional import ShortScores
+from lightning_modules.functional.windows import check_context
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.scorer import Scorer
+from lightning_modules.models.short_context import ShortContextConfig
 from lightning_modules.objectives import Objective, unwrap
-from lightning_modules.training.sequence_parallel import sequence_group
+from lightning_modules.training.preflight import check_influence
 
 REFERENCE_TOKENS = 2**15
 """Constant divisor of a batch's loss, which `normalize_gradients` cancels, so any constant gives the same step.
 
 One near the length of a sequence keeps float16 gradients in range, and a power of 2 adds no rounding.
 """
+
+
+def admit_batch(batch: PackedBatch, backbone: Scorer) -> None:
+    """Check a batch where it enters the model; no later function checks it again.
+
+    One of a user's own loader gets ``scored`` here, which torch's loaders may also have made a tensor.
+    """
+    if not isinstance(batch.get("scored"), np.ndarray):
+        batch["scored"] = with_scored(batch)["scored"]
+    backbone.check_batch(batch)
+
+
+def check_training_batch(
+    batch: PackedBatch, backbone: Backbone, objective: Objective, short_context: ShortContextConfig
+) -> None:
+    """Admit a batch to training, or raise an error if it does not fit the objective or the model is in eval mode."""
+    admit_batch(batch, backbone)
+    if not backbone.training:
+        raise RuntimeError("The model is in eval mode, without dropout and gradient checkpointing: call `train()`.")
+    if objective.uses_stored_influence != ("influence" in batch):
+        check_influence(objective, "that come with the sequences" if "influence" in batch else None)
+    length = batch["input_ids"].shape[1]
+    if objective.uses_short_context and short_context.context_length + short_context.stride >= length:
+        check_context(short_context.context_length, short_context.stride, length)
 
 
 def normalize_gradients(parameters: Iterable[Tensor], divisor: float, *, batches: int) -> float:
@@ -48,16 +76,6 @@ def normalize_gradients(parameters: Iterable[Tensor], divisor: float, *, batches
     return scale
 
 
-@contextmanager
-def note_step(global_step: int) -> Iterator[None]:
-    """Add the optimizer step to a ``ValueError`` that is raised in the block."""
-    try:
-        yield
-    except ValueError as error:
-        error.add_note(f"This is optimizer step {global_step}.")
-        raise
-
-
 class TrainingStatistics:
     """Means over all tokens of one optimizer step: of all its micro-batches and all processes.
 
@@ -78,32 +96,33 @@ class TrainingStatistics:
         loss: Tensor,
         long: Tensor,
         token_weights: Tensor,
-        labels: Tensor,
+        scored: BoolArray,
         *,
         cap: float | None,
-        short: ShortContext | None = None,
+        short: ShortScores | None = None,
     ) -> None:
         """Add a batch, without waiting for the accelerator.
 
         ``loss`` is the batch's sum over tokens in nats, divided by `REFERENCE_TOKENS`, and ``cap`` the largest weight
-        in this step. The others are ``[B, T]``.
+        in this step. The others are ``[B, T]``; log-likelihood and weight of a token that is not scored are 0.
         """
-        scored = labels.ne(IGNORE_INDEX)
-        weights = token_weights.double() * scored
+        weights = token_weights.double()
         # Compare in the weights' dtype: 1.3 in float32 is a little below 1.3 in float64.
         largest = torch.tensor(math.inf if cap is None else cap, dtype=token_weights.dtype)
         sums = {
             "loss": loss,
-            "nll": -long.double().sum(),  # 0 for a token that is not scored
-            "tokens": loss.new_full((), labels.numel(), dtype=torch.float64),
-            "scored": scored.sum(),
+            "nll": -long.double().sum(),
+            "tokens": loss.new_full((), scored.size, dtype=torch.float64),
+            "scored": loss.new_full((), int(scored.sum()), dtype=torch.float64),
             "weights": weights.sum(),
             "squares": weights.square().sum(),
             "above_1": (weights > 1).sum(),
-            "at_cap": ((token_weights >= largest) & scored).sum(),
+            "at_cap": (token_weights >= largest).sum(),
         }
         # Faults of the objective, unless the log-likelihoods that it gets are not finite.
-        given = scored & long.isfinite() & (long if short is None else short.fill_missing(long)).isfinite()
+        given = long.isfinite()
+        if short is not None:
+            given &= short.log_likelihood.isfinite()
         sums["NaN"] = (token_weights.isnan() & given).sum()
         sums["infinite"] = (token_weights.isinf() & given).sum()
         sums["negative"] = (token_weights.isfinite() & (token_weights < 0) & given).sum()
@@ -112,20 +131,19 @@ class TrainingStatistics:
         self._names = list(sums)
         self._sums = batch if self._sums is None else self._sums + batch
 
-    def compute(self, strategy: Strategy, norm: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the means as float32 scalars on CPU by name; every process must call it.
+    def compute(self, strategy: Strategy, norm: Tensor | None = None, *, copies: int = 1) -> dict[str, Tensor]:
+        """Return the means as float32 scalars on CPU by name, and start over; every process must call it.
 
         ``step_tokens`` are the input tokens, and ``gradient_norm`` is the given ``norm`` of the gradients, copied to
-        the CPU together with the sums.
+        the CPU together with the sums. With sequence parallelism, ``copies`` processes hold each sequence.
         """
         assert self._sums is not None, "there is a batch before each optimizer step"
         # 1. Sum over all processes, and read the sums once: loggers would wait for the accelerator each time.
         sums = strategy.reduce(self._sums, reduce_op="sum")
         norm = sums.new_tensor(math.nan) if norm is None else norm.to(sums, non_blocking=True)
         *values, norm = torch.cat([sums, norm[None]]).cpu().unbind()
-        # 2. Each process of a sequence group counts whole sequences, so every token is counted `size` times.
-        group = sequence_group(strategy)
-        copies = 1 if group is None else group.size
+        self._sums = None
+        # 2. Each process of a sequence group counts whole sequences, so every token is counted `copies` times.
         total = {name: value / copies for name, value in zip(self._names, values, strict=True)}
         self.invalid_weights = {kind: int(total[kind]) for kind in ("NaN", "infinite", "negative") if total[kind] > 0}
         # 3. Divide by the scored tokens of the step; without any, the gradient is 0 and any divisor will do.

@@ -14,6 +14,8 @@ from jsonargparse._loaders_dumpers import get_yaml_default_loader
 CONFIGS = Path(__file__).parents[1] / "configs"
 """Folder of the configs; in a checkout a link to the one at its top."""
 
+_CONFIG_OPTIONS = ("-c", "--config")
+
 
 def use_checked_yaml() -> None:
     """Make jsonargparse refuse duplicate keys, and read ``-inf`` as a number and ``10:00:00`` (YAML 1.1) as text."""
@@ -41,27 +43,41 @@ def _construct_mapping(loader: Any, node: yaml.MappingNode) -> Any:
 
 
 def _construct_number(read: Callable[[Any, Any], Any], loader: Any, node: yaml.ScalarNode) -> Any:
-    return node.value if ":" in node.value else read(loader, node)
+    if ":" in node.value:
+        return node.value
+    return read(loader, node)
 
 
 def find_packaged_configs(arguments: Sequence[str]) -> list[str]:
     """Replace names such as ``configs/base.yaml`` that do not exist here by those of the installed package."""
-    words = list(arguments)
-    for index, word in enumerate(words):
+    words: list[str] = []
+    previous = ""
+    for word in arguments:
         option, equals, value = word.partition("=")
-        name = value if equals and option in ("-c", "--config") else word
-        is_config = equals or (index > 0 and words[index - 1] in ("-c", "--config"))
-        packaged = CONFIGS.parent / name
-        if is_config and name.startswith("configs/") and not os.path.exists(name) and packaged.is_file():
-            words[index] = f"{option}={packaged}" if equals else str(packaged)
+        if equals and option in _CONFIG_OPTIONS:
+            words.append(f"{option}={_find_packaged(value)}")
+        elif previous in _CONFIG_OPTIONS:
+            words.append(_find_packaged(word))
+        else:
+            words.append(word)
+        previous = word
     return words
+
+
+def _find_packaged(name: str) -> str:
+    packaged = CONFIGS.parent / name
+    if name.startswith("configs/") and not os.path.exists(name) and packaged.is_file():
+        return str(packaged)
+    return name
 
 
 def list_options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield each word as an option, with the value after ``=`` or else the next word."""
     for word, following in pairwise([*arguments, ""]):
         option, equals, value = word.partition("=")
-        yield option, value if equals else following
+        if not equals:
+            value = following
+        yield option, value
 
 
 def read_configs(arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -72,7 +88,7 @@ def read_configs(arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
     """
     configs: dict[str, dict[str, Any]] = {}
     for option, file in list_options(arguments):
-        if option in ("-c", "--config") and os.path.isfile(file):
+        if option in _CONFIG_OPTIONS and os.path.isfile(file):
             configs.pop(file, None)  # the last of several places counts
             configs[file] = read_config(file)
     return configs
@@ -85,8 +101,10 @@ def read_config(file: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"The config '{file}' cannot be used: {error}. Save it as UTF-8 text.") from error
     except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ValueError(f"{file}{line}: this is not YAML: {error.problem} {error.context or ''}.") from error
+        place = file
+        if error.problem_mark is not None:
+            place += f", line {error.problem_mark.line + 1}"
+        raise ValueError(f"{place}: this is not YAML: {error.problem} {error.context or ''}.") from error
     except yaml.YAMLError as error:
         raise ValueError(f"The config '{file}' cannot be used: {error}") from error
     if not isinstance(config, dict | None):

@@ -15,11 +15,7 @@ _MODEL_FILE = Path(__file__).parents[2] / "lightning_modules" / "long_context_lm
 
 def check_keys(arguments: Sequence[str]) -> None:
     """Stop if a key of ``trainer`` or ``model`` is misspelled in a config or an option."""
-    lightning = importlib.util.find_spec("lightning")  # without importing it
-    assert lightning is not None
-    assert lightning.origin is not None
-    trainer_file = Path(lightning.origin).parent / "pytorch" / "trainer" / "trainer.py"
-    known = {"trainer": [*_list_arguments(trainer_file, "Trainer"), "help"]}
+    known = {"trainer": [*_list_arguments(_find_trainer_file(), "Trainer"), "help"]}
     if not names_model_class(arguments):
         settings = [field.name for field in fields(ModelConfig)]
         known["model"] = [*_list_arguments(_MODEL_FILE, "LongContextLM"), *settings, "help"]
@@ -33,11 +29,20 @@ def check_keys(arguments: Sequence[str]) -> None:
             stop_with_usage(f"{place}unknown option `{dashes}{section}.{key}`. {hint}")
 
 
+def _find_trainer_file() -> Path:
+    lightning = importlib.util.find_spec("lightning")  # importing it takes seconds
+    assert lightning is not None
+    assert lightning.origin is not None
+    return Path(lightning.origin).parent / "pytorch" / "trainer" / "trainer.py"
+
+
 def _list_keys(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield section and name of each key in the configs and the options."""
     for config in read_configs(arguments).values():
         for section, values in config.items():
-            for key in values if isinstance(values, dict) else ():
+            if not isinstance(values, dict):
+                continue
+            for key in values:
                 yield str(section), str(key).removesuffix("+")
     for option, _ in list_options(arguments):
         if option.startswith("--") and "." in option:
@@ -48,8 +53,9 @@ def _list_keys(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 def _list_arguments(file: Path, class_name: str) -> list[str]:
     """Return the names of a class's arguments, from its source."""
     for kind in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(kind, ast.ClassDef) and kind.name == class_name:
-            inits = [part for part in kind.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
-            arguments = inits[0].args
-            return [each.arg for each in (*arguments.args, *arguments.kwonlyargs)]
+        if not isinstance(kind, ast.ClassDef) or kind.name != class_name:
+            continue
+        for part in kind.body:
+            if isinstance(part, ast.FunctionDef) and part.name == "__init__":
+                return [each.arg for each in [*part.args.args, *part.args.kwonlyargs]]
     return []

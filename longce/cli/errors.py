@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import jsonargparse
@@ -47,45 +48,61 @@ class ConciseParser(jsonargparse.ArgumentParser):
             stop_with_usage(unknown)
         short = _drop_noise(re.sub(r"\. Got value: Namespace\(.*", ".", message))
         short = re.sub(r"an? <class '(\w+)'>", r"\1", short)
-        if key := re.match(r'Parser key "([\w.]+)":', short):
+        key = re.match(r'Parser key "([\w.]+)":', short)
+        if key is not None:
             short = f"{find_in_configs(self.args, key[1])}`{key[1]}`:{short[key.end() :]}"
         stop_with_usage(short)
 
     def _describe_unknown_name(self, message: str) -> str | None:
         """Return an error for an unknown option, key, parameter or class, or None if the message is another one."""
-        if found := re.search(r"dot import path string: (\w+)", message):
-            modules = ("datamodules", "callbacks", "lightning_modules.objectives")
-            paths = [f"{module}.{name}" for module in modules for name in _list_classes(module)]
-            near = find_nearest(found[1], paths)
-            hint = f"Did you mean `{near}`?" if near else "Write it with its module."
-            return f"{find_in_configs(self.args, found[1])}unknown class `{found[1]}`. {hint}"
-        if found := re.search(r"([\w.]+) is abstract", message):
-            kind: Any = pydoc.locate(found[1])
-            methods = ", ".join(f"`{name}`" for name in sorted(kind.__abstractmethods__))
-            return f"{find_in_configs(self.args, found[1])}`{found[1]}` must define {methods}."
-        for pattern, list_known in (
-            (r"class_path '(?P<owner>[\w.]+)':\s+Option '(?P<name>[\w.]+)'", _list_parameters),
-            (r"Option '(?P<name>[\w.]+)' is not .*Namespace\(class_path='(?P<owner>[\w.]+)'", _list_parameters),
-            (r"module '(?P<owner>[\w.]+)' has no attribute '(?P<name>\w+)'", _list_classes),
+        found = re.search(r"dot import path string: (\w+)", message)
+        if found is not None:
+            return self._describe_unknown_class(found[1])
+        found = re.search(r"([\w.]+) is abstract", message)
+        if found is not None:
+            path = found[1]
+            methods = [f"`{name}`" for name in sorted(_import_named_class(path).__abstractmethods__)]
+            return f"{find_in_configs(self.args, path)}`{path}` must define {', '.join(methods)}."
+        for pattern in (
+            r"class_path '(?P<owner>[\w.]+)':\s+Option '(?P<name>[\w.]+)'",
+            r"Option '(?P<name>[\w.]+)' is not .*Namespace\(class_path='(?P<owner>[\w.]+)'",
         ):
-            if found := re.search(pattern, message):
-                owner, name = found["owner"], found["name"]
-                hint = suggest_nearest(name, list_known(owner))
-                if Path(owner, f"{name}.py").is_file():
-                    hint = f" Your folder '{owner}' has the name of a package of longce: rename it."
-                return f"{find_in_configs(self.args, name)}`{owner}` has no `{name}`.{hint}"
-        if found := re.search(r"unrecognized arguments: --([\w.]+)|ption '([\w.]+)'( is not accepted|$)", message):
+            found = re.search(pattern, message)
+            if found is not None:
+                return self._describe_unknown_member(found["owner"], found["name"], _list_parameters(found["owner"]))
+        found = re.search(r"module '(?P<owner>[\w.]+)' has no attribute '(?P<name>\w+)'", message)
+        if found is not None:
+            module = sys.modules[found["owner"]]  # its attribute was looked up, so it is imported
+            return self._describe_unknown_member(found["owner"], found["name"], list_classes(module))
+        found = re.search(r"unrecognized arguments: --([\w.]+)|ption '([\w.]+)'( is not accepted|$)", message)
+        if found is not None:
             name = found[1] or found[2]
             place = find_in_configs(self.args, name)
             dashes = "" if place else "--"
             return f"{place}unknown option `{dashes}{name}`.{suggest_nearest(name, _list_options(self), dashes)}"
         return None
 
+    def _describe_unknown_class(self, name: str) -> str:
+        paths = []
+        for module in import_choices().values():
+            paths += [f"{module.__name__}.{known}" for known in list_classes(module)]
+        near = find_nearest(name, paths)
+        hint = "Write it with its module." if near is None else f"Did you mean `{near}`?"
+        return f"{find_in_configs(self.args, name)}unknown class `{name}`. {hint}"
+
+    def _describe_unknown_member(self, owner: str, name: str, known: Iterable[str]) -> str:
+        """Return an error for a name that a class or a module does not have."""
+        hint = suggest_nearest(name, known)
+        if Path(owner, f"{name}.py").is_file():
+            hint = f" Your folder '{owner}' has the name of a package of longce: rename it."
+        return f"{find_in_configs(self.args, name)}`{owner}` has no `{name}`.{hint}"
+
 
 def _drop_noise(message: str) -> str:
     """Return an error of jsonargparse in one line, without the lines that help nobody."""
     lines = [line.strip() for line in message.splitlines()]
-    return " ".join([line.removeprefix("- ") for line in lines if not re.match(_NOISE, line)] or lines)
+    kept = [line.removeprefix("- ") for line in lines if not re.match(_NOISE, line)]
+    return " ".join(kept or lines)
 
 
 def find_nearest(name: str, known: Iterable[str]) -> str | None:
@@ -94,15 +111,21 @@ def find_nearest(name: str, known: Iterable[str]) -> str | None:
     for each in sorted(known):
         by_last_part.setdefault(each.rpartition(".")[2], []).append(each)
     near = difflib.get_close_matches(name.rpartition(".")[2], by_last_part, n=1, cutoff=_SIMILARITY)
-    return difflib.get_close_matches(name, by_last_part[near[0]], n=1, cutoff=0)[0] if near else None
+    if not near:
+        return None
+    # Among names with the same last part, the rest decides.
+    return difflib.get_close_matches(name, by_last_part[near[0]], n=1, cutoff=0)[0]
 
 
 def suggest_nearest(name: str, known: Iterable[str], dashes: str = "") -> str:
     """Return a hint for an unknown name: the nearest known one, or all names if they are few."""
     names = sorted(known)
-    if near := find_nearest(name, names):
+    near = find_nearest(name, names)
+    if near is not None:
         return f" Did you mean `{dashes}{near}`?"
-    return f" Known: {', '.join(names)}." if len(names) <= 30 else " `longce COMMAND --help` lists the options."
+    if len(names) <= 30:
+        return f" Known: {', '.join(names)}."
+    return " `longce COMMAND --help` lists the options."
 
 
 def stop_with_usage(message: str) -> NoReturn:
@@ -112,11 +135,11 @@ def stop_with_usage(message: str) -> NoReturn:
 
 def _list_options(parser: jsonargparse.ArgumentParser) -> set[str]:
     """Return the names of all options of a parser and of its subcommands, also of the classes in its defaults."""
-    names = set()
+    names: set[str] = set()
     for action in parser._actions:
-        names |= {option[2:] for option in action.option_strings if option.startswith("--")}
+        names.update(option[2:] for option in action.option_strings if option.startswith("--"))
         with suppress(TypeError, KeyError):  # only a class has a path
-            names |= {f"{action.dest}.{name}" for name in _list_parameters(action.default["class_path"])}
+            names.update(f"{action.dest}.{name}" for name in _list_parameters(action.default["class_path"]))
         for subparser in getattr(action, "_name_parser_map", {}).values():
             names |= _list_options(subparser)
     return names
@@ -125,14 +148,38 @@ def _list_options(parser: jsonargparse.ArgumentParser) -> set[str]:
 def _list_parameters(class_path: str) -> list[str]:
     """Return the names of the parameters of a class, also of those that it passes on as keywords."""
     parser = jsonargparse.ArgumentParser()
-    parser.add_class_arguments(pydoc.locate(class_path), fail_untyped=False)
+    parser.add_class_arguments(_import_named_class(class_path), fail_untyped=False)
     return list(parser.get_defaults().keys())
 
 
-def _list_classes(module: str) -> list[str]:
-    found: Any = pydoc.locate(module)
-    defined = [name for name, one in vars(found).items() if getattr(one, "__module__", "").startswith(module)]
-    return getattr(found, "__all__", None) or [name for name in defined if name[:1].isupper()]
+def _import_named_class(class_path: str) -> Any:
+    """Return a class that a config or an option names.
+
+    Only its path is known here: it may be a class of the user, or nested in another class. The parser has imported it.
+    """
+    return pydoc.locate(class_path)
+
+
+def import_choices() -> dict[str, ModuleType]:
+    """Return the modules whose classes an experiment chooses from, by heading of the help; they import torch."""
+    import callbacks
+    import datamodules
+    from lightning_modules import objectives
+
+    return {
+        "data modules: --data datamodules.NAME": datamodules,
+        "callbacks: --trainer.callbacks+ callbacks.NAME": callbacks,
+        "objectives: --model.objective NAME": objectives,
+    }
+
+
+def list_classes(module: ModuleType) -> list[str]:
+    """Return the names of the classes that a module is used for: ``__all__``, or those defined in it."""
+    names: list[str] = []
+    for name, value in vars(module).items():
+        if isinstance(value, type) and value.__module__.startswith(module.__name__):
+            names.append(name)
+    return getattr(module, "__all__", names)
 
 
 def find_in_configs(words: Sequence[str], name: str) -> str:
@@ -191,9 +238,13 @@ def _find_import_error(error: BaseException | None) -> BaseException | None:
 
 def _exit_with_message(error: BaseException, *, status: int) -> NoReturn:
     # The error that a class in a config raised, without the parser's list of the types it tried.
-    while str(error).startswith("Does not validate") and (cause := error.__cause__ or error.__context__) is not None:
+    while str(error).startswith("Does not validate"):
+        cause = error.__cause__ or error.__context__
+        if cause is None:
+            break
         error = cause
-    _exit_with("\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", [])]), status=status)
+    message = str(error) or type(error).__name__
+    _exit_with("\n".join([message, *getattr(error, "__notes__", [])]), status=status)
 
 
 def _exit_with(message: str, *, status: int) -> NoReturn:

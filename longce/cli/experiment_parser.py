@@ -2,13 +2,12 @@
 
 import pydoc
 import textwrap
-from types import ModuleType
 from typing import Any
 
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
-from longce.cli.errors import ConciseParser
+from longce.cli.errors import ConciseParser, import_choices, list_classes
 
 _MOST_USED = """\
 most used:
@@ -32,28 +31,15 @@ class ExperimentParser(ConciseParser, LightningArgumentParser):
             return super().format_help(*arguments)
         usage, description, options = super().format_help(*arguments).split("\n\n", 2)
         sections = [usage, description, _MOST_USED]
-        for heading, module in _list_modules().items():
+        for heading, module in import_choices().items():
             lines = [heading]
-            for key in getattr(module, "__all__", list(vars(module))):
-                found = getattr(module, key)
-                if isinstance(found, type) and found.__module__.startswith(module.__name__):
-                    lines.append(f"  {found.__name__:<25}{_shorten(found.__doc__)}")
+            for name in list_classes(module):
+                kind = getattr(module, name)
+                if isinstance(kind, type):  # and not a function
+                    lines.append(f"  {name:<25}{_shorten(kind.__doc__)}")
             sections.append("\n".join(lines))
         more = "`--data.help datamodules.NAME` and `--model.objective.help NAME` list the settings of a class."
         return "\n\n".join([*sections, more, options])
-
-
-def _list_modules() -> dict[str, ModuleType]:
-    """Return the modules of classes to choose from, by heading and option; only the help imports them all."""
-    import callbacks
-    import datamodules
-    from lightning_modules import objectives
-
-    return {
-        "data modules: --data datamodules.NAME": datamodules,
-        "callbacks: --trainer.callbacks+ callbacks.NAME": callbacks,
-        "objectives: --model.objective NAME": objectives,
-    }
 
 
 def _shorten(docstring: str | None) -> str:

@@ -27,8 +27,11 @@ def configure_hub() -> None:
     reached: set[Any] = set()
 
     def check_connection(request: Any) -> None:
-        address = request.url.host, request.url.port or (443 if request.url.scheme == "https" else 80)
-        if address in reached or {"http", "https", "all"} & set(urllib.request.getproxies()):  # a proxy resolves names
+        default_ports = {"https": 443, "http": 80}
+        address = (request.url.host, request.url.port or default_ports[request.url.scheme])
+        if address in reached:
+            return
+        if {"http", "https", "all"} & set(urllib.request.getproxies()):  # a proxy resolves names
             return
         try:
             socket.create_connection(address, timeout=_TIMEOUT_SECONDS).close()

@@ -109,7 +109,8 @@ class LongceCLI(LightningCLI):
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # a static method in Lightning
         """Return only the requested command: a parser of all settings takes a tenth of a second."""
         known = {**LightningCLI.subcommands(), "influence": {"model", "datamodule"}}
-        return {name: arguments for name, arguments in known.items() if name in self._words[:1]}
+        requested = self._words[:1]
+        return {name: arguments for name, arguments in known.items() if name in requested}
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -179,7 +180,8 @@ class LongceCLI(LightningCLI):
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             plugins.append(CheckedCheckpointIO())
         callbacks = [EvaluationStop(self.preemption.signal), *_as_list(options.get("callbacks"))]
-        if options.get("enable_progress_bar") is not False and not any(isinstance(x, ProgressBar) for x in callbacks):
+        has_progress_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+        if options.get("enable_progress_bar") is not False and not has_progress_bar:
             callbacks.append(StepProgress())
         # Our data modules shard documents and sequences themselves, without repeating any.
         sampler = options.use_distributed_sampler and not getattr(self.datamodule, "shards_itself", False)
@@ -208,7 +210,8 @@ class LongceCLI(LightningCLI):
         if self.subcommand in (None, "influence"):  # which check their own
             return
         check_strategy(self.trainer.strategy)
-        fits, options = self.subcommand == "fit", self.config_init[self.subcommand]
+        fits = self.subcommand == "fit"
+        options = self.config_init[self.subcommand]
         if isinstance(self.model, LongContextLM):
             self._check_model(self.model, fits=fits)
         logger = self._get(self.config, "trainer").logger
@@ -219,7 +222,10 @@ class LongceCLI(LightningCLI):
         if self.subcommand == "predict":
             options.return_predictions = False  # callbacks write them; those of a corpus would not fit in memory
         options.ckpt_path = find_checkpoint(options.ckpt_path, self.trainer, logger, resume=fits)
-        self._save_config(None if options.ckpt_path in (None, "best", "hpc") else Path(options.ckpt_path), logger)
+        checkpoint = None
+        if options.ckpt_path not in (None, "best", "hpc"):
+            checkpoint = Path(options.ckpt_path)
+        self._save_config(checkpoint, logger)
 
     def _check_model(self, model: LongContextLM, *, fits: bool) -> None:
         check_callbacks(self.trainer.callbacks)  # type: ignore[attr-defined]
@@ -257,7 +263,8 @@ class LongceCLI(LightningCLI):
                 rank_zero_info(line)
             named = checkpoint is not None and str(checkpoint) == self._requested_checkpoint
             self.training_run.record(checkpoint, text, config.seed_everything, spans=spans, named=named)
-            self.model.run_id, self.identity.config = self.training_run.id, text
+            self.model.run_id = self.training_run.id
+            self.identity.config = text
         else:
             place_evaluation(self.trainer, str(self.subcommand), checkpoint, text, numbered=is_numbered(logger))
 
@@ -281,4 +288,6 @@ class LongceCLI(LightningCLI):
 def _as_list(value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
         return list(value)
-    return [value] if value else []
+    if value:
+        return [value]
+    return []

@@ -27,18 +27,20 @@ def score_command(arguments: Sequence[str]) -> None:
     arguments, others = split_repeated(arguments, "--model")
     arguments, extensions = split_repeated(arguments, "--context_extension")
     options = parse_options(parser, arguments)
-    row, column = options.pop("row"), options.pop("text_column")
+    row = options.pop("row")
+    column = options.pop("text_column")
     if row is not None:
         options["files"] = read_rows(options["files"], row, column)
     else:
         for file in options["files"]:
             read_text(file, may_be_blank=len(options["files"]) > 1)
-    ScoreConfig(**{name: value for name, value in options.items() if name != "files"}).check_names(others)
+    files = options.pop("files")
+    ScoreConfig(**options).check_names(others)
     if extensions:
         options["other_extensions"] = [yaml.safe_load(extension) for extension in extensions]
     from longce.models import score_models
 
-    for part in score_models([options.pop("model"), *others], **options):
+    for part in score_models([options.pop("model"), *others], files=files, **options):
         sys.stdout.write(f"{part}\n")
         sys.stdout.flush()
 
@@ -80,10 +82,9 @@ def read_row(file: str, row: int, text_column: str) -> tuple[str, str]:
 
 def evaluate_command(arguments: Sequence[str]) -> None:
     """Run ``longce evaluate`` and print its table."""
-    description = (
-        "Evaluate a model on long-context tasks and tasks of lm-evaluation-harness. With several `--model`s or"
-    )
-    description += " `--context_extension`s, each has a folder in `output`, and they are compared with the first one."
+    description = "Evaluate a model on long-context tasks and tasks of lm-evaluation-harness."
+    description += " With several `--model`s or `--context_extension`s, each has a folder in `output`, and they are"
+    description += " compared with the first one."
     skip = ("tasks", "lengths", "depths")
     parser = make_parser("evaluate", description, EvaluationConfig, skip=skip)
     names = "Names of tasks, groups and sets, import paths of your own tasks, and task files of lm-evaluation-harness."
@@ -95,9 +96,9 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     arguments, others = split_repeated(_read_flags(arguments), "--model")
     arguments, extensions = split_repeated(arguments, "--context_extension")
     options = parse_options(parser, arguments)
-    match options["depths"]:
-        case [count] if count > 1 and count.is_integer():
-            options["depths"] = int(count)
+    depths = options["depths"]
+    if depths is not None and len(depths) == 1 and depths[0] > 1 and depths[0].is_integer():
+        options["depths"] = int(depths[0])  # a number of depths
     EvaluationConfig(**options).check_names(others)
     if extensions:
         options["other_extensions"] = [yaml.safe_load(extension) for extension in extensions]
@@ -107,13 +108,32 @@ def evaluate_command(arguments: Sequence[str]) -> None:
 
 
 def split_repeated(arguments: Sequence[str], option: str) -> tuple[list[str], list[str]]:
-    """Split arguments into those with the first value of an option only, and its other values."""
-    words, values = list(arguments), list[str]()
-    for place in reversed([place for place, word in enumerate(words) if word.partition("=")[0] == option][1:]):
-        pair = words[place : place + (1 if "=" in words[place] else 2)]
-        values.insert(0, pair[-1].removeprefix(f"{option}="))
-        del words[place : place + len(pair)]
-    return words, values
+    """Split arguments into those with the first value of an option only, and its other values.
+
+    >>> split_repeated(["a.txt", "--model", "x", "--model=y", "--row", "3", "--model", "z"], "--model")
+    (['a.txt', '--model', 'x', '--row', '3'], ['y', 'z'])
+    """
+    kept: list[str] = []
+    values: list[str] = []
+    unread = list(arguments)
+    is_first = True
+    while unread:
+        word = unread.pop(0)
+        name, equals, value = word.partition("=")
+        if name != option:
+            kept.append(word)
+            continue
+        if not equals:
+            if not unread:  # the parser reports the missing value
+                kept.append(word)
+                break
+            value = unread.pop(0)
+        if is_first:
+            kept += [option, value]
+        else:
+            values.append(value)
+        is_first = False
+    return kept, values
 
 
 def _read_flags(arguments: Sequence[str]) -> list[str]:

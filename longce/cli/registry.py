@@ -101,9 +101,12 @@ def reproduce_command(arguments: Sequence[str]) -> None:
     try:
         from benchmarks.reproduction.tables.options import add_table_options
     except ModuleNotFoundError as error:
-        if error.name != "benchmarks":
+        # Not installed, or a package of the user's has this name.
+        if error.name is None or error.name.partition(".")[0] != "benchmarks":
             raise
-        raise ValueError("`longce reproduce` runs in a clone of the repository, which has the benchmarks.") from None
+        raise ValueError(
+            "`longce reproduce` needs the benchmarks, which are not installed: run it in a clone of the repository."
+        ) from None
 
     print_help(arguments, add_table_options)
     from benchmarks.reproduction.tables.command import reproduce_table_command
@@ -145,11 +148,15 @@ def data_command(arguments: Sequence[str]) -> None:
     sys.argv[1:] = arguments[2:]
     cli = LongceCLI(add_data_options, run=False)
     options = cli.config
-    module: Any = None if options.get("data") is None else cli.make("data")
+    module: Any = None
+    given = "nothing"
+    if options.get("data") is not None:
+        module = cli.make("data")
+        given = type(module).__name__
     if not callable(getattr(module, "inspect", None)):
         raise ValueError(
             "`longce data inspect` needs packed training sequences: set `data` to a module that has them, as for"
-            f" `longce fit`, instead of {'nothing' if module is None else type(module).__name__}."
+            f" `longce fit`, instead of {given}."
         )
     sys.stdout.write(
         module.inspect(options.rows or None, count=options.count, width=options.width, names=options.names)

@@ -43,7 +43,8 @@ def avoid_slow_settings(config: Any, words: Sequence[str]) -> None:
         dtype = _TYPES.get(value.partition("-")[0])
         if dtype is None or not is_slow_on_cpu(dtype):
             continue
-        if file := _find_packaged_source(name, words):
+        file = _find_packaged_source(name, words)
+        if file is not None:
             config[name] = fast
             rank_zero_info(
                 f"This CPU is slow in {str(dtype).removeprefix('torch.')}: `{name}` is {fast} instead of the {value} of"
@@ -62,7 +63,9 @@ def _find_packaged_source(name: str, words: Sequence[str]) -> str | None:
             found = None
         elif option in ("-c", "--config") and Path(value).is_file() and _sets(read_config(value), name):
             file = Path(value).resolve()
-            found = str(file.relative_to(folder.parent)) if file.is_relative_to(folder) else None
+            found = None
+            if file.is_relative_to(folder):
+                found = str(file.relative_to(folder.parent))
     return found
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import results
 
-STORED = sorted(results.FOLDER.glob("*.json"))
+STORED = results.list_results()
 
 
 def test_the_report_is_written_from_the_stored_results():

@@ -13,10 +13,10 @@ from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
-from lightning_modules.scoring import evaluator as evaluator_module
+from lightning_modules.scoring import scored_model as scored_model_module
 from lightning_modules.scoring.config import EvaluatorConfig
-from lightning_modules.scoring.evaluator import Evaluator, score_text
 from lightning_modules.scoring.key_tokens import key_spans
+from lightning_modules.scoring.scored_model import open_evaluator, score_text
 from tests.conftest import make_text
 from tests.support.texts import write_key_spans
 from tests.support.trainers import quiet_trainer
@@ -82,8 +82,8 @@ def test_no_key_token_at_all_is_nan_and_a_counted_warning(model_dir, evaluator_d
 
 def test_the_evaluator_scores_once_and_is_freed(model_dir, evaluator_dir, documents, tmp_path, monkeypatch):
     calls = []
-    original = evaluator_module.score_text
-    monkeypatch.setattr(evaluator_module, "score_text", lambda *a, **k: calls.append(a[0]) or original(*a, **k))
+    original = scored_model_module.score_text
+    monkeypatch.setattr(scored_model_module, "score_text", lambda *a, **k: calls.append(a[0]) or original(*a, **k))
     callback = ExternalEvaluator(str(evaluator_dir), **SETTINGS)
     first = run(model_dir, callback, documents, tmp_path)
     assert callback.evaluator._backbone is None
@@ -104,7 +104,7 @@ def test_the_evaluator_is_neither_optimised_nor_checkpointed(model_dir, evaluato
 
 
 def test_precomputed_spans_of_the_authors(model_dir, evaluator_dir, documents, tmp_path):
-    judge = Evaluator(EvaluatorConfig(str(evaluator_dir), context_length=48, stride=16))
+    judge = open_evaluator(EvaluatorConfig(str(evaluator_dir), context_length=48, stride=16))
     folder = tmp_path / "spans"
     for number, text in enumerate(TEXTS):
         write_key_spans(folder / f"doc{number}.txt", key_spans(judge.scores(text), alpha=0.5, beta=-6.0))

@@ -9,7 +9,7 @@ import torch
 
 from callbacks import ExternalEvaluator
 from lightning_modules.scoring.config import EvaluatorConfig
-from lightning_modules.scoring.evaluator import Evaluator
+from lightning_modules.scoring.scored_model import open_evaluator
 from lightning_modules.scoring.token_scores import text_sha256
 from tests.conftest import make_text
 from tests.support.distributed import run_distributed
@@ -45,7 +45,7 @@ def setup(model_dir, evaluator_dir, tmp_path_factory):
     root = tmp_path_factory.mktemp("sharded evaluators")
     texts = [make_text(40 + 10 * number, seed=number) for number in range(5)]
     write_books(root, train=texts, validation=texts, test=texts)
-    judge = Evaluator(EvaluatorConfig(str(evaluator_dir), cache_dir=str(root / "known"), **SETTINGS))
+    judge = open_evaluator(EvaluatorConfig(str(evaluator_dir), cache_dir=str(root / "known"), **SETTINGS))
     for text in texts[:2]:
         judge.scores(text)
     file = judge.path(text_sha256(texts[1]))

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from lightning_modules.batch import IGNORE_INDEX
+from lightning_modules.batch import IGNORE_INDEX, with_scored
 from lightning_modules.functional import long_perplexity
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import short_context
@@ -233,7 +233,7 @@ def test_dropout_and_checkpointing_are_on_in_training(folder, tmp_path, monkeypa
     trainer(tmp_path).fit(module, loader(row(0), row(1)), loader(row(2)))
     assert modes == [True, True]
     module.backbone.eval()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="eval mode"):
         module.on_train_batch_start(row(0), 0)
 
 
@@ -293,14 +293,27 @@ def test_weight_averaging_of_lightning_is_refused_before_weights_are_loaded(fold
     assert not list(module.parameters())
 
 
-def test_labels_of_a_collated_batch_may_be_edited(folder):
-    module, expected, edited = lm(folder), row(0), row(0)
+def test_edited_labels_are_noticed_and_used_after_with_scored(folder):
+    module, edited = lm(folder), row(0)
     module.configure_model()
-    for batch in (expected, edited):
-        batch["labels"][0, 20:25] = batch["labels"][0, 32] = IGNORE_INDEX
+    edited["labels"][0, 20:25] = edited["labels"][0, 32] = IGNORE_INDEX
     short = partial(module.short_context.score, module.backbone)
     for score in (module.log_likelihood, lambda batch: short(batch).log_likelihood):
-        assert torch.equal(score(edited), score(expected))
+        with pytest.raises(RuntimeError, match="call `with_scored`"):
+            score(edited)
+        kept = edited["labels"].ne(IGNORE_INDEX)
+        assert torch.equal(score(with_scored(edited)), score(row(0)).masked_fill(~kept, 0))
+
+
+@pytest.mark.parametrize("boundaries", [[0, 30, 20, LENGTH], [5, LENGTH], [0, LENGTH + 1]])
+def test_boundaries_of_another_loader_that_do_not_ascend_within_the_sequence_are_refused(folder, boundaries):
+    module, batch = lm(folder), row(0)
+    module.configure_model()
+    module.backbone.train()
+    del batch["scored"]
+    batch["document_boundaries"] = [boundaries]
+    with pytest.raises(ValueError, match="must ascend"):
+        module.on_train_batch_start(batch, 0)
 
 
 STORED = row(0)
@@ -312,7 +325,7 @@ STORED["influence"] = torch.ones(1, LENGTH)
     [
         ({}, row(0, vocabulary=5000), "embedding of 90 tokens"),
         ({"context_length": 36}, row(0), r"36 \+ 4 = 40"),
-        ({"short_context": "sliding_window", "attn_implementation": "eager"}, row(0), "ignores the window"),
+        ({"short_method": "sliding_window", "attn_implementation": "eager"}, row(0), "ignores the window"),
         ({"objective": StoredInfluence()}, row(0), r"`data\.influence`"),
         ({"objective": CrossEntropy()}, STORED, r"CrossEntropy.*`model\.objective`"),
     ],
@@ -360,7 +373,7 @@ def test_checkpoint_loads_without_pickle_and_scores_the_same(folder, tmp_path):
 
 
 def test_training_with_a_sliding_window_weighs_tokens_by_it(folder, tmp_path):
-    module = lm(folder, objective=LongCE(4.0), short_context="sliding_window")
+    module = lm(folder, objective=LongCE(4.0), short_method="sliding_window")
     module.configure_model()
     batch = row(0, boundaries=(0, 23, LENGTH))
     short = module.short_context.score(module.backbone, batch)
@@ -372,7 +385,7 @@ def test_training_with_a_sliding_window_weighs_tokens_by_it(folder, tmp_path):
     assert losses[0] != losses[1]
     trainer(tmp_path).fit(module, loader(batch, row(1)))
     facts = module.training_facts()
-    assert (facts.objective["short_context"], facts.context_length, facts.stride) == ("sliding_window", 8, None)
+    assert (facts.objective["short_method"], facts.context_length, facts.stride) == ("sliding_window", 8, None)
 
 
 @pytest.mark.parametrize(("option", "value"), [("context_length", 0), ("stride", -1)])

@@ -154,7 +154,7 @@ def test_where_half_precision_is_multiplied_into_float32_there_is_one_chunk_as_w
     """As on a GPU, with a stand-in for its product."""
     monkeypatch.setattr(linear_head, "_multiplies_into_float32", lambda operand: operand.dtype == torch.bfloat16)
     monkeypatch.setattr(linear_head, "_multiply_into_float32", lambda rows, weight: rows.float() @ weight.float().T)
-    monkeypatch.setattr(linear_head, "_count_tile_elements", lambda _: 512 * VOCABULARY // 3)
+    monkeypatch.setattr(linear_head, "TILE_ELEMENTS_CPU", 512 * VOCABULARY // 3)
     weight = nn.Parameter(torch.randn(VOCABULARY, HIDDEN).bfloat16())
     hidden = torch.randn(1, 4096, HIDDEN).bfloat16().requires_grad_(training)
     labels = torch.randint(VOCABULARY, (1, 4096))

@@ -3,7 +3,7 @@ import torch
 
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import (
-    ShortContext,
+    ShortScores,
     mutual_information,
     soft_influence,
     threshold_weights,
@@ -69,10 +69,10 @@ def test_weights_with_a_mean_of_1_over_each_sequence(objective, weights):
     assert objective.uses_short_context
     assert objective.largest_weight is None
     scored = BATCH["labels"].ne(IGNORE_INDEX)
-    found = objective(PAIR[0], ShortContext(PAIR[1], scored), BATCH)
+    found = objective(PAIR[0], ShortScores(PAIR[1], scored), BATCH)
     torch.testing.assert_close(found, mean_one(weights).masked_fill(~scored, 0))
     torch.testing.assert_close(found.sum(-1), scored.sum(-1).float())
-    without = objective(PAIR[0], ShortContext(PAIR[0], scored), BATCH)
+    without = objective(PAIR[0], ShortScores(PAIR[0], scored), BATCH)
     assert torch.equal(without, scored.float()), "no token differs"
 
 

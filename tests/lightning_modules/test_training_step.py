@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from lightning_modules.batch import IGNORE_INDEX
+from lightning_modules.batch import IGNORE_INDEX, with_scored
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.objectives import (
@@ -118,7 +118,7 @@ def rows(strategy):
     for seed in range(4 if strategy == "one" else 8):
         batch = row(seed, boundaries=(0, 17, LENGTH) if seed % 3 == 1 else (0, LENGTH))
         batch["labels"][:, : LENGTH - scored[seed]] = IGNORE_INDEX
-        batches.append(batch)
+        batches.append(with_scored(batch))
     return batches
 
 

@@ -9,7 +9,7 @@ import pytest
 from longce.cli.main import main
 from longce.quickstart import _logged
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* val documents have no key token")
 

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.real_models.fetch import fetch
 from lightning_modules.models.loading.gguf.conversion import convert_gguf
 from lightning_modules.scoring.config import EvaluatorConfig
-from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.score import score
+from lightning_modules.scoring.scored_model import open_evaluator
 from lightning_modules.utilities.locks import exclusive
 
 NAMES = {"smollm2": "smollm2-135m", "gemma": "gemma-3-270m", "qwen": "qwen2.5-coder-0.5b"}
@@ -85,6 +85,6 @@ def measure(real_model, tmp_path_factory):
         (found,) = score(str(text), *names, key_token_rule=rule, **settings, **options)
         tokenizer = options.get("evaluator_tokenizer")
         config = EvaluatorConfig(names[1], key_token_rule=rule, tokenizer=tokenizer, **settings)
-        return found, Evaluator(config).scores(text.read_text("utf-8"))
+        return found, open_evaluator(config).scores(text.read_text("utf-8"))
 
     return run

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.batch import IGNORE_INDEX, with_scored
 from lightning_modules.models.attention import register_document_attention
 from tests.conftest import tiny_config
 
@@ -13,12 +13,12 @@ VOCABULARY = 120
 def packed(*rows, length=None):
     """Rows of documents (lists of token ids) as a batch, padded on the right."""
     length = length or max(sum(map(len, row)) for row in rows)
-    batch = PackedBatch(
-        input_ids=torch.zeros(len(rows), length, dtype=torch.int64),
-        labels=torch.full((len(rows), length), IGNORE_INDEX),
-        position_ids=torch.zeros(len(rows), length, dtype=torch.int64),
-        document_boundaries=[],
-    )
+    batch = {
+        "input_ids": torch.zeros(len(rows), length, dtype=torch.int64),
+        "labels": torch.full((len(rows), length), IGNORE_INDEX),
+        "position_ids": torch.zeros(len(rows), length, dtype=torch.int64),
+        "document_boundaries": [],
+    }
     for index, row in enumerate(rows):
         boundaries = [0]
         for document in row:
@@ -28,7 +28,7 @@ def packed(*rows, length=None):
             batch["position_ids"][index, start:stop] = torch.arange(len(document))
             boundaries.append(stop)
         batch["document_boundaries"].append(boundaries)
-    return batch
+    return with_scored(batch)
 
 
 def documents(*lengths, seed=0):

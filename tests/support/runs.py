@@ -5,7 +5,7 @@ from torch.distributed.tensor import DTensor
 
 from callbacks import ExternalEvaluator, TokenScoresWriter
 from datamodules import PG19DataModule
-from lightning_modules.batch import IGNORE_INDEX
+from lightning_modules.batch import IGNORE_INDEX, with_scored
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.training.fsdp import FullyShardedStrategy
@@ -59,10 +59,10 @@ class Losses:
         self.values = []
         compute = module._statistics.compute
 
-        def kept(strategy, norm):
+        def kept(strategy, norm, copies=1):
             sums = strategy.reduce(module._statistics._sums.clone(), reduce_op="sum")
             self.values.append((sums[0] / sums[2]).item())
-            return compute(strategy, norm)
+            return compute(strategy, norm, copies=copies)
 
         module._statistics.compute = kept
 
@@ -74,7 +74,7 @@ def leave_out_labels(module):
     def uneven(batch, batch_idx):
         for labels in batch["labels"]:
             labels[8 + int(labels[1]) % 50 :] = IGNORE_INDEX
-        return step(batch, batch_idx)
+        return step(with_scored(batch), batch_idx)
 
     module.training_step = uneven
 

@@ -6,6 +6,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from lightning_modules.batch import with_scored
+
 _TEXTS = {
     "english": "the report says that long context helps Alice find her old key in the harbor, didn't it? 1,234 yes",
     "latex": r"\begin{equation} \alpha_{ij} = \sum_{k=1}^{n} x_k^2 \label{eq:one} \end{equation} where $\beta$ is",
@@ -144,4 +146,4 @@ def pad_documents(rows):
         name: torch.nn.utils.rnn.pad_sequence([row[name][0] for row in rows], batch_first=True)
         for name in ("input_ids", "labels", "position_ids", "offsets")
     }
-    return padded | {name: [row[name][0] for row in rows] for name in ("document_boundaries", "text")}
+    return with_scored(padded | {name: [row[name][0] for row in rows] for name in ("document_boundaries", "text")})

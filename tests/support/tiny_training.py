@@ -3,7 +3,7 @@
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.batch import IGNORE_INDEX, with_scored
 from lightning_modules.long_context_lm import LongContextLM
 from tests.support.trainers import quiet_trainer
 
@@ -18,7 +18,8 @@ def row(seed, boundaries=(0, LENGTH), vocabulary=VOCABULARY):
     for start in boundaries[:-1]:
         labels[0, start] = IGNORE_INDEX
         positions[0, start:] -= positions[0, start].clone()
-    return PackedBatch(input_ids=ids, labels=labels, position_ids=positions, document_boundaries=[list(boundaries)])
+    batch = {"input_ids": ids, "labels": labels, "position_ids": positions, "document_boundaries": [list(boundaries)]}
+    return with_scored(batch)
 
 
 def loader(*rows):

@@ -24,10 +24,9 @@ from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import span_token_mask
 from lightning_modules.models.loading.identity import model_identity
 from lightning_modules.models.tokenization.tokenizer import encode_document
-from lightning_modules.scoring.evaluated_model import EvaluatedModel
-from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens, transfer_soft_influence
 from lightning_modules.scoring.score import find_device
+from lightning_modules.scoring.scored_model import ScoredModel, open_evaluator
 from lightning_modules.scoring.token_scores import TokenScores, text_sha256
 
 THRESHOLDS = ((2.0, -2.0), (2.0, -1.0), (1.0, -2.0), (1.0, -1.0), (2.0, -math.inf))
@@ -141,15 +140,17 @@ class Measuring:
                 if result.failure is not None:
                     log.error("%s by %s: %s", result.model, result.evaluator, result.failure)
 
-    def _load_evaluator(self, named: NamedModel) -> Evaluator | str:
+    def _load_evaluator(self, named: NamedModel) -> ScoredModel | str:
         """Return an evaluator that has scored all documents, or the reason why it failed."""
         try:
-            evaluator = Evaluator(replace(self.options, evaluator=named.path).evaluator_config())
+            evaluator = open_evaluator(
+                replace(self.options, evaluator=named.path).evaluator_config(), device=self.device
+            )
             times: list[float | None] = []
             for name, text, _ in tqdm(self.texts, desc=f"evaluator {named.name}", unit="document", disable=None):
-                stored = evaluator.path(text_sha256(text), device=self.device).is_file()
+                stored = evaluator.path(text_sha256(text)).is_file()
                 started = time.perf_counter()
-                evaluator.scores(text, device=self.device, name=name)
+                evaluator.scores(text, name=name)
                 times.append(None if stored else time.perf_counter() - started)
             evaluator.release()
         except Exception as error:  # a model's own code may raise anything, and others must continue
@@ -157,9 +158,9 @@ class Measuring:
         save_times(self.output, named.name, self.settings, times)
         return evaluator
 
-    def _measure_model(self, model: NamedModel, loaded: Mapping[str, Evaluator | str]) -> list[Result]:
+    def _measure_model(self, model: NamedModel, loaded: Mapping[str, ScoredModel | str]) -> list[Result]:
         """Measure a model by the key tokens of several evaluators, or record why one of them could not be used."""
-        working = {name: evaluator for name, evaluator in loaded.items() if isinstance(evaluator, Evaluator)}
+        working = {name: evaluator for name, evaluator in loaded.items() if isinstance(evaluator, ScoredModel)}
         try:
             identity = model_identity(self.options.loading(model.path))
             documents = self._score(model, working) if working else {}
@@ -169,21 +170,21 @@ class Measuring:
         results = []
         for name, evaluator in loaded.items():
             result = Result(model.name, name, self.settings, made_by, documents.get(name, []))
-            if isinstance(evaluator, Evaluator):
+            if isinstance(evaluator, ScoredModel):
                 result.made_by = made_by | {"evaluator_path": evaluator.name, "evaluator": evaluator.identity}
             else:
                 result.failure = f"evaluator: {evaluator}"
             results.append(result)
         return results
 
-    def _score(self, model: NamedModel, loaded: Mapping[str, Evaluator]) -> dict[str, list[DocumentResult]]:
+    def _score(self, model: NamedModel, loaded: Mapping[str, ScoredModel]) -> dict[str, list[DocumentResult]]:
         """Score each document once for all evaluators."""
-        scored = EvaluatedModel(self.options.loading(model.path), self.device)
+        scored = ScoredModel(self.options.loading(model.path), device=self.device)
         found: dict[str, list[DocumentResult]] = {name: [] for name in loaded}
         for name, text, _ in tqdm(self.texts, desc=model.name, unit="document", disable=None):
             document = encode_document(text, scored.tokenizer, name=name)
             started = time.perf_counter()
-            log_likelihood = scored.log_likelihood(document)
+            log_likelihood = scored.log_likelihood(document).unsqueeze(0)
             seconds = time.perf_counter() - started
             for key, evaluator in loaded.items():
                 weights = influences(document, evaluator.scores(text, name=name), gamma=self.options.gamma)

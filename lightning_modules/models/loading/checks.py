@@ -135,6 +135,6 @@ def check_attention_window(backbone: Backbone) -> None:
         limited = not backbone.is_stateful and torch.allclose(one[:, last], other[:, last], rtol=0, atol=1e-3)
     if not limited:
         raise ValueError(
-            f"`short_context: sliding_window` does not support `{type(backbone.base_model).__name__}` with '{name}'"
-            " attention, which ignores the window: set `attn_implementation` to sdpa, or `short_context: windows`."
+            f"`short_method: sliding_window` does not support `{type(backbone.base_model).__name__}` with '{name}'"
+            " attention, which ignores the window: set `attn_implementation` to sdpa, or `short_method: windows`."
         )

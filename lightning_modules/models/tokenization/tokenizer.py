@@ -180,6 +180,7 @@ def encode_document(
     _warn_of_unread_text(text, ids, offsets, tokenizer, name)
     batch = pack_sequence([ids])
     batch["labels"][:, : encoded.added] = IGNORE_INDEX
+    batch["scored"][:, : encoded.added] = False
     return PackedBatch(**batch, text=[text], offsets=offsets.unsqueeze(0), names=[name])
 
 

@@ -21,20 +21,45 @@ class StepCosts(Callback):
         self._started: float | None = None
         self._idle_since: float | None = None
 
-    def start_step(self) -> None:
-        """Start to count the time of an optimizer step."""
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.stop_clock()
         self._seconds = self._waited = 0.0
 
-    def start_batch(self) -> None:
+    @override
+    def on_train_batch_start(self, *_: Any) -> None:
         """Start the clock, unless it is running, and count the time since the last batch as waiting for data."""
         now = time.perf_counter()
         if self._idle_since is not None:
             self._waited += now - self._idle_since
         if self._started is None:
-            self._start_clock(now)
+            self._started = now
+            if torch.cuda.is_initialized():  # the peak of an evaluation does not count
+                torch.cuda.reset_peak_memory_stats()
 
-    def end_batch(self) -> None:
+    def end_step(self, tokens: float, processes: int) -> dict[str, Tensor]:
+        """Return the costs of a step with this many input tokens as scalars on CPU, and start the next step."""
+        now = time.perf_counter()
+        # 1. Costs of this step, and of the run.
+        if self._started is not None:
+            self._seconds += now - self._started
+        seconds = max(self._seconds, 1e-9)
+        self.totals["tokens"] += tokens
+        self.totals["gpu_hours"] += seconds * processes / 3600
+        costs = {**self.totals, "tokens_per_second": tokens / seconds, "data_wait": self._waited / seconds}
+        if torch.cuda.is_initialized():
+            costs["peak_memory_gib"] = torch.cuda.max_memory_allocated() / GIB
+            torch.cuda.reset_peak_memory_stats()
+        if self.peak_seconds_per_token is not None:
+            costs["mfu"] = self.peak_seconds_per_token * tokens / seconds
+        # 2. The optimizer, which follows, belongs to the next step.
+        self._seconds = self._waited = 0.0
+        self._started = now
+        self._idle_since = None
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in costs.items()}
+
+    @override
+    def on_train_batch_end(self, *_: Any) -> None:
         """Start to wait for the next batch."""
         self._idle_since = time.perf_counter()
 
@@ -43,38 +68,6 @@ class StepCosts(Callback):
         if self._started is not None:
             self._seconds += time.perf_counter() - self._started
         self._started = self._idle_since = None
-
-    def _start_clock(self, now: float) -> None:
-        self._started = now
-        if torch.cuda.is_initialized():  # the peak of an evaluation does not count
-            torch.cuda.reset_peak_memory_stats()
-
-    def end_step(self, tokens: float, processes: int) -> dict[str, Tensor]:
-        """Return the costs of a step with this many input tokens as scalars on CPU, and start the next step."""
-        self.stop_clock()
-        seconds = max(self._seconds, 1e-9)
-        self.totals["tokens"] += tokens
-        self.totals["gpu_hours"] += seconds * processes / 3600
-        costs = {**self.totals, "tokens_per_second": tokens / seconds, "data_wait": self._waited / seconds}
-        if torch.cuda.is_initialized():
-            costs["peak_memory_gib"] = torch.cuda.max_memory_allocated() / GIB
-        if self.peak_seconds_per_token is not None:
-            costs["mfu"] = self.peak_seconds_per_token * tokens / seconds
-        self.start_step()
-        self._start_clock(time.perf_counter())
-        return {name: torch.tensor(value, dtype=torch.float64) for name, value in costs.items()}
-
-    @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.start_step()
-
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self.start_batch()
-
-    @override
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.end_batch()
 
     @override
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

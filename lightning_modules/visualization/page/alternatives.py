@@ -11,7 +11,7 @@ from lightning_modules.functional.windows import batch_windows
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations import eval_mode
 from lightning_modules.models.short_context import score_windows
-from lightning_modules.scoring.evaluator import Evaluator
+from lightning_modules.scoring.scored_model import ScoredModel
 
 
 class Alternatives(NamedTuple):
@@ -46,9 +46,7 @@ def long_and_short_alternatives(
     return Alternatives(long, short)
 
 
-def find_alternatives(
-    evaluator: Evaluator, text: str, *, count: int = 5, device: torch.device | str = "cpu", name: str = "document"
-) -> Alternatives:
+def find_alternatives(evaluator: ScoredModel, text: str, *, count: int = 5, name: str = "document") -> Alternatives:
     """Find an evaluator's ``count`` likeliest candidates for each of the ``[N]`` tokens of a text; they are not stored.
 
     A served evaluator does not rank other tokens, which `InspectConfig` refuses.
@@ -57,14 +55,14 @@ def find_alternatives(
         ValueError: If a token id is beyond the evaluator's embedding.
     """
     batch = evaluator.encode(text, name=name)
-    backbone = cast(Backbone, evaluator.backbone(device))
+    backbone = cast(Backbone, evaluator.backbone())
     backbone.check_batch(batch)
     both = long_and_short_alternatives(
         backbone,
         batch_to(batch, backbone.device),
         count=count,
-        context_length=evaluator.config.context_length,
-        stride=evaluator.config.stride,
+        context_length=evaluator.context_length,
+        stride=evaluator.stride,
     )
     # The batch has one sequence.
     return Alternatives(*(LikeliestTokens(*(tensor[0] for tensor in context)) for context in both))

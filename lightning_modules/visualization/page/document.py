@@ -9,10 +9,9 @@ from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.models.progress import count_tokens, show_progress
 from lightning_modules.models.tokenization.detokenization import token_texts
 from lightning_modules.scoring.config import InspectConfig
-from lightning_modules.scoring.evaluated_model import EvaluatedModel
-from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens
 from lightning_modules.scoring.score import find_device
+from lightning_modules.scoring.scored_model import ScoredModel, open_evaluator
 from lightning_modules.visualization.page.alternatives import find_alternatives
 from lightning_modules.visualization.page.page import Inspection, ModelScores
 
@@ -29,20 +28,24 @@ def inspect_document(
     """
     config = InspectConfig(evaluator=evaluator, **options)
     device = find_device(config.device)
-    scorer = Evaluator(config.evaluator_config())
+    scorer = open_evaluator(config.evaluator_config(), device=device)
     if config.max_tokens is not None:
         text = scorer.cut(text, config.max_tokens, name=name)
     names = [each for each in (config.model, *other_models) if each is not None]
-    models = [EvaluatedModel(config.model_loading(each), device, config.model_tokenizer) for each in names]
     # Find errors of the models and their tokens before the evaluator is loaded.
-    documents = [model.read({name: text}, add_special_tokens=config.add_special_tokens)[0] for model in models]
+    models = []
+    for each in names:
+        loading, special = config.model_loading(each), config.add_special_tokens
+        model = ScoredModel(loading, device=device, tokenizer=config.model_tokenizer, add_special_tokens=special)
+        models.append(model)
+    documents = [model.read({name: text})[0] for model in models]
     length = scorer.encode(text, name=name)["labels"].numel()
     passes = count_tokens(length, context_length=config.context_length, stride=config.stride)
     with show_progress([text], "evaluator", [passes * (2 if config.alternatives else 1)]):
-        scores = scorer.scores(text, device=device, name=name)
+        scores = scorer.scores(text, name=name)
         found = None
         if config.alternatives:
-            found = find_alternatives(scorer, text, count=config.alternatives, device=device, name=name)
+            found = find_alternatives(scorer, text, count=config.alternatives, name=name)
     scorer.release()
     ids = torch.cat([scores.token_ids, *(part.token_ids.flatten() for part in found or ())]).unique().tolist()
     evaluated = []
@@ -50,7 +53,7 @@ def inspect_document(
         model = models.pop(0)
         document = documents.pop(0)
         with show_progress([document], "model", [document["labels"].numel()]):
-            log_likelihood = model.log_likelihood(document)[0].float()
+            log_likelihood = model.log_likelihood(document).float()
         tokens = document_tokens(document)
         unscored = int(document["labels"][0].eq(IGNORE_INDEX).sum())  # special tokens are all at the start
         key = find_key_tokens(scores, tokens, alpha=config.alpha, beta=config.beta).mask
@@ -65,5 +68,5 @@ def inspect_document(
         beta=config.beta,
         alternatives=found,
         models=evaluated,
-        provenance=str(scorer.provenance(device)),
+        provenance=str(scorer.provenance),
     )

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lightning_modules.batch import IGNORE_INDEX, MAX_SEQUENCE_LENGTH
-from lightning_modules.functional import PowerLaw, ShortContext, fit_power_law
+from lightning_modules.functional import PowerLaw, ShortScores, fit_power_law
 
 SHORTEST_FITTED = 16  # tokens of context to which a power law is fitted: shorter ones are within a sentence
 SAMPLED = 4096  # most tokens of a batch in a sample
@@ -55,13 +55,13 @@ class WeightSample:
         """Return the number of batches since the last `take`."""
         return len(self._weights)
 
-    def add(self, long: Tensor, token_weights: Tensor, short: ShortContext | None, labels: Tensor) -> None:
+    def add(self, long: Tensor, token_weights: Tensor, short: ShortScores | None, labels: Tensor) -> None:
         """Take every n-th token of a batch of ``[B, T]`` tensors, up to 4096; one copy waits for the accelerator.
 
         Tokens without a short context have weights only.
         """
         if short is None:
-            short = ShortContext(long, torch.zeros_like(labels, dtype=torch.bool))
+            short = ShortScores(long, torch.zeros_like(labels, dtype=torch.bool))
         every = -(-labels.numel() // SAMPLED)
         parts = (token_weights, labels.ne(IGNORE_INDEX), long, short.log_likelihood, short.has_short_context)
         sampled = torch.stack([part.detach().flatten()[::every].double() for part in parts]).cpu()

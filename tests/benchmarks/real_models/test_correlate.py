@@ -21,8 +21,9 @@ from benchmarks.real_models.texts import Text
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_frozen
 from lightning_modules.scoring.config import EvaluatorConfig
-from lightning_modules.scoring.evaluator import Evaluator
+from lightning_modules.scoring.records import summarize
 from lightning_modules.scoring.score import score
+from lightning_modules.scoring.scored_model import ScoredModel, open_evaluator
 
 SIZES = {"context_length": 16, "stride": 8}
 
@@ -71,7 +72,7 @@ def test_an_evaluators_scores_are_those_of_the_same_model_as_a_system(tmp_path, 
     text = Text("report 0", "reports", corpus[0])
     system = System("tiny", "as it is")
     score_system(system, tmp_path, [text], [], tmp_path / "own")
-    scores = Evaluator(EvaluatorConfig(str(model_dir), dtype="float32", **SIZES)).scores(text.text)
+    scores = open_evaluator(EvaluatorConfig(str(model_dir), dtype="float32", **SIZES)).scores(text.text)
     reuse_scores(system, [text], {text.name: scores}, tmp_path / "reused")
     own, reused = (read_scores(system, text, tmp_path / folder) for folder in ("own", "reused"))
     assert own.keys() == reused.keys()
@@ -87,13 +88,14 @@ def test_a_study_measures_what_the_command_measures(
     texts = [Text("report 0", "reports", corpus[0]), Text("book 1", "books", corpus[1])]
     system = System("tiny", "as it is")
     score_system(system, tmp_path, texts, sheets[:1], tmp_path)
-    evaluator = Evaluator(EvaluatorConfig(str(evaluator_dir), **SIZES))
+    evaluator = open_evaluator(EvaluatorConfig(str(evaluator_dir), **SIZES))
     scores = {text.name: evaluator.scores(text.text) for text in texts}
     found = measure_system(system, texts, sheets[:1], [EvaluatorScores("evaluator", scores)], tmp_path)["metrics"]
     files = [tmp_path / f"{text.name}.txt" for text in texts]
     for file, text in zip(files, texts, strict=True):
         file.write_text(text.text)
-    asked = score(list(map(str, files)), str(model_dir), str(evaluator_dir), add_special_tokens=True, **SIZES)
+    records = score(list(map(str, files)), str(model_dir), str(evaluator_dir), add_special_tokens=True, **SIZES)
+    asked = summarize(records).numbers()
     assert found["evaluator"]["key_tokens"] == asked["key_tokens"]
     for name in ("longppl", "longppl_per_evaluator_token", "key_bits_per_byte"):
         assert found["evaluator"][name] == pytest.approx(asked[name], nan_ok=True)
@@ -119,16 +121,18 @@ def test_characters_of_key_spans():
 def test_what_is_kept_is_not_computed_again(tmp_path, monkeypatch, corpus, evaluator_dir):
     folder = tmp_path / "models"
     monkeypatch.setattr(
-        Study, "evaluator", lambda *_, **options: Evaluator(EvaluatorConfig(str(evaluator_dir), **SIZES))
+        Study, "evaluator", lambda *_, **options: open_evaluator(EvaluatorConfig(str(evaluator_dir), **SIZES))
     )
     monkeypatch.setattr(study, "CONTEXT_LENGTH", SIZES["context_length"])
     monkeypatch.setattr(study, "STRIDE", SIZES["stride"])
     texts = [Text("report 0", "reports", corpus[0]), Text("book 1", "books", corpus[1])]
-    expected = {text.name: Evaluator(EvaluatorConfig(str(evaluator_dir), **SIZES)).scores(text.text) for text in texts}
+    expected = {
+        text.name: open_evaluator(EvaluatorConfig(str(evaluator_dir), **SIZES)).scores(text.text) for text in texts
+    }
     own = Study(folder, tmp_path, tmp_path, kept=tmp_path / "kept")
     own.kept_scores("judge", texts[:1])
     assert own.kept_scores("judge", texts).keys() == expected.keys()
-    monkeypatch.setattr(Evaluator, "scores", None)
+    monkeypatch.setattr(ScoredModel, "scores", None)
     for name, scores in own.kept_scores("judge", texts).items():
         for field in ("token_ids", "offsets", "long", "short"):
             assert torch.equal(getattr(scores, field), getattr(expected[name], field))

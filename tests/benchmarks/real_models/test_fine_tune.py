@@ -24,7 +24,7 @@ from benchmarks.real_models.texts import Text
 from benchmarks.real_models.verdicts import judge_fine_tune
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.config import EvaluatorConfig
-from lightning_modules.scoring.evaluator import Evaluator
+from lightning_modules.scoring.scored_model import open_evaluator
 
 SMALL = replace(CPU_SCALE, length=64, k=16)
 
@@ -48,7 +48,7 @@ def test_rows_are_pieces_of_the_books(small, corpus):
 @pytest.mark.parametrize("weighting", ["CE", "LongCE", "stored by the evaluator"])
 def test_a_run_learns_its_rows_and_is_examined(small, corpus, evaluator_dir, tmp_path, weighting):
     texts = [Text("book 1", "books", corpus[0])]
-    evaluator = Evaluator(EvaluatorConfig(str(evaluator_dir), context_length=16, stride=16))
+    evaluator = open_evaluator(EvaluatorConfig(str(evaluator_dir), context_length=16, stride=16))
     scores = {"judge": {"book 1": evaluator.scores(corpus[0])}}
     examination = Examination(texts, scores, [])
     batches = training_rows(corpus[:1], small, seed=0, count=1, length=64) * 6

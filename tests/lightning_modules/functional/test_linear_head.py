@@ -25,7 +25,7 @@ def problem(dtype=torch.float64, bias=True, **transform):
 @pytest.fixture(params=[1, 7, 57, 10_000])
 def tile(request, monkeypatch):
     """Tokens of the vocabulary in a tile, for chunks of 4 rows."""
-    monkeypatch.setattr(linear_head, "_count_tile_elements", lambda _: 4 * request.param)
+    monkeypatch.setattr(linear_head, "TILE_ELEMENTS_CPU", 4 * request.param)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -133,7 +133,7 @@ class Watch(TorchDispatchMode):
 
 @pytest.mark.parametrize(("width", "products"), [(0.5, 57), (1, 57), (7, 9), (57, 1), (10_000, 1)])
 def test_a_tile_is_as_wide_as_its_elements_allow_and_one_token_at_least(monkeypatch, width, products):
-    monkeypatch.setattr(linear_head, "_count_tile_elements", lambda _: int(16 * width))
+    monkeypatch.setattr(linear_head, "TILE_ELEMENTS_CPU", int(16 * width))
     hidden, head, labels = problem()
     rows = hidden[labels != IGNORE_INDEX][:16]
     with Watch() as watch, torch.no_grad():

@@ -50,11 +50,11 @@ def test_scored_tokens_of_the_caller_are_used_and_must_have_the_shape_of_the_lab
     hidden, head, labels = problem
     scored = labels.ne(IGNORE_INDEX).numpy()
     assert torch.equal(token_log_likelihood(hidden, head, labels, scored=scored), token_log_likelihood(*problem))
-    with pytest.raises(ValueError, match=r"and \[2, \d+\]\. Remove `scored`"):
+    with pytest.raises(ValueError, match=r"and \[2, \d+\]\. Call `with_scored`"):
         token_log_likelihood(hidden, head, labels, scored=scored[:, :-1])
     changed = labels.clone()
     changed[:, 2] = IGNORE_INDEX
-    with pytest.raises(RuntimeError, match="`scored` does not agree with `labels`: remove it"):
+    with pytest.raises(RuntimeError, match="`scored` does not agree with `labels`: call `with_scored`"):
         token_log_likelihood(hidden, head, changed, scored=scored)
 
 

@@ -23,7 +23,7 @@ from lightning_modules.models.context_extension.rope_types import register_rope_
 from lightning_modules.models.optimizations import use_bfloat16_residual
 from lightning_modules.models.short_context import long_and_short, sliding_window_log_likelihood
 from lightning_modules.models.tokenization.tokenizer import encode_document
-from lightning_modules.scoring.evaluator import score_text
+from lightning_modules.scoring.scored_model import score_text
 from tests.conftest import make_text, tiny_model
 from tests.support.fake_cuda import fake_cuda, flash_attention_2
 from tests.support.packing import assume_isolation
@@ -94,7 +94,7 @@ def pair_for_key_tokens(backbone, batch):
 
 
 PATHS = {  # what runs, and how often it waits
-    "training step": (training_step, 2),  # whether the losses are finite, and means for the log
+    "training step": (training_step, 1),  # means for the log
     "pair for key tokens": (pair_for_key_tokens, 1),  # which tokens are above beta
 }
 
@@ -131,8 +131,8 @@ def test_a_short_pass_in_a_sliding_window_waits_as_little(attention, kernel):
     register_rope_types()
     for tokens, documents in SIZES:
         with cuda_model(attention=attention) as (backbone, recorded):
-            training_step(backbone, host_batch(tokens, documents), short_context="sliding_window")
-        assert recorded.waits.total() == 2, recorded.waits
+            training_step(backbone, host_batch(tokens, documents), short_method="sliding_window")
+        assert recorded.waits.total() == 1, recorded.waits
         assert not recorded.copies
         assert not recorded.masks
         assert any(kernel in call[0] for call in recorded.attention), recorded.attention
@@ -152,7 +152,7 @@ def test_one_call_attends_within_the_windows_of_all_packed_documents(monkeypatch
 def test_a_sliding_window_needs_a_mask_and_waits_as_little():
     with cuda_model(architecture="mistral", sliding_window=64) as (backbone, recorded):
         training_step(backbone, host_batch(512, 4))
-    assert recorded.waits.total() == 2, recorded.waits
+    assert recorded.waits.total() == 1, recorded.waits
     assert set(recorded.masks) == {(1, 1, 512, 512)}
 
 
@@ -176,13 +176,13 @@ def test_scores_of_a_text_wait_for_their_results_only(tokenizer, function, waits
         assert not recorded.copies
 
 
-def test_a_batch_on_the_device_costs_one_wait_per_pass():
+def test_a_batch_on_the_device_is_scored_without_a_wait():
     with cuda_model() as (backbone, recorded):
         batch = move_data_to_device(pack_sequence([torch.arange(256)]), GPU)
-        backbone.check_batch(batch)
         backbone(batch)
-        assert recorded.waits.total() == 2
-        assert "scored" not in batch_to(batch, GPU)
+        assert not recorded.waits
+        backbone.check_batch(batch)
+        assert recorded.waits.total() == 1
 
 
 def test_pinning_reaches_every_tensor_of_a_batch_and_leaves_the_rest_in_main_memory(monkeypatch):

@@ -10,7 +10,7 @@ from lightning_modules.models import progress
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_frozen
 from lightning_modules.models.progress import count_tokens, show_progress
-from lightning_modules.scoring.evaluator import score_text
+from lightning_modules.scoring.scored_model import score_text
 from lightning_modules.training.monitoring.progress import StepProgress
 from tests.conftest import make_text
 from tests.support.bars import TINY_CONFIG, replace_bars

@@ -15,9 +15,9 @@ from callbacks import ExternalEvaluator
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.config import EvaluatorConfig
-from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens
 from lightning_modules.scoring.score import score
+from lightning_modules.scoring.scored_model import open_evaluator
 from lightning_modules.visualization.page import inspect_document
 from tests.conftest import tiny_model
 from tests.support.texts import LANGUAGES, TOKENIZERS, text_of
@@ -182,7 +182,7 @@ def test_validation_by_the_rule_of_the_authors_equals_their_raw_output(special, 
     if not special:
         assert logged["val/longppl"] == pytest.approx(float(theirs["longppl"]), rel=1e-4)
     paper = find_key_tokens(
-        Evaluator(EvaluatorConfig(evaluator, **WINDOWS)).scores(text), document_tokens(data.document), **THRESHOLDS
+        open_evaluator(EvaluatorConfig(evaluator, **WINDOWS)).scores(text), document_tokens(data.document), **THRESHOLDS
     ).mask.sum()
     assert paper != theirs["n_key_token"], "the rules differ here, so that this test can fail"
     if model == folders["byte_level_trimmed"]:

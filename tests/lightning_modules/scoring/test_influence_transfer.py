@@ -8,7 +8,7 @@ from tokenizers import processors
 
 from datamodules.packing.packing import pack_documents
 from datamodules.packing.sequences import PackedRowDataset, collate_rows
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.batch import pack_sequence
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.tokenization.detokenization import TokenCharacters
@@ -33,10 +33,7 @@ def packed(tokenizer):
 def test_rows_without_short_contexts_are_not_scored(model_dir):
     backbone = load_backbone(ModelConfig(str(model_dir)))
     ids = torch.arange(32).unsqueeze(0) % 7
-    labels = ids.index_fill(1, torch.tensor([0]), IGNORE_INDEX)
-    batch = PackedBatch(
-        input_ids=ids, labels=labels, position_ids=torch.arange(32)[None], document_boundaries=[[0, 32]]
-    )
+    batch = pack_sequence([ids[0]])
     assert (compute_influence(batch, backbone, context_length=16, stride=8, gamma=5.0) != 1).any()
     backbone.forward = None
     assert torch.equal(compute_influence(batch, backbone, **SETTINGS, gamma=5.0), torch.ones(1, 32))

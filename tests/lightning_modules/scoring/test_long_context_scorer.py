@@ -99,9 +99,9 @@ def test_documents_of_a_batch_have_nearly_the_scores_that_they_have_alone(model_
 
 
 def test_a_document_beyond_the_positions_of_the_model_has_failed_and_the_others_have_not(scorer, monkeypatch):
-    config = scorer.document_scorer.backbone.base_model.config
-    monkeypatch.setattr(config, "max_position_embeddings", 40)
-    monkeypatch.setattr(config, "rope_parameters", None)
+    backbone = scorer.document_scorer.backbone
+    monkeypatch.setattr(backbone, "max_length", 40)
+    monkeypatch.setattr(backbone.base_model.config, "rope_parameters", None)
     errors = scorer.score(TEXTS[:3])["error"].to_pylist()
     assert errors[1] is None
     assert "40" in errors[0]

@@ -8,8 +8,8 @@ from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import long_perplexity
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
-from lightning_modules.scoring.evaluator import score_text
 from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens, key_spans
+from lightning_modules.scoring.scored_model import score_text
 from lightning_modules.scoring.token_scores import read_key_spans
 from tests.conftest import make_text, tiny_model
 from tests.support import reference

@@ -1,4 +1,5 @@
 import hashlib
+import itertools
 import json
 import math
 import shutil
@@ -14,10 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.identity import model_identity
-from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
-from lightning_modules.scoring import evaluated_model as model_module
-from lightning_modules.scoring import evaluator as evaluator_module
+from lightning_modules.scoring import scored_model as scored_model_module
 from lightning_modules.scoring.records import read_records, summarize
 from lightning_modules.scoring.score import score, table
 from lightning_modules.scoring.token_scores import TokenScores
@@ -121,12 +120,13 @@ def test_all_models_read_the_text_of_the_evaluators_first_tokens_which_it_scores
     model_dir, evaluator_dir, tmp_path, monkeypatch, capsys
 ):
     (tmp_path / "a.txt").write_text(make_text(300, seed=3))
-    loaded, original = [], evaluator_module.load_scorer
-    monkeypatch.setattr(evaluator_module, "load_scorer", lambda *args: loaded.append(args[0]) or original(*args))
+    loaded, original = [], scored_model_module.load_scorer
+    monkeypatch.setattr(scored_model_module, "load_scorer", lambda *args: loaded.append(args[0]) or original(*args))
     words = ["score", str(tmp_path / "a.txt"), "--model", str(model_dir), "--model", str(evaluator_dir)]
     words += ["--evaluator", str(evaluator_dir), "--max_tokens", "150", *OPTIONS]
     main([*words, "--output", str(tmp_path / "out.parquet")])
-    assert len(loaded) == 1
+    names = [each.pretrained_model_name_or_path for each in loaded]
+    assert names == [str(evaluator_dir), str(model_dir)]  # whose pass is also that of the evaluator as a model
     records = read_records(tmp_path / "out.parquet")
     assert len(records) == 2
     (text,) = {(each.sums.characters, each.text_sha256) for each in records}
@@ -241,8 +241,9 @@ def test_evaluator_and_model_in_one_share_the_long_pass(files, model_dir, tmp_pa
     long_passes = sum(length > 64 for length in passes)
     shared = run(evaluator_add_special_tokens=False)
     assert sum(length > 64 for length in passes) == long_passes - 2
-    monkeypatch.setattr(model_module, "describe_model", lambda *_, **__: Provenance("another model", "", "", ""))
-    monkeypatch.setattr(model_module, "check_same_model", lambda *_: None)
+    numbers = itertools.count()
+    monkeypatch.setattr(scored_model_module, "model_identity", lambda _: f"another model each time: {next(numbers)}")
+    monkeypatch.setattr(scored_model_module, "check_same_model", lambda *_: None)
     expected = run(evaluator_add_special_tokens=False)
     of_shared, of_expected, of_apart = (summarize(records) for records in (shared, expected, apart))
     assert of_shared.longppl == pytest.approx(of_expected.longppl, rel=1e-6)

@@ -29,9 +29,9 @@ from lightning_modules.models.served.scorer import RemoteScorer
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.config import EvaluatorConfig, InspectConfig
 from lightning_modules.scoring.corpus.shards import SUCCESS
-from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.key_tokens import find_key_tokens
 from lightning_modules.scoring.score import score
+from lightning_modules.scoring.scored_model import open_evaluator
 from lightning_modules.tasks.evaluation.evaluation import read_results
 from lightning_modules.tasks.evaluation.questions import put_questions
 from lightning_modules.tasks.questions.prompter import Prompter
@@ -78,8 +78,8 @@ def served_config(address, model_dir, **settings):
 def test_an_evaluator_on_a_server_gives_the_scores_of_the_same_model_here(served, model_dir, text_file):
     address, server = served
     text = make_text(150, seed=3)
-    local = Evaluator(EvaluatorConfig(str(model_dir), **SETTINGS)).scores(text)
-    evaluator = Evaluator(served_config(address, model_dir))
+    local = open_evaluator(EvaluatorConfig(str(model_dir), **SETTINGS)).scores(text)
+    evaluator = open_evaluator(served_config(address, model_dir))
     remote = evaluator.scores(text)
     assert torch.equal(remote.token_ids, local.token_ids)
     torch.testing.assert_close(remote.long, local.long, atol=1e-6, rtol=0)
@@ -87,10 +87,10 @@ def test_an_evaluator_on_a_server_gives_the_scores_of_the_same_model_here(served
     evaluator.release()  # probes once more
     # Scores are stored, for the same server only.
     asked = server.counts["requests"]
-    again = Evaluator(served_config(address, model_dir))
+    again = open_evaluator(served_config(address, model_dir))
     assert torch.equal(again.scores(text).long, remote.long)
     assert server.counts["requests"] - asked < 8, "only probes"
-    assert again.path(local.text_sha256) != Evaluator(EvaluatorConfig(str(model_dir), **SETTINGS)).path(
+    assert again.path(local.text_sha256) != open_evaluator(EvaluatorConfig(str(model_dir), **SETTINGS)).path(
         local.text_sha256
     )
     assert remote.evaluator.startswith("served:")
@@ -143,7 +143,7 @@ def test_adapters_are_scored_and_served_unmerged(tmp_path, tokenizer, text_file)
 def test_a_served_model_needs_its_tokenizer_and_has_no_logits(served):
     address, _ = served
     with pytest.raises(ValueError, match="`--evaluator_tokenizer`"):
-        Evaluator(EvaluatorConfig(address, **SETTINGS))
+        open_evaluator(EvaluatorConfig(address, **SETTINGS))
     with pytest.raises(ValueError, match="`alternatives` to 0"):
         InspectConfig(evaluator=address, **SETTINGS)
 
@@ -182,8 +182,8 @@ def vllm(tmp_path, tokenizer):
 def test_vllm_gives_the_same_key_tokens(vllm):
     folder, address = vllm
     text, settings = make_text(600, seed=2), {"alpha": 0.5, "beta": -6.0, "context_length": 128, "stride": 64}
-    local = Evaluator(EvaluatorConfig(str(folder), **settings))
-    remote = Evaluator(EvaluatorConfig(address, tokenizer=str(folder), server=QUICK, **settings))
+    local = open_evaluator(EvaluatorConfig(str(folder), **settings))
+    remote = open_evaluator(EvaluatorConfig(address, tokenizer=str(folder), server=QUICK, **settings))
     scores = [each.scores(text) for each in (local, remote)]
     torch.testing.assert_close(scores[1].long, scores[0].long, atol=2e-4, rtol=0)
     torch.testing.assert_close(scores[1].short, scores[0].short, atol=2e-4, rtol=0)

@@ -5,9 +5,9 @@ import torch
 
 from lightning_modules.models import lockstep as lockstep_module
 from lightning_modules.models.loading.load import load_backbone, load_scorer
-from lightning_modules.scoring import evaluator as evaluator_module
+from lightning_modules.scoring import scored_model as scored_model_module
 from lightning_modules.scoring.config import EvaluatorConfig
-from lightning_modules.scoring.evaluator import Evaluator
+from lightning_modules.scoring.scored_model import open_evaluator
 from lightning_modules.training import fsdp
 from tests.conftest import make_text
 
@@ -45,13 +45,13 @@ def group(monkeypatch):
     group = Group()
     monkeypatch.setattr(fsdp, "world_mesh", lambda device: "mesh")
     monkeypatch.setattr(fsdp, "load_sharded_backbone", group.load)
-    for module in (evaluator_module, lockstep_module):
+    for module in (scored_model_module, lockstep_module):
         monkeypatch.setattr(module, "any_rank", group.any_rank)
     return group
 
 
 def test_a_process_without_a_text_makes_the_passes_of_one_that_has_one(group, model_dir):
-    judge = Evaluator(EvaluatorConfig(str(model_dir), sharded=True, **SETTINGS))
+    judge = open_evaluator(EvaluatorConfig(str(model_dir), sharded=True, **SETTINGS))
     with torch.inference_mode():  # as in a validation
         group.others = [False]
         scores = judge.scores(make_text(60))  # the others have no text
@@ -71,11 +71,11 @@ def test_a_process_without_a_text_makes_the_passes_of_one_that_has_one(group, mo
 
 
 def test_an_evaluator_that_each_process_has_for_itself_asks_nobody(group, model_dir, monkeypatch):
-    monkeypatch.setattr(evaluator_module, "any_rank", lambda *_: pytest.fail("nobody is asked"))
+    monkeypatch.setattr(scored_model_module, "any_rank", lambda *_: pytest.fail("nobody is asked"))
     loaded = []
     load = lambda config, device: loaded.append(device) or load_scorer(config, device)  # noqa: E731
-    monkeypatch.setattr(evaluator_module, "load_scorer", load)
-    judge = Evaluator(EvaluatorConfig(str(model_dir), **SETTINGS))
+    monkeypatch.setattr(scored_model_module, "load_scorer", load)
+    judge = open_evaluator(EvaluatorConfig(str(model_dir), **SETTINGS))
     judge.join()
     assert not loaded
     judge.scores(make_text(60))
@@ -86,7 +86,7 @@ def test_an_evaluator_that_each_process_has_for_itself_asks_nobody(group, model_
 
 def test_a_sharded_evaluator_in_a_single_process(model_dir):
     whole, single = (
-        Evaluator(EvaluatorConfig(str(model_dir), sharded=sharded, **SETTINGS)) for sharded in (False, True)
+        open_evaluator(EvaluatorConfig(str(model_dir), sharded=sharded, **SETTINGS)) for sharded in (False, True)
     )
     scores = single.scores(make_text(60))
     single.join()

@@ -21,7 +21,7 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.scoring.config import EvaluatorConfig
-from lightning_modules.scoring.evaluator import Evaluator
+from lightning_modules.scoring.scored_model import open_evaluator
 from lightning_modules.training import fsdp
 from lightning_modules.training.fsdp import (
     FullyShardedStrategy,
@@ -65,7 +65,7 @@ def resume(setup, root, processes, parts, strategy="fsdp"):
 def partly_known(setup, root, rank):
     """One process asks a divided evaluator for what it knows, the other for what nobody has scored."""
     settings = {"context_length": 16, "stride": 16, "cache_dir": str(root / f"evaluator {rank}")}
-    evaluator = Evaluator(EvaluatorConfig(setup.evaluator, sharded=True, **settings))
+    evaluator = open_evaluator(EvaluatorConfig(setup.evaluator, sharded=True, **settings))
     first, second = make_text(60, seed=1), make_text(90, seed=2)
     evaluator.scores(first)
     divided = isinstance(next(evaluator._backbone.parameters()), DTensor)
@@ -257,7 +257,7 @@ def test_checkpoints_of_divided_weights_are_exported(two, root, tmp_path):
 
 @pytest.mark.slow
 def test_a_divided_evaluator_serves_who_asks(two, setup, tmp_path):
-    evaluator = Evaluator(EvaluatorConfig(setup.evaluator, context_length=16, stride=16, cache_dir=str(tmp_path)))
+    evaluator = open_evaluator(EvaluatorConfig(setup.evaluator, context_length=16, stride=16, cache_dir=str(tmp_path)))
     for rank, results in enumerate(two):
         divided, pairs = results["partly known"]
         assert divided

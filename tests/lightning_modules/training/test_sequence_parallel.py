@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from callbacks import ExternalEvaluator
 from datamodules import PG19DataModule
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.batch import IGNORE_INDEX, pack_sequence, with_scored
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
@@ -45,7 +45,7 @@ VARIANTS = {
         "lora": {"r": 2, "target_modules": ["q_proj", "lm_head"], "modules_to_save": ["norm"]},
     },
 }
-VARIANTS["sliding window"] = {**VARIANTS["longce"], "short_context": "sliding_window"}
+VARIANTS["sliding window"] = {**VARIANTS["longce"], "short_method": "sliding_window"}
 RUNS = [("ddp", "longce"), ("fsdp", "lora")]
 STRATEGIES = {"ddp": UlyssesStrategy, "fsdp": FullyShardedUlyssesStrategy}
 
@@ -122,7 +122,7 @@ def seen_tokens(module):
 def other_rows(group):
     """What is said of processes that share a row and were given different ones."""
     tokens = torch.full((1, 4), group.rank)
-    batch = PackedBatch(input_ids=tokens, labels=tokens, position_ids=tokens, document_boundaries=[[0, 4]])
+    batch = pack_sequence([tokens[0]])
     with pytest.raises(ValueError, match="distributed_sampler_kwargs") as error:
         group.check_same_batch(batch)
     group.check_same_batch(batch | {"input_ids": torch.zeros(1, 4)})
@@ -228,11 +228,13 @@ def test_parts_are_the_tokens_and_what_they_predict():
     labels = tokens.clone()
     labels[:, [0, 5]] = IGNORE_INDEX
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1]])
-    batch = PackedBatch(input_ids=tokens, labels=labels, position_ids=positions, document_boundaries=[[0, 5, 7]])
+    batch = {"input_ids": tokens, "labels": labels, "position_ids": positions, "document_boundaries": [[0, 5, 7]]}
+    batch = with_scored(batch)
     shards = [_group(rank, 2).shard(batch) for rank in range(2)]
     no = IGNORE_INDEX
     assert [shard["input_ids"].tolist() for shard in shards] == [[[10, 11, 12, 13]], [[14, 15, 16, 0]]]
     assert [shard["labels"].tolist() for shard in shards] == [[[no, 11, 12, 13, 14]], [[no, no, 16, no, no]]]
+    assert [shard["scored"].tolist() for shard in shards] == [shard["labels"].ne(no).tolist() for shard in shards]
     assert [shard["position_ids"].tolist() for shard in shards] == [[[0, 1, 2, 3]], [[4, 0, 1, 0]]]
     assert all(shard["document_boundaries"] == [[0, 5, 7, 8]] for shard in shards)
 

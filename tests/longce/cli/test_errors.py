@@ -9,7 +9,7 @@ import pytest
 import longce.cli.lightning_cli  # noqa: F401  takes seconds, which are not those of a test
 from longce.cli.main import main
 
-CONFIGS = Path(__file__).parents[4] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 FIT = ["fit", "-c", str(CONFIGS / "base.yaml"), "-c", str(CONFIGS / "debug.yaml")]
 
 

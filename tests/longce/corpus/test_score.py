@@ -32,7 +32,7 @@ from longce.corpus.writing import Writer
 from tests.conftest import make_text, tiny_model
 from tests.support.fragile_tokenizer import BREAKING, fragile_tokenizer
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 LENGTHS = [1, 30, 4, 60, 12, 45]
 THRESHOLDS = {"alpha": 0.5, "beta": -6.0}
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import flop_registry
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.batch import IGNORE_INDEX, with_scored
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.short_context import long_and_short, short_log_likelihood, sliding_window_log_likelihood
@@ -56,9 +56,9 @@ def row(tokens=TOKENS):
     ids = torch.randint(400, (1, tokens), generator=torch.Generator().manual_seed(0))
     labels = ids.clone()
     labels[:, 0] = IGNORE_INDEX
-    return PackedBatch(
-        input_ids=ids, labels=labels, position_ids=torch.arange(tokens)[None], document_boundaries=[[0, tokens]]
-    )
+    positions = torch.arange(tokens)[None]
+    batch = {"input_ids": ids, "labels": labels, "position_ids": positions, "document_boundaries": [[0, tokens]]}
+    return with_scored(batch)
 
 
 class Counter(TorchDispatchMode):

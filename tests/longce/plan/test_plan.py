@@ -22,7 +22,7 @@ from longce.plan.shapes import ModelShape
 from longce.plan.sizes import ModelSizes
 from tests.conftest import tiny_config
 
-CONFIGS = Path(__file__).parents[4] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 LAYERS = ["-c", str(CONFIGS / "base.yaml"), "-c", str(CONFIGS / "experiments/longce_pg19.yaml")]
 LORA = ["--model.lora", "{r: 8, target_modules: all-linear}"]
 

@@ -3,6 +3,7 @@
 import json
 import math
 import multiprocessing
+import operator
 import os
 import signal
 
@@ -12,8 +13,9 @@ from benchmarks.reproduction.tables import measuring as tables_measuring
 from benchmarks.reproduction.tables import ours as tables_ours
 from benchmarks.reproduction.tables.results import read_results
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
-from lightning_modules.scoring.evaluated_model import EvaluatedModel
+from lightning_modules.scoring.records import summarize
 from lightning_modules.scoring.score import score
+from lightning_modules.scoring.scored_model import ScoredModel
 from longce.cli.main import main
 from tests.conftest import make_text, tiny_model
 
@@ -76,10 +78,11 @@ def by_hand(folder, model, evaluator, reports):
     return score([str(file) for file in files], str(model), str(evaluator), alpha=ALPHA, beta=BETA, **LENGTHS)
 
 
-def mean(result, key, weight):
+def mean(records, name, weight):
     """Of documents, weighted."""
-    rows = result["documents"]
-    return sum(row[key] * weight(row) for row in rows) / sum(map(weight, rows))
+    weights = [getattr(record.sums, weight) for record in records]
+    values = [getattr(record.sums, name) for record in records]
+    return sum(map(operator.mul, values, weights)) / sum(weights)
 
 
 def test_numbers_are_those_of_longce_score(reproduce, tmp_path, model_dir, evaluator_dir, reports, capsys):
@@ -88,14 +91,15 @@ def test_numbers_are_those_of_longce_score(reproduce, tmp_path, model_dir, evalu
     assert "| Mixtral-8x7B-32k | 2.08 / | 2.50 / | 1.74 / | 3.67 / |" in capsys.readouterr().out
     assert reproduce("table5-package", *options) == 0
     expected = by_hand(tmp_path, model_dir, evaluator_dir, reports)
-    assert expected["key_tokens"] > 5
+    total = summarize(expected)
+    assert total.key_tokens > 5
     cells = table(tmp_path / "one")["mine"]
-    longppl = mean(expected, "longppl", lambda row: row["key_tokens"])
+    longppl = mean(expected, "longppl", "key_tokens")
     assert cells["Llama-3.1-8B"]["ours"] == pytest.approx(longppl, rel=1e-6)
-    assert cells["PPL"]["ours"] == pytest.approx(mean(expected, "perplexity", lambda row: row["tokens"] - 1), rel=1e-6)
+    assert cells["PPL"]["ours"] == pytest.approx(mean(expected, "perplexity", "tokens"), rel=1e-6)
     cells = table(tmp_path / "one", "table5-package")["mine"]
-    assert cells["Llama-3.1-8B"]["ours"] == pytest.approx(expected["longppl"], rel=1e-6)
-    assert cells["PPL"]["ours"] == pytest.approx(expected["perplexity"], rel=1e-6)
+    assert cells["Llama-3.1-8B"]["ours"] == pytest.approx(total.longppl, rel=1e-6)
+    assert cells["PPL"]["ours"] == pytest.approx(total.perplexity, rel=1e-6)
 
 
 def test_two_machines_a_broken_model_and_a_second_try(
@@ -112,13 +116,13 @@ def test_two_machines_a_broken_model_and_a_second_try(
     assert cells["M"]["PPL"]["ours"] > 1
     assert "broken" not in cells
     (failure,) = json.loads((tmp_path / "one" / "table5.json").read_text())["failed"]
-    assert failure.startswith("broken by E: ValueError: The tokenizer")
+    assert failure.startswith(f"broken by E: ValueError: The model '{broken}'")
     for file in third_dir.iterdir():
         (broken / file.name).write_bytes(file.read_bytes())
     loaded = []
-    original = EvaluatedModel.log_likelihood
+    original = ScoredModel.log_likelihood
     monkeypatch.setattr(
-        EvaluatedModel, "log_likelihood", lambda self, row: (loaded.append(self.name), original(self, row))[1]
+        ScoredModel, "log_likelihood", lambda self, row: (loaded.append(self.name), original(self, row))[1]
     )
     assert reproduce("table5", "--models", f"broken={broken}", f"M={model_dir}", *evaluator, output="one") == 0
     assert set(loaded) == {str(broken)}  # M is not measured again
@@ -127,7 +131,7 @@ def test_two_machines_a_broken_model_and_a_second_try(
 
 def killed_at_the_third_pass(reproduce, options):
     passes = []
-    original = EvaluatedModel.log_likelihood
+    original = ScoredModel.log_likelihood
 
     def log_likelihood(self, row):
         passes.append(row)
@@ -135,7 +139,7 @@ def killed_at_the_third_pass(reproduce, options):
             os.kill(os.getpid(), signal.SIGKILL)
         return original(self, row)
 
-    EvaluatedModel.log_likelihood = log_likelihood
+    ScoredModel.log_likelihood = log_likelihood
     reproduce("table5", *options)
 
 
@@ -149,11 +153,11 @@ def test_after_a_kill_it_goes_on_with_the_next_model(
     assert process.exitcode == -signal.SIGKILL
     assert set(read_results([tmp_path / "one"])) == {("M", "E")}
     scored = []
-    original = EvaluatedModel.log_likelihood
+    original = ScoredModel.log_likelihood
     monkeypatch.setattr(
-        EvaluatedModel, "log_likelihood", lambda self, row: (scored.append(self.name), original(self, row))[1]
+        ScoredModel, "log_likelihood", lambda self, row: (scored.append(self.name), original(self, row))[1]
     )
-    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_scorer", None)  # what it said is on disk
+    monkeypatch.setattr("lightning_modules.scoring.scored_model.score_text", None)  # what the evaluator said is on disk
     assert reproduce("table5", *options) == 0
     assert scored == [str(third_dir)] * 2
     assert set(read_results([tmp_path / "one"])) == {("M", "E"), ("N", "E")}
@@ -218,8 +222,7 @@ def test_bad_input_is_refused_before_any_model_is_loaded(
 ):
     one = ["--models", f"M={model_dir}", "--evaluators", f"E={evaluator_dir}"]
     assert reproduce("table5", *one) == 0
-    monkeypatch.setattr("lightning_modules.scoring.evaluated_model.load_scorer", None)
-    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_scorer", None)
+    monkeypatch.setattr("lightning_modules.scoring.scored_model.load_scorer", None)
     refusals = [
         ("'table13'", ("table13",), {}),
         ("'Mistrol'", ("table5", "--models", "Mistrol"), {}),

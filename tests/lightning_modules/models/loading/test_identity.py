@@ -10,7 +10,7 @@ from lightning_modules.models.loading import identity as identity_of_models
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_config
 from lightning_modules.scoring.config import EvaluatorConfig
-from lightning_modules.scoring.evaluator import Evaluator
+from lightning_modules.scoring.scored_model import open_evaluator
 from lightning_modules.training.facts import loading_facts
 from lightning_modules.utilities import identity
 from tests.conftest import make_text, tiny_model
@@ -94,7 +94,9 @@ def test_code_counts_where_it_runs(model):
 
 
 def test_an_evaluator_that_changes_before_it_is_loaded_is_refused(model, tmp_path):
-    judge = Evaluator(EvaluatorConfig(str(model), cache_dir=str(tmp_path / "scores"), context_length=32, stride=16))
+    judge = open_evaluator(
+        EvaluatorConfig(str(model), cache_dir=str(tmp_path / "scores"), context_length=32, stride=16)
+    )
     tiny_model("llama", json.loads((model / "config.json").read_text())["vocab_size"], seed=9).save_pretrained(model)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"model '.*' changed after the start of this run.*Start again"):

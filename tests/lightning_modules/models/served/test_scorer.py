@@ -22,7 +22,7 @@ from lightning_modules.models.loading.load import load_config
 from lightning_modules.models.served.dialects import AnswerError
 from lightning_modules.models.served.scorer import RemoteScorer, connect
 from lightning_modules.scoring.config import EvaluatorConfig
-from lightning_modules.scoring.evaluator import Evaluator
+from lightning_modules.scoring.scored_model import open_evaluator
 from lightning_modules.tasks.teacher_forcing import padded_rows
 from lightning_modules.utilities.errors import IncompleteError
 from tests.support.servers import ENDLESS, StubServer, stub_greedy, stub_server, stub_values
@@ -349,7 +349,7 @@ def test_a_document_beyond_the_servers_limits_is_refused_before_it_is_sent():
 def test_addresses_that_are_not_safe(address):
     uses = [lambda: RemoteScorer([address], ServerConfig(**QUICK))]
     if "hunter2" in address:  # wherever a model is named
-        uses += [lambda: Evaluator(EvaluatorConfig(address)), lambda: load_config(ModelConfig(address))]
+        uses += [lambda: open_evaluator(EvaluatorConfig(address)), lambda: load_config(ModelConfig(address))]
     for use in uses:
         with pytest.raises(ValueError, match="http") as caught:
             use()

@@ -20,14 +20,14 @@ def clock(monkeypatch):
 
 def step(step_costs, clock, *, tokens=1000, processes=1):
     """Two batches of 4 seconds each; the loader takes 1 second for the second one."""
-    step_costs.start_batch()
+    step_costs.on_train_batch_start()
     clock(4)
-    step_costs.end_batch()
+    step_costs.on_train_batch_end()
     clock(1)
-    step_costs.start_batch()
+    step_costs.on_train_batch_start()
     clock(4)
     values = step_costs.end_step(tokens, processes)
-    step_costs.end_batch()
+    step_costs.on_train_batch_end()
     return {name: float(value) for name, value in values.items()}
 
 

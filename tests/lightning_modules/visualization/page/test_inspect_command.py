@@ -8,8 +8,8 @@ import torch
 from lightning_modules.functional import key_token_mask
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.scoring.config import EvaluatorConfig
-from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.score import score
+from lightning_modules.scoring.scored_model import open_evaluator
 from lightning_modules.visualization.page import inspect_document
 from longce.cli.main import main
 from tests.conftest import make_text
@@ -35,7 +35,7 @@ def test_command_writes_the_page_of_the_evaluators_scores(file, model_dir, evalu
     page = Path("a report.txt.html").read_text(encoding="utf-8")
     assert out[1] == f"a report.txt.html ({len(page.encode()) / 1e6:.1f} MB)"
     text = Path(file).read_text(encoding="utf-8")
-    scores = Evaluator(EvaluatorConfig(str(evaluator_dir), context_length=48, stride=16)).scores(text)
+    scores = open_evaluator(EvaluatorConfig(str(evaluator_dir), context_length=48, stride=16)).scores(text)
     arrays = unpacked(page, "scores")
     assert np.array_equal(arrays["long"], scores.long.numpy())
     assert np.array_equal(arrays["short"], scores.short.numpy())
@@ -67,7 +67,7 @@ def test_stored_scores_need_no_model_and_alternatives_one_pass_more(file, evalua
     second = inspect_document(text, str(evaluator_dir), alternatives=2, **SETTINGS)
     assert 0 < len(passes) <= once
     assert torch.equal(first.scores.long, second.scores.long)
-    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_scorer", None)
+    monkeypatch.setattr("lightning_modules.scoring.scored_model.load_scorer", None)
     third = inspect_document(text, str(evaluator_dir), alternatives=0, **{**SETTINGS, "alpha": 1.0})
     assert torch.equal(first.scores.short, third.scores.short)
 
@@ -87,8 +87,8 @@ BAD_INPUT = {
 
 @pytest.mark.parametrize("named", BAD_INPUT)
 def test_bad_input_is_named_before_any_model_is_loaded(named, file, evaluator_dir, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("lightning_modules.scoring.evaluated_model.load_scorer", None)
-    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_scorer", None)
+    monkeypatch.setattr("lightning_modules.scoring.scored_model.load_scorer", None)
+    monkeypatch.setattr("lightning_modules.scoring.scored_model.load_scorer", None)
     (tmp_path / "latin.txt").write_bytes(b"first line\nna\xefve")
     (tmp_path / "empty.txt").write_text(" \n")
     document = [] if BAD_INPUT[named][0].endswith(".txt") else [file]

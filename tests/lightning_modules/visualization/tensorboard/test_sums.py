@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lightning_modules.batch import IGNORE_INDEX, MAX_SEQUENCE_LENGTH
-from lightning_modules.functional import ShortContext
+from lightning_modules.functional import ShortScores
 from lightning_modules.visualization.tensorboard.sums import SAMPLED, PositionSums, WeightSample
 
 
@@ -40,7 +40,7 @@ def batch(tokens):
 
 def test_a_small_batch_is_looked_at_whole():
     sample, (long, weight, labels, short, differs) = WeightSample(), batch(40)
-    sample.add(long, weight, ShortContext(short, differs), labels)
+    sample.add(long, weight, ShortScores(short, differs), labels)
     sample.add(long, weight, None, labels)  # weights that do not follow from a short context
     assert len(sample) == 2
     weights, differences = sample.take()
@@ -53,7 +53,7 @@ def test_a_small_batch_is_looked_at_whole():
 
 def test_of_a_large_one_a_bounded_part():
     sample, (long, weight, labels, short, differs) = WeightSample(), batch(50_000)
-    sample.add(long, weight, ShortContext(short, differs), labels)
+    sample.add(long, weight, ShortScores(short, differs), labels)
     weights, differences = sample.take()
     assert 0.4 * SAMPLED < len(weights) < 0.6 * SAMPLED
     assert set(weights.tolist()) <= set(weight[:, 25_000:].double().flatten().tolist())

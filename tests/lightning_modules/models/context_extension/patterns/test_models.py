@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, StaticCache
 
-from lightning_modules.batch import IGNORE_INDEX
+from lightning_modules.batch import pack_sequence, with_scored
 from lightning_modules.models.context_extension.patterns import PATTERNS, blocks
 from lightning_modules.models.context_extension.rope_types import TYPE_ARCHITECTURES, register_rope_types
 from lightning_modules.models.loading.checks import check_scoring
@@ -86,7 +86,8 @@ def test_packed_batched_and_windowed_documents_are_scored_as_each_alone(name, fo
     assert backbone.isolates_documents
     rows = [row(1, (0, 20, LENGTH), VOCABULARY), row(2, (0, 33, LENGTH), VOCABULARY)]
     both = {key: torch.cat([part[key] for part in rows]) for key in ("input_ids", "labels", "position_ids")}
-    together = backbone({**both, "document_boundaries": [part["document_boundaries"][0] for part in rows]})
+    both["document_boundaries"] = [part["document_boundaries"][0] for part in rows]
+    together = backbone(with_scored(both))
     alone = torch.zeros_like(together)
     for number, part in enumerate(rows):
         for start, stop in itertools.pairwise(part["document_boundaries"][0]):
@@ -101,11 +102,7 @@ def test_packed_batched_and_windowed_documents_are_scored_as_each_alone(name, fo
 
 
 def document(tokens):
-    labels = tokens[None].clone()
-    labels[0, 0] = IGNORE_INDEX
-    positions = torch.arange(len(tokens))[None]
-    boundaries = [[0, len(tokens)]]
-    return {"input_ids": tokens[None], "labels": labels, "position_ids": positions, "document_boundaries": boundaries}
+    return pack_sequence([tokens])
 
 
 @pytest.mark.parametrize(

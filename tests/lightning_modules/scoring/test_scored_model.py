@@ -8,11 +8,11 @@ import torch
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
-from lightning_modules.scoring import evaluator as evaluator_module
+from lightning_modules.scoring import scored_model as scored_model_module
 from lightning_modules.scoring import token_scores
 from lightning_modules.scoring.config import EvaluatorConfig
-from lightning_modules.scoring.evaluator import Evaluator, score_text
 from lightning_modules.scoring.key_tokens import key_spans
+from lightning_modules.scoring.scored_model import open_evaluator, score_text
 from lightning_modules.visualization.page.alternatives import find_alternatives
 from tests.conftest import make_text, tiny_model
 from tests.support import reference
@@ -35,28 +35,28 @@ def test_scores_match_one_window_at_a_time(model_dir):
 
 def test_a_text_is_scored_once_per_process_and_per_disk(model_dir, tmp_path, monkeypatch):
     calls = []
-    original = evaluator_module.score_text
-    monkeypatch.setattr(evaluator_module, "score_text", lambda *a, **k: calls.append(a[0]) or original(*a, **k))
-    judge = Evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **SETTINGS))
+    original = scored_model_module.score_text
+    monkeypatch.setattr(scored_model_module, "score_text", lambda *a, **k: calls.append(a[0]) or original(*a, **k))
+    judge = open_evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **SETTINGS))
     first = judge.scores(make_text(60))
     judge.release()
     assert judge.scores(make_text(60)) is first
-    stored = Evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **SETTINGS)).scores(make_text(60))
+    stored = open_evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **SETTINGS)).scores(make_text(60))
     assert torch.equal(stored.long, first.long)
     assert len(calls) == 1
     for other in ({"context_length": 40}, {"stride": 8}, {"add_special_tokens": False}, {"dtype": "bfloat16"}):
-        Evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **{**SETTINGS, **other})).scores(
+        open_evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **{**SETTINGS, **other})).scores(
             make_text(60)
         )
     assert len(calls) == 5
-    Evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **SETTINGS)).scores(make_text(61))
+    open_evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **SETTINGS)).scores(make_text(61))
     assert len(calls) == 6
 
 
 def test_special_tokens_of_the_evaluator_can_be_left_out(model_dir, tmp_path):
     config = EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **SETTINGS)
     with_first, without = (
-        Evaluator(replace(config, add_special_tokens=special)).scores(make_text(60)) for special in (True, False)
+        open_evaluator(replace(config, add_special_tokens=special)).scores(make_text(60)) for special in (True, False)
     )
     assert with_first.offsets[0].tolist() == [0, 0]
     assert torch.equal(without.token_ids, with_first.token_ids[1:])
@@ -64,11 +64,11 @@ def test_special_tokens_of_the_evaluator_can_be_left_out(model_dir, tmp_path):
 
 
 def test_a_damaged_cache_file_is_scored_again(model_dir, tmp_path, caplog):
-    judge = Evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **SETTINGS))
+    judge = open_evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **SETTINGS))
     first = judge.scores(make_text(60))
     path = judge.path(first.text_sha256)
     path.write_bytes(path.read_bytes()[:-3])
-    again = Evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **SETTINGS)).scores(make_text(60))
+    again = open_evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **SETTINGS)).scores(make_text(60))
     assert torch.equal(first.long, again.long)
     assert "scored again" in caplog.text
 
@@ -77,7 +77,7 @@ def test_a_full_disk_costs_a_second_pass_and_not_the_run(model_dir, tmp_path, mo
     def full(path, content):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    judge = Evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **SETTINGS))
+    judge = open_evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **SETTINGS))
     monkeypatch.setattr(token_scores, "write_atomically", full)
     first = judge.scores(make_text(60), name="a book")
     assert judge.scores(make_text(60)) is first
@@ -86,13 +86,13 @@ def test_a_full_disk_costs_a_second_pass_and_not_the_run(model_dir, tmp_path, mo
 
 def test_tokenizer_of_another_model(model_dir, tmp_path, other_tokenizer):
     tiny_model("llama", 100).save_pretrained(tmp_path)
-    judge = Evaluator(EvaluatorConfig(str(tmp_path), tokenizer=str(model_dir), **SETTINGS))
+    judge = open_evaluator(EvaluatorConfig(str(tmp_path), tokenizer=str(model_dir), **SETTINGS))
     with pytest.raises(ValueError, match=r"Token id \d+ is beyond the embedding of 100 tokens"):
         judge.scores(make_text(60))
 
 
 def test_what_is_found_can_be_changed_and_says_who_found_it(model_dir):
-    judge = Evaluator(EvaluatorConfig(str(model_dir), **SETTINGS))
+    judge = open_evaluator(EvaluatorConfig(str(model_dir), **SETTINGS))
     scores = judge.scores(make_text(60))
     assert (scores.evaluator, scores.context_length, scores.stride) == (judge.identity, 32, 16)
     for values in (scores.long, scores.short):
@@ -103,7 +103,7 @@ def test_what_is_found_can_be_changed_and_says_who_found_it(model_dir):
 
 
 def test_the_alternatives_of_a_text_agree_with_its_scores(model_dir):
-    judge = Evaluator(EvaluatorConfig(str(model_dir), **SETTINGS))
+    judge = open_evaluator(EvaluatorConfig(str(model_dir), **SETTINGS))
     scores, found = judge.scores(make_text(60)), find_alternatives(judge, make_text(60), count=len(judge.tokenizer))
     tokens = judge.encode(make_text(60))["input_ids"][0, 1:, None]
     for alternatives, expected in ((found.long, scores.long), (found.short, scores.short)):
@@ -119,14 +119,14 @@ def test_a_model_that_cannot_be_scored_is_refused_before_its_numbers_are_kept(to
     model.lm_head.weight.data[7] = float("nan")
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "damaged")
-    judge = Evaluator(EvaluatorConfig(str(tmp_path / "damaged"), cache_dir=str(tmp_path / "cache"), **SETTINGS))
+    judge = open_evaluator(EvaluatorConfig(str(tmp_path / "damaged"), cache_dir=str(tmp_path / "cache"), **SETTINGS))
     with pytest.raises(ValueError, match=r"The logits of .* are not finite"):
         judge.scores(make_text(60))
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
 def test_a_document_of_one_token_and_one_too_short_for_a_short_context(model_dir):
-    judge = Evaluator(EvaluatorConfig(str(model_dir), add_special_tokens=False, **SETTINGS))
+    judge = open_evaluator(EvaluatorConfig(str(model_dir), add_special_tokens=False, **SETTINGS))
     for text in ("b", "bace di"):
         scores = judge.scores(text)
         assert torch.equal(scores.long, scores.short)
@@ -135,11 +135,11 @@ def test_a_document_of_one_token_and_one_too_short_for_a_short_context(model_dir
 
 def test_key_tokens_only_cost_less_and_never_pass_for_more(model_dir, tmp_path, monkeypatch):
     calls = []
-    original = evaluator_module.score_text
-    monkeypatch.setattr(evaluator_module, "score_text", lambda *a, **k: calls.append(k["beta"]) or original(*a, **k))
+    original = scored_model_module.score_text
+    monkeypatch.setattr(scored_model_module, "score_text", lambda *a, **k: calls.append(k["beta"]) or original(*a, **k))
 
     def make_evaluator():
-        return Evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **SETTINGS))
+        return open_evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **SETTINGS))
 
     text = make_text(60)
     first = make_evaluator()
@@ -166,12 +166,12 @@ def test_key_tokens_only_cost_less_and_never_pass_for_more(model_dir, tmp_path, 
 
 
 def test_the_model_is_loaded_once_until_it_is_released(model_dir, caplog):
-    caplog.set_level(logging.INFO, logger=evaluator_module.__name__)
-    judge = Evaluator(EvaluatorConfig(str(model_dir), **SETTINGS))
+    caplog.set_level(logging.INFO, logger=scored_model_module.__name__)
+    judge = open_evaluator(EvaluatorConfig(str(model_dir), **SETTINGS))
     judge.release()
     for words in (20, 30):
         judge.scores(make_text(words))
-    assert caplog.text.count("Loading the evaluator") == 1
+    assert caplog.text.count("Loading '") == 1
     judge.release()
     judge.scores(make_text(40))
-    assert caplog.text.count("Loading the evaluator") == 2
+    assert caplog.text.count("Loading '") == 2
