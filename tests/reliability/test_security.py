@@ -37,21 +37,12 @@ from lightning_modules.training.checkpoints.io import CheckedCheckpointIO, check
 from lightning_modules.training.checkpoints.sharded import no_code
 from lightning_modules.training.facts import TrainingFacts
 from longce.cli.main import main
+from tests.support.faults import Evil
 
 ROOT = Path(__file__).parents[2]
 OURS = [
     path for name in ("longce", "lightning_modules", "datamodules", "callbacks") for path in (ROOT / name).rglob("*.py")
 ]
-
-
-class Payload:
-    """Unpickled without restrictions, it makes a file."""
-
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.marker),)
 
 
 class Attribute:
@@ -112,7 +103,7 @@ def test_checkpoints(tmp_path, marker, monkeypatch, forced):
     if forced:
         monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     path = tmp_path / "x.ckpt"
-    torch.save({"state_dict": {"w": torch.ones(1)}, "extra": Payload(marker)}, path)
+    torch.save({"state_dict": {"w": torch.ones(1)}, "extra": Evil(marker)}, path)
     for load in (
         lambda: CheckedCheckpointIO().load_checkpoint(path),
         lambda: CheckedCheckpointIO().load_checkpoint(path, weights_only=None),
@@ -149,7 +140,7 @@ def test_sharded_checkpoints(tmp_path, marker, sharded):
     with pytest.raises(ValueError, match="is damaged"):
         check_checkpoint(folder)
 
-    (folder / ".metadata").write_bytes(pickle.dumps(Payload(marker)))
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
     with pytest.raises(ValueError, match=r"posix\.mkdir"):
         check_checkpoint(folder)
     works(marker, lambda: _quietly(lambda: dcp.FileSystemReader(folder).read_metadata()))
@@ -162,7 +153,7 @@ def test_sharded_checkpoints(tmp_path, marker, sharded):
             check_checkpoint(folder)
 
     (folder / ".metadata").write_bytes(index)
-    torch.save({"loops": Payload(marker)}, folder / "meta.pt")
+    torch.save({"loops": Evil(marker)}, folder / "meta.pt")
     with pytest.raises(ValueError, match="more than weights"):
         check_checkpoint(folder)
     works(marker, lambda: torch.load(folder / "meta.pt", weights_only=False))
@@ -189,7 +180,7 @@ def test_an_index_that_changes_what_an_enum_says_of_itself(tmp_path, sharded, mo
 
 def test_values_in_sharded_checkpoints(tmp_path, marker, sharded):
     folder = tmp_path / "values"
-    sharded(folder, {"w": torch.ones(3), "lr": Payload(marker)})
+    sharded(folder, {"w": torch.ones(3), "lr": Evil(marker)})
     with pytest.raises(dcp.api.CheckpointException, match="Weights only load failed"), no_code():
         dcp.load({"w": torch.ones(3), "lr": 0}, checkpoint_id=str(folder))
     works(marker, lambda: _quietly(lambda: dcp.load({"w": torch.ones(3), "lr": 0}, checkpoint_id=str(folder))))
@@ -203,7 +194,7 @@ def _quietly(run):
 
 
 def test_rows_of_data_sets(tmp_path, marker, model_dir):
-    pickled = pickle.dumps(Payload(marker))
+    pickled = pickle.dumps(Evil(marker))
     source = tmp_path / "corpus"
     (source / "sub").mkdir(parents=True)
     record = {"text": "ba ce", "name": f"../../{marker.name}", "__reduce__": ["os.mkdir", str(marker)]}
@@ -254,7 +245,7 @@ def test_pickled_weights_of_models_and_adapters(tmp_path, marker, model_dir, mon
     shutil.copytree(model_dir, folder)
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    torch.save({**weights, "evil": Payload(marker)}, folder / "pytorch_model.bin")
+    torch.save({**weights, "evil": Evil(marker)}, folder / "pytorch_model.bin")
     for forced in ("0", "1"):
         monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", forced)
         with pytest.raises(ValueError, match=r"posix\.mkdir") as refused:
@@ -269,7 +260,7 @@ def test_pickled_weights_of_models_and_adapters(tmp_path, marker, model_dir, mon
     lora = {"peft_type": "LORA", "base_model_name_or_path": str(model_dir), "target_modules": ["q_proj"], "r": 2}
     (adapters / "adapter_config.json").write_text(json.dumps(lora))
     shutil.copy(model_dir / "config.json", adapters)
-    torch.save({"evil": Payload(marker)}, adapters / "adapter_model.bin")
+    torch.save({"evil": Evil(marker)}, adapters / "adapter_model.bin")
     monkeypatch.delenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
     _quietly(lambda: load_backbone(ModelConfig(str(adapters))))
     works(marker, lambda: torch.load(adapters / "adapter_model.bin", weights_only=False))
@@ -321,7 +312,7 @@ def test_a_config_is_code_all_the_same(tmp_path, marker, monkeypatch):
 
 
 def test_stored_scores_and_tokens(tmp_path, marker, model_dir):
-    pickled = pickle.dumps({"long": Payload(marker)})
+    pickled = pickle.dumps({"long": Evil(marker)})
     (tmp_path / "x.safetensors").write_bytes(pickled)
     with pytest.raises(ValueError, match=r"x\.safetensors"):
         TokenScores.load(tmp_path / "x.safetensors")
@@ -337,7 +328,7 @@ def test_stored_scores_and_tokens(tmp_path, marker, model_dir):
 
 
 def test_stored_influence(tmp_path, marker):
-    store, pickled = tmp_path / "store", pickle.dumps(Payload(marker))
+    store, pickled = tmp_path / "store", pickle.dumps(Evil(marker))
     store.mkdir()
     (store / "done.bin").write_bytes(b"\1")
     good = {"format": 3, "tokens": 4, "rows": 1, "made_from": {"gamma": 5.0}}

@@ -16,11 +16,10 @@ from benchmarks.real_models.anatomy import (
 from benchmarks.real_models.correlate import EvaluatorScores, measure_system
 from benchmarks.real_models.questions import ANSWERS, make_sheets
 from benchmarks.real_models.study import Study
-from benchmarks.real_models.systems import LoadedSystem, System, read_scores, reuse_scores, round_weights, score_system
+from benchmarks.real_models.systems import System, read_scores, reuse_scores, round_weights, score_system
 from benchmarks.real_models.texts import Text
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_frozen
-from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.records import summarize
 from lightning_modules.scoring.score import score
@@ -69,9 +68,8 @@ def test_rounded_weights_have_few_values_and_stay_in_their_range(model_dir):
             assert torch.equal(weight, before[name])
 
 
-def test_an_evaluators_scores_are_those_of_the_same_model_as_a_system(tmp_path, monkeypatch, corpus, model_dir):
+def test_an_evaluators_scores_are_those_of_the_same_model_as_a_system(tmp_path, tiny_systems, corpus, model_dir):
     text = Text("report 0", "reports", corpus[0])
-    monkeypatch.setattr(LoadedSystem, "__init__", _load_from(model_dir))
     system = System("tiny", "as it is")
     score_system(system, tmp_path, [text], [], tmp_path / "own")
     scores = open_evaluator(EvaluatorConfig(str(model_dir), dtype="float32", **SIZES)).scores(text.text)
@@ -83,10 +81,11 @@ def test_an_evaluators_scores_are_those_of_the_same_model_as_a_system(tmp_path, 
     assert torch.equal(own["token_ids"], reused["token_ids"])
 
 
-def test_a_study_measures_what_the_command_measures(tmp_path, monkeypatch, corpus, model_dir, evaluator_dir, sheets):
+def test_a_study_measures_what_the_command_measures(
+    tmp_path, monkeypatch, tiny_systems, corpus, model_dir, evaluator_dir, sheets
+):
     """The same question asked of `longce score` has the same answer."""
     texts = [Text("report 0", "reports", corpus[0]), Text("book 1", "books", corpus[1])]
-    monkeypatch.setattr(LoadedSystem, "__init__", _load_from(model_dir))
     system = System("tiny", "as it is")
     score_system(system, tmp_path, texts, sheets[:1], tmp_path)
     evaluator = open_evaluator(EvaluatorConfig(str(evaluator_dir), **SIZES))
@@ -110,14 +109,6 @@ def test_a_study_measures_what_the_command_measures(tmp_path, monkeypatch, corpu
     described = describe_key_tokens(table)
     assert sum(kind["all"] for kind in described["kinds"].values()) == pytest.approx(1)
     assert compare_evaluators(texts, scores, scores)["mean"] in (1.0, pytest.approx(math.nan, nan_ok=True))
-
-
-def _load_from(folder):
-    def load(self, system, models, dtype="float32", device="cpu"):
-        self.system, self.file, self.dtype, self.device, self._backbone = system, str(folder), dtype, device, None
-        self.tokenizer = load_tokenizer(str(folder))
-
-    return load
 
 
 def test_characters_of_key_spans():

@@ -20,7 +20,6 @@ from benchmarks.real_models.fine_tune import (
     training_rows,
     tuning_arms,
 )
-from benchmarks.real_models.systems import LoadedSystem
 from benchmarks.real_models.texts import Text
 from benchmarks.real_models.verdicts import judge_fine_tune
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
@@ -31,12 +30,7 @@ SMALL = replace(CPU_SCALE, length=64, k=16)
 
 
 @pytest.fixture
-def small(monkeypatch, model_dir):
-    def load(self, system, models, *, dtype="float32", device="cpu"):
-        self.system, self.file, self.dtype, self._backbone = system, str(model_dir), dtype, None
-        self.tokenizer = load_tokenizer(str(model_dir))
-
-    monkeypatch.setattr(LoadedSystem, "__init__", load)
+def small(monkeypatch, tiny_systems, model_dir):
     for name, value in {"SHORT": 16, "STARTS": {"as it is": None}}.items():
         monkeypatch.setattr(module, name, value)
     return load_tokenizer(str(model_dir))

@@ -25,7 +25,7 @@ def rows_seen(num_workers, callback, checkpoint=None, **settings):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("limit", [1.0, 3])
+@pytest.mark.parametrize("limit", [1.0, pytest.param(3, marks=pytest.mark.slow)])
 def test_resumed_run_sees_the_rows_that_are_left(tmp_path, limit):
     save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     uninterrupted = rows_seen(0, save, limit_train_batches=limit)

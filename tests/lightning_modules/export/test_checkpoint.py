@@ -99,20 +99,6 @@ def test_paths_are_found_from_other_folders_and_published_only_where_they_are_ne
     assert str(tmp_path) not in (tmp_path / "kept" / "longce_export.json").read_text()
 
 
-@pytest.mark.parametrize("modules_to_save", ["embeddings-and-norms", ["lm_head"]])
-def test_a_trained_embedding_that_is_the_head_as_well(modules_to_save, base, tmp_path, monkeypatch, tokenizer):
-    tiny_model("llama", 400, tie_word_embeddings=True).save_pretrained(base)
-    tokenizer.save_pretrained(base)
-    lora = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": modules_to_save}
-    trained = checkpoint(tmp_path / "a.ckpt", base, lora=lora)
-    for adapters in ("merged", "kept"):
-        export_checkpoint(str(tmp_path / "a.ckpt"), str(tmp_path / adapters), adapters=adapters, tokenizer=base)
-        names = run_card(tmp_path / adapters, monkeypatch)
-        torch.testing.assert_close(logits(names["model"]), logits(trained), rtol=1e-4, atol=1e-4)
-    config = json.loads((tmp_path / "merged" / "config.json").read_text())
-    assert config["tie_word_embeddings"], "the two are still one"
-
-
 def test_the_type_of_the_base_and_its_generation_config_come_back(base, model_dir, tmp_path):
     GenerationConfig(do_sample=True, temperature=0.5).save_pretrained(base)
     trained = checkpoint(tmp_path / "a.ckpt", base, lora=LORA, dtype="bfloat16")

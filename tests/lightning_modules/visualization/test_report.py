@@ -6,7 +6,6 @@ from matplotlib.figure import Figure
 
 from lightning_modules.visualization.images import STYLE, as_svg
 from lightning_modules.visualization.report import (
-    MAX_ROWS,
     Heading,
     Picture,
     Table,
@@ -75,27 +74,6 @@ def test_a_page_is_sound_on_every_screen_and_on_paper(svg, tmp_path):
         assert page.evaluate("getComputedStyle(document.documentElement).backgroundColor") == "rgb(253, 252, 250)"
         assert "light" in page.evaluate("getComputedStyle(document.images[0]).colorScheme").split()
         assert "dark" not in page.evaluate("getComputedStyle(document.images[0]).colorScheme").split()
-
-
-def test_long_tables_are_folded_and_say_what_they_hold():
-    def details(rows, folded=None):
-        return list(
-            parse_page(as_html("T", [Table(["a", "", "b"], [["1", "", "2"]] * rows, folded=folded)], {})).iter(
-                "details"
-            )
-        )
-
-    assert details(MAX_ROWS) == details(MAX_ROWS + 1, folded=False) == []
-    (fold,) = details(MAX_ROWS + 1)
-    assert texts(fold, "summary") == [f"Show {MAX_ROWS + 1} rows: a, b"]
-    assert len(details(1, folded=True)) == 1
-
-
-def test_many_figures_are_folded(svg):
-    for count, folded in ((6, []), (8, ["Show 2 more figures"])):
-        root = parse_page(as_html("T", [Picture("a", str(number)) for number in range(count)], {"a": svg}))
-        assert texts(root, "summary") == folded
-        assert [image.get("alt") for image in root.iter("img")] == [*map(str, range(count))]
 
 
 def test_numbers_that_do_not_exist_are_dashes_and_verdicts_are_badges():

@@ -119,6 +119,14 @@ def test_impossible_ranks_are_refused(guessing_dir, tmp_path, monkeypatch, rank,
         ("squad", "nowhere", "nowhere"),
         ("depths", [2.5], "depths"),
         ("model", "/nowhere/at/all", "nowhere/at/all"),
+        ("tasks", [], "`tasks`"),
+        ("tasks", ["letter"], "`depths`"),
+        ("lengths", [], "`lengths`"),
+        ("gen_kwargs", "heat=1", "`gen_kwargs`"),
+        ("gen_kwargs", {"until": ["x"]}, "`gen_kwargs`"),
+        ("gen_kwargs", "temperature=1", "`gen_kwargs`"),
+        ("limit", 3, "`limit`"),
+        ("log_samples", True, "`log_samples`"),
     ],
 )
 def test_unusable_options_are_refused_before_the_model_is_loaded(
@@ -141,6 +149,14 @@ def test_results_of_other_settings_or_texts_are_refused(guessing_dir, tmp_path):
     (moved / "a.txt").write_text("ba ce. Di fo gu. Ka mi.")
     with pytest.raises(ValueError, match="haystack = "):
         run(guessing_dir, tmp_path / "out", haystack=str(moved))
+
+
+def test_harness_tasks_need_the_extra(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"'ruler'.*\[eval\]"):
+        evaluate("model", "out", tasks=["rulr"])
+    with pytest.raises(ValueError, match="`fewshot_as_multiturn`"):
+        evaluate("model", "out", tasks=["letter"], fewshot_as_multiturn=True)
 
 
 def test_long_questions_are_generated_a_few_at_a_time(guessing_dir, tmp_path, asked, monkeypatch):

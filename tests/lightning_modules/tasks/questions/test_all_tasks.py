@@ -1,5 +1,6 @@
 """What all tasks promise, with tokens that are pieces of words, words or unknown, and characters."""
 
+import functools
 import gzip
 import json
 import random
@@ -48,6 +49,12 @@ def prompters(tasks):
 @pytest.fixture(scope="module")
 def prompter(prompters):
     return prompters["bytes"]
+
+
+@pytest.fixture(scope="module")
+def question(tasks, prompters):
+    """Returns a question of a task for a kind of tokenizer, which is made once."""
+    return functools.cache(lambda name, kind, index: tasks[name].example(prompters[kind], length_of(name), index))
 
 
 def length_of(name):
@@ -122,9 +129,9 @@ def split_units(example):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_prompt_suffices_to_answer_and_silence_scores_0(tasks, prompters, name, kind):
+def test_the_prompt_suffices_to_answer_and_silence_scores_0(question, name, kind):
     for index in range(2):
-        example = tasks[name].example(prompters[kind], length_of(name), index)
+        example = question(name, kind, index)
         assert example.score(read_answer(name, example.prompt)) == 1
         assert example.score("") == 0
         assert example.score(example.target) == 1
@@ -132,19 +139,19 @@ def test_the_prompt_suffices_to_answer_and_silence_scores_0(tasks, prompters, na
 
 
 @pytest.mark.parametrize("name", [name for name in RETRIEVAL if name != "needle"])
-def test_answers_of_other_questions_are_wrong(name, prompter):
-    targets = [RETRIEVAL[name].example(prompter, 1500, index).target for index in range(5)]
-    for index, target in enumerate(targets):
-        assert RETRIEVAL[name].example(prompter, 1500, (index + 1) % 5).score(target) < 1
+def test_answers_of_other_questions_are_wrong(name, question):
+    for index in range(5):
+        other = question(name, "bytes", (index + 1) % 5)
+        assert other.score(question(name, "bytes", index).target) < 1
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_equal_arguments_give_equal_questions(tasks, prompter, name):
+def test_equal_arguments_give_equal_questions(tasks, prompter, question, name):
     task, length = tasks[name], length_of(name)
-    first = task.example(prompter, length, 3)
+    first = question(name, "bytes", 3)
     random.seed(5)
     state = random.getstate()
-    others = [task.example(prompter, length, 4), task.example(prompter, length, 3, seed=1)]
+    others = [question(name, "bytes", 4), task.example(prompter, length, 3, seed=1)]
     others.append(task.example(prompter, length - 200, 3))
     assert random.getstate() == state
     assert task.example(prompter, length, 3) == first
@@ -170,8 +177,8 @@ def test_one_more_unit_would_not_fit(tasks, prompters, name, kind, share, monkey
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
-def test_teacher_forcing_finds_every_answer(tasks, prompters, name, kind):
-    example, prompter = tasks[name].example(prompters[kind], length_of(name), 0), prompters[kind]
+def test_teacher_forcing_finds_every_answer(question, prompters, name, kind):
+    example, prompter = question(name, kind, 0), prompters[kind]
     forced = prompter.force(example.prompt, example.answer_prefix, example.target, example.answers)
     answers = example.answers[:1] if example.match in ("any", "subspan") else example.answers
     assert len(forced.spans) == len(answers)
@@ -192,7 +199,7 @@ def test_lengths_that_are_too_short_are_refused(tasks, prompter, name):
 def test_the_answer_is_at_the_requested_depth(name, prompter):
     for depth in (0, 0.25, 0.5, 0.77, 1):
         for index in range(3):
-            example = RETRIEVAL[name].example(prompter, 2500, index, depth=depth)
+            example = RETRIEVAL[name].example(prompter, 1500, index, depth=depth)
             units, asked = split_units(example)
             before, others = units.index(asked), len(units) - 1
             assert others > 9
@@ -201,19 +208,19 @@ def test_the_answer_is_at_the_requested_depth(name, prompter):
 
 
 @pytest.mark.parametrize("name", RETRIEVAL)
-def test_answers_are_in_the_text_once(name, prompter):
+def test_answers_are_in_the_text_once(name, question):
     for index in range(4):
-        example = RETRIEVAL[name].example(prompter, 3000, index)
+        example = question(name, "bytes", index)
         for answer in example.answers:
             times = len(re.findall(rf"(?<!\d){re.escape(answer)}(?!\d)", example.prompt))
             assert times == (2 if name == "passkey" else 1)
 
 
 @pytest.mark.parametrize("name", WITH_DEPTH)
-def test_random_depths_are_reported_and_spread(name, prompter):
+def test_random_depths_are_reported_and_spread(name, question):
     depths = []
     for index in range(12):
-        example = RETRIEVAL[name].example(prompter, 2500, index)
+        example = question(name, "bytes", index)
         units, asked = split_units(example)
         assert example.depth == units.index(asked) / (len(units) - 1)
         depths.append(example.depth)

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from lightning_modules.tasks.questions.haystacks import LONGEST_SENTENCE, Drawn, Essays, split_sentences
+from lightning_modules.tasks.questions.haystacks import LONGEST_SENTENCE, Essays, split_sentences
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,3 @@ def test_synthetic_essays_are_endless_and_have_no_answer():
     assert len(set(sentences)) > 2400
     assert not re.search("[0-9-]|special|magic|San Francisco", " ".join(sentences))
     assert split_sentences(" ".join(sentences)) == sentences
-
-
-def test_drawn_units_are_kept():
-    numbers = iter(range(100))
-    drawn = Drawn(lambda: str(next(numbers)))
-    assert drawn.first(3) == ["0", "1", "2"]
-    drawn.first(2).append("changed")
-    assert drawn.first(5) == ["0", "1", "2", "3", "4"]

@@ -1,12 +1,10 @@
-import itertools
 import json
-import random
 import re
 
 import pytest
 
 from lightning_modules.tasks.questions.example import contains_answer
-from lightning_modules.tasks.questions.multi_document_qa import MultiDocumentQA, synthetic_lives
+from lightning_modules.tasks.questions.multi_document_qa import MultiDocumentQA
 from tests.support import answerers
 
 INSTRUCTION = (
@@ -128,18 +126,3 @@ def test_only_the_first_line_counts(nq_open, prompter):
     example = MultiDocumentQA(nq_open).example(prompter, 600, 0)
     assert example.score(f" It was {example.answers[0].upper()}!\nno") == 1
     assert example.score(f"no\n{example.answers[0]}") == 0
-
-
-def test_synthetic_lives_have_distinct_names():
-    lives = itertools.islice(synthetic_lives(random.Random(0)), 1500)
-    flat = []
-    for life in lives:
-        town, teacher = re.search(r"town of (\w+) as .* taught by (\w+),", life.text).groups()
-        flat += [*life.title.split(), town, teacher]
-    assert len(flat) == len(set(flat)) == 4 * 1500
-
-
-def test_random_depths_cover_all_places(prompter):
-    depths = [MultiDocumentQA(documents=10).example(prompter, 1500, index).depth for index in range(40)]
-    assert {0, 1} < set(depths)
-    assert len(set(depths)) == 10

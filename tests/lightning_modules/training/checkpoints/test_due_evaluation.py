@@ -68,7 +68,7 @@ STOPS = [
 ]
 
 
-@pytest.fixture(scope="module", params=[1, 4])
+@pytest.fixture(scope="module", params=[1, pytest.param(4, marks=pytest.mark.slow)])
 def whole(request, tmp_path_factory):
     """Settings and evaluations of a run that nobody stops."""
     accumulate = request.param

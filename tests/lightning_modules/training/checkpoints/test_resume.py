@@ -16,7 +16,6 @@ from lightning_modules.training.checkpoints.resume import (
 )
 
 WEIGHTS = {"state_dict": {}, "pytorch-lightning_version": "2.6.6"}
-WHOLE = {**WEIGHTS, "optimizer_states": []}
 
 
 @pytest.fixture

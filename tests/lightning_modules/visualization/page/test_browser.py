@@ -147,23 +147,6 @@ def test_everything_can_be_done_from_the_keyboard(browser, tokenizer, tmp_path):
     wait_until(page, f"document.getElementById('count').textContent === '{counted}'")
 
 
-def test_the_page_opens_at_the_first_key_token_and_keeps_the_keyboard(browser, tokenizer, tmp_path):
-    inspection = make_inspection(tokenizer, text=make_text(400))
-    page = browser.new_page(viewport={"width": 1200, "height": 700})
-    page.goto(inspection.save(tmp_path / "page.html").as_uri())
-    wait_until(page, COMPLETE)
-    key = key_token_mask(inspection.scores.long, inspection.scores.short).nonzero().flatten().tolist()
-    assert page.evaluate("Number(document.querySelector('.current').dataset.token)") == key[0]
-    assert page.inner_text("#place") == f"1 of {len(key)} key tokens"
-    assert page.evaluate("document.activeElement === document.body")
-    box = page.evaluate(
-        "(({ top, bottom }) => [top, bottom])(document.querySelector('.current').getBoundingClientRect())"
-    )
-    assert 0 < box[0] < box[1] < 700
-    page.keyboard.press("n")
-    assert page.inner_text("#place") == f"2 of {len(key)} key tokens"
-
-
 def test_lines_that_a_text_wraps_are_joined_on_the_page_only(browser, tokenizer, tmp_path):
     words = make_text(300).replace("\n", " ")
     paragraph = textwrap.fill(words, 70)

@@ -61,9 +61,3 @@ def test_distance_is_that_of_looking_at_each_token(make_document):
         texts = [document.text[start:end] for start, end in document.scores.offsets.tolist()]
         earlier = [i for i in range(index) if texts[i] == texts[index]]
         assert document.distance(index) == (index - earlier[-1] if earlier else None)
-
-
-def test_invisible_characters_are_shown():
-    assert escaped("a\n\tb\r") == "a⏎⇥b"
-    assert escaped("\u202e\x00\ud800\u2028") == "\ufffd" * 4
-    assert escaped("é 漢 🙂") == "é 漢 🙂"

@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM, StaticCache
 from lightning_modules.batch import pack_sequence, with_scored
 from lightning_modules.models.context_extension.patterns import PATTERNS, blocks
 from lightning_modules.models.context_extension.rope_types import TYPE_ARCHITECTURES, register_rope_types
-from lightning_modules.models.context_extension.rotary_checks import check_rotary
 from lightning_modules.models.loading.checks import check_scoring
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone, load_config
@@ -146,22 +145,6 @@ def test_gradient_checkpointing_and_gradients_in_bf16(name, folder):
     assert cosine > 0.99
     with pytest.raises(ValueError, match=f"RoPE of type '{name}': set `gradient_checkpointing: true`"):
         enable_checkpointing(backbone.base_model, "selective")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("attention", ["eager", "flex_attention"])
-def test_attention_that_a_pattern_cannot_replace(attention, folder):
-    path = folder()
-    with pytest.raises(ValueError, match=f"does not support '{attention}' attention: set"):
-        load_backbone(ModelConfig(path, context_extension=extension("alibi"), attn_implementation=attention))
-    backbone = load_backbone(ModelConfig(path, context_extension=extension("alibi")))
-    assert backbone.attention == "document_sdpa"
-    backbone.base_model.set_attn_implementation(attention)
-    with pytest.raises(RuntimeError, match=f"'{attention}' ignores.*use one of sdpa, document_sdpa"):
-        check_rotary(backbone.base_model)
-    if attention == "flex_attention":  # which is wrapped; whoever does not look before is told in the forward pass
-        with pytest.raises(ValueError, match="does not support 'flex_attention'"):
-            backbone.model(torch.zeros(1, 40, dtype=torch.int64))
 
 
 def test_flash_attention_is_not_chosen_for_a_pattern(folder, monkeypatch):

@@ -20,6 +20,7 @@ from lightning_modules.models.loading.gguf.metadata import Metadata
 from lightning_modules.models.loading.identity import model_identity
 from lightning_modules.models.loading.load import load_backbone, load_config
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from lightning_modules.scoring.records import summarize
 from lightning_modules.scoring.score import score
 from longce.cli.main import main
 from tests.support.gguf_files import tiny_llama, tiny_model, write_gguf
@@ -95,13 +96,6 @@ def test_other_types_become_half_precision(kind, dtype, largest, write, model):
     assert (logits(found.float()) - logits(model)).abs().max() < largest
 
 
-YARN = {
-    "llama.rope.scaling.type": "yarn",
-    "llama.rope.scaling.factor": 4.0,
-    "llama.rope.scaling.original_context_length": 64,
-}
-
-
 def llama_3_factors(factor, *, old=8192, low=1.0, high=4.0, base=10000.0, width=16):
     """The factors that llama.cpp's converter stores for Llama 3.1."""
     found = []
@@ -116,7 +110,6 @@ def llama_3_factors(factor, *, old=8192, low=1.0, high=4.0, base=10000.0, width=
     ("values", "factors", "expected"),
     [
         ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, None, {"rope_type": "linear"}),
-        (YARN, None, {"rope_type": "yarn", "original_max_position_embeddings": 64}),
         ({}, 4.0, {"rope_type": "llama3", "original_max_position_embeddings": 8192, "high_freq_factor": 4.0}),
     ],
 )
@@ -131,19 +124,11 @@ def rope(theta, **scaling):
 
 
 def yarn(architecture):
-    names = {
-        "type": "yarn",
-        "factor": 4.0,
-        "original_context_length": 64,
-    }
+    names = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
     return {f"{architecture}.rope.scaling.{name}": value for name, value in names.items()}
 
 
-YARN_ROPE = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LOCAL_ROPE = {
     "rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
@@ -255,7 +240,7 @@ BAD = [
     ({"tensors": {"blk.0.attn_sinks.weight": torch.zeros(4)}}, None),
     ({"tensors": {"blk.2.attn_norm.weight": torch.zeros(64)}}, None),
     ({"skip": ("model.layers.0.self_attn.k", "model.layers.1.self_attn.k")}, None),
-    ({"values": {**YARN, "llama.rope.scaling.yarn_log_multiplier": 0.1}}, None),
+    ({"values": {**yarn("llama"), "llama.rope.scaling.yarn_log_multiplier": 0.1}}, None),
     ({"values": {"llama.rope.scaling.type": "longrope"}}, None),
     ({"tensors": {"rope_freqs.weight": torch.arange(1.0, 9.0)}}, None),
 ]
@@ -292,7 +277,7 @@ def test_commands_take_a_file_as_they_take_a_folder(write, model, original, tmp_
     (tmp_path / "a.txt").write_text(" ".join(TEXTS * 4))
     options = {"context_length": 16, "stride": 16, "alpha": 0.0, "beta": -8.0}
     expected, *others = (
-        score(str(tmp_path / "a.txt"), model=str(one), evaluator=str(two), **options)
+        summarize(score(str(tmp_path / "a.txt"), model=str(one), evaluator=str(two), **options)).numbers()
         for one, two in ((folder, folder), (path, folder), (folder, path), (path, path))
     )
     assert expected["key_tokens"] > 0
