@@ -1,7 +1,5 @@
 """A stand-in for progress bars, which keeps what it is told."""
 
-"""Of a model for the made-up language."""
-
 
 class Bar:
     """A bar: ``lines`` are its descriptions, the first of which is its ``name``; ``seen`` is what it has counted."""
