@@ -255,7 +255,7 @@ def test_another_model_in_a_later_run_needs_another_claim(dialect):
 def test_two_servers_share_the_work():
     batch = random_batch([30 + index for index in range(60)])
     with stub_server() as slow, stub_server() as fast:
-        slow.delay = 0.5
+        slow.delay = 0.2
         scorer = RemoteScorer([slow.address, fast.address], ServerConfig(**QUICK))
         before = [len(server.seen) for server in (slow, fast)]
         assert torch.equal(scorer(batch), expected_values(batch))

@@ -1,7 +1,10 @@
+import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_modules.training.monitoring.progress as progress
 from datamodules import RecallDataModule
@@ -53,3 +56,41 @@ def test_epochs_and_predictions_are_counted(bars, tmp_path):
     trainer.predict(trainer.lightning_module, trainer.datamodule, return_predictions=False)
     (bar,) = bars
     assert (bar.name, bar.total, bar.seen) == ("prediction", 3, [1, 2, 3, "closed"])
+
+
+@pytest.mark.parametrize(
+    ("names", "monitor", "expected"),
+    [
+        (["val/perplexity", "val/longppl"], "step", "LongPPL 1"),
+        (["val/perplexity"], None, "perplexity 0"),
+        (["val/a/perplexity", "val/a/x/longppl", "val/b/x/longppl"], None, "LongPPL 1 (a/x)"),
+        (["val/a/x/longppl", "val/b/x/longppl_soft"], "val/b/x/longppl_soft", "longppl_soft 1 (b/x)"),
+        (["train/loss"], "train/loss", ""),
+    ],
+)
+def test_one_of_several_evaluations_is_shown(names, monitor, expected):
+    values = {name: torch.tensor(float(number)) for number, name in enumerate(names)}
+    trainer = SimpleNamespace(callback_metrics=values, checkpoint_callbacks=[ModelCheckpoint(monitor=monitor)])
+    assert progress._describe_evaluation(trainer) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (11000, "3.1 h"), (360000, "4.2 days")],
+)
+def test_the_time_left_has_a_fitting_unit(seconds, expected):
+    assert progress._describe_rest(seconds) == f"{expected} left"
+
+
+def test_each_cell_has_an_aligned_line_and_the_step_shows_one_with_key_tokens():
+    values = {"val/a/judge/loose/longppl": 5.0, "val/a/judge/loose/key_tokens": 1240.0, "val/a/perplexity": 20.0}
+    values |= {"val/bb/judge/loose/longppl": math.nan, "val/bb/judge/loose/key_tokens": 0.0, "val/bb/perplexity": 9.0}
+    values |= {"val/a/judge/loose/longppl_soft": 7.0, "test/a/longppl": 1.0}
+    metrics = {name: torch.tensor(value) for name, value in values.items()}
+    assert progress.describe_cells(metrics, "val") == [
+        "val/a/judge/loose   LongPPL     5  over 1,240 key tokens  perplexity 20",
+        "val/bb/judge/loose  no key tokens",
+    ]
+    monitor = ModelCheckpoint(monitor="val/bb/judge/loose/longppl")
+    trainer = SimpleNamespace(callback_metrics=metrics, checkpoint_callbacks=[monitor])
+    assert progress._describe_evaluation(trainer) == "LongPPL 5 (a/judge/loose)"
