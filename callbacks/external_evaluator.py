@@ -1,5 +1,6 @@
 """Log LongPPL during training: key tokens by frozen evaluators, likelihoods by the trained model."""
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,6 +46,8 @@ _OF_ALL_THRESHOLDS = (
     "longppl_soft",
 )
 """Numbers that do not depend on thresholds."""
+
+_BY_EVALUATOR = ("longppl_soft", "longppl_per_evaluator_token")
 
 _LOGGED_BY_THRESHOLDS = (
     "longppl",
@@ -293,7 +296,7 @@ class ExternalEvaluator(Callback):
         if self.evaluator is not None:
             return self.evaluator.source
         spans = Path(str(self.key_spans))
-        return Source(str(spans), f"sha256:{content_hash(spans, spans.glob('*.txt'))}")
+        return Source("key spans", f"sha256:{content_hash(spans, spans.glob('*.txt'))}")
 
     def _find_numbers(self, records: Sequence[Record], place: str) -> dict[str, float]:
         """Return the numbers of a set by their names, those that depend on thresholds for each of these."""
@@ -301,13 +304,15 @@ class ExternalEvaluator(Callback):
         first = by_label.get(next(iter(self.definitions)), Sums())
         if (warning := first.coverage_warning()) is not None:
             rank_zero_warn(f"{place} documents: {warning}")
-        numbers = first.numbers()
+        # A set without documents has the names of an evaluator's numbers as well.
+        unknown = {} if self.evaluator is None else dict.fromkeys(_BY_EVALUATOR, math.nan)
+        numbers = unknown | first.numbers()
         values = {name: numbers[name] for name in _OF_ALL_THRESHOLDS if name in numbers}
         for label in self.definitions:
             sums = by_label.get(label, Sums())
             key = label if len(self.definitions) > 1 else ""
             self._warn_without_key_tokens(sums, join_key(place, key))
-            numbers = sums.numbers()
+            numbers = unknown | sums.numbers()
             values |= {join_key(key, name): numbers[name] for name in _LOGGED_BY_THRESHOLDS if name in numbers}
         return values
 

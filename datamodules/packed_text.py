@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -27,6 +28,7 @@ from datamodules.packing.sequences import PackedRowDataset, Row, collate_rows
 from datamodules.sources.documents import Source
 from datamodules.sources.splits import Split
 from datamodules.token_store.store import TokenStore, build_token_store
+from lightning_modules.batch import PackedBatch, with_scored
 from lightning_modules.functional.checks import MAX_PROCESSES, check_count
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.utilities.files import default_cache_dir
@@ -198,6 +200,13 @@ class PackedTextDataModule(LightningDataModule, ABC):
         return self._evaluation_loader(self.test)
 
     predict_dataloader = test_dataloader
+
+    @override
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a batch, whose labels `on_before_batch_transfer` may have changed: `scored` follows them here."""
+        if isinstance(batch, dict) and batch["labels"].device.type == "cpu":
+            batch = with_scored(cast(PackedBatch, batch))
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def training_rows(self) -> PackedRowDataset | None:
         """Return the packed sequences, tokenized on the first call; None without a training split."""

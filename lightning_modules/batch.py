@@ -116,6 +116,11 @@ def with_scored(batch: PackedBatch) -> PackedBatch:
     return batch
 
 
+def ensure_scored(batch: PackedBatch) -> PackedBatch:
+    """Return a batch with ``scored``, which one that was made elsewhere may lack."""
+    return batch if "scored" in batch else with_scored(batch)
+
+
 def check_boundaries(boundaries: Sequence[int], length: int | None = None) -> None:
     """Raise a ``ValueError`` unless the boundaries of a sequence ascend, and end within its ``length`` if given."""
     ascends = all(start <= stop for start, stop in pairwise(boundaries))

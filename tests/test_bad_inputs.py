@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,21 +12,12 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from longce.cli.main import main
 from tests.conftest import tiny_model
+from tests.support.commands import longce, refused
+from tests.support.experiments import experiment, text_data
 
 BASE = str(Path(__file__).parent.parent / "configs" / "base.yaml")
 DOCUMENT = json.dumps({"text": "ba ce di fo gu ka le mi " * 40})
-
-
-def refused(*arguments, capsys):
-    """What the command says; it must end with status 2 and without a traceback."""
-    with pytest.raises(SystemExit) as stopped:
-        main([*map(str, arguments)])
-    message = capsys.readouterr().err
-    assert stopped.value.code == 2, message
-    assert "Traceback" not in message
-    return message
 
 
 @pytest.fixture(scope="session")
@@ -37,25 +27,19 @@ def place(tmp_path_factory, corpus, model_dir):
     for number in range(3):
         (folder / f"{number}.txt").write_text(corpus[number])
     (folder / "good.jsonl").write_text(3 * (DOCUMENT + "\n"))
-    data = {"train": str(folder / "good.jsonl"), "validation": str(folder / "0.txt"), "tokenizer": str(model_dir)}
-    config = {
-        "model": {"pretrained_model_name_or_path": str(model_dir), "context_length": 32, "stride": 16},
-        "data": {"class_path": "datamodules.TextDataModule", "init_args": {**data, "sequence_length": 128}},
-        "trainer": {"accelerator": "cpu", "devices": 1, "precision": "32-true", "max_steps": 1},
-    }
+    data = text_data(model_dir, folder / "good.jsonl", validation=str(folder / "0.txt"), sequence_length=128)
+    config = experiment(model_dir, data, max_steps=1)
     (folder / "experiment.yaml").write_text(yaml.safe_dump(config))
     return folder
 
 
 @pytest.fixture
-def run(place, tmp_path, monkeypatch, capsys):
+def run(place, tmp_path, monkeypatch):
     """What a command says of the experiment with some options more."""
 
     def command(*arguments, name="fit"):
         monkeypatch.chdir(tmp_path)
-        words = [name, "-c", BASE, "-c", place / "experiment.yaml", *arguments]
-        monkeypatch.setattr(sys, "argv", ["longce", *map(str, words)])
-        return refused(*words, capsys=capsys)
+        return refused(name, "-c", BASE, "-c", place / "experiment.yaml", *arguments)
 
     return command
 
@@ -205,22 +189,22 @@ CHANGES = [
 ]
 
 
-def scored(place, model, evaluator, capsys, *options):
+def scored(place, model, evaluator, *options):
     words = ["score", place / "0.txt", "--model", model, "--evaluator", evaluator]
-    return refused(*words, "--context_length", "32", "--stride", "16", *options, capsys=capsys)
+    return refused(*words, "--context_length", "32", "--stride", "16", *options)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_model_folders(name, place, model_dir, evaluator_dir, tmp_path, capsys):
+def test_model_folders(name, place, model_dir, evaluator_dir, tmp_path):
     damage, words = MODELS[name]
     folder = edited(model_dir, tmp_path / "model")
     damage(folder)
-    assert words in scored(place, folder, evaluator_dir, capsys)
+    assert words in scored(place, folder, evaluator_dir)
 
 
 @pytest.mark.parametrize(("changes", "words"), CHANGES, ids=str)
-def test_model_configs(changes, words, place, model_dir, evaluator_dir, tmp_path, capsys):
-    message = scored(place, edited(model_dir, tmp_path / "model", **changes), evaluator_dir, capsys)
+def test_model_configs(changes, words, place, model_dir, evaluator_dir, tmp_path):
+    message = scored(place, edited(model_dir, tmp_path / "model", **changes), evaluator_dir)
     assert words in message
     assert len(message) < 3000
 
@@ -232,65 +216,60 @@ SCORE = [
     ("--beta", "5", "`beta`"),
     ("--max_tokens", "0", "`max_tokens`"),
     ("--device", "cuda:9", "not available"),
-    ("--output", "/proc/x.json", "Cannot write to the folder /proc"),
-    ("--output", "no/folder/x.json", "`output`"),
+    ("--output", "/proc/x.parquet", "Cannot write to the folder /proc"),
+    ("--output", "no/folder/x.parquet", "`output`"),
     ("--cache_dir", "/proc/x", "LONGCE_CACHE"),
 ]
 
 
 @pytest.mark.parametrize(("option", "value", "words"), SCORE)
-def test_score_options(option, value, words, place, model_dir, evaluator_dir, capsys, monkeypatch):
+def test_score_options(option, value, words, place, model_dir, evaluator_dir, monkeypatch):
     """Before any model is loaded."""
     monkeypatch.setattr("lightning_modules.scoring.scored_model.load_scorer", None)
-    monkeypatch.setattr("lightning_modules.scoring.scored_model.load_scorer", None)
-    assert words in scored(place, model_dir, evaluator_dir, capsys, option, value)
+    assert words in scored(place, model_dir, evaluator_dir, option, value)
 
 
-def test_an_unknown_attention_is_refused(place, model_dir, evaluator_dir, capsys):
-    assert "nosuch" in scored(place, model_dir, evaluator_dir, capsys, "--attn_implementation", "nosuch")
+def test_an_unknown_attention_is_refused(place, model_dir, evaluator_dir):
+    assert "nosuch" in scored(place, model_dir, evaluator_dir, "--attn_implementation", "nosuch")
 
 
-def test_score_files(model_dir, tmp_path, capsys):
+def test_score_files(model_dir, tmp_path):
     (tmp_path / "empty").write_text(" \n")
     (tmp_path / "utf16").write_bytes("text".encode("utf-16"))
     (tmp_path / "binary").write_bytes(bytes(range(256)))
     names = ["empty", "utf16", "binary", "none", "."]
     for file in [*(tmp_path / name for name in names), "/dev/zero", ""]:
-        message = refused("score", file, "--model", model_dir, "--evaluator", model_dir, capsys=capsys)
+        message = refused("score", file, "--model", model_dir, "--evaluator", model_dir)
         assert Path(file).name in message
         assert len(message) < 1000
 
 
 @pytest.mark.parametrize("command", ["score", "inspect"])
-def test_files_of_records_are_not_scored_as_text(command, place, model_dir, capsys):
+def test_files_of_records_are_not_scored_as_text(command, place, model_dir):
     words = [command, place / "good.jsonl", "--evaluator", model_dir, "--model", model_dir]
-    assert "good.jsonl' contains records, not one text" in refused(*words, capsys=capsys)
+    assert "good.jsonl' contains records, not one text" in refused(*words)
 
 
-def test_files_that_are_scored_twice(place, model_dir, evaluator_dir, tmp_path, capsys):
+def test_files_that_are_scored_twice(place, model_dir, evaluator_dir, tmp_path):
     (tmp_path / "link.txt").symlink_to(place / "0.txt")
     for again in (place / "0.txt", tmp_path / "link.txt"):
         words = ["score", place / "0.txt", again, "--model", model_dir, "--evaluator", evaluator_dir]
-        assert f"'{again}' is given twice" in refused(*words, capsys=capsys)
+        assert f"'{again}' is given twice" in refused(*words)
 
 
 def test_another_tokenizer_with_fewer_tokens(place, tmp_path, evaluator_dir, monkeypatch):
     """No token is out of range, and none means what it did."""
     words = ["fit", "-c", BASE, "-c", place / "experiment.yaml", "--trainer.limit_val_batches", "0"]
     words += ["--data.tokenizer", evaluator_dir, "--trainer.default_root_dir", tmp_path]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["longce", *map(str, words)])
     with pytest.warns(UserWarning, match=r"of the 340 tokens of .* differ from those of the model"):
-        main([*map(str, words)])
+        longce(*words, folder=tmp_path)
 
 
 @pytest.mark.slow
 def test_adapters_of_another_config(run, place, tmp_path, monkeypatch):
     fit = ["fit", "-c", BASE, "-c", place / "experiment.yaml", "--trainer.limit_val_batches", "0"]
     fit += ["--model.lora", "{target_modules: [q_proj], r: 4, lora_alpha: 8}", "--trainer.default_root_dir", tmp_path]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["longce", *map(str, fit)])
-    main([*map(str, fit)])
+    longce(*fit, folder=tmp_path)
     path = next(tmp_path.rglob("step-1.ckpt"))
     for lora, words in {
         "{target_modules: [q_proj], r: 8, lora_alpha: 8}": "is (4, 32) in it and (8, 32) in this run",
@@ -303,9 +282,7 @@ def test_adapters_of_another_config(run, place, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_checkpoints(run, tmp_path, place, monkeypatch):
     fit = ["fit", "-c", BASE, "-c", place / "experiment.yaml", "--trainer.limit_val_batches", "0"]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["longce", *map(str, fit)])
-    main([*map(str, fit), "--trainer.default_root_dir", str(tmp_path)])
+    longce(*fit, "--trainer.default_root_dir", tmp_path, folder=tmp_path)
     good = torch.load(next(tmp_path.rglob("step-1.ckpt")), weights_only=True)
     cases = {
         "a list": ([1, 2], "was not written by `longce fit`"),
@@ -324,9 +301,9 @@ def test_checkpoints(run, tmp_path, place, monkeypatch):
 
 
 @pytest.mark.slow
-def test_other_commands(run, capsys, monkeypatch, tmp_path):
+def test_other_commands(run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "int.ckpt").write_bytes(b"")
-    assert "is truncated" in refused("export", "int.ckpt", "out", capsys=capsys)
+    assert "is truncated" in refused("export", "int.ckpt", "out")
     assert "known cards" in run("--gpu", "nosuch", name="plan")
     assert "/nowhere" in run("--evaluator", "/nowhere", name="influence")

@@ -10,8 +10,8 @@ import pytest
 
 from lightning_modules.utilities.extras import EXTRAS, name_missing_extra
 from longce.plan.hardware import GPU, find_rates
-from tests.docs.test_docs import ROOT
 from tests.support.bare_install import bare_environment, required_distributions
+from tests.support.pages import ROOT
 
 IMPORTS = """
 import pkgutil, sys, lightning_modules.models, lightning_modules.functional, lightning_modules.metrics

@@ -1,7 +1,5 @@
 """`longce fit` and its kin as a user runs them, the shipped configs, and what bad input says."""
 
-import contextlib
-import io
 import json
 import re
 import signal
@@ -21,7 +19,9 @@ from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import short_context
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
 from longce.cli.lightning_cli import LongceCLI
-from longce.cli.main import main
+from tests.support.commands import longce, refused
+from tests.support.experiments import book_data, evaluator
+from tests.support.experiments import experiment as make_experiment
 from tests.support.runs import TIMES
 from tests.support.texts import write_books
 
@@ -34,62 +34,14 @@ EXPERIMENTS = sorted(path for folder in LAYERS for path in (CONFIGS / folder).gl
 
 @pytest.fixture(autouse=True)
 def working_directory(tmp_path, monkeypatch):
-    """A folder and a command line of its own for each test."""
+    """A folder of its own for each test."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["longce"])
-
-
-def longce(*arguments, folder="."):
-    """Run a command in this process, in a folder."""
-    sys.argv = ["longce", *arguments]
-    with contextlib.chdir(folder):
-        main()
-
-
-def refused(*arguments):
-    """What the command prints when it refuses."""
-    with pytest.raises(SystemExit) as stopped, contextlib.redirect_stderr(io.StringIO()) as printed:
-        longce(*arguments)
-    assert stopped.value.code not in (0, None)
-    return printed.getvalue()
 
 
 def write_experiment(path, books, model_dir, evaluator_dir):
     """Write a small, complete experiment on the base config, and return its path as a word."""
-    config = {
-        "model": {
-            "pretrained_model_name_or_path": str(model_dir),
-            "context_length": 32,
-            "stride": 16,
-            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}},
-        },
-        "data": {
-            "class_path": "datamodules.PG19DataModule",
-            "init_args": {"path": str(books), "tokenizer": str(model_dir), "sequence_length": 128},
-        },
-        "trainer": {
-            "accelerator": "cpu",
-            "devices": 1,
-            "precision": "32-true",
-            "max_steps": 4,
-            "val_check_interval": 2,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "callbacks+": [
-                {
-                    "class_path": "callbacks.ExternalEvaluator",
-                    "init_args": {
-                        "evaluator": str(evaluator_dir),
-                        "context_length": 32,
-                        "stride": 16,
-                        "alpha": 0.5,
-                        "beta": -6.0,
-                    },
-                }
-            ],
-        },
-    }
-    path.write_text(yaml.safe_dump(config))
+    trainer = {"max_steps": 4, "val_check_interval": 2, "callbacks+": [evaluator(evaluator_dir)]}
+    path.write_text(yaml.safe_dump(make_experiment(model_dir, book_data(model_dir, books), lr=0.01, **trainer)))
     return str(path)
 
 
@@ -111,7 +63,6 @@ def trained(tmp_path_factory, corpus, model_dir, evaluator_dir):
     write_books(folder / "pg19", train=corpus[:4], validation=corpus[4:6], test=corpus[6:7])
     experiment = write_experiment(folder / "experiment.yaml", folder / "pg19", model_dir, evaluator_dir)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["longce"])
         patch.setenv("LONGCE_CACHE", str(folder / "cache"))
         longce("fit", "-c", BASE, "-c", experiment, folder=folder)
     (log_dir,) = (folder / "runs" / "longce").iterdir()
@@ -330,6 +281,7 @@ def test_every_shipped_config_runs_under_the_debug_overlay(config, tmp_path):
     assert len(events.Scalars("lr-AdamW")) == 2
 
 
+@pytest.mark.slow
 def test_export_where_the_data_module_makes_its_own_tokenizer(tmp_path):
     longce("fit", "-c", BASE, "-c", DEBUG)
     checkpoint = next(tmp_path.rglob("*.ckpt"))

@@ -4,13 +4,11 @@ import itertools
 import math
 
 import hypothesis
-import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
 
 from datamodules.packing.curriculum import LengthCurriculum
-from datamodules.packing.packing import LongDocuments
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import (
     key_token_mask,
@@ -258,16 +256,6 @@ def test_transferred_influence(tokens, targets):
 
 
 # ---------------------------------------------------------------------------------------- up-sampling, mixture, stages
-
-
-@hypothesis.given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 9), st.floats(1, 1000))
-def test_long_documents(lengths, longer_than, weight):
-    boundaries = np.concatenate([[0], np.cumsum(np.array(lengths, dtype=np.int64))])
-    order = LongDocuments(longer_than, weight).order(boundaries).tolist()
-    long = [index for index, length in enumerate(lengths) if length > longer_than]
-    assert order[: len(lengths)] == list(range(len(lengths)))
-    assert set(order[len(lengths) :]) <= set(long)
-    assert abs(len(order) - len(lengths) - (weight - 1) * len(long)) < 1
 
 
 @hypothesis.given(st.integers(1, 9), st.integers(1, 20))

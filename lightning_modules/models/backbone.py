@@ -143,7 +143,7 @@ class Backbone(Scorer):
         # precision over all chunks.
         with no_autocast_cache():
             hidden_states = self.hidden_states(batch, exchange, window)
-            return head_fn(hidden_states, self.head, batch["labels"], scored=batch["scored"])
+            return head_fn(hidden_states, self.head, batch["labels"], scored=batch.get("scored"))
 
     def with_greedy(self, batch: PackedBatch, places: Sequence[slice]) -> tuple[Tensor, Tensor]:
         """Return ``[B, T]`` log-likelihoods in nats, and ``[B, T]`` likeliest tokens at ``places`` of each sequence."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch, send
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch, ensure_scored, send
 from lightning_modules.functional import ShortScores
 from lightning_modules.functional.windows import Window, batch_windows, check_context, trim_windows, window_batch
 from lightning_modules.models.backbone import Backbone, HeadFunction
@@ -81,6 +81,7 @@ def short_log_likelihood(
     """
     if backbone.rotates_by_length:
         backbone.check_compares_contexts()
+    batch = ensure_scored(batch)
     # 1. Place the windows of all sequences, and leave out those that are not needed.
     # The dtype is known before a window is scored: a process without windows must have the same one in step 3.
     short = torch.zeros_like(batch["labels"], dtype=backbone.log_likelihood_dtype)
@@ -130,6 +131,7 @@ def sliding_window_log_likelihood(
     """
     if backbone.rotates_by_length:
         backbone.check_compares_contexts()
+    batch = ensure_scored(batch)
     # A group's processes hold a shard each, so their passes are one pass of the group.
     score = backbone if group is None else partial(group.sharded_log_likelihood, backbone)
     with eval_mode(backbone), lockstep(backbone) as run:

@@ -225,6 +225,15 @@ def summarize(records: Iterable[Record], by: str | Sequence[str] = ()) -> Sums |
     return {group: add(sums) for group, sums in groups.items()}
 
 
+def split_measurements(records: Iterable[Record]) -> list[list[Record]]:
+    """Return the records of each measurement: of one model, evaluator, definition, set and step."""
+    groups: dict[Hashable, list[Record]] = {}
+    for record in records:
+        about = record._replace(document="", text_sha256="", alignment="", sums=Sums())
+        groups.setdefault(about, []).append(record)
+    return list(groups.values())
+
+
 def hash_texts(records: Iterable[Record]) -> str:
     """Return what identifies the texts of records, in their order."""
     hashes = "".join(record.text_sha256 for record in records)
@@ -264,8 +273,8 @@ def read_records(path: str | os.PathLike[str]) -> list[Record]:
         raise ValueError(f"'{path}' is not a file of records (.parquet of `longce score --output`): {error}") from error
     if (table.schema.metadata or {}).get(b"format") != FORMAT.encode():
         raise ValueError(
-            f"'{path}' does not hold records in the format {FORMAT}: measure again with `longce score --output` or"
-            " `longce validate`."
+            f"'{path}' does not hold records in the format {FORMAT}: if longce 0.1 wrote it, move it away, and measure"
+            " again."
         )
     return [_from_row(row) for row in table.to_pylist()]
 
@@ -288,6 +297,10 @@ def _to_row(record: Record) -> dict[str, Any]:
             row |= {f"{name}.{inner}": each for inner, each in value._asdict().items()}
         else:
             row[name] = value
+    # Names of files and folders may have bytes that are no text.
+    for name, value in row.items():
+        if isinstance(value, str):
+            row[name] = value.encode("utf-8", "backslashreplace").decode()
     return row
 
 

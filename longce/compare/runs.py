@@ -12,7 +12,7 @@ import yaml
 from tensorboard.compat.proto.event_pb2 import Event
 
 from lightning_modules.models.loading.provenance import UNKNOWN, Numerics
-from lightning_modules.scoring.records import FOLDER, Record, hash_texts, read_records
+from lightning_modules.scoring.records import FOLDER, Record, Source, hash_texts, read_records, split_measurements
 from lightning_modules.tasks.evaluation.evaluation import SETTINGS
 from lightning_modules.training.checkpoints.spans import read_spans
 from lightning_modules.training.monitoring.event_files import list_event_files, read_events
@@ -149,7 +149,8 @@ def _read_run(run_name: str, folder: Path) -> ComparedRun:
             scalars[key][step] = value
             evaluated[key, step] = recorded.get(step, UNKNOWN)
         for file in sorted(place.glob(f"{FOLDER}/*.parquet")):
-            for cell, records in _group_by_cell(read_records(file)).items():
+            for records in split_measurements(read_records(file)):
+                cell = _name_cell(records)
                 evaluations[cell][records[0].step] = tabulate_documents(records)
                 numerics[cell] = records[0].model.numerics
     for key, values in {} if evaluations else scalars.items():  # as if they were of a single document
@@ -186,18 +187,12 @@ def _read_scalars(folder: Path) -> Iterator[tuple[str, int, float]]:
         yield from zip(logged["variable"], logged["step"], logged["value"], strict=True)
 
 
-def _group_by_cell(records: Iterable[Record]) -> dict[Cell, list[Record]]:
-    groups: dict[Cell, list[Record]] = {}
-    for record in records:
-        groups.setdefault(_name_cell(record, record.set or _STAGES[record.stage]), []).append(record)
-    return groups
-
-
-def _name_cell(record: Record, documents: str) -> Cell:
-    """Return the cell of a record; those of different evaluators, definitions or numerics differ.
+def _name_cell(records: Sequence[Record]) -> Cell:
+    """Return the cell of a measurement; those of different evaluators, definitions or numerics differ.
 
     Evaluators differ if their content, dtype or attention does.
     """
+    record = records[0]
     definition = record.definition
     model = Path(record.evaluator.name).name
     details = [str(record.evaluator.provenance)]
@@ -207,7 +202,7 @@ def _name_cell(record: Record, documents: str) -> Cell:
         details.append("rule: authors")
     values = f"alpha {definition.alpha:g}, beta {definition.beta:g}"
     return Cell(
-        set=documents,
+        set=record.set or _STAGES.get(record.stage, f"texts {hash_texts(records)[:8]}"),
         evaluator=f"{record.evaluator_label}: {model}" if record.evaluator_label else model,
         thresholds=f"{record.thresholds_label} ({values})" if record.thresholds_label else values,
         details=", ".join(filter(None, details)),
@@ -217,27 +212,43 @@ def _name_cell(record: Record, documents: str) -> Cell:
 
 def _read_scored(name: str, file: Path, default: str) -> list[ComparedRun]:
     """Read the records of ``longce score``: a run for each model, by the given name, the file's or the models'."""
-    by_model: dict[str, list[Record]] = {}
+    if file.suffix == ".json":
+        raise ValueError(f"'{file}' is a result of longce 0.1: `longce score --output` writes records (.parquet) now.")
+    by_model: dict[Source, list[Record]] = {}
     for record in read_records(file):
-        by_model.setdefault(record.model.name, []).append(record)
+        by_model.setdefault(record.model, []).append(record)
     if not by_model:
         raise ValueError(f"'{file}' has no records.")
     if len(by_model) == 1:
         return [make_scored_run(name or default, records) for records in by_model.values()]
     if name:
         raise ValueError(f"'{name}={file}' names one model, but the file has {len(by_model)}: give it without a name.")
-    short = [Path(model).name for model in by_model]
-    names = short if len(set(short)) == len(short) else list(by_model)
+    full = [model.name for model in by_model]
+    short = [Path(model).name for model in full]
+    names = short if len(set(short)) == len(short) else full
     return [make_scored_run(*pair) for pair in zip(names, by_model.values(), strict=True)]
 
 
 def make_scored_run(name: str, records: Sequence[Record]) -> ComparedRun:
-    """Return records of one model as a run with one evaluation."""
+    """Return records of one model as a run, with an evaluation for each measurement."""
+    evaluations: dict[Cell, dict[int, pd.DataFrame]] = defaultdict(dict)
+    numerics: dict[Cell, Numerics] = {}
+    settings: dict[str, list[str]] = defaultdict(list)
+    for found in split_measurements(records):
+        cell = _name_cell(found)
+        evaluations[cell][found[0].step] = tabulate_documents(found)
+        numerics[cell] = found[0].model.numerics
+        for key, value in _describe_settings(found).items():
+            settings[key].append(value)
+    # Several measurements of a model are rows of their own; what differs among them does not tell models apart.
+    config = {key: values[0] for key, values in settings.items() if len(set(values)) == 1}
+    return ComparedRun(name, dict(evaluations), config, {}, numerics)
+
+
+def _describe_settings(records: Sequence[Record]) -> dict[str, str]:
     first = records[0]
-    texts = hash_texts(records)
-    cell = _name_cell(first, f"texts {texts[:8]}")
-    config = {
-        "texts": texts,
+    settings = {
+        "texts": hash_texts(records),
         "add_special_tokens": first.model.special_tokens,
         "evaluator": first.evaluator.name,
         "evaluator_add_special_tokens": first.evaluator.special_tokens,
@@ -245,8 +256,7 @@ def make_scored_run(name: str, records: Sequence[Record]) -> ComparedRun:
         **{f"model.{key}": value for key, value in first.model.provenance._asdict().items()},
         **{f"evaluator.{key}": value for key, value in first.evaluator.provenance._asdict().items()},
     }
-    described = {key: shorten_hashes(str(value)) for key, value in config.items()}
-    return ComparedRun(name, {cell: {0: tabulate_documents(records)}}, described, {}, {cell: first.model.numerics})
+    return {key: shorten_hashes(str(value)) for key, value in settings.items()}
 
 
 def tabulate_documents(records: Iterable[Record]) -> pd.DataFrame:

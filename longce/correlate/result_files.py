@@ -11,13 +11,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lightning_modules.models.loading.provenance import NOT_RECORDED, UNKNOWN, Numerics, Provenance, describe_key_tokens
-from lightning_modules.scoring.records import Record, hash_texts, read_records, summarize
+from lightning_modules.scoring.records import Record, hash_texts, read_records, split_measurements, summarize
 from lightning_modules.tasks.evaluation.report import short
 from lightning_modules.tasks.questions.registry import GROUPS
 from lightning_modules.utilities.statistics import UNITS, Interval, mean_interval
 
 # Settings that values depend on: perplexities (LongPPL depends on all), and questions of our tasks and the harness's.
-_TEXTS = ("texts", "max_tokens", "add_special_tokens")
 _QUESTIONS = ("mode", "documents")
 _PROMPTS = ("num_fewshot", "limit", "truncation")
 
@@ -117,21 +116,22 @@ def _read_file(file: Path) -> list[Measured]:
 
 def _read_records(file: Path) -> list[Measured]:
     """Read the records of ``longce score``, with an entry for each model and definition of key tokens."""
-    groups: dict[Any, list[Record]] = {}
-    for record in read_records(file):
-        groups.setdefault((record.model, record.evaluator, record.definition), []).append(record)
-    return [_measure_group(file, records) for records in groups.values()]
+    return [_summarize(file, records) for records in split_measurements(read_records(file))]
 
 
-def _measure_group(file: Path, records: Sequence[Record]) -> Measured:
+def _summarize(file: Path, records: Sequence[Record]) -> Measured:
     total = summarize(records)
-    model, evaluator, definition = records[0].model, records[0].evaluator, records[0].definition
+    first = records[0]
+    model = first.model
+    evaluator = first.evaluator
     numerics = model.numerics._asdict()
-    texts = {"texts": hash_texts(records), "add_special_tokens": model.special_tokens, **numerics}
+    # The set, the stage and the step of a run; a stored model has none.
+    place = {name: getattr(first, name) for name in ("set", "stage", "step") if getattr(first, name)}
+    texts = {**place, "texts": hash_texts(records), "add_special_tokens": model.special_tokens, **numerics}
     settings = texts | {
         "evaluator": evaluator.name,
         "evaluator_add_special_tokens": evaluator.special_tokens,
-        **definition._asdict(),
+        **first.definition._asdict(),
         **{f"evaluator.{name}": value for name, value in evaluator.provenance._asdict().items()},
     }
     values: dict[str, float] = {name: getattr(total, name) for name in UNITS}

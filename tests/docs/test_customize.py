@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from longce.cli.lightning_cli import LongceCLI
 from longce.cli.main import main
-from tests.docs.test_docs import ROOT, blocks
-from tests.docs.test_readme import EXPERIMENT, LONGER_THAN_THE_MODEL, reader, stand_in  # noqa: F401  a fixture
+from tests.support.pages import ROOT, blocks, stand_in
+from tests.support.readers import EXPERIMENT, LONGER_THAN_THE_MODEL
 
 PAGE = ROOT / "docs" / "customize.md"
 FILES = {re.match(r"# (\w+\.py)\n", block)[1]: block for block in blocks(PAGE, "python")}
@@ -29,11 +29,10 @@ pytestmark = [LONGER_THAN_THE_MODEL, pytest.mark.filterwarnings("ignore:.*does n
 
 
 @pytest.fixture
-def run(reader, monkeypatch):  # noqa: F811
+def run(reader, monkeypatch):
     for name, code in FILES.items():
         (reader / name).write_text(code)
-    checkpoints = {"class_path": "callbacks.StepCheckpoint", "init_args": {"save_last": True}}
-    trainer = {**EXPERIMENT["trainer"], "callbacks": [checkpoints]}
+    trainer = {**EXPERIMENT["trainer"], "callbacks": EXPERIMENT["trainer"]["callbacks"][:1]}
     (reader / "experiment.yaml").write_text(yaml.safe_dump({**EXPERIMENT, "trainer": trainer}))
     monkeypatch.setattr(sys, "argv", ["longce"])
 
@@ -53,7 +52,7 @@ def test_objective(run):
     assert 0 < logged["train/weight_above_1"] < 1
 
 
-def test_data_of_hugging_face_are_trained_on(run, reader):  # noqa: F811
+def test_data_of_hugging_face_are_trained_on(run, reader):
     logged = run("my_data", "--data.tokens", "64", "--model.objective", "CrossEntropy")
     tokenizer = AutoTokenizer.from_pretrained("model")
     tokens = tokenizer((reader / "pg19/train/0.txt").read_text(), return_tensors="pt", truncation=True, max_length=64)
@@ -70,7 +69,7 @@ def test_lightning_shards_only_data_that_does_not_shard_itself(name, sharded, ru
 
 
 @pytest.mark.slow
-def test_module_is_trained_resumed_exported_and_scored(run, reader, capsys):  # noqa: F811
+def test_module_is_trained_resumed_exported_and_scored(run, reader, capsys):
     run("my_module", "--model.optimizer.lr", "0.01", "--trainer.logger.init_args.version", "one")
     run("my_module", "--trainer.max_steps", "2", "--ckpt_path", "last", "--trainer.logger.init_args.version", "one")
     saved = yaml.safe_load((reader / "runs/longce/one/config.yaml").read_text())["model"]
@@ -114,7 +113,7 @@ class Plain(LightningModule):
 """
 
 
-def test_any_other_module_is_trained_and_evaluated(run, reader):  # noqa: F811
+def test_any_other_module_is_trained_and_evaluated(run, reader):
     (reader / "plain.py").write_text(PLAIN)
     (evaluator,) = (one for one in EXPERIMENT["trainer"]["callbacks"] if "External" in one["class_path"])
     mine = {"model": {"class_path": "plain.Plain", "init_args": {"path": "model"}}}
@@ -132,7 +131,7 @@ def test_metric(run):
 
 
 @pytest.mark.slow
-def test_optimizer_and_schedule(run, reader):  # noqa: F811
+def test_optimizer_and_schedule(run, reader):
     (reader / "mine.yaml").write_text(blocks(PAGE, "yaml")[0])
     options = ["-c", "mine.yaml", "--trainer.max_steps", "40", "--trainer.limit_val_batches", "0"]
     options += [

@@ -5,19 +5,13 @@ import io
 import re
 import shlex
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from longce.cli.main import main
+from tests.support.pages import PAGES, ROOT, blocks
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [page.name for page in PAGES]
-
-
-def blocks(page, language):
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def anchors(page):

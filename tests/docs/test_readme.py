@@ -13,19 +13,16 @@ import shlex
 import sys
 from typing import NamedTuple
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_modules.scoring.records import write_records
 from longce.cli.main import main
 from tests.conftest import make_text
-from tests.docs.test_docs import PAGES, ROOT, blocks
-from tests.support.records import MODEL, make_record
-from tests.support.texts import write_books
+from tests.support.pages import PAGES, ROOT, blocks, stand_in
+from tests.support.readers import EXPERIMENT, LONGER_THAN_THE_MODEL, write_corpus
 
 README = ROOT / "README.md"
 
@@ -43,35 +40,6 @@ WORDS = {  # what stands in a command, and what stands in for it; folders and fi
     "key_token_ratio > 0.02 and tokens >= 32768": "key_token_ratio >= 0 and tokens >= 64",
     "-c ..": "-c experiment.yaml",
     "..": "-c configs/base.yaml -c experiment.yaml",
-}
-
-EXPERIMENT = {  # of the shape of the shipped ones, on models and books of this test; laid over them it makes them small
-    "model": {
-        "pretrained_model_name_or_path": "model",
-        "context_length": 32,
-        "stride": 16,
-    },
-    "data": {
-        "class_path": "datamodules.PG19DataModule",
-        "init_args": {"path": "pg19", "tokenizer": "model", "sequence_length": 128},
-    },
-    "trainer": {
-        "accelerator": "cpu",
-        "devices": 1,
-        "strategy": "auto",
-        "precision": "32-true",
-        "max_steps": 1,
-        "accumulate_grad_batches": 1,
-        "val_check_interval": 1,
-        "enable_progress_bar": False,
-        "callbacks": [
-            {"class_path": "callbacks.StepCheckpoint", "init_args": {"save_last": True}},
-            {
-                "class_path": "callbacks.ExternalEvaluator",
-                "init_args": {"evaluator": "evaluator", "context_length": 32, "stride": 16, "alpha": 0.5, "beta": -6.0},
-            },
-        ],
-    },
 }
 
 
@@ -94,8 +62,6 @@ class Reading(NamedTuple):
     elsewhere: str = ""
     slow: bool = False
 
-
-LONGER_THAN_THE_MODEL = pytest.mark.filterwarnings("ignore:A document of .* tokens is longer than the 4096 positions")
 
 SCORED = r"(?s)LongPPL .*perplexity.*corpus of"
 RUN = "runs/longce/VERSION"
@@ -189,38 +155,6 @@ def all_commands():
             yield pytest.param(command, id=command[:60], marks=marks)
 
 
-@pytest.fixture
-def reader(tmp_path, monkeypatch, corpus, model_dir, evaluator_dir):
-    """The folder of a reader who has done what the commands take for granted."""
-    for name, target in (("configs", ROOT / "configs"), ("model", model_dir), ("evaluator", evaluator_dir)):
-        (tmp_path / name).symlink_to(target)
-    for name, text in (("report", corpus[0]), ("report1", "\n".join(corpus[:5])), ("report2", corpus[1])):
-        (tmp_path / f"{name}.txt").write_text(text)
-    write_books(tmp_path / "pg19", train=corpus[:2], validation=corpus[2:3], test=corpus[3:4])
-    (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(EXPERIMENT))
-    write_corpus(tmp_path / "corpus", corpus)
-    chosen = {"text": corpus, "source": ["books"] * len(corpus), "tokens": [*range(len(corpus))]}
-    pq.write_table(pa.table(chosen), tmp_path / "chosen.parquet")
-    write_results(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def write_corpus(folder, texts):
-    folder.mkdir()
-    pq.write_table(pa.table({"text": texts, "source": ["books"] * len(texts)}), folder / "0.parquet")
-
-
-def write_results(folder):
-    """Of `longce score --output` for three models, and their scores."""
-    records = [
-        make_record("report.txt", longppl, 20 - longppl, model=MODEL._replace(name=name, identity=name))
-        for name, longppl in (("a", 2.0), ("b", 3.0), ("c", 5.0))
-    ]
-    write_records(folder / "scores.parquet", records)
-    (folder / "scores.csv").write_text("model,LongBench\na,40\nb,35\nc,20\n")
-
-
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory, corpus, model_dir):
     """A corpus and its scores."""
@@ -237,9 +171,10 @@ def trained(tmp_path_factory, corpus):
     folder = tmp_path_factory.mktemp("trained")
     configs = ROOT / "configs"
     words = f"fit -c {configs}/base.yaml -c {configs}/debug.yaml -c checkpoints.yaml --trainer.max_steps 1"
-    callbacks = {"class_path": "callbacks.StepCheckpoint", "init_args": {"save_last": True}}
     with contextlib.chdir(folder):
-        (folder / "checkpoints.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": [callbacks]}}))
+        (folder / "checkpoints.yaml").write_text(
+            yaml.safe_dump({"trainer": {"callbacks": EXPERIMENT["trainer"]["callbacks"][:1]}})
+        )
         longce(f"{words} --trainer.logger.init_args.version VERSION")
     return folder / "runs"
 
@@ -256,12 +191,6 @@ def longce(words):
             sys.argv = before
     assert status in (0, None), f"`longce {words}` ended with exit status {status}."
     return out.getvalue()
-
-
-def stand_in(words, replaced):
-    for word, replacement in replaced.items():
-        words = re.sub(rf"(?<![\w/.]){re.escape(word)}(?![\w/.])", replacement, words)
-    return words
 
 
 @LONGER_THAN_THE_MODEL

@@ -9,8 +9,8 @@ from html.parser import HTMLParser
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
-from tests.docs.test_docs import ROOT
 from tests.support.browser import launch_chromium
+from tests.support.pages import ROOT
 
 pytest.importorskip("material", reason="the site needs the extra `docs`")
 pytestmark = pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.docs.test_notebooks import key_tokens_of_models, run
+from tests.support.notebooks import key_tokens_of_models, run
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 

@@ -1,38 +1,116 @@
 """Training that is killed at random moments and goes on, against training that nobody disturbs."""
 
+import copy
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
+import yaml
+from lightning import Callback
 
-from tests.support import fault_runs
-from tests.support.fault_runs import ROOT, Run, new_run
+from longce.cli.main import main
+from tests.support.experiments import component, experiment
 
+ROOT = Path(__file__).parents[2]
+BASE = str(ROOT / "configs" / "base.yaml")
+STEPS = 16
 WORKERS = {"undisturbed": 0, "killed": 0, "killed_with_workers": 2}
 """Processes that load the data in each run."""
 
 
-def train_and_kill(run, kills):
+class Recorder(Callback):
+    """Appends a line for each batch, which no kill takes back: its number, its tokens, the loss to the last bit.
+
+    With as many lines as the file ``limit`` names, it waits for the kill, so that no training ends before.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        number = trainer.fit_loop.epoch_loop.total_batch_idx
+        tokens = f"{batch['input_ids'].shape} {zlib.crc32(batch['input_ids'].numpy().tobytes())}"
+        line = json.dumps([number, tokens, outputs["loss"].item().hex()]) + "\n"
+        with open(self.path, "ab", buffering=0) as file:
+            file.write(line.encode())
+        limit = Path(self.path).with_name("limit")
+        while limit.exists() and batches_recorded(limit.parent) >= int(limit.read_text()):
+            time.sleep(0.01)
+
+
+def last_checkpoint(folder):
+    """The newest one, as a user would name it."""
+    found = [path for path in folder.glob("step*.ckpt") if zipfile.is_zipfile(path)]
+    return max(found, key=lambda path: int(re.search(r"\d+", path.name)[0]), default=None)
+
+
+def start(folder, config):
+    """Train in a process of its own, from the last checkpoint."""
+    if process := os.fork():
+        return process
+    log = os.open(folder / "log.txt", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    checkpoint = last_checkpoint(folder)
+    try:
+        main(["fit", "-c", BASE, "-c", config, *(["--ckpt_path", str(checkpoint)] if checkpoint else [])])
+    finally:
+        os._exit(sys.exc_info()[0] is not None)
+
+
+def batches_recorded(folder):
+    path = folder / "losses.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def train_and_kill(folder, kills, rng):
     """Kill the training so many times, each a random while after a few more batches; then let it finish."""
-    rng = random.Random(run.folder.name)
+    config = str(folder / "experiment.yaml")
     for _ in range(kills):
-        wanted = len(run.records()) + rng.randint(1, 10)
-        run.start()
-        run.until(lambda wanted=wanted: len(run.records()) >= wanted)
+        wanted = batches_recorded(folder) + rng.randint(1, 10)
+        (folder / "limit").write_text(str(wanted + 2))
+        process = start(folder, config)
+        while batches_recorded(folder) < wanted and os.waitpid(process, os.WNOHANG) == (0, 0):
+            time.sleep(0.002)
         time.sleep(rng.uniform(0, 0.03))
-        if run.alive():
-            os.kill(run.processes[0], signal.SIGKILL)
-        run.wait()
-    run.start()
-    statuses, _ = run.wait()
-    if any(statuses):
-        sys.exit(run.log()[-3000:])
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        (folder / "limit").unlink()
+    _, status = os.waitpid(start(folder, config), 0)
+    if status:
+        sys.exit((folder / "log.txt").read_text()[-3000:])
+
+
+def write_config(folder, config, num_workers, every=1):
+    """The config of a run that records each step in its own folder, and saves every so many."""
+    folder.mkdir()
+    config = copy.deepcopy(config)
+    config["data"]["init_args"]["num_workers"] = num_workers
+    save = {"dirpath": str(folder), "filename": "step{step}", "auto_insert_metric_name": False}
+    config["trainer"]["default_root_dir"] = str(folder)
+    config["trainer"]["callbacks"] = [
+        component("tests.reliability.test_resume.Recorder", path=str(folder / "losses.jsonl")),
+        component("callbacks.StepCheckpoint", every_n_train_steps=every, **save),
+    ]
+    (folder / "experiment.yaml").write_text(yaml.safe_dump(config))
+
+
+def recorded(folder):
+    """What the recorder wrote of each batch, by its number: more than once if it was trained on again after a kill."""
+    by_number = {}
+    for line in (folder / "losses.jsonl").read_text().splitlines():
+        number, *rest = json.loads(line)
+        by_number.setdefault(number, []).append(rest)
+    return by_number
 
 
 @pytest.fixture
@@ -44,48 +122,33 @@ def config(tmp_path, corpus, model_dir):
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in corpus[4 * index : 4 * index + 4]))
         init_args = {"train": str(path), "validation": str(path)}
         sources[name] = {"class_path": "datamodules.TextDataModule", "init_args": init_args, "weight": weight}
-    data = {"tokenizer": str(model_dir), "sequence_length": 256, "sources": sources}
-    save = {"dirpath": "checkpoints", "filename": "step-{step}", "every_n_train_steps": 1}
-    return {
-        "model": {
-            "pretrained_model_name_or_path": str(model_dir),
-            "context_length": 32,
-            "stride": 16,
-            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.003}},
-        },
-        "data": {
-            "class_path": "datamodules.MixtureDataModule",
-            "init_args": {**data, "curriculum": {"sequence_length": 64, "share": 0.5}},
-        },
-        "trainer": {
-            "accelerator": "cpu",
-            "precision": "32-true",
-            "max_steps": 16,
-            "accumulate_grad_batches": 2,
-            "limit_val_batches": 0,
-            "logger": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "callbacks": [
-                {"class_path": "tests.support.fault_runs.Recorder", "init_args": {"folder": "."}},
-                {"class_path": "callbacks.StepCheckpoint", "init_args": {**save, "auto_insert_metric_name": False}},
-            ],
-        },
-    }
+    data = component(
+        "datamodules.MixtureDataModule",
+        tokenizer=str(model_dir),
+        sequence_length=256,
+        sources=sources,
+        curriculum={"sequence_length": 64, "share": 0.5},
+    )
+    trainer = {"max_steps": STEPS, "accumulate_grad_batches": 2, "limit_val_batches": 0, "logger": False}
+    return experiment(model_dir, data, lr=0.003, **trainer)
 
 
-def compare(config, folder, kills, workers=WORKERS):
+def compare(config, folder, kills, workers=WORKERS, *, distinct=20, every=1):
     """Killed runs train on the batches of the undisturbed one, with its losses."""
-    undisturbed, *killed = (new_run(folder / name, config, workers=number) for name, number in workers.items())
+    for name, num_workers in workers.items():
+        write_config(folder / name, config, num_workers, every)
     command = [sys.executable, "-m", "tests.reliability.test_resume", str(folder), str(kills)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    records = undisturbed.records()
-    assert [number for number, *_ in records] == list(range(len(records)))
-    assert len({tokens for _, tokens, _ in records}) > 20, "not one batch over and over"
-    for run in killed:
-        assert not run.differences(undisturbed)
+    undisturbed = recorded(folder / "undisturbed")
+    assert sorted(undisturbed) == list(range(len(undisturbed)))
+    assert len({tokens for ((tokens, _),) in undisturbed.values()}) > distinct, "not one batch over and over"
+    for name in list(workers)[1:]:
+        killed = recorded(folder / name)
+        assert killed.keys() == undisturbed.keys(), name
+        for number, (expected,) in undisturbed.items():
+            assert all(found == expected for found in killed[number]), (name, number, expected, killed[number])
 
 
 @pytest.mark.slow
@@ -115,6 +178,6 @@ def test_losses_of_a_stream_after_many_kills(config, corpus, tmp_path, num_worke
 
 
 if __name__ == "__main__":
-    fault_runs.HANGS = 500.0  # the machine may be busy, and the longest run takes a minute
-    for name in filter(lambda name: (Path(sys.argv[1]) / name).exists(), WORKERS):
-        train_and_kill(Run(Path(sys.argv[1]) / name), 0 if name == "undisturbed" else int(sys.argv[2]))
+    for run in filter(lambda run: (Path(sys.argv[1]) / run).exists(), WORKERS):
+        kills = 0 if run == "undisturbed" else int(sys.argv[2])
+        train_and_kill(Path(sys.argv[1]) / run, kills, random.Random(run))

@@ -110,3 +110,13 @@ def _sizes(config_class, overrides):
     if "kv_lora_rank" in names:  # multi-head latent attention expands to all heads
         settings["num_key_value_heads"] = settings["num_attention_heads"]
     return {**settings, **overrides}
+
+
+ROPE = {
+    "gemma": {"head_dim": 16},
+    "qwen3": {"head_dim": 16},
+    "mixtral": {"num_local_experts": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "gpt_neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}},
+}
+"""Settings of tiny models whose rotation is not that of Llama."""

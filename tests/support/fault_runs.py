@@ -22,12 +22,13 @@ from tqdm import tqdm
 
 from longce.cli.main import main
 from tests.conftest import byte_level_tokenizer, make_text, tiny_model
+from tests.support.experiments import book_data, component, evaluator, experiment, tensorboard
 from tests.support.texts import write_books
 
 ROOT = Path(__file__).parents[2]
 BASE = str(ROOT / "configs" / "base.yaml")
 
-HANGS = 60.0
+HANGS = 300.0
 """Seconds without an end after which a run counts as hung, and is killed."""
 
 
@@ -166,15 +167,6 @@ def prepare(folder: Path) -> None:
     for name in ("model", "evaluator"):
         tiny_model("llama", len(tokenizer), attention_dropout=0.1 * (name == "model")).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    lengths = {"context_length": 32, "stride": 16}
-    evaluator = {
-        "before_training": False,
-        "evaluator": str(folder / "evaluator"),
-        **lengths,
-        "alpha": 0.0,
-        "beta": -20.0,
-    }
-    logger = {"save_dir": "runs", "name": "longce", "version": "run"}
     save = {
         "filename": "step-{step}",
         "auto_insert_metric_name": False,
@@ -185,35 +177,22 @@ def prepare(folder: Path) -> None:
         "save_last": "link",
         "save_on_exception": True,
     }
-    config = {
-        "model": {
-            "pretrained_model_name_or_path": str(folder / "model"),
-            **lengths,
-            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.003}},
-        },
-        "data": {
-            "class_path": "datamodules.PG19DataModule",
-            "init_args": {"path": str(folder / "books"), "tokenizer": str(folder / "model"), "sequence_length": 128},
-        },
-        "trainer": {
-            "accelerator": "cpu",
-            "devices": 1,
-            "precision": "32-true",
-            "max_steps": 24,
-            "accumulate_grad_batches": 2,
-            "check_val_every_n_epoch": None,
-            "val_check_interval": 10,
-            "num_sanity_val_steps": 0,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "logger": {"class_path": "lightning.pytorch.loggers.TensorBoardLogger", "init_args": logger},
-            "callbacks": [
-                {"class_path": "callbacks.ExternalEvaluator", "init_args": evaluator},
-                {"class_path": "tests.support.fault_runs.Recorder", "init_args": {"folder": "."}},
-                {"class_path": "callbacks.StepCheckpoint", "init_args": save},
-            ],
-        },
-    }
+    config = experiment(
+        folder / "model",
+        book_data(folder / "model", folder / "books"),
+        lr=0.003,
+        max_steps=24,
+        accumulate_grad_batches=2,
+        check_val_every_n_epoch=None,
+        val_check_interval=10,
+        num_sanity_val_steps=0,
+        logger=tensorboard(name="longce", version="run"),
+        callbacks=[
+            evaluator(folder / "evaluator", before_training=False, alpha=0.0, beta=-20.0),
+            component("tests.support.fault_runs.Recorder", folder="."),
+            component("callbacks.StepCheckpoint", **save),
+        ],
+    )
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
 
 

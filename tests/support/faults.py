@@ -26,7 +26,7 @@ import torch
 import yaml
 
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.scoring import evaluator, token_scores
+from lightning_modules.scoring import scored_model, token_scores
 from tests.support.fault_runs import Run, new_run, prepare
 
 
@@ -308,7 +308,7 @@ def evaluator_out_of_memory(rank: int) -> None:
     def score_text(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
-    evaluator.score_text = score_text
+    scored_model.score_text = score_text
 
 
 def loss_not_finite(rank: int) -> None:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import socket
 import struct
 import threading
@@ -51,7 +52,10 @@ class StubServer(ThreadingHTTPServer):
     def __init__(self, dialect, port=0, backbone=None):
         self.dialect, self.model, self.name, self.key = dialect, "a", "tiny", None
         self.owner, self.shift, self.limit = dialect, 0, 4096
-        self.faults, self.fault, self.seen, self.delay = deque(), None, [], 0.0
+        self.faults, self.fault, self.seen = deque(), None, []
+        self.refusals = math.inf  # requests that a server which is down refuses until it is back
+        self.gate = threading.Event()  # while it is closed, prompts wait for their answers
+        self.gate.set()
         self._connections, self.poison = [], None
         self.backbone, self._one_at_a_time = backbone, threading.Lock()  # a model instead of the stub's values
         self.counts = Counter()
@@ -95,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         if self.server.fault == "down":
-            return self.reset()
+            return self.refuse()
         if self.server.fault in ENDLESS:
             return getattr(self, self.server.fault)()
         if self.server.fault == "hello":
@@ -108,10 +112,12 @@ class _Handler(BaseHTTPRequestHandler):
         server.seen.append((self.path, self.headers.get("Authorization")))
         fault = server.fault or (server.faults.popleft() if server.faults else None)
         fault = "500" if server.poison is not None and server.poison in body else fault
-        time.sleep(server.delay)
+        server.gate.wait()
         if server.key and self.headers.get("Authorization") != f"Bearer {server.key}":
             return self.answer(f"wrong key {self.headers.get('Authorization')}".encode(), 401)
-        if fault in ("down", "reset"):
+        if fault == "down":
+            return self.refuse()
+        if fault == "reset":
             return self.reset()
         if fault in ENDLESS:
             return getattr(self, fault)()
@@ -134,7 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "huge":
             content = bytes(4_000_000)
         if fault == "slow":
-            time.sleep(1.5)
+            self.connection.recv(1)  # until the client has given up and closes it
         if fault == "gzip":  # by a proxy that ignores what was asked for
             content, headers = gzip.compress(content), {"Content-Encoding": "gzip"}
         return self.answer(content, 200, headers)
@@ -236,6 +242,12 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in {"Connection": "close", **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
+
+    def refuse(self):
+        self.server.refusals -= 1
+        if self.server.refusals <= 0:
+            self.server.fault, self.server.refusals = None, math.inf
+        self.reset()
 
     def reset(self):
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

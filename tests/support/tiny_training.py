@@ -9,6 +9,9 @@ from tests.support.trainers import quiet_trainer
 
 VOCABULARY = 90
 LENGTH = 40
+TINY = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+TINY |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 1024}
+"""A config for the words of `RecallDataModule`."""
 
 
 def row(seed, boundaries=(0, LENGTH), vocabulary=VOCABULARY):

@@ -1,7 +1,10 @@
+import itertools
 import multiprocessing
 import os
 import pickle
 import shutil
+import signal
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -189,60 +192,74 @@ def test_tokens_are_read_in_full_only_if_files_have_changed(word_tokenizer, tmp_
 
 @dataclass
 class Slow:
-    """Documents that take a while; every reading leaves a mark in a file."""
+    """Documents that may take a while; every reading leaves a mark in a file."""
 
     marks: Path
+    pause: float = 0.0
 
     def __iter__(self):
         with self.marks.open("a") as file:
             file.write("x")
         for number in range(30):
-            time.sleep(0.002)
+            time.sleep(self.pause)
+            sys.audit("document", self.marks.parent)
             yield Document(str(number), "abcdefgh"[number % 8] + " b" * number)
 
     def fingerprint(self):
         return "slow"
 
 
-def in_background(source, tokenizer, cache_dir):
-    process = multiprocessing.get_context("fork").Process(
-        target=build_token_store, args=(source, tokenizer), kwargs={"cache_dir": cache_dir}
-    )
+def build_and_die(moment, source, tokenizer, cache_dir):
+    """Build a store in a process that is killed at one of its documents and operations on files, by their number."""
+    moments, passed = ("document", "open", "os.mkdir", "os.rename", "os.remove"), 0
+
+    def count(event, arguments):
+        nonlocal passed
+        if event in moments and str(cache_dir.parent) in str(arguments):
+            passed += 1
+            if passed == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+    build_token_store(source, tokenizer, cache_dir=cache_dir)
+
+
+def in_background(function, *arguments, **options):
+    process = multiprocessing.get_context("fork").Process(target=function, args=arguments, kwargs=options)
     process.start()
     return process
 
 
-def test_kills_at_random_moments_leave_nothing_torn(word_tokenizer, tmp_path, monkeypatch):
+def test_a_kill_at_any_document_or_file_leaves_nothing_torn(word_tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenising, "BATCH_DOCUMENTS", 3)
     tokenizer, source, cache = load_tokenizer(word_tokenizer), Slow(tmp_path / "marks"), tmp_path / "cache"
-    started = time.monotonic()
     undisturbed = content(build_token_store(source, tokenizer, cache_dir=tmp_path / "undisturbed"))
-    duration = time.monotonic() - started
-    generator, kills, torn = np.random.default_rng(0), 0, 0
-    while kills < 6 or torn < 2:  # on a busy machine more of them come too early
-        kills += 1
-        process = in_background(source, tokenizer, cache)
-        time.sleep(generator.uniform(0, 1.3 * duration))
-        process.kill()
+    unfinished = whole = 0
+    for moment in itertools.count(1):
+        process = in_background(build_and_die, moment, source, tokenizer, cache)
         process.join()
+        unfinished += any(cache.glob(".building-*"))
         for folder in cache.glob("[!.]*"):
             store = TokenStore(folder)
-            (folder / token_store.VERIFIED).unlink()
             store.verify()
             assert content(store) == undisturbed
             shutil.rmtree(folder)
-        torn += any(cache.glob(".building-*"))
+            whole += 1
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+    assert unfinished > 30
+    assert whole > 1, "killed after the store was there"
     source.marks.unlink()
-    processes = [in_background(source, tokenizer, cache) for _ in range(3)]
+    slow = Slow(tmp_path / "marks", pause=0.002)
+    processes = [in_background(build_token_store, slow, tokenizer, cache_dir=cache) for _ in range(3)]
     for process in processes:
-        process.join(60)
+        process.join()
     assert [process.exitcode for process in processes] == [0, 0, 0]
     assert source.marks.read_text() == "x", "of several processes at once, one tokenizes"
     # Only folders count: a process that is killed while it takes over a lock may leave an empty file.
-    entries = {entry.name: entry.is_dir() for entry in cache.iterdir()}
-    folders = [name for name, is_folder in entries.items() if is_folder]
-    assert len(folders) == 1, entries
-    assert content(TokenStore(cache / folders[0])) == undisturbed
+    (folder,) = (entry for entry in cache.iterdir() if entry.is_dir())
+    assert content(TokenStore(folder)) == undisturbed
 
 
 def test_ids_beyond_the_vocabulary_are_refused(word_tokenizer, tmp_path, monkeypatch):

@@ -43,7 +43,7 @@ def test_batches_are_those_of_the_tokenizer_in_order(word_tokenizer, monkeypatch
 
 def test_two_batches_at_once_and_no_more_than_four_read(word_tokenizer):
     encoder = Encoder(load_tokenizer(word_tokenizer), add_special_tokens=False)
-    meeting = threading.Barrier(2, timeout=20)
+    meeting = threading.Barrier(2, timeout=120)
     pulled = []
 
     def together(batch):

@@ -11,7 +11,7 @@ from lightning_modules.export.checkpoint import export_checkpoint
 from lightning_modules.long_context_lm import LongContextLM
 from longce.cli.main import main
 from tests.conftest import tiny_model
-from tests.lightning_modules.export.test_merge import logits, run_card
+from tests.support.exports import logits, run_card
 
 
 class WithProbe(LongContextLM):

@@ -17,7 +17,7 @@ from lightning_modules.export.options import ExportOptions
 from lightning_modules.training.facts import TrainingFacts
 from lightning_modules.utilities import files
 from tests.conftest import tiny_model
-from tests.lightning_modules.export.test_merge import adapted, export, logits
+from tests.support.exports import adapted, export, logits, run_card
 
 EXTENDED = {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}}
 
@@ -95,6 +95,15 @@ def test_the_card_says_what_was_done(tmp_path, tokenizer):
     assert str(tmp_path) not in text
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("ba ce").input_ids == tokenizer("ba ce").input_ids
     assert TrainingFacts.from_json(facts.to_json()) == facts
+
+
+@pytest.mark.parametrize("code", ["merged", "kept"])
+def test_the_lines_of_the_card_load_the_model(base, code, tmp_path, monkeypatch, tokenizer):
+    trained, facts = base
+    export_model(trained, tokenizer, tmp_path / "out", options=ExportOptions(code), facts=facts)
+    names = run_card(tmp_path / "out", monkeypatch)
+    torch.testing.assert_close(logits(names["model"]), logits(trained), rtol=1e-4, atol=1e-4)
+    assert names["tokenizer"]("ba").input_ids == tokenizer("ba").input_ids
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from lightning_modules.export.rope import as_abf, guard_keys
 from lightning_modules.models.context_extension.methods import ContextExtension, extend_config
 from lightning_modules.training.facts import TrainingFacts
 from tests.conftest import tiny_config, tiny_model
-from tests.lightning_modules.export.test_merge import logits, run_card
+from tests.support.exports import logits, run_card
 
 METHODS = ("none", "pi", "abf", "ntk", "llama3", "yarn", "dynamic_ntk", "longrope", "eabf")
 

@@ -38,29 +38,19 @@ def test_spans_masks_and_weights_match_loops(seed):
     torch.testing.assert_close(moved, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("wrong", [[[0, 1, 2]], [0, 1], [[0.0, 1.0]]])
-def test_offsets_must_be_pairs_of_integers(wrong):
-    with pytest.raises(ValueError, match="offsets"):
-        character_units(torch.tensor(wrong))
-
-
-@pytest.mark.parametrize("spans", [[[0, 1, 2]], [[0.0, 1.0]]])
-def test_spans_must_be_pairs_of_integers(spans):
-    with pytest.raises(ValueError, match="Spans must be"):
-        span_token_mask(torch.tensor([[0, 1]]), torch.tensor(spans))
-
-
 @pytest.mark.parametrize(
-    ("influence", "offsets", "target_offsets", "named"),
+    ("function", "arguments", "named"),
     [
-        ([1.0, 2.0], [[0, 1]], [[0, 1]], "`offsets`.*`influence`"),
-        ([[1.0]], [[0, 1]], [[0, 1]], "`offsets`.*`influence`"),
-        ([1.0], [[0, 1]], [[0, 1, 2]], "`target_offsets`"),
+        *((character_units, [wrong], "offsets") for wrong in ([[0, 1, 2]], [0, 1], [[0.0, 1.0]])),
+        *((span_token_mask, [[[0, 1]], wrong], "Spans must be") for wrong in ([[0, 1, 2]], [[0.0, 1.0]])),
+        (transfer_influence, [[1.0, 2.0], [[0, 1]], [[0, 1]]], "`offsets`.*`influence`"),
+        (transfer_influence, [[[1.0]], [[0, 1]], [[0, 1]]], "`offsets`.*`influence`"),
+        (transfer_influence, [[1.0], [[0, 1]], [[0, 1, 2]]], "`target_offsets`"),
     ],
 )
-def test_influence_needs_a_span_for_each_token(influence, offsets, target_offsets, named):
+def test_spans_must_be_pairs_of_integers_and_one_for_each_token(function, arguments, named):
     with pytest.raises(ValueError, match=named):
-        transfer_influence(torch.tensor(influence), torch.tensor(offsets), torch.tensor(target_offsets))
+        function(*map(torch.tensor, arguments))
 
 
 def test_units_in_any_order_and_of_tokens_without_characters():

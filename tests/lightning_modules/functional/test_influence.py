@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -104,6 +105,7 @@ def test_weights_carry_no_gradient_of_either_context_and_keep_the_dtype(weigh):
     [
         (mutual_information, "part", ("npmi",)),
         (mutual_information, "shift", (0.0, math.inf, math.nan)),
+        (partial(mutual_information, part="absolute"), "shift", (2.0,)),
         (threshold_weights, "threshold", (-0.5, math.nan, math.inf)),
         (weigh_top, "fraction", (0.0, -0.1, 1.01, math.nan)),
     ],
@@ -112,11 +114,6 @@ def test_weights_without_a_meaning_are_refused(weigh, option, values):
     for value in values:
         with pytest.raises(ValueError, match=f"`{option}`"):
             weigh(torch.zeros(1, 1), torch.zeros(1, 1), **{option: value})
-
-
-def test_absolute_information_has_no_shift():
-    with pytest.raises(ValueError, match="`shift`"):
-        mutual_information(torch.zeros(1), torch.zeros(1), part="absolute", shift=2.0)
 
 
 def test_limits_of_settings_are_allowed():

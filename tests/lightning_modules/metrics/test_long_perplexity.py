@@ -35,12 +35,6 @@ def test_forward_returns_the_value_of_the_batch():
         torch.testing.assert_close(metric(log_likelihood, influence), long_perplexity(log_likelihood, influence))
 
 
-def test_plots_given_values():
-    axis = pytest.importorskip("matplotlib.figure").Figure().subplots()
-    LongPerplexity().plot([torch.tensor(3.0), torch.tensor(2.0)], axis)
-    assert list(axis.lines[0].get_ydata()) == [3.0, 2.0]
-
-
 def test_counts_single_tokens_beyond_the_reach_of_float32():
     metric = LongPerplexity()
     metric.influence += 2.0**24

@@ -103,8 +103,8 @@ PATHS = {  # what runs, and how often it waits
     ("path", "attention", "precision"),  # all pairs
     [
         ("training step", "sdpa", "bf16"),
-        ("training step", "flash", "autocast"),
-        ("pair for key tokens", "sdpa", "autocast"),
+        pytest.param("training step", "flash", "autocast", marks=pytest.mark.slow),
+        pytest.param("pair for key tokens", "sdpa", "autocast", marks=pytest.mark.slow),
         ("pair for key tokens", "flash", "bf16"),
     ],
 )

@@ -13,7 +13,8 @@ from lightning_modules.models.progress import count_tokens, show_progress
 from lightning_modules.scoring.scored_model import score_text
 from lightning_modules.training.monitoring.progress import StepProgress
 from tests.conftest import make_text
-from tests.support.bars import TINY_CONFIG, replace_bars
+from tests.support.bars import replace_bars
+from tests.support.tiny_training import TINY
 
 
 @pytest.fixture
@@ -43,13 +44,24 @@ def test_windows_by_hand():
     assert count_tokens(5, context_length=4, stride=3) == 5
 
 
+def test_bars_are_closed_by_an_error(bars):
+    def fail():
+        with show_progress([1, 2], "model", [3, 4]) as documents:
+            raise ValueError(next(documents))
+
+    with pytest.raises(ValueError, match="1"):
+        fail()
+    assert bars[0].seen == ["closed"]
+    assert progress._bar.get() is None
+
+
 BATCHES = ("train", "validation", "predict")
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "predict"])
 def test_a_batch_of_a_trainer_on_a_cpu_shows_its_tokens(bars, model_dir, tmp_path, stage):
     data = RecallDataModule(sequence_length=64, train_documents=2, validation_documents=2, cache_dir=str(tmp_path))
-    module = LongContextLM(model_config=TINY_CONFIG, context_length=16, stride=16)
+    module = LongContextLM(model_config=TINY, context_length=16, stride=16)
     left_open = []
     hooks = {f"on_{name}_batch_end": lambda *_: left_open.append(progress._bar.get()) for name in BATCHES}
     callbacks = [StepProgress(), LambdaCallback(**hooks)]

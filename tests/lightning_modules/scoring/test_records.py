@@ -124,6 +124,8 @@ def test_a_file_gives_back_its_records_and_columns(tmp_path):
     ]
     write_records(tmp_path / "a.parquet", records)
     assert repr(read_records(tmp_path / "a.parquet")) == repr(records)  # NaN is not equal to itself
+    write_records(tmp_path / "a.parquet", [make_record("caf\udce9", 2.0, 3.0)])  # bytes that are no text
+    assert read_records(tmp_path / "a.parquet")[0].document == "caf\\udce9"
     write_records(tmp_path / "a.parquet", [])
     assert read_records(tmp_path / "a.parquet") == []
     with pytest.raises(FileNotFoundError):

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_modules.training import evaluation
-from longce.cli.main import main
+from tests.support.commands import longce
 
 RUN = Path("runs/longce/mine")
 OWN = """
@@ -40,21 +39,12 @@ FILES = [CONFIGS / "base.yaml", CONFIGS / "experiments/longce_pg19.yaml", CONFIG
 FIT = ["fit", *(word for file in FILES for word in ("-c", str(file))), "--trainer.max_steps", "2"]
 
 
-def longce(*words):
-    sys.argv = ["longce", *map(str, words)]
-    main()
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A folder in which a run of two steps has trained."""
-    folder, before = tmp_path_factory.mktemp("trained"), os.getcwd()
+    folder = tmp_path_factory.mktemp("trained")
     (folder / "own.yaml").write_text(OWN)
-    os.chdir(folder)
-    try:
-        longce(*FIT)
-    finally:
-        os.chdir(before)
+    longce(*FIT, folder=folder)
     return folder
 
 
@@ -63,7 +53,6 @@ def folder(trained, tmp_path, monkeypatch):
     """A copy of it, to do anything with; it is the working folder."""
     shutil.copytree(trained, tmp_path / "copy", symlinks=True)
     monkeypatch.chdir(tmp_path / "copy")
-    monkeypatch.setattr(sys, "argv", [])
     return tmp_path / "copy"
 
 
@@ -115,6 +104,7 @@ def test_a_run_that_is_read_only_is_evaluated_beside_the_logger(folder, monkeypa
     assert events(RUN / evaluation.EVALUATIONS_FOLDER / "validate-step-2")["val/perplexity"] == [2]
 
 
+@pytest.mark.slow
 def test_an_evaluation_without_logs_leaves_the_working_folder_alone(folder):
     """Its config may be the one that the run was started with."""
     Path("config.yaml").write_text(Path("own.yaml").read_text())

@@ -155,7 +155,7 @@ def hold(folder, ready, end):
     run.begin([folder, folder / "checkpoints"])
     run.record(None, "", 0)
     ready.set()
-    end.wait(20)
+    end.wait(300)
     os._exit(1)
 
 
@@ -163,7 +163,7 @@ def test_a_second_run_is_refused_and_changes_nothing(tmp_path):
     ready, end = FORK.Event(), FORK.Event()
     process = FORK.Process(target=hold, args=(tmp_path / "run", ready, end))
     process.start()
-    assert ready.wait(20)
+    assert ready.wait(120)
     before = contents(tmp_path / "run")
     for folders in (["run"], ["other", "run/checkpoints"]):  # also if only the checkpoints are those of the run
         refused = Run()

@@ -151,7 +151,7 @@ def hash_slowly(folder, log, go, found):
         return original(path, stop)
 
     identity._hash_file = hash_file
-    go.wait(20)
+    go.wait(120)
     found.put(content_hash(folder))
 
 
@@ -165,7 +165,7 @@ def test_of_many_processes_one_hashes(tmp_path):
         process.start()
     go.set()
     for process in running:
-        process.join(20)
+        process.join(120)
     assert {found.get() for _ in running} == {content_hash(tmp_path / "x")}
     assert sorted((tmp_path / "log").read_text().split()) == ["a", "b"]
 

@@ -20,7 +20,7 @@ def names(folder):
 
 
 def until(condition):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -75,7 +75,7 @@ def test_a_failure_frees_the_lock(tmp_path):
 def hold(target):
     with exclusive(target), atomic_folder(target) as folder:
         (folder / "file").write_text("half")
-        time.sleep(60)
+        time.sleep(300)
 
 
 def test_who_waits_is_told_for_whom_and_takes_over_from_a_dead_holder(tmp_path, caplog):
@@ -96,7 +96,7 @@ def test_who_waits_is_told_for_whom_and_takes_over_from_a_dead_holder(tmp_path, 
     assert not taken.is_set()
     os.kill(holder.pid, signal.SIGKILL)
     holder.join()
-    waiting.join(20)
+    waiting.join(120)
     assert taken.is_set()
     assert caplog.text.count("Waiting for") == 1
     assert names(tmp_path) == []
@@ -142,7 +142,7 @@ def hold_run(folder, rank, ready, end):
     lock = RunLock(folder)
     lock.begin() if rank == 0 else lock.join(rank)
     ready.set()
-    end.wait(20)
+    end.wait(300)
     os._exit(0)  # as a crash: nothing is released
 
 
@@ -155,7 +155,7 @@ def held(tmp_path):
         ready = FORK.Event()
         processes.append(FORK.Process(target=hold_run, args=(tmp_path, rank, ready, FORK.Event())))
         processes[-1].start()
-        assert ready.wait(20)
+        assert ready.wait(120)
         return processes[-1]
 
     yield start
@@ -187,12 +187,12 @@ def test_a_dead_process_does_not_block(tmp_path, held):
 
 
 def begin_at_once(folder, start, said, end):
-    start.wait(20)
+    start.wait(120)
     lock = RunLock(folder, folder / "checkpoints")
     try:
         lock.begin()
         os.write(said, b"began ")
-        end.wait(20)
+        end.wait(300)
     except ValueError:
         os.write(said, b"refused ")
     os._exit(0)  # what it holds is left for the next round
@@ -226,7 +226,7 @@ def test_a_run_begins_when_the_last_process_of_the_one_before_is_gone(tmp_path, 
     threading.Timer(0.3, second.kill).start()
     threading.Timer(0.4, second.join).start()
     lock = RunLock(tmp_path)
-    lock.begin(patience=20)
+    lock.begin(patience=120)
     assert names(tmp_path) == [".rank-0.lock"]
     lock.leave()
 
@@ -235,7 +235,7 @@ def test_a_run_begins_when_the_last_process_of_the_one_before_is_gone(tmp_path, 
 def test_a_dead_run_on_another_machine_is_waited_out_whatever_its_clock(tmp_path, impatient, age, caplog):
     marker(tmp_path / ".rank-0.lock", host="elsewhere", age=age)
     lock, begin = RunLock(tmp_path), time.monotonic()
-    lock.begin(patience=20)
+    lock.begin(patience=120)
     assert time.monotonic() - begin > 0.5
     assert "process 4321 on elsewhere holds" in caplog.text
     lock.leave()
@@ -263,7 +263,7 @@ def test_a_process_that_joins_waits_for_the_one_of_the_run_before(tmp_path, held
 def taken_over(folder):
     lock = RunLock(folder)
     lock.begin()
-    time.sleep(20)
+    time.sleep(300)
 
 
 def test_a_deleted_lock_is_taken_again_by_a_run_that_lives(tmp_path, impatient, caplog):
@@ -285,7 +285,7 @@ def test_a_run_that_was_taken_over_ends(tmp_path, impatient, capfd):
     (tmp_path / ".rank-0.lock").unlink()  # by hand, though the run lives
     lock = RunLock(tmp_path)
     lock.begin()
-    process.join(20)
+    process.join(120)
     assert process.exitcode == 1
     assert f"was taken over by process {os.getpid()} on " in capfd.readouterr().err
     lock.leave()

@@ -17,6 +17,7 @@ from lightning_modules.utilities.statistics import corpus_mean, paired_ratio
 from longce.cli.main import main
 from longce.compare.command import _format_ratio, compare
 from longce.compare.runs import read_runs
+from longce.correlate.result_files import read_results
 from tests.support.records import DEFINITION, EVALUATOR, MODEL, make_record
 
 LONGPPL = np.array([4.0, 9.0, 5.0, 7.0, 6.0, 8.0])
@@ -357,10 +358,35 @@ def test_records_of_several_models_are_compared_with_the_first(tmp_path):
         compare([f"name={tmp_path / 'both.parquet'}"])
 
 
+def test_measurements_of_one_file_are_never_thrown_together(tmp_path):
+    """Other thresholds, sets and steps are rows of their own; models of one name are refused."""
+    strict = DEFINITION._replace(alpha=4.0)
+    for name, factor in (("a", 1.0), ("b", 0.8)):
+        model = MODEL._replace(name=name, identity=name)
+        records = []
+        for number, fields in enumerate(({}, {"definition": strict}, {"set": "books", "stage": "val", "step": 3})):
+            value = 3.0 + number
+            records += [
+                make_record(f"{each}", value * factor, 9.0, text=f"{number} {each}", model=model, **fields)
+                for each in range(6)
+            ]
+        write_records(tmp_path / f"{name}.parquet", records)
+    printed = compare([tmp_path / "a.parquet", tmp_path / "b.parquet"])
+    for value in (2.4, 3.2, 4.0):
+        assert re.search(rf"b \(best LongPPL\) +{value:.3f} +0\.800 \[0\.800, 0\.800\]", printed)
+    entries = read_results([str(tmp_path / "a.parquet")])
+    assert [entry.values["longppl"] for entry in entries] == pytest.approx([3.0, 4.0, 5.0])
+    same = [make_record("a", 2.0, 3.0, model=MODEL._replace(identity=identity)) for identity in "xy"]
+    write_records(tmp_path / "same.parquet", same)
+    with pytest.raises(ValueError, match="Two runs have the name 'hub/M'"):
+        compare([tmp_path / "same.parquet"])
+
+
 def test_what_cannot_be_compared_is_refused(tmp_path):
     run = make_run(tmp_path / "runs" / "version_0", {0: 1.0})
     score = write_score(tmp_path / "a.parquet", 1.0)
-    (tmp_path / "b.parquet").write_text('{"documents": 3}')
+    for name in ("b.parquet", "b.json"):
+        (tmp_path / name).write_text('{"documents": 3}')
     pd.DataFrame({"longppl": [1.0]}).to_parquet(tmp_path / "c.parquet")
     write_records(tmp_path / "d.parquet", [])
     for words, named in (
@@ -370,6 +396,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
         ([tmp_path / "b.parquet"], "b.parquet"),
         ([tmp_path / "c.parquet"], "c.parquet"),
         ([tmp_path / "d.parquet"], "d.parquet"),
+        ([tmp_path / "b.json"], "longce 0.1"),
     ):
         with pytest.raises(ValueError, match=named):
             compare(words)

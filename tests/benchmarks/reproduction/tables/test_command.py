@@ -149,7 +149,7 @@ def test_after_a_kill_it_goes_on_with_the_next_model(
     options = ["--models", f"M={model_dir}", f"N={third_dir}", "--evaluators", f"E={evaluator_dir}"]
     process = multiprocessing.get_context("fork").Process(target=killed_at_the_third_pass, args=(reproduce, options))
     process.start()
-    process.join(60)
+    process.join(300)
     assert process.exitcode == -signal.SIGKILL
     assert set(read_results([tmp_path / "one"])) == {("M", "E")}
     scored = []

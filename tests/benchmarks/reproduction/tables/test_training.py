@@ -3,24 +3,18 @@ import io
 import shlex
 import shutil
 import subprocess
-import sys
 
 import pytest
 import yaml
 
 from benchmarks.reproduction.tables.published import find_table, published
 from benchmarks.reproduction.tables.training import CONFIGS, Run, script, table_runs
-from longce.cli.main import main
+from tests.support.commands import longce
 
 
-def longce(words, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["longce", *words])
-    main()
-
-
-def parsed(words, monkeypatch):
+def parsed(words):
     with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as printed:
-        longce([*words, "--print_config"], monkeypatch)
+        longce(*words, "--print_config")
     return yaml.safe_load(printed.getvalue())
 
 
@@ -35,7 +29,7 @@ SETTINGS = {  # objective, model, extension, short context, stride, data, rows a
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_commands_mean_what_the_paper_says(name, tmp_path, monkeypatch):
     monkeypatch.chdir(CONFIGS.parent)
-    config = parsed(Run(name, (50, 100, 200), tmp_path).fit().words, monkeypatch)
+    config = parsed(Run(name, (50, 100, 200), tmp_path).fit().words)
     model, data, trainer = config["model"], config["data"], config["trainer"]
     rows = 8 * trainer["accumulate_grad_batches"] * data["init_args"].get("batch_size", 1)
     found = (

@@ -20,7 +20,7 @@ from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone
 from tests.conftest import tiny_model
 from tests.lightning_modules.models.context_extension.patterns import dense
-from tests.lightning_modules.models.context_extension.test_methods import EXTRA
+from tests.support.architectures import ROPE
 from tests.support.packing import assume_isolation
 from tests.support.tiny_training import row
 
@@ -34,7 +34,12 @@ def settings_of(method="eabf"):
 @pytest.fixture
 def folder(tmp_path):
     def save(architecture="llama"):
-        settings = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, **EXTRA.get(architecture, {})}
+        settings = {
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 4,
+            **ROPE.get(architecture, {}),
+        }
         tiny_model(architecture, VOCABULARY, **settings).save_pretrained(tmp_path / architecture)
         return str(tmp_path / architecture)
 
@@ -46,7 +51,11 @@ def float64_scale(positions, unscaled):
     return torch.tensor([1.0] * len(scales) if unscaled else scales, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("architecture", TYPE_ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    # Quick tests of the others: `patterns/test_models.py`, by the same wrapper.
+    [name if name == "llama" else pytest.param(name, marks=pytest.mark.slow) for name in TYPE_ARCHITECTURES],
+)
 def test_every_layer_equals_dense_attention(architecture, folder):
     check_every_layer(
         assume_isolation(load_backbone(ModelConfig(folder(architecture), context_extension=settings_of()))),

@@ -18,17 +18,11 @@ from lightning_modules.models.loading.load import load_backbone, load_config
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.objectives import CrossEntropy
 from tests.conftest import tiny_config, tiny_model
+from tests.support.architectures import ROPE
 from tests.support.tiny_training import VOCABULARY, loader, row, trainer
 
 ORIGINAL, TARGET = 64, 512
 FACTOR = TARGET / ORIGINAL
-EXTRA = {
-    "gemma": {"head_dim": 16},
-    "qwen3": {"head_dim": 16},
-    "mixtral": {"num_local_experts": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-    "gpt_neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
-    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}},
-}
 OPTIONS = {
     "abf": {"base": 70000.0},
     "yarn": {"attention_factor": 1.5},
@@ -39,7 +33,12 @@ OPTIONS = {
 
 
 def folder_of(architecture, tmp_path, **overrides):
-    settings = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, **EXTRA.get(architecture, {})}
+    settings = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+        **ROPE.get(architecture, {}),
+    }
     tiny_model(architecture, 50, **{**settings, **overrides}).save_pretrained(tmp_path / architecture)
     return str(tmp_path / architecture)
 

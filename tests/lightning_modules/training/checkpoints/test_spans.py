@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,9 +21,9 @@ from lightning_modules.training.checkpoints.spans import (
     resumed_spans,
     write_spans,
 )
-from longce.cli.main import main
 from longce.compare.command import compare
 from tests.conftest import make_text
+from tests.support.commands import longce
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*lr_scheduler.step")
 
@@ -183,7 +182,6 @@ def fit(model_dir, tmp_path, monkeypatch, capsys):
     config["data"] = {"class_path": "datamodules.TextDataModule", "init_args": {**data, "cache_dir": "cache"}}
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(config))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["longce"])
 
     def run(*options):
         rates = Rates()
@@ -195,7 +193,7 @@ def fit(model_dir, tmp_path, monkeypatch, capsys):
 
         with monkeypatch.context() as patch:
             patch.setattr(StepCheckpoint, "setup", setup)
-            main(["fit", "-c", "a.yaml", *options])
+            longce("fit", "-c", "a.yaml", *options)
         return rates.seen
 
     return run
@@ -246,7 +244,7 @@ def test_a_changed_learning_rate_takes_effect_and_is_recorded(fit, tmp_path, cap
     (tmp_path / "other" / "spans.json").unlink()
     (tmp_path / "other" / "config-resumed-at-step-2.yaml").unlink()
     assert "0.01, from step 2 on 0.001" in compare([folder, tmp_path / "other"])
-    main(["export", str(newest_checkpoint(folder)), str(tmp_path / "exported")])
+    longce("export", newest_checkpoint(folder), tmp_path / "exported")
     card = (tmp_path / "exported" / "README.md").read_text()
     assert "From step 2 on, `model.optimizer.init_args.lr` was `0.001` instead of `0.01`." in card
 

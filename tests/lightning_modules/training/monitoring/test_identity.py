@@ -2,7 +2,6 @@
 
 import math
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,8 +18,9 @@ from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.identity import model_identity
 from lightning_modules.training.monitoring import identity
 from lightning_modules.training.monitoring.identity import RunIdentity, git_commit
-from longce.cli.main import main
 from tests.conftest import make_text
+from tests.support.commands import longce
+from tests.support.experiments import component, evaluator, experiment
 
 BASE = Path(__file__).parents[4] / "configs" / "base.yaml"
 IDENTITY = {"commit", "longce", "model", "data", "parameters", "trained_parameters", "tokens_per_step"}
@@ -44,25 +44,17 @@ def fit(repository, model_dir, evaluator_dir, monkeypatch):
     for seed in range(3):
         (repository / "texts" / f"{seed}.txt").write_text(make_text(200, seed=seed))
     lengths = {"context_length": 48, "stride": 16}
-    evaluator = {"evaluator": str(evaluator_dir), "alpha": 0.2, "beta": -7.0, **lengths}
     sets = {name: {"files": "texts", "documents": number} for name, number in (("a", 1), ("b", 2))}
     data = {"tokenizer": str(model_dir), "train": "texts", "sequence_length": 128, "cache_dir": "cache"}
-    config = {
-        "model": {"pretrained_model_name_or_path": str(model_dir), **lengths},
-        "data": {"class_path": "datamodules.TextDataModule", "init_args": {**data, "validation_sets": sets}},
-        "trainer": {
-            "accelerator": "cpu",
-            "precision": "32-true",
-            "val_check_interval": 1,
-            "callbacks+": [{"class_path": "callbacks.ExternalEvaluator", "init_args": evaluator}],
-        },
-    }
+    callback = evaluator(evaluator_dir, alpha=0.2, beta=-7.0, **lengths)
+    data = component("datamodules.TextDataModule", validation_sets=sets, **data)
+    config = experiment(model_dir, data, val_check_interval=1, **{"callbacks+": [callback]})
+    config["model"] |= lengths
     (repository / "run.yaml").write_text(yaml.safe_dump(config))
 
     def run(*options):
         monkeypatch.chdir(repository)
-        monkeypatch.setattr(sys, "argv", ["longce", "fit", "-c", str(BASE), "-c", "run.yaml", *options])
-        main()
+        longce("fit", "-c", BASE, "-c", "run.yaml", *options)
 
     return run
 

@@ -4,13 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_modules.training.monitoring.progress as progress
 from datamodules import RecallDataModule
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.training.monitoring.progress import StepProgress
-from tests.support.bars import TINY_CONFIG, replace_bars
+from tests.support.bars import Bar, replace_bars
+from tests.support.tiny_training import TINY
 from tests.support.trainers import quiet_trainer
 
 
@@ -24,7 +26,7 @@ def fit(root, checkpoint=None, **options):
     torch.manual_seed(0)
     documents = {"train_documents": 12, "validation_documents": 3, "test_documents": 3}
     data = RecallDataModule(sequence_length=64, cache_dir=str(root / "cache"), **documents)
-    trainer.fit(LongContextLM(model_config=TINY_CONFIG, context_length=16, stride=16), data, ckpt_path=checkpoint)
+    trainer.fit(LongContextLM(model_config=TINY, context_length=16, stride=16), data, ckpt_path=checkpoint)
     return trainer
 
 
@@ -45,6 +47,32 @@ def test_steps_are_those_of_the_optimizer_with_accumulation_and_after_a_resume(b
     assert bars[0].lines[0] == "step 2/5  40%"
     assert any(re.fullmatch(LINE.format("4/5", 80) + r"  \d+ s left", line) for line in bars[0].lines)
     assert re.fullmatch(LINE.format("5/5", 100), bars[0].lines[-1])
+
+
+@pytest.mark.parametrize(
+    ("names", "monitor", "expected"),
+    [
+        (["val/perplexity", "val/longppl"], "step", "LongPPL 1"),
+        (["val/perplexity"], None, "perplexity 0"),
+        (["val/a/perplexity", "val/a/x/longppl", "val/b/x/longppl"], None, "LongPPL 1 (a/x)"),
+        (["val/a/x/longppl", "val/b/x/longppl_soft"], "val/b/x/longppl_soft", "longppl_soft 1 (b/x)"),
+        (["train/loss"], "train/loss", ""),
+    ],
+)
+def test_one_of_several_evaluations_is_shown(names, monitor, expected):
+    values = {name: torch.tensor(float(number)) for number, name in enumerate(names)}
+    trainer = SimpleNamespace(callback_metrics=values, checkpoint_callbacks=[ModelCheckpoint(monitor=monitor)])
+    assert progress._describe_evaluation(trainer) == expected
+
+
+def test_the_time_left_is_estimated_from_the_steps_of_this_process(bars, monkeypatch):
+    trainer = Trainer(max_steps=70, logger=False, enable_progress_bar=False, enable_model_summary=False)
+    monkeypatch.setattr(Trainer, "global_step", 62)
+    bar = StepProgress()
+    bar._steps, bar._first = Bar("", unit="step"), (60, 100.0)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: 120.0)
+    bar._describe_step(trainer)
+    assert bar._steps.lines == ["step 62/70  89%  80 s left"]
 
 
 def test_epochs_and_predictions_are_counted(bars, tmp_path):

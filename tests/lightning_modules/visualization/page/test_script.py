@@ -74,26 +74,43 @@ def test_key_tokens_are_those_of_torch_for_any_thresholds(alignment, tokenizer, 
     assert len({len(answer["keys"]) for answer in found}) == len(THRESHOLDS)
 
 
-def test_difference_of_infinities_is_no_key_token_and_a_difference_is_rounded_as_torch_does(inspection):
-    lsd = run(inspection, "return [...data.lsd].map((value) => (Number.isFinite(value) ? value : String(value)));")
-    expected = [
-        value if math.isfinite(value) else str(value)
-        for value in (inspection.scores.long - inspection.scores.short).tolist()
-    ]
-    names = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
-    assert lsd == [names.get(value, value) for value in expected]
-
-
-def test_blocks_and_cells_make_up_the_document(inspection):
-    found = run(
-        inspection,
-        """
+ASKED = {
+    "differences": "return [...data.lsd].map((value) => (Number.isFinite(value) ? value : String(value)));",
+    "blocks": """
         const graphemes = new Intl.Segmenter();
         const withText = (part) => ({ ...part, text: data.text.slice(part.from, part.to) });
         return cutBlocks(data).map((block) => (
           { ...withText(block), cells: cellsOf(data, block, graphemes).map(withText) }
         ));""",
-    )
+    "alternatives": """
+        const arrays = await unpack("alternatives");
+        return [30, 100].map((token) => ["long", "short"].map((name) => alternativesOf(data, arrays, name, token)));""",
+}
+
+
+@pytest.fixture(scope="module")
+def inspection(tokenizer):
+    return make_inspection(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def answers(inspection):
+    """What the script says of one page, by one process."""
+    functions = ", ".join(f"{name}: await (async () => {{{body}}})()" for name, body in ASKED.items())
+    return run(inspection, f"return {{{functions}}};")
+
+
+def test_difference_of_infinities_is_no_key_token_and_a_difference_is_rounded_as_torch_does(inspection, answers):
+    expected = [
+        value if math.isfinite(value) else str(value)
+        for value in (inspection.scores.long - inspection.scores.short).tolist()
+    ]
+    names = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+    assert answers["differences"] == [names.get(value, value) for value in expected]
+
+
+def test_blocks_and_cells_make_up_the_document(inspection, answers):
+    found = answers["blocks"]
     assert "".join(block["text"] for block in found) == NASTY
     cells = [cell for block in found for cell in block["cells"]]
     assert [cell["first"] for cell in cells[1:]] == [cell["last"] for cell in cells[:-1]]
@@ -107,7 +124,8 @@ def test_blocks_and_cells_make_up_the_document(inspection):
     assert all(block["text"].endswith("\n") or block["last"] - block["first"] >= 440 for block in found[:-1])
 
 
-def test_tokens_without_characters_join_their_neighbours(inspection):
+def test_tokens_without_characters_join_their_neighbours(tokenizer):
+    inspection = make_inspection(tokenizer)
     offsets = inspection.scores.offsets
     offsets[300] = offsets[301] = offsets[-1] = torch.tensor([0, 0])
     body = (
@@ -119,11 +137,8 @@ def test_tokens_without_characters_join_their_neighbours(inspection):
     assert cells[0] == [0, 2]
 
 
-def test_alternatives_know_the_token_itself_exactly(inspection):
-    body = """
-        const arrays = await unpack("alternatives");
-        return [30, 100].map((token) => ["long", "short"].map((name) => alternativesOf(data, arrays, name, token)));"""
-    early, late = run(inspection, body)
+def test_alternatives_know_the_token_itself_exactly(inspection, answers):
+    early, late = answers["alternatives"]
     assert early[0] == early[1]  # there is no short context yet
     assert late[0] != late[1]
     for context, found in zip(("long", "short"), late, strict=True):

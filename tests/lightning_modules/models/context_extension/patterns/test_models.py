@@ -16,7 +16,7 @@ from lightning_modules.models.optimizations import enable_checkpointing
 from lightning_modules.models.short_context import short_log_likelihood
 from tests.conftest import tiny_model
 from tests.lightning_modules.models.context_extension.patterns import dense
-from tests.lightning_modules.models.context_extension.test_methods import EXTRA
+from tests.support.architectures import ROPE
 from tests.support.packing import assume_isolation
 from tests.support.tiny_training import row
 
@@ -44,7 +44,7 @@ def _small_blocks(monkeypatch):
 @pytest.fixture
 def folder(tmp_path):
     def save(architecture="llama", **overrides):
-        settings = {"hidden_size": 64, "num_attention_heads": 4, **EXTRA.get(architecture, {}), **overrides}
+        settings = {"hidden_size": 64, "num_attention_heads": 4, **ROPE.get(architecture, {}), **overrides}
         tiny_model(architecture, VOCABULARY, **settings).save_pretrained(tmp_path / architecture)
         return str(tmp_path / architecture)
 
