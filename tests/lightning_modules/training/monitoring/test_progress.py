@@ -87,22 +87,6 @@ def test_epochs_and_predictions_are_counted(bars, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "monitor", "expected"),
-    [
-        (["val/perplexity", "val/longppl"], "step", "LongPPL 1"),
-        (["val/perplexity"], None, "perplexity 0"),
-        (["val/a/perplexity", "val/a/x/longppl", "val/b/x/longppl"], None, "LongPPL 1 (a/x)"),
-        (["val/a/x/longppl", "val/b/x/longppl_soft"], "val/b/x/longppl_soft", "longppl_soft 1 (b/x)"),
-        (["train/loss"], "train/loss", ""),
-    ],
-)
-def test_one_of_several_evaluations_is_shown(names, monitor, expected):
-    values = {name: torch.tensor(float(number)) for number, name in enumerate(names)}
-    trainer = SimpleNamespace(callback_metrics=values, checkpoint_callbacks=[ModelCheckpoint(monitor=monitor)])
-    assert progress._describe_evaluation(trainer) == expected
-
-
-@pytest.mark.parametrize(
     ("seconds", "expected"),
     [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (11000, "3.1 h"), (360000, "4.2 days")],
 )
