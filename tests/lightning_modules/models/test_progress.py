@@ -73,14 +73,3 @@ def test_a_batch_of_a_trainer_on_a_cpu_shows_its_tokens(bars, model_dir, tmp_pat
     assert {bar.name for bar in bars} == {"step 0" if stage == "fit" else "this batch"}
     assert all(bar.seen[-1] == "closed" and bar.seen[-2] >= tokens for bar in bars)
     assert left_open == [None] * len(bars), "each bar is closed with its batch"
-
-
-def test_bars_are_closed_by_an_error(bars):
-    def fail():
-        with show_progress([1, 2], "model", [3, 4]) as documents:
-            raise ValueError(next(documents))
-
-    with pytest.raises(ValueError, match="1"):
-        fail()
-    assert bars[0].seen == ["closed"]
-    assert progress._bar.get() is None
