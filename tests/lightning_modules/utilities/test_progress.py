@@ -5,6 +5,7 @@ import os
 import sys
 
 import pytest
+from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_modules.utilities import progress
 from lightning_modules.utilities.progress import progress_bar
@@ -56,3 +57,14 @@ def read_terminal(reader):
         while piece := stream.read(65_536):
             pieces.append(piece)
     return b"".join(pieces)
+
+
+def test_short_work_and_other_processes_log_nothing(stream, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    output = stream(io.StringIO())
+    work()
+    monkeypatch.setattr(progress, "LOG_SECONDS", 0.0)
+    monkeypatch.setattr(rank_zero_only, "rank", 1, raising=False)
+    work()
+    assert caplog.messages == []
+    assert output.getvalue() == ""

@@ -6,6 +6,7 @@ from matplotlib.figure import Figure
 
 from lightning_modules.visualization.images import STYLE, as_svg
 from lightning_modules.visualization.report import (
+    MAX_ROWS,
     Heading,
     Picture,
     Table,
@@ -84,3 +85,24 @@ def test_numbers_that_do_not_exist_are_dashes_and_verdicts_are_badges():
     assert [badge.get("class") for badge in root.iter("span")] == ["badge bad"]
     rows = as_markdown("T", [table]).splitlines()[4:]
     assert rows == [r"| a\|b | — |", "| — | ∞ |", "| c | 1.5 |"]
+
+
+def test_long_tables_are_folded_and_say_what_they_hold():
+    def details(rows, folded=None):
+        return list(
+            parse_page(as_html("T", [Table(["a", "", "b"], [["1", "", "2"]] * rows, folded=folded)], {})).iter(
+                "details"
+            )
+        )
+
+    assert details(MAX_ROWS) == details(MAX_ROWS + 1, folded=False) == []
+    (fold,) = details(MAX_ROWS + 1)
+    assert texts(fold, "summary") == [f"Show {MAX_ROWS + 1} rows: a, b"]
+    assert len(details(1, folded=True)) == 1
+
+
+def test_many_figures_are_folded(svg):
+    for count, folded in ((6, []), (8, ["Show 2 more figures"])):
+        root = parse_page(as_html("T", [Picture("a", str(number)) for number in range(count)], {"a": svg}))
+        assert texts(root, "summary") == folded
+        assert [image.get("alt") for image in root.iter("img")] == [*map(str, range(count))]

@@ -11,6 +11,7 @@ import pytest
 from lightning_modules.tasks.evaluation.evaluation import ResultStore, read_results
 from lightning_modules.tasks.evaluation.questions import TaskResult
 from lightning_modules.tasks.evaluation.report import (
+    answer_table,
     describe_synthetic_text,
     drawn_heat_maps,
     write_task_report,
@@ -183,3 +184,10 @@ def test_synthetic_text_is_reported():
     assert describe_synthetic_text({"niah_single_1"}, {}) == [], "noise, as in RULER"
     assert describe_synthetic_text({"niah_single_2"}, {"haystack": "sha256:1"}) == []
     assert describe_synthetic_text({"multi_document_qa"}, {"nq_open": "sha256:1"}) == []
+
+
+def test_blank_answers_are_marked():
+    rows = [replace(result(), prediction=text) for text in ("", " \n", "<|im_end|>")]
+    assert [row[-1] for row in answer_table(rows).rows] == ["(nothing)", "(only white space)", "`<|im_end|>`"]
+    assert answer_table(rows).head[-1] == "likeliest tokens"
+    assert answer_table([replace(row, answer_nll=None) for row in rows]).head[-1] == "answer"

@@ -126,3 +126,9 @@ def test_only_the_first_line_counts(nq_open, prompter):
     example = MultiDocumentQA(nq_open).example(prompter, 600, 0)
     assert example.score(f" It was {example.answers[0].upper()}!\nno") == 1
     assert example.score(f"no\n{example.answers[0]}") == 0
+
+
+def test_random_depths_cover_all_places(prompter):
+    depths = [MultiDocumentQA(documents=10).example(prompter, 1500, index).depth for index in range(40)]
+    assert {0, 1} < set(depths)
+    assert len(set(depths)) == 10

@@ -87,3 +87,10 @@ def test_lengths_below_ten_documents_are_refused(files, prompter):
 def test_a_file_with_too_few_documents_is_refused(files, prompter):
     with pytest.raises(ValueError, match=r"squad\.json.*90000"):
         QuestionAnswering("qa_1", files / "squad.json").example(prompter, 90_000, 0)
+
+
+def test_the_gold_document_is_at_random_depths(files, prompter):
+    task = QuestionAnswering("qa_1", files / "squad.json")
+    depths = [task.example(prompter, 500, index).depth for index in range(40)]
+    assert min(depths) < 0.2
+    assert max(depths) > 0.8

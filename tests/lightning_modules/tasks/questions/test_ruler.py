@@ -246,3 +246,9 @@ def test_answers_are_more_frequent_from_the_minimum_number_of_words():
         assert counts[0] > counts[1] > counts[2] > counts[3] > counts[4], words
     counts = Counter(repeat_by_rank(range(10), least - 1, 2.0))
     assert counts[3] == counts[4]
+
+
+def test_coded_words_are_shuffled(prompters):
+    example = find_tasks(["fwe"])[0].example(prompters["bytes"], 9000, 0)
+    words = example.prompt.split(" ")
+    assert sum(word != after for word, after in pairwise(words)) > 0.5 * len(words)

@@ -1,5 +1,6 @@
 """With which checkpoint a run goes on; what the command line says of it is in `tests/test_cli.py`."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -75,3 +76,17 @@ def test_which_folders_belong_to_a_run(tmp_path, monkeypatch, loggers, dirpaths,
         callback.dirpath = dirpath
     trainer = SimpleNamespace(loggers=loggers, checkpoint_callbacks=callbacks, default_root_dir=str(tmp_path))
     assert owned_folders(trainer) == [tmp_path / folder for folder in owned]
+
+
+@pytest.mark.parametrize(("saved", "known"), [(7, ["step 7"]), (5, ["step 7", "step 5"]), (0, ["step 7"])])
+def test_who_stopped_a_run_hears_what_is_saved(trainer, tmp_path, monkeypatch, caplog, saved, known):
+    words = ["longce", "fit", "--ckpt_path", "last", "-c", "a b.yaml", "--ckpt_path=older"]
+    monkeypatch.setattr(run_checkpoints.sys, "argv", words)
+    trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = 7
+    trainer.checkpoint_callback._last_global_step_saved = saved
+    with caplog.at_level("INFO"):
+        run_checkpoints.log_resume_command(trainer)
+    said = caplog.messages[-1]
+    assert re.findall(r"step \d", said) == known
+    command = f"longce fit -c 'a b.yaml' --ckpt_path {tmp_path / 'own'}"
+    assert said.endswith(command) == (saved > 0)

@@ -86,6 +86,14 @@ def test_epochs_and_predictions_are_counted(bars, tmp_path):
     assert (bar.name, bar.total, bar.seen) == ("prediction", 3, [1, 2, 3, "closed"])
 
 
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (11000, "3.1 h"), (360000, "4.2 days")],
+)
+def test_the_time_left_has_a_fitting_unit(seconds, expected):
+    assert progress._describe_rest(seconds) == f"{expected} left"
+
+
 def test_each_cell_has_an_aligned_line_and_the_step_shows_one_with_key_tokens():
     values = {"val/a/judge/loose/longppl": 5.0, "val/a/judge/loose/key_tokens": 1240.0, "val/a/perplexity": 20.0}
     values |= {"val/bb/judge/loose/longppl": math.nan, "val/bb/judge/loose/key_tokens": 0.0, "val/bb/perplexity": 9.0}
