@@ -24,6 +24,9 @@ UNITS = TOKENS | {
 }
 """What the numbers of a document are per: these tokens or bytes. All but bits are exponentials of a mean."""
 
+RUNS = "runs"
+"""Column of a table of documents whose numbers are means over the runs of a group: how many runs these are."""
+
 _CONFIDENCE = 0.95
 _SEED = 0
 _Z = float(stats.norm.ppf((1 + _CONFIDENCE) / 2))
@@ -177,12 +180,15 @@ def score_difference(
     return a - b, difference_interval((a, one), (b, other), shared)
 
 
-def weighted_mean_interval(values: NDArray[np.float64], weights: NDArray[np.float64]) -> Interval | None:
+def weighted_mean_interval(
+    values: NDArray[np.float64], weights: NDArray[np.float64], others: Sequence[tuple[float, int]] = ()
+) -> Interval | None:
     """Return the 95% interval of a mean over documents, such as of the tokens of ``[N]`` documents of unequal length.
 
     Student's t with the delete-one jackknife. It counts documents as independent, not tokens. For 5 documents with
     weights that differ by a factor of e, it covers the true mean in 92% of simulations, a bootstrap in 81%. None for
-    fewer than 5 documents.
+    fewer than 5 documents. ``others`` are further variances of the mean, each with its degrees of freedom, such as
+    those between seeds; they are added up, with the degrees of freedom of Welch and Satterthwaite.
     """
     count = len(values)
     if count < MIN_FOR_INTERVAL:
@@ -190,8 +196,27 @@ def weighted_mean_interval(values: NDArray[np.float64], weights: NDArray[np.floa
     total = float(values @ weights)
     weight = float(weights.sum())
     without = (total - values * weights) / (weight - weights)
-    half = float(stats.t.ppf((1 + _CONFIDENCE) / 2, count - 1) * without.std() * math.sqrt(count - 1))
+    parts = [(float(without.var()) * (count - 1), count - 1), *others]
+    variance = math.fsum(part for part, _ in parts)
+    spread = math.fsum(part**2 / freedom for part, freedom in parts)
+    freedom = variance**2 / spread if spread > 0 else count - 1
+    half = float(stats.t.ppf((1 + _CONFIDENCE) / 2, freedom)) * math.sqrt(variance)
     return total / weight - half, total / weight + half
+
+
+def seed_variance(kind: str) -> str:
+    """Return the column with the variance between seeds of a number's mean logarithm over the runs of a group."""
+    return f"{kind}_seed_variance"
+
+
+def _list_seed_variances(shared: pd.DataFrame, kind: str) -> list[tuple[float, int]]:
+    """Return the variances of groups of runs, with their degrees of freedom; none for single runs."""
+    found = []
+    for suffix in ("", "_baseline"):
+        runs = int(shared[RUNS + suffix].iloc[0]) if RUNS + suffix in shared else 1
+        if runs > 1:
+            found.append((float(shared[seed_variance(kind) + suffix].iloc[0]), runs - 1))
+    return found
 
 
 def corpus_mean(documents: pd.DataFrame, kind: str) -> float:
@@ -207,22 +232,24 @@ def corpus_mean(documents: pd.DataFrame, kind: str) -> float:
 def paired_ratio(shared: pd.DataFrame, kind: str) -> tuple[float, Interval | None]:
     """Return the ratio of one of `UNITS` over all tokens or bytes to the baseline's, with its 95% interval.
 
-    The interval is about the choice of documents, not about the noise of training. What makes a document hard for both
-    models cancels. Fewer than 5 documents and infinite ratios have no interval.
+    The interval is about the choice of documents, and for groups of runs also about their seeds. What makes a document
+    hard for both models cancels. Fewer than 5 documents and infinite ratios have no interval.
     """
     counted = shared[shared[UNITS[kind]] > 0]
     if counted.empty:
         return math.nan, None
     tokens = counted[UNITS[kind]].to_numpy()
+    seeds = _list_seed_variances(counted, kind)
     if kind.endswith("bits_per_byte"):
         # A quotient of sums is the mean of the quotients, weighted by their denominators.
         bits = counted[f"{kind}_baseline"].to_numpy() * tokens
         quotients = (counted[kind] / counted[f"{kind}_baseline"]).to_numpy()
-        return float(np.average(quotients, weights=bits)), weighted_mean_interval(quotients, bits)
+        value = float(np.average(quotients, weights=bits))
+        return value, weighted_mean_interval(quotients, bits, [(value**2 * part, each) for part, each in seeds])
     differences = (np.log(counted[kind]) - np.log(counted[f"{kind}_baseline"])).to_numpy()
     value = math.exp(np.average(differences, weights=tokens))
     # A model that has diverged has infinite perplexities.
-    interval = weighted_mean_interval(differences, tokens) if 0 < value < math.inf else None
+    interval = weighted_mean_interval(differences, tokens, seeds) if 0 < value < math.inf else None
     with np.errstate(over="ignore"):
         return value, interval and (float(np.exp(interval[0])), float(np.exp(interval[1])))
 

@@ -155,6 +155,8 @@ def compare_command(arguments: Sequence[str]) -> None:
     runs += " The first is the baseline."
     parser.add_argument("runs", nargs="+", type=str, help=runs)
     parser.add_argument("--output", type=str | None, help="HTML page to write, which also has curves.")
+    groups = "Settings such as `model.objective`: runs with equal values differ in their seeds, and are one group."
+    parser.add_argument("--group_by", nargs="+", type=str, help=groups)
     options = parse_options(parser, arguments)
     if options["output"] is not None:
         check_output(options["output"])

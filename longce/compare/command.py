@@ -19,6 +19,7 @@ from longce.compare.evaluations import (
     judge_evaluations,
     tabulate_evaluations,
 )
+from longce.compare.groups import group_runs
 from longce.compare.numerics import separate_numerics
 from longce.compare.ratios import compared_kinds, shared_documents
 from longce.compare.runs import AXES, Cell, ComparedRun, read_compared
@@ -52,16 +53,21 @@ _CHANGED = 10  # documents that changed most
 _POINTS = 200  # of a curve; longer ones are averaged
 
 
-def compare(runs: Sequence[str | Path], output: str | Path | None = None) -> str:
+def compare(
+    runs: Sequence[str | Path], output: str | Path | None = None, *, group_by: Sequence[str] | None = None
+) -> str:
     """Return tables of the final numbers, the costs and the settings that differ; write a page that also has curves.
 
-    Runs are read by `read_compared`, and compared with the first one; a single run with its own first evaluation.
+    Runs are read by `read_compared`, and compared with the first one; a single run with its own first evaluation. Runs
+    with equal values of the settings ``group_by`` differ in their seeds, and are compared as a group.
     Folders of ``longce evaluate`` have one table, of their scores.
     """
     found = read_compared(runs)
     if evaluations := [each for each in found if isinstance(each, ComparedEvaluation)]:
+        if group_by:
+            raise ValueError("`group_by` is for runs of `longce fit` and records of `longce score`.")
         return _compare_evaluations(evaluations, output)
-    return compare_runs([each for each in found if isinstance(each, ComparedRun)], output)
+    return compare_runs([each for each in found if isinstance(each, ComparedRun)], output, group_by=group_by)
 
 
 def _compare_evaluations(found: Sequence[ComparedEvaluation], output: str | Path | None) -> str:
@@ -87,10 +93,15 @@ def _compare_evaluations(found: Sequence[ComparedEvaluation], output: str | Path
     return "\n".join(texts) + "\n"
 
 
-def compare_runs(found: Sequence[ComparedRun], output: str | Path | None = None) -> str:
+def compare_runs(
+    found: Sequence[ComparedRun], output: str | Path | None = None, *, group_by: Sequence[str] | None = None
+) -> str:
     """Compare runs or scored models, as `compare` does."""
     found, sentences = separate_numerics(found)
     found, evaluators = _shorten_cells(found)
+    single = found
+    if group_by:
+        found = group_runs(found, group_by)
     baseline, *others = found if len(found) > 1 else [_first_evaluation(found[0]), *found]
     tables = {
         FINAL: _rank_runs([baseline, *others], baseline)._replace(folded=False),
@@ -108,7 +119,7 @@ def compare_runs(found: Sequence[ComparedRun], output: str | Path | None = None)
         ratios = measure_ratios(others, baseline)
         names = {"evaluators": evaluators, "baseline": baseline.name}
         tables |= _find_changed_documents(others, baseline)
-        write_atomically(Path(output), _make_page(found, verdict, ratios, tables, **names).encode())
+        write_atomically(Path(output), _make_page(single, verdict, ratios, tables, **names).encode())
         texts.append(f"Page: {output}\n")
     return "\n".join(texts or ["These runs have logged nothing yet.\n"])
 

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from lightning_modules.utilities.statistics import UNITS, Interval, paired_ratio
+from lightning_modules.utilities.statistics import RUNS, UNITS, Interval, paired_ratio
 from lightning_modules.visualization.images import COLORS, INK, STYLE, as_svg
 from longce.compare.ratios import compared_kinds, shared_documents
 from longce.compare.runs import AXES, Cell, ComparedRun
@@ -94,9 +94,18 @@ def write_verdict(runs: Sequence[ComparedRun], baseline: ComparedRun, differing:
     if not sentences:
         return []
     sentences += _name_own_evaluators(runs) + _compare_training(runs) + _name_settings(differing, runs)
-    noise = "; another seed of the training may change more" if any(run.scalars.get("step") for run in runs) else ""
-    sentences.append(f"Intervals (95%) are about the choice of documents{noise}.")
+    sentences.append(f"Intervals (95%) are about the choice of documents{_describe_seeds(runs)}.")
     return sentences
+
+
+def _describe_seeds(runs: Sequence[ComparedRun]) -> str:
+    """Return whether the intervals are also about the seeds of trained runs."""
+    if not any(run.scalars.get("step") for run in runs):
+        return ""
+    tables = [run.last(cell)[1] for run in runs for cell in run.evaluations]
+    if any(RUNS in table and (table[RUNS] > 1).all() for table in tables):
+        return " and the seeds of the runs"
+    return "; another seed of the training may change more"
 
 
 def _judge(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:

@@ -1,0 +1,87 @@
+"""Runs that differ in their seed, compared as a group."""
+
+import difflib
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from lightning_modules.utilities.statistics import RUNS, UNITS, corpus_mean, seed_variance
+from longce.compare.runs import Cell, ComparedRun
+
+
+def group_runs(runs: Sequence[ComparedRun], settings: Sequence[str]) -> list[ComparedRun]:
+    """Return a run for each group of runs with equal values of these settings, in the order of the first ones.
+
+    The numbers of a document are means over the runs of a group: geometric means, but of bits arithmetic ones. Only the
+    last evaluation of each run counts, and the documents that all runs of a group have.
+
+    Raises:
+        ValueError: If no run has a setting, or if there is only one group.
+    """
+    known = {key for run in runs for key in run.config}
+    for setting in settings:
+        if setting not in known:
+            near = difflib.get_close_matches(setting, sorted(known), n=3) or sorted(known)[:10]
+            raise ValueError(f"`group_by`: no run has the setting '{setting}', only {', '.join(near)}.")
+    members: dict[tuple[str, ...], list[ComparedRun]] = {}
+    for run in runs:
+        members.setdefault(tuple(run.config.get(setting, "absent") for setting in settings), []).append(run)
+    if len(members) < 2:
+        raise ValueError(f"`group_by`: all runs have the same {' and '.join(settings)}: choose another setting.")
+    return [_average(_name_group(settings, values, len(own)), own) for values, own in members.items()]
+
+
+def _name_group(settings: Sequence[str], values: Sequence[str], runs: int) -> str:
+    """Return a name such as ``LongCE, stride 512 (3 runs)``; classes need no setting to be understood."""
+    parts = []
+    for setting, value in zip(settings, values, strict=True):
+        module, _, name = value.rpartition(".")
+        is_class = module.replace(".", "").replace("_", "").isalpha()
+        parts.append(name if is_class else f"{setting.rpartition('.')[2]} {value}")
+    return f"{', '.join(parts)} ({runs} run{'s' if runs > 1 else ''})"
+
+
+def _average(name: str, runs: Sequence[ComparedRun]) -> ComparedRun:
+    evaluations: dict[Cell, dict[int, pd.DataFrame]] = {}
+    cells = [cell for cell in runs[0].evaluations if all(cell in run.evaluations for run in runs)]
+    for cell in cells:
+        last = [run.last(cell) for run in runs]
+        evaluations[cell] = {max(step for step, _ in last): average_documents([table for _, table in last])}
+    config = {key: value for key, value in runs[0].config.items() if all(run.config.get(key) == value for run in runs)}
+    scalars: dict[str, dict[int, float]] = {}
+    for key in runs[0].scalars:
+        ends = [max(run.scalars[key].items()) for run in runs if run.scalars.get(key)]
+        scalars[key] = {max(step for step, _ in ends): float(np.mean([value for _, value in ends]))} if ends else {}
+    numerics = {cell: runs[0].numerics[cell] for cell in cells if cell in runs[0].numerics}
+    return ComparedRun(name, evaluations, config, scalars, numerics)
+
+
+def average_documents(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Return the means over runs of the documents that all of them have with equally many tokens and bytes.
+
+    Constant columns say how many runs there are, and how much the numbers of all documents vary between them.
+    """
+    first, *others = tables
+    shared = first.index
+    for other in others:
+        shared = shared.intersection(other.index)
+    units = [table.loc[shared, list(dict.fromkeys(UNITS.values()))] for table in tables]
+    # Units that nobody knows are equal.
+    same = np.logical_and.reduce([(units[0].fillna(-1) == each.fillna(-1)).all(axis=1) for each in units])
+    kept = [table.loc[shared[same]] for table in tables]
+    averaged = kept[0].copy()
+    for kind in UNITS:
+        values = np.stack([table[kind].to_numpy(dtype=np.float64) for table in kept])  # [runs, documents]
+        if kind.endswith("bits_per_byte"):
+            averaged[kind] = values.mean(axis=0)
+        else:
+            averaged[kind] = np.exp(np.log(values).mean(axis=0))
+        averaged[seed_variance(kind)] = _variance_of_mean([corpus_mean(table, kind) for table in kept])
+    averaged[RUNS] = len(tables)
+    return averaged
+
+
+def _variance_of_mean(numbers: Sequence[float]) -> float:
+    """Return the variance of the mean logarithm of a number over runs; 0 if one run cannot tell it."""
+    return float(np.log(numbers).var(ddof=1)) / len(numbers) if len(numbers) > 1 else 0.0
