@@ -24,7 +24,7 @@ from lightning_modules.models.tokenization.encoding import encode_text
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.key_tokens import KeyTokens, Tokens, find_key_tokens
-from lightning_modules.scoring.measure import Document, measure
+from lightning_modules.scoring.measure import Document, EvaluatedDocument, measure
 from lightning_modules.scoring.records import FOLDER, Definition, Record, Source, Sums, summarize, write_records
 from lightning_modules.scoring.scored_model import open_evaluator
 from lightning_modules.scoring.token_scores import TokenScores, read_key_spans, text_sha256
@@ -35,7 +35,6 @@ from lightning_modules.training.preemption import interruptible, raise_if_stoppi
 from lightning_modules.utilities.collectives import gathered
 from lightning_modules.utilities.identity import content_hash
 from lightning_modules.visualization.tensorboard.layout import CUSTOM_SCALARS
-from lightning_modules.visualization.tensorboard.panels import EvaluatedDocument
 
 _OF_ALL_THRESHOLDS = (
     "documents_aligned_by_characters",

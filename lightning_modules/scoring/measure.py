@@ -38,6 +38,13 @@ class Document(NamedTuple):
         return cls(batch["names"][row], batch["text"][row], tokens, scored, set_name)
 
 
+class EvaluatedDocument(NamedTuple):
+    """A document that an evaluator has scored, in the tokens of the evaluated model."""
+
+    scores: TokenScores
+    tokens: Tokens
+
+
 def measure(
     document: Document,
     log_likelihood: Tensor,

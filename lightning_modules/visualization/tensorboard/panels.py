@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_modules.scoring.key_tokens import Tokens, evaluator_key_tokens, find_key_tokens
+from lightning_modules.scoring.key_tokens import evaluator_key_tokens, find_key_tokens
+from lightning_modules.scoring.measure import EvaluatedDocument
 from lightning_modules.scoring.records import Definition
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.visualization.report import Table, as_markdown_table
@@ -44,13 +45,6 @@ class InspectedDocument(NamedTuple):
         """Return the distance in tokens to the previous occurrence of the same token, or None."""
         earlier = (self.scores.token_ids[:index] == self.scores.token_ids[index]).nonzero()
         return index - int(earlier[-1]) if len(earlier) else None
-
-
-class EvaluatedDocument(NamedTuple):
-    """A document that an evaluator has scored, in the tokens of the trained model."""
-
-    scores: TokenScores
-    tokens: Tokens
 
 
 class EvaluationPanels:
