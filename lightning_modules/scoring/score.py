@@ -106,7 +106,8 @@ def _score_by_evaluator(
     documents: Sequence[PackedBatch], evaluator: ScoredModel, model: ScoredModel, config: ScoreConfig
 ) -> list[_Scored]:
     # If the evaluator is the model and has read the same tokens, its long pass is also that of the model.
-    same = model.identity == evaluator.identity
+    # What identifies its numbers also names a context extension, which the evaluator has not.
+    same = model.provenance.identity == evaluator.provenance.identity
     beta = config.beta if config.key_tokens_only else None
     sizes = {"context_length": config.context_length, "stride": config.stride}
     tokens = [count_tokens(document["labels"].numel(), **sizes) for document in documents]

@@ -95,9 +95,9 @@ def commands(folder, model, evaluator):
         ["data", "inspect", *experiment, "--count", "1"],
         ["influence", *experiment, "--evaluator", evaluator, "--output", "weights"],
         ["plan", *experiment, "--gpu", "H200"],
-        ["score", "0.txt", *pair, "--output", "score.json"],
+        ["score", "0.txt", *pair, "--output", "score.parquet"],
         ["compare", "runs/longce/run", "--output", "compared.html"],
-        ["correlate", "score.json", "table.csv", "--output", "correlation"],
+        ["correlate", "score.parquet", "table.csv", "--output", "correlation"],
         ["inspect", "0.txt", *pair, "--output", "page.html"],
         ["evaluate", "--model", model, "--tasks", "passkey", "--lengths", "512", "--samples", "1", "--output", "tasks"],
         [

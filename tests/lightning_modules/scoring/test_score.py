@@ -186,6 +186,16 @@ def test_a_context_extension_is_that_of_the_model_and_not_of_the_evaluator(files
     assert found[0].evaluator == plain[0].evaluator
 
 
+def test_an_extended_model_has_a_long_pass_of_its_own_beside_itself_as_the_evaluator(files, model_dir):
+    """Otherwise the evaluator's, which is not extended, would be taken for that of the model."""
+    options = {"evaluator_add_special_tokens": False, **SETTINGS}
+    plain = score(files, str(model_dir), str(model_dir), **options)
+    extended = score(files, str(model_dir), str(model_dir), context_extension=PI, **options)
+    assert summarize(extended).key_tokens == summarize(plain).key_tokens > 3
+    for name in ("longppl", "perplexity"):
+        assert getattr(summarize(extended), name) != pytest.approx(getattr(summarize(plain), name), rel=1e-6)
+
+
 def test_methods_of_one_model_are_compared(files, model_dir, evaluator_dir, tmp_path, capsys):
     words = ["score", *files, "--model", str(model_dir), "--evaluator", str(evaluator_dir), *OPTIONS]
     for method in ("null", "{method: pi, original_length: 128, target_length: 512}"):
