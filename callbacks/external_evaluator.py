@@ -264,10 +264,7 @@ class ExternalEvaluator(Callback):
         if self.evaluator is not None:
             self.evaluator.device = module.device  # known only now
         evaluator = self._describe_evaluator()
-        tokens = [
-            count_tokens(len(each.tokens.ids), context_length=self.config.context_length, stride=self.config.stride)
-            for each, _ in self._documents
-        ]
+        tokens = [count_tokens(len(each.tokens.ids), self.config.short_context) for each, _ in self._documents]
         # A sharded evaluator communicates, so its processes cannot wait for each other here.
         sharded = self.evaluator is not None and self.config.sharded
         stopping = interruptible(trainer, communicates=sharded)

@@ -175,9 +175,8 @@ class KeyTokenInspector(Callback):
             return long
         wanted = torch.zeros_like(batch["labels"], dtype=torch.bool)
         wanted[rows] = True
-        lengths = {"context_length": pl_module.context_length, "stride": pl_module.stride}
         with trainer.precision_plugin.forward_context():
-            short = short_log_likelihood(pl_module.backbone, batch, **lengths, wanted=wanted)
+            short = short_log_likelihood(pl_module.backbone, batch, pl_module.short_context, wanted=wanted)
         return short.fill_missing(long)
 
     def _inspect_document(
@@ -196,8 +195,8 @@ class KeyTokenInspector(Callback):
                 long,
                 short,
                 evaluator="the model in training",  # a label only
-                context_length=pl_module.context_length,
-                stride=pl_module.stride,
+                context_length=pl_module.short_context.context_length,
+                stride=pl_module.short_context.stride,
             ),
             key=key,
         )

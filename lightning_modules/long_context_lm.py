@@ -75,8 +75,6 @@ class LongContextLM(LightningModule):
         super().__init__()
         self.save_hyperparameters(ignore=[*_OBJECTS, "server"])
         self.objective = objective
-        self.context_length = context_length
-        self.stride = stride
         self.short_context = ShortContextConfig(context_length, stride, short_method)
         self.loading = ModelConfig(pretrained_model_name_or_path, dtype=dtype, **loading)
         # Checkpoints of adapters do not contain the frozen base weights; a fingerprint identifies those.
@@ -212,7 +210,7 @@ class LongContextLM(LightningModule):
         """Return the long and short log-likelihoods of each document."""
         step.admit_batch(batch, self.backbone)
         name = str(self.loading.pretrained_model_name_or_path)
-        return DocumentScorer(self.backbone, name, self.context_length, self.stride).score(batch)
+        return DocumentScorer(self.backbone, name, self.short_context).score(batch)
 
     @override
     def on_validation_start(self) -> None:
@@ -279,7 +277,7 @@ class LongContextLM(LightningModule):
         """Return facts about the run so far, for checkpoints and the card of an exported model."""
         return TrainingFacts(
             **loading_facts(self.loading, self.backbone.base_model.config),
-            **objective_facts(self.objective, self.context_length, self.stride, self.short_context.method),
+            **objective_facts(self.objective, self.short_context),
             **run_facts(self.trainer, self._evaluated_at),
             resumes=[{"step": span.step, "changed": span.changed} for span in self.spans if span.changed],
         )

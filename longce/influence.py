@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
 from lightning_modules.batch import PackedBatch
-from lightning_modules.functional.windows import check_context
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.loading.config import ModelConfig, is_served
 from lightning_modules.models.loading.dtypes import scoring_config
@@ -35,17 +35,24 @@ class InfluenceScorer(LightningModule):
 
     Args:
         loading: How the evaluator is loaded.
-        settings: Context length, stride and gamma.
+        short_context: K and d, in the evaluator's tokens.
+        gamma: Largest weight.
         transfer: Maps weights between tokenizers; None if the evaluator has the tokenizer of the training data.
         identity: Content hash of the evaluator.
     """
 
     def __init__(
-        self, loading: ModelConfig, settings: dict[str, Any], transfer: InfluenceTransfer | None, identity: str
+        self,
+        loading: ModelConfig,
+        short_context: ShortContext,
+        gamma: float,
+        transfer: InfluenceTransfer | None,
+        identity: str,
     ) -> None:
         super().__init__()
         self._loading = loading
-        self._settings = settings
+        self._short_context = short_context
+        self._gamma = gamma
         self._transfer = transfer
         self._identity = identity
 
@@ -75,9 +82,9 @@ class InfluenceScorer(LightningModule):
         numbers, rows = batch
         weigh = compute_influence if self._transfer is None else self._transfer.compute_influence
         count, length = rows["labels"].shape
-        sizes = {name: self._settings[name] for name in ("context_length", "stride")}
-        with show_progress([rows], "sequences", [count * count_tokens(length, **sizes)]) as shown:
-            (influence,) = [weigh(each, self.backbone, **self._settings) for each in shown]
+        tokens = count * count_tokens(length, self._short_context)
+        with show_progress([rows], "sequences", [tokens]) as shown:
+            (influence,) = [weigh(each, self.backbone, self._short_context, gamma=self._gamma) for each in shown]
         if not torch.isfinite(influence).all():
             raise FloatingPointError(
                 f"The evaluator's token weights of sequence(s) {numbers} are not finite:"
@@ -108,7 +115,8 @@ class InfluenceTrainer(Trainer):
         fields of `InfluenceConfig`. A killed run resumes where it stopped.
         """
         config = InfluenceConfig(evaluator, **options)
-        settings = self._check_settings(model, datamodule)
+        gamma = self._check_settings(model, datamodule)
+        short_context = model.short_context
         name = tokenizer_name(evaluator, config.evaluator_tokenizer, "`evaluator_tokenizer`")
         loading = config.loading()
         if (stored := check_model(loading)) is not None:  # like other scoring, float32 on a CPU slow in the stored type
@@ -117,8 +125,10 @@ class InfluenceTrainer(Trainer):
         tokenizer = load_tokenizer(name, **source)
         rows_tokenizer: PreTrainedTokenizerFast = datamodule.tokenizer  # type: ignore[attr-defined]
         transfer = make_transfer(rows_tokenizer, tokenizer, add_special_tokens=config.evaluator_add_special_tokens)
-        made_from = {
-            **settings,
+        made_from: dict[str, Any] = {
+            "context_length": short_context.context_length,
+            "stride": short_context.stride,
+            "gamma": gamma,
             "evaluator": model_identity(loading),
             "evaluator_model_config": config.evaluator_model_config,
             "evaluator_tokenizer": None if transfer is None else tokenizer_hash(tokenizer),
@@ -127,7 +137,7 @@ class InfluenceTrainer(Trainer):
             "evaluator_attn_implementation": config.evaluator_attn_implementation,
             "precision": str(self.precision),
         }
-        scorer = InfluenceScorer(loading, settings, transfer, made_from["evaluator"])
+        scorer = InfluenceScorer(loading, short_context, gamma, transfer, made_from["evaluator"])
         # If the weights are already complete, the data loader is empty; Lightning would warn about that.
         warnings.filterwarnings("ignore", message="Total length of .* across ranks is zero")
         rows = datamodule.influence_rows(made_from, config.output)  # type: ignore[attr-defined]
@@ -136,8 +146,8 @@ class InfluenceTrainer(Trainer):
         if self.is_global_zero:
             sys.stdout.write(report(rows))
 
-    def _check_settings(self, model: LongContextLM, datamodule: LightningDataModule) -> dict[str, Any]:
-        """Return the settings of the weights, after all checks that need no model or data."""
+    def _check_settings(self, model: LongContextLM, datamodule: LightningDataModule) -> float:
+        """Return the largest weight, after all checks that need no model or data."""
         objective = unwrap(model.objective) if isinstance(model, LongContextLM) else None
         if not isinstance(objective, (LongCE, StoredInfluence)):
             raise ValueError(
@@ -148,17 +158,14 @@ class InfluenceTrainer(Trainer):
             raise ValueError(
                 f"`longce influence` needs packed training sequences: {type(datamodule).__name__} has none."
             )
-        check_context(model.context_length, model.stride, getattr(datamodule, "sequence_length", None))
+        if (length := getattr(datamodule, "sequence_length", None)) is not None:
+            model.short_context.check_sequence(length)
         if not isinstance(self.strategy, (SingleDeviceStrategy, DDPStrategy)):
             raise ValueError(
                 "Each process scores its own sequences with a full copy of the evaluator, so `trainer.strategy` must be"
                 f" 'auto' or 'ddp', got {type(self.strategy).__name__}."
             )
-        return {
-            "context_length": int(model.context_length),
-            "stride": int(model.stride),
-            "gamma": float(objective.gamma),
-        }
+        return float(objective.gamma)
 
 
 def report(rows: Any) -> str:

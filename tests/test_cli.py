@@ -251,7 +251,7 @@ def test_the_command_line_wins_over_a_checkpoint(trained, monkeypatch):
     arguments = ["fit", "-c", BASE, "-c", experiment, "--ckpt_path", str(checkpoint), "--model.stride", "8"]
     monkeypatch.setattr(sys, "argv", ["longce", *arguments, "--trainer.max_steps", "5"])
     cli = LongceCLI()
-    assert cli.model.stride == 8
+    assert cli.model.short_context.stride == 8
     assert cli.trainer.global_step == 5
 
 

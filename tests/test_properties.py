@@ -22,6 +22,7 @@ from lightning_modules.functional import (
     transfer_influence,
 )
 from lightning_modules.functional.linear_head import LinearHead
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.objectives import LongCE, StoredInfluence
 from tests.support import reference
@@ -206,7 +207,7 @@ def slow_windows(boundaries, context_length, stride):
 @hypothesis.given(st.lists(st.integers(0, 30), max_size=5), NUMBERS, NUMBERS)
 def test_windows(boundaries, context_length, stride):
     boundaries = [0, *boundaries]
-    call = lambda: short_context_windows(boundaries, context_length=context_length, stride=stride)  # noqa: E731
+    call = lambda: short_context_windows(boundaries, ShortContext(context_length, stride))  # noqa: E731
     if not (is_count(context_length) and is_count(stride) and boundaries == sorted(boundaries)):
         refused(call, "`context_length` (K)", "`stride` (d)", "`document_boundaries`")
         return

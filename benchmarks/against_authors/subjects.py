@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from lightning_modules.batch import PackedBatch
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.loading.config import ModelConfig
@@ -37,9 +38,9 @@ class Setting(NamedTuple):
         return f"{self.shape} V={self.vocabulary} n={self.length} K={self.context_length} d={self.stride}"
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """Return the arguments for functions that make short contexts."""
-        return {"context_length": self.context_length, "stride": self.stride}
+    def short_context(self) -> ShortContext:
+        """Return K and d."""
+        return ShortContext(self.context_length, self.stride)
 
 
 class Reader(NamedTuple):
@@ -62,7 +63,7 @@ class Subject(NamedTuple):
         """Return both thresholds for the scores of an evaluator."""
         if self.thresholds is not None:
             return self.thresholds
-        long, short = long_and_short(Backbone(evaluator.model), self.batch, **setting.sizes)
+        long, short = long_and_short(Backbone(evaluator.model), self.batch, setting.short_context)
         differs = long != short
         alpha = (long - short)[differs].quantile(1 - KEYS).item()
         return max(alpha, 0.0), long[differs].quantile(1 - CANDIDATES).item()

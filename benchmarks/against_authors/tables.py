@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from benchmarks.against_authors.subjects import Setting, Subject
 from benchmarks.against_authors.work import Run, measure
 from lightning_modules.functional import short_context_windows
+from lightning_modules.functional.windows import ShortContext
 from longce.plan.flops import Flops, attention_pairs, ce_step_flops, scoring_flops, short_pass_flops
 from longce.plan.shapes import ModelShape
 
@@ -75,7 +76,7 @@ def floor_rows(subject: Subject, setting: Setting, results: dict[str, dict[str, 
     config, evaluator_config = subject.reader.model.config, subject.evaluator.model.config
     gemm, attention = machine_rates(config, setting)
     shape, evaluator = ModelShape.of(config), ModelShape.of(evaluator_config)
-    sizes = (setting.length, setting.context_length, setting.stride)
+    sizes = (setting.length, setting.short_context)
     short = short_pass_flops(shape, *sizes)
     floors: dict[tuple[str, str], Flops] = {
         ("score", "ours"): _scoring_floor(evaluator, shape, *sizes),
@@ -99,16 +100,15 @@ def _scoring_floor(
     evaluator: ModelShape,
     model: ModelShape,
     tokens: int,
-    context_length: int,
-    stride: int,
+    short_context: ShortContext,
     *,
     shared_pass: bool = False,
 ) -> Flops:
     """Count the operations that an exact LongPPL needs: no unused logits or last-layer attention of the evaluator."""
-    total = scoring_flops(evaluator, model, tokens, context_length, stride, shared_pass=shared_pass)
+    total = scoring_flops(evaluator, model, tokens, short_context, shared_pass=shared_pass)
     if not shared_pass:
-        total += Flops(-2.0 * (context_length + stride - 1) * evaluator.head_weights)
-    for start, first, _ in short_context_windows([0, tokens], context_length=context_length, stride=stride):
+        total += Flops(-2.0 * (short_context.window_length - 1) * evaluator.head_weights)
+    for start, first, _ in short_context_windows([0, tokens], short_context):
         total += Flops(attention=-evaluator.pair_flops * attention_pairs(first - start - 1, evaluator.windows[-1]))
     return total
 

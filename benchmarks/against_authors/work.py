@@ -19,6 +19,7 @@ from torch import Tensor
 from benchmarks.against_authors.subjects import Reader, Setting, Subject
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import ShortScores, long_cross_entropy, long_perplexity
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations import enable_checkpointing
 from lightning_modules.models.short_context import short_log_likelihood
@@ -86,10 +87,10 @@ def plain_longce_step(model: transformers.PreTrainedModel, ids: Tensor, context_
     return loss.item()
 
 
-def longce_step(backbone: Backbone, batch: PackedBatch, sizes: dict[str, int]) -> float:
+def longce_step(backbone: Backbone, batch: PackedBatch, short_context: ShortContext) -> float:
     """Compute loss and gradients as `LongContextLM` does."""
     backbone.train()
-    return _step(backbone, batch, LongCE(), short_log_likelihood(backbone, batch, **sizes))
+    return _step(backbone, batch, LongCE(), short_log_likelihood(backbone, batch, short_context))
 
 
 def cross_entropy_step(backbone: Backbone, batch: PackedBatch) -> float:
@@ -126,7 +127,7 @@ def authors_score(
 def score(subject: Subject, evaluator: Reader, setting: Setting, alpha: float, beta: float) -> tuple[float, int]:
     """Return both as ``longce score`` computes them; if the evaluator is the model, by one long pass."""
     model, tokenizer = subject.reader
-    scores = score_text(subject.text, Backbone(evaluator.model), evaluator.tokenizer, **setting.sizes, beta=beta)
+    scores = score_text(subject.text, Backbone(evaluator.model), evaluator.tokenizer, setting.short_context, beta=beta)
     document = encode_document(subject.text, tokenizer)
     # A special token before the text is for the evaluator only, as in the authors' code.
     one_pass = evaluator is subject.reader and torch.equal(scores.token_ids, document["input_ids"][0])
@@ -167,17 +168,18 @@ def scoring_work(subject: Subject, setting: Setting) -> dict[str, dict[str, Call
 
 def step_work(subject: Subject, setting: Setting) -> dict[str, dict[str, Callable[[], object]]]:
     """Return the training steps: loss and gradients."""
-    model, batch, sizes = subject.reader.model, subject.batch, setting.sizes
+    model, batch = subject.reader.model, subject.batch
     ours, length = Backbone(model), batch["input_ids"].shape[1]
 
     def step(kind: bool | str, function: Callable[[], float]) -> float:
         enable_checkpointing(model, kind)
         return function()
 
+    sizes = (setting.context_length, setting.stride)
     functions: dict[str, tuple[bool | str, Callable[[], float]]] = {
-        "baseline": (True, partial(plain_longce_step, model, batch["input_ids"], **sizes)),
-        "ours": (True, partial(longce_step, ours, batch, sizes)),
-        "ours, selective checkpointing": ("selective", partial(longce_step, ours, batch, sizes)),
+        "baseline": (True, partial(plain_longce_step, model, batch["input_ids"], *sizes)),
+        "ours": (True, partial(longce_step, ours, batch, setting.short_context)),
+        "ours, selective checkpointing": ("selective", partial(longce_step, ours, batch, setting.short_context)),
         "our CE step": (True, partial(cross_entropy_step, ours, batch)),
         "our step with stored weights": (True, partial(stored_step, ours, batch, torch.ones(1, length))),
     }

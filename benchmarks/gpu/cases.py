@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
+from lightning_modules.models.short_context import ShortContextConfig
 from longce.plan.activations import ActivationBytes
 from longce.plan.flops import Flops, ce_step_flops, forward_flops, scoring_flops, short_pass_flops
 from longce.plan.hardware import GPU, Range, Rates
@@ -52,9 +53,9 @@ class Case:
     plain: bool = False  # whether `longce plan` compares it with the rates of products and attention
     settings: dict[str, Any] = field(default_factory=dict)  # of LongContextLM
 
-    def stride(self, sizes: Sizes) -> int:
-        """Return d."""
-        return sizes.context_length if self.wide else sizes.stride
+    def short_context(self, sizes: Sizes) -> ShortContextConfig:
+        """Return K and d."""
+        return ShortContextConfig(sizes.context_length, sizes.context_length if self.wide else sizes.stride)
 
 
 def _cases() -> Iterator[Case]:
@@ -112,25 +113,25 @@ def predict(case: Case, sizes: Sizes, device: str) -> tuple[Flops, float]:
     """Return the FLOPs of a row, and the bytes that the plan expects at its peak."""
     residual = case.settings.get("residual_dtype") != "float32"
     shape, activations = _measure_model(case.llama, case.layers, case.autocast, device, residual)
-    tokens, pair = sizes.tokens // case.documents, (sizes.context_length, case.stride(sizes))
+    tokens, short_context = sizes.tokens // case.documents, case.short_context(sizes)
     checkpointing = "selective" if case.settings.get("gradient_checkpointing") == "selective" else "full"
     step = ce_step_flops(shape, tokens, checkpointing)
+    length, stride = short_context.window_length, short_context.stride
     flops = {
         "pass": forward_flops(shape, tokens, tokens - 1),
-        "LongPPL": scoring_flops(shape, shape, tokens, *pair, shared_pass=True),
+        "LongPPL": scoring_flops(shape, shape, tokens, short_context, shared_pass=True),
         "CE": step,
-        "LongCE": step + short_pass_flops(shape, tokens, *pair),
+        "LongCE": step + short_pass_flops(shape, tokens, short_context),
         # Windows start at 0, and every one computes all layers and all logits.
-        "authors": step + forward_flops(shape, sum(pair), sum(pair)) * max((tokens - pair[0]) // pair[1], 0),
+        "authors": step + forward_flops(shape, length, length) * max((tokens - length + stride) // stride, 0),
     }[case.kind]
     dtype = activations.dtype
     if case.kind in ("pass", "LongPPL"):
-        memory = scoring_memory(shape, activations, sizes.tokens, dtype, windows=pair).peak
+        memory = scoring_memory(shape, activations, sizes.tokens, dtype, short_context=short_context).peak
     else:
         training = Training(
             sizes.tokens,
-            context_length=pair[0],
-            stride=pair[1],
+            short_context=short_context,
             short_pass=case.kind != "CE",
             dtype=dtype,
             autocast=activations.autocast,
@@ -152,7 +153,7 @@ def useful_flops(case: Case, sizes: Sizes, device: str) -> float:
     shape, tokens = _measure_model(case.llama, case.layers, case.autocast, device)[0], sizes.tokens // case.documents
     useful = 3 * forward_flops(shape, tokens, tokens - 1).total
     if case.kind != "CE":
-        useful += short_pass_flops(shape, tokens, sizes.context_length, case.stride(sizes)).total
+        useful += short_pass_flops(shape, tokens, case.short_context(sizes)).total
     return useful * case.documents
 
 
@@ -164,15 +165,19 @@ def predict_seconds(case: Case, sizes: Sizes, device: str, gpu: GPU) -> Range:
 
 
 def scoring_memory(
-    shape: ModelShape, activations: ActivationBytes, tokens: int, dtype: torch.dtype, windows: tuple[int, int] | None
+    shape: ModelShape,
+    activations: ActivationBytes,
+    tokens: int,
+    dtype: torch.dtype,
+    short_context: ShortContextConfig | None,
 ) -> Memory:
-    """Return the memory of scoring one document without gradients, with short contexts if ``windows`` is ``(K, d)``."""
+    """Return the memory of scoring one document without gradients, in ``short_context`` as well if there is one."""
     chunk = min(HEAD_ROWS, tokens) * shape.vocabulary * logit_bytes(dtype.itemsize, backward=False)
     phases = {
         "long pass": {"one layer of the document": tokens * activations.forward},
         "head": {"last hidden states, twice": 2.0 * tokens * activations.hidden, "head: a chunk of logits": chunk},
     }
-    if windows is not None:
-        together = largest_short_pass(Training(tokens, 1, *windows))
+    if short_context is not None:
+        together = largest_short_pass(Training(tokens, 1, short_context))
         phases["short windows"] = {"one layer of the windows": together * activations.forward}
     return Memory({"weights": float(shape.parameters * dtype.itemsize)}, phases)

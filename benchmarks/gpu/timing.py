@@ -46,8 +46,9 @@ def time_case(case: Case, sizes: Sizes, device: str, peak_tflops: float) -> dict
 
 def make_run(case: Case, sizes: Sizes, device: str) -> Callable[[], None]:
     """Build a model, and return a function that runs a row once."""
-    config, pair = make_config(case.llama, case.layers, device), (sizes.context_length, case.stride(sizes))
-    windows = {"context_length": pair[0], "stride": pair[1]}
+    config = make_config(case.llama, case.layers, device)
+    short_context = case.short_context(sizes)
+    windows = {"context_length": short_context.context_length, "stride": short_context.stride}
     settings = {"gradient_checkpointing": True, "attn_implementation": "sdpa", **windows, **case.settings}
     objective, dtype = CrossEntropy() if case.kind == "CE" else LongCE(), "float32" if case.autocast else "bfloat16"
     sizes_of_model = {name: value for name, value in config.to_diff_dict().items() if name != "transformers_version"}
@@ -58,7 +59,7 @@ def make_run(case: Case, sizes: Sizes, device: str) -> Callable[[], None]:
     if case.kind in ("pass", "LongPPL"):
         scores = {
             "pass": partial(module.backbone, batch),
-            "LongPPL": partial(long_and_short, module.backbone, batch, **windows),
+            "LongPPL": partial(long_and_short, module.backbone, batch, short_context),
         }
         return partial(_score, module.eval(), scores[case.kind], device, case.autocast)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-6, fused=True)
@@ -86,7 +87,7 @@ def authors_loss(module: LongContextLM, batch: PackedBatch) -> Tensor:
     model, ids, (length, stride) = (
         module.backbone.base_model,
         batch["input_ids"],
-        (module.context_length, module.stride),
+        (module.short_context.context_length, module.short_context.stride),
     )
     losses = F.cross_entropy(model(input_ids=ids, use_cache=False).logits[0, :-1].float(), ids[0, 1:], reduction="none")
     weights = torch.ones_like(losses)

@@ -47,6 +47,7 @@ from benchmarks.real_models.texts import (
 )
 from benchmarks.results import FOLDER, LIBRARIES, describe_machine, read_commit
 from lightning_modules.batch import PackedBatch, batch_to
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.influence_transfer import compute_influence, make_transfer
 from lightning_modules.scoring.scored_model import ScoredModel, open_evaluator, score_text
@@ -122,8 +123,7 @@ class Study:
         self, name: str, texts: Sequence[Text], *, context_length: int = CONTEXT_LENGTH
     ) -> dict[str, TokenScores]:
         """Return an evaluator's scores in float32; those that an earlier run has kept are not computed again."""
-        sizes = {"context_length": context_length, "stride": context_length}
-        evaluator = self.evaluator(name, dtype="float32", **sizes)
+        evaluator = self.evaluator(name, dtype="float32", context_length=context_length, stride=context_length)
         file = self.kept / f"{name}-{context_length}.npz"
         arrays = read_arrays(file)
         scores = {}
@@ -136,7 +136,7 @@ class Study:
             batch = evaluator.encode(text.text, name=text.name)
             long, short = torch.from_numpy(arrays[key])
             tokens = {"token_ids": batch["input_ids"][0], "offsets": batch["offsets"][0]}
-            scores[text.name] = TokenScores(key, name, **sizes, **tokens, long=long, short=short)
+            scores[text.name] = TokenScores(key, name, context_length, context_length, **tokens, long=long, short=short)
         evaluator.release()
         return scores
 
@@ -251,7 +251,7 @@ class Study:
                 backbone = evaluator.backbone(self.device)
                 with torch.no_grad():
                     moved = batch_to(batch, backbone.device)
-                    weights = weigh(moved, backbone, context_length=scale.k, stride=scale.k, gamma=GAMMA).cpu()
+                    weights = weigh(moved, backbone, ShortContext(scale.k, scale.k), gamma=GAMMA).cpu()
                 if not weights.isfinite().all():
                     raise FloatingPointError(f"Weights of '{name}' are not finite: its file is damaged.")
                 arrays = add_arrays(file, {key: weights.numpy()})
@@ -283,8 +283,8 @@ class Study:
         for text in texts:
             file = folder / f"{text.name.replace(' ', '_')}.safetensors"
             if not file.exists():
-                sizes = {"context_length": CONTEXT_LENGTH, "stride": STRIDE}
-                computed = score_text(text.text, loaded.backbone, loaded.tokenizer, name=text.name, **sizes)
+                short_context = ShortContext(CONTEXT_LENGTH, STRIDE)
+                computed = score_text(text.text, loaded.backbone, loaded.tokenizer, short_context, name=text.name)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 computed.save(file)
             scores[text.name] = TokenScores.load(file)

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from lightning_modules.functional.windows import short_context_windows
+from lightning_modules.functional.windows import ShortContext, short_context_windows
 from lightning_modules.scoring.key_tokens import evaluator_key_tokens
 from lightning_modules.scoring.token_scores import TokenScores
 
@@ -36,7 +36,7 @@ def describe_tokens(text: str, scores: TokenScores, *, alpha: float = 2.0, beta:
     offsets = scores.offsets.tolist()
     places = [_find_word(text, span, words) for span in offsets]
     distances = _measure_distances(places, words)
-    visible = _count_visible(len(offsets), scores.context_length, scores.stride)
+    visible = _count_visible(len(offsets), scores.short_context)
     repeats = {f"repeat_{n}": find_far_repeats(scores.token_ids.tolist(), visible, n) for n in NGRAMS}
     key = evaluator_key_tokens(scores, alpha=alpha, beta=beta).numpy()
     table = pd.DataFrame(
@@ -107,10 +107,10 @@ def _measure_distances(places: Sequence[int | None], words: list[_Word]) -> dict
     return distances
 
 
-def _count_visible(tokens: int, context_length: int, stride: int) -> NDArray[np.int64]:
+def _count_visible(tokens: int, short_context: ShortContext) -> NDArray[np.int64]:
     """Return for each token how many preceding tokens its short context has; all of them in the first window."""
     visible = np.arange(tokens)
-    for window in short_context_windows([0, tokens], context_length=context_length, stride=stride):
+    for window in short_context_windows([0, tokens], short_context):
         visible[window.scored : window.stop] = np.arange(window.scored, window.stop) - window.start
     return visible
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from datamodules.packing.sequences import collate_examples
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import long_cross_entropy
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.objectives import CrossEntropy, Interpolated, LongCE, Objective
@@ -73,7 +74,7 @@ class Run:
         method = self.method
         short = None
         if method.objective.uses_short_context and not method.stored:
-            short = short_log_likelihood(self.backbone, batch, context_length=self.window, stride=self.window)
+            short = short_log_likelihood(self.backbone, batch, ShortContext(self.window, self.window))
         long = self.backbone(batch)
         if stored is None:
             weights = method.objective(long.detach(), short, batch)

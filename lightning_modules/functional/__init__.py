@@ -22,11 +22,12 @@ from lightning_modules.functional.long_cross_entropy import long_cross_entropy
 from lightning_modules.functional.long_perplexity import long_perplexity
 from lightning_modules.functional.power_law import PowerLaw, fit_power_law
 from lightning_modules.functional.top_tokens import LikeliestTokens, greedy_targets, likeliest_tokens
-from lightning_modules.functional.windows import ShortScores, Window, short_context_windows
+from lightning_modules.functional.windows import ShortContext, ShortScores, Window, short_context_windows
 
 __all__ = [
     "LikeliestTokens",
     "PowerLaw",
+    "ShortContext",
     "ShortScores",
     "Window",
     "character_units",

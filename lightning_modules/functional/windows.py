@@ -1,6 +1,7 @@
 """Sliding windows that give every token a short context (Appendix A.1)."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -9,6 +10,40 @@ from torch import Tensor
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, check_boundaries, send
 from lightning_modules.functional.checks import check_count
+
+
+@dataclass(frozen=True)
+class ShortContext:
+    """What a short context is; the defaults are those of the paper (Appendix A.2).
+
+    Attributes:
+        context_length: Length K of the shortest short context, in tokens.
+        stride: Number d of tokens that share one short window, and see K to K + d - 1 preceding tokens.
+
+    Raises:
+        ValueError: If a length is not an integer of 1 or more.
+    """
+
+    context_length: int = 4096
+    stride: int = 1024
+
+    def __post_init__(self) -> None:
+        check_count("`context_length` (K)", self.context_length)
+        check_count("`stride` (d)", self.stride)
+
+    @property
+    def window_length(self) -> int:
+        """Tokens of a full window, K + d; from this position on, a token has a short context."""
+        return self.context_length + self.stride
+
+    def check_sequence(self, length: int) -> None:
+        """Raise a ``ValueError`` for sequences in which every long-short difference would silently be 0."""
+        if self.window_length >= length:
+            raise ValueError(
+                f"`context_length` + `stride` = {self.context_length} + {self.stride} = {self.window_length} must be"
+                f" below the sequence length of {length} tokens, or no token has a longer context than the short one."
+                " Lower them or use longer sequences."
+            )
 
 
 class Window(NamedTuple):
@@ -30,9 +65,7 @@ class ShortScores(NamedTuple):
         return torch.where(self.has_short_context, self.log_likelihood.to(long.dtype), long)
 
 
-def short_context_windows(
-    document_boundaries: Sequence[int], *, context_length: int = 4096, stride: int = 1024
-) -> list[Window]:
+def short_context_windows(document_boundaries: Sequence[int], short_context: ShortContext) -> list[Window]:
     """Return windows in which each scored token sees K to K + d - 1 preceding tokens.
 
     Appendix A.1 of Fang et al. (2025), https://arxiv.org/abs/2410.23771, for each document separately. The first
@@ -41,46 +74,31 @@ def short_context_windows(
 
     Args:
         document_boundaries: Ascending token indices ``[0, end of document 1, ..]`` of one sequence.
-        context_length: Length K of the shortest short context, in tokens.
-        stride: Number d of tokens that share one window.
+        short_context: K and d.
 
     Returns:
         Windows in ascending order; none for documents of K + d tokens or fewer. Each is K + d tokens long, except that
         the last one of a document may be shorter.
 
     Raises:
-        ValueError: If ``context_length`` or ``stride`` is not an integer of 1 or more, or the boundaries do not ascend.
+        ValueError: If the boundaries do not ascend.
 
     Example:
-        >>> short_context_windows([0, 11], context_length=4, stride=3)
+        >>> short_context_windows([0, 11], ShortContext(4, 3))
         [Window(start=3, scored=7, stop=10), Window(start=6, scored=10, stop=11)]
-        >>> short_context_windows([0, 6, 15], context_length=4, stride=3)
+        >>> short_context_windows([0, 6, 15], ShortContext(4, 3))
         [Window(start=9, scored=13, stop=15)]
     """
-    check_context(context_length, stride)
     check_boundaries(document_boundaries)
-    windows = batch_windows([document_boundaries], context_length=context_length, stride=stride)
-    return [window for _, window in windows]
-
-
-def check_context(context_length: int, stride: int, sequence_length: int | None = None) -> None:
-    """Raise a ``ValueError`` for lengths below 1, or with which every long-short difference would silently be 0."""
-    check_count("`context_length` (K)", context_length)
-    check_count("`stride` (d)", stride)
-    if sequence_length is not None and context_length + stride >= sequence_length:
-        raise ValueError(
-            f"`context_length` + `stride` = {context_length} + {stride} = {context_length + stride} must be below the"
-            f" sequence length of {sequence_length} tokens, or no token has a longer context than the short one. Lower"
-            " them or use longer sequences."
-        )
+    return [window for _, window in batch_windows([document_boundaries], short_context)]
 
 
 def batch_windows(
-    document_boundaries: Sequence[Sequence[int]], *, context_length: int, stride: int
+    document_boundaries: Sequence[Sequence[int]], short_context: ShortContext
 ) -> list[tuple[int, Window]]:
     """Return the `short_context_windows` of all sequences of a batch, each with the row index of its sequence."""
-    if context_length < 1 or stride < 1:  # there would be no windows, and no error
-        check_context(context_length, stride)
+    context_length = short_context.context_length
+    stride = short_context.stride
     windows = []
     for row, boundaries in enumerate(document_boundaries):
         for begin, end in pairwise(boundaries):

@@ -12,7 +12,7 @@ from torch import nn
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from lightning_modules.functional import short_context_windows
+from lightning_modules.functional import ShortContext, short_context_windows
 from lightning_modules.utilities.progress import LOG_SECONDS, progress_bar
 
 SECONDS = 3.0
@@ -79,7 +79,7 @@ def show_batch(name: str) -> AbstractContextManager[None]:
     return advance(progress_bar(name, unit=" tokens", leave=False, delay=LOG_SECONDS), redirect=False)
 
 
-def count_tokens(length: int, *, context_length: int, stride: int) -> int:
+def count_tokens(length: int, short_context: ShortContext) -> int:
     """Return the tokens of the long pass and of the short windows of a document with ``length`` tokens."""
-    windows = short_context_windows([0, length], context_length=context_length, stride=stride)
+    windows = short_context_windows([0, length], short_context)
     return length + sum(window.stop - window.start for window in windows)

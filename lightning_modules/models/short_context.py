@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, ensure_scored, send
 from lightning_modules.functional import ShortScores
-from lightning_modules.functional.windows import Window, batch_windows, check_context, trim_windows, window_batch
+from lightning_modules.functional.windows import ShortContext, Window, batch_windows, trim_windows, window_batch
 from lightning_modules.models.backbone import Backbone, HeadFunction
 from lightning_modules.models.lockstep import lockstep
 from lightning_modules.models.optimizations import eval_mode
@@ -24,24 +24,14 @@ ShortMethod = Literal["windows", "sliding_window"]
 
 
 @dataclass(frozen=True)
-class ShortContextConfig:
-    """How training scores a batch in short contexts; the defaults are those of the paper (Appendix A.2).
+class ShortContextConfig(ShortContext):
+    """How training scores a batch in short contexts.
 
     Attributes:
-        context_length: Length K of the shortest short context, in tokens.
-        stride: Number d of tokens that share one short window.
         method: Exact short windows, or an approximation by one pass with a limited attention.
-
-    Raises:
-        ValueError: If a length is below 1.
     """
 
-    context_length: int = 4096
-    stride: int = 1024
     method: ShortMethod = "windows"
-
-    def __post_init__(self) -> None:
-        check_context(self.context_length, self.stride)
 
     def score(self, backbone: Backbone, batch: PackedBatch, group: SequenceGroup | None = None) -> ShortScores:
         """Score each token of ``[B, T]`` sequences in its short context, without gradient.
@@ -54,18 +44,15 @@ class ShortContextConfig:
         if self.method == "sliding_window":
             return sliding_window_log_likelihood(backbone, batch, context_length=self.context_length, group=group)
         processes = None if group is None else group.processes
-        return short_log_likelihood(
-            backbone, batch, context_length=self.context_length, stride=self.stride, shared_by=processes
-        )
+        return short_log_likelihood(backbone, batch, self, shared_by=processes)
 
 
 @torch.no_grad()
 def short_log_likelihood(
     backbone: Scorer,
     batch: PackedBatch,
+    short_context: ShortContext,
     *,
-    context_length: int,
-    stride: int,
     wanted: Tensor | None = None,
     shared_by: dist.ProcessGroup | None = None,
 ) -> ShortScores:
@@ -74,8 +61,7 @@ def short_log_likelihood(
     Args:
         backbone: The model.
         batch: ``[B, T]`` packed sequences.
-        context_length: Length K of the shortest short context, in tokens.
-        stride: Number d of tokens that share one window.
+        short_context: K and d.
         wanted: ``[B, T]`` bool, the tokens to score; windows without any are skipped. All by default.
         shared_by: Processes that have the same batch and divide its windows among themselves.
     """
@@ -85,7 +71,7 @@ def short_log_likelihood(
     # 1. Place the windows of all sequences, and leave out those that are not needed.
     # The dtype is known before a window is scored: a process without windows must have the same one in step 3.
     short = torch.zeros_like(batch["labels"], dtype=backbone.log_likelihood_dtype)
-    windows = batch_windows(batch["document_boundaries"], context_length=context_length, stride=stride)
+    windows = batch_windows(batch["document_boundaries"], short_context)
     if wanted is not None:
         on_cpu = wanted.cpu()  # one transfer for all windows
         # A window ends at its last wanted token: what follows it cannot change its score.
@@ -166,26 +152,25 @@ def score_windows(
 
 @torch.no_grad()
 def long_and_short(
-    backbone: Scorer, batch: PackedBatch, *, context_length: int, stride: int, beta: float | None = None
+    backbone: Scorer, batch: PackedBatch, short_context: ShortContext, *, beta: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Score each token in its long and short context; key tokens, weights and metrics are functions of this pair.
 
-    ``context_length`` and ``stride`` are K and d. With ``beta``, in nats, the short pass skips tokens whose long
-    log-likelihood is ``beta`` or less. They cannot be key tokens, and their short log-likelihood is NaN.
+    With ``beta``, in nats, the short pass skips tokens whose long log-likelihood is ``beta`` or less. They cannot be
+    key tokens, and their short log-likelihood is NaN.
 
     Returns:
         ``[B, T]`` long and ``[B, T]`` short log-likelihoods in nats, equal where a token has no short context.
     """
-    score_short = partial(short_log_likelihood, backbone, context_length=context_length, stride=stride)
     with lockstep(backbone) as run:
         # Two orders: with `beta`, the short pass must know the long scores to skip tokens.
         if beta is None:
             # The short pass comes first, so that its buffers are free again in the long pass.
-            short = score_short(batch)
+            short = short_log_likelihood(backbone, batch, short_context)
             long = run(backbone, batch)
             return long, short.fill_missing(long)
         long = run(backbone, batch)
-        short = score_short(batch, wanted=long > beta)
+        short = short_log_likelihood(backbone, batch, short_context, wanted=long > beta)
         # Positions below K + d are in window 0, whose scores are the long ones.
-        skipped = (long <= beta) & (batch["position_ids"] >= context_length + stride)
+        skipped = (long <= beta) & (batch["position_ids"] >= short_context.window_length)
         return long, short.fill_missing(long).masked_fill(skipped, torch.nan)

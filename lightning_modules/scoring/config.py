@@ -1,11 +1,14 @@
 """Settings of an evaluator and of the commands that use one; importable without torch."""
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from typing_extensions import override
 
 from lightning_modules.models.loading.config import DType, LoadingOptions, ModelConfig, ServerConfig, is_served
+
+if TYPE_CHECKING:
+    from lightning_modules.functional.windows import ShortContext
 
 KeyTokenRule = Literal["paper", "authors"]
 """How key tokens are transferred from the evaluator's tokens to the model's."""
@@ -47,10 +50,17 @@ class ScoringConfig(LoadingOptions):
     def __post_init__(self) -> None:
         # Here, because these modules import torch, which the command line's help does not need.
         from lightning_modules.functional.influence import check_thresholds
-        from lightning_modules.functional.windows import check_context
+        from lightning_modules.functional.windows import ShortContext
 
-        check_context(self.context_length, self.stride)
+        ShortContext(self.context_length, self.stride)  # checks them
         check_thresholds(self.alpha, self.beta)
+
+    @property
+    def short_context(self) -> "ShortContext":
+        """K and d."""
+        from lightning_modules.functional.windows import ShortContext
+
+        return ShortContext(self.context_length, self.stride)
 
     @override
     def loading(self, name: str, **settings: Any) -> ModelConfig:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_modules.batch import PackedBatch
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.lockstep import lockstep
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.served.dialects import AnswerError
@@ -28,13 +29,12 @@ class Failed:
 class DocumentScorer:
     """Scores documents in long and short contexts, and optionally in several context lengths.
 
-    ``name`` identifies the model in the scores. ``context_length`` and ``stride`` are K and d, in tokens.
+    ``name`` identifies the model in the scores.
     """
 
     backbone: Scorer
     name: str
-    context_length: int
-    stride: int
+    short_context: ShortContext
     context_lengths: ContextLengths | None = None
 
     def score(self, batch: PackedBatch, *, beta: float | None = None) -> list[TokenScores]:
@@ -42,12 +42,16 @@ class DocumentScorer:
         ladders: list[dict[int, Tensor]] = [{} for _ in batch["document_boundaries"]]
         # One block for all passes: a process whose documents need fewer passes makes up for them once, at its end.
         with lockstep(self.backbone):
-            sizes = {"context_length": self.context_length, "stride": self.stride}
-            long, short = long_and_short(self.backbone, batch, **sizes, beta=beta)  # [B, T] each, in nats
+            long, short = long_and_short(self.backbone, batch, self.short_context, beta=beta)  # [B, T] each, in nats
             if self.context_lengths is not None:
                 ladders = self.context_lengths.log_likelihood(self.backbone, batch, long)
         # Scores leave the accelerator here, or those of a corpus would fill it.
-        fields: dict[str, Any] = {**sizes, "evaluator": self.name, "floor": -math.inf if beta is None else beta}
+        fields: dict[str, Any] = {
+            "evaluator": self.name,
+            "context_length": self.short_context.context_length,
+            "stride": self.short_context.stride,
+            "floor": -math.inf if beta is None else beta,
+        }
         in_contexts = [{context: scores.float().cpu() for context, scores in ladder.items()} for ladder in ladders]
         return [
             scores_of_row(batch, row, long[row], short[row], context_scores=context_scores, **fields)

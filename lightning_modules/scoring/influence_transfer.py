@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import soft_influence, transfer_influence
 from lightning_modules.functional.checks import find_impossible
-from lightning_modules.functional.windows import batch_windows
+from lightning_modules.functional.windows import ShortContext, batch_windows
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.models.tokenization.detokenization import TokenCharacters
@@ -22,18 +22,16 @@ from lightning_modules.scoring.scored_model import score_text
 log = logging.getLogger(__name__)
 
 
-def compute_influence(
-    batch: PackedBatch, backbone: Scorer, *, context_length: int, stride: int, gamma: float
-) -> Tensor:
+def compute_influence(batch: PackedBatch, backbone: Scorer, short_context: ShortContext, *, gamma: float) -> Tensor:
     """Compute LongCE weights of packed sequences with an evaluator that has the same tokenizer.
 
     The batch must be on the evaluator's device. The ``[B, T]`` float32 weights are at most ``gamma``, and 1 for a token
     that is not scored or has no short context; NaN if a log-likelihood is impossible.
     """
     backbone.check_batch(batch)
-    if not batch_windows(batch["document_boundaries"], context_length=context_length, stride=stride):
+    if not batch_windows(batch["document_boundaries"], short_context):
         return torch.ones_like(batch["labels"], dtype=torch.float32)
-    long, short = long_and_short(backbone, batch, context_length=context_length, stride=stride)  # [B, T] each
+    long, short = long_and_short(backbone, batch, short_context)  # [B, T] each
     weights = soft_influence(long, short, gamma=gamma).float()
     # `gamma` would hide the infinite weight of an impossible pair.
     return weights.masked_fill(find_impossible(long) | find_impossible(short), torch.nan)
@@ -51,7 +49,7 @@ class InfluenceTransfer:
     add_special_tokens: bool
 
     def compute_influence(
-        self, batch: PackedBatch, backbone: Scorer, *, context_length: int, stride: int, gamma: float
+        self, batch: PackedBatch, backbone: Scorer, short_context: ShortContext, *, gamma: float
     ) -> Tensor:
         """Compute weights like the function `compute_influence`, with lengths in the evaluator's tokens.
 
@@ -69,14 +67,13 @@ class InfluenceTransfer:
                 encoded = encode_text(
                     text, self.tokenizer, name="training text", add_special_tokens=self.add_special_tokens
                 )
-                if len(encoded.ids) <= context_length + stride:
+                if len(encoded.ids) <= short_context.window_length:
                     continue  # no token has a short context
                 scores = score_text(
                     text,
                     backbone,
                     self.tokenizer,
-                    context_length=context_length,
-                    stride=stride,
+                    short_context,
                     add_special_tokens=self.add_special_tokens,
                     name="of the training text",
                 )

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from lightning_modules.batch import PackedBatch, batch_to, stack_documents
 from lightning_modules.functional.checks import check_count
 from lightning_modules.functional.influence import check_gamma, check_thresholds
-from lightning_modules.functional.windows import check_context
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_scorer
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
@@ -98,7 +98,7 @@ class LongContextScorer:
         device: str = "auto",
         **loading: Any,
     ) -> None:
-        check_context(context_length, stride)
+        self.short_context = ShortContext(context_length, stride)
         check_thresholds(alpha, beta)
         check_gamma(gamma)
         for name, number in (("`max_tokens`", max_tokens), ("`batch_tokens`", batch_tokens)):
@@ -110,8 +110,6 @@ class LongContextScorer:
                 f" {overlong!r} and {per_token!r}."
             )
         self.loading = ModelConfig(model, **loading)
-        self.context_length = context_length
-        self.stride = stride
         self.alpha = alpha
         self.beta = beta
         self.gamma = gamma
@@ -219,9 +217,8 @@ class LongContextScorer:
     def document_scorer(self) -> DocumentScorer:
         """Scorer with the model, loaded once."""
         backbone = load_scorer(self.loading, find_device(self.device))
-        sizes = (self.context_length, self.stride)
         name = str(self.loading.pretrained_model_name_or_path)
-        return DocumentScorer(backbone, name, *sizes, self.context_lengths)
+        return DocumentScorer(backbone, name, self.short_context, self.context_lengths)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings without the model and tokenizer."""

@@ -109,8 +109,7 @@ def _score_by_evaluator(
     # What identifies its numbers also names a context extension, which the evaluator has not.
     same = model.provenance.identity == evaluator.provenance.identity
     beta = config.beta if config.key_tokens_only else None
-    sizes = {"context_length": config.context_length, "stride": config.stride}
-    tokens = [count_tokens(document["labels"].numel(), **sizes) for document in documents]
+    tokens = [count_tokens(document["labels"].numel(), config.short_context) for document in documents]
     scored = []
     with show_progress(documents, "evaluator", tokens) as shown:
         for document in shown:

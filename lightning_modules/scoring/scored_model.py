@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.loading.config import ModelConfig, is_served
 from lightning_modules.models.loading.identity import check_same_model, describe_model, model_identity
 from lightning_modules.models.loading.load import check_model, load_scorer
@@ -36,9 +37,8 @@ def score_text(
     text: str,
     backbone: Scorer,
     tokenizer: PreTrainedTokenizerFast,
+    short_context: ShortContext,
     *,
-    context_length: int = 4096,
-    stride: int = 1024,
     add_special_tokens: bool = True,
     name: str = "document",
     evaluator: str = "",
@@ -53,7 +53,7 @@ def score_text(
     batch = encode_document(text, tokenizer, name=name, add_special_tokens=add_special_tokens)
     backbone.check_batch(batch)
     backbone.check_length(batch["input_ids"].shape[1])
-    scorer = DocumentScorer(backbone, evaluator, context_length, stride)
+    scorer = DocumentScorer(backbone, evaluator, short_context)
     return scorer.score(batch_to(batch, backbone.device), beta=beta)[0]
 
 
@@ -70,8 +70,7 @@ class ScoredModel:
         option: What a user sets to name the tokenizer of a served model, in errors.
         add_special_tokens: Whether the tokenizer adds special tokens.
         trimmed_offsets: Whether offsets of tokens stay as the tokenizer gives them, for the authors' rule.
-        context_length: K of `scores`, in tokens.
-        stride: d of `scores`, in tokens.
+        short_context: K and d of `scores`, in tokens.
         cache_dir: Folder for scores; None does not store them.
         sharded: Whether the weights are divided among processes. All of them must then request scores equally often; a
             process without a text calls `join` instead.
@@ -86,8 +85,7 @@ class ScoredModel:
         option: str = "`model_tokenizer`",
         add_special_tokens: bool = False,
         trimmed_offsets: bool = False,
-        context_length: int = 4096,
-        stride: int = 1024,
+        short_context: ShortContext = ShortContext(),  # noqa: B008, it cannot be changed
         cache_dir: Path | None = None,
         sharded: bool = False,
     ) -> None:
@@ -95,8 +93,7 @@ class ScoredModel:
         self.name = str(loading.pretrained_model_name_or_path)
         self.device = device
         self.add_special_tokens = add_special_tokens
-        self.context_length = context_length
-        self.stride = stride
+        self.short_context = short_context
         self.cache_dir = None if cache_dir is None else writable_folder(cache_dir)
         self.sharded = sharded
         named = tokenizer_name(self.name, tokenizer, option)
@@ -195,8 +192,7 @@ class ScoredModel:
                 text,
                 self.backbone(),
                 self.tokenizer,
-                context_length=self.context_length,
-                stride=self.stride,
+                self.short_context,
                 add_special_tokens=self.add_special_tokens,
                 name=name,
                 evaluator=self.identity,
@@ -279,8 +275,8 @@ class ScoredModel:
         return {
             "text_sha256": sha256,
             "evaluator": settings.pop("identity"),
-            "context_length": self.context_length,
-            "stride": self.stride,
+            "context_length": self.short_context.context_length,
+            "stride": self.short_context.stride,
             "settings": json.dumps(settings),
         }
 
@@ -321,8 +317,7 @@ def open_evaluator(config: EvaluatorConfig, *, device: torch.device | str = "cpu
         option="`--evaluator_tokenizer`, or `tokenizer` in YAML,",
         add_special_tokens=config.add_special_tokens,
         trimmed_offsets=config.key_token_rule == "authors",
-        context_length=config.context_length,
-        stride=config.stride,
+        short_context=config.short_context,
         cache_dir=Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir() / "token_scores",
         sharded=config.sharded,
     )

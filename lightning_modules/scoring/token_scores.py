@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import merge_spans, soft_influence
 from lightning_modules.functional.checks import find_impossible
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.utilities.files import write_atomically
 
 FORMAT = "longce-token-scores-3"
@@ -60,6 +61,11 @@ class TokenScores:
     settings: str = ""
     unscored: int = 1
 
+    @property
+    def short_context(self) -> ShortContext:
+        """K and d; no field, because Lightning walks through the fields of predictions and refuses frozen ones."""
+        return ShortContext(self.context_length, self.stride)
+
     def soft_influence(self, *, gamma: float = 5.0) -> Tensor:
         """Return the ``[N]`` soft influence of the tokens."""
         if self.floor > -math.inf:
@@ -85,8 +91,14 @@ class TokenScores:
         self._check(path)
         tensors = {"token_ids": self.token_ids, "offsets": self.offsets, "long": self.long, "short": self.short}
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        names = ("text_sha256", "evaluator", "context_length", "stride", "settings")
-        header = {"format": FORMAT, **{name: str(getattr(self, name)) for name in names}}
+        header = {
+            "format": FORMAT,
+            "text_sha256": self.text_sha256,
+            "evaluator": self.evaluator,
+            "context_length": str(self.context_length),
+            "stride": str(self.stride),
+            "settings": self.settings,
+        }
         if self.floor > -math.inf:  # absent from files of complete scores, whose checksums it would change
             header["floor"] = repr(self.floor)
         if self.unscored != 1:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.models.loading.config import DType, ModelConfig
 from lightning_modules.models.loading.identity import hub_commit
+from lightning_modules.models.short_context import ShortContextConfig
 from lightning_modules.objectives import Objective
 from lightning_modules.utilities.identity import package_version
 
@@ -101,16 +102,17 @@ def _make_absolute(path_or_id: str) -> str:
     return str(path.resolve()) if path.exists() else path_or_id
 
 
-def objective_facts(
-    objective: Objective, context_length: int, stride: int, short_method: str = "windows"
-) -> dict[str, Any]:
+def objective_facts(objective: Objective, short_context: ShortContextConfig) -> dict[str, Any]:
     """Return the facts about the objective; a short context other than the paper's windows is one of its settings."""
     described = _describe_objective(objective)
     if not objective.uses_short_context:
         return {"objective": described}
-    if short_method != "windows":
-        return {"objective": described | {"short_method": short_method}, "context_length": context_length}
-    return {"objective": described, "context_length": context_length, "stride": stride}
+    facts: dict[str, Any] = {"objective": described, "context_length": short_context.context_length}
+    if short_context.method == "windows":
+        facts["stride"] = short_context.stride
+    else:
+        facts["objective"] = described | {"short_method": short_context.method}
+    return facts
 
 
 def _describe_objective(objective: Objective) -> dict[str, Any]:

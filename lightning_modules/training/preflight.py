@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from lightning_modules.functional.checks import MAX_PROCESSES, check_count
-from lightning_modules.functional.windows import check_context
 from lightning_modules.models.attention import DOCUMENT_SDPA
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.patterns import PATTERNS
@@ -45,7 +44,7 @@ def check_early(
 ) -> None:
     """Check settings before text is tokenized or weights are loaded; ``sequence_length`` is None without training."""
     if sequence_length is not None and objective.uses_short_context:
-        check_context(short_context.context_length, short_context.stride, sequence_length)
+        short_context.check_sequence(sequence_length)
     if (config := check_model(loading)) is None:
         if sequence_length is not None:
             raise ValueError(f"'{loading.pretrained_model_name_or_path}' is a server, whose model cannot be trained.")

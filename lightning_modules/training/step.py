@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_modules.batch import BoolArray, PackedBatch, with_scored
 from lightning_modules.functional import ShortScores
-from lightning_modules.functional.windows import check_context
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.short_context import ShortContextConfig
@@ -45,8 +44,8 @@ def check_training_batch(
     if objective.uses_stored_influence != ("influence" in batch):
         check_influence(objective, "that come with the sequences" if "influence" in batch else None)
     length = batch["input_ids"].shape[1]
-    if objective.uses_short_context and short_context.context_length + short_context.stride >= length:
-        check_context(short_context.context_length, short_context.stride, length)
+    if objective.uses_short_context:
+        short_context.check_sequence(length)
 
 
 def normalize_gradients(parameters: Iterable[Tensor], divisor: float, *, batches: int) -> float:

@@ -18,7 +18,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tqdm.contrib.logging import logging_redirect_tqdm
 from typing_extensions import override
 
-from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.training.checkpoints.due_evaluation import DueEvaluation, ResumingTrainer
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO
@@ -236,7 +235,7 @@ class LongceCLI(LightningCLI):
             model.optimization.check(self.trainer)
             curriculum = getattr(self.datamodule, "curriculum", None)
             if curriculum is not None and model.objective.uses_short_context:
-                check_context(model.context_length, model.stride, curriculum.sequence_length)
+                model.short_context.check_sequence(curriculum.sequence_length)
             stored = getattr(self.datamodule, "influence", None)
             check_influence(model.objective, stored and f"in '{stored}'")
 

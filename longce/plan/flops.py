@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lightning_modules.functional import short_context_windows
+from lightning_modules.functional import ShortContext, short_context_windows
 from longce.plan.shapes import ModelShape
 
 Checkpointing = Literal["none", "full", "selective"]
@@ -60,10 +60,10 @@ def forward_flops(shape: ModelShape, tokens: int, scored: float) -> Flops:
     return Flops(gemm, _attention_flops(shape, tokens))
 
 
-def short_pass_flops(shape: ModelShape, tokens: int, context_length: int, stride: int) -> Flops:
-    """Count the short contexts (K, d) of one document as `short_context_windows` cuts them."""
+def short_pass_flops(shape: ModelShape, tokens: int, short_context: ShortContext) -> Flops:
+    """Count the short contexts of one document as `short_context_windows` cuts them."""
     total = Flops()
-    for start, first, stop in short_context_windows([0, tokens], context_length=context_length, stride=stride):
+    for start, first, stop in short_context_windows([0, tokens], short_context):
         total += forward_flops(shape, stop - start, stop - first)
     return total
 
@@ -96,8 +96,7 @@ def scoring_flops(
     evaluator: ModelShape,
     model: ModelShape,
     tokens: int,
-    context_length: int,
-    stride: int,
+    short_context: ShortContext,
     *,
     shared_pass: bool = False,
 ) -> Flops:
@@ -106,7 +105,7 @@ def scoring_flops(
     With ``shared_pass`` the model is the evaluator, and its long context is computed once.
     """
     total = forward_flops(evaluator, tokens, tokens - 1)
-    total += short_pass_flops(evaluator, tokens, context_length, stride)
+    total += short_pass_flops(evaluator, tokens, short_context)
     return total if shared_pass else total + forward_flops(model, tokens, tokens - 1)
 
 

@@ -7,6 +7,7 @@ import torch
 
 from lightning_modules.functional import short_context_windows
 from lightning_modules.models.backbone import TOKENS_PER_PASS
+from lightning_modules.models.short_context import ShortContextConfig
 from longce.plan.activations import ActivationBytes
 from longce.plan.flops import Checkpointing
 from longce.plan.shapes import ModelShape
@@ -28,10 +29,8 @@ class Training:
 
     tokens: int  # of a sequence
     rows: int = 1  # sequences of a micro-batch
-    context_length: int = 4096
-    stride: int = 1024
+    short_context: ShortContextConfig = ShortContextConfig()  # noqa: RUF009, it cannot be changed
     short_pass: bool = True  # whether short contexts are computed
-    sliding: bool = False  # whether one pass in a sliding window approximates them
     dtype: torch.dtype = torch.float32  # of the weights
     quantized: float | None = None  # bytes per weight of linear layers except the head, if they are quantized
     autocast: torch.dtype | None = torch.bfloat16  # of the matrix products in mixed precision
@@ -152,11 +151,10 @@ def lasting_memory(shape: ModelShape, training: Training) -> dict[str, float]:
 
 def largest_short_pass(training: Training) -> int:
     """Return the tokens of one GPU in its largest forward pass over the short contexts of a batch."""
-    if training.sliding:
+    if training.short_context.method == "sliding_window":
         return math.ceil(training.tokens_per_gpu)
-    sizes = {"context_length": training.context_length, "stride": training.stride}
-    windows = training.rows * len(short_context_windows([0, training.tokens], **sizes))
-    length = training.context_length + training.stride
+    windows = training.rows * len(short_context_windows([0, training.tokens], training.short_context))
+    length = training.short_context.window_length
     return min(max(1, TOKENS_PER_PASS // length), windows) * length
 
 

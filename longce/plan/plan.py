@@ -65,7 +65,7 @@ class Planner:
                 "vocabulary": shape.vocabulary,
             },
             "gpu": {**self.gpu._asdict(), "count": training.gpus},
-            "run": settings | asdict(training),
+            "run": settings | _flatten(training),
             "notes": list(experiment.notes),
             "training": [self._plan_training(run) for run in self._list_runs()],
             "memory": memory,
@@ -77,13 +77,16 @@ class Planner:
         """Return cross entropy, and LongCE as configured if its short contexts are shorter than the sequence."""
         longce = replace(self.training, short_pass=True)
         runs = [replace(longce, short_pass=False)]
-        length = longce.context_length + (0 if longce.sliding else longce.stride)
+        short_context = longce.short_context
+        sliding = short_context.method == "sliding_window"
+        length = short_context.context_length if sliding else short_context.window_length
         if length < longce.tokens:
             runs.append(longce)
         return runs
 
     def _plan_training(self, run: Training) -> dict[str, Any]:
         """Estimate an optimizer step, and all steps if their number is known."""
+        sliding = run.short_context.method == "sliding_window"
         flops = self._count_flops(run)
         cross_entropy = self._count_flops(replace(run, short_pass=False))
         step = self._estimate_seconds(flops)
@@ -102,8 +105,8 @@ class Planner:
         if self.experiment.max_steps is not None:
             hours = average.times(self.experiment.max_steps / 3600)
         return {
-            "context_length": run.context_length if run.short_pass else None,
-            "stride": run.stride if run.short_pass and not run.sliding else None,
+            "context_length": run.short_context.context_length if run.short_pass else None,
+            "stride": run.short_context.stride if run.short_pass and not sliding else None,
             "configured": run == self.training,
             "tflop": flops.total / 1e12,
             "overhead": flops.total / cross_entropy.total - 1 if run.short_pass else None,
@@ -117,11 +120,11 @@ class Planner:
     def _count_flops(self, run: Training) -> Flops:
         """Count the operations of one sequence."""
         flops = ce_step_flops(self.shape, run.tokens, run.checkpointing)
-        if run.short_pass and run.sliding:
-            flops += sliding_pass_flops(self.shape, run.tokens, run.context_length)
-        elif run.short_pass:
-            flops += short_pass_flops(self.shape, run.tokens, run.context_length, run.stride)
-        return flops
+        if not run.short_pass:
+            return flops
+        if run.short_context.method == "sliding_window":
+            return flops + sliding_pass_flops(self.shape, run.tokens, run.short_context.context_length)
+        return flops + short_pass_flops(self.shape, run.tokens, run.short_context)
 
     def _estimate_seconds(self, flops: Flops) -> Range:
         """Return the time of an optimizer step whose sequences take these operations each."""
@@ -175,3 +178,9 @@ def _describe_memory(memory: Memory, gpu: GPU) -> dict[str, Any]:
 
 def _in_gib(parts: dict[str, float]) -> dict[str, float]:
     return {name: size / GIB for name, size in parts.items()}
+
+
+def _flatten(training: Training) -> dict[str, Any]:
+    """Return the settings of a training run, K, d and method of its short contexts beside the others."""
+    settings = asdict(training)
+    return settings | settings.pop("short_context")

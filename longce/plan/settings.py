@@ -7,7 +7,6 @@ import torch
 from transformers import PreTrainedConfig
 
 from lightning_modules.functional.checks import check_count
-from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.context_extension.patterns import PATTERNS
 from lightning_modules.models.loading.config import ModelConfig
@@ -70,9 +69,9 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
     config = load_config(loading)
     check_influence(objective, f"in '{data['influence']}'" if data.get("influence") else None)
     if objective.uses_short_context:
-        check_context(model.context_length, model.stride, tokens)
+        model.short_context.check_sequence(tokens)
         if data.get("curriculum"):
-            check_context(model.context_length, model.stride, data["curriculum"]["sequence_length"])
+            model.short_context.check_sequence(data["curriculum"]["sequence_length"])
     precision = str(trainer.get("precision") or "32-true")
     if precision not in _PRECISIONS:
         raise ValueError(f"`longce plan` does not support `trainer.precision` '{precision}', only {[*_PRECISIONS]}.")
@@ -87,10 +86,8 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
     training = Training(
         tokens=tokens,
         rows=data.get("batch_size") or 1,
-        context_length=model.context_length,
-        stride=model.stride,
+        short_context=model.short_context,
         short_pass=objective.uses_short_context,
-        sliding=model.short_context.method == "sliding_window",
         dtype=cast or stored_dtype(config, loading.dtype),
         autocast=autocast,
         quantized=None if quantization is None else QUANTIZED_BYTES[4 if quantization.get("load_in_4bit") else 8],

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 from callbacks import ExternalEvaluator
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import long_perplexity, span_token_mask, transfer_influence
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone
@@ -47,7 +48,7 @@ def expected(model_dir, evaluator_dir, documents):
     judge, tokenizer = load_backbone(ModelConfig(str(evaluator_dir))), load_tokenizer(str(evaluator_dir))
     parts = []
     for document in documents:
-        scores = score_text(document["text"][0], judge, tokenizer, context_length=48, stride=16)
+        scores = score_text(document["text"][0], judge, tokenizer, ShortContext(48, 16))
         scored = document["labels"].ne(IGNORE_INDEX)
         hard = span_token_mask(document["offsets"][0], key_spans(scores, alpha=0.5, beta=-6.0)) & scored
         soft = transfer_influence(scores.soft_influence(), scores.offsets, document["offsets"][0]) * scored

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from callbacks import ExternalEvaluator, KeyTokenInspector
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import PowerLaw, fit_power_law, span_token_mask
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.models.tokenization.tokenizer import encode_document
@@ -172,7 +173,7 @@ def test_without_an_evaluator_the_models_own_scores_tell_key_tokens(model_dir, d
         module, _ = fit(model_dir, [inspector], documents, tmp_path, max_steps=2)
     events = read(tmp_path)
     assert "most_helped_tokens/evaluator/text_summary" not in events.Tags()["tensors"]
-    long, short = (part[0] for part in long_and_short(module.backbone.eval(), documents[3], **LENGTHS))
+    long, short = (part[0] for part in long_and_short(module.backbone.eval(), documents[3], ShortContext(**LENGTHS)))
     key = (long - short > 0.5) & (long > -6.0)
     (histogram,) = events.Histograms("key_tokens/model_log_likelihood_nats")
     assert histogram.histogram_value.num == key.sum() > 0

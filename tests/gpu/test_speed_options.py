@@ -6,13 +6,14 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.training.fsdp import load_sharded_backbone
 from tests.gpu.conftest import DEVICE, make_batch, similarity, train
 
 pytestmark = pytest.mark.gpu
-SIZES = {"context_length": 64, "stride": 32}
+SHORT = ShortContext(64, 32)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True, "selective"])
@@ -25,7 +26,8 @@ def test_compiled_layers_compute_the_same_and_are_compiled_a_few_times(load, che
         actual, expected = (train(backbone, make_batch(*lengths)) for backbone in (compiled, plain))
         torch.testing.assert_close(actual[0], expected[0], atol=1e-3, rtol=1e-3)
         assert similarity(actual[1], expected[1]) > 0.99999
-        short = [short_log_likelihood(backbone, make_batch(*lengths), **SIZES)[0] for backbone in (compiled, plain)]
+        batch = make_batch(*lengths)
+        short = [short_log_likelihood(backbone, batch, SHORT)[0] for backbone in (compiled, plain)]
         torch.testing.assert_close(*short, atol=1e-3, rtol=1e-3)
         graphs.append(counters["stats"]["unique_graphs"])
     assert 0 < graphs[2] == graphs[-1], graphs

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_modules.batch import IGNORE_INDEX, with_scored
 from lightning_modules.functional import long_perplexity
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import short_context
 from lightning_modules.models.loading.config import ModelConfig
@@ -108,7 +109,7 @@ def test_cross_entropy_is_that_of_transformers_and_costs_no_short_pass(folder, m
 
 def test_stored_weights_give_the_loss_and_gradients_of_longce_without_a_short_pass(folder, monkeypatch):
     batch = row(0, boundaries=(0, 23, LENGTH))
-    long, short = long_and_short(load_backbone(ModelConfig(folder)), batch, context_length=8, stride=4)
+    long, short = long_and_short(load_backbone(ModelConfig(folder)), batch, ShortContext(8, 4))
     weights = (long - short).exp()
     assert (weights > 4).any()
     results = []
@@ -148,7 +149,7 @@ def test_fit_logs_means_over_all_micro_batches_and_lowers_the_loss(folder, tmp_p
     assert [values["train/tokens"] for values in logged] == [(LENGTH + 14) * step for step in range(1, 9)]
     assert 0 <= logged[0]["train/data_wait"] < 1
     with torch.no_grad():
-        pairs = [long_and_short(first.backbone, batch, context_length=8, stride=4) for batch in rows]
+        pairs = [long_and_short(first.backbone, batch, ShortContext(8, 4)) for batch in rows]
     long, short = (torch.cat([part[0][1:] for part in parts]) for parts in zip(*pairs, strict=True))
     weight = (long - short).exp().clamp(max=5)
     assert logged[0]["train/loss"] == pytest.approx(float(-(weight * long).mean()), rel=1e-4)
@@ -186,7 +187,7 @@ def test_predict_gives_the_pair_of_each_document(model_dir, tokenizer, tmp_path)
     document = encode_document(text, tokenizer)
     (scores,) = trainer(tmp_path).predict(lm(str(model_dir)), loader(document))[0]
     assert scores.offsets.tolist() == document["offsets"][0].tolist()
-    assert (scores.context_length, scores.stride) == (8, 4)
+    assert scores.short_context == ShortContext(8, 4)
     assert (scores.long != scores.short)[12:].any()
     assert torch.equal(scores.long[:12], scores.short[:12])
 
@@ -423,6 +424,6 @@ def test_a_schedule_makes_short_passes_only_where_there_are_weights(folder, tmp_
 
 def test_facts_of_an_objective_in_another_one():
     objective = Interpolated(Normalized(LongCE(3.0)), 0.25)
-    facts = objective_facts(objective, 8, 4)["objective"]
+    facts = objective_facts(objective, ShortContextConfig(8, 4))["objective"]
     inner = {"name": "Normalized", "objective": {"name": "LongCE", "gamma": 3.0}}
     assert facts == {"name": "Interpolated", "objective": inner, "cross_entropy_share": 0.25}

@@ -10,6 +10,7 @@ from lightning_modules.functional import (
     token_log_likelihood,
 )
 from lightning_modules.functional.linear_head import LinearHead
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations import enable_checkpointing, use_bfloat16_residual
 from lightning_modules.models.short_context import long_and_short, short_log_likelihood
@@ -58,8 +59,9 @@ def test_a_longce_step_needs_no_more_than_a_ce_step(checkpointing):
 
     def peak(objective):
         with LiveBytes() as memory:
-            sizes = {"context_length": 128, "stride": 64}
-            short = short_log_likelihood(backbone, batch, **sizes) if objective.uses_short_context else None
+            short = None
+            if objective.uses_short_context:
+                short = short_log_likelihood(backbone, batch, ShortContext(128, 64))
             long = backbone(batch)
             long_cross_entropy(long, objective(long.detach(), short, batch), batch["labels"]).backward()
         backbone.zero_grad()
@@ -73,7 +75,7 @@ def test_scoring_grows_by_one_layer_of_one_pass():
     def peak(tokens, layers):
         backbone = Backbone(tiny_model("llama", 400, num_hidden_layers=layers).eval())
         with LiveBytes() as memory:
-            long_and_short(backbone, packed([torch.arange(tokens) % 400]), context_length=128, stride=64)
+            long_and_short(backbone, packed([torch.arange(tokens) % 400]), ShortContext(128, 64))
         return memory.peak
 
     assert peak(2048, 6) < 1.05 * peak(2048, 2)

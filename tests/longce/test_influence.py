@@ -13,6 +13,7 @@ from datamodules.influence.writer import InfluenceWriter
 from datamodules.packing.sequences import collate_rows
 from datamodules.sources.documents import text_folder
 from lightning_modules.batch import IGNORE_INDEX
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone
@@ -87,7 +88,7 @@ def test_weights_by_the_model_itself_are_those_of_longce_at_step_0(own, model_di
     values = []
     for row in rows:
         batch = {key: value.unsqueeze(0) if torch.is_tensor(value) else [value] for key, value in row.items()}
-        short = short_log_likelihood(backbone, batch, **SETTINGS)
+        short = short_log_likelihood(backbone, batch, ShortContext(**SETTINGS))
         online = LongCE(4.0)(backbone(batch).detach(), short, batch)[0]
         scored = row["labels"] != IGNORE_INDEX
         assert (online[scored] != 1).any()
@@ -124,7 +125,7 @@ def test_weights_of_padded_rows_serve_with_and_without_loss_on_the_prompt(model_
         stored = StoredInfluence(4.0)
         for row in data.rows:
             batch = collate_rows([row])
-            short = short_log_likelihood(backbone, batch, **SETTINGS)
+            short = short_log_likelihood(backbone, batch, ShortContext(**SETTINGS))
             long = backbone(batch).detach()
             online, offline = LongCE(4.0)(long, short, batch), stored(long, None, batch)
             scored = batch["labels"] != IGNORE_INDEX

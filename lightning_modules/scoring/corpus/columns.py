@@ -66,7 +66,7 @@ def document_scores(
     weight = scores.soft_influence(gamma=gamma).double().numpy()  # [N]
     # Float64, or sums over long documents would lose digits.
     long, short = scores.long.double().numpy(), scores.short.double().numpy()
-    tokens, start = len(long), scores.context_length + scores.stride  # K + d: the first token with a short context
+    tokens, start = len(long), scores.short_context.window_length  # the first token with a short context
     coverage = count_coverage(scores.offsets)
     values: dict[str, int | float | None] = dict.fromkeys(COLUMNS)
     values |= {

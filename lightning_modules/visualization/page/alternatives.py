@@ -7,7 +7,7 @@ import torch
 
 from lightning_modules.batch import PackedBatch, batch_to
 from lightning_modules.functional.top_tokens import LikeliestTokens, likeliest_tokens
-from lightning_modules.functional.windows import batch_windows
+from lightning_modules.functional.windows import ShortContext, batch_windows
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations import eval_mode
 from lightning_modules.models.short_context import score_windows
@@ -26,14 +26,14 @@ class Alternatives(NamedTuple):
 
 @torch.no_grad()
 def long_and_short_alternatives(
-    backbone: Backbone, batch: PackedBatch, *, count: int = 5, context_length: int, stride: int
+    backbone: Backbone, batch: PackedBatch, short_context: ShortContext, *, count: int = 5
 ) -> Alternatives:
     """Find the likeliest candidates for each token in both contexts, with the forward passes of `long_and_short`.
 
     Returns:
         ``[B, T, count]`` token ids and log-likelihoods in nats for each context, in main memory.
     """
-    windows = batch_windows(batch["document_boundaries"], context_length=context_length, stride=stride)
+    windows = batch_windows(batch["document_boundaries"], short_context)
     head_fn = partial(likeliest_tokens, count=count)
     with eval_mode(backbone):
         long = LikeliestTokens(*(tensor.cpu() for tensor in backbone(batch, head_fn=head_fn)))
@@ -57,12 +57,7 @@ def find_alternatives(evaluator: ScoredModel, text: str, *, count: int = 5, name
     batch = evaluator.encode(text, name=name)
     backbone = cast(Backbone, evaluator.backbone())
     backbone.check_batch(batch)
-    both = long_and_short_alternatives(
-        backbone,
-        batch_to(batch, backbone.device),
-        count=count,
-        context_length=evaluator.context_length,
-        stride=evaluator.stride,
-    )
+    on_device = batch_to(batch, backbone.device)
+    both = long_and_short_alternatives(backbone, on_device, evaluator.short_context, count=count)
     # The batch has one sequence.
     return Alternatives(*(LikeliestTokens(*(tensor[0] for tensor in context)) for context in both))

@@ -40,7 +40,7 @@ def inspect_document(
         models.append(model)
     documents = [model.read({name: text})[0] for model in models]
     length = scorer.encode(text, name=name)["labels"].numel()
-    passes = count_tokens(length, context_length=config.context_length, stride=config.stride)
+    passes = count_tokens(length, config.short_context)
     with show_progress([text], "evaluator", [passes * (2 if config.alternatives else 1)]):
         scores = scorer.scores(text, name=name)
         found = None

@@ -109,7 +109,7 @@ class Inspection:
     @property
     def _first_short(self) -> int:
         """Index of the first token whose short context is shorter than the long one."""
-        return min(self.scores.context_length + self.scores.stride, len(self.scores.long))
+        return min(self.scores.short_context.window_length, len(self.scores.long))
 
     def _page_texts(self) -> dict[str, Any]:
         scores = self.scores
@@ -121,13 +121,14 @@ class Inspection:
             models.append({"name": model.name, "provenance": model.provenance, **numbers})
         key = evaluator_key_tokens(scores, alpha=self.alpha, beta=self.beta)
         longppl, perplexity = map(_format_perplexity, perplexities(scores.long, key, scores.unscored))
-        longest_short = scores.context_length + scores.stride - 1
+        short_context = scores.short_context
+        longest_short = short_context.window_length - 1
         return {
             "name": self.name,
             "evaluator": self.evaluator,
             "provenance": self.provenance,
-            "context_length": f"{scores.context_length:,}",
-            "stride": f"{scores.stride:,}",
+            "context_length": f"{short_context.context_length:,}",
+            "stride": f"{short_context.stride:,}",
             "longest_short": f"{longest_short:,}",
             "alpha": f"{self.alpha:g}",
             "beta": "" if self.beta == -math.inf else f"{self.beta:g}",
@@ -167,8 +168,8 @@ class Inspection:
 
     def _script_settings(self) -> dict[str, Any]:
         return {
-            "context_length": self.scores.context_length,
-            "stride": self.scores.stride,
+            "context_length": self.scores.short_context.context_length,
+            "stride": self.scores.short_context.stride,
             "first_short": self._first_short,
             "alpha": self.alpha,
             "beta": None if self.beta == -math.inf else self.beta,

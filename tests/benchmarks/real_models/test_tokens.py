@@ -3,13 +3,13 @@
 import random
 
 from benchmarks.real_models.tokens import _count_visible, find_far_repeats
-from lightning_modules.functional.windows import short_context_windows
+from lightning_modules.functional.windows import ShortContext, short_context_windows
 
 
 def test_repeated_ngrams_by_looking_at_all_earlier_places():
     draw = random.Random(0)
     tokens = [draw.randrange(4) for _ in range(200)]
-    visible = _count_visible(len(tokens), 16, 8)
+    visible = _count_visible(len(tokens), ShortContext(16, 8))
     for n in (2, 3, 5):
         found = find_far_repeats(tokens, visible, n)
         for end in range(len(tokens)):
@@ -20,7 +20,7 @@ def test_repeated_ngrams_by_looking_at_all_earlier_places():
 
 
 def test_the_short_context_of_each_token():
-    visible = _count_visible(40, 8, 4)
+    visible = _count_visible(40, ShortContext(8, 4))
     assert visible[:12].tolist() == list(range(12))  # the first window sees all that the long context sees
     assert visible[12:].tolist() == [8, 9, 10, 11] * 7
-    assert len(short_context_windows([0, 40], context_length=8, stride=4)) == 7
+    assert len(short_context_windows([0, 40], ShortContext(8, 4))) == 7

@@ -3,7 +3,7 @@ import torch
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import Window, short_context_windows
-from lightning_modules.functional.windows import batch_windows, check_context, trim_windows, window_batch
+from lightning_modules.functional.windows import ShortContext, batch_windows, trim_windows, window_batch
 
 pytestmark = pytest.mark.core
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.core
 @pytest.mark.parametrize(("context_length", "stride"), [(1, 1), (4, 3), (3, 4), (8, 8), (5, 30)])
 def test_every_token_behind_the_first_window_is_scored_once_with_a_short_context(context_length, stride):
     for n in range(1, 40):
-        windows = short_context_windows([0, n], context_length=context_length, stride=stride)
+        windows = short_context_windows([0, n], ShortContext(context_length, stride))
         scored = [t for window in windows for t in range(window.scored, window.stop)]
         assert scored == list(range(context_length + stride, n)), n
         for window in windows:
@@ -21,9 +21,9 @@ def test_every_token_behind_the_first_window_is_scored_once_with_a_short_context
 
 @pytest.mark.parametrize(("lengths", "named"), [((4, 3, 7), r"4 \+ 3 = 7"), ((0, 3), r"\(K\)"), ((4, 0), r"\(d\)")])
 def test_a_context_that_is_never_short_is_refused(lengths, named):
-    check_context(4, 3, 8)
+    ShortContext(4, 3).check_sequence(8)
     with pytest.raises(ValueError, match=named):
-        check_context(*lengths)
+        ShortContext(*lengths[:2]).check_sequence(*lengths[2:])
 
 
 def test_window_batch():
@@ -49,12 +49,12 @@ def test_window_batch():
     assert batch["scored"].tolist() == batch["labels"].ne(ignore).tolist()
 
 
-WINDOWS = batch_windows([[0, 9, 40], [0, 30]], context_length=4, stride=2)
+WINDOWS = batch_windows([[0, 9, 40], [0, 30]], ShortContext(4, 2))
 
 
 def test_windows_of_a_batch_name_their_rows():
     assert WINDOWS[0] == (0, Window(2, 6, 8))
-    assert [window for row, window in WINDOWS if row == 1] == short_context_windows([0, 30], context_length=4, stride=2)
+    assert [window for row, window in WINDOWS if row == 1] == short_context_windows([0, 30], ShortContext(4, 2))
 
 
 def test_trimmed_windows_score_every_wanted_token_and_end_at_the_last():

@@ -6,6 +6,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GPT2Config, Llama4Config, Llama4ForConditionalGeneration
 
 from lightning_modules.functional import key_token_mask, linear_head
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models import backbone as backbone_module
 from lightning_modules.models import short_context
 from lightning_modules.models.attention import isolation_arguments, register_document_attention
@@ -127,9 +128,7 @@ def test_long_and_short_match_one_window_at_a_time(context_length, stride, windo
         monkeypatch.setattr(Backbone, "windows_per_pass", lambda *_: 5)
     model = build("llama")
     rows = [documents(30, 8, 17), documents(40)]
-    long, short = long_and_short(
-        assume_isolation(Backbone(model)), packed(*rows), context_length=context_length, stride=stride
-    )
+    long, short = long_and_short(assume_isolation(Backbone(model)), packed(*rows), ShortContext(context_length, stride))
     with torch.no_grad():
         for index, row in enumerate(rows):
             pairs = [reference.long_and_short(model, document, context_length, stride) for document in row]
@@ -143,14 +142,13 @@ def test_long_and_short_match_one_window_at_a_time(context_length, stride, windo
 def test_tokens_that_cannot_be_key_are_spared(beta, monkeypatch):
     scorer = assume_isolation(Backbone(build("llama")))
     batch = packed(documents(60, 8, 30), documents(70))
-    sizes = {"context_length": 6, "stride": 3}
-    long, short = long_and_short(scorer, batch, **sizes)
+    long, short = long_and_short(scorer, batch, ShortContext(6, 3))
     scored = []
     original = short_context.window_batch
     monkeypatch.setattr(
         short_context, "window_batch", lambda *a: scored.append(int((w := original(*a))["labels"].ge(0).sum())) or w
     )
-    same, some = long_and_short(scorer, batch, **sizes, beta=beta)
+    same, some = long_and_short(scorer, batch, ShortContext(6, 3), beta=beta)
     torch.testing.assert_close(same, long)
     spared = (long <= beta) & (batch["position_ids"] >= 9)
     assert torch.equal(some.isnan(), spared)
@@ -174,8 +172,8 @@ def test_short_pass_leaves_modes_and_gradients_alone():
     scorer = assume_isolation(Backbone(build("llama", attention_dropout=0.5).train()))
     scorer.model.model.layers[0].eval()
     batch = packed(documents(40))
-    first, *_ = short_log_likelihood(scorer, batch, context_length=6, stride=3)
-    again, differs = short_log_likelihood(scorer, batch, context_length=6, stride=3)
+    first, *_ = short_log_likelihood(scorer, batch, ShortContext(6, 3))
+    again, differs = short_log_likelihood(scorer, batch, ShortContext(6, 3))
     torch.testing.assert_close(first, again, msg="dropout was on")
     assert not first.requires_grad
     assert differs[0].tolist() == [t >= 9 for t in range(40)]
@@ -191,7 +189,7 @@ def test_autocast_weights_cached_by_the_short_pass_do_not_rob_the_long_pass_of_g
         scorer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             if with_short_pass:
-                short_log_likelihood(scorer, batch, context_length=6, stride=3)
+                short_log_likelihood(scorer, batch, ShortContext(6, 3))
             scorer(batch).sum().backward()
         gradients.append({name: p.grad for name, p in scorer.named_parameters()})
     for name, gradient in gradients[0].items():
@@ -334,12 +332,12 @@ def test_long_rows_of_llama_4_are_windowed_and_trained_as_documents_alone():
     whole, *alone = (packed(rows) for rows in (parts, parts[:1], parts[1:]))
     for score in (
         scorer,
-        lambda batch: short_log_likelihood(scorer, batch, context_length=10, stride=5).log_likelihood,
+        lambda batch: short_log_likelihood(scorer, batch, ShortContext(10, 5)).log_likelihood,
     ):
         expected = torch.cat([score(batch)[0] for batch in alone])
         torch.testing.assert_close(score(whole)[0], expected, atol=2e-5, rtol=1e-4)
         assert expected.abs().sum() > 0
-    short = short_log_likelihood(scorer, alone[0], context_length=10, stride=5).log_likelihood[0]
+    short = short_log_likelihood(scorer, alone[0], ShortContext(10, 5)).log_likelihood[0]
     window = reference.document_log_likelihood(model, parts[0][5:20])  # scores tokens 15 to 19
     torch.testing.assert_close(short[15:20].double(), window[10:15], atol=2e-5, rtol=1e-4)
 

@@ -5,6 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch._dynamo.utils import counters
 
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.loading.checks import check_scoring
@@ -54,7 +55,7 @@ def train(backbone, batch):
 
 
 def score_windows(backbone, batch):
-    return short_log_likelihood(backbone, batch, context_length=8, stride=4)[0]
+    return short_log_likelihood(backbone, batch, ShortContext(8, 4))[0]
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from datamodules.packing.loader import worker_options
 from datamodules.packing.sequences import collate_rows, make_row
 from lightning_modules.batch import batch_to, pack_sequence
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import attention as attention_module
 from lightning_modules.models import backbone as backbone_module
@@ -90,7 +91,7 @@ def training_step(backbone, batch, **settings):
 
 
 def pair_for_key_tokens(backbone, batch):
-    long_and_short(backbone, batch_to(batch, GPU), context_length=K, stride=D, beta=-2.0)
+    long_and_short(backbone, batch_to(batch, GPU), ShortContext(K, D), beta=-2.0)
 
 
 PATHS = {  # what runs, and how often it waits
@@ -157,7 +158,7 @@ def test_a_sliding_window_needs_a_mask_and_waits_as_little():
 
 
 def score(backbone, tokenizer, text, beta=None):
-    score_text(text, backbone, tokenizer, context_length=K, stride=D, beta=beta)
+    score_text(text, backbone, tokenizer, ShortContext(K, D), beta=beta)
 
 
 def predict(backbone, tokenizer, text):

@@ -5,6 +5,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 
 from datamodules import RecallDataModule
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import progress
 from lightning_modules.models.loading.config import ModelConfig
@@ -24,13 +25,13 @@ def bars(monkeypatch):
 
 def test_a_document_takes_the_tokens_of_its_long_pass_and_its_windows(bars, model_dir, tokenizer):
     backbone, text, sizes = load_frozen(ModelConfig(str(model_dir)), "cpu"), make_text(200, seed=1), (48, 16)
-    length = len(score_text(text, backbone, tokenizer, context_length=48, stride=16).long)
+    length = len(score_text(text, backbone, tokenizer, ShortContext(48, 16)).long)
     assert not bars  # nobody asked
     with show_progress([text], "evaluator", [7]) as documents:
         for each in documents:
-            score_text(each, backbone, tokenizer, context_length=48, stride=16)
+            score_text(each, backbone, tokenizer, ShortContext(48, 16))
             bars[0].seen.append("scored")
-    expected = count_tokens(length, context_length=sizes[0], stride=sizes[1])
+    expected = count_tokens(length, ShortContext(sizes[0], sizes[1]))
     before = bars[0].seen[: bars[0].seen.index("scored")]
     assert expected <= before[-1] < expected + 48  # a last, shorter window is padded in its pass
     layers = backbone.model.config.num_hidden_layers
@@ -40,8 +41,8 @@ def test_a_document_takes_the_tokens_of_its_long_pass_and_its_windows(bars, mode
 
 
 def test_windows_by_hand():
-    assert count_tokens(11, context_length=4, stride=3) == 11 + 7 + 5
-    assert count_tokens(5, context_length=4, stride=3) == 5
+    assert count_tokens(11, ShortContext(4, 3)) == 11 + 7 + 5
+    assert count_tokens(5, ShortContext(4, 3)) == 5
 
 
 def test_bars_are_closed_by_an_error(bars):

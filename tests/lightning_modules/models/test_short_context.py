@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, masking_utils
 
 from lightning_modules.batch import IGNORE_INDEX, pack_sequence
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.attention import (
     document_mask,
     documents_by_boundaries,
@@ -87,7 +88,7 @@ EABF = {"rope_type": "eabf", "rope_theta": 1000.0, "original_max_position_embedd
 @pytest.mark.parametrize("settings", [{}, {"rope_parameters": EABF}])
 def test_in_one_layer_it_is_the_exact_short_context_of_k_tokens(settings):
     model, batch = backbone(layers=1, **settings), pack_sequence(documents(60, 30))
-    exact = short_log_likelihood(model, batch, context_length=12, stride=1)
+    exact = short_log_likelihood(model, batch, ShortContext(12, 1))
     sliding = sliding_window_log_likelihood(model, batch, context_length=12)
     both = exact.has_short_context
     assert both.any()

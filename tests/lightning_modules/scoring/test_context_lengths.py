@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.scoring.context_lengths import ContextLengths
@@ -12,7 +13,9 @@ from tests.support.texts import pad_documents
 
 def scored(model, tokenizer, contexts, window, words=60, **settings):
     document = encode_document(make_text(words), tokenizer)
-    scorer = DocumentScorer(Backbone(model), "tiny", 12, 4, ContextLengths(tuple(contexts), window), **settings)
+    scorer = DocumentScorer(
+        Backbone(model), "tiny", ShortContext(12, 4), ContextLengths(tuple(contexts), window), **settings
+    )
     return document["input_ids"][0], scorer.score(document)[0]
 
 

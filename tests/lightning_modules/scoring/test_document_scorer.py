@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.scoring.document_scorer import DocumentScorer, Failed, is_out_of_memory, select_rows
@@ -15,7 +16,7 @@ def make_batch(tokenizer, *words):
 
 
 def scorer(backbone, **settings):
-    return DocumentScorer(backbone, "tiny", 12, 4, **settings)
+    return DocumentScorer(backbone, "tiny", ShortContext(12, 4), **settings)
 
 
 def no_room_for(backbone, tokens, error):

@@ -9,6 +9,7 @@ from tokenizers import processors
 from datamodules.packing.packing import pack_documents
 from datamodules.packing.sequences import PackedRowDataset, collate_rows
 from lightning_modules.batch import pack_sequence
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.tokenization.detokenization import TokenCharacters
@@ -17,7 +18,7 @@ from lightning_modules.scoring.influence_transfer import InfluenceTransfer, comp
 from tests.conftest import make_text, metaspace_tokenizer
 from tests.support import reference
 
-SETTINGS = {"context_length": 24, "stride": 8}
+SHORT = ShortContext(24, 8)
 TEXTS = [make_text(90, 1), make_text(4, 2), f"Ünïcode 日本語 🙂 {make_text(80, 3)} 日本語 🙂", make_text(100, 4)]
 
 
@@ -34,9 +35,9 @@ def test_rows_without_short_contexts_are_not_scored(model_dir):
     backbone = load_backbone(ModelConfig(str(model_dir)))
     ids = torch.arange(32).unsqueeze(0) % 7
     batch = pack_sequence([ids[0]])
-    assert (compute_influence(batch, backbone, context_length=16, stride=8, gamma=5.0) != 1).any()
+    assert (compute_influence(batch, backbone, ShortContext(16, 8), gamma=5.0) != 1).any()
     backbone.forward = None
-    assert torch.equal(compute_influence(batch, backbone, **SETTINGS, gamma=5.0), torch.ones(1, 32))
+    assert torch.equal(compute_influence(batch, backbone, SHORT, gamma=5.0), torch.ones(1, 32))
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -50,7 +51,7 @@ def test_weights_of_another_tokenizer_match_a_walk_over_the_characters(evaluator
     transfer = InfluenceTransfer(TokenCharacters(tokenizer), other, add_special_tokens=special)
     moved = 0
     for batch in packed(tokenizer):
-        found = transfer.compute_influence(batch, judge, **SETTINGS, gamma=4.0)
+        found = transfer.compute_influence(batch, judge, SHORT, gamma=4.0)
         for row, boundaries in enumerate(batch["document_boundaries"]):
             for start, stop in pairwise(boundaries):
                 ids = batch["input_ids"][row, start:stop]

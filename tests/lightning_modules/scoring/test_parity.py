@@ -6,6 +6,7 @@ from longppl.longppl import compute_longppl
 
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import long_perplexity
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens, key_spans
@@ -33,7 +34,7 @@ def test_spans_longppl_and_perplexity(
 
     windows = (context_length, stride, *THRESHOLDS.values())
     theirs = compute_longppl(text, model, judge, tokenizer, judge_tokenizer, str(tmp_path / "spans.txt"), *windows)
-    scores = score_text(text, Backbone(judge), judge_tokenizer, context_length=context_length, stride=stride)
+    scores = score_text(text, Backbone(judge), judge_tokenizer, ShortContext(context_length, stride))
     document = encode_document(text, tokenizer)
     with torch.no_grad():
         log_likelihood = Backbone(model)(document)[0]
@@ -110,7 +111,7 @@ def test_every_kind_of_tokenizer_and_text(architecture, overrides, different, st
         text = text_for(stored[evaluator_name]["paper"], language, number, **windows)
         for rule in ("paper", "authors"):
             judge_tokenizer, tokenizer = stored[evaluator_name][rule], stored[model_name][rule]
-            scores = score_text(text, Backbone(judge), judge_tokenizer, **windows)
+            scores = score_text(text, Backbone(judge), judge_tokenizer, ShortContext(**windows))
             document = encode_document(text, tokenizer)
             key, _, alignment = find_key_tokens(scores, document_tokens(document), **THRESHOLDS, rule=rule)
             seen.add(alignment)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
@@ -23,7 +24,7 @@ SETTINGS = {"context_length": 32, "stride": 16}
 def test_scores_match_one_window_at_a_time(model_dir):
     text, tokenizer = make_text(60, seed=5), load_tokenizer(str(model_dir))
     backbone = load_backbone(ModelConfig(str(model_dir)))
-    scores = score_text(text, backbone, tokenizer, **SETTINGS)
+    scores = score_text(text, backbone, tokenizer, ShortContext(**SETTINGS))
     ids = torch.tensor(tokenizer(text)["input_ids"])
     with torch.no_grad():
         long, short = reference.long_and_short(backbone.model, ids, 32, 16)
@@ -94,11 +95,13 @@ def test_tokenizer_of_another_model(model_dir, tmp_path, other_tokenizer):
 def test_what_is_found_can_be_changed_and_says_who_found_it(model_dir):
     judge = open_evaluator(EvaluatorConfig(str(model_dir), **SETTINGS))
     scores = judge.scores(make_text(60))
-    assert (scores.evaluator, scores.context_length, scores.stride) == (judge.identity, 32, 16)
+    assert (scores.evaluator, scores.short_context) == (judge.identity, ShortContext(32, 16))
     for values in (scores.long, scores.short):
         assert not values.requires_grad
         values += 1.0  # which tensors of inference mode do not allow
-    own = score_text(make_text(60), load_backbone(ModelConfig(str(model_dir))), judge.tokenizer, **SETTINGS)
+    own = score_text(
+        make_text(60), load_backbone(ModelConfig(str(model_dir))), judge.tokenizer, ShortContext(**SETTINGS)
+    )
     assert not own.long.requires_grad, "the weights of a model in training do"
 
 

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from lightning_modules.functional import merge_spans
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.scoring.key_tokens import key_spans
 from lightning_modules.scoring.token_scores import TokenScores, read_key_spans, text_sha256
 
@@ -29,7 +30,7 @@ def test_comes_back_as_it_was(scores, tmp_path):
     for name in ("token_ids", "offsets", "long", "short"):
         assert torch.equal(getattr(loaded, name), getattr(scores, name))
     assert (loaded.text_sha256, loaded.evaluator) == (scores.text_sha256, scores.evaluator)
-    assert (loaded.context_length, loaded.stride) == (8, 4)
+    assert loaded.short_context == ShortContext(8, 4)
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["scores.safetensors"]
 
 

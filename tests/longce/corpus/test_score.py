@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring import long_context_scorer
@@ -81,7 +82,7 @@ def test_each_document_has_the_row_that_its_log_likelihoods_make(run, model_dir,
     run(contexts=[8, 32], per_token="float32", gamma=3.0)
     tokenizer = load_tokenizer(str(model_dir))
     backbone = LongContextScorer(str(model_dir), dtype="float32", device="cpu").document_scorer.backbone
-    scorer = DocumentScorer(backbone, "", 16, 8, ContextLengths((8, 32), 8))
+    scorer = DocumentScorer(backbone, "", ShortContext(16, 8), ContextLengths((8, 32), 8))
     found = rows(tmp_path / "out")
     assert [row["n"] for row in found] == list(range(6))
     for number, row in enumerate(found):

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_modules.batch import IGNORE_INDEX, with_scored
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.short_context import long_and_short, short_log_likelihood, sliding_window_log_likelihood
@@ -136,9 +137,9 @@ def test_selective_checkpointing_saves_one_attention_pass():
 def test_short_pass_is_what_the_backbone_does(context_length, stride, monkeypatch):
     monkeypatch.setattr(Backbone, "windows_per_pass", lambda *_: 1)  # no padding
     model, shape = backbone(tiny_config()), ModelShape.of(tiny_config())
-    run = {"context_length": context_length, "stride": stride}
-    gemm, _ = counted(lambda: short_log_likelihood(model, row(), **run))
-    planned = short_pass_flops(shape, TOKENS, context_length, stride)
+    run = ShortContext(context_length, stride)
+    gemm, _ = counted(lambda: short_log_likelihood(model, row(), run))
+    planned = short_pass_flops(shape, TOKENS, run)
     assert planned.gemm == gemm
 
 
@@ -159,10 +160,10 @@ def test_a_sliding_pass_is_a_forward_pass_with_fewer_pairs():
 def test_scoring_is_what_the_backbone_does(monkeypatch):
     monkeypatch.setattr(Backbone, "windows_per_pass", lambda *_: 1)  # no padding
     model, shape = backbone(tiny_config()), ModelShape.of(tiny_config())
-    gemm, _ = counted(lambda: long_and_short(model, row(), context_length=16, stride=8))
-    shared = scoring_flops(shape, shape, TOKENS, 16, 8, shared_pass=True)
+    gemm, _ = counted(lambda: long_and_short(model, row(), ShortContext(16, 8)))
+    shared = scoring_flops(shape, shape, TOKENS, ShortContext(16, 8), shared_pass=True)
     assert shared.gemm == gemm
-    other = scoring_flops(shape, shape, TOKENS, 16, 8)
+    other = scoring_flops(shape, shape, TOKENS, ShortContext(16, 8))
     assert other.total == pytest.approx(shared.total + forward_flops(shape, TOKENS, TOKENS - 1).total)
 
 
@@ -219,4 +220,4 @@ def test_figures_of_the_study(llamas, name, tokens):
     assert ce_step_flops(shape, tokens, "none").total / 1e12 - logits == pytest.approx(none, rel=0.001)
     assert ce_step_flops(shape, tokens, "full").total / 1e12 - logits == pytest.approx(full, rel=0.001)
     for pair, expected in pairs.items():
-        assert short_pass_flops(shape, tokens, *pair).total / 1e12 == pytest.approx(expected, rel=0.003)
+        assert short_pass_flops(shape, tokens, ShortContext(*pair)).total / 1e12 == pytest.approx(expected, rel=0.003)

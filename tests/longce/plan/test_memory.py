@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.cases import scoring_memory
+from lightning_modules.models.short_context import ShortContextConfig
 from longce.plan.activations import ActivationBytes
 from longce.plan.memory import (
     GIB,
@@ -120,7 +121,10 @@ def test_phases_follow_one_another(eight):
     phases = {name: sum(parts.values()) for name, parts in memory.phases.items()}
     assert memory.peak == pytest.approx(sum(memory.lasting.values()) + phases["backward pass"])
     assert memory.needed == pytest.approx(1.05 * memory.peak + GIB)
-    assert training_memory(*eight, replace(BF16, tokens=4096, context_length=512)).largest_phase == "optimizer step"
+    assert (
+        training_memory(*eight, replace(BF16, tokens=4096, short_context=ShortContextConfig(512))).largest_phase
+        == "optimizer step"
+    )
     quiet = training_memory(*eight, replace(BF16, step_copy=False, short_pass=False)).phases
     assert set(quiet) == {"head", "backward pass"}
 
@@ -162,13 +166,16 @@ def test_offloaded_parts_move_to_main_memory(eight):
 
 
 def test_windows_of_a_pass():
-    assert largest_short_pass(Training(32768, 1, 4096, 1024)) == 6 * 5120  # of 27 windows
-    assert largest_short_pass(Training(32768, 1, 4096, 1024, sequence_parallel_size=4)) == 6 * 5120
-    assert largest_short_pass(Training(6000, 1, 4096, 1024)) == 5120  # only one window
-    assert largest_short_pass(Training(6000, 4, 4096, 1024)) == 4 * 5120
-    assert largest_short_pass(Training(131072, 1, 65536, 1024)) == 66560
-    assert largest_short_pass(Training(4000, 1, 4096, 1024)) == 0
-    assert largest_short_pass(Training(32768, 2, sliding=True, sequence_parallel_size=4)) == 16384
+    assert largest_short_pass(Training(32768, 1, ShortContextConfig(4096, 1024))) == 6 * 5120  # of 27 windows
+    assert largest_short_pass(Training(32768, 1, ShortContextConfig(4096, 1024), sequence_parallel_size=4)) == 6 * 5120
+    assert largest_short_pass(Training(6000, 1, ShortContextConfig(4096, 1024))) == 5120  # only one window
+    assert largest_short_pass(Training(6000, 4, ShortContextConfig(4096, 1024))) == 4 * 5120
+    assert largest_short_pass(Training(131072, 1, ShortContextConfig(65536, 1024))) == 66560
+    assert largest_short_pass(Training(4000, 1, ShortContextConfig(4096, 1024))) == 0
+    assert (
+        largest_short_pass(Training(32768, 2, ShortContextConfig(method="sliding_window"), sequence_parallel_size=4))
+        == 16384
+    )
 
 
 def test_without_checkpointing_the_last_layer_needs_one_copy_for_autocast(eight):

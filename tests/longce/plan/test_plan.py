@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from lightning_modules.functional.windows import ShortContext
 from longce.cli.lightning_cli import LongceCLI
 from longce.cli.main import main
 from longce.plan.fitting import find_fitting
@@ -180,7 +181,7 @@ def test_a_run_is_compared_with_the_peak_of_its_own_gpus(tmp_path, monkeypatch):
     trainer = SimpleNamespace(strategy=strategy, world_size=2, num_devices=2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     shape = ModelShape.of(AutoConfig.for_model(**cli.config.model.model_config))
-    sequence = necessary_flops(shape, 128) + short_pass_flops(shape, 128, 32, 16)
+    sequence = necessary_flops(shape, 128) + short_pass_flops(shape, 128, ShortContext(32, 16))
     planned = plan_utilization(cli.make("model"), cli.config, trainer)
     assert planned == pytest.approx(sequence.total / 128 / (2 * 989.4e12))
     del cli.config.model["optimizer"]  # as for a class of the user that has no such argument

@@ -6,6 +6,7 @@ import pytest
 import torch
 import yaml
 
+from lightning_modules.models.short_context import ShortContextConfig
 from longce.cli.experiment_options import add_plan_options
 from longce.cli.lightning_cli import LongceCLI
 from longce.plan.settings import read_experiment
@@ -44,7 +45,7 @@ def test_everything_is_found(read, model_dir):
     assert (experiment.name, experiment.config.model_type) == (str(model_dir), "llama")
     assert (experiment.objective, experiment.max_steps, experiment.accumulated) == ("LongCE", 7, 3)
     assert (training.tokens, training.rows, training.gpus) == (256, 2, 8)
-    assert (training.context_length, training.stride, training.short_pass) == (32, 16, True)
+    assert (training.short_context, training.short_pass) == (ShortContextConfig(32, 16), True)
     assert (training.dtype, training.autocast) == (torch.float32, torch.bfloat16)
     assert (training.checkpointing, training.moments, training.step_copy) == ("none", 2, True)
     assert training.gradient_copy

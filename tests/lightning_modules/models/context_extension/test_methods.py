@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from transformers import AutoConfig
 
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.context_extension.methods import METHODS, ContextExtension
 from lightning_modules.models.context_extension.patterns import PATTERNS
@@ -342,14 +343,14 @@ def test_rotation_by_the_length_of_the_text(folder, tmp_path):
 def test_longrope_is_compared_only_if_it_does_not_switch(tmp_path):
     tiny_model("phi3", VOCABULARY, hidden_size=64).save_pretrained(tmp_path / "phi3")
     scorer = load_backbone(ModelConfig(str(tmp_path / "phi3"), context_extension=extension("longrope")))
-    long_and_short(scorer, row(0), context_length=8, stride=4)
+    long_and_short(scorer, row(0), ShortContext(8, 4))
     switching = {**scorer.base_model.config.rope_parameters, "short_factor": [1.0] * 8}
     path = str(tmp_path / "phi3")
     scorer = load_backbone(
         ModelConfig(path, model_config={"rope_parameters": switching, "max_position_embeddings": TARGET})
     )
     with pytest.raises(ValueError, match="'longrope' depends on the length"):
-        long_and_short(scorer, row(0), context_length=8, stride=4)
+        long_and_short(scorer, row(0), ShortContext(8, 4))
     module = LongContextLM(path, model_config={"rope_parameters": switching}, context_length=8, stride=4)
     with pytest.raises(ValueError, match="'longrope' depends on the length"):
         module.check_early(128)

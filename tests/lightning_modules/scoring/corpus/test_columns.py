@@ -47,7 +47,7 @@ def percentile(values, share):
 def reference(scores, alpha, beta, gamma):
     """Token by token, as the docstring has it."""
     long, short = scores.long.tolist(), scores.short.tolist()
-    n, start = len(long), scores.context_length + scores.stride
+    n, start = len(long), scores.short_context.window_length
     compared = range(start, n)
     keys = [t for t in range(n) if long[t] - short[t] > alpha and long[t] > beta]
     inner = [*scores.offsets.tolist()]

@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lightning_modules.functional.windows import short_context_windows
+from lightning_modules.functional.windows import ShortContext, short_context_windows
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.visualization.page.alternatives import long_and_short_alternatives
@@ -23,7 +23,7 @@ def reference(model, batch, count, context_length, stride):
     parts = [best(model, tokens[start:stop], count) for start, stop in pairwise(boundaries)]
     long = [torch.cat(part) for part in zip(*parts, strict=True)]
     short = [part.clone() for part in long]
-    for start, scored, stop in short_context_windows(boundaries, context_length=context_length, stride=stride):
+    for start, scored, stop in short_context_windows(boundaries, ShortContext(context_length, stride)):
         for target, source in zip(short, best(model, tokens[start:stop], count), strict=True):
             target[scored:stop] = source[scored - start :]
     return long, short
@@ -36,10 +36,9 @@ def test_both_contexts_match_full_logits_one_window_at_a_time(context_length, st
         monkeypatch.setattr(Backbone, "windows_per_pass", lambda *_: 5)
     model = tiny_model("llama", VOCABULARY)
     batch = packed(documents(30, 8, 17))
-    sizes = {"context_length": context_length, "stride": stride}
     with torch.no_grad():
-        expected = reference(model, batch, 5, **sizes)
-    found = long_and_short_alternatives(Backbone(model), batch, count=5, **sizes)
+        expected = reference(model, batch, 5, context_length, stride)
+    found = long_and_short_alternatives(Backbone(model), batch, ShortContext(context_length, stride), count=5)
     for context, (token_ids, log_likelihood) in zip(found, expected, strict=True):
         assert torch.equal(context.token_ids[0], token_ids)
         torch.testing.assert_close(context.log_likelihood[0].double(), log_likelihood, atol=2e-5, rtol=1e-4)
@@ -48,9 +47,9 @@ def test_both_contexts_match_full_logits_one_window_at_a_time(context_length, st
 
 def test_they_agree_with_the_scores_of_the_tokens():
     backbone = Backbone(tiny_model("qwen2", VOCABULARY).train())
-    batch, sizes = packed(documents(40)), {"context_length": 8, "stride": 4}
-    found = long_and_short_alternatives(backbone, batch, count=VOCABULARY, **sizes)
+    batch, short_context = packed(documents(40)), ShortContext(8, 4)
+    found = long_and_short_alternatives(backbone, batch, short_context, count=VOCABULARY)
     assert backbone.training
-    for context, scores in zip(found, long_and_short(backbone.eval(), batch, **sizes), strict=True):
+    for context, scores in zip(found, long_and_short(backbone.eval(), batch, short_context), strict=True):
         own = context.log_likelihood.where(context.token_ids == batch["input_ids"].unsqueeze(-1), 0.0).sum(-1)
         torch.testing.assert_close(own[:, 1:], scores[:, 1:])

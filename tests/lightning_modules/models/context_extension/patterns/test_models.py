@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, StaticCache
 
 from lightning_modules.batch import pack_sequence, with_scored
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.context_extension.patterns import PATTERNS, blocks
 from lightning_modules.models.context_extension.rope_types import TYPE_ARCHITECTURES, register_rope_types
 from lightning_modules.models.loading.checks import check_scoring
@@ -95,7 +96,7 @@ def test_packed_batched_and_windowed_documents_are_scored_as_each_alone(name, fo
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
     # Short windows of 24 to 36 tokens.
     batch = row(3, (0, LENGTH), VOCABULARY)
-    short = short_log_likelihood(backbone, batch, context_length=24, stride=12)
+    short = short_log_likelihood(backbone, batch, ShortContext(24, 12))
     window = backbone(document(batch["input_ids"][0, 24:60]))
     torch.testing.assert_close(short.log_likelihood[0, 48:], window[0, 24:], rtol=1e-4, atol=1e-4)
     assert (short.log_likelihood - backbone(batch))[0, 48:].abs().max() > 1e-3
