@@ -87,6 +87,19 @@ def test_precomputed_spans_have_no_evaluator():
     assert not absent & set(record.sums.numbers())
 
 
+def test_a_key_token_that_is_not_scored_does_not_count():
+    """Spans may cover the first token, whose log-likelihood means nothing."""
+    document, log_likelihood, _ = next(make_documents(1))
+    spans = document.tokens.offsets[:3].clone()
+    (record,) = measure(document, log_likelihood, spans, {"": Definition()}, model=MODEL, evaluator=Source("folder"))
+    assert record.sums.key_tokens == 2
+    assert record.sums.key_nll == pytest.approx(-float(log_likelihood[1:3].double().sum()), rel=1e-12)
+    (record,) = measure(
+        document, log_likelihood, spans[:1], {"": Definition()}, model=MODEL, evaluator=Source("folder")
+    )
+    assert (record.sums.key_tokens, record.sums.without_key_tokens) == (0, 1)
+
+
 def test_a_model_that_has_diverged_gives_no_number_and_hides_none():
     """NaN must not vanish from a sum, as it does in pandas."""
     good, bad = (make_record(name, 2.0, 3.0) for name in "ab")
