@@ -100,6 +100,18 @@ def test_a_key_token_that_is_not_scored_does_not_count():
     assert (record.sums.key_tokens, record.sums.without_key_tokens) == (0, 1)
 
 
+def test_tokens_without_a_log_likelihood_or_characters_are_counted_apart():
+    document, log_likelihood, scores = next(make_documents(2))
+    log_likelihood[0] = math.nan
+    offsets = scores.offsets.clone()
+    offsets[7] = offsets[7, 0]  # no characters
+    document = document._replace(tokens=Tokens(scores.token_ids, offsets))
+    settings = {"definitions": {"": DEFINITIONS["loose"]}, "model": MODEL, "evaluator": EVALUATOR}
+    (record,) = measure(document, log_likelihood, scores, **settings)
+    assert record.sums.nll == pytest.approx(-float(log_likelihood[1:].double().sum()), rel=1e-12)
+    assert (record.sums.without_characters, record.sums.evaluator_without_characters) == (1, 0)
+
+
 def test_a_model_that_has_diverged_gives_no_number_and_hides_none():
     """NaN must not vanish from a sum, as it does in pandas."""
     good, bad = (make_record(name, 2.0, 3.0) for name in "ab")
