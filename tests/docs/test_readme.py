@@ -80,7 +80,7 @@ COMMANDS = {
     "longce quickstart": Reading(elsewhere="tests/longce/test_quickstart.py"),
     "longce score report.txt --model M --evaluator E": Reading(prints=SCORED),
     "longce score notebooks/constitution.txt --model models/smollm2-135m.gguf --evaluator models/gemma-3-270m.gguf"
-    " --max_tokens 2048 --context_length 512 --stride 256": Reading(prints=SCORED),
+    " --max_tokens 2048 --context_length 512 --stride 256 --dtype float32": Reading(prints=SCORED),
     "longce fit -c configs/base.yaml -c configs/experiments/longce_pg19.yaml": TRAINED._replace(
         more="-c experiment.yaml"
     ),
