@@ -18,7 +18,7 @@ from typing_extensions import override
 from callbacks.requirements import check_names
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.checks import find_impossible
-from lightning_modules.functional.influence import check_gamma, check_thresholds
+from lightning_modules.functional.equations import check_gamma, check_thresholds
 from lightning_modules.models.progress import count_tokens, show_progress
 from lightning_modules.models.tokenization.encoding import encode_text
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer

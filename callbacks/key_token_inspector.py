@@ -14,7 +14,7 @@ from callbacks.external_evaluator import ExternalEvaluator
 from callbacks.requirements import check_names, require_long_context_lm
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import ShortScores
-from lightning_modules.functional.influence import check_thresholds
+from lightning_modules.functional.equations import check_thresholds
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.context_extension.rotary_checks import check_static
 from lightning_modules.models.short_context import short_log_likelihood

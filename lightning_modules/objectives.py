@@ -16,7 +16,8 @@ from lightning_modules.functional import (
     top_fraction_weights,
 )
 from lightning_modules.functional.checks import check_count, check_fraction
-from lightning_modules.functional.influence import Part, check_gamma, check_part, check_threshold
+from lightning_modules.functional.equations import check_gamma
+from lightning_modules.functional.token_weights import Part, check_part, check_threshold
 
 
 class Objective(ABC):

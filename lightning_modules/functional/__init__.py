@@ -8,19 +8,21 @@ from lightning_modules.functional.alignment import (
     unit_spans,
 )
 from lightning_modules.functional.authors_alignment import merge_touching_spans, scan_token_mask
-from lightning_modules.functional.influence import (
+from lightning_modules.functional.equations import (
     key_token_mask,
+    long_cross_entropy,
+    long_perplexity,
     long_short_difference,
+    soft_influence,
+)
+from lightning_modules.functional.log_likelihood import token_log_likelihood
+from lightning_modules.functional.power_law import PowerLaw, fit_power_law
+from lightning_modules.functional.token_weights import (
     mutual_information,
     scale_to_mean_one,
-    soft_influence,
     threshold_weights,
     top_fraction_weights,
 )
-from lightning_modules.functional.log_likelihood import token_log_likelihood
-from lightning_modules.functional.long_cross_entropy import long_cross_entropy
-from lightning_modules.functional.long_perplexity import long_perplexity
-from lightning_modules.functional.power_law import PowerLaw, fit_power_law
 from lightning_modules.functional.top_tokens import LikeliestTokens, greedy_targets, likeliest_tokens
 from lightning_modules.functional.windows import ShortContext, ShortScores, Window, short_context_windows
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_modules.functional.long_perplexity import _long_perplexity_compute, _long_perplexity_update
+from lightning_modules.functional.equations import _long_perplexity_compute, _long_perplexity_update
 
 
 class LongPerplexity(Metric):

@@ -49,7 +49,7 @@ class ScoringConfig(LoadingOptions):
 
     def __post_init__(self) -> None:
         # Here, because these modules import torch, which the command line's help does not need.
-        from lightning_modules.functional.influence import check_thresholds
+        from lightning_modules.functional.equations import check_thresholds
         from lightning_modules.functional.windows import ShortContext
 
         ShortContext(self.context_length, self.stride)  # checks them

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.batch import PackedBatch, batch_to, stack_documents
 from lightning_modules.functional.checks import check_count
-from lightning_modules.functional.influence import check_gamma, check_thresholds
+from lightning_modules.functional.equations import check_gamma, check_thresholds
 from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_scorer

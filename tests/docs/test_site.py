@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "srcset", "link": "href"}
 API = {
-    "functional": "lightning_modules.functional.long_perplexity.long_perplexity",
+    "functional": "lightning_modules.functional.equations.long_perplexity",
     "metrics": "lightning_modules.metrics.long_perplexity.LongPerplexity",
     "objectives": "lightning_modules.objectives.LongCE",
     "score": "lightning_modules.scoring.score.score",

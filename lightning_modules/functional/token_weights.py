@@ -1,4 +1,4 @@
-"""Key tokens and token weights: pure functions of the long and short log-likelihoods."""
+"""Other token weights for training: those of Helm et al. (2025), from the same two log-likelihoods."""
 
 import math
 from typing import Literal, get_args
@@ -7,116 +7,10 @@ import torch
 from torch import Tensor
 
 from lightning_modules.functional.checks import check_fraction
+from lightning_modules.functional.equations import long_short_difference
 
 Part = Literal["positive", "negative", "absolute"]
 """Which tokens get a weight: those that the long context makes likelier, those it makes less likely, or both."""
-
-
-def long_short_difference(long: Tensor, short: Tensor) -> Tensor:
-    r"""Compute the long-short difference (LSD): how much likelier the long context makes each token, in nats.
-
-    .. math:: \mathrm{LSD}(x_t) = \log P(x_t \mid \text{long context}) - \log P(x_t \mid \text{short context})
-
-    Equation 2 of Fang et al. (2025), https://arxiv.org/abs/2410.23771. It is differentiable; the functions below are
-    not.
-
-    Args:
-        long: ``[B, T]`` log-likelihoods given everything before the token, in nats.
-        short: ``[B, T]`` log-likelihoods given the short context, equal to ``long`` for a token without one.
-
-    Returns:
-        ``[B, T]`` differences in nats, 0 for a token that has no short context; NaN where both are ``-inf``.
-
-    Raises:
-        ValueError: If the shapes differ, or either is not floating point.
-
-    Example:
-        >>> long_short_difference(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -4.0]))
-        tensor([0., 3.])
-    """
-    if long.shape != short.shape or not (long.is_floating_point() and short.is_floating_point()):  # it would broadcast
-        kinds = [f"{str(given.dtype).removeprefix('torch.')} {list(given.shape)}" for given in (long, short)]
-        raise ValueError(
-            f"`long` and `short` must be floating-point log-likelihoods of the same shape, got {' and '.join(kinds)}."
-        )
-    # Equation 2. Not detached: the functions below detach, so that no gradient flows through a weight.
-    return long - short
-
-
-def key_token_mask(long: Tensor, short: Tensor, *, alpha: float = 2.0, beta: float = -2.0) -> Tensor:
-    r"""Return the key tokens: the long context helps a lot, and the model predicts the token well with it.
-
-    .. math:: \mathrm{LSD}(x_t) > \alpha \ \text{and}\ \mathrm{LCL}(x_t) > \beta
-
-    Equation 4 of Fang et al. (2025), https://arxiv.org/abs/2410.23771; LCL is the long log-likelihood (Equation 3).
-
-    Args:
-        long: ``[B, T]`` log-likelihoods given everything before the token, in nats.
-        short: ``[B, T]`` log-likelihoods given the short context, equal to ``long`` for a token without one.
-        alpha: Threshold of the long-short difference, in nats. It must be 0 or more, or tokens that have no long
-            context would count.
-        beta: Threshold of the long log-likelihood, in nats. It must be below 0, or no token could count; ``-inf``
-            disables it.
-
-    Returns:
-        ``[B, T]`` bool.
-
-    Raises:
-        ValueError: If ``alpha`` is negative or infinite, ``beta`` is not negative, either is NaN, or the shapes
-            differ.
-
-    Example:
-        >>> key_token_mask(torch.tensor([-1.0, -1.0, -3.0]), torch.tensor([-1.0, -4.0, -9.0]))
-        tensor([False,  True, False])
-    """
-    check_thresholds(alpha, beta)
-    # Equation 4. Both comparisons are strict, and NaN compares as false: such a token is not key.
-    return (long_short_difference(long, short) > alpha) & (long > beta)
-
-
-def check_thresholds(alpha: float, beta: float) -> None:
-    """Raise a ``ValueError`` for thresholds that no token could pass, or that tokens without a long context would."""
-    if not 0 <= alpha < math.inf:
-        raise ValueError(f"`alpha` must be finite and 0 or more: a key token gains from the long context, got {alpha}.")
-    if not beta < 0:
-        raise ValueError(f"`beta` must be negative, because it is a lower bound of a log-likelihood, got {beta}.")
-
-
-def soft_influence(long: Tensor, short: Tensor, *, gamma: float = 5.0) -> Tensor:
-    r"""Compute the LongCE weight of each token: how many times likelier the long context makes it, capped.
-
-    .. math:: I_t = \min\big(\exp(\ell_t^{long} - \ell_t^{short}),\ \gamma\big)
-
-    Equation 7 of Fang et al. (2025), https://arxiv.org/abs/2410.23771. The result carries no gradient.
-
-    Args:
-        long: ``[B, T]`` log-likelihoods given everything before the token, in nats.
-        short: ``[B, T]`` log-likelihoods given the short context, equal to ``long`` for a token without one.
-        gamma: Largest weight. It must be 1 or more, because 1 is the weight of a token without a short context.
-
-    Returns:
-        ``[B, T]`` weights in ``[0, gamma]``, 1 for a token that has no short context; NaN where both are ``-inf``.
-
-    Raises:
-        ValueError: If ``gamma`` is below 1 or beyond the range of the log-likelihoods' dtype, or the shapes differ.
-
-    Example:
-        >>> soft_influence(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -9.0]))
-        tensor([1., 5.])
-    """
-    check_gamma(gamma, long.dtype if long.is_floating_point() else torch.float32)
-    difference = long_short_difference(long.detach(), short.detach())
-    # Compare before `exp`: in `exp(difference).clamp(max=gamma)` rounding would decide whether a weight is at the cap.
-    return torch.where(difference >= math.log(gamma), float(gamma), difference.exp())
-
-
-def check_gamma(gamma: float, dtype: torch.dtype = torch.float32) -> None:
-    """Raise a ``ValueError`` for a largest weight that is below 1, NaN, or beyond the range of ``dtype``."""
-    if not 1 <= gamma <= torch.finfo(dtype).max:
-        raise ValueError(
-            "`gamma` caps weights that are 1 where the long context makes no difference: it must be from 1 to"
-            f" {torch.finfo(dtype).max:.4g}, the largest {str(dtype).removeprefix('torch.')} number, got {gamma}."
-        )
 
 
 def mutual_information(long: Tensor, short: Tensor, *, part: Part = "positive", shift: float = 1.0) -> Tensor:

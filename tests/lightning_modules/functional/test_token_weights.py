@@ -5,8 +5,6 @@ import pytest
 import torch
 
 from lightning_modules.functional import (
-    key_token_mask,
-    long_short_difference,
     mutual_information,
     scale_to_mean_one,
     soft_influence,
@@ -15,26 +13,6 @@ from lightning_modules.functional import (
 )
 
 pytestmark = pytest.mark.core
-
-
-def test_thresholds_are_strict():
-    long = torch.tensor([-1.0, -1.0, -2.0, -1.9, -0.5])
-    short = torch.tensor([-3.0, -3.1, -9.0, -9.0, -0.1])
-    assert key_token_mask(long, short).tolist() == [False, True, False, True, False]
-    assert key_token_mask(long, short, alpha=1.0, beta=-math.inf).tolist() == [True, True, True, True, False]
-    assert key_token_mask(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.1]), alpha=0).tolist() == [False, True]
-
-
-def test_long_short_difference_is_differentiable():
-    long = torch.tensor([-1.0], requires_grad=True)
-    long_short_difference(long, torch.tensor([-2.0])).backward()
-    assert long.grad.tolist() == [1.0]
-
-
-@pytest.mark.parametrize("gamma", [1.0, 1.3, 2.1, 5.0, 9.7])
-def test_weights_at_the_cap_are_the_cap(gamma):
-    weights = soft_influence(torch.tensor([-0.1]), torch.tensor([-100.0]), gamma=gamma)
-    assert weights.item() == torch.tensor(gamma).item()
 
 
 def reference_information(long, short, part, shift):
