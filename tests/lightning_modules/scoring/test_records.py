@@ -11,7 +11,16 @@ import torch
 from lightning_modules.functional import long_perplexity, soft_influence
 from lightning_modules.scoring.key_tokens import Tokens, find_key_tokens
 from lightning_modules.scoring.measure import Document, measure
-from lightning_modules.scoring.records import Definition, Source, Sums, add, read_records, summarize, write_records
+from lightning_modules.scoring.records import (
+    Definition,
+    Source,
+    Sums,
+    add,
+    read_records,
+    split_measurements,
+    summarize,
+    write_records,
+)
 from lightning_modules.scoring.token_scores import TokenScores
 from tests.support.records import EVALUATOR, MODEL, make_record
 
@@ -110,6 +119,34 @@ def test_tokens_without_a_log_likelihood_or_characters_are_counted_apart():
     (record,) = measure(document, log_likelihood, scores, **settings)
     assert record.sums.nll == pytest.approx(-float(log_likelihood[1:].double().sum()), rel=1e-12)
     assert (record.sums.without_characters, record.sums.evaluator_without_characters) == (1, 0)
+
+
+def test_fractions_of_odd_tokens_are_of_their_own_tokenizer():
+    of_model = {"text_tokens": 8, "sharing_characters": 2, "without_characters": 1}
+    of_evaluator = {"evaluator_sharing_characters": 5, "evaluator_without_characters": 4, "evaluator_tokens": 10}
+    sums = Sums(by_characters=1, **of_model, **of_evaluator)
+    numbers = sums.numbers()
+    found = [
+        numbers[f"{whose}tokens_{what}"]
+        for whose in ("", "evaluator_")
+        for what in ("sharing_characters", "without_characters")
+    ]
+    assert found == [0.25, 0.125, 0.5, 0.4]
+    assert sums.coverage_warning().startswith("37.5% of the model's tokens and 90.0% of the evaluator's")
+    alone = Sums(by_characters=1, **of_model)
+    assert alone.coverage_warning().startswith("37.5% of the model's tokens and 0.0% of the evaluator's")
+    assert sums._replace(by_characters=0).coverage_warning() is None
+
+
+def test_what_identifies_a_source_has_the_names_of_its_fields():
+    source = Source(*(f"some {name}" for name in Source._fields))
+    for part in (source.provenance, source.numerics):
+        assert part._asdict() == {name: f"some {name}" for name in part._fields}
+
+
+def test_documents_of_one_measurement_stay_together_and_others_apart():
+    records = [make_record(name, 2.0 + place, 3.0, step=step) for step in (1, 2) for place, name in enumerate("ab")]
+    assert [[each.document for each in part] for part in split_measurements(records)] == [["a", "b"], ["a", "b"]]
 
 
 def test_a_model_that_has_diverged_gives_no_number_and_hides_none():
