@@ -9,6 +9,7 @@ EXTRAS = {
     "httpx2": "serve",
     "matplotlib": "reports",
     "pandas": "reports",
+    "ray": "ray",
     "scipy": "reports",
 }
 """The extra that has a package. pandas is in `corpora` as well, whose commands miss duckdb first."""

@@ -15,6 +15,11 @@ def default_shard() -> str:
     return f"{os.environ.get('RANK', 0)}/{os.environ.get('WORLD_SIZE', 1)}"
 
 
+def shard_name(index: int, shards: int) -> str:
+    """Return the name of the folder of a shard, of which there are several."""
+    return f"shard-{index:05d}-of-{shards:05d}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class CorpusConfig(LoadingOptions):
     """Settings of `longce corpus score`.
@@ -49,6 +54,10 @@ class CorpusConfig(LoadingOptions):
             each.
         shard: ``I/N`` scores only the I-th of N shards of the documents, from 0, into a folder of its own in `output`.
             The others are for other processes, on any machine and at any time. `torchrun` sets it for its processes.
+        engine: ``local`` scores one shard in this process; ``ray`` scores all shards as tasks of a Ray cluster, that of
+            ``RAY_ADDRESS`` or of this machine.
+        num_shards: Number of shards for ``ray``. A task that loses its machine starts again and goes on where it was;
+            several shards for each GPU lose less of its time.
         allowed_failures: Fraction of a source's documents that may fail, from 0 to 1; a source is a file, or all text
             files of a folder. If more fail, the command still scores all documents, then prints a report and ends with
             exit status 1. Below 1, a file whose first documents have no text is refused before anything is scored.
@@ -79,6 +88,8 @@ class CorpusConfig(LoadingOptions):
     quantization: dict[str, Any] | None = None
     device: str = "auto"
     shard: str = field(default_factory=default_shard)
+    engine: Literal["local", "ray"] = "local"
+    num_shards: PositiveInt | None = None
     allowed_failures: ClosedUnitInterval = 0.01
     shard_rows: PositiveInt = 1000
     shard_minutes: PositiveFloat = 15.0
@@ -88,6 +99,10 @@ class CorpusConfig(LoadingOptions):
         index, shards = self.shard_numbers
         if index >= shards:
             raise ValueError(f"`shard` must be I/N with I from 0 to N - 1, got '{self.shard}'.")
+        if (self.engine == "ray") != (self.num_shards is not None):
+            raise ValueError("`engine` 'ray' needs `num_shards`, which is for it only.")
+        if self.engine == "ray" and shards > 1:
+            raise ValueError(f"`engine` 'ray' scores all shards, and `shard` is {self.shard}: leave one of them out.")
 
     @property
     def shard_numbers(self) -> tuple[int, int]:
@@ -96,3 +111,11 @@ class CorpusConfig(LoadingOptions):
         if found is None:
             raise ValueError(f"`shard` must be I/N, such as 0/8, got '{self.shard}'.")
         return int(found[1]), int(found[2])
+
+    @property
+    def shard_folder(self) -> str:
+        """Folder of the scores: of the shard, or of all."""
+        index, shards = self.shard_numbers
+        if shards == 1:
+            return self.output
+        return f"{self.output.rstrip('/')}/{shard_name(index, shards)}"

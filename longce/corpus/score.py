@@ -17,7 +17,7 @@ from datamodules.sources.corpus import CorpusColumns, CorpusFiles, find_corpus, 
 from datamodules.sources.locations import is_url
 from lightning_modules.models.loading.identity import check_same_model, describe_model
 from lightning_modules.scoring.corpus.counts import count_documents, report_failures
-from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards, shard_name
+from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards
 from lightning_modules.scoring.corpus.table import find_reserved_names
 from lightning_modules.scoring.long_context_scorer import LongContextScorer
 from lightning_modules.scoring.score import find_device
@@ -42,7 +42,25 @@ _log = logging.getLogger(__name__)
 
 
 def score_corpus(files: Sequence[str], config: CorpusConfig) -> str:
-    """Score the documents of a shard that have no scores yet, and return a line with the counts of all.
+    """Score the documents of a shard, or of all shards on a cluster; return a line with their counts.
+
+    For arguments and errors see `score_shard`.
+    """
+    if config.engine == "ray":
+        from longce.corpus.on_ray import score_on_ray
+
+        counts = score_on_ray(files, config)
+    else:
+        counts = score_shard(files, config)
+    return (
+        f"{counts['documents']:,} documents with {counts['tokens']:,} tokens in {config.shard_folder}:"
+        f" {counts['failed']:,} failed and {counts['left_out']:,} left out (column `error`),"
+        f" {counts['too_short']:,} too short to have a short context."
+    )
+
+
+def score_shard(files: Sequence[str], config: CorpusConfig) -> dict[str, int]:
+    """Score the documents of a shard that have no scores yet, and return the counts of all.
 
     A document is a row of a ``.parquet`` file, a line of a ``.jsonl`` or ``.json`` file, or a ``.txt`` file (text and
     JSON also as ``.gz`` and ``.zst``); file and row number identify it. Its scores are a row of a ``part-*.parquet``
@@ -106,9 +124,9 @@ def _check_place(files: Sequence[str], output: str) -> None:
 
 def _open_folder(config: CorpusConfig) -> ScoreShards:
     """Return the folder of the shard; refuse a folder that has scores of another number of shards."""
-    index, shards = config.shard_numbers
+    _, shards = config.shard_numbers
     whole = ScoreShards(config.output)
-    own = whole if shards == 1 else ScoreShards(f"{config.output.rstrip('/')}/{shard_name(index, shards)}")
+    own = whole if shards == 1 else ScoreShards(config.shard_folder)
     whole.check_writable()
     for name in whole.entries():
         other = re.fullmatch(r"shard-\d+-of-(\d+)", name)
@@ -128,6 +146,7 @@ def _make_scorer(config: CorpusConfig) -> LongContextScorer:
     if device == "auto" and local_rank is not None and torch.cuda.is_available():
         device = f"cuda:{local_rank}"
     not_its_own = {"output", "columns", "key_column", "shard", "allowed_failures", "shard_rows", "shard_minutes"}
+    not_its_own |= {"engine", "num_shards"}
     options = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in not_its_own}
     return LongContextScorer(**{**options, "device": device})
 
@@ -179,8 +198,10 @@ def _show_rate(bar: tqdm, writer: Writer) -> None:
     bar.update(writer.documents - bar.n)
 
 
-def _finish(shards: ScoreShards, settings: Mapping[str, Any], unreadable: Sequence[str], config: CorpusConfig) -> str:
-    """Write ``_SUCCESS.json`` with the counts of all documents, if all are done and few failed; return a line."""
+def _finish(
+    shards: ScoreShards, settings: Mapping[str, Any], unreadable: Sequence[str], config: CorpusConfig
+) -> dict[str, int]:
+    """Write ``_SUCCESS.json`` with the counts of all documents, if all are done and few failed; return the counts."""
     # 1. Every file must have been read to its end.
     if unreadable:
         raise ValueError(
@@ -202,11 +223,7 @@ def _finish(shards: ScoreShards, settings: Mapping[str, Any], unreadable: Sequen
     # 3. Count.
     counts = count_documents(scores)
     shards.write_success({**counts, "shards": len(tables), "settings": settings})
-    return (
-        f"{counts['documents']:,} documents with {counts['tokens']:,} tokens in {shards}:"
-        f" {counts['failed']:,} failed and {counts['left_out']:,} left out (column `error`),"
-        f" {counts['too_short']:,} too short to have a short context."
-    )
+    return counts
 
 
 def _source(file: str) -> str:

@@ -133,8 +133,3 @@ def check_settings(then: Mapping[str, Any], now: Mapping[str, Any], place: objec
             f"`{name}` was {then.get(name)!r} and is {current.get(name)!r}" for name in names[:_MAX_NAMED]
         )
         raise ValueError(f"The scores in '{place}' were made with other settings: {changes}. Use another folder.")
-
-
-def shard_name(index: int, shards: int) -> str:
-    """Return the name of the folder of a shard, of which there are several."""
-    return f"shard-{index:05d}-of-{shards:05d}"

@@ -8,9 +8,10 @@ from typing import Any
 import duckdb
 import fsspec
 
-from lightning_modules.scoring.corpus.shards import SUCCESS, shard_name
+from lightning_modules.scoring.corpus.shards import SUCCESS
 from lightning_modules.utilities.files import writable_folder
 from lightning_modules.visualization.corpus import METRICS, draw_corpus
+from longce.corpus.config import shard_name
 from longce.corpus.select.choice import NUMBER, choose_documents, connect
 from longce.corpus.select.config import SelectConfig
 from longce.corpus.select.output import write_documents, write_keys

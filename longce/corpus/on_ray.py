@@ -1,0 +1,89 @@
+"""Shards of a corpus as tasks on a Ray cluster, each like ``longce corpus score --shard I/N``."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from datamodules.sources.locations import is_url
+from lightning_modules.models.loading.config import is_served
+from lightning_modules.utilities.errors import IncompleteError
+from lightning_modules.utilities.progress import progress_bar
+from longce.corpus.config import CorpusConfig
+from longce.corpus.score import score_shard
+
+RETRIES = 10
+"""Times that a task starts again after its process or machine was lost; it goes on where it was."""
+
+STOP_SECONDS = 60
+"""Time that stopped tasks have to write finished documents."""
+
+
+def score_on_ray(files: Sequence[str], config: CorpusConfig) -> dict[str, int]:
+    """Score all `num_shards` shards of a corpus as tasks of a Ray cluster, and return their counts together.
+
+    The cluster is that of ``RAY_ADDRESS`` if it is set, or of this machine. Every task loads the model; on a cluster
+    with GPUs it gets one. Files and output must be at the same paths on all machines, or at fsspec URLs.
+
+    Raises:
+        ValueError: For the reasons of `score_shard`; tasks that run are stopped, and finished documents are kept.
+        IncompleteError: If more documents of a shard failed than are allowed, or its process was lost too often.
+    """
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False, logging_level="ERROR")
+    shards = config.num_shards or 1
+    files = [_make_absolute(file) for file in files]
+    config = replace(
+        config,
+        engine="local",
+        num_shards=None,
+        model=_make_absolute(config.model),
+        tokenizer=None if config.tokenizer is None else _make_absolute(config.tokenizer),
+        output=_make_absolute(config.output, exists=False),
+    )
+    on_cpu = config.device == "cpu" or is_served(config.model) or not ray.cluster_resources().get("GPU")
+    task = ray.remote(score_shard).options(num_cpus=1, num_gpus=0 if on_cpu else 1, max_retries=RETRIES)
+    running: dict[Any, int] = {}
+    for index in range(shards):
+        running[task.remote(files, replace(config, shard=f"{index}/{shards}"))] = index
+    try:
+        counts, lost = _collect(running, shards)
+    except BaseException:
+        for each in running:
+            ray.cancel(each)  # as Ctrl-C would
+        ray.wait([*running], num_returns=len(running), timeout=STOP_SECONDS)
+        raise
+    if lost:
+        raise IncompleteError("\n".join(lost) + "\nFinished documents are kept: run the same command again.")
+    return {name: sum(each[name] for each in counts) for name in counts[0]}
+
+
+def _collect(running: dict[Any, int], shards: int) -> tuple[list[dict[str, int]], list[str]]:
+    """Wait for all tasks, and return the counts of those that succeeded, and why others did not."""
+    counts = []
+    lost = []
+    with progress_bar("Scoring", unit=" shards", total=shards, scaled=False) as bar:
+        while running:
+            (done,), _ = ray.wait([*running], num_returns=1)
+            index = running.pop(done)
+            try:
+                counts.append(ray.get(done))
+            except ray.exceptions.RayTaskError as error:
+                if not isinstance(error.cause, IncompleteError):
+                    raise error.cause from None  # the settings or files are wrong, for all shards
+                lost.append(f"Shard {index}: {error.cause}")
+            except ray.exceptions.RayError as error:
+                reason = " ".join(str(error).split())
+                lost.append(f"Shard {index}: its process was lost {RETRIES + 1} times ({reason:.300})")
+            bar.update()
+    return counts, lost
+
+
+def _make_absolute(path: str, *, exists: bool = True) -> str:
+    """Return a local path as an absolute one, because tasks have another working directory; keep ids and URLs."""
+    if is_url(path) or is_served(path):
+        return path
+    local = os.path.expanduser(path)
+    return os.path.abspath(local) if not exists or os.path.exists(local) or "*" in local else path

@@ -1,0 +1,115 @@
+"""All shards as tasks of a Ray cluster on this machine: the rows of the local command, also if a process is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from longce.corpus.config import CorpusConfig
+from tests.conftest import make_text
+
+ROOT = Path(__file__).parents[3]
+SETTINGS = {"context_length": 16, "stride": 8, "alpha": 0.5, "beta": -6, "dtype": "float32", "device": "cpu"}
+DOCUMENTS = 24
+
+
+@pytest.fixture
+def documents(tmp_path):
+    """Three files, in which one document cannot be scored and one is too short."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    texts = [make_text(20 + 3 * number, number) for number in range(DOCUMENTS)]
+    texts[5] = None
+    texts[6] = "a"
+    for part in range(3):
+        rows = [{"text": text} for text in texts[part::3]]
+        table = pyarrow.Table.from_pylist(rows, pyarrow.schema({"text": pyarrow.string()}))
+        pyarrow.parquet.write_table(table, folder / f"{part}.parquet", row_group_size=3)
+    return folder
+
+
+def start(documents, model_dir, output, *options, **environment):
+    words = ["corpus", "score", str(documents), "--model", str(model_dir), "--output", str(output), "--shard_rows", "2"]
+    words += [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
+    return subprocess.Popen(
+        [sys.executable, "-m", "longce", *words, "--allowed_failures", "1", *options],
+        cwd=ROOT,
+        env={**os.environ, "RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process):
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return out
+
+
+def rows(output):
+    found = pyarrow.parquet.read_table(output, partitioning=None).to_pylist()
+    return sorted(found, key=lambda row: (row["file"], row["row"]))
+
+
+def tasks():
+    """Return the processes in which Ray runs a task of ours."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdecimal() and (entry / "cmdline").read_bytes().startswith(b"ray::score_shard"):
+                found.append(int(entry.name))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+@pytest.mark.slow
+def test_two_killed_processes_lose_nothing_and_a_restart_scores_nothing(documents, model_dir, tmp_path):
+    local = finish(start(documents, model_dir, tmp_path / "local"))
+    output = tmp_path / "ray"
+    process = start(documents, model_dir, output, "--engine", "ray", "--num_shards", "3")
+    killed = []
+    while len(killed) < 2 and process.poll() is None:
+        time.sleep(0.01)
+        begun = [*output.glob("shard-*/part-*.parquet")] if output.is_dir() else []
+        for task in tasks()[:1] if len(begun) > len(killed) else []:
+            os.kill(task, signal.SIGKILL)
+            killed.append(task)
+    printed = finish(process)
+    assert killed
+    assert rows(output) == rows(tmp_path / "local")
+    assert len(rows(output)) == DOCUMENTS
+    assert [row["file"] for row in rows(output) if row["error"]] == ["2.parquet"]
+    counts = [line for line in printed.splitlines() if "documents with" in line]  # Ray tells of lost processes
+    assert counts == [local.strip().replace(str(tmp_path / "local"), str(output))]
+    # Its shards are those of the local command, which has nothing left to score.
+    before = {path: path.stat().st_mtime_ns for path in output.glob("*/part-*")}
+    finish(start(documents, model_dir, output, "--shard", "1/3"))
+    assert {path: path.stat().st_mtime_ns for path in output.glob("*/part-*")} == before
+
+
+@pytest.mark.slow
+def test_an_error_of_the_settings_is_that_of_the_local_command(documents, model_dir, tmp_path):
+    process = start(
+        documents, model_dir, tmp_path / "out", "--engine", "ray", "--num_shards", "2", "--text_column", "no"
+    )
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 2
+    assert "no column 'no'" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "options", [{"engine": "ray"}, {"num_shards": 2}, {"engine": "ray", "num_shards": 2, "shard": "0/2"}]
+)
+def test_options_that_contradict_each_other_are_refused(options):
+    with pytest.raises(ValueError, match="engine"):
+        CorpusConfig(model="m", output="o", **options)
