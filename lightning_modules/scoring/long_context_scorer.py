@@ -9,12 +9,13 @@ import pyarrow
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from lightning_modules.batch import PackedBatch, batch_to, stack_documents
+from lightning_modules.batch import PackedBatch, batch_to, pack_sequence, stack_documents
 from lightning_modules.functional.checks import check_count
 from lightning_modules.functional.equations import check_gamma, check_thresholds
 from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_scorer
+from lightning_modules.models.tokenization.detokenization import TokenCharacters
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.config import tokenizer_name
 from lightning_modules.scoring.context_lengths import ContextLengths
@@ -69,6 +70,8 @@ class LongContextScorer:
             padding. By default each document is scored alone, so that its scores do not depend on others in the last
             digits.
         text_column: Name of the column with the text. It is not returned.
+        token_column: Name of a column with lists of the model's token ids, in place of a text. Their text is decoded
+            for hash, first words and character offsets, and ids are scored as they are.
         tokenizer: Hub id or local folder of the tokenizer; by default the model's.
         add_special_tokens: Whether the tokenizer adds special tokens to each document.
         device: Device such as ``cuda:0`` or ``cpu``; ``auto`` is the first GPU, or the CPU.
@@ -93,6 +96,7 @@ class LongContextScorer:
         overlong: Literal["cut", "skip"] = "cut",
         batch_tokens: int | None = None,
         text_column: str = "text",
+        token_column: str | None = None,
         tokenizer: str | None = None,
         add_special_tokens: bool = False,
         device: str = "auto",
@@ -119,6 +123,7 @@ class LongContextScorer:
         self.overlong = overlong
         self.batch_tokens = batch_tokens
         self.text_column = text_column
+        self.token_column = token_column
         self.tokenizer_name = tokenizer_name(model, tokenizer, "`tokenizer`")
         self.add_special_tokens = add_special_tokens
         self.device = device
@@ -132,7 +137,8 @@ class LongContextScorer:
         """Score a batch of documents, and return their other columns with their scores, in the same form.
 
         Args:
-            rows: A ``pyarrow.Table``, a list of dicts, or a dict of columns; with the column `text_column`.
+            rows: A ``pyarrow.Table``, a list of dicts, or a dict of columns; with the column `text_column`, or
+                `token_column` if that is set.
 
         Returns:
             A table, a list of dicts, or a dict of columns. Missing values are null, or None.
@@ -140,8 +146,9 @@ class LongContextScorer:
         Raises:
             ValueError: If the text column is missing, or the rows already have a column of scores.
         """
-        texts, scored = self._split(rows)
-        scores = self.score(texts)
+        documents, scored = self._split(rows)
+        encode = self.encode if self.token_column is None else self.encode_tokens
+        scores = self.score_encoded([encode(document) for document in documents])
         for name in scores.column_names:
             if name in scored.column_names:
                 raise ValueError(f"The rows have a column '{name}', which is that of a score: rename it.")
@@ -168,14 +175,39 @@ class LongContextScorer:
             return replace(document, error=f"{LEFT_OUT}the text is empty or only white space")
         kept = self.max_tokens if self.overlong == "cut" else None
         special = self.add_special_tokens
+        tokenizer = self.tokenizer  # before `try`: one that cannot be loaded is no fault of the document
         try:
-            batch = encode_document(text, self.tokenizer, add_special_tokens=special, max_tokens=kept)
+            batch = encode_document(text, tokenizer, add_special_tokens=special, max_tokens=kept)
         except ValueError as error:  # the tokenizer fails on it
             return replace(document, error=" ".join(str(error).split()))
         tokens = batch["labels"].numel()
         if self.max_tokens is not None and tokens > self.max_tokens:
             return replace(document, error=f"{LEFT_OUT}{tokens} tokens exceed `max_tokens` = {self.max_tokens}")
         return replace(document, batch=batch, truncated=len(batch["text"][0]) < len(text))
+
+    def encode_tokens(self, ids: Any) -> EncodedDocument:
+        """Check token ids, and decode them."""
+        if ids is None or len(ids) == 0:
+            return EncodedDocument(None, "the token ids are null" if ids is None else f"{LEFT_OUT}it has no token")
+        characters = self._characters  # before `try`: a tokenizer that cannot be used is no fault of the document
+        try:
+            tokens = torch.as_tensor(ids)
+            size = len(self.tokenizer)
+            if tokens.dtype.is_floating_point or tokens.ndim != 1 or tokens.min() < 0 or tokens.max() >= size:
+                raise ValueError(f"they must be a list of integers from 0 to {size - 1}")
+        except (TypeError, ValueError, RuntimeError) as error:
+            return EncodedDocument(None, f"the token ids cannot be used: {' '.join(str(error).split())}")
+        tokens = tokens.long()
+        text, offsets = characters(tokens)
+        document = EncodedDocument(None, None, text_sha256(text), shorten_text(text))
+        count = len(tokens)
+        kept = count if self.max_tokens is None else min(count, self.max_tokens)
+        if kept < count and self.overlong == "skip":
+            return replace(document, error=f"{LEFT_OUT}{count} tokens exceed `max_tokens` = {self.max_tokens}")
+        offsets = offsets[:kept]
+        batch = pack_sequence([tokens[:kept]])
+        batch |= {"text": [text[: int(offsets.max())]], "offsets": offsets.unsqueeze(0), "names": ["document"]}
+        return replace(document, batch=batch, truncated=kept < count)
 
     def score_encoded(self, documents: Sequence[EncodedDocument]) -> pyarrow.Table:
         """Return a table with the scores of each document, like `score`."""
@@ -214,6 +246,10 @@ class LongContextScorer:
         return load_tokenizer(self.tokenizer_name, revision=revision, trust_remote_code=self.loading.trust_remote_code)
 
     @cached_property
+    def _characters(self) -> TokenCharacters:
+        return TokenCharacters(self.tokenizer)
+
+    @cached_property
     def document_scorer(self) -> DocumentScorer:
         """Scorer with the model, loaded once."""
         backbone = load_scorer(self.loading, find_device(self.device))
@@ -222,20 +258,22 @@ class LongContextScorer:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings without the model and tokenizer."""
-        return {name: value for name, value in vars(self).items() if name not in ("document_scorer", "tokenizer")}
+        loaded = ("document_scorer", "tokenizer", "_characters")
+        return {name: value for name, value in vars(self).items() if name not in loaded}
 
     def _split(self, rows: Any) -> tuple[list[Any], pyarrow.Table]:
-        """Return the texts of a batch, and a table of the other columns."""
+        """Return the texts or token ids of a batch, and a table of the other columns."""
+        source = self.token_column or self.text_column
         if isinstance(rows, pyarrow.Table):
             columns = {name: rows[name] for name in rows.column_names}
         elif isinstance(rows, Mapping):
             columns = dict(rows)
         else:
             names = dict.fromkeys(name for row in rows for name in row)  # in order; a row may lack some
-            columns = {name: [row.get(name) for row in rows] for name in names or [self.text_column]}
-        if self.text_column not in columns:
-            raise ValueError(f"The rows have no column '{self.text_column}', only {[*columns]}.")
-        texts = columns.pop(self.text_column)
+            columns = {name: [row.get(name) for row in rows] for name in names or [source]}
+        if source not in columns:
+            raise ValueError(f"The rows have no column '{source}', only {[*columns]}.")
+        texts = columns.pop(source)
         texts = texts.to_pylist() if isinstance(texts, pyarrow.ChunkedArray) else list(texts)
         if columns:
             return texts, pyarrow.table(columns)

@@ -1,6 +1,7 @@
 """The scorer of batches of rows equals `longce corpus score`, whatever the form and size of the batch."""
 
 import pickle
+import shutil
 
 import pyarrow
 import pyarrow.parquet
@@ -132,3 +133,27 @@ def test_settings_that_do_not_fit_are_refused_before_anything_is_loaded(options,
 )
 def test_first_words_are_one_short_line(text, line):
     assert shorten_text(text) == line
+
+
+@pytest.mark.parametrize("overlong", ["cut", "skip"])
+def test_token_ids_have_the_scores_of_their_text(model_dir, overlong):
+    options = {**SIZES, **THRESHOLDS, "per_token": "float32", "dtype": "float32", "device": "cpu"}
+    by_text = LongContextScorer(str(model_dir), **options, max_tokens=150, overlong=overlong)
+    by_ids = LongContextScorer(str(model_dir), **options, max_tokens=150, overlong=overlong, token_column="ids")
+    texts = [text for text in TEXTS if text and text.strip()]
+    ids = [by_text.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    assert max(map(len, ids)) > 150 > min(map(len, ids))
+    expected = by_text([{"text": text} for text in texts])
+    assert by_ids([{"ids": each} for each in ids]) == expected
+    assert pickle.loads(pickle.dumps(by_ids))(pyarrow.table({"ids": ids})).to_pylist() == expected
+    wrong = by_ids([{"ids": each} for each in (None, [], [3, -1], [3, 10**6], [0.5], [[1]], "text")])
+    assert [row["tokens"] for row in wrong] == [None] * 7
+    reasons = ["are null", "left out", "integers", "integers", "integers", "integers", "cannot be used"]
+    assert all(reason in row["error"] for row, reason in zip(wrong, reasons, strict=True))
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_no_fault_of_the_documents(model_dir, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(model_dir / name, tmp_path)
+    with pytest.raises(ValueError, match="tokenizer"):
+        LongContextScorer(str(tmp_path))([{"text": TEXTS[0]}])
