@@ -1,5 +1,6 @@
 """Read what is compared: folders of `longce fit` and `longce evaluate`, and records of `longce score`."""
 
+import logging
 import os
 import re
 from collections import defaultdict
@@ -9,13 +10,13 @@ from typing import NamedTuple
 
 import pandas as pd
 import yaml
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
 
 from lightning_modules.models.loading.provenance import UNKNOWN, Numerics
 from lightning_modules.scoring.records import FOLDER, Record, Source, hash_texts, read_records, split_measurements
 from lightning_modules.tasks.evaluation.evaluation import SETTINGS
 from lightning_modules.training.checkpoints.spans import read_spans
-from lightning_modules.training.monitoring.event_files import list_event_files, read_events
 from lightning_modules.training.monitoring.numerics import read_numerics
 from lightning_modules.utilities.identity import shorten_hashes
 from lightning_modules.utilities.statistics import UNITS
@@ -28,6 +29,8 @@ AXES = {"optimizer steps": "step", "tokens": "train/tokens", "device hours": "tr
 _PATHS = re.compile(r"run\.id$|.*\.(dirpath|\w+_dir)$")  # settings that always differ
 
 _STAGES = {"val": "validation", "test": "test"}
+
+_log = logging.getLogger(__name__)
 
 
 class Cell(NamedTuple):
@@ -177,14 +180,24 @@ def _describe_resumes(folder: Path) -> dict[str, str]:
 
 def _read_scalars(folder: Path) -> Iterator[tuple[str, int, float]]:
     """Yield name, logged step and value of the scalars of TensorBoard and of CSV files, oldest first."""
-    for file in list_event_files(folder):
-        for _, content in read_events(file):
+    for file in sorted(folder.glob("events.out.tfevents.*"), key=_split_numbers):
+        intact = 0
+        # Not `EventAccumulator`, which removes the steps before a resumption, and sorts files by name.
+        for content in RawEventFileLoader(str(file)).Load():
+            intact += 16 + len(content)
             event = Event.FromString(content)
             found = (value for value in event.summary.value if value.HasField("simple_value"))
             yield from ((value.tag, event.step, value.simple_value) for value in found)
+        if intact < file.stat().st_size:
+            _log.warning("'%s' ends in an unfinished or damaged event: compared are the values before it.", file)
     if (table := folder / "metrics.csv").is_file():
         logged = pd.read_csv(table).drop(columns="epoch", errors="ignore").melt("step").dropna(subset="value")
         yield from zip(logged["variable"], logged["step"], logged["value"], strict=True)
+
+
+def _split_numbers(file: Path) -> list[int | str]:
+    """Return the parts of an event file's name: the time in seconds, and a count of the process's files (9, 10, ..)."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", file.name)]
 
 
 def _name_cell(records: Sequence[Record]) -> Cell:
