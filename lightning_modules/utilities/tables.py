@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import NoneType
@@ -11,6 +11,8 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from lightning_modules.utilities.files import atomic_file
 
 Row = TypeVar("Row")
+
+_list_fields: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)
 
 
 def write_rows(path: str | os.PathLike[str], rows: Sequence[Row], kind: type[Row], *, format: str) -> None:
@@ -57,11 +59,6 @@ def read_format(path: str | os.PathLike[str]) -> str:
     except pyarrow.ArrowException:
         return ""
     return str(metadata.get(b"format", b"").decode())
-
-
-@functools.cache
-def _list_fields(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
 
 
 def _list_columns(kind: type, prefix: str = "") -> dict[str, Any]:

@@ -15,11 +15,13 @@ from tensorboard.compat.proto.event_pb2 import Event
 
 from lightning_modules.models.loading.provenance import UNKNOWN, Numerics
 from lightning_modules.scoring.records import FOLDER, Record, Source, hash_texts, read_records, split_measurements
-from lightning_modules.tasks.evaluation.evaluation import SETTINGS
+from lightning_modules.tasks.evaluation.answers import FOLDER as ANSWERS_FOLDER
+from lightning_modules.tasks.evaluation.answers import FORMAT as ANSWERS_FORMAT
 from lightning_modules.training.checkpoints.spans import read_spans
 from lightning_modules.training.monitoring.numerics import read_numerics
 from lightning_modules.utilities.identity import shorten_hashes
 from lightning_modules.utilities.statistics import UNITS
+from lightning_modules.utilities.tables import read_format
 from longce.compare.evaluations import ComparedEvaluation, read_evaluation
 from longce.correlate.result_files import FILES
 
@@ -77,14 +79,14 @@ class ComparedRun(NamedTuple):
 def read_compared(words: Sequence[str | Path]) -> list[ComparedRun | ComparedEvaluation]:
     """Read what is compared, each given as ``PATH`` or ``NAME=PATH``.
 
-    A path is the folder of a run, a folder of ``longce evaluate``, records of ``longce score``, or a folder of such
-    files or folders. Records of several models are compared with each other.
+    A path is the folder of a run, a folder of ``longce evaluate`` or a file of its answers, records of ``longce
+    score``, or a folder of such files or folders. Records of several models are compared with each other.
 
     Raises:
         ValueError: If a path is none of them, if names are repeated, or if several kinds are mixed.
     """
     found = [(name, path) for word in words for name, path in _find_files(str(word))]
-    if len({"records" if path.is_file() else "run" if _is_run(path) else "evaluation" for _, path in found}) > 1:
+    if len({_find_kind(path) for _, path in found}) > 1:
         raise ValueError(
             "Give either folders of runs, or records of `longce score`, or folders of `longce evaluate`: they cannot be"
             " compared with each other."
@@ -93,9 +95,10 @@ def read_compared(words: Sequence[str | Path]) -> list[ComparedRun | ComparedEva
     compared: list[ComparedRun | ComparedEvaluation] = []
     for name, path in found:
         default = str(path.relative_to(common)).removesuffix(".parquet")
-        if path.is_file():
+        kind = _find_kind(path)
+        if kind == "records":
             compared += _read_scored(name, path, default)
-        elif _is_run(path):
+        elif kind == "run":
             compared.append(_read_run(name or default, path))
         else:
             compared.append(read_evaluation(name or default, path))
@@ -116,8 +119,10 @@ def _find_files(word: str) -> Iterator[tuple[str, Path]]:
     path = Path(given).expanduser().resolve()
     found = [path] if path.is_file() or _is_run(path) or _is_evaluation(path) else sorted(path.glob("*.parquet"))
     found = found or [inner for inner in sorted(path.glob("*/")) if _is_evaluation(inner)]
-    if (path / SETTINGS).is_file() and not _is_evaluation(path):
+    if not found and (path / ANSWERS_FOLDER).is_dir():
         raise ValueError(f"The evaluation in '{word}' was interrupted: run the same `longce evaluate` again.")
+    if not found and (path / "results.json").is_file():
+        raise ValueError(f"'{word}' is a result of longce 0.1: run `longce evaluate` again, in another folder.")
     if not found:
         inside = ", ".join(sorted(str(file.parent) for file in path.glob("*/config.yaml"))) or "runs/longce/version_0"
         raise ValueError(
@@ -129,6 +134,12 @@ def _find_files(word: str) -> Iterator[tuple[str, Path]]:
 
 def _is_run(path: Path) -> bool:
     return (path / "config.yaml").is_file()
+
+
+def _find_kind(path: Path) -> str:
+    if _is_run(path):
+        return "run"
+    return "records" if path.is_file() and read_format(path) != ANSWERS_FORMAT else "evaluation"
 
 
 def _is_evaluation(path: Path) -> bool:
