@@ -245,8 +245,9 @@ class LongContextTasks(Callback):
 
     def _run_harness_tasks(self, trainer: Trainer, pl_module: LongContextLM) -> dict[str, float]:
         """Return the metrics of all tasks, groups and sets of the harness, by the names under which they are logged."""
-        from lightning_modules.tasks.harness.evaluation import evaluate_tasks, merge_results, summarize_results
+        from lightning_modules.tasks.harness.evaluation import evaluate_tasks
         from lightning_modules.tasks.harness.model import HarnessModel
+        from lightning_modules.tasks.harness.results import merge_results, summarize_results
 
         assert self._prompter is not None
         started = time.perf_counter()

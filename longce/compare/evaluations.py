@@ -40,7 +40,7 @@ class ComparedEvaluation(NamedTuple):
 def read_evaluation(name: str, path: Path) -> ComparedEvaluation:
     """Read a folder of ``longce evaluate``, or a file of answers; a ``ValueError`` if it is damaged."""
     found = ComparedEvaluation(name, {}, tabulate([]).astype({"length": str}), {}, 0)
-    files = [path] if path.is_file() else [path / file for file in FILES if (path / file).is_file()]
+    files = [path] if path.is_file() else list_files(path)
     for file in files:
         add = _add_answers if file.suffix == ".parquet" else _add_harness
         found = add(found, file)
@@ -63,9 +63,18 @@ def _add_harness(evaluation: ComparedEvaluation, file: Path) -> ComparedEvaluati
     try:
         content = json.loads(file.read_bytes())
         cells = evaluation.cells | read_harness_cells(content)
-        return evaluation._replace(cells=cells, settings=evaluation.settings or content["settings"])
+        return evaluation._replace(cells=cells, settings=evaluation.settings or _describe_harness(content))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"'{file}' is not a result of `longce evaluate`, or is damaged ({error!r}).") from error
+
+
+def list_files(folder: Path) -> list[Path]:
+    """Return the files of ``longce evaluate`` in a folder."""
+    return [file for pattern in FILES for file in sorted(folder.glob(pattern))]
+
+
+def _describe_harness(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {**content["config"], "model": content["model_name"]}
 
 
 def tabulate_evaluations(evaluations: Sequence[ComparedEvaluation]) -> tuple[Table, list[str]]:

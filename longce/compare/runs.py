@@ -22,8 +22,7 @@ from lightning_modules.training.monitoring.numerics import read_numerics
 from lightning_modules.utilities.identity import shorten_hashes
 from lightning_modules.utilities.statistics import UNITS
 from lightning_modules.utilities.tables import read_format
-from longce.compare.evaluations import ComparedEvaluation, read_evaluation
-from longce.correlate.result_files import FILES
+from longce.compare.evaluations import ComparedEvaluation, list_files, read_evaluation
 
 AXES = {"optimizer steps": "step", "tokens": "train/tokens", "device hours": "train/gpu_hours"}
 """Measures of the progress of a training, each with its scalar."""
@@ -143,7 +142,7 @@ def _find_kind(path: Path) -> str:
 
 
 def _is_evaluation(path: Path) -> bool:
-    return any((path / file).is_file() for file in FILES)
+    return bool(list_files(path))
 
 
 def _read_run(run_name: str, folder: Path) -> ComparedRun:

@@ -17,6 +17,7 @@ from lightning_modules.tasks.evaluation.answers import ANSWERS_FILE
 from lightning_modules.tasks.evaluation.report import short
 from lightning_modules.tasks.evaluation.summary import Cells
 from lightning_modules.tasks.evaluation.summary import summarize as summarize_answers
+from lightning_modules.tasks.harness.results import SETS, summarize_results
 from lightning_modules.tasks.questions.registry import GROUPS
 from lightning_modules.utilities.statistics import UNITS, Interval, mean_interval
 from lightning_modules.utilities.tables import read_format
@@ -29,8 +30,8 @@ OF_SETS = "score, %"
 
 _SUFFIXES = (".csv", ".json", ".parquet")
 
-FILES = (ANSWERS_FILE, "harness.json")
-"""Files in a folder of ``longce evaluate``."""
+FILES = (ANSWERS_FILE, "results_*.json")
+"""Patterns of the files in a folder of ``longce evaluate``: answers, and the results of lm-evaluation-harness."""
 
 
 class Measured(NamedTuple):
@@ -53,7 +54,7 @@ def read_results(words: Sequence[str]) -> list[Measured]:
 
     Each word is a file, a folder of ``longce evaluate``, of such folders or of other files, or ``NAME=FILE`` for
     results of a single model, which gets this name. The files are records of ``longce score --output``,
-    ``answers.parquet`` and ``harness.json`` of ``longce evaluate``, a dictionary
+    ``answers.parquet`` of ``longce evaluate``, ``results_*.json`` of lm-evaluation-harness, a dictionary
     ``{"Qwen2-7B": {"LongBench": 42.0}}``, or CSV with a line for each model: its name in the column ``model``, and
     values in the others, where a cell may be blank.
     """
@@ -102,9 +103,11 @@ def _read_file(file: Path) -> list[Measured]:
         content = json.loads(text)
         if {"longppl", "documents"} <= content.keys():
             raise ValueError("it is a result of longce 0.1: `longce score --output` writes records (.parquet) now")
-        if {"tasks", "average"} <= content.keys():
-            raise ValueError("it is a result of longce 0.1: `longce evaluate` writes answers.parquet now")
-        if {"tasks", "groups", "scores"} <= content.keys():
+        if "tasks" in content and {"average", "scores"} & content.keys():
+            raise ValueError(
+                "it is a result of longce 0.1: `longce evaluate` writes answers.parquet and results_*.json"
+            )
+        if {"results", "n-shot", "n-samples"} <= content.keys():
             return [_read_harness(file, content)]
         return [_parse_values(str(file), model, entry) for model, entry in content.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -154,15 +157,17 @@ def _read_numerics(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_harness_cells(content: Mapping[str, Any]) -> Cells:
-    """Return the scores in ``harness.json``: those of sets in percent, but metrics of the harness as they are."""
-    metrics = {name: entry["metrics"] for name, entry in content["tasks"].items()} | content["groups"]
+    """Return the metrics in a result of lm-evaluation-harness as they are, and the scores of sets in percent."""
+    # A result of the harness's own command does not name sets.
+    found = summarize_results(content, content["config"].get("tasks") or list(SETS))
+    metrics = {name: entry["metrics"] for name, entry in found["tasks"].items()} | found["groups"]
     cells: Cells = {}
     for task, of_task in metrics.items():
         for key, value in of_task.items():
             if "_stderr," not in key:
-                cells[task, key.removesuffix(",none")] = (_parse_number(task, value), None)
-    for name, value in content["scores"].items():
-        cells[name, OF_SETS] = (_parse_number(name, value), None)
+                cells[task, key.removesuffix(",none")] = (value, None)
+    for name, value in found["scores"].items():
+        cells[name, OF_SETS] = (value, None)
     return cells
 
 
@@ -238,20 +243,21 @@ def _group_by_task(cells: Cells) -> dict[str, dict[int, tuple[float, Interval | 
 
 def _read_harness(file: Path, content: Mapping[str, Any]) -> Measured:
     """Read tasks of lm-evaluation-harness."""
-    cells = {
-        task if key == OF_SETS else f"{task}/{key}": cell for (task, key), cell in read_harness_cells(content).items()
-    }
-    values = {name: value for name, (value, _) in cells.items()}
-    given = content["settings"]
+    values: dict[str, float] = {}
+    sets = []
+    for (task, key), (value, _) in read_harness_cells(content).items():
+        if key == OF_SETS:
+            sets.append(task)
+            values[task] = value
+        else:
+            values[f"{task}/{key}"] = value
+    given = content["config"]
     told = {"by": "harness"} | {name: value for name, value in given.items() if name in _PROMPTS}
     told |= _read_numerics(given)
     settings = dict.fromkeys(values, told)
-    if "RULER" in values:  # which is a mean over lengths
-        settings["RULER"] = told | {"lengths": sorted(given.get("lengths", []))}
-    main = tuple(content["scores"] or values)
-    model = str(content.get("model") or "")
     identity: Any = {"provenance": Provenance.read(given), "numerics": Numerics.read(given)}
-    return Measured(str(file), model, values, main, settings, ours=True, **identity)
+    model = str(content.get("model_name") or "")
+    return Measured(str(file), model, values, tuple(sets or values), settings, ours=True, **identity)
 
 
 def _csv_entries(file: Path, text: str) -> list[Measured]:

@@ -1,4 +1,6 @@
-"""Answers that no model has given."""
+"""Answers that no model has given, and results of lm-evaluation-harness."""
+
+import json
 
 from lightning_modules.scoring.records import Source
 from lightning_modules.tasks.evaluation.answers import ANSWERS_FILE, Answer, Setting, write_answers
@@ -31,3 +33,18 @@ def write_evaluation(folder, scores, **about):
     folder.mkdir(parents=True, exist_ok=True)
     write_answers(folder / ANSWERS_FILE, make_answers(scores, **about))
     return folder
+
+
+def write_harness(file, metrics, *, groups=(), model="hub/M", **config):
+    """A result in the schema of lm-evaluation-harness, of metrics by task and by group."""
+    counts = {task: {"original": 9, "effective": 9} for task in metrics}
+    content = {
+        "results": metrics,
+        "groups": {name: metrics[name] for name in groups},
+        "n-shot": dict.fromkeys(metrics, 0),
+        "n-samples": counts,
+        "config": {"model": "longce", "model_args": {"pretrained": model}, **config},
+        "model_name": model,
+    }
+    file.write_text(json.dumps(content))
+    return str(file)

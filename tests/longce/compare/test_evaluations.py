@@ -1,6 +1,5 @@
 """Scores of several models in one table, with differences over the same questions."""
 
-import json
 import math
 
 import pandas as pd
@@ -11,7 +10,7 @@ from lightning_modules.utilities.statistics import score_difference
 from longce.cli.main import main
 from longce.compare.command import compare
 from longce.compare.evaluations import ComparedEvaluation, draw_scores, judge_evaluations
-from tests.support.answers import make_answers, write_evaluation
+from tests.support.answers import make_answers, write_evaluation, write_harness
 
 FIRST = [1, 1, 0, 1, 1, 0, 1, 1, 0, 1]
 SECOND = [1, 0, 0, 1, 0, 0, 1, 1, 0, 0]
@@ -78,17 +77,14 @@ def test_other_questions_have_no_difference(tmp_path, capsys):
 
 def test_metrics_of_the_harness_are_next_to_ours(tmp_path):
     folder = write(tmp_path / "a", FIRST)
-    harness = {
-        "tasks": {"race": {"metrics": {"acc,none": 0.5, "acc_stderr,none": 0.1}}},
-        "groups": {},
-        "scores": {"RACE": 50.0},
-        "settings": {},
-    }
-    (folder / "harness.json").write_text(json.dumps(harness))
+    metrics = {"race": {"alias": "race", "acc,none": 0.5, "acc_stderr,none": 0.1}}
+    write_harness(folder / "results_2026.json", metrics, tasks=["short", "race"])
     text = compare([folder, f"plain={write(tmp_path / 'b', SECOND)}"])
     cells = [line.split() for line in text.splitlines()]
     assert ["race", "acc", "0.500"] in cells
     assert ["RACE", "score,", "%", "50.0"] in cells
+    write_harness(tmp_path / "results_2026.json", metrics, model="org/other")
+    assert f"{tmp_path.name}: org/other (not identified by content)." in compare([tmp_path])
 
 
 def test_folders_without_a_complete_evaluation_are_refused_by_what_they_are(tmp_path):

@@ -2,22 +2,18 @@ import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from benchmarks.reproduction.tables.scores import read_scores
+from benchmarks.reproduction.tables.scores import benchmarks, read_scores
 from lightning_modules.scoring.records import write_records
 from lightning_modules.tasks.evaluation.answers import ANSWERS_FILE, write_answers
+from lightning_modules.tasks.harness.results import SETS
 from lightning_modules.tasks.questions.registry import GROUPS
 from longce.correlate.result_files import read_results
-from tests.support.answers import make_answers, write_evaluation
+from tests.support.answers import make_answers, write_evaluation, write_harness
 from tests.support.records import MODEL, make_record
-
-
-def write(folder, name, content):
-    file = folder / name
-    file.write_text(json.dumps(content))
-    return str(file)
 
 
 @pytest.fixture
@@ -36,14 +32,12 @@ def evaluation(tmp_path):
 
 @pytest.fixture
 def harness_result(tmp_path):
-    content = {
-        "model": "org/M",
-        "scores": {"LongBench": 31.5, "Summarization": 20.0},
-        "tasks": {"qasper": {"metrics": {"score,none": 0.25, "score_stderr,none": 0.1, "em,strict": 0.5}}},
-        "groups": {"all": {"acc,none": 0.5}},
-        "settings": {"num_fewshot": 0, "limit": 5, "lengths": [4096]},
-    }
-    return write(tmp_path, "harness.json", content)
+    """LongBench, with a standard error, a metric that is filtered, a group, and the harness's word for no value."""
+    metrics = {name: {"alias": name, "score,none": 0.25, "score_stderr,none": 0.1} for name in SETS["longbench"].tasks}
+    metrics["longbench_qasper"] |= {"score,none": 0.5, "em,strict": 0.5, "em_stderr,strict": "N/A"}
+    metrics["all"] = {"acc,none": 0.5}
+    file = tmp_path / "results_2026-11-28.json"
+    return write_harness(file, metrics, groups=["all"], model="org/M", tasks=["longbench"], num_fewshot=0, limit=5)
 
 
 def test_records_of_score(tmp_path):
@@ -104,26 +98,33 @@ def test_answers_of_several_steps_are_entries_and_unanswered_questions_are_refus
 
 def test_results_of_the_harness(harness_result):
     (entry,) = read_results([harness_result])
-    assert entry.values == {
-        "LongBench": 31.5,
-        "Summarization": 20.0,
-        "qasper/score": 0.25,
-        "qasper/em,strict": 0.5,
-        "all/acc": 0.5,
-    }
-    assert entry.main == ("LongBench", "Summarization")
+    values = entry.values
+    assert (values["Single-Document QA"], values["LongBench"]) == pytest.approx((100 / 3, 25 + 100 / 72))
+    assert (values["longbench_qasper/score"], values["longbench_qasper/em,strict"], values["all/acc"]) == (0.5,) * 3
+    assert not [name for name in values if "stderr" in name]
+    assert entry.main == tuple(SETS["longbench"].scores)
     assert entry.settings["LongBench"] == {"by": "harness", "num_fewshot": 0, "limit": 5}
 
 
+def test_results_of_the_harness_without_sets_have_those_that_are_complete(tmp_path):
+    """As of its own command."""
+    metrics = {"race": {"acc,none": 0.5}, "arc_challenge": {"acc_norm,none": 0.25}}
+    (entry,) = read_results([write_harness(tmp_path / "results_1.json", metrics, model="M")])
+    assert entry.values == {"race/acc": 0.5, "arc_challenge/acc_norm": 0.25, "RACE": 50.0}
+    assert entry.provenance is None
+
+
 def test_tables_read_them_too(evaluation, harness_result, tmp_path):
-    expected = {"LongBench": 31.5, "Summarization": 20.0}
+    in_sets = {name: value for name, value in read_results([harness_result])[0].values.items() if name in benchmarks()}
+    assert {"LongBench", "Summarization"} <= in_sets.keys()
+    expected = dict(in_sets)
     expected |= {"RULER": pytest.approx(820 / 13), "LongEval": 30.0, "LongEval 4k": 30.0}
     assert read_scores([evaluation, harness_result]) == {"org/M": expected}
-    assert read_scores([f"A-CE-50={harness_result}"]) == {"A-CE-50": {"LongBench": 31.5, "Summarization": 20.0}}
+    assert read_scores([f"A-CE-50={harness_result}"]) == {"A-CE-50": in_sets}
     run = tmp_path / "B-CE-100"
     run.mkdir()
-    content = json.loads((tmp_path / "harness.json").read_text())
-    write(tmp_path, "harness.json", content | {"model": str(run)})
+    content = json.loads(Path(harness_result).read_text())
+    Path(harness_result).write_text(json.dumps(content | {"model_name": str(run)}))
     assert set(read_scores([harness_result])) == {"B-CE-100"}
     (tmp_path / "evaluation.parquet").rename(tmp_path / ANSWERS_FILE)
     with pytest.raises(ValueError, match="has 2 models: rename them in the file instead of by 'A='"):
@@ -153,7 +154,8 @@ BAD_FILES = [
     ("a.json", "{", "a.json"),
     ("a.json", '{"m": {"RULER": "x"}}', "'RULER'"),
     ("a.json", '{"tasks": {"vt": 3}, "average": {}}', "longce 0.1"),
-    ("a.json", '{"tasks": {"vt": 3}, "groups": {}, "scores": {}}', "a.json"),
+    ("a.json", '{"tasks": {"vt": 3}, "groups": {}, "scores": {}}', "longce 0.1"),
+    ("a.json", '{"results": {"vt": 3}, "n-shot": {}, "n-samples": {}}', "a.json"),
     ("a.json", '{"longppl": 2, "perplexity": 3, "documents": []}', "longce 0.1"),
     ("a.json", '{"": {"x": 3}}', "a.json does not name its model"),
     ("a.parquet", "", "a.parquet"),
