@@ -97,7 +97,10 @@ def tabulate_evaluations(evaluations: Sequence[ComparedEvaluation]) -> tuple[Tab
         note for each in evaluations for note in describe_synthetic_text(set(each.questions["task"]), each.settings)
     }
     described = [(each.name, each.settings.get("model"), Provenance.read(each.settings)) for each in evaluations]
-    notes += [f"{name}: {model} ({found or 'not identified by content'})." for name, model, found in described]
+    notes += [
+        f"{name}: {model or 'a model in training'} ({found or 'not identified by content'})."
+        for name, model, found in described
+    ]
     notes = [_describe_scores(evaluations, paired=bool(paired)), *notes, *sorted(synthetic)]
     rows = []
     for place in dict.fromkeys(place for each in evaluations for place in each.cells):

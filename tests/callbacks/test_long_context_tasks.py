@@ -124,18 +124,21 @@ def test_the_answers_of_a_validation_are_those_of_evaluate(setup, tmp_path):
     """One question, one answer: in the folder of the run, from the command, and in what is logged."""
     module, data = make_run(setup)
     logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
-    tasks = LongContextTasks(**TASKS, depths=3)
+    options = {**TASKS, "depths": 3, "seed": 3}
+    tasks = LongContextTasks(**options)
     (logged,) = make_trainer(tmp_path, 1, "auto", callbacks=[tasks], logger=logger).validate(module, data)
     (file,) = tmp_path.rglob("answers/*.parquet")
     assert file.name == "val-step-0.parquet"
     by_callback = read_answers(file)
-    evaluate(setup.model, str(tmp_path / "out"), **TASKS, depths=3, mode="teacher_forced", dtype="float32")
+    evaluate(setup.model, str(tmp_path / "out"), **options, mode="teacher_forced", dtype="float32")
     by_command = read_answers(tmp_path / "out" / ANSWERS_FILE)
     assert len(by_command) == 2 * (6 + 2)
     for one, other in zip(by_callback, by_command, strict=True):
         about = {"model": other.model, "stage": "", "seconds": other.seconds}
         numbers = {name: pytest.approx(getattr(other, name), rel=1e-5) for name in ("answer_nll", "other_nll")}
         assert replace(one, **about) == replace(other, **numbers)
+        assert one.setting.seed == 3
+        assert one.model.special_tokens == other.model.special_tokens
         assert one.model.numerics == other.model.numerics._replace(precision="32-true")
     for name, value in summarize(by_command).logged().items():
         assert logged[f"tasks/{name}"] == pytest.approx(value, rel=1e-5)

@@ -108,6 +108,7 @@ def test_answers_of_two_steps_of_a_run_are_compared(tmp_path):
         write_answers(tmp_path / f"val-step-{step}.parquet", found)
     text = compare([tmp_path])
     assert "val-step-1 - val-step-0" in text
+    assert "val-step-1: a model in training (" in text
     assert text == compare([tmp_path / f"val-step-{step}.parquet" for step in range(2)])
     write_answers(tmp_path / "both.parquet", answers[0] + answers[1])
     with pytest.raises(ValueError, match=r"both.parquet' has the answers of 2 evaluations"):

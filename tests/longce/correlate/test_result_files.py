@@ -111,6 +111,8 @@ def test_results_of_the_harness_without_sets_have_those_that_are_complete(tmp_pa
     metrics = {"race": {"acc,none": 0.5}, "arc_challenge": {"acc_norm,none": 0.25}}
     (entry,) = read_results([write_harness(tmp_path / "results_1.json", metrics, model="M")])
     assert entry.values == {"race/acc": 0.5, "arc_challenge/acc_norm": 0.25, "RACE": 50.0}
+    (ours,) = read_results([write_harness(tmp_path / "results_1.json", metrics, tasks=["race", "arc_challenge"])])
+    assert "RACE" not in ours.values, "it was not asked for"
     assert entry.provenance is None
 
 
