@@ -1,6 +1,5 @@
 """Read what is compared: folders of `longce fit` and `longce evaluate`, and records of `longce score`."""
 
-import logging
 import os
 import re
 from collections import defaultdict
@@ -10,8 +9,6 @@ from typing import NamedTuple
 
 import pandas as pd
 import yaml
-from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-from tensorboard.compat.proto.event_pb2 import Event
 
 from lightning_modules.models.loading.provenance import UNKNOWN, Numerics
 from lightning_modules.scoring.records import FOLDER, Record, Source, hash_texts, read_records, split_measurements
@@ -23,6 +20,7 @@ from lightning_modules.utilities.identity import shorten_hashes
 from lightning_modules.utilities.statistics import UNITS
 from lightning_modules.utilities.tables import read_format
 from longce.compare.evaluations import ComparedEvaluation, list_files, read_evaluation
+from longce.compare.scalars import read_scalars
 
 AXES = {"optimizer steps": "step", "tokens": "train/tokens", "device hours": "train/gpu_hours"}
 """Measures of the progress of a training, each with its scalar."""
@@ -30,8 +28,6 @@ AXES = {"optimizer steps": "step", "tokens": "train/tokens", "device hours": "tr
 _PATHS = re.compile(r"run\.id$|.*\.(dirpath|\w+_dir)$")  # settings that always differ
 
 _STAGES = {"val": "validation", "test": "test"}
-
-_log = logging.getLogger(__name__)
 
 
 class Cell(NamedTuple):
@@ -155,7 +151,7 @@ def _read_run(run_name: str, folder: Path) -> ComparedRun:
     evaluated: dict[tuple[str, int], Numerics] = {}  # numerics of scalars, by name and step
     for place in (folder, *sorted(folder.glob("evaluations/*"), key=os.path.getmtime)):
         recorded = read_numerics(place)
-        for key, step, value in _read_scalars(place):
+        for key, step, value in read_scalars(place):
             # Lightning numbers steps from 0, but evaluations before training and of checkpoints are at their step.
             exact = place != folder or (step == 0 and key.startswith("val/"))
             step = step if exact else step + 1
@@ -186,28 +182,6 @@ def _describe_resumes(folder: Path) -> dict[str, str]:
             name = key.replace(".init_args", "").removesuffix(".class_path")
             found[name] = f"{found.get(name, before)}, from step {span.step} on {after}"
     return found
-
-
-def _read_scalars(folder: Path) -> Iterator[tuple[str, int, float]]:
-    """Yield name, logged step and value of the scalars of TensorBoard and of CSV files, oldest first."""
-    for file in sorted(folder.glob("events.out.tfevents.*"), key=_split_numbers):
-        intact = 0
-        # Not `EventAccumulator`, which removes the steps before a resumption, and sorts files by name.
-        for content in RawEventFileLoader(str(file)).Load():
-            intact += 16 + len(content)
-            event = Event.FromString(content)
-            found = (value for value in event.summary.value if value.HasField("simple_value"))
-            yield from ((value.tag, event.step, value.simple_value) for value in found)
-        if intact < file.stat().st_size:
-            _log.warning("'%s' ends in an unfinished or damaged event: compared are the values before it.", file)
-    if (table := folder / "metrics.csv").is_file():
-        logged = pd.read_csv(table).drop(columns="epoch", errors="ignore").melt("step").dropna(subset="value")
-        yield from zip(logged["variable"], logged["step"], logged["value"], strict=True)
-
-
-def _split_numbers(file: Path) -> list[int | str]:
-    """Return the parts of an event file's name: the time in seconds, and a count of the process's files (9, 10, ..)."""
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", file.name)]
 
 
 def _name_cell(records: Sequence[Record]) -> Cell:
