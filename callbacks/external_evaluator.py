@@ -28,8 +28,7 @@ from lightning_modules.scoring.measure import Document, EvaluatedDocument, measu
 from lightning_modules.scoring.records import FOLDER, Definition, Record, Source, Sums, summarize, write_records
 from lightning_modules.scoring.scored_model import open_evaluator
 from lightning_modules.scoring.token_scores import TokenScores, read_key_spans, text_sha256
-from lightning_modules.training.checkpoints.resume import is_remote, run_folder
-from lightning_modules.training.evaluation import join_key, validation_set_keys
+from lightning_modules.training.evaluation import join_key, records_folder, validation_set_keys
 from lightning_modules.training.monitoring.numerics import find_numerics
 from lightning_modules.training.preemption import interruptible, raise_if_stopping
 from lightning_modules.utilities.collectives import gathered
@@ -325,14 +324,10 @@ class ExternalEvaluator(Callback):
 
     def _write(self, trainer: Trainer, records: Sequence[Record], stage: str) -> None:
         """Write the records to ``documents/STAGE-EVALUATOR-step-N.parquet`` in the run's folder."""
-        dry_run = trainer.sanity_checking or getattr(trainer, "fast_dev_run", False)
-        if not trainer.is_global_zero or dry_run or not records or not trainer.loggers:
-            return
-        folder = run_folder(trainer)
-        if None in (trainer.loggers[0].name, trainer.loggers[0].version) or is_remote(folder):
-            return
-        name = f"{stage}-{self.name or 'evaluator'}-step-{trainer.global_step}.parquet"
-        write_records(folder / FOLDER / name, records)
+        folder = records_folder(trainer)
+        if records and folder is not None:
+            name = f"{stage}-{self.name or 'evaluator'}-step-{trainer.global_step}.parquet"
+            write_records(folder / FOLDER / name, records)
 
     on_validation_start = on_test_start = on_fit_start
     on_test_epoch_start = on_validation_epoch_start

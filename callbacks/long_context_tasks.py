@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,10 @@ from callbacks.requirements import check_names, require_long_context_lm
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from lightning_modules.scoring.records import Source
+from lightning_modules.tasks.evaluation.answers import FOLDER, Answer, write_answers
 from lightning_modules.tasks.evaluation.config import Mode, TaskConfig
+from lightning_modules.tasks.evaluation.evaluation import describe_setting
 from lightning_modules.tasks.evaluation.questions import (
     Question,
     check_questions,
@@ -30,7 +34,9 @@ from lightning_modules.tasks.evaluation.summary import summarize
 from lightning_modules.tasks.harness import split_tasks
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.registry import find_tasks
+from lightning_modules.training.evaluation import records_folder
 from lightning_modules.training.facts import loaded_tokenizer
+from lightning_modules.training.monitoring.numerics import find_numerics
 from lightning_modules.training.preemption import between_steps, interruptible
 from lightning_modules.training.sequence_parallel import sequence_group
 from lightning_modules.utilities.collectives import gathered
@@ -47,7 +53,8 @@ class LongContextTasks(Callback):
     defines them, ``tasks/weighted_inc``, ``tasks/weighted_dec`` and ``tasks/effective_length`` of these averages (in
     tokens; 0 if no length reaches the threshold). With ``teacher_forced``, they also log ``tasks/answer_perplexity``
     and ``tasks/other_perplexity``, over all questions and by ``/<length>``. TensorBoard also gets scores by length,
-    heat maps by length and depth, and some answers. Tasks of lm-evaluation-harness log ``harness/<task>/<metric>``, and
+    heat maps by length and depth, and some answers. All answers go to ``answers/`` in the folder of the run
+    (`lightning_modules.tasks.evaluation.answers`). Tasks of lm-evaluation-harness log ``harness/<task>/<metric>``, and
     so do groups and sets (``harness/LongBench``, in percent).
 
     The questions are the same each time and are split among the processes, with any strategy that does not shard
@@ -213,10 +220,10 @@ class LongContextTasks(Callback):
             asked = put_questions(
                 pl_module.backbone, self._prompter, questions, self.config.mode, generation=generation
             )
-        results = gathered(asked)
-        by_key = {result.key: result for of_rank in results for result in of_rank}
-        in_order = [by_key[key] for key in self.keys]  # the order of a single process
+        answers = {answer.key: answer for of_rank in gathered(asked) for answer in of_rank}
+        in_order = [answers[key] for key in self.keys]  # the order of a single process
         summary = summarize(in_order)
+        self._write(trainer, pl_module, in_order)
         writers = [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
         for writer in writers if trainer.is_global_zero else ():
             for name, figure in figures(summary).items():
@@ -224,10 +231,23 @@ class LongContextTasks(Callback):
             writer.add_text("tasks/answers", as_markdown_table(answer_table(in_order)), trainer.global_step)
         return {f"tasks/{name}": value for name, value in summary.logged().items()}
 
+    def _write(self, trainer: Trainer, module: LongContextLM, answers: Sequence[Answer]) -> None:
+        """Write the answers to ``answers/STAGE-step-N.parquet`` in the run's folder."""
+        folder = records_folder(trainer)
+        if folder is None:
+            return
+        numerics = find_numerics(trainer, module)
+        model = Source(**numerics._asdict(), special_tokens=self.config.add_special_tokens)
+        about: dict[str, Any] = {"model": model, "setting": describe_setting(self.config)}
+        about["stage"] = stage = "test" if trainer.testing else "val"
+        about["step"] = step = trainer.global_step
+        write_answers(folder / FOLDER / f"{stage}-step-{step}.parquet", [replace(each, **about) for each in answers])
+
     def _run_harness_tasks(self, trainer: Trainer, pl_module: LongContextLM) -> dict[str, float]:
         """Return the metrics of all tasks, groups and sets of the harness, by the names under which they are logged."""
-        from lightning_modules.tasks.harness.evaluation import evaluate_tasks, merge_results, summarize_results
+        from lightning_modules.tasks.harness.evaluation import evaluate_tasks
         from lightning_modules.tasks.harness.model import HarnessModel
+        from lightning_modules.tasks.harness.results import merge_results, summarize_results
 
         assert self._prompter is not None
         started = time.perf_counter()

@@ -7,14 +7,13 @@ byte of a document, a set or a corpus are quotients of sums over records (`summa
 import hashlib
 import math
 import os
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from operator import attrgetter
-from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints, overload
+from typing import Any, NamedTuple, overload
 
 from lightning_modules.models.loading.provenance import Numerics, Provenance
 from lightning_modules.scoring.config import KeyTokenRule
-from lightning_modules.utilities.files import atomic_file
+from lightning_modules.utilities.tables import read_rows, write_rows
 
 FORMAT = "longce-records-1"
 
@@ -242,21 +241,10 @@ def hash_texts(records: Iterable[Record]) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------- files
 
-_PARTS: Mapping[str, Any] = {"model": Source, "evaluator": Source, "definition": Definition, "sums": Sums}
-"""Fields of a record that have fields of their own, which are columns ``model.name``, .."""
-
 
 def write_records(path: str | os.PathLike[str], records: Sequence[Record]) -> None:
     """Write records to a parquet file with a column for each number and name, atomically."""
-    import pyarrow
-    import pyarrow.parquet
-
-    kinds = {int: pyarrow.int64(), float: pyarrow.float64(), bool: pyarrow.bool_()}
-    fields = [pyarrow.field(name, kinds.get(kind, pyarrow.string())) for name, kind in _columns().items()]
-    schema = pyarrow.schema(fields, metadata={"format": FORMAT})
-    table = pyarrow.Table.from_pylist([_to_row(record) for record in records], schema)
-    with atomic_file(Path(path)) as stream:
-        pyarrow.parquet.write_table(table, stream)
+    write_rows(path, records, Record, format=FORMAT)
 
 
 def read_records(path: str | os.PathLike[str]) -> list[Record]:
@@ -265,54 +253,7 @@ def read_records(path: str | os.PathLike[str]) -> list[Record]:
     Raises:
         ValueError: If the file does not hold records.
     """
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"'{path}' is not a file of records (.parquet of `longce score --output`): {error}") from error
-    if (table.schema.metadata or {}).get(b"format") != FORMAT.encode():
-        raise ValueError(
-            f"'{path}' does not hold records in the format {FORMAT}: if longce 0.1 wrote it, move it away, and measure"
-            " again."
-        )
-    return [_from_row(row) for row in table.to_pylist()]
-
-
-def _columns() -> dict[str, type]:
-    """Return the columns of a file and their types."""
-    columns: dict[str, type] = {}
-    for name, kind in get_type_hints(Record).items():
-        if name in _PARTS:
-            columns |= {f"{name}.{inner}": each for inner, each in get_type_hints(kind).items()}
-        else:
-            columns[name] = kind
-    return columns
-
-
-def _to_row(record: Record) -> dict[str, Any]:
-    row: dict[str, Any] = {}
-    for name, value in record._asdict().items():
-        if name in _PARTS:
-            row |= {f"{name}.{inner}": each for inner, each in value._asdict().items()}
-        else:
-            row[name] = value
-    # Names of files and folders may have bytes that are no text.
-    for name, value in row.items():
-        if isinstance(value, str):
-            row[name] = value.encode("utf-8", "backslashreplace").decode()
-    return row
-
-
-def _from_row(row: Mapping[str, Any]) -> Record:
-    values: dict[str, Any] = {}
-    for name in Record._fields:
-        if name in _PARTS:
-            kind = _PARTS[name]
-            values[name] = kind(*(row[f"{name}.{inner}"] for inner in kind._fields))
-        else:
-            values[name] = row[name]
-    return Record(**values)
+    return read_rows(path, Record, format=FORMAT, contents="records (.parquet of `longce score --output`)")
 
 
 def _divide(numerator: float, denominator: float) -> float:

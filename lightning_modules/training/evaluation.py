@@ -30,6 +30,17 @@ def at_checkpoint_step(trainer: Trainer, checkpoint: Path) -> None:
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 
 
+def records_folder(trainer: Trainer) -> Path | None:
+    """Return the folder of the run, for the records of an evaluation; None if this process writes none."""
+    dry_run = trainer.sanity_checking or getattr(trainer, "fast_dev_run", False)
+    if not trainer.is_global_zero or dry_run or not trainer.loggers:
+        return None
+    folder = run_folder(trainer)
+    if None in (trainer.loggers[0].name, trainer.loggers[0].version) or is_remote(folder):
+        return None
+    return folder
+
+
 def validation_set_keys(trainer: Trainer) -> dict[str, str]:
     """Return the names of the data module's validation sets, each with its part of metric names.
 

@@ -32,7 +32,7 @@ RUN_FILE = "run.json"
 
 _RECORDS = (
     *(RUN_FILE, SPANS_FILE, "hparams.yaml", "metrics.csv", "numerics.json", "config-resumed-at-step-*.yaml"),
-    *("events.out.tfevents.*", "documents/*-step-*.parquet"),
+    *("events.out.tfevents.*", "documents/*-step-*.parquet", "answers/*-step-*.parquet"),
 )
 """What a start writes into the folder of its run, beside its config and checkpoints."""
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from lightning_modules.utilities.files import write_atomically, write_json
+from lightning_modules.utilities.files import write_atomically
 
 MAX_ROWS, MAX_FIGURES = 12, 6
 """Rows of a table, and figures in a row, that a page shows without a click."""
@@ -55,23 +55,10 @@ class Picture(NamedTuple):
 Block = Heading | Table | Picture | str
 
 
-def write_report(
-    folder: Path,
-    title: str,
-    blocks: Sequence[Block],
-    pictures: Mapping[str, str],
-    numbers: Mapping[str, Any],
-    *,
-    name: str,
-) -> None:
-    """Write a report, its pictures (SVG text) and its numbers into a folder.
-
-    The files are ``report.md``, ``report.html``, ``figures/*.svg`` and ``NAME.json``, where values that JSON does not
-    support become null or text.
-    """
+def write_report(folder: Path, title: str, blocks: Sequence[Block], pictures: Mapping[str, str]) -> None:
+    """Write a report and its pictures (SVG text): ``report.md``, ``report.html`` and ``figures/*.svg`` in a folder."""
     for picture, svg in pictures.items():
         write_atomically(folder / "figures" / f"{picture}.svg", svg.encode())
-    write_json(folder / f"{name}.json", numbers)
     write_atomically(folder / "report.md", as_markdown(title, blocks).encode())
     write_atomically(folder / "report.html", as_html(title, blocks, pictures).encode())
 

@@ -12,13 +12,13 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from lightning_modules.models.loading.provenance import Numerics, Provenance, describe_difference, describe_unknown
-from lightning_modules.tasks.evaluation.evaluation import read_results
+from lightning_modules.tasks.evaluation.answers import read_answers, split_evaluations
 from lightning_modules.tasks.evaluation.report import describe_synthetic_text, short
-from lightning_modules.tasks.evaluation.summary import tabulate
+from lightning_modules.tasks.evaluation.summary import Cells, summarize, tabulate
 from lightning_modules.utilities.statistics import Interval, score_difference
 from lightning_modules.visualization.images import PANEL, STYLE, as_svg
 from lightning_modules.visualization.report import Table
-from longce.correlate.result_files import FILES, OF_SETS, Cells, read_cells
+from longce.correlate.result_files import FILES, OF_SETS, read_harness_cells
 
 _QUESTIONS = ("mode", "seed", "documents", "haystack", "squad", "hotpot", "nq_open")  # settings that make questions
 
@@ -37,20 +37,44 @@ class ComparedEvaluation(NamedTuple):
     missing: int
 
 
-def read_evaluation(name: str, folder: Path) -> ComparedEvaluation:
-    """Read a folder; a ``ValueError`` if its files are damaged."""
+def read_evaluation(name: str, path: Path) -> ComparedEvaluation:
+    """Read a folder of ``longce evaluate``, or a file of answers; a ``ValueError`` if it is damaged."""
+    found = ComparedEvaluation(name, {}, tabulate([]).astype({"length": str}), {}, 0)
+    files = [path] if path.is_file() else list_files(path)
+    for file in files:
+        add = _add_answers if file.suffix == ".parquet" else _add_harness
+        found = add(found, file)
+    return found
+
+
+def _add_answers(evaluation: ComparedEvaluation, file: Path) -> ComparedEvaluation:
+    evaluations = split_evaluations(read_answers(file))
+    if len(evaluations) != 1:
+        raise ValueError(f"'{file}' has the answers of {len(evaluations)} evaluations: write a file for each.")
+    (answers,) = evaluations
+    summary = summarize(answers)
+    several = len({task for task, _ in summary.scores}) > 1
+    cells = {place: cell for place, cell in summary.cells().items() if place[0] != "average" or several}
+    questions = tabulate(answers).astype({"length": str})
+    return evaluation._replace(cells=cells, questions=questions, settings=answers[0].settings, missing=summary.missing)
+
+
+def _add_harness(evaluation: ComparedEvaluation, file: Path) -> ComparedEvaluation:
     try:
-        found = [json.loads((folder / file).read_bytes()) for file in FILES if (folder / file).is_file()]
-        cells = {
-            place: cell
-            for content in found
-            for place, cell in read_cells(content).items()
-            if place[0] != "average" or len(content["tasks"]) > 1
-        }
-        questions = tabulate(read_results(folder)).astype({"length": str})
-        return ComparedEvaluation(name, cells, questions, found[0]["settings"], found[0].get("missing", 0))
+        content = json.loads(file.read_bytes())
+        cells = evaluation.cells | read_harness_cells(content)
+        return evaluation._replace(cells=cells, settings=evaluation.settings or _describe_harness(content))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"'{folder}' is not a folder of `longce evaluate`, or is damaged ({error!r}).") from error
+        raise ValueError(f"'{file}' is not a result of `longce evaluate`, or is damaged ({error!r}).") from error
+
+
+def list_files(folder: Path) -> list[Path]:
+    """Return the files of ``longce evaluate`` in a folder."""
+    return [file for pattern in FILES for file in sorted(folder.glob(pattern))]
+
+
+def _describe_harness(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {**content["config"], "model": content["model_name"]}
 
 
 def tabulate_evaluations(evaluations: Sequence[ComparedEvaluation]) -> tuple[Table, list[str]]:
@@ -73,7 +97,10 @@ def tabulate_evaluations(evaluations: Sequence[ComparedEvaluation]) -> tuple[Tab
         note for each in evaluations for note in describe_synthetic_text(set(each.questions["task"]), each.settings)
     }
     described = [(each.name, each.settings.get("model"), Provenance.read(each.settings)) for each in evaluations]
-    notes += [f"{name}: {model} ({found or 'not identified by content'})." for name, model, found in described]
+    notes += [
+        f"{name}: {model or 'a model in training'} ({found or 'not identified by content'})."
+        for name, model, found in described
+    ]
     notes = [_describe_scores(evaluations, paired=bool(paired)), *notes, *sorted(synthetic)]
     rows = []
     for place in dict.fromkeys(place for each in evaluations for place in each.cells):

@@ -9,18 +9,18 @@ from typing import NamedTuple
 
 import pandas as pd
 import yaml
-from tensorboard.compat.proto.event_pb2 import Event
 
 from lightning_modules.models.loading.provenance import UNKNOWN, Numerics
 from lightning_modules.scoring.records import FOLDER, Record, Source, hash_texts, read_records, split_measurements
-from lightning_modules.tasks.evaluation.evaluation import SETTINGS
+from lightning_modules.tasks.evaluation.answers import FOLDER as ANSWERS_FOLDER
+from lightning_modules.tasks.evaluation.answers import FORMAT as ANSWERS_FORMAT
 from lightning_modules.training.checkpoints.spans import read_spans
-from lightning_modules.training.monitoring.event_files import list_event_files, read_events
 from lightning_modules.training.monitoring.numerics import read_numerics
 from lightning_modules.utilities.identity import shorten_hashes
 from lightning_modules.utilities.statistics import UNITS
-from longce.compare.evaluations import ComparedEvaluation, read_evaluation
-from longce.correlate.result_files import FILES
+from lightning_modules.utilities.tables import read_format
+from longce.compare.evaluations import ComparedEvaluation, list_files, read_evaluation
+from longce.compare.scalars import read_scalars
 
 AXES = {"optimizer steps": "step", "tokens": "train/tokens", "device hours": "train/gpu_hours"}
 """Measures of the progress of a training, each with its scalar."""
@@ -74,14 +74,14 @@ class ComparedRun(NamedTuple):
 def read_compared(words: Sequence[str | Path]) -> list[ComparedRun | ComparedEvaluation]:
     """Read what is compared, each given as ``PATH`` or ``NAME=PATH``.
 
-    A path is the folder of a run, a folder of ``longce evaluate``, records of ``longce score``, or a folder of such
-    files or folders. Records of several models are compared with each other.
+    A path is the folder of a run, a folder of ``longce evaluate`` or a file of its answers, records of ``longce
+    score``, or a folder of such files or folders. Records of several models are compared with each other.
 
     Raises:
         ValueError: If a path is none of them, if names are repeated, or if several kinds are mixed.
     """
     found = [(name, path) for word in words for name, path in _find_files(str(word))]
-    if len({"records" if path.is_file() else "run" if _is_run(path) else "evaluation" for _, path in found}) > 1:
+    if len({_find_kind(path) for _, path in found}) > 1:
         raise ValueError(
             "Give either folders of runs, or records of `longce score`, or folders of `longce evaluate`: they cannot be"
             " compared with each other."
@@ -90,9 +90,10 @@ def read_compared(words: Sequence[str | Path]) -> list[ComparedRun | ComparedEva
     compared: list[ComparedRun | ComparedEvaluation] = []
     for name, path in found:
         default = str(path.relative_to(common)).removesuffix(".parquet")
-        if path.is_file():
+        kind = _find_kind(path)
+        if kind == "records":
             compared += _read_scored(name, path, default)
-        elif _is_run(path):
+        elif kind == "run":
             compared.append(_read_run(name or default, path))
         else:
             compared.append(read_evaluation(name or default, path))
@@ -113,8 +114,10 @@ def _find_files(word: str) -> Iterator[tuple[str, Path]]:
     path = Path(given).expanduser().resolve()
     found = [path] if path.is_file() or _is_run(path) or _is_evaluation(path) else sorted(path.glob("*.parquet"))
     found = found or [inner for inner in sorted(path.glob("*/")) if _is_evaluation(inner)]
-    if (path / SETTINGS).is_file() and not _is_evaluation(path):
+    if not found and (path / ANSWERS_FOLDER).is_dir():
         raise ValueError(f"The evaluation in '{word}' was interrupted: run the same `longce evaluate` again.")
+    if not found and (path / "results.json").is_file():
+        raise ValueError(f"'{word}' is a result of longce 0.1: run `longce evaluate` again, in another folder.")
     if not found:
         inside = ", ".join(sorted(str(file.parent) for file in path.glob("*/config.yaml"))) or "runs/longce/version_0"
         raise ValueError(
@@ -128,8 +131,14 @@ def _is_run(path: Path) -> bool:
     return (path / "config.yaml").is_file()
 
 
+def _find_kind(path: Path) -> str:
+    if _is_run(path):
+        return "run"
+    return "records" if path.is_file() and read_format(path) != ANSWERS_FORMAT else "evaluation"
+
+
 def _is_evaluation(path: Path) -> bool:
-    return any((path / file).is_file() for file in FILES)
+    return bool(list_files(path))
 
 
 def _read_run(run_name: str, folder: Path) -> ComparedRun:
@@ -142,7 +151,7 @@ def _read_run(run_name: str, folder: Path) -> ComparedRun:
     evaluated: dict[tuple[str, int], Numerics] = {}  # numerics of scalars, by name and step
     for place in (folder, *sorted(folder.glob("evaluations/*"), key=os.path.getmtime)):
         recorded = read_numerics(place)
-        for key, step, value in _read_scalars(place):
+        for key, step, value in read_scalars(place):
             # Lightning numbers steps from 0, but evaluations before training and of checkpoints are at their step.
             exact = place != folder or (step == 0 and key.startswith("val/"))
             step = step if exact else step + 1
@@ -173,18 +182,6 @@ def _describe_resumes(folder: Path) -> dict[str, str]:
             name = key.replace(".init_args", "").removesuffix(".class_path")
             found[name] = f"{found.get(name, before)}, from step {span.step} on {after}"
     return found
-
-
-def _read_scalars(folder: Path) -> Iterator[tuple[str, int, float]]:
-    """Yield name, logged step and value of the scalars of TensorBoard and of CSV files, oldest first."""
-    for file in list_event_files(folder):
-        for _, content in read_events(file):
-            event = Event.FromString(content)
-            found = (value for value in event.summary.value if value.HasField("simple_value"))
-            yield from ((value.tag, event.step, value.simple_value) for value in found)
-    if (table := folder / "metrics.csv").is_file():
-        logged = pd.read_csv(table).drop(columns="epoch", errors="ignore").melt("step").dropna(subset="value")
-        yield from zip(logged["variable"], logged["step"], logged["value"], strict=True)
 
 
 def _name_cell(records: Sequence[Record]) -> Cell:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import matplotlib
 from matplotlib.figure import Figure
 
-from lightning_modules.utilities.files import writable_folder
+from lightning_modules.utilities.files import writable_folder, write_json
 from lightning_modules.utilities.statistics import (
     MIN_FOR_INTERVAL,
     MIN_MODELS,
@@ -83,7 +83,8 @@ def correlate(
     ]
     numbers = {"pairs": pairs, "differences": differences, "values": values, "files": list(files)}
     numbers |= {"provenance": models.provenance, "key_tokens": models.key_tokens}
-    write_report(folder, "Perplexities and benchmark scores", blocks, pictures, numbers, name="correlation")
+    write_report(folder, "Perplexities and benchmark scores", blocks, pictures)
+    write_json(folder / "correlation.json", numbers)
     printed = [as_text_table(each, left=range(len(_HEAD))) + "\n" for each in (table, compared) if each.rows]
     printed += [*found_by, *left_out, f"Report: {folder / 'report.html'}"]
     return "\n".join(printed) + "\n"

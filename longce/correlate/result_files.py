@@ -12,25 +12,26 @@ from typing import Any, NamedTuple
 
 from lightning_modules.models.loading.provenance import NOT_RECORDED, UNKNOWN, Numerics, Provenance, describe_key_tokens
 from lightning_modules.scoring.records import Record, hash_texts, read_records, split_measurements, summarize
+from lightning_modules.tasks.evaluation import answers
+from lightning_modules.tasks.evaluation.answers import ANSWERS_FILE
 from lightning_modules.tasks.evaluation.report import short
+from lightning_modules.tasks.evaluation.summary import Cells
+from lightning_modules.tasks.evaluation.summary import summarize as summarize_answers
+from lightning_modules.tasks.harness.results import SETS, summarize_results
 from lightning_modules.tasks.questions.registry import GROUPS
 from lightning_modules.utilities.statistics import UNITS, Interval, mean_interval
+from lightning_modules.utilities.tables import read_format
 
-# Settings that values depend on: perplexities (LongPPL depends on all), and questions of our tasks and the harness's.
-_QUESTIONS = ("mode", "documents")
+# Settings that values of the harness's tasks depend on.
 _PROMPTS = ("num_fewshot", "limit", "truncation")
 
 OF_SETS = "score, %"
 """What the score of a set of the harness's tasks is called among the metrics."""
 
-Cells = dict[tuple[str, str], tuple[float, Interval | None]]
-"""Scores with their 95% intervals, by task or set and by length or metric; NaN if a score is not a number."""
-
-
 _SUFFIXES = (".csv", ".json", ".parquet")
 
-FILES = ("results.json", "harness.json")
-"""Files in a folder of ``longce evaluate``."""
+FILES = (ANSWERS_FILE, "results_*.json")
+"""Patterns of the files in a folder of ``longce evaluate``: answers, and the results of lm-evaluation-harness."""
 
 
 class Measured(NamedTuple):
@@ -53,9 +54,9 @@ def read_results(words: Sequence[str]) -> list[Measured]:
 
     Each word is a file, a folder of ``longce evaluate``, of such folders or of other files, or ``NAME=FILE`` for
     results of a single model, which gets this name. The files are records of ``longce score --output``,
-    ``results.json`` and ``harness.json`` of ``longce evaluate``, a dictionary ``{"Qwen2-7B": {"LongBench": 42.0}}``, or
-    CSV with a line for each model: its name in the column ``model``, and values in the others, where a cell may be
-    blank.
+    ``answers.parquet`` of ``longce evaluate``, ``results_*.json`` of lm-evaluation-harness, a dictionary
+    ``{"Qwen2-7B": {"LongBench": 42.0}}``, or CSV with a line for each model: its name in the column ``model``, and
+    values in the others, where a cell may be blank.
     """
     return [entry for word in words for entry in _read_word(word)]
 
@@ -94,7 +95,7 @@ def _find_files(path: Path) -> list[Path]:
 def _read_file(file: Path) -> list[Measured]:
     """Read a file; ``model`` is empty if the file does not name it."""
     if file.suffix == ".parquet":
-        return _read_records(file)
+        return _read_answers(file) if read_format(file) == answers.FORMAT else _read_records(file)
     try:
         text = file.read_text(encoding="utf-8-sig")
         if file.suffix == ".csv":
@@ -102,9 +103,12 @@ def _read_file(file: Path) -> list[Measured]:
         content = json.loads(text)
         if {"longppl", "documents"} <= content.keys():
             raise ValueError("it is a result of longce 0.1: `longce score --output` writes records (.parquet) now")
-        for reader, names in _READERS:
-            if names <= content.keys():
-                return [reader(file, content)]
+        if "tasks" in content and {"average", "scores"} & content.keys():
+            raise ValueError(
+                "it is a result of longce 0.1: `longce evaluate` writes answers.parquet and results_*.json"
+            )
+        if {"results", "n-shot", "n-samples"} <= content.keys():
+            return [_read_harness(file, content)]
         return [_parse_values(str(file), model, entry) for model, entry in content.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = error if isinstance(error, ValueError) else "a key is missing or has the wrong type"
@@ -152,39 +156,38 @@ def _read_numerics(values: Mapping[str, Any]) -> dict[str, str]:
     return {name: value for name, value in Numerics.read(values)._asdict().items() if value != NOT_RECORDED}
 
 
-def read_cells(content: Mapping[str, Any]) -> Cells:
-    """Return the scores in ``results.json`` or ``harness.json``: percents, but metrics of the harness as they are."""
-    cells: dict[tuple[str, str], tuple[Any, Interval | None]]
-    if "groups" not in content:
-        intervals = content.get("average_intervals", {})
-        cells = {
-            (task, length): (cell["mean"], cell.get("interval"))
-            for task, lengths in content["tasks"].items()
-            for length, cell in lengths.items()
-        }
-        cells |= {("average", length): (mean, intervals.get(length)) for length, mean in content["average"].items()}
-    else:
-        intervals = content.get("intervals", {})
-        metrics = {name: entry["metrics"] for name, entry in content["tasks"].items()} | content["groups"]
-        cells = {
-            (task, key.removesuffix(",none")): (value, intervals.get(task, {}).get(key))
-            for task, entry in metrics.items()
-            for key, value in entry.items()
-            if "_stderr," not in key
-        }
-        cells |= {(name, OF_SETS): (value, intervals.get(name)) for name, value in content["scores"].items()}
-    return {place: (_parse_number(place[0], value), interval) for place, (value, interval) in cells.items()}
+def read_harness_cells(content: Mapping[str, Any]) -> Cells:
+    """Return the metrics in a result of lm-evaluation-harness as they are, and the scores of sets in percent."""
+    # A result of the harness's own command does not name sets.
+    found = summarize_results(content, content["config"].get("tasks") or list(SETS))
+    metrics = {name: entry["metrics"] for name, entry in found["tasks"].items()} | found["groups"]
+    cells: Cells = {}
+    for task, of_task in metrics.items():
+        for key, value in of_task.items():
+            if "_stderr," not in key:
+                cells[task, key.removesuffix(",none")] = (value, None)
+    for name, value in found["scores"].items():
+        cells[name, OF_SETS] = (value, None)
+    return cells
 
 
-def _read_evaluation(file: Path, content: Mapping[str, Any]) -> Measured:
-    """Read ``longce evaluate``: each task by length, and means over the lengths of tasks, of RULER and of LongEval."""
-    if content.get("missing"):
+def _read_answers(file: Path) -> list[Measured]:
+    """Read the answers of ``longce evaluate`` or `LongContextTasks`, with an entry for each model, setting and step."""
+    return [_summarize_answers(file, found) for found in answers.split_evaluations(answers.read_answers(file))]
+
+
+def _summarize_answers(file: Path, found: Sequence[answers.Answer]) -> Measured:
+    """Return the scores of each task by length, and means over the lengths of tasks, of RULER and of LongEval."""
+    summary = summarize_answers(found)
+    first = found[0]
+    if summary.missing:
         raise ValueError(
-            f"{content['missing']} questions have no result: run the same `longce evaluate` again to complete them"
+            f"{summary.missing} questions in '{file}' have no answer: run the same `longce evaluate` again to complete"
+            " them."
         )
-    by_task = _group_by_task(read_cells(content))
-    told = {"by": "evaluate"} | {name: value for name, value in content["settings"].items() if name in _QUESTIONS}
-    told |= _read_numerics(content["settings"])
+    by_task = _group_by_task(summary.cells())
+    numerics = first.model.numerics
+    told = {"by": "evaluate", "mode": first.setting.mode, "documents": first.setting.documents, **numerics._asdict()}
     # Means over different lengths are not comparable.
     lengths = told | {"lengths": sorted({length for cells in by_task.values() for length in cells})}
     values: dict[str, float] = {}
@@ -193,23 +196,40 @@ def _read_evaluation(file: Path, content: Mapping[str, Any]) -> Measured:
     for name, cells in by_task.items():
         means = [mean for mean, _ in cells.values()]
         ends = [interval for _, interval in cells.values()]
-        values[name], intervals[name] = fmean(means) if means else math.nan, mean_interval(means, ends)
+        values[name] = fmean(means) if means else math.nan
+        intervals[name] = mean_interval(means, ends)
         settings[name] = told | {"lengths": sorted(cells)}
-        for length, cell in cells.items():
+        for length, (mean, interval) in cells.items():
             at_length = f"{name} {short(length) if name == 'LongEval' else length}"
-            (values[at_length], intervals[at_length]), settings[at_length] = cell, told
+            values[at_length] = mean
+            intervals[at_length] = interval
+            settings[at_length] = told
     if set(GROUPS["ruler"]) <= set(by_task):
         means = [values[task] for task in GROUPS["ruler"]]
         ends = [intervals[task] for task in GROUPS["ruler"]]
-        values["RULER"], intervals["RULER"], settings["RULER"] = fmean(means), mean_interval(means, ends), lengths
-    for name in ("weighted_inc", "weighted_dec", "answer_perplexity", "other_perplexity"):
-        if content.get(name) is not None:
-            values[name], settings[name] = _parse_number(name, content[name]), lengths
+        values["RULER"] = fmean(means)
+        intervals["RULER"] = mean_interval(means, ends)
+        settings["RULER"] = lengths
+    others = {"weighted_inc": summary.weighted_inc, "weighted_dec": summary.weighted_dec}
+    if summary.perplexities:
+        others |= summary.perplexities[None, None]._asdict()
+    for name, value in others.items():
+        if math.isfinite(value):
+            values[name] = value
+            settings[name] = lengths
     main = tuple(name for name in ("RULER", "LongEval") if name in values) or ("average",)
-    model = str(content.get("model") or "")
-    given = content["settings"]
-    identity: Any = {"provenance": Provenance.read(given), "numerics": Numerics.read(given)}
-    return Measured(str(file), model, values, main, settings, True, intervals, **identity)
+    provenance = first.model.provenance
+    return Measured(
+        str(file),
+        first.model.name,
+        values,
+        main,
+        settings,
+        ours=True,
+        intervals=intervals,
+        provenance=provenance,
+        numerics=numerics,
+    )
 
 
 def _group_by_task(cells: Cells) -> dict[str, dict[int, tuple[float, Interval | None]]]:
@@ -223,26 +243,21 @@ def _group_by_task(cells: Cells) -> dict[str, dict[int, tuple[float, Interval | 
 
 def _read_harness(file: Path, content: Mapping[str, Any]) -> Measured:
     """Read tasks of lm-evaluation-harness."""
-    cells = {task if key == OF_SETS else f"{task}/{key}": cell for (task, key), cell in read_cells(content).items()}
-    values = {name: value for name, (value, _) in cells.items()}
-    intervals = {name: interval for name, (_, interval) in cells.items()}
-    given = content["settings"]
+    values: dict[str, float] = {}
+    sets = []
+    for (task, key), (value, _) in read_harness_cells(content).items():
+        if key == OF_SETS:
+            sets.append(task)
+            values[task] = value
+        else:
+            values[f"{task}/{key}"] = value
+    given = content["config"]
     told = {"by": "harness"} | {name: value for name, value in given.items() if name in _PROMPTS}
     told |= _read_numerics(given)
     settings = dict.fromkeys(values, told)
-    if "RULER" in values:  # which is a mean over lengths
-        settings["RULER"] = told | {"lengths": sorted(given.get("lengths", []))}
-    main = tuple(content["scores"] or values)
-    model = str(content.get("model") or "")
     identity: Any = {"provenance": Provenance.read(given), "numerics": Numerics.read(given)}
-    return Measured(str(file), model, values, main, settings, True, intervals, **identity)
-
-
-# Readers of our results, and the keys by which each kind is recognized.
-_READERS = (
-    (_read_harness, {"tasks", "groups", "scores"}),
-    (_read_evaluation, {"tasks", "average"}),
-)
+    model = str(content.get("model_name") or "")
+    return Measured(str(file), model, values, tuple(sets or values), settings, ours=True, **identity)
 
 
 def _csv_entries(file: Path, text: str) -> list[Measured]:

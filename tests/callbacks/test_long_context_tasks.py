@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +15,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from callbacks import LongContextTasks, StepCheckpoint, long_context_tasks
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.tasks.evaluation.answers import ANSWERS_FILE, read_answers
 from lightning_modules.tasks.evaluation.questions import put_questions
 from lightning_modules.tasks.evaluation.summary import summarize
 from lightning_modules.training.preemption import EvaluationStop, Preemption
+from longce.evaluate import evaluate
 from tests.conftest import make_text
 from tests.support.runs import Losses, make_data, make_trainer
 from tests.support.texts import write_books
@@ -114,6 +117,30 @@ def test_logged_values_and_figures(setup, tmp_path):
     # The numbers are those of the model as it is now.
     results = put_questions(run.module.backbone, tasks._prompter, tasks._questions, "teacher_forced")
     for name, value in summarize(results).logged().items():
+        assert logged[f"tasks/{name}"] == pytest.approx(value, rel=1e-5)
+
+
+def test_the_answers_of_a_validation_are_those_of_evaluate(setup, tmp_path):
+    """One question, one answer: in the folder of the run, from the command, and in what is logged."""
+    module, data = make_run(setup)
+    logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
+    options = {**TASKS, "depths": 3, "seed": 3}
+    tasks = LongContextTasks(**options)
+    (logged,) = make_trainer(tmp_path, 1, "auto", callbacks=[tasks], logger=logger).validate(module, data)
+    (file,) = tmp_path.rglob("answers/*.parquet")
+    assert file.name == "val-step-0.parquet"
+    by_callback = read_answers(file)
+    evaluate(setup.model, str(tmp_path / "out"), **options, mode="teacher_forced", dtype="float32")
+    by_command = read_answers(tmp_path / "out" / ANSWERS_FILE)
+    assert len(by_command) == 2 * (6 + 2)
+    for one, other in zip(by_callback, by_command, strict=True):
+        about = {"model": other.model, "stage": "", "seconds": other.seconds}
+        numbers = {name: pytest.approx(getattr(other, name), rel=1e-5) for name in ("answer_nll", "other_nll")}
+        assert replace(one, **about) == replace(other, **numbers)
+        assert one.setting.seed == 3
+        assert one.model.special_tokens == other.model.special_tokens
+        assert one.model.numerics == other.model.numerics._replace(precision="32-true")
+    for name, value in summarize(by_command).logged().items():
         assert logged[f"tasks/{name}"] == pytest.approx(value, rel=1e-5)
 
 

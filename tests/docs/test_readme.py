@@ -95,7 +95,7 @@ COMMANDS = {
     "longce corpus score corpus --model M --output scores": SCORE_CORPUS,
     "longce corpus select scores": Reading(prints="(?s)documents"),
     "longce inspect report.txt --evaluator E": Reading(SHORT, "report.txt.html", ("report.txt.html",)),
-    "longce evaluate --model M --output runs/m": Reading(QUESTIONS, "passkey", ("runs/m/results.json",)),
+    "longce evaluate --model M --output runs/m": Reading(QUESTIONS, "passkey", ("runs/m/answers.parquet",)),
     "longce correlate scores.parquet scores.csv --output runs/c": Reading(
         prints="(?s)Pearson.*longppl|longppl.*Pearson", makes=("runs/c/correlation.json", "runs/c/report.html")
     ),

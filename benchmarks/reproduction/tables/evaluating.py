@@ -1,11 +1,9 @@
 """Measure Table 9: LongEval by prompt length with teacher forcing, by ``longce evaluate``."""
 
-import json
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,8 +11,8 @@ import pandas as pd
 from benchmarks.reproduction.tables.options import MeasureOptions
 from benchmarks.reproduction.tables.published import Cells, Intervals, NamedModel, Table
 from benchmarks.reproduction.tables.results import file_name, reason
-from lightning_modules.tasks.evaluation.evaluation import read_results
-from lightning_modules.tasks.evaluation.summary import tabulate
+from lightning_modules.tasks.evaluation.answers import ANSWERS_FILE, read_answers
+from lightning_modules.tasks.evaluation.summary import summarize, tabulate
 from lightning_modules.utilities.statistics import Interval, weighted_mean_interval
 from longce.evaluate import evaluate
 
@@ -62,18 +60,18 @@ def longeval_cells(table: Table, models: Iterable[NamedModel], folders: Sequence
     columns = {_tokens(column): column for column in table.columns}
     for model in models:
         path = next((path for folder in folders if (path := _folder(folder, model.name)).is_dir()), None)
-        if path is None or not (path / "results.json").is_file():
+        if path is None or not (path / ANSWERS_FILE).is_file():
             continue
-        scores: Mapping[str, Any] = json.loads((path / "results.json").read_bytes())["tasks"].get(TASK, {})
-        questions = tabulate(read_results(path))
-        for length, score in scores.items():
-            if (column := columns.get(int(length))) is None:
+        answers = [answer for answer in read_answers(path / ANSWERS_FILE) if answer.task == TASK]
+        questions = tabulate(answers)
+        for (_, length), score in summarize(answers).scores.items():
+            column = columns.get(length)
+            if column is None:
                 continue
             place = f"{model.name}: LongEval accuracy", column
-            cells[place], intervals[place] = score["mean"], score["interval"]
-            # The folder may have more questions than the last call asked.
-            asked = (questions["length"] == int(length)) & (questions["index"] < score["questions"])
-            of_length = questions[asked & (questions["task"] == TASK)]
+            cells[place] = score.mean
+            intervals[place] = score.interval
+            of_length = questions[questions["length"] == length]
             for name, kind in _PERPLEXITIES.items():
                 place = f"{model.name}: {name}", column
                 cells[place], intervals[place] = _perplexity(of_length[f"{kind}_nll"], of_length[f"{kind}_tokens"])

@@ -1,10 +1,10 @@
-"""Evaluation on longce's tasks: questions, stored results and report."""
+"""Evaluation on longce's tasks: questions, stored answers and report."""
 
+import itertools
 import json
 import logging
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,18 @@ from lightning_modules.models.loading.config import is_served
 from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.models.progress import advance
 from lightning_modules.models.scorer import Scorer
-from lightning_modules.tasks.evaluation.config import EvaluationConfig
-from lightning_modules.tasks.evaluation.questions import (
+from lightning_modules.scoring.records import Source
+from lightning_modules.tasks.evaluation.answers import (
+    ANSWERS_FILE,
+    FOLDER,
+    Answer,
     Key,
-    TaskResult,
+    Setting,
+    read_answers,
+    write_answers,
+)
+from lightning_modules.tasks.evaluation.config import EvaluationConfig, TaskConfig
+from lightning_modules.tasks.evaluation.questions import (
     check_questions,
     make_questions,
     put_questions,
@@ -27,8 +35,8 @@ from lightning_modules.tasks.evaluation.questions import (
 from lightning_modules.tasks.evaluation.report import as_text, write_task_report
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.registry import find_tasks
-from lightning_modules.utilities.files import writable_folder, write_json
-from lightning_modules.utilities.identity import combined_hash, content_hash
+from lightning_modules.utilities.files import writable_folder
+from lightning_modules.utilities.identity import content_hash
 from lightning_modules.utilities.locks import exclusive
 from lightning_modules.utilities.progress import progress_bar
 
@@ -37,14 +45,12 @@ log = logging.getLogger(__name__)
 QUESTIONS_AT_ONCE, TOKENS_AT_ONCE = 256, 2**21
 """Limits of the questions in memory, and of their tokens: the model waits while questions are generated."""
 
-SETTINGS = "settings.json"
-
 
 class Evaluation:
-    """Evaluation of a model on longce's tasks; each question has one result in the folder, from any process.
+    """Evaluation of a model on longce's tasks; each question has one answer in the folder, from any process.
 
     ``tasks`` are names of longce's tasks and groups, and import paths; ``provenance`` identifies the model. Raises a
-    ``ValueError`` if the folder has results of other settings.
+    ``ValueError`` if the folder has answers of other settings.
     """
 
     def __init__(
@@ -59,36 +65,28 @@ class Evaluation:
         self.keys = question_keys(self.tasks, config.lengths, config.samples, config.depths)
         self.prompter = Prompter(tokenizer, **config.prompting)
         check_questions(self.keys, self.tasks, self.prompter, config.seed)
-        settings = {
-            # A served model may move to another address.
-            "model": provenance.identity if is_served(config.model) else config.model,
-            **provenance._asdict(),
-            "mode": config.mode,
-            "seed": config.seed,
-            **config.prompting,
-            "gen_kwargs": config.generation or None,
-            "documents": config.documents,
-            **{name: None if path is None else _hash_texts(Path(path)) for name, path in config.sources.items()},
-        }
-        self.store = ResultStore(config.output_folder, settings)
+        # A served model may move to another address.
+        name = provenance.identity if is_served(config.model) else config.model
+        model = Source(name, *provenance, special_tokens=config.add_special_tokens)
+        self.store = AnswerStore(config.output_folder, model, describe_setting(config))
 
     def missing(self, rank: int = 0, processes: int = 1) -> list[Key]:
-        """Return the questions of this process that have no result yet."""
-        known = {result.key for result in read_results(self.store.folder)}
+        """Return the questions of this process that have no answer yet."""
+        known = {answer.key for answer in self.store.read()}
         return [key for key in self.keys[rank::processes] if key not in known]
 
     def ask(self, backbone: Scorer, rank: int = 0, processes: int = 1) -> None:
-        """Ask the missing questions, and store each result immediately."""
-        with exclusive(own := self.store.path(rank, processes)):
+        """Ask the missing questions, and store each answer immediately."""
+        with exclusive(self.store.folder / f"{rank:05d}-of-{processes:05d}"):
             if not (keys := self.missing(rank, processes)):
                 return
             backbone.check_length(max(key.length for key in keys))
             bar = progress_bar("tasks", unit=" tokens", total=sum(key.length for key in keys))
             answered: list[Key] = []
 
-            def store(results: list[Any]) -> None:
-                self.store.append(own, results)
-                answered.extend(result.key for result in results)
+            def store(answers: list[Answer]) -> None:
+                self.store.append(answers)
+                answered.extend(answer.key for answer in answers)
                 bar.set_description(f"tasks, {len(answered)} of {len(keys)} questions answered", refresh=False)
                 bar.update(sum(key.length for key in answered) - bar.n)  # passes count other tokens, or a server has
 
@@ -96,17 +94,35 @@ class Evaluation:
                 for chunk in _split_by_cell(keys):
                     bar.set_postfix_str(f"{chunk[0].task}, {chunk[0].length} tokens", refresh=False)
                     questions = make_questions(chunk, self.tasks, self.prompter, self.config.seed)
+                    self.store.begin_file(rank, processes)
                     options: Any = {"generation": self.config.generation, "done": store}
                     put_questions(backbone, self.prompter, questions, self.config.mode, **options)
 
     def report(self) -> str:
-        """Write the report of all results so far, and return it as text."""
-        known = {result.key: result for result in read_results(self.store.folder)}
-        results = [known[key] for key in self.keys if key in known]
-        missing = len(self.keys) - len(results)
-        summary = write_task_report(self.store.folder, results, self.store.settings, missing)
-        text = as_text(summary, missing, self.store.settings)
-        return f"{text}\nReport: {self.store.folder / 'report.html'}"
+        """Write the answers so far and their report, and return it as text."""
+        known = {answer.key: answer for answer in self.store.read()}
+        answers = [known.get(key) or self.store.identify(_without_answer(key)) for key in self.keys]
+        folder = self.config.output_folder
+        write_answers(folder / ANSWERS_FILE, answers)
+        summary = write_task_report(folder, answers)
+        return f"{as_text(summary, answers[0].settings)}\nReport: {folder / 'report.html'}"
+
+
+def describe_setting(config: TaskConfig) -> Setting:
+    """Return how questions are made and asked: other texts, for example, give other questions."""
+    return Setting(
+        mode=config.mode,
+        seed=config.seed,
+        chat_template=config.chat_template,
+        system_instruction=config.system_instruction,
+        gen_kwargs=json.dumps(config.generation) if config.generation else None,
+        documents=config.documents,
+        **{name: None if path is None else _hash_texts(Path(path)) for name, path in config.sources.items()},
+    )
+
+
+def _without_answer(key: Key) -> Answer:
+    return Answer(key.task, key.length, key.depth, key.index)
 
 
 def _split_by_cell(keys: Sequence[Key]) -> Iterator[list[Key]]:
@@ -123,76 +139,58 @@ def _hash_texts(path: Path) -> str:
     return f"sha256:{content_hash(path, files)}"
 
 
-class ResultStore:
-    """Folder of results that several processes and machines may share: each writes one file and reads all files.
+class AnswerStore:
+    """Answers in a folder that several processes and machines may share: each writes files of its own, and reads all.
 
-    All results have the same settings. Settings may be replaced until there is a result.
+    All answers are of one model and setting.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        self.folder = writable_folder(folder, remedy="Choose another folder with `--output`.")
-        self.settings = settings
-        begun = any(path.stat().st_size for path in self.folder.glob("results-*.jsonl"))
-        with exclusive(folder / SETTINGS):
-            if not (begun and (folder / SETTINGS).is_file()):
-                write_json(folder / SETTINGS, settings)
-            check_same_settings(folder, _read_settings(folder), settings)
+    def __init__(self, output: Path, model: Source, setting: Setting) -> None:
+        earlier = next(output.glob("results-*.jsonl"), None)
+        if earlier is not None:
+            raise ValueError(f"'{earlier}' has answers of longce 0.1: choose another folder with `--output`.")
+        self.folder = writable_folder(output / FOLDER, remedy="Choose another folder with `--output`.")
+        self.model = model
+        self.setting = setting
+        self._file = Path()
+        self._answers: list[Answer] = []  # in the file
+        self.read()
 
-    def path(self, rank: int, processes: int) -> Path:
-        """Return the file of one of several processes."""
-        return self.folder / f"results-{rank:05d}-of-{processes:05d}.jsonl"
+    def read(self) -> list[Answer]:
+        """Return all answers, each once.
 
-    def append(self, path: Path, results: Iterable[TaskResult]) -> None:
-        """Append results to the file of this process, and flush it to disk.
-
-        An unfinished line of a killed process is removed first.
+        Raises a ``ValueError`` for a file that is damaged or belongs to an evaluation with other settings.
         """
-        check_same_settings(self.folder, _read_settings(self.folder), self.settings)
-        settings = _hash_settings(self.folder)
-        lines = "".join(json.dumps({**asdict(result), "settings": settings}) + "\n" for result in results)
-        with path.open("ab+") as stream:
-            stream.seek(0)
-            stream.truncate(stream.read().rfind(b"\n") + 1)
-            stream.seek(0, os.SEEK_END)
-            stream.write(lines.encode())
-            stream.flush()
-            os.fsync(stream.fileno())
+        found: dict[Key, Answer] = {}
+        for file in sorted(self.folder.glob("*.parquet")):
+            for answer in self._read_file(file):
+                found.setdefault(answer.key, answer)
+        return list(found.values())
 
+    def begin_file(self, rank: int, processes: int) -> None:
+        """Begin the next file of a process, which is written again with each answer: it has few."""
+        files = (self.folder / f"{rank:05d}-of-{processes:05d}-{number:05d}.parquet" for number in itertools.count())
+        self._file = next(file for file in files if not file.exists())
+        self._answers = []
+        # Another evaluation may have begun in the folder at the same time.
+        for other in sorted(self.folder.glob("*.parquet"))[:1]:
+            self._read_file(other)
 
-def read_results(folder: Path) -> list[TaskResult]:
-    """Return all results in a folder, each once; unfinished lines of killed processes are left out.
+    def append(self, answers: Sequence[Answer]) -> None:
+        """Add answers to the file that was begun, and flush it to disk."""
+        self._answers += [self.identify(answer) for answer in answers]
+        write_answers(self._file, self._answers)
 
-    Raises a ``ValueError`` for a line that is damaged or belongs to an evaluation with other settings.
-    """
-    found: dict[Key, TaskResult] = {}
-    for path in sorted(folder.glob("results-*.jsonl")):
-        settings = _hash_settings(folder)
-        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-            result = _parse_result(line, path, number, settings)
-            found.setdefault(result.key, result)
-    return list(found.values())
+    def identify(self, answer: Answer) -> Answer:
+        """Return an answer with its model and setting."""
+        return replace(answer, model=self.model, setting=self.setting)
 
-
-def _parse_result(line: bytes, path: Path, number: int, settings: str) -> TaskResult:
-    try:
-        values = json.loads(line)
-        if values.pop("settings", settings) != settings:
-            raise ValueError("its settings are not those of the folder")
-        return TaskResult(**{**values, "answers": tuple(values["answers"])})
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"'{path}', line {number}, is not a result of this evaluation ({error}). Remove the line, and its question"
-            " is asked again."
-        ) from error
-
-
-def _read_settings(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / SETTINGS).read_bytes()))
-
-
-def _hash_settings(folder: Path) -> str:
-    """Return the hash that each result has of the settings; empty without settings."""
-    return combined_hash(_read_settings(folder))[:16] if (folder / SETTINGS).is_file() else ""
+    def _read_file(self, file: Path) -> list[Answer]:
+        answers = read_answers(file)
+        for answer in answers:
+            if (answer.model, answer.setting) != (self.model, self.setting):
+                check_same_settings(file, answer.settings, self.identify(answer).settings)
+        return answers
 
 
 def check_same_settings(place: Path, stored: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

@@ -3,13 +3,14 @@
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.scorer import Scorer
+from lightning_modules.tasks.evaluation.answers import Answer, Key
 from lightning_modules.tasks.evaluation.config import Depths, Mode
 from lightning_modules.tasks.generation import generate
 from lightning_modules.tasks.questions.example import Example
@@ -19,20 +20,6 @@ from lightning_modules.tasks.sampling import generation_options
 from lightning_modules.tasks.teacher_forcing import AnswerScores, teacher_forced
 
 MAX_UNKNOWN = 0.1  # fraction of the tokens
-
-
-@dataclass(frozen=True)
-class Key:
-    """Identity of a question, which with seed and tokenizer determines its content.
-
-    ``length`` counts the tokens of prompt and answer together. ``depth`` is the requested depth, from 0 (front) to 1
-    (end); None if the task chooses it.
-    """
-
-    task: str
-    length: int
-    depth: float | None
-    index: int
 
 
 class Question(NamedTuple):
@@ -45,7 +32,7 @@ class Question(NamedTuple):
 def question_keys(tasks: Sequence[Task], lengths: Sequence[int], samples: int, depths: Depths = None) -> list[Key]:
     """Return all questions in order: ``samples`` of each task and length, and of each depth if the task varies it."""
     names = [task.name for task in tasks]
-    if len(set(names)) < len(names):  # classes of the user, whose results would be mixed up
+    if len(set(names)) < len(names):  # classes of the user, whose answers would be mixed up
         raise ValueError(f"Several `tasks` have the same name: {', '.join(names)}. Rename them.")
     chosen = _space_depths(depths)
     return [
@@ -98,38 +85,6 @@ def _space_depths(depths: Depths) -> list[float | None]:
     return [*sorted(depths)]
 
 
-@dataclass(frozen=True)
-class TaskResult:
-    """Question, the model's answer, and its score from 0 to 1.
-
-    The task scores generated answers; teacher-forced answers are right if each token is the likeliest. ``depth`` is
-    None if the answer is in several places. ``prediction`` is the generated text, or the likeliest token at each
-    position of the right answer. ``answer_nll`` and ``other_nll`` are sums of negative log-likelihoods, in nats, of the
-    answers' tokens and of all other input tokens; None if generated. ``seconds`` of questions that are asked together
-    are split equally.
-    """
-
-    task: str
-    length: int
-    asked_depth: float | None
-    index: int
-    depth: float | None
-    score: float
-    answers: tuple[str, ...]
-    prediction: str
-    prompt_tokens: int
-    answer_nll: float | None = None
-    answer_tokens: int = 0
-    other_nll: float | None = None
-    other_tokens: int = 0
-    seconds: float = 0.0
-
-    @property
-    def key(self) -> Key:
-        """Key of the question."""
-        return Key(self.task, self.length, self.asked_depth, self.index)
-
-
 def put_questions(
     backbone: Scorer,
     prompter: Prompter,
@@ -137,34 +92,34 @@ def put_questions(
     mode: Mode,
     *,
     generation: Mapping[str, Any] = MappingProxyType({}),
-    done: Callable[[list[TaskResult]], None] = lambda _: None,
-) -> list[TaskResult]:
+    done: Callable[[list[Answer]], None] = lambda _: None,
+) -> list[Answer]:
     """Ask a model questions in groups; questions of similar length are the fastest.
 
     ``generation`` has arguments of `lightning_modules.tasks.sampling`; answers are greedy by default. ``done`` is
-    called with the results of each group. If weights are sharded, all processes must call this, each with any number of
+    called with the answers of each group. If weights are sharded, all processes must call this, each with any number of
     questions.
     """
-    results: dict[int, TaskResult] = {}
+    answers: dict[int, Answer] = {}
     last = time.perf_counter()
 
-    def take(found: dict[int, TaskResult]) -> None:
+    def take(found: dict[int, Answer]) -> None:
         nonlocal last
         now = time.perf_counter()
         seconds = (now - last) / len(found)
         last = now
-        timed = {number: replace(result, seconds=seconds) for number, result in found.items()}
-        results.update(timed)
+        timed = {number: replace(answer, seconds=seconds) for number, answer in found.items()}
+        answers.update(timed)
         done(list(timed.values()))
 
     if mode == "generate":
         _generate_answers(backbone, prompter, questions, generation, take)
     else:
         _force_answers(backbone, prompter, questions, take)
-    return [results[number] for number in range(len(questions))]
+    return [answers[number] for number in range(len(questions))]
 
 
-Take = Callable[[dict[int, TaskResult]], None]
+Take = Callable[[dict[int, Answer]], None]
 
 
 def _generate_answers(
@@ -182,7 +137,7 @@ def _generate_answers(
     def finish(number: int, tokens: list[int]) -> None:
         text = str(prompter.tokenizer.decode(tokens, skip_special_tokens=True))
         score = questions[number].example.score(text)
-        take({number: _make_result(questions[number], score, text, len(prompts[number]))})
+        take({number: _make_answer(questions[number], score, text, len(prompts[number]))})
 
     generate(
         backbone,
@@ -209,7 +164,7 @@ def _force_answers(backbone: Scorer, prompter: Prompter, questions: Sequence[Que
         found = {}
         for number, answer in scores.items():
             text = str(prompter.tokenizer.decode(answer.greedy))  # special tokens are wrong answers that a reader sees
-            found[number] = _make_result(
+            found[number] = _make_answer(
                 questions[number],
                 answer.score,
                 text,
@@ -224,7 +179,7 @@ def _force_answers(backbone: Scorer, prompter: Prompter, questions: Sequence[Que
     teacher_forced(backbone, forced, done=finish)
 
 
-def _make_result(question: Question, score: float, prediction: str, prompt_tokens: int, **numbers: Any) -> TaskResult:
+def _make_answer(question: Question, score: float, prediction: str, prompt_tokens: int, **numbers: Any) -> Answer:
     key, example = question
     given = (example.depth, score, example.answers, prediction, prompt_tokens)
-    return TaskResult(key.task, key.length, key.depth, key.index, *given, **numbers)
+    return Answer(key.task, key.length, key.depth, key.index, *given, **numbers)

@@ -1,6 +1,7 @@
 """Report of an evaluation: numbers, tables and figures."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence, Set
 from itertools import cycle
 from pathlib import Path
@@ -12,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lightning_modules.models.loading.provenance import Provenance
-from lightning_modules.tasks.evaluation.questions import TaskResult
+from lightning_modules.tasks.evaluation.answers import Answer
 from lightning_modules.tasks.evaluation.summary import (
     RULER_THRESHOLD,
     Matrix,
@@ -38,30 +39,25 @@ MIN_QUESTIONS = 10
 """Questions below which a cell of a heat map stays empty: the 95% interval of 9 is up to 60 points wide."""
 
 
-def write_task_report(
-    folder: Path, results: Sequence[TaskResult], settings: Mapping[str, Any], missing: int
-) -> Summary:
-    """Write ``results.json``, ``report.md``, ``report.html`` and ``figures/*.svg``, and return the summary.
-
-    ``missing`` is the number of questions without a result.
-    """
-    summary = summarize(results)
-    numbers = {"model": settings["model"], **summary.as_json(), "missing": missing, "settings": dict(settings)}
+def write_task_report(folder: Path, answers: Sequence[Answer]) -> Summary:
+    """Write ``report.md``, ``report.html`` and ``figures/*.svg``, and return the summary."""
+    summary = summarize(answers)
+    settings = answers[0].settings
     pictures = {name: as_svg(figure) for name, figure in figures(summary).items()}
     blocks: list[Block] = [
         "Scores in percent, with 95% intervals (Wilson; questions about one text count as dependent).",
         score_table(summary)._replace(folded=False),
-        *_describe_summary(summary, missing, settings),
+        *_describe_summary(summary, settings),
         *([Heading("Curves and maps")] if pictures else ()),
         *(Picture(name, f"{_CAPTIONS[name]}{_describe_cells(name, summary)}") for name in pictures),
     ]
     if summary.perplexities:
         blocks += [Heading("Perplexity of answer tokens / of all other tokens"), perplexity_table(summary)]
     if summary.questions:
-        blocks += [Heading("Some answers"), answer_table(results)]
+        blocks += [Heading("Some answers"), answer_table(answers)]
     values = [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in settings.items()]
     blocks += [Heading("Settings"), Table(("setting", "value"), values)]
-    write_report(folder, f"Long-context tasks: {settings['model']}", blocks, pictures, numbers, name="results")
+    write_report(folder, f"Long-context tasks: {settings['model']}", blocks, pictures)
     return summary
 
 
@@ -92,9 +88,9 @@ def _make_grid(cells: Mapping[Any, str], last: str, together: Mapping[Any, str])
     return Table(["task", *map(short, lengths)], [*rows, together_row] if len(tasks) > 1 else rows)
 
 
-def as_text(summary: Summary, missing: int, settings: Mapping[str, Any]) -> str:
+def as_text(summary: Summary, settings: Mapping[str, Any]) -> str:
     """Format the scores for a terminal."""
-    return "\n".join([as_text_table(score_table(summary)), "", *_describe_summary(summary, missing, settings)])
+    return "\n".join([as_text_table(score_table(summary)), "", *_describe_summary(summary, settings)])
 
 
 def describe_synthetic_text(tasks: Set[str], settings: Mapping[str, Any]) -> list[str]:
@@ -114,12 +110,12 @@ def describe_synthetic_text(tasks: Set[str], settings: Mapping[str, Any]) -> lis
     return sentences
 
 
-def _describe_summary(summary: Summary, missing: int, settings: Mapping[str, Any]) -> list[str]:
+def _describe_summary(summary: Summary, settings: Mapping[str, Any]) -> list[str]:
     provenance = Provenance.read(settings)
     sentences = [f"Model: {settings['model']} ({provenance})."] if provenance else []
     sentences += describe_synthetic_text({task for task, _ in summary.scores}, settings)
-    if missing:
-        sentences.append(f"{missing} questions have no result yet: run the same command to ask them.")
+    if summary.missing:
+        sentences.append(f"{summary.missing} questions have no result yet: run the same command to ask them.")
     if (effective := summary.effective_length) is not None:
         length, *ends = ("none of these lengths" if each is None else f"{each:,}" for each in effective)
         between = f"{length} tokens" if effective.length else length
@@ -140,25 +136,19 @@ def _describe_summary(summary: Summary, missing: int, settings: Mapping[str, Any
     return [*sentences, f"{summary.questions:,} questions in {summary.seconds:,.0f} s, summed over all processes."]
 
 
-def answer_table(results: Sequence[TaskResult], count: int = 8) -> Table:
+def answer_table(answers: Sequence[Answer], count: int = 8) -> Table:
     """Return some of the model's answers, wrong ones first; under teacher forcing, the likeliest tokens instead."""
-    ordered = sorted(results, key=lambda result: result.score)
+    given = [answer for answer in answers if not math.isnan(answer.score)]
+    ordered = sorted(given, key=lambda answer: answer.score)
     chosen = ordered[:: max(1, len(ordered) // count)][:count]
-    generated = all(result.answer_nll is None for result in chosen)
-    return Table(
-        ("task", "length", "depth", "score (%)", "right", "answer" if generated else "likeliest tokens"),
-        [
-            (
-                result.task,
-                short(result.length),
-                "" if result.depth is None else f"{result.depth:.2f}",
-                f"{100 * result.score:.0f}",
-                _format_line(", ".join(result.answers)),
-                _format_line(result.prediction),
-            )
-            for result in chosen
-        ],
-    )
+    generated = all(answer.answer_nll is None for answer in chosen)
+    rows = []
+    for answer in chosen:
+        depth = "" if answer.depth is None else f"{answer.depth:.2f}"
+        right = _format_line(", ".join(answer.right_answers))
+        score = f"{100 * answer.score:.0f}"
+        rows.append((answer.task, short(answer.length), depth, score, right, _format_line(answer.prediction)))
+    return Table(("task", "length", "depth", "score (%)", "right", "answer" if generated else "likeliest tokens"), rows)
 
 
 def _format_line(text: str, maximum: int = 160) -> str:

@@ -1,4 +1,4 @@
-"""Summarize the scores of questions (0 to 1) in percent. Missing results are left out, not counted as 0."""
+"""Summarize the scores of questions (0 to 1) in percent. Questions without an answer do not count as 0."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,16 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from lightning_modules.tasks.evaluation.questions import TaskResult, even_depths
+from lightning_modules.tasks.evaluation.answers import Answer
+from lightning_modules.tasks.evaluation.questions import even_depths
 from lightning_modules.tasks.questions.registry import GROUPS
 from lightning_modules.utilities.statistics import Interval, mean_interval, questions_needed, score_interval
 
 RULER_THRESHOLD = 85.6
 """Score of Llama-2-7B (chat) at 4,096 tokens, averaged over RULER's 13 tasks (https://arxiv.org/abs/2404.06654)."""
+
+Cells = dict[tuple[str, str], tuple[float, Interval | None]]
+"""Scores with their 95% intervals, by task or set and by length or metric; NaN if a score is not a number."""
 
 BINS = 11  # depths of heat maps and curves if no depths were requested
 
@@ -70,7 +74,7 @@ class Summary:
     RULER's tasks, whose threshold it is. Perplexities are by task and length: those of all tasks (None) are those of
     Figure 2 and Table 9 of Fang et al. (2025), and (None, None) has those of all questions. Heat maps are by task,
     after the one of ``all`` tasks; if depths were requested, ``all`` omits tasks without depths, because they could
-    favor one depth. ``seconds`` are summed over all processes.
+    favor one depth. ``seconds`` are summed over all processes. ``missing`` questions have no answer yet.
     """
 
     scores: dict[tuple[str, int], Score]
@@ -83,6 +87,7 @@ class Summary:
     heat_maps: dict[str, Matrix]
     seconds: float
     questions: int
+    missing: int
 
     def logged(self) -> dict[str, float]:
         """Return the values to log, by their names after ``tasks/``."""
@@ -97,34 +102,25 @@ class Summary:
             values |= {f"{name}{ending}": value for name, value in found._asdict().items() if task is None}
         return values
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the values for the result file."""
-        tasks: dict[str, dict[str, Any]] = {}
-        found = {place: perplexities._asdict() for place, perplexities in self.perplexities.items()}
+    def cells(self) -> Cells:
+        """Return the scores by task and length, and those of the average of several tasks."""
+        cells: Cells = {}
         for (task, length), score in self.scores.items():
-            tasks.setdefault(task, {})[str(length)] = score._asdict() | found.get((task, length), {})
-        names = ("effective_length", "weighted_inc", "weighted_dec", "questions", "seconds")
-        return {
-            "tasks": tasks,
-            "average": {str(length): average for length, average in self.averages.items()},
-            "average_intervals": {str(length): interval for length, interval in self.average_intervals.items()},
-            **{name: getattr(self, name) for name in names},
-            **found.get((None, None), dict.fromkeys(Perplexities._fields)),
-            "depths": {
-                name: pd.DataFrame(matrix.scores.T, map(str, matrix.depths), map(str, matrix.lengths)).to_dict()
-                for name, matrix in self.heat_maps.items()
-            },
-        }
+            cells[task, str(length)] = (score.mean, score.interval)
+        for length, average in self.averages.items():
+            cells["average", str(length)] = (average, self.average_intervals[length])
+        return cells
 
 
-def tabulate(results: Sequence[TaskResult]) -> pd.DataFrame:
-    """Return a table with a row for each result and a column for each of its fields."""
-    return pd.DataFrame([vars(result) for result in results], columns=list(TaskResult.__dataclass_fields__))
+def tabulate(answers: Sequence[Answer]) -> pd.DataFrame:
+    """Return a table with a row for each question that has an answer, and a column for each field."""
+    rows = [vars(answer) for answer in answers if not math.isnan(answer.score)]
+    return pd.DataFrame(rows, columns=list(Answer.__dataclass_fields__))
 
 
-def summarize(results: Sequence[TaskResult]) -> Summary:
-    """Summarize results, complete or not."""
-    table = tabulate(results)
+def summarize(answers: Sequence[Answer]) -> Summary:
+    """Summarize answers, of all questions or not."""
+    table = tabulate(answers)
     # Depths that were asked for are the same at all lengths; true depths are those that whole sentences allow.
     table["depth"] = table["asked_depth"].astype(float).fillna(table["depth"].astype(float))
     asked = sorted(table["asked_depth"].dropna().unique())
@@ -152,6 +148,7 @@ def summarize(results: Sequence[TaskResult]) -> Summary:
         heat_maps=heat_maps,
         seconds=math.fsum(table["seconds"]),
         questions=len(table),
+        missing=len(answers) - len(table),
     )
 
 

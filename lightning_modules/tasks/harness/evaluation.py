@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 from urllib.parse import quote
 
@@ -23,9 +22,9 @@ from lightning_modules.models.tokenization.chat_templates import check_chat_temp
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.tasks.evaluation.evaluation import check_same_settings
 from lightning_modules.tasks.harness.model import HarnessModel
-from lightning_modules.tasks.harness.tasks import SETS, file_hash, find_names, load_tasks, seed
+from lightning_modules.tasks.harness.results import format_results, merge_results, summarize_results
+from lightning_modules.tasks.harness.tasks import file_hash, find_names, load_tasks, seed
 from lightning_modules.utilities.files import write_json
-from lightning_modules.visualization.report import Table, as_text_table
 
 log = logging.getLogger(__name__)
 
@@ -85,20 +84,17 @@ class HarnessEvaluation:
             write_json(self._path(name), {**found, "settings": self._settings_of(name)})
 
     def report(self) -> str:
-        """Write ``harness.json`` and ``results_TIME.json`` with all results so far, and return their table."""
+        """Write ``results_TIME.json`` with all results so far, and return their table."""
         stored = [found for name in self.names if (found := self._read(name)) is not None]
         results = merge_results(stored)
         truncated = sum(found["truncated"] for found in stored)
-        content = summarize_results(results, self.words)
-        content |= {"model": self.config.model, "settings": self.settings, "truncated": truncated}
-        write_json(self.config.output_folder / "harness.json", content)
-        self._write_for_harness(results)
-        text = format_results(content)
+        self._write(results, truncated)
+        text = format_results(summarize_results(results, self.words))
         if truncated:
             text += f"\n{truncated:,} prompts exceeded `max_length` = {self.settings['max_length']} and were truncated."
         return text
 
-    def _write_for_harness(self, results: dict[str, Any]) -> None:
+    def _write(self, results: dict[str, Any], truncated: int) -> None:
         """Write the results in the harness's schema, in place of those of an earlier call."""
         for earlier in self.config.output_folder.glob("results_*.json"):
             if json.loads(earlier.read_bytes()).get("model_source") == "longce":
@@ -112,6 +108,7 @@ class HarnessEvaluation:
             self.config.as_multiturn,
         )
         about = {"model": "longce", "model_args": {"pretrained": self.config.model}, **self.settings}
+        about |= {"tasks": list(self.words), "truncated": truncated}
         self._tracker.save_results_aggregated({**results, "config": about, "date": time.time()})
 
     def _path(self, name: str) -> Path:
@@ -156,60 +153,3 @@ def evaluate_tasks(model: HarnessModel, loaded: Mapping[str, Any], *, bootstrap_
             fewshot_as_multiturn=config.as_multiturn,
         )
     return {**found, "seconds": time.perf_counter() - started, "truncated": model.truncated - before}
-
-
-def merge_results(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the tables of several results of `evaluate_tasks`, such as ``results`` and ``configs``, by task."""
-    merged: dict[str, Any] = {}
-    for part in parts:
-        for table, by_task in part.items():
-            if isinstance(by_task, Mapping):
-                merged.setdefault(table, {}).update(by_task)
-    return merged
-
-
-def summarize_results(results: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
-    """Return the numbers of tasks and groups, and the scores of sets in percent whose metrics are all known."""
-    content: dict[str, Any] = {"tasks": {}, "groups": {}, "scores": {}}
-    values: dict[Any, float] = {}  # by task and metric, or by name of a score
-    for name, row in results.get("results", {}).items():
-        metrics = _keep_numbers(row)
-        if name in results.get("groups", {}):
-            content["groups"][name] = metrics
-        else:
-            counts = {"questions": results["n-samples"][name]["effective"], "num_fewshot": results["n-shot"][name]}
-            content["tasks"][name] = {"metrics": metrics, **counts}
-        for key, value in metrics.items():
-            values[name, key] = value
-    for word in words:
-        for score, parts in SETS[word].scores.items() if word in SETS else ():
-            if all(part in values for part in parts):
-                values[score] = fmean(values[part] for part in parts)
-                content["scores"][score] = 100 * values[score]
-    return content
-
-
-def _keep_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among the harness's metrics, without RULER's -1 for lengths that were not measured."""
-    numbers = {key: float(value) for key, value in metrics.items() if "," in key and isinstance(value, int | float)}
-    return {key: value for key, value in numbers.items() if value != -1 or not key.partition(",")[0].isdigit()}
-
-
-def format_results(content: Mapping[str, Any]) -> str:
-    """Format results as text: a row per metric with its standard error, then the scores of sets in percent."""
-    rows = []
-    metrics_by_name = {name: task["metrics"] for name, task in content["tasks"].items()} | content["groups"]
-    for name, metrics in metrics_by_name.items():
-        task = content["tasks"].get(name, {"questions": "", "num_fewshot": ""})
-        for key, value in metrics.items():
-            metric, _, kept = key.partition(",")
-            if metric.endswith("_stderr"):
-                continue
-            label = metric if kept == "none" else f"{metric} ({kept})"
-            error = metrics.get(f"{metric}_stderr,{kept}")
-            shown = "" if error is None else f"{error:.4f}"
-            rows.append((name, str(task["questions"]), str(task["num_fewshot"]), label, f"{value:.4f}", shown))
-    for name, value in content["scores"].items():
-        rows.append((name, "", "", "score, %", f"{value:.1f}", ""))
-    head = ("task", "questions", "examples", "metric", "value", "standard error")
-    return as_text_table(Table(head, rows), left=(0, 3))

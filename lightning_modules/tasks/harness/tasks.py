@@ -1,12 +1,12 @@
-"""Tasks of lm-evaluation-harness: sets that papers report, and how tasks are loaded."""
+"""Tasks of lm-evaluation-harness: how they are found and loaded."""
 
 import difflib
 import hashlib
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lm_eval.tasks
 import numpy as np
@@ -15,57 +15,10 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lm_eval.tasks import TaskManager
 
 from lightning_modules.tasks.evaluation.config import TaskConfig
+from lightning_modules.tasks.harness.results import SETS
 from lightning_modules.tasks.questions.registry import GROUPS, TASKS
 
 _ROOT = Path(lm_eval.tasks.__file__).resolve().parent
-
-
-class TaskSet(NamedTuple):
-    """Tasks that are reported together, below ``lm_eval/tasks`` in ``folders``: indexing all folders takes 15 s.
-
-    A score is the mean of metrics of tasks, such as ``("mmlu", "acc,none")``, or of other scores by name.
-    """
-
-    tasks: tuple[str, ...]
-    folders: tuple[str, ...]
-    scores: Mapping[str, Sequence[Any]]
-
-
-_LONGBENCH = {
-    "Single-Document QA": ("narrativeqa", "qasper", "multifieldqa_en"),
-    "Multi-Document QA": ("hotpotqa", "2wikimqa", "musique"),
-    "Summarization": ("gov_report", "qmsum", "multi_news"),
-    "Few-shot Learning": ("trec", "triviaqa", "samsum"),
-    "Synthetic Tasks": ("passage_count", "passage_retrieval_en"),
-    "Code Completion": ("lcc", "repobench-p"),
-}
-_SHORT = {
-    "MMLU": ("mmlu", "acc,none"),
-    "ARC-C": ("arc_challenge", "acc,none"),
-    "RACE": ("race", "acc,none"),
-    "BBH": ("bbh_cot_fewshot", "exact_match,get-answer"),
-    "TruthfulQA": ("truthfulqa_mc2", "acc,none"),
-    "CommonsenseQA": ("commonsense_qa", "acc,none"),
-}
-
-SETS = {
-    "short": TaskSet(
-        tasks=tuple(task for task, _ in _SHORT.values()),
-        folders=("mmlu/default", "arc", "race", "bbh/cot_fewshot", "truthfulqa", "commonsense_qa"),
-        scores={name: [metric] for name, metric in _SHORT.items()},
-    ),
-    "longbench": TaskSet(
-        tasks=tuple(f"longbench_{name}" for names in _LONGBENCH.values() for name in names),
-        folders=("longbench",),
-        scores={kind: [(f"longbench_{name}", "score,none") for name in names] for kind, names in _LONGBENCH.items()}
-        | {"LongBench": list(_LONGBENCH)},
-    ),
-}
-"""Sets of tasks, with scores named as in the tables of Fang et al. (2025).
-
-``short`` has the six tasks of Table 10. The paper does not report the number of examples in the prompt or the metric;
-here they are the harness's defaults (no examples, three with a chain of thought for BBH), and accuracy. ``longbench``
-has the 16 English tasks of LongBench; its score is the mean of six categories, as in Table 8."""
 
 
 def find_names(words: Sequence[str], include_path: str | None = None) -> tuple[TaskManager, list[str]]:

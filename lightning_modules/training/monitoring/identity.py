@@ -22,7 +22,7 @@ from lightning_modules.models.loading.load import has_weights
 from lightning_modules.training.checkpoints.resume import run_folder
 from lightning_modules.training.checkpoints.spans import flatten_config
 from lightning_modules.training.facts import run_facts
-from lightning_modules.training.monitoring.event_files import list_event_files, remove_events
+from lightning_modules.utilities.files import atomic_file
 from lightning_modules.utilities.identity import combined_hash, package_version
 
 EXPERIMENT_TAG = "_hparams_/experiment"
@@ -168,9 +168,29 @@ def _log_hyperparameters(logger: Logger, values: dict[str, Any]) -> None:
 
 def _remove_earlier_settings(logger: TensorBoardLogger) -> None:
     own = logger.experiment._get_file_writer().event_writer._file_name
-    for file in list_event_files(Path(logger.log_dir)):
+    for file in Path(logger.log_dir).glob("events.out.tfevents.*"):
         if file.name != Path(own).name:
-            remove_events(file, [EXPERIMENT_TAG, SESSION_START_INFO_TAG])
+            _remove_events(file, (EXPERIMENT_TAG, SESSION_START_INFO_TAG))
+
+
+def _remove_events(file: Path, tags: Collection[str]) -> None:
+    """Remove the events of these tags from an event file that nobody writes to."""
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    names = [tag.encode() for tag in tags]
+    events = list(RawEventFileLoader(str(file)).Load())
+    kept = [event for event in events if not any(name in event for name in names)]
+    if len(kept) == len(events):
+        return
+    # An event has 16 bytes around it. TensorBoard reads up to a damaged or unfinished one: the rest stays as it is.
+    intact = sum(16 + len(event) for event in events)
+    rest = file.read_bytes()[intact:]
+    with atomic_file(file) as stream:
+        writer = RecordWriter(stream)
+        for event in kept:
+            writer.write(event)
+        stream.write(rest)
 
 
 def _add_hparams_tab(logger: TensorBoardLogger, values: Mapping[str, Any], metrics: Collection[str] = ()) -> None:

@@ -1,16 +1,21 @@
 """The same question asked by two commands gets the same answer."""
 
 import copy
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch import LightningDataModule
 from longppl.longppl import compute_longppl
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+import longce
 from callbacks import ExternalEvaluator
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
@@ -18,8 +23,12 @@ from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens
 from lightning_modules.scoring.score import score
 from lightning_modules.scoring.scored_model import open_evaluator
+from lightning_modules.utilities.statistics import corpus_mean
 from lightning_modules.visualization.page import inspect_document
-from tests.conftest import tiny_model
+from longce.cli.main import main
+from longce.compare.runs import read_runs
+from tests.conftest import make_text, tiny_model
+from tests.support.experiments import evaluator, experiment, tensorboard, text_data
 from tests.support.texts import LANGUAGES, TOKENIZERS, text_of
 from tests.support.trainers import quiet_trainer
 
@@ -119,6 +128,55 @@ def test_score_validate_and_inspect_with_another_tokenizer(model, language, fold
     if mask.any():
         assert logged["val/longppl"] == pytest.approx(by_score["longppl"], rel=1e-6)
         assert page.models[0].perplexities()[0] == pytest.approx(by_score["longppl"], rel=1e-6)
+
+
+def count_number(number, text):
+    """How often a number is printed, to at least three digits."""
+    found = [float(word.replace(",", "")) for word in re.findall(r"\d[\d,]*\.?\d*", text)]
+    return sum(value == pytest.approx(number, rel=5e-4) for value in found)
+
+
+def test_score_the_callback_validate_compare_and_python_give_one_number(
+    model_dir, evaluator_dir, tmp_path, monkeypatch, capsys
+):
+    """LongPPL and perplexity of three documents: what is printed, logged, recorded, compared and returned."""
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    for number in range(3):
+        Path(f"texts/{number}.txt").write_text(make_text(40 + 20 * number, seed=number))
+    texts = sorted(map(str, Path("texts").iterdir()))
+    about = {**WINDOWS, **THRESHOLDS, "evaluator_add_special_tokens": False}
+    records = longce.score(texts, str(model_dir), str(evaluator_dir), **about)
+    total = longce.summarize(records)
+    assert total.key_tokens > 9
+    number, perplexity = total.longppl, total.perplexity
+
+    options = [f"--{name}={value}" for name, value in about.items()]
+    main(["score", *texts, f"--model={model_dir}", f"--evaluator={evaluator_dir}", *options, "--output=s.parquet"])
+    assert count_number(number, capsys.readouterr().out) > 0
+    assert longce.read_records("s.parquet") == records
+
+    judge = evaluator(evaluator_dir, **WINDOWS, **THRESHOLDS, add_special_tokens=False)
+    data = text_data(model_dir, "texts", sequence_length=512)
+    config = experiment(model_dir, data, callbacks=[judge], logger=tensorboard(name="longce", version="v"))
+    Path("run.yaml").write_text(yaml.safe_dump({**config, "seed_everything": 1}))
+    main(["validate", "-c", "run.yaml"])
+    printed = capsys.readouterr()
+    (file,) = Path("runs").rglob("documents/*.parquet")
+    by_callback = longce.summarize(longce.read_records(file))
+    assert by_callback.longppl == pytest.approx(number, rel=1e-6)
+    assert by_callback.key_tokens == total.key_tokens
+    assert count_number(number, printed.out + printed.err) > 0
+    events = EventAccumulator(str(file.parents[1])).Reload()
+    for name, value in (("longppl", number), ("perplexity", perplexity), ("key_tokens", total.key_tokens)):
+        assert events.Scalars(f"val/{name}")[-1].value == pytest.approx(value, rel=1e-6)
+
+    for run in (*read_runs(["s.parquet"]), *read_runs([file])):
+        ((_, steps),) = run.evaluations.items()
+        assert corpus_mean(steps[0], "longppl") == pytest.approx(number, rel=1e-6)
+        assert corpus_mean(steps[0], "perplexity") == pytest.approx(perplexity, rel=1e-6)
+    main(["compare", "s.parquet", str(file)])
+    assert count_number(number, capsys.readouterr().out) == 2
 
 
 def test_the_rule_of_the_authors_in_score_and_validation(folders, tmp_path, caplog):

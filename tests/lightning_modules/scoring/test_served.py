@@ -32,7 +32,7 @@ from lightning_modules.scoring.corpus.shards import SUCCESS
 from lightning_modules.scoring.key_tokens import find_key_tokens
 from lightning_modules.scoring.score import score
 from lightning_modules.scoring.scored_model import open_evaluator
-from lightning_modules.tasks.evaluation.evaluation import read_results
+from lightning_modules.tasks.evaluation.answers import ANSWERS_FILE, read_answers
 from lightning_modules.tasks.evaluation.questions import put_questions
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.utilities.errors import IncompleteError
@@ -379,10 +379,13 @@ def test_teacher_forced_tasks_on_a_server(dialect, backbone, model_dir, tmp_path
         remote = RemoteScorer([address], QUICK)
         with pytest.raises(ValueError, match="cannot generate"):
             put_questions(remote, Prompter(load_tokenizer(str(model_dir))), [], "generate")
-    local, remote = ({one.key: one for one in read_results(tmp_path / name)} for name in ("local", "served"))
+    found = [read_answers(tmp_path / name / ANSWERS_FILE) for name in ("local", "served")]
+    local, remote = ({one.key: one for one in answers} for answers in found)
+    assert next(iter(remote.values())).model.dtype == "served"
     assert len(local) == len(remote) == 8
     for key, one in local.items():
         other = replace(remote[key], seconds=one.seconds, answer_nll=one.answer_nll, other_nll=one.other_nll)
+        other = replace(other, model=one.model)
         assert other == one, "the same likeliest tokens"
         assert remote[key].answer_nll == pytest.approx(one.answer_nll, abs=1e-4)
         assert remote[key].other_nll == pytest.approx(one.other_nll, abs=1e-3)

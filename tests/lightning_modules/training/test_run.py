@@ -68,7 +68,8 @@ def test_a_start_without_a_checkpoint_is_replaced_by_the_next_one(tmp_path):
     """Whatever it has logged is not that of the run that the folder then contains."""
     folder = tmp_path / "run"
     first = start(folder, config="precision: bf16-mixed\n")
-    for name in ("events.out.tfevents.1", "hparams.yaml", "documents/val-evaluator-step-0.parquet", "mine.txt"):
+    own = ("events.out.tfevents.1", "hparams.yaml", "documents/val-a-step-0.parquet", "answers/val-step-0.parquet")
+    for name in (*own, "mine.txt"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("first")
     second = start(folder, config="precision: 32-true\n")
@@ -77,7 +78,7 @@ def test_a_start_without_a_checkpoint_is_replaced_by_the_next_one(tmp_path):
     assert (folder / "config.yaml").read_text() == "precision: 32-true\n"
     assert read_run(folder)["id"] == second
     assert read_run(folder / "unfinished-1")["id"] == first
-    assert (folder / "unfinished-1/documents/val-evaluator-step-0.parquet").read_text() == "first"
+    assert {(folder / "unfinished-1" / name).read_text() for name in own} == {"first"}
     # A resumed run that lost its folder of checkpoints is the same run, and one of another run is not.
     assert start(folder, save(tmp_path / "moved", 8, second)) == second
     assert start(folder, save(tmp_path / "other", 8, "another")) not in (first, second)

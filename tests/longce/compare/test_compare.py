@@ -275,13 +275,22 @@ def test_curves_begin_at_the_base_model_and_include_later_evaluations_and_resume
     assert run.scalars["train/loss"][9] == 1.0  # of the resumed training, not of the one that was killed
 
 
-def test_a_run_in_training_is_read_up_to_its_last_complete_event(tmp_path):
+def test_a_run_in_training_or_a_damaged_file_is_read_up_to_its_last_complete_event(tmp_path, caplog):
     folder = make_run(tmp_path / "run", {10: 0.9})
     (events,) = folder.glob("events.out.tfevents.*")
-    events.write_bytes(events.read_bytes()[:-5])
+    whole = events.read_bytes()
+    read_runs([folder])
+    assert not caplog.records
+    events.write_bytes(whole[:-5])
     (run,) = read_runs([folder])
     assert max(run.scalars["train/loss"]) == 10
     assert max(run.scalars["train/gpu_hours"]) == 9
+    assert "unfinished or damaged" in caplog.text
+    damaged = bytearray(whole)
+    damaged[len(whole) // 2] ^= 1
+    events.write_bytes(damaged)
+    (run,) = read_runs([folder])
+    assert 0 < max(run.scalars["train/loss"]) < 10
 
 
 def test_a_run_without_an_evaluator_or_with_csv_logs_is_compared_by_what_it_logged(tmp_path):

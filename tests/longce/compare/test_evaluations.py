@@ -1,76 +1,60 @@
 """Scores of several models in one table, with differences over the same questions."""
 
-import json
-from dataclasses import asdict
+import math
 
 import pandas as pd
 import pytest
 
-from lightning_modules.tasks.evaluation.questions import TaskResult
+from lightning_modules.tasks.evaluation.answers import write_answers
 from lightning_modules.utilities.statistics import score_difference
 from longce.cli.main import main
 from longce.compare.command import compare
 from longce.compare.evaluations import ComparedEvaluation, draw_scores, judge_evaluations
+from tests.support.answers import make_answers, write_evaluation, write_harness
 
 FIRST = [1, 1, 0, 1, 1, 0, 1, 1, 0, 1]
 SECOND = [1, 0, 0, 1, 0, 0, 1, 1, 0, 0]
 
 
-def write_evaluation(folder, scores, *, task="needle", texts=20, **settings):
+def write(folder, scores, **about):
     """A folder of `longce evaluate` with one task at one length."""
-    folder.mkdir(parents=True)
-    rows = [
-        asdict(TaskResult(task, 64, index // texts / 2, index % texts, None, score, ("a",), "b", prompt_tokens=9))
-        for index, score in enumerate(scores)
-    ]
-    (folder / "results-00000-of-00001.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    mean = 100 * sum(scores) / len(scores)
-    result = {
-        "model": folder.name,
-        "tasks": {task: {"64": {"mean": mean, "interval": [40.0, 89.0], "questions": len(scores)}}},
-        "average": {"64": mean},
-        "average_intervals": {"64": [40.0, 89.0]},
-        "settings": {"model": folder.name, "seed": 0, **settings},
-    }
-    (folder / "results.json").write_text(json.dumps(result))
-    return folder
+    return write_evaluation(folder, {("needle", 64): scores}, model=folder.name, **about)
 
 
 def test_the_difference_is_over_the_same_questions(tmp_path):
-    one, other = write_evaluation(tmp_path / "a", FIRST), write_evaluation(tmp_path / "b", SECOND[:8])
-    with (other / "results-00001-of-00002.jsonl").open("w") as stream:  # of a process that was killed while it wrote
-        stream.write((other / "results-00000-of-00001.jsonl").read_text() + '{"task": "need')
+    one, other = write(tmp_path / "a", FIRST), write(tmp_path / "b", [*SECOND[:8], math.nan])  # not answered
     text = compare([one, other], tmp_path / "page.html")
     value, (low, high) = score_difference(SECOND[:8], FIRST[:8])
     assert text.splitlines()[0] == "Compared with a, b shows no difference in any of 1 cells."
     text = text.partition("\n\n")[2]
     assert text.splitlines()[0].split() == ["task", "length", "or", "metric", "a", "b", "b", "-", "a"]
     assert "The text around the needles of needle is made up" in text
+    assert "1 questions of b have no result yet." in text
     row = text.splitlines()[2]
     assert row.split()[:3] == ["needle", "64", "70.0"]
     assert row.endswith(f"{100 * value:+.1f} [{100 * low:+.0f}, {100 * high:+.0f}]")
     assert "b - a" in (tmp_path / "page.html").read_text()
 
 
-@pytest.mark.parametrize("changed", [{"dtype": "bfloat16"}, {"attention": "eager"}, {"precision": None}])
+@pytest.mark.parametrize("changed", [{"dtype": "bfloat16"}, {"attention": "eager"}, {"precision": "not recorded"}])
 def test_answers_of_other_numerics_have_no_difference(tmp_path, changed):
-    numerics = {"dtype": "float32", "precision": "none", "attention": "sdpa"}
-    one = write_evaluation(tmp_path / "a", FIRST, **numerics)
-    same = write_evaluation(tmp_path / "same", SECOND, **numerics)
-    other = write_evaluation(tmp_path / "b", SECOND, **numerics | changed)
+    numerics = {"dtype": "float32", "attention": "sdpa", "precision": "none"}
+    one = write(tmp_path / "a", FIRST)
+    same = write(tmp_path / "same", SECOND)
+    other = write(tmp_path / "b", SECOND, numerics=(numerics | changed).values())
     text = compare([one, same, other])
     assert "same - a" in text
     assert "b - a" not in text
     assert "Compared with a, b" not in text
     ((key, value),) = changed.items()
-    assert f"{numerics[key]} (`a`, `same`) against {value or 'not recorded'} (`b`)" in text
-    assert ("The precision of `b` is not recorded" in text) == (value is None)
+    assert f"{numerics[key]} (`a`, `same`) against {value} (`b`)" in text
+    assert ("The precision of `b` is not recorded" in text) == (value == "not recorded")
 
 
 def test_the_verdict_names_tasks_by_their_intervals(tmp_path):
     good, bad = [1] * 10, [0] * 10
-    one = write_evaluation(tmp_path / "a", bad)
-    better, worse = write_evaluation(tmp_path / "b", good), write_evaluation(tmp_path / "c", bad)
+    one = write(tmp_path / "a", bad)
+    better, worse = write(tmp_path / "b", good), write(tmp_path / "c", bad)
     text = compare([one, better, worse], tmp_path / "page.html")
     assert text.startswith("Compared with a, b is better in 1 of 1 cells: needle (64). Compared with a, c shows no")
     assert "Scores in percent of 10 questions for each task and length, with" in text
@@ -83,8 +67,8 @@ def page_of(folder, evaluations):
 
 
 def test_other_questions_have_no_difference(tmp_path, capsys):
-    write_evaluation(tmp_path / "runs" / "a", FIRST)
-    write_evaluation(tmp_path / "runs" / "b", SECOND, seed=1)
+    write(tmp_path / "runs" / "a", FIRST)
+    write(tmp_path / "runs" / "b", SECOND, seed=1)
     main(["compare", str(tmp_path / "runs")])
     text = capsys.readouterr().out
     assert "b was asked other questions than a (seed = 0 and 1): no differences." in text
@@ -92,30 +76,43 @@ def test_other_questions_have_no_difference(tmp_path, capsys):
 
 
 def test_metrics_of_the_harness_are_next_to_ours(tmp_path):
-    folder = write_evaluation(tmp_path / "a", FIRST)
-    harness = {
-        "tasks": {"race": {"metrics": {"acc,none": 0.5, "acc_stderr,none": 0.1}}},
-        "groups": {},
-        "scores": {"RACE": 50.0},
-        "intervals": {"race": {"acc,none": [0.3, 0.7]}, "RACE": [30.0, 70.0]},
-        "settings": {},
-    }
-    (folder / "harness.json").write_text(json.dumps(harness))
-    text = compare([folder, f"plain={write_evaluation(tmp_path / 'b', SECOND)}"])
+    folder = write(tmp_path / "a", FIRST)
+    metrics = {"race": {"alias": "race", "acc,none": 0.5, "acc_stderr,none": 0.1}}
+    write_harness(folder / "results_2026.json", metrics, tasks=["short", "race"])
+    text = compare([folder, f"plain={write(tmp_path / 'b', SECOND)}"])
     cells = [line.split() for line in text.splitlines()]
-    assert ["race", "acc", "0.500", "[0.30,", "0.70]"] in cells
-    assert ["RACE", "score,", "%", "50.0", "[30,", "70]"] in cells
+    assert ["race", "acc", "0.500"] in cells
+    assert ["RACE", "score,", "%", "50.0"] in cells
+    write_harness(tmp_path / "results_2026.json", metrics, model="org/other")
+    assert f"{tmp_path.name}: org/other (not identified by content)." in compare([tmp_path])
 
 
-def test_unfinished_evaluations_are_named(tmp_path):
-    (tmp_path / "killed").mkdir()
-    (tmp_path / "killed" / "settings.json").write_text("{}")
+def test_folders_without_a_complete_evaluation_are_refused_by_what_they_are(tmp_path):
+    (tmp_path / "killed" / "answers").mkdir(parents=True)
     with pytest.raises(ValueError, match="killed' was interrupted: run the same `longce evaluate` again"):
         compare([tmp_path / "killed"])
-    one, other = write_evaluation(tmp_path / "a", FIRST), write_evaluation(tmp_path / "b", SECOND[:8])
-    result = json.loads((other / "results.json").read_text())
-    (other / "results.json").write_text(json.dumps(result | {"missing": 2}))
-    assert "2 questions of b have no result yet." in compare([one, other])
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "results.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"old' is a result of longce 0.1"):
+        compare([tmp_path / "old"])
+    folder = write(tmp_path / "damaged", FIRST)
+    (folder / "answers.parquet").write_bytes((folder / "answers.parquet").read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"answers.parquet' is not a file of answers"):
+        compare([folder])
+
+
+def test_answers_of_two_steps_of_a_run_are_compared(tmp_path):
+    """Files of `LongContextTasks`; several evaluations in one file have no name each."""
+    answers = [make_answers({("needle", 64): scores}, model="", step=n) for n, scores in enumerate((FIRST, SECOND))]
+    for step, found in enumerate(answers):
+        write_answers(tmp_path / f"val-step-{step}.parquet", found)
+    text = compare([tmp_path])
+    assert "val-step-1 - val-step-0" in text
+    assert "val-step-1: a model in training (" in text
+    assert text == compare([tmp_path / f"val-step-{step}.parquet" for step in range(2)])
+    write_answers(tmp_path / "both.parquet", answers[0] + answers[1])
+    with pytest.raises(ValueError, match=r"both.parquet' has the answers of 2 evaluations"):
+        compare([tmp_path / "both.parquet"])
 
 
 def test_scores_at_several_lengths_are_drawn_with_a_line_for_each_model():

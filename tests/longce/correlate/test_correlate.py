@@ -14,6 +14,7 @@ from longce.cli.main import main
 from longce.correlate.command import correlate
 from longce.correlate.joining import join
 from longce.correlate.result_files import Measured
+from tests.support.answers import write_evaluation
 from tests.support.records import MODEL, make_record
 
 TABLE = published()["tables"]["table5"]
@@ -156,12 +157,10 @@ def test_equal_scores_have_no_correlation_and_the_others_do(tmp_path):
 
 def test_means_over_other_lengths_are_not_thrown_together(tmp_path):
     for number, lengths in enumerate(((4096, 8192), (4096, 8192), (4096, 8192), (4096,))):
-        cells = {str(length): {"mean": 90.0 - length / 1024 - number} for length in lengths}
-        content = {"model": f"m{number}", "tasks": {"vt": cells}, "settings": {"mode": "generate"}}
-        content["average"] = {length: cell["mean"] for length, cell in cells.items()}
-        (tmp_path / f"m{number}.json").write_text(json.dumps(content))
+        scores = {("vt", length): [0.9 - length / 102400 - number / 100] for length in lengths}
+        write_evaluation(tmp_path / f"m{number}", scores, model=f"m{number}", mode="generate")
     (tmp_path / "ppl.csv").write_text("model,ppl\n" + "".join(f"m{number},{number + 2}\n" for number in range(4)))
-    files = [str(tmp_path / name) for name in ("m0.json", "m1.json", "m2.json", "m3.json", "ppl.csv")]
+    files = [str(tmp_path / name) for name in ("m0", "m1", "m2", "m3", "ppl.csv")]
     correlate(files, str(tmp_path / "out"))
     pairs = {pair["score"]: pair for pair in json.loads((tmp_path / "out" / "correlation.json").read_text())["pairs"]}
     assert pairs["average [lengths=[4096, 8192]]"]["models"] == ["m0", "m1", "m2"]

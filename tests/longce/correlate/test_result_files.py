@@ -1,47 +1,43 @@
 import json
 import math
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from benchmarks.reproduction.tables.scores import read_scores
+from benchmarks.reproduction.tables.scores import benchmarks, read_scores
 from lightning_modules.scoring.records import write_records
+from lightning_modules.tasks.evaluation.answers import ANSWERS_FILE, write_answers
+from lightning_modules.tasks.harness.results import SETS
 from lightning_modules.tasks.questions.registry import GROUPS
 from longce.correlate.result_files import read_results
+from tests.support.answers import make_answers, write_evaluation, write_harness
 from tests.support.records import MODEL, make_record
-
-
-def cell(mean):
-    return {"mean": mean, "error": None, "questions": 1}
-
-
-def write(folder, name, content):
-    file = folder / name
-    file.write_text(json.dumps(content))
-    return str(file)
 
 
 @pytest.fixture
 def evaluation(tmp_path):
     """Of RULER's tasks at two lengths, the first one better than the others, and of LongEval at one."""
-    tasks = {task: {"4096": cell(80.0), "8192": cell(40.0)} for task in GROUPS["ruler"]}
-    tasks[GROUPS["ruler"][0]] = {"4096": cell(100.0), "8192": cell(100.0)}
-    tasks["longeval_lines"] = {"4096": cell(30.0)}
-    content = {"model": "org/M", "tasks": tasks, "average": {"4096": 70.0}, "answer_perplexity": 2.5}
-    content["settings"] = {"mode": "generate", "documents": None, "seed": 3}
-    return write(tmp_path, "evaluation.json", content)
+    scores = {(task, length): [mean] for task in GROUPS["ruler"] for length, mean in ((4096, 0.8), (8192, 0.4))}
+    scores[GROUPS["ruler"][0], 4096] = scores[GROUPS["ruler"][0], 8192] = [1.0]
+    scores["longeval_lines", 4096] = [0.3]
+    answers = [
+        replace(answer, answer_nll=math.log(2.5), answer_tokens=1, other_nll=math.inf, other_tokens=1)
+        for answer in make_answers(scores, model="org/M", mode="generate", seed=3)
+    ]
+    write_answers(tmp_path / "evaluation.parquet", answers)
+    return str(tmp_path / "evaluation.parquet")
 
 
 @pytest.fixture
 def harness_result(tmp_path):
-    content = {
-        "model": "org/M",
-        "scores": {"LongBench": 31.5, "Summarization": 20.0},
-        "tasks": {"qasper": {"metrics": {"score,none": 0.25, "score_stderr,none": 0.1, "em,strict": 0.5}}},
-        "groups": {"all": {"acc,none": 0.5}},
-        "settings": {"num_fewshot": 0, "limit": 5, "lengths": [4096]},
-    }
-    return write(tmp_path, "harness.json", content)
+    """LongBench, with a standard error, a metric that is filtered, a group, and the harness's word for no value."""
+    metrics = {name: {"alias": name, "score,none": 0.25, "score_stderr,none": 0.1} for name in SETS["longbench"].tasks}
+    metrics["longbench_qasper"] |= {"score,none": 0.5, "em,strict": 0.5, "em_stderr,strict": "N/A"}
+    metrics["all"] = {"acc,none": 0.5}
+    file = tmp_path / "results_2026-11-28.json"
+    return write_harness(file, metrics, groups=["all"], model="org/M", tasks=["longbench"], num_fewshot=0, limit=5)
 
 
 def test_records_of_score(tmp_path):
@@ -69,47 +65,70 @@ def test_results_of_evaluate(evaluation):
     assert entry.values["LongEval"] == entry.values["LongEval 4k"] == 30.0
     assert entry.values["vt"] == 60.0
     assert entry.values["vt 8192"] == 40.0
-    assert entry.values["average"] == 70.0
-    assert entry.values["answer_perplexity"] == 2.5
+    assert entry.values["average"] == pytest.approx((100 + 12 * 80 + 30) / 14)
+    assert entry.values["answer_perplexity"] == pytest.approx(2.5)
+    assert "other_perplexity" not in entry.values, "infinite"
     assert entry.main == ("RULER", "LongEval")
     told = {"by": "evaluate", "mode": "generate", "documents": None}
+    told |= {"dtype": "float32", "precision": "none", "attention": "sdpa"}
     assert entry.settings["RULER"] == entry.settings["vt"] == told | {"lengths": [4096, 8192]}
     assert entry.settings["LongEval"] == told | {"lengths": [4096]}
     assert entry.settings["vt 4096"] == told
 
 
-def test_folders_of_several_models_are_read(evaluation, tmp_path):
-    content = json.loads((tmp_path / "evaluation.json").read_text())
+def test_folders_of_several_models_are_read(tmp_path):
     for name in ("a", "b"):
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        write(tmp_path / "runs" / name, "results.json", content | {"model": name})
+        write_evaluation(tmp_path / "runs" / name, {("vt", 64): [1.0]}, model=name)
     assert [entry.model for entry in read_results([str(tmp_path / "runs")])] == ["a", "b"]
+
+
+def test_answers_of_several_steps_are_entries_and_unanswered_questions_are_refused(tmp_path):
+    answers = [
+        *make_answers({("vt", 64): [1.0]}, model="", step=1),
+        *make_answers({("vt", 64): [0.0]}, model="", step=2),
+    ]
+    write_answers(tmp_path / "a.parquet", answers)
+    with pytest.raises(ValueError, match="does not name its model"):
+        read_results([str(tmp_path / "a.parquet")])
+    assert [entry.values["vt"] for entry in read_results([f"run={tmp_path / 'a.parquet'}"])] == [100.0, 0.0]
+    write_answers(tmp_path / "a.parquet", make_answers({("vt", 64): [1.0, math.nan]}))
+    with pytest.raises(ValueError, match=r"1 questions in '.*a.parquet' have no answer"):
+        read_results([str(tmp_path / "a.parquet")])
 
 
 def test_results_of_the_harness(harness_result):
     (entry,) = read_results([harness_result])
-    assert entry.values == {
-        "LongBench": 31.5,
-        "Summarization": 20.0,
-        "qasper/score": 0.25,
-        "qasper/em,strict": 0.5,
-        "all/acc": 0.5,
-    }
-    assert entry.main == ("LongBench", "Summarization")
+    values = entry.values
+    assert (values["Single-Document QA"], values["LongBench"]) == pytest.approx((100 / 3, 25 + 100 / 72))
+    assert (values["longbench_qasper/score"], values["longbench_qasper/em,strict"], values["all/acc"]) == (0.5,) * 3
+    assert not [name for name in values if "stderr" in name]
+    assert entry.main == tuple(SETS["longbench"].scores)
     assert entry.settings["LongBench"] == {"by": "harness", "num_fewshot": 0, "limit": 5}
 
 
+def test_results_of_the_harness_without_sets_have_those_that_are_complete(tmp_path):
+    """As of its own command."""
+    metrics = {"race": {"acc,none": 0.5}, "arc_challenge": {"acc_norm,none": 0.25}}
+    (entry,) = read_results([write_harness(tmp_path / "results_1.json", metrics, model="M")])
+    assert entry.values == {"race/acc": 0.5, "arc_challenge/acc_norm": 0.25, "RACE": 50.0}
+    (ours,) = read_results([write_harness(tmp_path / "results_1.json", metrics, tasks=["race", "arc_challenge"])])
+    assert "RACE" not in ours.values, "it was not asked for"
+    assert entry.provenance is None
+
+
 def test_tables_read_them_too(evaluation, harness_result, tmp_path):
-    expected = {"LongBench": 31.5, "Summarization": 20.0}
+    in_sets = {name: value for name, value in read_results([harness_result])[0].values.items() if name in benchmarks()}
+    assert {"LongBench", "Summarization"} <= in_sets.keys()
+    expected = dict(in_sets)
     expected |= {"RULER": pytest.approx(820 / 13), "LongEval": 30.0, "LongEval 4k": 30.0}
     assert read_scores([evaluation, harness_result]) == {"org/M": expected}
-    assert read_scores([f"A-CE-50={harness_result}"]) == {"A-CE-50": {"LongBench": 31.5, "Summarization": 20.0}}
+    assert read_scores([f"A-CE-50={harness_result}"]) == {"A-CE-50": in_sets}
     run = tmp_path / "B-CE-100"
     run.mkdir()
-    content = json.loads((tmp_path / "harness.json").read_text())
-    write(tmp_path, "harness.json", content | {"model": str(run)})
+    content = json.loads(Path(harness_result).read_text())
+    Path(harness_result).write_text(json.dumps(content | {"model_name": str(run)}))
     assert set(read_scores([harness_result])) == {"B-CE-100"}
-    (tmp_path / "evaluation.json").rename(tmp_path / "results.json")
+    (tmp_path / "evaluation.parquet").rename(tmp_path / ANSWERS_FILE)
     with pytest.raises(ValueError, match="has 2 models: rename them in the file instead of by 'A='"):
         read_scores([f"A={tmp_path}"])
 
@@ -124,7 +143,7 @@ def test_the_table_of_the_documentation_serves_both_commands(tmp_path):
 
 def test_a_folder_of_an_evaluation_is_read_for_its_results_alone(evaluation, harness_result, tmp_path):
     (tmp_path / "questions.json").write_text("[]")
-    (tmp_path / "evaluation.json").rename(tmp_path / "results.json")
+    (tmp_path / "evaluation.parquet").rename(tmp_path / ANSWERS_FILE)
     ours, theirs = read_results([f"A={tmp_path}"])
     assert (ours.model, theirs.model) == ("A", "A")
     assert "vt" in ours.values
@@ -136,7 +155,9 @@ BAD_FILES = [
     ("a.json", "[]", "a.json"),
     ("a.json", "{", "a.json"),
     ("a.json", '{"m": {"RULER": "x"}}', "'RULER'"),
-    ("a.json", '{"tasks": {"vt": 3}, "average": {}}', "a.json"),
+    ("a.json", '{"tasks": {"vt": 3}, "average": {}}', "longce 0.1"),
+    ("a.json", '{"tasks": {"vt": 3}, "groups": {}, "scores": {}}', "longce 0.1"),
+    ("a.json", '{"results": {"vt": 3}, "n-shot": {}, "n-samples": {}}', "a.json"),
     ("a.json", '{"longppl": 2, "perplexity": 3, "documents": []}', "longce 0.1"),
     ("a.json", '{"": {"x": 3}}', "a.json does not name its model"),
     ("a.parquet", "", "a.parquet"),
@@ -157,12 +178,16 @@ def test_bad_files_are_refused(tmp_path, monkeypatch, name, content, named):
 
 
 def test_scores_of_evaluate_keep_their_intervals(tmp_path):
-    cells = {"4096": {"mean": 50.0, "interval": [40.0, 62.0]}, "8192": {"mean": 30.0, "interval": [25.0, 38.0]}}
-    content = {"model": "M", "tasks": dict.fromkeys([*GROUPS["ruler"], "longeval_lines"], cells), "average": {}}
-    (tmp_path / "results.json").write_text(json.dumps(content | {"settings": {}}))
-    (entry,) = read_results([str(tmp_path)])
-    assert entry.intervals["vt 8192"] == [25.0, 38.0]
-    assert entry.intervals["LongEval 8k"] == [25.0, 38.0]
-    assert entry.intervals["LongEval"] == pytest.approx((40 - math.hypot(10, 5) / 2, 40 + math.hypot(12, 8) / 2))
-    below, above = 40 - entry.intervals["RULER"][0], entry.intervals["RULER"][1] - 40
-    assert (below, above) == pytest.approx([math.hypot(*ends) / 2 / math.sqrt(13) for ends in ((10, 5), (12, 8))])
+    tasks = [*GROUPS["ruler"], "longeval_lines"]
+    scores = {
+        (task, length): [1] * right + [0] * (20 - right) for task in tasks for length, right in ((4096, 10), (8192, 6))
+    }
+    (entry,) = read_results([str(write_evaluation(tmp_path, scores))])
+    values, intervals = entry.values, entry.intervals
+    assert (values["vt 4096"], values["vt 8192"]) == (50.0, 30.0)
+    ends = [[abs(end - values[name]) for end in intervals[name]] for name in ("vt 4096", "vt 8192")]
+    assert min(map(min, ends)) > 10
+    assert intervals["LongEval 8k"] == intervals["vt 8192"]
+    below, above = (math.hypot(*sides) / 2 for sides in zip(*ends, strict=True))
+    assert intervals["LongEval"] == pytest.approx((40 - below, 40 + above))
+    assert intervals["RULER"] == pytest.approx((40 - below / math.sqrt(13), 40 + above / math.sqrt(13)))

@@ -16,8 +16,11 @@ from lightning_modules.models.tokenization.tokenizer import encode_document, loa
 from lightning_modules.scoring.records import summarize
 from lightning_modules.scoring.score import score
 from lightning_modules.scoring.scored_model import ScoredModel
+from lightning_modules.tasks.evaluation.answers import ANSWERS_FILE, read_answers
+from lightning_modules.utilities.statistics import score_interval
 from longce.cli.main import main
 from tests.conftest import make_text, tiny_model
+from tests.support.answers import write_evaluation
 
 LENGTHS = {"context_length": 48, "stride": 16}
 ALPHA, BETA = 0.5, -6.0  # random models find no key tokens at 2 and -2
@@ -172,20 +175,23 @@ def test_training_tables_print_commands_or_scores(reproduce, tmp_path, capsys):
 
 
 def test_scores_of_evaluate_have_intervals(reproduce, tmp_path, capsys):
-    for name, mean in (("A-CE-200", 40.0), ("A-LongCE-200", 60.0)):
-        folder = tmp_path / name
-        folder.mkdir()
-        cell = {"mean": mean, "interval": [mean - 9, mean + 12], "questions": 50}
-        result = {"model": name, "tasks": {"longeval_lines": {"4096": cell}}, "average": {"4096": mean}, "settings": {}}
-        (folder / "results.json").write_text(json.dumps(result))
+    intervals = []
+    for name, right in (("A-CE-200", 20), ("A-LongCE-200", 30)):
+        answers = {("longeval_lines", 4096): [1] * right + [0] * (50 - right)}
+        write_evaluation(tmp_path / name, answers, texts=50, model=name)
+        low, high = score_interval([1] * right + [0] * (50 - right), range(50))
+        intervals.append((100 * low, 100 * high))
     scores = [str(tmp_path / name) for name in ("A-CE-200", "A-LongCE-200")]
     assert reproduce("table3", "--scores", *scores) == 0
-    assert "| 24.0 / 40.0 [31.00, 52.00] |" in capsys.readouterr().out
+    (low, high), (other_low, other_high) = intervals
+    assert f"| 24.0 / 40.0 [{low:.2f}, {high:.2f}] |" in capsys.readouterr().out
     cells = table(tmp_path / "one", "table3")
-    assert cells["A (PG-19, EABF): LongCE"]["LongEval 200"]["interval"] == [51.0, 72.0]
+    assert cells["A (PG-19, EABF): LongCE"]["LongEval 200"]["interval"] == pytest.approx([other_low, other_high])
     gain = cells["A (PG-19, EABF): Gain"]["LongEval 200"]
     assert gain["ours"] == 20.0
-    assert gain["interval"] == pytest.approx([20 - math.hypot(9, 12), 20 + math.hypot(12, 9)])
+    below = math.hypot(60 - other_low, high - 40)
+    above = math.hypot(other_high - 60, 40 - low)
+    assert gain["interval"] == pytest.approx([20 - below, 20 + above])
 
 
 def test_table_9_is_measured_by_teacher_forcing(reproduce, model_dir, evaluator_dir, tmp_path, capsys):
@@ -194,8 +200,7 @@ def test_table_9_is_measured_by_teacher_forcing(reproduce, model_dir, evaluator_
     text = capsys.readouterr().out
     assert "Not measured: broken: " in text
     cells = table(tmp_path / "one", "table9")
-    questions = (tmp_path / "one" / "longeval" / "M" / "results-00000-of-00001.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in questions]
+    found = [vars(answer) for answer in read_answers(tmp_path / "one" / "longeval" / "M" / ANSWERS_FILE)]
     assert len(found) == 5
     nll, tokens = (sum(one[f"answer_{name}"] for one in found) for name in ("nll", "tokens"))
     cell = cells["M: PPL (answer tokens)"]["2k"]

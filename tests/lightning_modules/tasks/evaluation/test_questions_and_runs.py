@@ -66,7 +66,7 @@ def test_forced_and_generated_answers_have_equal_scores(questions, guessing, pro
     for one, other in zip(forced, generated, strict=True):
         assert one.prediction.split()[0] == other.prediction.split()[0]
         assert one.prompt_tokens == other.prompt_tokens
-        assert (one.key, one.depth, one.answers) == (other.key, other.depth, other.answers)
+        assert (one.key, one.depth, one.right_answers) == (other.key, other.depth, other.right_answers)
         assert one.answer_tokens > 0
         assert other.answer_tokens == 0
 

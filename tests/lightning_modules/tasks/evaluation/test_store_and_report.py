@@ -1,4 +1,3 @@
-import json
 import math
 import re
 import shutil
@@ -8,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_modules.tasks.evaluation.evaluation import ResultStore, read_results
-from lightning_modules.tasks.evaluation.questions import TaskResult
+from lightning_modules.scoring.records import Source
+from lightning_modules.tasks.evaluation.answers import Answer, Setting, read_answers, split_evaluations, write_answers
+from lightning_modules.tasks.evaluation.evaluation import AnswerStore
 from lightning_modules.tasks.evaluation.report import (
     answer_table,
     describe_synthetic_text,
@@ -19,13 +19,13 @@ from lightning_modules.tasks.evaluation.report import (
 from lightning_modules.tasks.evaluation.summary import summarize
 from tests.support.browser import check_page, launch_chromium
 
-SETTINGS = {"model": "a/b", "seed": 0, "mode": "teacher_forced"}
+MODEL = Source("a/b", "sha256:1", "t", "float32", "sdpa", "none", special_tokens=True)
+SETTING = Setting(mode="teacher_forced")
 
 
 def result(task="niah", length=1024, depth=0.0, index=0, score=1.0):
-    return TaskResult(
-        task, length, depth, index, depth, score, ("4|7", "<b>"), "`x` | 47\n é", 900, 2.0, 4, 30.0, 10, 0.5
-    )
+    given = (score, ("4|7", "<b>"), "`x` | 47\n é", 900, 2.0, 4, 30.0, 10, 0.5)
+    return Answer(task, length, depth, index, depth, *given, model=MODEL, setting=SETTING)
 
 
 GRID = [
@@ -37,52 +37,76 @@ GRID = [
 ]
 
 
+UNANSWERED = Answer("niah", 4096, None, 3, model=MODEL, setting=SETTING)
+
+
 @pytest.fixture
 def store(tmp_path):
-    return ResultStore(tmp_path / "folder", SETTINGS)
+    return AnswerStore(tmp_path, MODEL, SETTING)
 
 
-def test_each_result_is_read_once(store):
-    store.append(store.path(0, 2), GRID[:5])
-    store.append(store.path(0, 2), GRID[5:8])
-    store.append(store.path(1, 2), [GRID[7], *GRID[8:]])
-    found = read_results(store.folder)
-    assert sorted(map(str, found)) == sorted(map(str, GRID))
+def add(store, answers, rank=0, processes=1):
+    """Answers without what identifies them, one by one, in a file of their own."""
+    store.begin_file(rank, processes)
+    for answer in answers:
+        store.append([replace(answer, model=Source(), setting=Setting())])
 
 
-def test_an_unfinished_last_line_is_overwritten(store):
-    path = store.path(0, 1)
-    store.append(path, GRID[:3])
-    whole = path.read_bytes()
-    for kept in (len(whole) - 1, len(whole) - 20, whole.index(b"\n") + 1, 10, 0):
-        path.write_bytes(whole[:kept])
-        assert read_results(store.folder) == sorted(GRID[: whole[:kept].count(b"\n")], key=lambda one: one.depth)
-        store.append(path, [GRID[5]])
-        assert len(read_results(store.folder)) == whole[:kept].count(b"\n") + 1
-        assert path.read_bytes().endswith(b"\n")
+def test_a_file_gives_back_its_answers(tmp_path):
+    odd = replace(result(), asked_depth=None, depth=None, answer_nll=None, other_nll=math.inf, right_answers=())
+    setting = Setting("generate", 1, True, "Be brief.", '{"seed": 1}', 3, "a", "b", "c", "d")
+    answers = [result(), replace(odd, setting=setting, stage="val", step=7), UNANSWERED]
+    write_answers(tmp_path / "a.parquet", answers)
+    found = read_answers(tmp_path / "a.parquet")
+    assert repr(found) == repr(answers)  # NaN is not equal to itself
+    assert split_evaluations(found) == [[found[0], found[2]], [found[1]]]
+    (tmp_path / "b.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"b.parquet' is not a file of answers"):
+        read_answers(tmp_path / "b.parquet")
 
 
-def test_damaged_lines_and_lines_of_other_evaluations_are_refused(store, tmp_path):
-    store.append(store.path(0, 1), GRID[:2])
-    whole = store.path(0, 1).read_bytes()
-    store.path(0, 1).write_bytes(whole + b'{"task": 1}\n')
-    with pytest.raises(ValueError, match=r"results-00000-of-00001.jsonl', line 3"):
-        read_results(store.folder)
-    store.path(0, 1).write_bytes(whole)
-    other = ResultStore(tmp_path / "other", {**SETTINGS, "seed": 1})
-    other.append(other.path(0, 2), GRID[:2])
-    shutil.copy(other.path(0, 2), store.folder)
-    with pytest.raises(ValueError, match=r"results-00000-of-00002.jsonl', line 1"):
-        read_results(store.folder)
+def test_each_answer_is_read_once(store):
+    add(store, GRID[:5], 0, 2)
+    add(store, GRID[5:8], 0, 2)  # a second file
+    add(store, [GRID[7], *GRID[8:]], 1, 2)
+    assert sorted(map(str, store.read())) == sorted(map(str, GRID))
+    assert len(list(store.folder.glob("*.parquet"))) == 3
 
 
-def test_settings_without_results_can_be_replaced(tmp_path):
-    first = ResultStore(tmp_path, SETTINGS)
-    other = ResultStore(tmp_path, {**SETTINGS, "seed": 1})
-    with pytest.raises(ValueError, match="have seed = 1, but this evaluation has 0"):
-        first.append(first.path(0, 2), GRID[:1])  # they have begun at the same time
-    other.append(other.path(1, 2), GRID[:1])
-    assert len(read_results(other.folder)) == 1
+def test_damaged_files_and_those_of_other_evaluations_are_refused(store, tmp_path):
+    add(store, GRID[:2])
+    (file,) = store.folder.glob("*.parquet")
+    other = AnswerStore(tmp_path / "other", MODEL, SETTING._replace(seed=1))
+    add(other, GRID[:2], 0, 2)
+    shutil.copy(next(other.folder.glob("*.parquet")), store.folder)
+    with pytest.raises(ValueError, match=r"00000-of-00002-00000.parquet' have seed = 1, but this evaluation has 0"):
+        store.read()
+    (store.folder / "00000-of-00002-00000.parquet").write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"00000-of-00002-00000.parquet' is not a file of answers"):
+        AnswerStore(tmp_path, MODEL, SETTING)
+
+
+@pytest.mark.parametrize(
+    ("model", "setting", "named"),
+    [
+        (MODEL._replace(identity="sha256:2"), SETTING, "identity"),
+        (MODEL._replace(dtype="bfloat16"), SETTING, "dtype"),
+        (MODEL._replace(special_tokens=False), SETTING, "add_special_tokens"),
+        (MODEL, SETTING._replace(mode="generate"), "mode"),
+    ],
+)
+def test_an_evaluation_that_began_at_the_same_time_with_other_settings_is_refused(tmp_path, model, setting, named):
+    first = AnswerStore(tmp_path, MODEL, SETTING)
+    other = AnswerStore(tmp_path, model, setting)
+    add(first, GRID[:1], 0, 2)
+    with pytest.raises(ValueError, match=f"have {named} = "):
+        add(other, GRID[1:2], 1, 2)
+
+
+def test_answers_of_an_earlier_version_are_refused(tmp_path):
+    (tmp_path / "results-00000-of-00001.jsonl").write_text("{}")
+    with pytest.raises(ValueError, match=r"jsonl' has answers of longce 0.1: choose another folder"):
+        AnswerStore(tmp_path, MODEL, SETTING)
 
 
 def test_summary_of_a_grid():
@@ -98,7 +122,8 @@ def test_summary_of_a_grid():
     logged = summary.logged()
     assert logged["niah/2048"] == 40.0
     assert logged["other_perplexity"] == pytest.approx(math.exp(3.0))
-    json.dumps(summary.as_json())
+    assert summary.cells()["niah", "2048"] == summary.scores["niah", 2048][:2]
+    assert summary.cells()["average", "2048"] == (40.0, summary.average_intervals[2048])
 
 
 def test_unmeasured_values_are_missing_and_not_0():
@@ -109,7 +134,9 @@ def test_unmeasured_values_are_missing_and_not_0():
     assert summarize([]).logged() == {}
     generated = [replace(one, answer_nll=None, other_nll=None, answer_tokens=0, other_tokens=0) for one in GRID]
     assert summarize(generated).perplexities == {}
-    assert "answer_perplexity" not in summarize(generated).as_json()["tasks"]["niah"]["1024"]
+    unfinished = summarize([*GRID, UNANSWERED])
+    assert unfinished.missing == 1
+    assert unfinished.logged() == summarize(GRID).logged()
 
 
 def test_perplexities_by_length_and_task():
@@ -117,11 +144,12 @@ def test_perplexities_by_length_and_task():
         replace(one, answer_nll=8.0, answer_tokens=2) for one in GRID if one.length == 2048 and one.task == "niah"
     ]
     summary = summarize([*GRID, *[replace(one, index=one.index + 2) for one in longer]])
-    logged, tasks = summary.logged(), summary.as_json()["tasks"]
+    logged = summary.logged()
+    by_task = {place: found.answer_perplexity for place, found in summary.perplexities.items()}
     assert logged["answer_perplexity/1024"] == pytest.approx(math.exp(0.5))
     assert logged["answer_perplexity/2048"] == pytest.approx(math.exp((20 * 2 + 10 * 8) / (20 * 4 + 10 * 2)))
-    assert tasks["niah"]["2048"]["answer_perplexity"] == pytest.approx(math.exp((10 * 2 + 10 * 8) / (10 * 4 + 10 * 2)))
-    assert tasks["lines"]["2048"]["answer_perplexity"] == pytest.approx(math.exp(0.5))
+    assert by_task["niah", 2048] == pytest.approx(math.exp((10 * 2 + 10 * 8) / (10 * 4 + 10 * 2)))
+    assert by_task["lines", 2048] == pytest.approx(math.exp(0.5))
     assert logged["other_perplexity/2048"] == pytest.approx(math.exp(3))
 
 
@@ -150,13 +178,11 @@ def test_the_report_has_numbers_answers_and_figures(tmp_path):
     assert not set(drawn_heat_maps(summarize(GRID)))  # a cell has two questions
     more = [replace(one, index=one.index + 100 * copy) for one in GRID for copy in range(1, 10)]
     few = [one for one in more if one.task != "lines" or one.length == 1024 or one.index < 300]
-    write_task_report(tmp_path / "more", [*GRID, *few], SETTINGS, missing=0)
+    write_task_report(tmp_path / "more", [*GRID, *few])
     assert {path.stem for path in (tmp_path / "more" / "figures").iterdir()} >= {"heat_map", "heat_maps"}
-    write_task_report(tmp_path, GRID, SETTINGS, missing=3)
-    numbers = json.loads((tmp_path / "results.json").read_text())
-    assert numbers["average"] == {"1024": 100.0, "2048": 40.0}
-    assert numbers["missing"] == 3
-    assert numbers["tasks"]["lines"]["2048"]["questions"] == 10
+    summary = write_task_report(tmp_path, [*GRID, *[UNANSWERED] * 3])
+    assert summary.averages == {1024: 100.0, 2048: 40.0}
+    assert summary.scores["lines", 2048].questions == 10
     page = (tmp_path / "report.html").read_text()
     assert "&lt;b&gt;" in page
     assert "<b>" not in page
@@ -173,7 +199,7 @@ def test_the_report_has_numbers_answers_and_figures(tmp_path):
 
 @pytest.mark.slow
 def test_the_report_fits_every_screen(tmp_path):
-    write_task_report(tmp_path, GRID, {**SETTINGS, "haystack": None}, missing=0)
+    write_task_report(tmp_path, GRID)
     with launch_chromium() as browser:
         check_page(browser, tmp_path / "report.html")
 
@@ -189,5 +215,6 @@ def test_synthetic_text_is_reported():
 def test_blank_answers_are_marked():
     rows = [replace(result(), prediction=text) for text in ("", " \n", "<|im_end|>")]
     assert [row[-1] for row in answer_table(rows).rows] == ["(nothing)", "(only white space)", "`<|im_end|>`"]
+    assert answer_table([*rows, UNANSWERED]).rows == answer_table(rows).rows
     assert answer_table(rows).head[-1] == "likeliest tokens"
     assert answer_table([replace(row, answer_nll=None) for row in rows]).head[-1] == "answer"

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from lightning_modules.tasks.evaluation.questions import TaskResult
+from lightning_modules.tasks.evaluation.answers import Answer
 from lightning_modules.tasks.evaluation.summary import (
     depth_matrix,
     effective_length,
@@ -83,7 +83,7 @@ def test_depths_of_one_text_are_dependent():
 
 def test_only_ruler_has_an_effective_length():
     results = [
-        TaskResult(task, length, None, index, None, float(length == 4096 or index < 17), ("a",), "a", 9)
+        Answer(task, length, None, index, None, float(length == 4096 or index < 17), ("a",), "a", 9)
         for task in GROUPS["ruler"]
         for length in (4096, 8192)
         for index in range(20)

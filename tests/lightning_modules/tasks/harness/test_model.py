@@ -15,8 +15,9 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.tasks.evaluation.config import TaskConfig
 from lightning_modules.tasks.generation import generate
-from lightning_modules.tasks.harness.evaluation import evaluate_tasks, merge_results
+from lightning_modules.tasks.harness.evaluation import evaluate_tasks
 from lightning_modules.tasks.harness.model import HarnessModel
+from lightning_modules.tasks.harness.results import merge_results
 from lightning_modules.tasks.harness.tasks import find_names, load_tasks
 from tests.conftest import tiny_model
 

@@ -3,8 +3,8 @@ from lm_eval.tasks import TaskManager
 
 from lightning_modules.tasks.evaluation.config import TaskConfig
 from lightning_modules.tasks.harness import tasks
-from lightning_modules.tasks.harness.evaluation import summarize_results
-from lightning_modules.tasks.harness.tasks import SETS, find_names, load_tasks
+from lightning_modules.tasks.harness.results import SETS, summarize_results
+from lightning_modules.tasks.harness.tasks import find_names, load_tasks
 
 
 def test_sets_consist_of_tasks_of_the_harness():

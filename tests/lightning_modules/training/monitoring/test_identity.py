@@ -11,8 +11,12 @@ import torch
 import yaml
 from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG, SESSION_START_INFO_TAG
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.identity import model_identity
@@ -191,3 +195,21 @@ def test_a_set_without_key_tokens_has_no_columns(tmp_path):
     assert shown == {f"{kind}/books/{name}" for kind in ("val", "best") for name in ("longppl", "perplexity")}
     assert [each.value for each in events.Scalars("best/books/longppl")] == [3.0, 3.0]
     assert "best/notes/longppl" not in events.Tags()["scalars"]
+
+
+def test_earlier_settings_leave_an_event_file_and_nothing_else(tmp_path):
+    """Whatever follows a damaged event is kept as it is."""
+    events = [Event(step=1, summary=Summary(value=[Summary.Value(tag=tag)])) for tag in ("a", EXPERIMENT_TAG, "b")]
+    file = tmp_path / "events.out.tfevents.1"
+    rest = b"half an event"
+    with file.open("wb") as stream:
+        for event in events:
+            RecordWriter(stream).write(event.SerializeToString())
+        stream.write(rest)
+    before = file.read_bytes()
+    identity._remove_events(file, ["other"])
+    assert file.read_bytes() == before
+    identity._remove_events(file, [EXPERIMENT_TAG])
+    kept = [Event.FromString(content).summary.value[0].tag for content in RawEventFileLoader(str(file)).Load()]
+    assert kept == ["a", "b"]
+    assert file.read_bytes().endswith(rest)

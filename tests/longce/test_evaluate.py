@@ -1,13 +1,16 @@
 """``longce evaluate`` from end to end."""
 
-import json
+from dataclasses import replace
 
 import pytest
 
 from lightning_modules.tasks.evaluation import evaluation
-from lightning_modules.tasks.evaluation.evaluation import ResultStore, read_results
+from lightning_modules.tasks.evaluation.answers import ANSWERS_FILE, read_answers
+from lightning_modules.tasks.evaluation.evaluation import AnswerStore
+from lightning_modules.tasks.evaluation.summary import summarize
 from longce import evaluate as command
 from longce.cli.main import main
+from longce.compare.command import compare
 from longce.evaluate import evaluate
 from longce.models import evaluate_models
 from tests.support.bars import replace_bars
@@ -35,7 +38,7 @@ def run(model, folder, **options):
 
 
 def results(folder):
-    return sorted(str({**vars(one), "seconds": 0}) for one in read_results(folder))
+    return [replace(one, seconds=0.0) for one in read_answers(folder / ANSWERS_FILE)]
 
 
 @pytest.mark.slow
@@ -46,10 +49,13 @@ def test_command_line(guessing_dir, tmp_path, capsys):
     assert table[0].split() == ["task", "48", "64"]
     assert [line.split()[0] for line in table[2:5]] == ["guess", "several", "average"]
     assert f"{QUESTIONS} questions in" in "".join(table)
-    numbers = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert numbers["missing"] == 0
-    assert numbers["tasks"]["guess"]["48"]["questions"] == 9
-    assert 0 < numbers["average"]["48"] <= 100
+    answers = read_answers(tmp_path / "out" / ANSWERS_FILE)
+    (settings,) = {str(answer.settings) for answer in answers}
+    assert str(guessing_dir) in settings
+    summary = summarize(answers)
+    assert summary.missing == 0
+    assert summary.scores["guess", 48].questions == 9
+    assert 0 < summary.averages[48] <= 100
     assert (tmp_path / "out" / "figures" / "depths.svg").is_file()
     lengths = (tmp_path / "out" / "figures" / "lengths.svg").read_text()
     assert "average" in lengths
@@ -59,22 +65,23 @@ def test_command_line(guessing_dir, tmp_path, capsys):
 @pytest.mark.slow
 def test_an_interrupted_evaluation_resumes(guessing_dir, tmp_path, asked, monkeypatch):
     run(guessing_dir, tmp_path / "whole")
-    append, calls = ResultStore.append, []
+    append, calls = AnswerStore.append, []
 
-    def failing(store, path, parts):
-        calls.append(len(parts))
-        append(store, path, parts)
-        if len(calls) == 2:  # killed while it writes the last of these lines
-            path.write_bytes(path.read_bytes()[:-30])
+    def failing(store, parts):
+        if len(calls) == 2:
             raise KeyboardInterrupt
+        calls.append(len(parts))
+        append(store, parts)
 
-    monkeypatch.setattr(ResultStore, "append", failing)
+    monkeypatch.setattr(AnswerStore, "append", failing)
     with pytest.raises(KeyboardInterrupt):
         run(guessing_dir, tmp_path / "cut")
-    monkeypatch.setattr(ResultStore, "append", append)
+    with pytest.raises(ValueError, match="cut' was interrupted"):
+        compare([tmp_path / "cut"])
+    monkeypatch.setattr(AnswerStore, "append", append)
     asked.clear()
     text = run(guessing_dir, tmp_path / "cut")
-    assert sum(asked) == QUESTIONS - sum(calls) + 1
+    assert sum(asked) == QUESTIONS - sum(calls)
     assert "no result yet" not in text
     assert results(tmp_path / "cut") == results(tmp_path / "whole")
     asked.clear()
@@ -97,6 +104,7 @@ def test_processes_share_the_questions_of_a_folder(guessing_dir, tmp_path, asked
         texts.append(run(guessing_dir, tmp_path / "three"))
         assert sum(asked) == QUESTIONS // 3
     assert f"{2 * QUESTIONS // 3} questions have no result yet" in texts[0]
+    assert summarize(read_answers(tmp_path / "three" / ANSWERS_FILE)).missing == 0
     assert "no result yet" not in texts[2]
     assert results(tmp_path / "three") == results(tmp_path / "one")
 

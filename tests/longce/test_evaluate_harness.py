@@ -3,7 +3,10 @@ import json
 import pytest
 
 from lightning_modules.tasks.harness import evaluation
+from lightning_modules.tasks.harness.results import summarize_results
 from longce.cli.main import main
+from longce.compare.command import compare
+from longce.correlate.result_files import read_results
 from longce.evaluate import evaluate
 
 
@@ -29,13 +32,20 @@ def test_tasks_with_a_result_are_not_asked_again(model_dir, task_dir, tmp_path, 
     assert asked == ["choice", "letter"]
     main([*arguments, "answer"])
     assert asked == ["choice", "letter", "answer"]
-    result = json.loads((tmp_path / "out" / "harness.json").read_text())
-    assert result["model"] == str(model_dir)
-    assert set(result["tasks"]) == {"choice", "letter", "answer"}
-    mean = sum(result["tasks"][name]["metrics"]["acc,none"] for name in ("choice", "letter")) / 2
-    assert result["groups"]["both"]["acc,none"] == pytest.approx(mean)
-    assert result["tasks"]["choice"]["questions"] == 3
-    assert "acc_stderr,none" in result["tasks"]["choice"]["metrics"]
+    (file,) = (tmp_path / "out").glob("results_*.json")
+    result = json.loads(file.read_text())
+    found = summarize_results(result, ["both", "answer"])
+    assert set(found["tasks"]) == {"choice", "letter", "answer"}
+    mean = sum(found["tasks"][name]["metrics"]["acc,none"] for name in ("choice", "letter")) / 2
+    assert found["groups"]["both"]["acc,none"] == pytest.approx(mean)
+    assert found["tasks"]["choice"]["questions"] == 3
+    assert "acc_stderr,none" in found["tasks"]["choice"]["metrics"]
+    assert result["config"]["tasks"] == ["both", "answer"]
+    (entry,) = read_results([str(tmp_path / "out")])
+    assert entry.model == str(model_dir)
+    assert entry.values["both/acc"] == pytest.approx(mean)
+    assert entry.numerics.is_known
+    assert f"{mean:.3f}" in compare([tmp_path / "out"])
     (samples,) = (tmp_path / "out").glob("samples_choice_*.jsonl")
     assert len(samples.read_text().splitlines()) == 3
     # No result is missing: neither the model nor the data are loaded.
@@ -94,5 +104,5 @@ def test_processes_share_the_tasks(model_dir, task_dir, tmp_path, asked, monkeyp
         monkeypatch.setenv("RANK", rank)
         evaluate(str(model_dir), str(tmp_path), **options)
         assert asked == ["letter", "answer"][: int(rank) + 1]
-    assert len(list(tmp_path.glob("results_*.json"))) == 1
-    assert set(json.loads((tmp_path / "harness.json").read_text())["tasks"]) == {"letter", "answer"}
+    (file,) = tmp_path.glob("results_*.json")
+    assert set(json.loads(file.read_text())["results"]) == {"letter", "answer"}
