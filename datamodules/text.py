@@ -52,7 +52,7 @@ class TextDataModule(PackedTextDataModule):
             `loss_on_prompt` is true.
         token_column: Field or column with token ids, which are not tokenized or changed: include special tokens, such
             as the one that ends a document.
-        chat_template: File with a chat template (Jinja) that replaces the tokenizer's.
+        chat_template: Chat template (Jinja) that replaces the tokenizer's, or a file with one.
         name_field: Field or column that names documents in messages and results; by default file and line or row.
         where: ``[field, value]``: use only documents whose field has this value; dots reach into nested fields.
         holdout: Hold out one in this many training documents for validation, and one for test, chosen by a hash of the
@@ -95,13 +95,11 @@ class TextDataModule(PackedTextDataModule):
             self.loss_on_prompt = False
         if chat_template is not None and messages_field is None:
             raise ValueError("`chat_template` is for chats: set `messages_field`, or remove it.")
-        if chat_template is not None and not Path(chat_template).expanduser().is_file():
-            raise ValueError(f"`chat_template` '{chat_template}' is not a file: name a text file with a chat template.")
         if tokenizer is None and (token_column is None or self.validation_sets):
             raise ValueError("`tokenizer` is missing: only documents with a `token_column` need none.")
         self.paths: dict[Split, str | RowTable | None] = {"train": train, "validation": validation, "test": test}
         self.content = Content((text_field,), prompt_field, messages_field, token_column)
-        self.chat_template = None if chat_template is None else Path(chat_template).expanduser()
+        self.chat_template = None if chat_template is None else read_template(chat_template)
         self.name_field = name_field
         self.where = where
         self.holdout = holdout
@@ -112,7 +110,7 @@ class TextDataModule(PackedTextDataModule):
         """The tokenizer, with the chat template that is set."""
         tokenizer = super().tokenizer
         if self.chat_template is not None:
-            tokenizer.chat_template = read_text(str(self.chat_template))
+            tokenizer.chat_template = self.chat_template
         return tokenizer
 
     @override
@@ -139,6 +137,16 @@ class TextDataModule(PackedTextDataModule):
         if split == "train":
             return None
         raise ValueError(f"There are no {split} documents: set `{split}`, or a `holdout` of the training documents.")
+
+
+def read_template(template: str) -> str:
+    """Return a chat template, which may be given as a file."""
+    if "{%" in template or "{{" in template:
+        return template
+    file = Path(template).expanduser()
+    if not file.is_file():
+        raise ValueError(f"`chat_template` '{template}' is neither a chat template nor a file with one.")
+    return read_text(str(file))
 
 
 class StreamingTextDataModule(TextDataModule):

@@ -167,8 +167,7 @@ def chat_row(
         by_assistant = np.zeros(len(text) + 1, dtype=bool)
         for (start, end), written in zip(chat.offsets, chat.by_assistant, strict=True):
             by_assistant[start:end] |= bool(written)
-        starts, ends = row["offsets"].numpy().T
-        row["labels"][torch.from_numpy(~by_assistant[starts] | (starts == ends))] = IGNORE_INDEX
+        row["labels"][torch.from_numpy(~by_assistant[row["offsets"][:, 0].numpy()])] = IGNORE_INDEX
     return row
 
 

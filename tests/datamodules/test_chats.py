@@ -3,6 +3,7 @@
 import json
 import pickle
 from itertools import chain
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -10,9 +11,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+import yaml
 
 from datamodules import MixtureDataModule, StreamingTextDataModule, TextDataModule
 from lightning_modules.batch import IGNORE_INDEX as NO
+from lightning_modules.models.tokenization.chat_templates import tokenize_chats
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from tests.support.trainers import seen_trainer
 
@@ -84,7 +87,8 @@ def slow_labels(tokenizer, chats, length, isolate):
 @pytest.mark.parametrize("train", ["chats.jsonl", "chats.parquet"])
 @pytest.mark.parametrize("isolate", [True, False])
 @pytest.mark.parametrize("length", [2, 7, 31])
-def test_labels_are_those_of_a_slow_loop_over_the_template(folder, train, isolate, length):
+def test_labels_are_those_of_a_slow_loop_over_the_template(folder, train, isolate, length, monkeypatch):
+    monkeypatch.setattr("datamodules.token_store.tokenize.BATCH_DOCUMENTS", 3)
     data = prepared(folder, train, sequence_length=length, isolate_documents=isolate, batch_size=3)
     rows = [data.rows[number] for number in range(len(data.rows))]
     found = [(row["input_ids"].tolist(), row["labels"].tolist()) for row in rows]
@@ -196,6 +200,20 @@ def test_a_broken_chat_is_named_by_file_and_row(folder, chat, named):
     write(folder / "bad.jsonl", [CHATS[0], chat, CHATS[1]])
     with pytest.raises(ValueError, match=rf"bad\.jsonl:2.*{named}"):
         module(folder, "bad.jsonl", chat_template=str(folder / "strict.jinja")).training_rows()
+
+
+def test_the_template_of_the_example_marks_an_answer_with_its_end(folder):
+    example = Path(__file__).parents[2] / "configs" / "experiments" / "chat.yaml"
+    template = yaml.safe_load(example.read_text())["data"]["init_args"]["chat_template"]
+    data = module(folder, chat_template=template)
+    ids, by_assistant, offsets = tokenize_chats(data.tokenizer, [CHATS[0]], offsets=True)[0]
+    text = data.tokenizer.decode(ids)
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nthe cat?<|im_end|>\n"
+        "<|im_start|>assistant\nsat on the mat<|im_end|>\n"
+    )
+    marked = [text[start:end] for (start, end), mark in zip(offsets, by_assistant, strict=True) if mark]
+    assert "".join(marked) == "sat on the mat<|im_end|>"
 
 
 def test_chats_without_an_assistant_leave_nothing_to_train_on(folder):
