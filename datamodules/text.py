@@ -2,7 +2,7 @@
 
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
@@ -20,6 +20,11 @@ from datamodules.sources.splits import HashSplit, Split
 from datamodules.token_store.encoders import ChatEncoder, TokenIds
 from datamodules.token_store.tokenize import DocumentEncoder
 from lightning_modules.utilities.text_files import read_text
+
+if TYPE_CHECKING:
+    Documents = str | RowTable
+else:
+    Documents = str  # in configs: the parser would take any other type as a reason to read the file that is named
 
 
 class TextDataModule(PackedTextDataModule):
@@ -65,9 +70,9 @@ class TextDataModule(PackedTextDataModule):
         self,
         tokenizer: str | None = None,
         *,
-        train: str | RowTable | None = None,
-        validation: str | RowTable | None = None,
-        test: str | RowTable | None = None,
+        train: Documents | None = None,
+        validation: Documents | None = None,
+        test: Documents | None = None,
         text_field: str = "text",
         prompt_field: str | None = None,
         messages_field: str | None = None,
@@ -97,7 +102,7 @@ class TextDataModule(PackedTextDataModule):
             raise ValueError("`chat_template` is for chats: set `messages_field`, or remove it.")
         if tokenizer is None and (token_column is None or self.validation_sets):
             raise ValueError("`tokenizer` is missing: only documents with a `token_column` need none.")
-        self.paths: dict[Split, str | RowTable | None] = {"train": train, "validation": validation, "test": test}
+        self.paths: dict[Split, Documents | None] = {"train": train, "validation": validation, "test": test}
         self.content = Content((text_field,), prompt_field, messages_field, token_column)
         self.chat_template = None if chat_template is None else read_template(chat_template)
         self.name_field = name_field
