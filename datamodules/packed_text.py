@@ -120,6 +120,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
         self.cache_dir = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
         self.isolate_documents = isolate_documents
         self.loss_on_prompt = True if loss_on_prompt is None else loss_on_prompt
+        self.evaluates_prompts = loss_on_prompt is True  # of chats; those of texts are always evaluated
         self.validation_documents = validation_documents
         self.validation_length = validation_length
         self.validation_sets = validation_sets or {}
@@ -328,7 +329,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
             None if self.tokenizer_name is None else self.tokenizer,
             length=limit,
             add_special_tokens=self.add_special_tokens,
-            loss_on_prompt=self.loss_on_prompt,
+            loss_on_prompt=self.evaluates_prompts,
         )
 
     def _evaluation_loader(

@@ -17,7 +17,11 @@ from datamodules.sources.content import Content, Document
 from datamodules.sources.documents import Source, with_text
 from datamodules.sources.hub import open_source
 from lightning_modules.batch import IGNORE_INDEX
-from lightning_modules.models.tokenization.chat_templates import rendered_chat, tokenize_chats
+from lightning_modules.models.tokenization.chat_templates import (
+    check_chat_training,
+    rendered_chat,
+    tokenize_chats,
+)
 from lightning_modules.models.tokenization.detokenization import TokenCharacters
 from lightning_modules.models.tokenization.tokenizer import encode_document
 
@@ -64,6 +68,9 @@ class DocumentDataset(Dataset[Row]):
 
     Of chats, only what an assistant has written is scored, unless ``loss_on_prompt``. Without a tokenizer, documents
     that are token ids have no ``text``.
+
+    Raises:
+        ValueError: If all documents are empty, or the chat template cannot be used.
     """
 
     def __init__(
@@ -73,13 +80,15 @@ class DocumentDataset(Dataset[Row]):
         *,
         length: int | None,
         add_special_tokens: bool = False,
-        loss_on_prompt: bool = True,
+        loss_on_prompt: bool = False,
     ) -> None:
         self.documents = list(with_text(documents))
         self.tokenizer = tokenizer
         self.length = length
         self.add_special_tokens = add_special_tokens
         self.loss_on_prompt = loss_on_prompt
+        if tokenizer is not None and any(document.messages is not None for document in self.documents):
+            check_chat_training(tokenizer, needs_marks=not loss_on_prompt)
         self._rows: dict[int, Row] = {}  # cached, because validation repeats
 
     def __len__(self) -> int:
@@ -159,7 +168,10 @@ def chat_row(
 ) -> Row:
     """Tokenize a chat as one sequence of its text by the chat template."""
     assert document.messages is not None
-    text = rendered_chat(tokenizer, document.messages)
+    try:
+        text = rendered_chat(tokenizer, document.messages)
+    except ValueError as error:
+        raise ValueError(f"{document.place}: {error} Fix or remove this row.") from error
     row = document_row(text, tokenizer, name=document.name, max_tokens=length)
     if not loss_on_prompt:
         # By characters, because the last tokens of a text that was cut may be others than in the whole one.

@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from datamodules import MixtureDataModule, StreamingTextDataModule, TextDataModule
+from datamodules.packing.evaluation_documents import ValidationSet
 from lightning_modules.batch import IGNORE_INDEX as NO
 from lightning_modules.models.tokenization.chat_templates import tokenize_chats
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
@@ -131,11 +132,11 @@ def test_training_that_resumes_has_the_same_labels(folder):
         assert torch.equal(one["input_ids"], other["input_ids"])
 
 
-def prepared(folder, train="chats.jsonl", **settings):
+def prepared(folder, train="chats.jsonl", stage="fit", **settings):
     data = module(folder, train, **{"validation": str(folder / "chats.jsonl"), **settings})
-    data.trainer = seen_trainer()
+    data.trainer = seen_trainer(stage, limit_val_batches=1.0)
     data.prepare_data()
-    data.setup("fit")
+    data.setup(stage)
     return data
 
 
@@ -173,6 +174,8 @@ def test_a_template_without_marks_is_refused_before_work_unless_all_tokens_have_
     monkeypatch.setattr("datamodules.token_store.store._write_store", None)
     with pytest.raises(ValueError, match=r"tokenizer.*generation.*`data\.chat_template`.*`data\.loss_on_prompt`"):
         module(folder, **settings).training_rows()
+    with pytest.raises(ValueError, match=r"`data\.chat_template`"):
+        prepared(folder, stage="validate", **settings)
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
     tokenizer.chat_template = None
     tokenizer.save_pretrained(folder / "base")
@@ -200,6 +203,9 @@ def test_a_broken_chat_is_named_by_file_and_row(folder, chat, named):
     write(folder / "bad.jsonl", [CHATS[0], chat, CHATS[1]])
     with pytest.raises(ValueError, match=rf"bad\.jsonl:2.*{named}"):
         module(folder, "bad.jsonl", chat_template=str(folder / "strict.jinja")).training_rows()
+    settings = {"validation": str(folder / "bad.jsonl"), "chat_template": str(folder / "strict.jinja")}
+    with pytest.raises(ValueError, match=rf"bad\.jsonl:2.*{named}"):
+        list(prepared(folder, stage="validate", **settings).val_dataloader())
 
 
 def test_the_template_of_the_example_marks_an_answer_with_its_end(folder):
@@ -231,12 +237,27 @@ def test_chats_without_an_assistant_leave_nothing_to_train_on(folder):
         ({"chat_template": "none.jinja"}, r"none\.jinja"),
         ({"messages_field": None, "tokenizer": None}, "`tokenizer`"),
         ({"train": "x.txt"}, "`messages_field`"),
+        ({"kind": StreamingTextDataModule}, "StreamingTextDataModule"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(folder, settings, named):
     (folder / "x.txt").write_text("text")
     with pytest.raises(ValueError, match=named):
         module(folder, **settings).training_rows()
+
+
+def test_chats_may_be_one_of_several_validation_sets(folder):
+    (folder / "text.jsonl").write_text(json.dumps({"text": "the cat sat on the mat " * 9}) + "\n")
+    sets = {
+        "chats": ValidationSet(str(folder / "chats.jsonl"), messages_field="messages"),
+        "texts": ValidationSet(str(folder / "text.jsonl")),
+    }
+    settings = {"messages_field": None, "validation_sets": sets, "validation_length": "whole"}
+    batches = list(prepared(folder, "text.jsonl", **settings).val_dataloader())
+    alone = list(prepared(folder, validation_length="whole").val_dataloader())
+    assert [batch["sets"] for batch in batches] == [["chats"]] * len(CHATS) + [["texts"]]
+    assert all(torch.equal(one["labels"], other["labels"]) for one, other in zip(batches[:-1], alone, strict=True))
+    assert (batches[-1]["labels"] == NO).sum() == 1
 
 
 def test_a_report_shows_who_writes(folder):
