@@ -74,7 +74,7 @@ class Content:
         value = record[present[0]]
         if self.messages is not None:
             messages = checked_messages(value, f"{place}, {self.messages!r}")
-            text = json.dumps(messages, ensure_ascii=False, default=str)
+            text = json.dumps(messages, ensure_ascii=False, sort_keys=True, default=str)
             return Document(name, checked_text(text, place), messages=messages, place=place)
         if self.tokens is not None:
             return Document(name, "", tokens=checked_tokens(value, f"{place}, {self.tokens!r}"), place=place)

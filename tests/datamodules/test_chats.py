@@ -104,6 +104,13 @@ def test_labels_are_those_of_a_slow_loop_over_the_template(folder, train, isolat
     assert torch.equal(copy[0]["labels"], data.rows[0]["labels"])
 
 
+def test_fields_that_are_null_are_those_of_other_rows(folder):
+    lines, rows = (list(module(folder, f"chats.{kind}").source("train")) for kind in ("jsonl", "parquet"))
+    assert [document.messages for document in lines] == CHATS
+    assert [document.messages for document in rows] == CHATS
+    assert [document.content() for document in lines] == [document.content() for document in rows]
+
+
 def test_one_store_serves_both_losses_and_the_settings_have_their_own(folder):
     masked, whole = (module(folder, loss_on_prompt=choice).training_rows() for choice in (None, True))
     assert masked.store.folder == whole.store.folder
