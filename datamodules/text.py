@@ -50,7 +50,7 @@ class TextDataModule(PackedTextDataModule):
         validation: Documents to validate on; null with a `holdout`.
         test: Documents for test and prediction; null with a `holdout`, or if neither is run.
         text_field: Field of JSON lines, or column of parquet files, with the text.
-        prompt_field: Field of JSON lines with a prompt, to which the text is the response. Both are joined without a
+        prompt_field: Field or column with a prompt, to which the text is the response. Both are joined without a
             separator, so include separators and chat templates in them.
         messages_field: Field or column with the messages of a chat, each with ``role`` and ``content``. The tokenizer's
             chat template renders them, and marks what an assistant writes: only these tokens have a loss, unless
@@ -98,7 +98,8 @@ class TextDataModule(PackedTextDataModule):
             )
         if messages_field is not None and kwargs.get("loss_on_prompt") is None:
             self.loss_on_prompt = False
-        if chat_template is not None and messages_field is None:
+        chats = [messages_field, *(each.messages_field for each in self.validation_sets.values())]
+        if chat_template is not None and not any(chats):
             raise ValueError("`chat_template` is for chats: set `messages_field`, or remove it.")
         if tokenizer is None and (token_column is None or self.validation_sets):
             raise ValueError("`tokenizer` is missing: only documents with a `token_column` need none.")

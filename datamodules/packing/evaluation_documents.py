@@ -16,6 +16,7 @@ from datamodules.packing.sequences import Row, make_row
 from datamodules.sources.content import Content, Document
 from datamodules.sources.documents import Source, with_text
 from datamodules.sources.hub import open_source
+from datamodules.token_store.encoders import check_token_ids
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.models.tokenization.chat_templates import (
     check_chat_training,
@@ -23,7 +24,7 @@ from lightning_modules.models.tokenization.chat_templates import (
     tokenize_chats,
 )
 from lightning_modules.models.tokenization.detokenization import TokenCharacters
-from lightning_modules.models.tokenization.tokenizer import encode_document
+from lightning_modules.models.tokenization.tokenizer import encode_document, vocabulary_size
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class DocumentDataset(Dataset[Row]):
     that are token ids have no ``text``.
 
     Raises:
-        ValueError: If all documents are empty, or the chat template cannot be used.
+        ValueError: If all documents are empty, the chat template cannot be used, or the tokenizer lacks token ids.
     """
 
     def __init__(
@@ -87,8 +88,8 @@ class DocumentDataset(Dataset[Row]):
         self.length = length
         self.add_special_tokens = add_special_tokens
         self.loss_on_prompt = loss_on_prompt
-        if tokenizer is not None and any(document.messages is not None for document in self.documents):
-            check_chat_training(tokenizer, needs_marks=not loss_on_prompt)
+        if tokenizer is not None:
+            check_documents(self.documents, tokenizer, loss_on_prompt=loss_on_prompt)
         self._rows: dict[int, Row] = {}  # cached, because validation repeats
 
     def __len__(self) -> int:
@@ -154,6 +155,16 @@ class NamedDocuments(Dataset[Row]):
                 f"`trainer.limit_val_batches` = {limit} leaves out the validation set(s) {', '.join(left_out)}, so"
                 " their metrics are NaN: limit the `documents` of each set in `data.validation_sets` instead."
             )
+
+
+def check_documents(documents: Sequence[Document], tokenizer: PreTrainedTokenizerFast, *, loss_on_prompt: bool) -> None:
+    """Raise a ``ValueError`` if the chat template cannot be used for the chats, or the vocabulary lacks token ids."""
+    if any(document.messages is not None for document in documents):
+        check_chat_training(tokenizer, needs_marks=not loss_on_prompt)
+    if any(document.tokens is not None for document in documents):
+        vocabulary = vocabulary_size(tokenizer)
+        for document in documents:
+            check_token_ids(document, vocabulary)
 
 
 def document_row(text: str, tokenizer: PreTrainedTokenizerFast, *, name: str, **options: Any) -> Row:

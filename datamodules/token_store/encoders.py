@@ -95,16 +95,21 @@ class TokenIds:
     def __call__(self, documents: list[Document]) -> TokenizedBatch:
         """Concatenate the ids of one or more documents."""
         for document in documents:
-            assert document.tokens is not None, "the source reads a column of token ids"
-            if (largest := int(document.tokens.max(initial=0))) >= self._vocabulary_size:
-                raise ValueError(
-                    f"{document.place}: token id {largest} is beyond the vocabulary of {self._vocabulary_size:,} tokens"
-                    " of `data.tokenizer`: set it to the tokenizer that the ids were made with."
-                )
+            check_token_ids(document, self._vocabulary_size)
         tokens = np.concatenate([document.tokens for document in documents if document.tokens is not None])
         return TokenizedBatch(
             tokens=tokens,
             lengths=np.array([document.size for document in documents]),
             prompt_spans=np.empty((0, 2), dtype=np.int64),
             text_bytes=tokens.nbytes,
+        )
+
+
+def check_token_ids(document: Document, vocabulary: int) -> None:
+    """Raise a ``ValueError`` that names the place of a document if it has token ids beyond the vocabulary."""
+    largest = -1 if document.tokens is None else int(document.tokens.max(initial=-1))
+    if largest >= vocabulary:
+        raise ValueError(
+            f"{document.place}: token id {largest} is beyond the vocabulary of {vocabulary:,} tokens of"
+            " `data.tokenizer`: set it to the tokenizer that the ids were made with."
         )

@@ -259,7 +259,12 @@ def test_chats_may_be_one_of_several_validation_sets(folder):
         "chats": ValidationSet(str(folder / "chats.jsonl"), messages_field="messages"),
         "texts": ValidationSet(str(folder / "text.jsonl")),
     }
-    settings = {"messages_field": None, "validation_sets": sets, "validation_length": "whole"}
+    settings = {
+        "messages_field": None,
+        "validation_sets": sets,
+        "validation_length": "whole",
+        "chat_template": TEMPLATE,
+    }
     batches = list(prepared(folder, "text.jsonl", **settings).val_dataloader())
     alone = list(prepared(folder, validation_length="whole").val_dataloader())
     assert [batch["sets"] for batch in batches] == [["chats"]] * len(CHATS) + [["texts"]]
@@ -360,6 +365,8 @@ def test_ids_that_are_none_are_named_by_file_and_row(folder, byte_tokenizer, ids
     (folder / "bad.jsonl").write_text(json.dumps({"ids": [1, 2]}) + "\n" + json.dumps({"ids": ids}) + "\n")
     with pytest.raises(ValueError, match=rf"bad\.jsonl:2.*{named}"):
         module(folder, "bad.jsonl", tokenizer=byte_tokenizer, **IDS).training_rows()
+    with pytest.raises(ValueError, match=rf"bad\.jsonl:2.*{named}"):
+        prepared(folder, stage="validate", tokenizer=byte_tokenizer, validation=str(folder / "bad.jsonl"), **IDS)
 
 
 def test_the_column_is_part_of_what_identifies_a_store(folder, byte_tokenizer):
