@@ -35,6 +35,7 @@ from datamodules.packing.samplers import RowSampler
 from datamodules.packing.sequences import PackedRowDataset, collate_rows
 from datamodules.sources.documents import Document, text_folder
 from datamodules.token_store.store import TokenStore, build_token_store
+from datamodules.token_store.tokenize import Encoder
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 
 THEIR_BATCHES = (1000, 4)  # their default, and one that distributes a few long books evenly
@@ -61,7 +62,7 @@ class SyntheticTexts:
 
 
 def ours(texts: Path, tokenizer: PreTrainedTokenizerFast, folder: Path, length: int) -> TokenStore:
-    store = build_token_store(text_folder(texts), tokenizer, cache_dir=folder)
+    store = build_token_store(text_folder(texts), Encoder(tokenizer, add_special_tokens=False), cache_dir=folder)
     pack_documents(store.document_boundaries, length)
     return store
 
@@ -159,7 +160,8 @@ def memory(options: argparse.Namespace) -> None:
 
 def only_synthetic(gigabytes: float, tokenizer: PreTrainedTokenizerFast) -> None:
     """Tokenize a synthetic corpus and print the memory and rate of this process."""
-    taken = seconds(lambda folder: build_token_store(SyntheticTexts(gigabytes * 1e9), tokenizer, cache_dir=folder))
+    encoder = Encoder(tokenizer, add_special_tokens=False)
+    taken = seconds(lambda folder: build_token_store(SyntheticTexts(gigabytes * 1e9), encoder, cache_dir=folder))
     print(f"{peak_megabytes():.0f} | {gigabytes * 1e3 / taken:.2f}")
 
 

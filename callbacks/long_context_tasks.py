@@ -176,7 +176,10 @@ class LongContextTasks(Callback):
         if self._theirs and not isinstance(pl_module.backbone, Backbone):
             raise ValueError("A model on a server cannot do tasks of lm-evaluation-harness: remove them.")
         model = str(pl_module.loading.pretrained_model_name_or_path)
-        self._prompter = Prompter(self.tokenizer or loaded_tokenizer(data) or load_tokenizer(model), **config.prompting)
+        tokenizer = self.tokenizer or loaded_tokenizer(data)
+        if tokenizer is None:
+            tokenizer = load_tokenizer(model, revision=pl_module.loading.revision)
+        self._prompter = Prompter(tokenizer, **config.prompting)
         if not self.keys:
             return
         pl_module.backbone.check_length(max(key.length for key in self.keys))

@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from datamodules.number_types import Holdout
 from datamodules.packed_text import PackedTextDataModule
+from datamodules.sources.content import Content
 from datamodules.sources.documents import RecordFiles, Source, text_folder
 from datamodules.sources.hub import HubDataset, holds_parquet
 from datamodules.sources.splits import HashSplit, Split, json_lines_files
@@ -124,5 +125,5 @@ class GovReportDataModule(PackedTextDataModule):
         path = Path(self.path).expanduser()
         if path.exists() and not holds_parquet(path):
             files = (path,) if path.is_file() else json_lines_files(path, split)
-            return RecordFiles(files, text_fields=("input", "report", "text"), name_fields=("id", "title"))
-        return HubDataset(self.path, split, text_column=self.text_column, revision=self.revision)
+            return RecordFiles(files, Content(("input", "report", "text")), name_fields=("id", "title"))
+        return HubDataset(self.path, split, Content((self.text_column,)), revision=self.revision)

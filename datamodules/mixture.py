@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
-from itertools import chain
 from typing import Any, NotRequired, TypedDict
 
 import jsonargparse
@@ -13,7 +12,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from datamodules.packed_text import PackedTextDataModule
-from datamodules.packing.evaluation_documents import DocumentDataset
+from datamodules.packing.evaluation_documents import JoinedDocuments
 from datamodules.packing.samplers import MixtureSampler
 from datamodules.packing.sequences import PackedRowDataset, Row
 from datamodules.sources.documents import Source
@@ -143,15 +142,15 @@ class MixtureDataModule(PackedTextDataModule):
             )
         return self._training_loader(list(self.mixed_rows.values()), sampler)
 
-    def _join_documents(self, split: Split) -> DocumentDataset:
+    @property
+    @override
+    def largest_token(self) -> int | None:
+        found = [rows.store.manifest["largest_token"] for rows in self.mixed_rows.values()]
+        return max(found, default=None)
+
+    def _join_documents(self, split: Split) -> JoinedDocuments:
         """Join the evaluation documents of all sources."""
-        datasets = [each._read_documents(split) for each in self.evaluated.values()]
-        return DocumentDataset(
-            chain.from_iterable(each.documents for each in datasets),
-            self.tokenizer,
-            length=datasets[0].length,
-            add_special_tokens=self.add_special_tokens,
-        )
+        return JoinedDocuments([each._read_documents(split) for each in self.evaluated.values()])
 
 
 def _make_module(source: MixtureSource, settings: Mapping[str, Any]) -> PackedTextDataModule:

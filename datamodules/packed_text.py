@@ -19,15 +19,22 @@ from typing_extensions import override
 from datamodules.influence.store import InfluenceStore
 from datamodules.influence.writer import InfluenceRows
 from datamodules.packing.curriculum import LengthCurriculum, cut_rows
-from datamodules.packing.evaluation_documents import DocumentDataset, NamedDocuments, ValidationSet, check_set_names
+from datamodules.packing.evaluation_documents import (
+    DocumentDataset,
+    JoinedDocuments,
+    NamedDocuments,
+    ValidationSet,
+    check_set_names,
+)
 from datamodules.packing.loader import ResumableLoader, worker_options
 from datamodules.packing.packing import LongDocuments, Packing, pack_documents, pack_in_order
 from datamodules.packing.preview import preview
 from datamodules.packing.samplers import RowSampler
-from datamodules.packing.sequences import PackedRowDataset, Row, collate_rows
+from datamodules.packing.sequences import PackedRowDataset, Row, check_prompts, collate_rows
 from datamodules.sources.documents import Source
 from datamodules.sources.splits import Split
 from datamodules.token_store.store import TokenStore, build_token_store
+from datamodules.token_store.tokenize import DocumentEncoder, Encoder
 from lightning_modules.batch import PackedBatch, with_scored
 from lightning_modules.functional.checks import MAX_PROCESSES, check_count
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
@@ -53,7 +60,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
         cache_dir: Folder for tokenized text; by default ``$LONGCE_CACHE`` or ``~/.cache/longce``.
         isolate_documents: Whether contexts end at document boundaries. If not, a sequence counts as one document.
         loss_on_prompt: Whether prompts of training documents are scored, which helped if they are long (Table 9 of
-            Xiong et al., 2023, https://arxiv.org/abs/2309.16039).
+            Xiong et al., 2023, https://arxiv.org/abs/2309.16039); by default those of texts, but not of chats.
         add_special_tokens: Whether to add special tokens; training documents end with the end-of-text token anyway.
         validation_documents: Number of documents to validate on, from the start of the split; null for all.
         validation_length: Maximum tokens of each evaluation document; ``whole`` for all, null for ``sequence_length``.
@@ -72,7 +79,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
 
     def __init__(
         self,
-        tokenizer: str,
+        tokenizer: str | None,
         *,
         sequence_length: PositiveInt = 32768,
         packing: Packing = "concat",
@@ -81,7 +88,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
         num_workers: NonNegativeInt = 0,
         cache_dir: str | None = None,
         isolate_documents: bool = True,
-        loss_on_prompt: bool = True,
+        loss_on_prompt: bool | None = None,
         add_special_tokens: bool = False,
         validation_documents: PositiveInt | None = 50,
         validation_length: PositiveInt | Literal["whole"] | None = None,
@@ -112,7 +119,8 @@ class PackedTextDataModule(LightningDataModule, ABC):
         self.add_special_tokens = add_special_tokens
         self.cache_dir = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
         self.isolate_documents = isolate_documents
-        self.loss_on_prompt = loss_on_prompt
+        self.loss_on_prompt = True if loss_on_prompt is None else loss_on_prompt
+        self.evaluates_prompts = loss_on_prompt is True  # of chats; those of texts are always evaluated
         self.validation_documents = validation_documents
         self.validation_length = validation_length
         self.validation_sets = validation_sets or {}
@@ -124,8 +132,8 @@ class PackedTextDataModule(LightningDataModule, ABC):
         self.curriculum = curriculum
         self._switch: int | None = None
         self.rows: PackedRowDataset | None = None
-        self.validation: DocumentDataset | NamedDocuments | None = None
-        self.test: DocumentDataset | None = None
+        self.validation: DocumentDataset | JoinedDocuments | NamedDocuments | None = None
+        self.test: DocumentDataset | JoinedDocuments | None = None
 
     @abstractmethod
     def source(self, split: Split) -> Source | None:
@@ -134,6 +142,8 @@ class PackedTextDataModule(LightningDataModule, ABC):
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer, loaded once."""
+        if self.tokenizer_name is None:
+            raise ValueError("`tokenizer` is missing: set it to that of the model, a hub id or a local folder.")
         return load_tokenizer(self.tokenizer_name, revision=self.tokenizer_revision)
 
     @override
@@ -157,6 +167,8 @@ class PackedTextDataModule(LightningDataModule, ABC):
             self.rows = rows
         if stage in ("fit", "validate"):
             self.validation = self._read_sets() or self._read_documents("validation")
+        if stage == "predict" and self.tokenizer_name is None:
+            raise ValueError("Scores of documents need their text: set `tokenizer`, which decodes the token ids.")
         if stage in ("test", "predict"):
             self.test = self._read_documents("test")
 
@@ -213,8 +225,8 @@ class PackedTextDataModule(LightningDataModule, ABC):
         store = self._token_store()
         if store is None:
             return None
-        if not self.loss_on_prompt and store.prompt_lengths is None:
-            raise ValueError("`loss_on_prompt: false` needs prompts, but no training document has one: remove it.")
+        if not self.loss_on_prompt:
+            check_prompts(store)
         boundaries = store.document_boundaries
         pack = (self.sequence_length, self.packing)
         if self.long_documents:
@@ -257,6 +269,11 @@ class PackedTextDataModule(LightningDataModule, ABC):
         stored = None if self.rows is None else self.rows.influence
         return None if stored is None else float(stored.header["made_from"]["gamma"])
 
+    @property
+    def largest_token(self) -> int | None:
+        """Largest token id of the training sequences, which must be in the model's vocabulary; None without any."""
+        return None if self.rows is None else self.rows.store.manifest["largest_token"]
+
     def check_trainer(self) -> None:
         """Raise a ``ValueError`` if the curriculum needs the number of steps and the trainer has no limit."""
         if self.curriculum and self.trainer and self.trainer.max_steps < 0 and (self.trainer.max_epochs or -1) < 0:
@@ -272,8 +289,11 @@ class PackedTextDataModule(LightningDataModule, ABC):
         """Open the tokenized training text; the first call tokenizes it."""
         if (source := self.source("train")) is None:
             return None
-        special = self.add_special_tokens
-        return build_token_store(source, self.tokenizer, cache_dir=self.cache_dir, add_special_tokens=special)
+        return build_token_store(source, self.encoder(), cache_dir=self.cache_dir)
+
+    def encoder(self) -> DocumentEncoder:
+        """Return what makes the tokens of the training documents."""
+        return Encoder(self.tokenizer, add_special_tokens=self.add_special_tokens)
 
     def _trainer_stage(self) -> str:
         return self.trainer.state.fn if self.trainer and self.trainer.state.fn else "fit"
@@ -304,10 +324,17 @@ class PackedTextDataModule(LightningDataModule, ABC):
 
     def _tokenize(self, source: Source, count: int | None, length: int | Literal["whole"] | None) -> DocumentDataset:
         limit = None if length == "whole" else length or self.sequence_length
-        special = self.add_special_tokens
-        return DocumentDataset(islice(source, count), self.tokenizer, length=limit, add_special_tokens=special)
+        return DocumentDataset(
+            islice(source, count),
+            None if self.tokenizer_name is None else self.tokenizer,
+            length=limit,
+            add_special_tokens=self.add_special_tokens,
+            loss_on_prompt=self.evaluates_prompts,
+        )
 
-    def _evaluation_loader(self, documents: DocumentDataset | NamedDocuments | None) -> DataLoader[Row]:
+    def _evaluation_loader(
+        self, documents: DocumentDataset | JoinedDocuments | NamedDocuments | None
+    ) -> DataLoader[Row]:
         assert documents is not None, "call `setup` first"
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         # All processes need the same number of documents, or some would wait forever: indices past the end are empty.

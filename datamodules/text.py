@@ -1,8 +1,11 @@
 """Data modules for any corpus: text, JSON-lines or parquet files, local or remote, or a hub dataset."""
 
-from typing import Any
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
 from datamodules.number_types import Holdout
@@ -10,10 +13,18 @@ from datamodules.packed_text import PackedTextDataModule
 from datamodules.packing.loader import worker_options
 from datamodules.packing.sequences import PackedRowDataset, Row
 from datamodules.packing.streaming import StreamedRows, StreamingLoader, file_sources
+from datamodules.sources.content import Content
 from datamodules.sources.documents import Source
-from datamodules.sources.hub import open_source
+from datamodules.sources.hub import RowTable, open_source
 from datamodules.sources.splits import HashSplit, Split
-from datamodules.token_store.tokenize import Encoder
+from datamodules.token_store.encoders import ChatEncoder, TokenIds
+from datamodules.token_store.tokenize import DocumentEncoder
+from lightning_modules.utilities.text_files import read_text
+
+if TYPE_CHECKING:
+    Documents = str | RowTable
+else:
+    Documents = str  # in configs: the parser would take any other type as a reason to read the file that is named
 
 
 class TextDataModule(PackedTextDataModule):
@@ -33,13 +44,20 @@ class TextDataModule(PackedTextDataModule):
     of their bytes, computed once per file; remote files by the checksum or ETag that the server reports.
 
     Args:
-        tokenizer: Tokenizer of the model: hub id or local folder.
-        train: Documents to train on; null to only evaluate.
+        tokenizer: Tokenizer of the model: hub id or local folder; may be null with a `token_column`.
+        train: Documents to train on; null to only evaluate. In Python, each split may also be a map-style
+            `datasets.Dataset`.
         validation: Documents to validate on; null with a `holdout`.
         test: Documents for test and prediction; null with a `holdout`, or if neither is run.
         text_field: Field of JSON lines, or column of parquet files, with the text.
-        prompt_field: Field of JSON lines with a prompt, to which the text is the response. Both are joined without a
+        prompt_field: Field or column with a prompt, to which the text is the response. Both are joined without a
             separator, so include separators and chat templates in them.
+        messages_field: Field or column with the messages of a chat, each with ``role`` and ``content``. The tokenizer's
+            chat template renders them, and marks what an assistant writes: only these tokens have a loss, unless
+            `loss_on_prompt` is true.
+        token_column: Field or column with token ids, which are not tokenized or changed: include special tokens, such
+            as the one that ends a document.
+        chat_template: Chat template (Jinja) that replaces the tokenizer's, or a file with one.
         name_field: Field or column that names documents in messages and results; by default file and line or row.
         where: ``[field, value]``: use only documents whose field has this value; dots reach into nested fields.
         holdout: Hold out one in this many training documents for validation, and one for test, chosen by a hash of the
@@ -50,13 +68,16 @@ class TextDataModule(PackedTextDataModule):
 
     def __init__(
         self,
-        tokenizer: str,
+        tokenizer: str | None = None,
         *,
-        train: str | None = None,
-        validation: str | None = None,
-        test: str | None = None,
+        train: Documents | None = None,
+        validation: Documents | None = None,
+        test: Documents | None = None,
         text_field: str = "text",
         prompt_field: str | None = None,
+        messages_field: str | None = None,
+        token_column: str | None = None,
+        chat_template: str | None = None,
         name_field: str | None = None,
         where: tuple[str, Any] | None = None,
         holdout: Holdout | None = None,
@@ -69,15 +90,42 @@ class TextDataModule(PackedTextDataModule):
                 "`holdout` takes validation and test documents from `train`: set `train`, and remove `validation` and"
                 " `test`."
             )
-        if prompt_field is None and not self.loss_on_prompt:
-            raise ValueError("`loss_on_prompt: false` needs prompts: set `prompt_field` to their field.")
-        self.paths: dict[Split, str | None] = {"train": train, "validation": validation, "test": test}
-        self.text_field = text_field
-        self.prompt_field = prompt_field
+        if sum(field is not None for field in (prompt_field, messages_field, token_column)) > 1:
+            raise ValueError("A document has one of `prompt_field`, `messages_field` and `token_column`: set only one.")
+        if prompt_field is None and messages_field is None and not self.loss_on_prompt:
+            raise ValueError(
+                "`loss_on_prompt: false` needs prompts: set `prompt_field` or `messages_field` to their field."
+            )
+        if messages_field is not None and kwargs.get("loss_on_prompt") is None:
+            self.loss_on_prompt = False
+        chats = [messages_field, *(each.messages_field for each in self.validation_sets.values())]
+        if chat_template is not None and not any(chats):
+            raise ValueError("`chat_template` is for chats: set `messages_field`, or remove it.")
+        if tokenizer is None and (token_column is None or self.validation_sets):
+            raise ValueError("`tokenizer` is missing: only documents with a `token_column` need none.")
+        self.paths: dict[Split, Documents | None] = {"train": train, "validation": validation, "test": test}
+        self.content = Content((text_field,), prompt_field, messages_field, token_column)
+        self.chat_template = None if chat_template is None else read_template(chat_template)
         self.name_field = name_field
         self.where = where
         self.holdout = holdout
         self.revision = revision
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The tokenizer, with the chat template that is set."""
+        tokenizer = super().tokenizer
+        if self.chat_template is not None:
+            tokenizer.chat_template = self.chat_template
+        return tokenizer
+
+    @override
+    def encoder(self) -> DocumentEncoder:
+        if self.content.tokens is not None:
+            return TokenIds(None if self.tokenizer_name is None else self.tokenizer)
+        if self.content.messages is not None:
+            return ChatEncoder(self.tokenizer, needs_marks=not self.loss_on_prompt)
+        return super().encoder()
 
     @override
     def source(self, split: Split) -> Source | None:
@@ -86,8 +134,7 @@ class TextDataModule(PackedTextDataModule):
             source = open_source(
                 path,
                 "train" if self.holdout else split,
-                text_field=self.text_field,
-                prompt_field=self.prompt_field,
+                content=self.content,
                 name_field=self.name_field,
                 where=self.where,
                 revision=self.revision,
@@ -96,6 +143,16 @@ class TextDataModule(PackedTextDataModule):
         if split == "train":
             return None
         raise ValueError(f"There are no {split} documents: set `{split}`, or a `holdout` of the training documents.")
+
+
+def read_template(template: str) -> str:
+    """Return a chat template, which may be given as a file."""
+    if "{%" in template or "{{" in template:
+        return template
+    file = Path(template).expanduser()
+    if not file.is_file():
+        raise ValueError(f"`chat_template` '{template}' is neither a chat template nor a file with one.")
+    return read_text(str(file))
 
 
 class StreamingTextDataModule(TextDataModule):
@@ -140,7 +197,7 @@ class StreamingTextDataModule(TextDataModule):
         rank, world_size = self._reader_rank()
         rows = StreamedRows(
             file_sources(self.source("train")),
-            Encoder(self.tokenizer, add_special_tokens=self.add_special_tokens),
+            self.encoder(),
             sequence_length=self.sequence_length,
             isolate_documents=self.isolate_documents,
             seed=self.seed,

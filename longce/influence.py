@@ -121,8 +121,8 @@ class InfluenceTrainer(Trainer):
         loading = config.loading()
         if (stored := check_model(loading)) is not None:  # like other scoring, float32 on a CPU slow in the stored type
             loading = scoring_config(loading, stored, self.strategy.root_device)
-        source: dict[str, Any] = {"revision": loading.revision, "trust_remote_code": loading.trust_remote_code}
-        tokenizer = load_tokenizer(name, **source)
+        revision = loading.revision if name == evaluator else None  # it is the evaluator's
+        tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=loading.trust_remote_code)
         rows_tokenizer: PreTrainedTokenizerFast = datamodule.tokenizer  # type: ignore[attr-defined]
         transfer = make_transfer(rows_tokenizer, tokenizer, add_special_tokens=config.evaluator_add_special_tokens)
         made_from: dict[str, Any] = {

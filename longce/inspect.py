@@ -21,7 +21,7 @@ def inspect_command(arguments: Sequence[str]) -> None:
     description += " Several `--model`s are shown side by side."
     parser = make_parser("inspect", description, InspectConfig)
     parser.add_argument("file", type=str, help="UTF-8 text file, or a file of a corpus with `--row`.")
-    add_row_options(parser)
+    add_row_options(parser, "Show this row")
     parser.add_argument("--output", type=str | None, help="HTML file; by default FILE.html in the working directory.")
     arguments, others = split_repeated(arguments, "--model")
     options = parse_options(parser, arguments)

@@ -1,6 +1,7 @@
 """`longce fit` and its kin as a user runs them, the shipped configs, and what bad input says."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -279,6 +280,30 @@ def test_every_shipped_config_runs_under_the_debug_overlay(config, tmp_path):
     events = EventAccumulator(str(saved.parent))
     events.Reload()
     assert len(events.Scalars("lr-AdamW")) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "variables", "logged"),
+    [
+        ("wandb", {"WANDB_MODE": "offline"}, "runs/wandb/offline-run-*/run-*.wandb"),
+        (
+            "mlflow",
+            {"MLFLOW_TRACKING_URI": "file:mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"},
+            "mlruns/*/*/metrics/train/loss",
+        ),
+    ],
+)
+def test_the_loggers_of_others_log_without_a_network(name, variables, logged, tmp_path):
+    """In a process of its own, because these packages read their variables when they are imported."""
+    pytest.importorskip(name)
+    words = ["fit", "-c", BASE, "-c", str(CONFIGS / "loggers" / f"{name}.yaml"), "-c", DEBUG]
+    subprocess.run([sys.executable, "-m", "longce", *words], env={**os.environ, **variables}, check=True)
+    (file,) = tmp_path.glob(logged)
+    assert file.stat().st_size > 0
+    if name == "mlflow":
+        assert len(file.read_text().splitlines()) == 2
+    assert len(list(tmp_path.glob("runs/longce/version_0/events.out.tfevents.*"))) == 1
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Tokenize whole documents for evaluation, with their text and character offsets."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -13,9 +13,18 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from datamodules.packing.sequences import Row, make_row
-from datamodules.sources.documents import Document, Source, with_text
+from datamodules.sources.content import Content, Document
+from datamodules.sources.documents import Source, with_text
 from datamodules.sources.hub import open_source
-from lightning_modules.models.tokenization.tokenizer import encode_document
+from datamodules.token_store.encoders import check_token_ids
+from lightning_modules.batch import IGNORE_INDEX
+from lightning_modules.models.tokenization.chat_templates import (
+    check_chat_training,
+    rendered_chat,
+    tokenize_chats,
+)
+from lightning_modules.models.tokenization.detokenization import TokenCharacters
+from lightning_modules.models.tokenization.tokenizer import encode_document, vocabulary_size
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,7 @@ class ValidationSet:
         text_field: Field of JSON lines, or column of parquet files, with the text.
         name_field: Field or column that names documents; by default file and line or row.
         where: ``[field, value]``: use only documents whose field has this value.
+        messages_field: Field or column with the messages of a chat, instead of `text_field`.
     """
 
     files: str
@@ -37,11 +47,12 @@ class ValidationSet:
     text_field: str = "text"
     name_field: str | None = None
     where: tuple[str, Any] | None = None
+    messages_field: str | None = None
 
     def source(self) -> Source:
         """Open the documents."""
-        fields: dict[str, Any] = {"text_field": self.text_field, "name_field": self.name_field, "where": self.where}
-        return open_source(self.files, "validation", **fields)
+        content = Content((self.text_field,), messages=self.messages_field)
+        return open_source(self.files, "validation", content=content, name_field=self.name_field, where=self.where)
 
 
 def check_set_names(sets: Mapping[str, ValidationSet]) -> None:
@@ -55,20 +66,30 @@ class DocumentDataset(Dataset[Row]):
 
     An index past the last document gives an unscored token, so that every process makes the same number of forward
     passes. Documents are held in memory as text, and each process tokenizes only its own.
+
+    Of chats, only what an assistant has written is scored, unless ``loss_on_prompt``. Without a tokenizer, documents
+    that are token ids have no ``text``.
+
+    Raises:
+        ValueError: If all documents are empty, the chat template cannot be used, or the tokenizer lacks token ids.
     """
 
     def __init__(
         self,
         documents: Iterable[Document],
-        tokenizer: PreTrainedTokenizerFast,
+        tokenizer: PreTrainedTokenizerFast | None,
         *,
         length: int | None,
         add_special_tokens: bool = False,
+        loss_on_prompt: bool = False,
     ) -> None:
         self.documents = list(with_text(documents))
         self.tokenizer = tokenizer
         self.length = length
         self.add_special_tokens = add_special_tokens
+        self.loss_on_prompt = loss_on_prompt
+        if tokenizer is not None:
+            check_documents(self.documents, tokenizer, loss_on_prompt=loss_on_prompt)
         self._rows: dict[int, Row] = {}  # cached, because validation repeats
 
     def __len__(self) -> int:
@@ -76,12 +97,35 @@ class DocumentDataset(Dataset[Row]):
 
     def __getitem__(self, index: int) -> Row:
         if index >= len(self):
-            return empty_row()
+            return empty_row() if self.tokenizer is not None else make_row(np.zeros(1, dtype=np.int64), np.array([1]))
         if index not in self._rows:
-            document = self.documents[index]
-            options = {"add_special_tokens": self.add_special_tokens, "max_tokens": self.length}
-            self._rows[index] = document_row(document.text, self.tokenizer, name=document.name, **options)
+            self._rows[index] = self._make_row(self.documents[index])
         return self._rows[index]
+
+    def _make_row(self, document: Document) -> Row:
+        if document.tokens is not None:
+            return token_row(document, self.tokenizer, self.length)
+        assert self.tokenizer is not None, "documents of text need a tokenizer"
+        if document.messages is not None:
+            return chat_row(document, self.tokenizer, self.length, loss_on_prompt=self.loss_on_prompt)
+        options = {"add_special_tokens": self.add_special_tokens, "max_tokens": self.length}
+        return document_row(document.text, self.tokenizer, name=document.name, **options)
+
+
+class JoinedDocuments(Dataset[Row]):
+    """Documents of several datasets, one dataset after another."""
+
+    def __init__(self, parts: Sequence[DocumentDataset]) -> None:
+        self._items = [(part, index) for part in parts for index in range(len(part))]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> Row:
+        if index >= len(self):
+            return empty_row()
+        part, place = self._items[index]
+        return part[place]
 
 
 class NamedDocuments(Dataset[Row]):
@@ -113,11 +157,52 @@ class NamedDocuments(Dataset[Row]):
             )
 
 
+def check_documents(documents: Sequence[Document], tokenizer: PreTrainedTokenizerFast, *, loss_on_prompt: bool) -> None:
+    """Raise a ``ValueError`` if the chat template cannot be used for the chats, or the vocabulary lacks token ids."""
+    if any(document.messages is not None for document in documents):
+        check_chat_training(tokenizer, needs_marks=not loss_on_prompt)
+    if any(document.tokens is not None for document in documents):
+        vocabulary = vocabulary_size(tokenizer)
+        for document in documents:
+            check_token_ids(document, vocabulary)
+
+
 def document_row(text: str, tokenizer: PreTrainedTokenizerFast, *, name: str, **options: Any) -> Row:
     """Tokenize a whole document as one sequence, with the arguments of `encode_document`."""
     batch = encode_document(text, tokenizer, name=name, **options)
     names = ("input_ids", "labels", "position_ids", "document_boundaries", "text", "offsets")
     return cast(Row, {key: batch[key][0] for key in names} | {"name": name, "set": ""})  # type: ignore[literal-required]
+
+
+def chat_row(
+    document: Document, tokenizer: PreTrainedTokenizerFast, length: int | None, *, loss_on_prompt: bool
+) -> Row:
+    """Tokenize a chat as one sequence of its text by the chat template."""
+    assert document.messages is not None
+    try:
+        text = rendered_chat(tokenizer, document.messages)
+    except ValueError as error:
+        raise ValueError(f"{document.place}: {error} Fix or remove this row.") from error
+    row = document_row(text, tokenizer, name=document.name, max_tokens=length)
+    if not loss_on_prompt:
+        # By characters, because the last tokens of a text that was cut may be others than in the whole one.
+        (chat,) = tokenize_chats(tokenizer, [document.messages], offsets=True)
+        by_assistant = np.zeros(len(text) + 1, dtype=bool)
+        for (start, end), written in zip(chat.offsets, chat.by_assistant, strict=True):
+            by_assistant[start:end] |= bool(written)
+        row["labels"][torch.from_numpy(~by_assistant[row["offsets"][:, 0].numpy()])] = IGNORE_INDEX
+    return row
+
+
+def token_row(document: Document, tokenizer: PreTrainedTokenizerFast | None, length: int | None) -> Row:
+    """Make a sequence of token ids; with a tokenizer, also of the text that they decode to."""
+    assert document.tokens is not None
+    tokens = document.tokens[:length]
+    row = make_row(tokens, np.array([len(tokens)]))
+    if tokenizer is None:
+        return row
+    text, offsets = TokenCharacters(tokenizer)(row["input_ids"])
+    return {**row, "text": text, "offsets": offsets, "name": document.name, "set": ""}
 
 
 def empty_row() -> Row:

@@ -1,14 +1,15 @@
 """Show training sequences as text, with the boundaries and cuts of their documents."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from datamodules.packing.packing import document_of
 from datamodules.packing.sequences import PackedRowDataset
-from datamodules.sources.documents import Document, with_text
+from datamodules.sources.content import Document
+from datamodules.sources.documents import with_text
 
 
 def preview(
@@ -47,7 +48,7 @@ def _describe_packing(rows: PackedRowDataset, packing: str) -> Iterator[str]:
     yield f"packed into  {packed}"
     scored = _count_scored_tokens(rows)
     places = len(packed) * packed.sequence_length
-    prompts = "" if rows.store.prompt_lengths is None or rows.loss_on_prompt else ", not counting prompts"
+    prompts = "" if rows.store.prompt_spans is None or rows.loss_on_prompt else ", not counting prompts"
     yield f"scored       {scored:,} tokens ({scored / places:.2%} of all positions){prompts}"
 
 
@@ -56,8 +57,10 @@ def _count_scored_tokens(rows: PackedRowDataset) -> int:
     segments = rows.rows.segments
     first = np.full(len(segments), int(rows.isolate_documents))  # the first token of a document has no context
     first[rows.rows.row_boundaries[:-1]] = 1
-    unscored = first if rows.loss_on_prompt else np.maximum(first, rows.prompt_lengths(segments))
-    return rows.rows.tokens - int(unscored.sum())
+    unscored = int(first.sum())
+    if not rows.loss_on_prompt:
+        unscored += int(rows.count_prompt_tokens(segments + np.stack([first, np.zeros_like(first)], axis=1)).sum())
+    return rows.rows.tokens - unscored
 
 
 def _describe_row(
@@ -68,19 +71,19 @@ def _describe_row(
     padded = rows.rows.sequence_length - int(lengths.sum())
     yield f"sequence {number:,}   tokens {lengths.sum():,}, documents {len(segments):,}, padding {padded:,}"
     place = 0
-    for (start, stop), document, prompt in zip(
-        segments.tolist(), _documents_in_row(rows, number), rows.prompt_lengths(segments).tolist(), strict=True
-    ):
+    for (start, stop), document in zip(segments.tolist(), _documents_in_row(rows, number), strict=True):
         name = f" ({visible(names[document])})" if document in names else ""
         part = _describe_segment(rows, document, start, stop)
         end = place + stop - start
         yield f"  {place:,} to {end:,}: document {document:,}{name}, {part}"
         place = end
-        tokens = rows.store.tokens[start:stop].tolist()
-        for title, ids in (("prompt   ", tokens[:prompt]), ("response " if prompt else "", tokens[prompt:])):
-            if ids:
-                text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-                yield f"    {title}| {shortened(text, width)}"
+        is_prompt = rows.prompt_mask(start, stop)
+        edges = [0, *(np.flatnonzero(np.diff(is_prompt)) + 1).tolist(), stop - start]
+        for begin, finish in pairwise(edges):  # turns of prompts and responses
+            title = "prompt   " if is_prompt[begin] else "response " if is_prompt.any() else ""
+            ids = rows.store.tokens[start + begin : start + finish].tolist()
+            text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            yield f"    {title}| {shortened(text, width)}"
 
 
 def _describe_segment(rows: PackedRowDataset, document: int, start: int, stop: int) -> str:

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from datamodules.influence.store import InfluenceStore
-from datamodules.packing.packing import PackedRows, document_of
+from datamodules.packing.packing import PackedRows
 from datamodules.token_store.store import TokenStore
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 
@@ -58,9 +58,8 @@ class PackedRowDataset(Dataset[Row]):
         ends = np.cumsum(segments[:, 1] - segments[:, 0])
         row = make_row(tokens, ends if self.isolate_documents else ends[-1:])
         if not self.loss_on_prompt:
-            starts = ends - (segments[:, 1] - segments[:, 0])
-            for start, stop in zip(starts, starts + self.prompt_lengths(segments), strict=True):
-                row["labels"][start:stop] = IGNORE_INDEX
+            is_prompt = np.concatenate([self.prompt_mask(start, stop) for start, stop in segments.tolist()])
+            row["labels"][torch.from_numpy(is_prompt)] = IGNORE_INDEX
         if self.influence is not None:
             weights = np.concatenate([self.influence.values[start:stop] for start, stop in segments])
             row["influence"] = torch.from_numpy(weights.astype(np.float32))
@@ -85,14 +84,40 @@ class PackedRowDataset(Dataset[Row]):
             checksum = zlib.crc32(np.ascontiguousarray(part, dtype="<i8").reshape(-1).data, checksum)
         return checksum
 
-    def prompt_lengths(self, segments: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many tokens at the front of each of ``[k, 2]`` segments belong to the prompt of its document."""
-        lengths = segments[:, 1] - segments[:, 0]
-        if self.store.prompt_lengths is None:
-            return np.zeros_like(lengths)
-        document = document_of(segments[:, 0], self.store.document_boundaries)
-        prompt_ends = self.store.document_boundaries[document] + self.store.prompt_lengths[document]
-        return np.clip(prompt_ends - segments[:, 0], 0, lengths)
+    def prompt_mask(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Return which tokens of a segment of the token stream belong to a prompt."""
+        is_prompt = np.zeros(stop - start, dtype=bool)
+        if (spans := self.store.prompt_spans) is None:
+            return is_prompt
+        first = np.searchsorted(spans[:, 1], start, side="right")  # the first span that ends after the start
+        last = np.searchsorted(spans[:, 0], stop)  # spans from here on begin after the segment
+        for begin, end in np.clip(spans[first:last] - start, 0, stop - start).tolist():
+            is_prompt[begin:end] = True
+        return is_prompt
+
+    def count_prompt_tokens(self, segments: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many tokens of each of ``[k, 2]`` segments of the token stream belong to a prompt."""
+        if (spans := self.store.prompt_spans) is None:
+            return np.zeros(len(segments), dtype=np.int64)
+        # 1. Count the tokens of all spans that begin before each start and stop.
+        totals = np.concatenate([[0], np.cumsum(spans[:, 1] - spans[:, 0])])
+        begun = np.searchsorted(spans[:, 0], segments)
+        before = totals[begun]
+        # 2. Subtract those of the last of these spans that are not before it.
+        ends = np.concatenate([[0], spans[:, 1]])[begun]
+        before -= np.clip(ends - segments, 0, None)
+        return before[:, 1] - before[:, 0]
+
+
+def check_prompts(store: TokenStore) -> None:
+    """Raise a ``ValueError`` unless some tokens of a store belong to prompts, and some do not."""
+    if store.prompt_spans is None:
+        raise ValueError("`loss_on_prompt: false` needs prompts, but no training document has one: remove it.")
+    if int((store.prompt_spans[:, 1] - store.prompt_spans[:, 0]).sum()) == len(store.tokens):
+        raise ValueError(
+            "`loss_on_prompt: false` leaves nothing to train on: no training document has a response, or a turn that"
+            " the chat template marks as the assistant's. Use other documents, or set `loss_on_prompt` to true."
+        )
 
 
 def make_row(tokens: NDArray[np.int64], document_ends: NDArray[np.int64]) -> Row:

@@ -14,10 +14,11 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from typing_extensions import override
 
 from datamodules.packing.sequences import Row, collate_rows, make_row
-from datamodules.sources.documents import Document, NoDocumentError, RecordFiles, Source, TextFiles, is_empty
+from datamodules.sources.content import Document
+from datamodules.sources.documents import NoDocumentError, RecordFiles, Source, TextFiles
 from datamodules.sources.locations import file_identities, file_size
 from datamodules.sources.splits import HashSplit
-from datamodules.token_store.tokenize import Encoder
+from datamodules.token_store.tokenize import DocumentEncoder, recipe_checksum
 from lightning_modules.batch import PackedBatch
 from lightning_modules.utilities.collectives import gathered
 
@@ -54,7 +55,7 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
     """
 
     files: Sequence[Source]
-    encoder: Encoder
+    encoder: DocumentEncoder
     sequence_length: int
     isolate_documents: bool = True
     seed: int = 0
@@ -129,7 +130,7 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
         """Yield each document of a file with its index; a file without documents is not an error here."""
         with suppress(NoDocumentError):
             for number, document in enumerate(self.files[file]):  # empty documents are counted, but skipped
-                if not is_empty(document.text):
+                if not document.is_empty():
                     yield number, document
 
 
@@ -194,7 +195,7 @@ class StreamingLoader:
         names = "\n".join(_describe_file(source) for source in self.rows.files)
         order = {
             "files": zlib.crc32(names.encode()),
-            "tokenizer": self.rows.encoder.checksum,
+            "tokenizer": recipe_checksum(self.rows.encoder),
             "seed": self.rows.seed,
             "world_size": self.rows.world_size,
             "workers": self._streams,

@@ -4,20 +4,13 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
+from datamodules.sources.content import Content, Document, checked_text
 from datamodules.sources.locations import PARQUET, File, file_size, files_fingerprint
 from datamodules.sources.records import decoded, is_packed, nested, read_document, read_records
 
 _log = logging.getLogger(__name__)
-
-
-class Document(NamedTuple):
-    """A text and the name by which messages and result files cite it."""
-
-    name: str
-    text: str
-    prompt_end: int = 0  # length of the prompt at the front, in characters; the rest is the response
 
 
 class NoDocumentError(ValueError):
@@ -63,69 +56,34 @@ def text_folder(folder: Path, titles: Mapping[str, str] | None = None) -> TextFi
 class RecordFiles:
     """Source whose documents are lines of JSON-lines files, plain or compressed, or rows of parquet files.
 
-    The text is in the first of ``text_fields`` that a record has, and follows the prompt in ``prompt_field``. The
-    document is named by ``name_fields``, or ``"<file>:<number>"``. With ``where = (field, value)``, only documents
+    A document is named by ``name_fields``, or ``"<file>:<number>"``. With ``where = (field, value)``, only documents
     whose field has this value are read; dots reach into nested objects.
     """
 
     files: tuple[File, ...]
-    text_fields: tuple[str, ...] = ("text",)
+    content: Content = field(default_factory=Content)
     name_fields: tuple[str, ...] = ()
     where: tuple[str, Any] | None = None
-    prompt_field: str | None = None
 
     def __iter__(self) -> Iterator[Document]:
-        columns = [*self.text_fields, *self.name_fields, *([self.prompt_field] if self.prompt_field else [])]
+        columns = [*self.content.columns, *self.name_fields]
         columns += [self.where[0], self.where[0].partition(".")[0]] if self.where else []
         found = False
         for file in self.files:
             first = 0 if file.name.endswith(PARQUET) else 1  # lines count from 1, as in editors
-            for number, parse in read_records(file, columns, text_columns=self.text_fields, first=first):
+            for number, parse in read_records(file, columns, text_columns=self.content.alternatives, first=first):
                 record = parse()
                 if self.where is None or nested(record, self.where[0]) == self.where[1]:
                     found = True
-                    yield self._make_document(record, file, number)
+                    name = record_name(record, self.name_fields, f"{file.name}:{number}")
+                    yield self.content.read(record, name, f"{file}:{number}")
         if not found:
             wanted = f" with {self.where[0]} == {self.where[1]!r}" if self.where else ""
             raise NoDocumentError(f"No document{wanted} in {', '.join(map(str, self.files))}. Use other files.")
 
     def fingerprint(self) -> str:
         """Describe content and order of the files, and which documents are read."""
-        return f"records {files_fingerprint(self.files)} {self.text_fields} {self.where} {self.prompt_field}"
-
-    def _make_document(self, record: dict[str, Any], file: File, number: int) -> Document:
-        place = f"{file}:{number}"
-        present = [name for name in self.text_fields if name in record]
-        if not present:
-            raise ValueError(
-                f"{place}: no text field {' or '.join(map(repr, self.text_fields))}; found {sorted(record)}. Rename the"
-                " field with the text."
-            )
-        text = checked_text(record[present[0]], place)
-        prompt = ""
-        if self.prompt_field is not None:
-            if self.prompt_field not in record:
-                raise ValueError(f"{place}: no prompt field {self.prompt_field!r}; found {sorted(record)}.")
-            prompt = checked_text(record[self.prompt_field], f"{place}, {self.prompt_field!r}")
-        if is_empty(text):
-            prompt = ""
-        return Document(record_name(record, self.name_fields, f"{file.name}:{number}"), prompt + text, len(prompt))
-
-
-def checked_text(text: object, place: str) -> str:
-    """Return the text of the document at ``place``; raise a ``ValueError`` if it cannot be encoded as UTF-8."""
-    if not isinstance(text, str):
-        raise ValueError(f"{place}: the text must be a string, got {type(text).__name__}. Fix or remove this document.")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # JSON can encode a lone surrogate, which no tokenizer accepts
-        raise ValueError(f"{place}: character {error.start} is a lone surrogate. Remove or replace it.") from error
-    return text
-
-
-def is_empty(text: str) -> bool:
-    """Return whether a text is empty or only white space."""
-    return not text or text.isspace()
+        return f"records {files_fingerprint(self.files)} {self.content} {self.where}"
 
 
 def with_text(documents: Iterable[Document]) -> Iterator[Document]:
@@ -133,7 +91,7 @@ def with_text(documents: Iterable[Document]) -> Iterator[Document]:
     first_empty = ""
     taken = empty = 0
     for document in documents:
-        if is_empty(document.text):
+        if document.is_empty():
             empty += 1
             first_empty = first_empty or document.name
         else:
@@ -152,7 +110,9 @@ def record_name(record: Mapping[str, Any], fields: tuple[str, ...], place: str) 
 
 def text_bytes(source: Source) -> int | None:
     """Estimate the bytes of all texts from the sizes of uncompressed files, for progress bars; None if unknown."""
-    if not isinstance(source, TextFiles | RecordFiles) or (isinstance(source, RecordFiles) and source.where):
+    if not isinstance(source, TextFiles | RecordFiles):
+        return None
+    if isinstance(source, RecordFiles) and (source.where or source.content.tokens is not None):
         return None
     sizes = [None if is_packed(file) or file.name.endswith(PARQUET) else file_size(file) for file in source.files]
     return None if None in sizes else sum(size for size in sizes if size is not None)

@@ -2,16 +2,68 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from datamodules.sources.documents import Document, RecordFiles, Source, TextFiles, checked_text, record_name
+from datamodules.sources.content import Content
+from datamodules.sources.documents import Document, RecordFiles, Source, TextFiles, record_name
 from datamodules.sources.locations import JSON_LINES, PARQUET, TEXT, find_files, is_url
 from datamodules.sources.records import nested
 from datamodules.sources.splits import Split
 from lightning_modules.utilities.identity import content_hash
+
+
+class RowTable(Protocol):
+    """A map-style `datasets.Dataset`, which is not imported here because it is optional."""
+
+    column_names: list[str]
+    _fingerprint: str  # of the content and of what was done to it
+
+    def __iter__(self) -> Iterator[dict[str, Any]]: ...
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class TableRows:
+    """Source whose documents are the rows of a `datasets.Dataset`; ``title`` names it in errors."""
+
+    table: RowTable
+    title: str
+    split: str
+    content: Content = field(default_factory=Content)
+    name_columns: tuple[str, ...] = ()
+    where: tuple[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not {"column_names", "_fingerprint", "__len__"} <= set(dir(self.table)):
+            raise ValueError(
+                f"The {self.split} documents must be a map-style `datasets.Dataset`, got"
+                f" {type(self.table).__name__}: load the dataset without `streaming`, or write it to parquet files."
+            )
+        if not set(self.content.alternatives) & set(self.table.column_names):
+            raise ValueError(
+                f"{self.title} has no column {' or '.join(map(repr, self.content.alternatives))}; found"
+                f" {self.table.column_names}. Use another dataset, or rename the column."
+            )
+
+    def __iter__(self) -> Iterator[Document]:
+        found = False
+        for number, record in enumerate(self.table):
+            if self.where and nested(record, self.where[0]) != self.where[1]:
+                continue
+            found = True
+            name = record_name(record, self.name_columns, f"{self.split}:{number}")
+            yield self.content.read(record, name, f"{self.title}, row {number}")
+        if not found:
+            wanted = f" with {self.where[0]} == {self.where[1]!r}" if self.where else ""
+            raise ValueError(f"No document{wanted} in {self.title}. Use another dataset.")
+
+    def fingerprint(self) -> str:
+        """Describe the content of the dataset, and which documents are read."""
+        return f"table {self.table._fingerprint} {self.content} {self.where}"
 
 
 @dataclass(frozen=True)
@@ -23,39 +75,25 @@ class HubDataset:
 
     path: str
     split: str
-    text_column: str = "text"
+    content: Content = field(default_factory=Content)
     name_columns: tuple[str, ...] = ()
     where: tuple[str, Any] | None = None
     revision: str | None = None
 
     def __iter__(self) -> Iterator[Document]:
-        found = False
-        for number, record in enumerate(self._loaded_dataset):
-            if self.where and nested(record, self.where[0]) != self.where[1]:
-                continue
-            found = True
-            place = f"{self.path}, split {self.split}, row {number}"
-            name = record_name(record, self.name_columns, f"{self.split}:{number}")
-            yield Document(name, checked_text(record[self.text_column], place))
-        if not found:
-            wanted = f" with {self.where[0]} == {self.where[1]!r}" if self.where else ""
-            raise ValueError(f"No document{wanted} in split {self.split!r} of {self.path!r}. Use another dataset.")
+        return iter(self._rows)
 
     def fingerprint(self) -> str:
         """Describe the content of local files, or the commit on the hub, and which documents are read."""
-        dataset = self._loaded_dataset  # raises an error if it cannot be loaded
-        content = _hash_local_content(Path(self.path).expanduser()) or dataset._fingerprint
-        return f"hub {content} {self.split} {self.revision} {self.text_column} {self.where}"
+        rows = self._rows  # raises an error if the dataset cannot be loaded
+        content = _hash_local_content(Path(self.path).expanduser()) or rows.table._fingerprint
+        return f"hub {content} {self.split} {self.revision} {self.content} {self.where}"
 
     @cached_property
-    def _loaded_dataset(self) -> Any:
-        dataset = _load_split(self.path, self.split, self.revision)
-        if self.text_column not in dataset.column_names:
-            raise ValueError(
-                f"Split {self.split!r} of {self.path!r} has no text column {self.text_column!r}; found"
-                f" {dataset.column_names}. Use another dataset, or rename the column."
-            )
-        return dataset
+    def _rows(self) -> TableRows:
+        table = _load_split(self.path, self.split, self.revision)
+        title = f"split {self.split!r} of {self.path!r}"
+        return TableRows(table, title, self.split, self.content, self.name_columns, self.where)
 
 
 def holds_parquet(path: Path) -> bool:
@@ -99,23 +137,23 @@ def _load_split(path: str, split: str, revision: str | None) -> Any:
 
 
 def open_source(
-    path: str,
+    path: str | RowTable,
     split: Split,
     *,
-    text_field: str = "text",
-    prompt_field: str | None = None,
+    content: Content | None = None,
     name_field: str | None = None,
     where: tuple[str, Any] | None = None,
     revision: str | None = None,
 ) -> Source:
     """Open text, JSON-lines or parquet files, or a split of a hub dataset; see `TextDataModule` for the arguments."""
+    content = content or Content()
     names = () if name_field is None else (name_field,)
+    if not isinstance(path, str):
+        return TableRows(path, f"the {split} dataset", split, content, names, where)
     on_hub = not is_url(path) and "*" not in path and not Path(path).expanduser().exists()
     files = () if on_hub else find_files(path)
-    if prompt_field is not None and (on_hub or not files[0].name.endswith(JSON_LINES)):
-        raise ValueError(f"`prompt_field` needs JSON lines, but '{path}' has another format. Convert it.")
     if on_hub:
-        return HubDataset(path, split, text_field, names, where, revision)
+        return HubDataset(path, split, content, names, where, revision)
     kind = next(kind for kind in (JSON_LINES, PARQUET, TEXT) if files[0].name.endswith(kind))
     if other := next((file for file in files if not file.name.endswith(kind)), None):
         raise ValueError(
@@ -123,7 +161,14 @@ def open_source(
             " Use a pattern that matches one kind, such as folder/**/*.jsonl."
         )
     if kind != TEXT:
-        return RecordFiles(files, (text_field,), names, where, prompt_field)
-    if where is not None:
-        raise ValueError(f"`where` = {where} needs documents with fields, but '{path}' has plain text. Remove it.")
+        return RecordFiles(files, content, names, where)
+    fields = {
+        "where": where,
+        "prompt_field": content.prompt,
+        "messages_field": content.messages,
+        "token_column": content.tokens,
+    }
+    for name, value in fields.items():
+        if value is not None:
+            raise ValueError(f"`{name}` = {value} needs documents with fields, but '{path}' has plain text. Remove it.")
     return TextFiles(files)

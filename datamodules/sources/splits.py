@@ -46,7 +46,7 @@ class HashSplit:
     def __iter__(self) -> Iterator[Document]:
         empty = True
         for document in self.source:
-            if self._split_of(document.text) == self.split:
+            if self._split_of(document) == self.split:
                 empty = False
                 yield document
         if empty:
@@ -59,6 +59,6 @@ class HashSplit:
         """Combine the source's fingerprint and the split."""
         return f"{self.source.fingerprint()} {self.split} 1/{self.share}"
 
-    def _split_of(self, text: str) -> Split:
+    def _split_of(self, document: Document) -> Split:
         held_out: dict[int, Split] = {0: "validation", 1: "test"}
-        return held_out.get(int.from_bytes(sha256(text.encode()).digest()[:8]) % self.share, "train")
+        return held_out.get(int.from_bytes(sha256(document.content()).digest()[:8]) % self.share, "train")

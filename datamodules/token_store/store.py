@@ -13,23 +13,21 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerFast
 
 from datamodules.sources.documents import Source, text_bytes, with_text
-from datamodules.token_store.tokenize import Encoder, tokenized
-from lightning_modules.models.tokenization.tokenizer import tokenizer_hash, vocabulary_size
+from datamodules.token_store.tokenize import DocumentEncoder, tokenized
 from lightning_modules.utilities.files import atomic_folder, remove_folder, writable_folder
 from lightning_modules.utilities.identity import file_crc32, file_state
 from lightning_modules.utilities.locks import exclusive
 from lightning_modules.utilities.progress import progress_bar
 
-FORMAT = 3
+FORMAT = 4
 """Version of the files, part of every store's folder name. Increase it with any change to their content."""
 
 MANIFEST = "manifest.json"
 TOKENS = "tokens.bin"
 DOCUMENT_BOUNDARIES = "document_borders.bin"
-PROMPT_LENGTHS = "prompt_lengths.bin"  # one `<i8` per document; written only if a document has a prompt
+PROMPT_SPANS = "prompt_spans.bin"  # two `<i8` per run of prompt tokens; written only if a document has a prompt
 VERIFIED = "verified.json"  # sizes and times of the files when they were last verified; not part of the content
 _CONTENT = (TOKENS, DOCUMENT_BOUNDARIES)
 
@@ -79,11 +77,11 @@ class TokenStore:
         return np.memmap(self.folder / DOCUMENT_BOUNDARIES, dtype="<i8", mode="r").view(np.ndarray)
 
     @cached_property
-    def prompt_lengths(self) -> NDArray[np.int64] | None:
-        """``[documents]`` prompt lengths in tokens; None if no document has a prompt."""
-        if PROMPT_LENGTHS not in self.manifest["bytes"]:
+    def prompt_spans(self) -> NDArray[np.int64] | None:
+        """``[s, 2]`` ascending start and stop in ``tokens`` of each run of prompt tokens; None without any."""
+        if PROMPT_SPANS not in self.manifest["bytes"]:
             return None
-        return np.memmap(self.folder / PROMPT_LENGTHS, dtype="<i8", mode="r").view(np.ndarray)
+        return np.memmap(self.folder / PROMPT_SPANS, dtype="<i8", mode="r").view(np.ndarray).reshape(-1, 2)
 
     def verify(self) -> None:
         """Compare the tokens with their checksum, unless inodes, sizes and times are those of the last verification."""
@@ -104,16 +102,13 @@ class TokenStore:
         return type(self), (self.folder,)
 
 
-def build_token_store(
-    source: Source, tokenizer: PreTrainedTokenizerFast, *, cache_dir: Path, add_special_tokens: bool = False
-) -> TokenStore:
+def build_token_store(source: Source, encoder: DocumentEncoder, *, cache_dir: Path) -> TokenStore:
     """Tokenize every document of ``source``, or open an undamaged store of an earlier call.
 
-    A document is the tokens of its text plus the end-of-text token, if the tokenizer has one. The store's folder is
-    named by a hash of everything that decides its content, and appears atomically when it is complete. If several
-    processes need the same store, one tokenizes while the others wait.
+    The store's folder is named by a hash of everything that decides its content, and appears atomically when it is
+    complete. If several processes need the same store, one tokenizes while the others wait.
     """
-    recipe = _make_recipe(source, tokenizer, add_special_tokens)
+    recipe = _make_recipe(source, encoder)
     folder = cache_dir / sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
     if folder.exists():
         with suppress(ValueError):
@@ -127,7 +122,7 @@ def build_token_store(
                 _log.warning("The token store %s is damaged (%s): rebuilding it.", folder, error.__cause__)
             remove_folder(folder)
         with atomic_folder(folder) as temporary:
-            _write_store(temporary, source, tokenizer, recipe)
+            _write_store(temporary, source, encoder, recipe)
             if source.fingerprint() != recipe["source"]:
                 raise ValueError(
                     "The training text changed during tokenization. Start again when nothing writes to it."
@@ -150,22 +145,19 @@ def _damage_named(folder: Path) -> Iterator[None]:
         raise ValueError(f"The token store {folder} is damaged ({error}). {remedy}") from error
 
 
-def _make_recipe(source: Source, tokenizer: PreTrainedTokenizerFast, add_special_tokens: bool) -> dict[str, Any]:
-    vocabulary = vocabulary_size(tokenizer)
+def _make_recipe(source: Source, encoder: DocumentEncoder) -> dict[str, Any]:
+    vocabulary = encoder.recipe["vocabulary_size"]
     return {
         "format": FORMAT,
         "source": source.fingerprint(),
-        "tokenizer": tokenizer_hash(tokenizer),
-        "add_special_tokens": add_special_tokens,
-        "end_of_text": tokenizer.eos_token_id,
-        "vocabulary_size": vocabulary,
+        **encoder.recipe,
         "dtype": "<u2" if vocabulary <= 2**16 else "<u4",
     }
 
 
-def _write_store(folder: Path, source: Source, tokenizer: PreTrainedTokenizerFast, recipe: dict[str, Any]) -> None:
-    encoder = Encoder(tokenizer, add_special_tokens=recipe["add_special_tokens"])
+def _write_store(folder: Path, source: Source, encoder: DocumentEncoder, recipe: dict[str, Any]) -> None:
     documents = tokens = checksum = 0
+    largest = -1
     prompts: list[NDArray[np.int64]] = []
     with (
         (folder / TOKENS).open("wb") as token_file,
@@ -179,17 +171,19 @@ def _write_store(folder: Path, source: Source, tokenizer: PreTrainedTokenizerFas
             token_file.write(content)
             checksum = zlib.crc32(content, checksum)
             borders_file.write((tokens + np.cumsum(batch.lengths)).astype("<i8").tobytes())
-            prompts.append(batch.prompt_lengths)
+            prompts.append(tokens + batch.prompt_spans)
+            largest = max(largest, int(batch.tokens.max(initial=-1)))
             documents += len(batch.lengths)
             tokens += len(batch.tokens)
             bar.set_postfix(documents=f"{documents:,}", tokens=f"{tokens:,}", refresh=False)
             bar.update(batch.text_bytes)
-    optional = (PROMPT_LENGTHS,) if any(part.any() for part in prompts) else ()
+    optional = (PROMPT_SPANS,) if any(len(part) for part in prompts) else ()
     if optional:
-        (folder / PROMPT_LENGTHS).write_bytes(np.concatenate(prompts).astype("<i8").tobytes())
+        (folder / PROMPT_SPANS).write_bytes(np.concatenate(prompts).astype("<i8").tobytes())
     manifest = recipe | {
         "documents": documents,
         "tokens": tokens,
+        "largest_token": largest,
         "bytes": {name: (folder / name).stat().st_size for name in (*_CONTENT, *optional)},
         "crc32": {TOKENS: checksum} | {name: file_crc32(folder / name) for name in (DOCUMENT_BOUNDARIES, *optional)},
     }

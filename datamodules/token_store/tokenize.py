@@ -1,18 +1,20 @@
 """Tokenize texts on all cores, while other batches are read and written."""
 
+import json
 import os
 import zlib
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerFast
 
-from datamodules.sources.documents import Document
+from datamodules.sources.content import Document
 from lightning_modules.models.tokenization.encoding import encode_text, panics_caught
 from lightning_modules.models.tokenization.tokenizer import tokenizer_hash, vocabulary_size
 
@@ -31,8 +33,22 @@ class TokenizedBatch:
 
     tokens: NDArray[np.int64]
     lengths: NDArray[np.int64]  # tokens of each document
-    prompt_lengths: NDArray[np.int64]  # tokens of each document's prompt
+    prompt_spans: NDArray[np.int64]  # [s, 2] start and stop of each run of prompt tokens in ``tokens``
     text_bytes: int  # in UTF-8
+
+
+class DocumentEncoder(Protocol):
+    """Maker of the tokens of documents."""
+
+    recipe: dict[str, Any]  # everything that decides the tokens of a document
+
+    def __call__(self, documents: list[Document]) -> TokenizedBatch:
+        """Return the tokens of one or more documents."""
+
+
+def recipe_checksum(encoder: DocumentEncoder) -> int:
+    """Return a CRC-32 of everything that decides the tokens of a document."""
+    return zlib.crc32(json.dumps(encoder.recipe, sort_keys=True).encode())
 
 
 class Encoder:
@@ -48,9 +64,12 @@ class Encoder:
         self._add_special_tokens = add_special_tokens
         self._end_of_text: int | None = tokenizer.eos_token_id
         self._vocabulary_size = vocabulary_size(tokenizer)
-        settings = f"{tokenizer_hash(tokenizer)} {self._end_of_text} {add_special_tokens}"
-        # Covers everything that decides the tokens of a text.
-        self.checksum = zlib.crc32(settings.encode())
+        self.recipe = {
+            "tokenizer": tokenizer_hash(tokenizer),
+            "add_special_tokens": add_special_tokens,
+            "end_of_text": self._end_of_text,
+            "vocabulary_size": self._vocabulary_size,
+        }
 
     def __call__(self, documents: list[Document]) -> TokenizedBatch:
         """Tokenize one or more documents."""
@@ -71,10 +90,14 @@ class Encoder:
                 f"The tokenizer returned token {tokens.max()}, but its vocabulary has {self._vocabulary_size} tokens."
                 " Its tokenizer.json is inconsistent: download it again."
             )
+        lengths = np.array([len(each) for each in ids])
+        prompt_lengths = [_count_prompt_tokens(*each) for each in zip(encodings, prompt_ends, strict=True)]
+        starts = np.cumsum(lengths) - lengths
+        spans = np.stack([starts, starts + prompt_lengths], axis=1)
         return TokenizedBatch(
             tokens=tokens,
-            lengths=np.array([len(each) for each in ids]),
-            prompt_lengths=np.array([_count_prompt_tokens(*each) for each in zip(encodings, prompt_ends, strict=True)]),
+            lengths=lengths,
+            prompt_spans=spans[spans[:, 0] < spans[:, 1]],
             text_bytes=sum(len(text.encode()) for text in texts),
         )
 
@@ -95,7 +118,7 @@ def _count_prompt_tokens(encoding: Encoding, prompt_end: int) -> int:
     return next((n for n, (_, end) in enumerate(encoding.offsets) if end > prompt_end), len(encoding.ids))
 
 
-def tokenized(documents: Iterable[Document], encoder: Encoder) -> Generator[TokenizedBatch]:
+def tokenized(documents: Iterable[Document], encoder: DocumentEncoder) -> Generator[TokenizedBatch]:
     """Yield tokenized batches of the documents in order; at most `AHEAD` + 2 batches are in memory at a time."""
     pending: deque[Future[TokenizedBatch]] = deque()
     with ThreadPoolExecutor(AHEAD) as pool:
@@ -117,7 +140,7 @@ def _group_documents(documents: Iterable[Document]) -> Iterator[list[Document]]:
     characters = 0
     for document in documents:
         batch.append(document)
-        characters += len(document.text)
+        characters += document.size
         if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
             yield batch
             batch = []

@@ -114,6 +114,13 @@ def check_fit(objective: Objective, loading: ModelConfig, backbone: Backbone, da
     """Check the loaded model and its data module at the start of training, and warn about settings that add noise."""
     check_cap(objective, getattr(data, "influence_cap", None))
     check_static(backbone.base_model.config, compares=objective.uses_short_context)
+    largest = getattr(data, "largest_token", None)
+    if largest is not None and largest >= backbone.vocabulary_size:
+        raise ValueError(
+            f"The training documents have token id {largest}, but the embedding of"
+            f" '{loading.pretrained_model_name_or_path}' has {backbone.vocabulary_size} tokens: set `data.tokenizer` to"
+            " the model's, or give token ids that were made with it (`data.token_column`)."
+        )
     tokenizer = loaded_tokenizer(data)
     if tokenizer is not None and has_weights(path := loading.pretrained_model_name_or_path):
         warn_of_other_tokenizer(tokenizer, path, loading.revision)

@@ -12,8 +12,8 @@ def read_text(file: str, *, may_be_blank: bool = False) -> str:
         raise ValueError(f"No file {file!r:.300}: pass UTF-8 text files, one document each.")
     if Path(file).suffix.lower() in (".json", ".jsonl", ".parquet"):
         raise ValueError(
-            f"'{file}' contains records, not one text: choose one with `--row`, or score the file as a corpus with"
-            " `longce corpus score`."
+            f"'{file}' contains records, not one text: choose one with `--row`, or score all of them with"
+            " `longce score` or `longce corpus score`."
         )
     content = Path(file).read_bytes()
     try:

@@ -1,7 +1,8 @@
 """Commands that measure models and compare results. Each parses its arguments first, and imports torch only to work."""
 
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,11 @@ from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.utilities.text_files import check_output, read_text
 from longce.cli.errors import ConciseParser
 
+_ROWS = (".jsonl", ".json", ".parquet", ".gz", ".zst")  # endings of files with several texts
+_SHOWN_NAMES = 5  # of documents, in a warning
 _FLAGS = ("--chat_template", "--fewshot_as_multiturn", "--log_samples")
+
+_log = logging.getLogger(__name__)
 
 
 def score_command(arguments: Sequence[str]) -> None:
@@ -22,19 +27,19 @@ def score_command(arguments: Sequence[str]) -> None:
     description = "Compute LongPPL and perplexity of a model on text files, with the key tokens of an evaluator."
     description += " With several `--model`s or `--context_extension`s, they are compared with the first one."
     parser = make_parser("score", description, ScoreConfig)
-    parser.add_argument("files", nargs="+", type=str, help="UTF-8 text files, or files of a corpus with `--row`.")
-    add_row_options(parser)
+    parser.add_argument("files", nargs="+", type=str, help="UTF-8 text files, and .jsonl or .parquet files of texts.")
+    add_row_options(parser, "Score only this row")
     arguments, others = split_repeated(arguments, "--model")
     arguments, extensions = split_repeated(arguments, "--context_extension")
     options = parse_options(parser, arguments)
+    files = options.pop("files")
     row = options.pop("row")
     column = options.pop("text_column")
-    if row is not None:
-        options["files"] = read_rows(options["files"], row, column)
+    if row is not None or any(file.endswith(_ROWS) for file in files):
+        files = read_texts(files, row, column)
     else:
-        for file in options["files"]:
-            read_text(file, may_be_blank=len(options["files"]) > 1)
-    files = options.pop("files")
+        for file in files:
+            read_text(file, may_be_blank=len(files) > 1)
     ScoreConfig(**options).check_names(others)
     if extensions:
         options["other_extensions"] = [yaml.safe_load(extension) for extension in extensions]
@@ -45,21 +50,63 @@ def score_command(arguments: Sequence[str]) -> None:
         sys.stdout.flush()
 
 
-def add_row_options(parser: Any) -> None:
+def add_row_options(parser: Any, purpose: str) -> None:
     """Add the options that choose a document in a file of a corpus."""
-    parser.add_argument("--row", type=NonNegativeInt | None, help="Row of a .parquet file, or line of a .jsonl file.")
-    parser.add_argument("--text_column", type=str, default="text", help="Column or field of the text, with `--row`.")
+    row = f"{purpose} of a .parquet file, or line of a .jsonl file, from 0."
+    parser.add_argument("--row", type=NonNegativeInt | None, help=row)
+    column = "Column or field of the text in .parquet and .jsonl files; dots reach into nested fields."
+    parser.add_argument("--text_column", type=str, default="text", help=column)
 
 
-def read_rows(files: Sequence[str], row: int, text_column: str) -> dict[str, str]:
-    """Read the same row of each file; return the texts by name. For the errors see `read_row`."""
+def read_texts(files: Sequence[str], row: int | None, text_column: str) -> dict[str, str]:
+    """Return the texts of files by name: of each row, or of one row of each; those without text are skipped.
+
+    Raises:
+        FileNotFoundError: If a file does not exist.
+        ValueError: If a document does not exist or cannot be scored.
+    """
     texts: dict[str, str] = {}
+    blank: list[str] = []
     for file in files:
-        name, text = read_row(file, row, text_column)
-        if name in texts:
-            raise ValueError(f"'{file}' has the name of another file: score them one by one.")
-        texts[name] = text
+        for name, text in read_file(file, row, text_column):
+            if name in texts:
+                raise ValueError(f"'{file}' is given twice, or has the name of another file: score them one by one.")
+            if text.strip():
+                texts[name] = text
+            else:
+                blank.append(name)
+    if not texts:
+        raise ValueError(f"All documents of {', '.join(files)} are empty or only white space: pass files with text.")
+    if blank:
+        shown = ", ".join(blank[:_SHOWN_NAMES])
+        _log.warning("Skipped %d documents that are empty or only white space: %s", len(blank), shown)
     return texts
+
+
+def read_file(file: str, row: int | None, text_column: str) -> Iterable[tuple[str, str]]:
+    """Return names and texts of the documents of a file; of a file of rows, only of one row if it is given."""
+    if row is not None:
+        return [read_row(file, row, text_column)]
+    if file.endswith(_ROWS):
+        return read_rows(file, text_column)
+    return [(file, read_text(file, may_be_blank=True))]
+
+
+def read_rows(file: str, text_column: str, row: int | None = None) -> Iterator[tuple[str, str]]:
+    """Yield name and text of the rows of a parquet file, or of the lines of a JSON-lines file, or of one of them.
+
+    Raises:
+        FileNotFoundError: If the file does not exist.
+        ValueError: If a row cannot be read.
+    """
+    from datamodules.sources.corpus import CorpusColumns, find_corpus  # imports torch
+
+    corpus = find_corpus([file], CorpusColumns(text_column, None, ()), check=False)
+    for part in corpus.parts:
+        for ref, text in corpus.read(part, lambda number: row is None or number == row):
+            if ref.error is not None:
+                raise ValueError(f"Row {ref.row} of '{file}' cannot be scored: {ref.error.rstrip('.')}.")
+            yield f"{Path(file).name}-{ref.row}", text
 
 
 def read_row(file: str, row: int, text_column: str) -> tuple[str, str]:
@@ -69,14 +116,10 @@ def read_row(file: str, row: int, text_column: str) -> tuple[str, str]:
         FileNotFoundError: If the file does not exist.
         ValueError: If the document does not exist or cannot be scored.
     """
-    from datamodules.sources.corpus import CorpusColumns, read_documents  # imports torch
-
-    columns = CorpusColumns(text_column, None, ())
-    for ref, text in read_documents([file], columns, {Path(file).name: [row]}):
-        if ref.error is not None or not text.strip():
-            reason = (ref.error or "it is only white space").rstrip(".")
-            raise ValueError(f"Row {row} of '{file}' cannot be scored: {reason}.")
-        return f"{Path(file).name}-{row}", text
+    for name, text in read_rows(file, text_column, row):
+        if not text.strip():
+            raise ValueError(f"Row {row} of '{file}' cannot be scored: it is only white space.")
+        return name, text
     raise ValueError(f"'{file}' has no row {row}: rows and lines count from 0, and blank lines are not documents.")
 
 

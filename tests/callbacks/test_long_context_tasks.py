@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from callbacks import LongContextTasks, StepCheckpoint, long_context_tasks
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.tasks.evaluation.answers import ANSWERS_FILE, read_answers
 from lightning_modules.tasks.evaluation.questions import put_questions
 from lightning_modules.tasks.evaluation.summary import summarize
@@ -23,6 +24,7 @@ from longce.evaluate import evaluate
 from tests.conftest import make_text
 from tests.support.runs import Losses, make_data, make_trainer
 from tests.support.texts import write_books
+from tests.support.tiny_training import loader, row
 from tests.support.toy_tasks import GUESS, SEVERAL
 
 pytestmark = pytest.mark.filterwarnings("ignore:The model has dropout")  # which shows that random states are kept
@@ -179,6 +181,20 @@ def test_validation_alone_runs_the_tasks(setup, tmp_path):
     (logged,) = trainer.validate(*make_run(setup), verbose=False)
     assert "tasks/average/48" in logged
     assert "tasks/time_share" not in logged
+
+
+def test_a_model_of_a_revision_has_the_tokenizer_of_it(setup, tmp_path, monkeypatch):
+    seen = []
+
+    def note(name, **options):
+        seen.append((name, options))
+        return load_tokenizer(name)
+
+    monkeypatch.setattr(long_context_tasks, "load_tokenizer", note)
+    module = LongContextLM(setup.model, context_length=16, stride=16, revision="v1")
+    trainer = make_trainer(tmp_path, 1, "auto", callbacks=[LongContextTasks(**TASKS)])
+    trainer.validate(module, loader(row(0)), verbose=False)
+    assert seen == [(setup.model, {"revision": "v1"})]
 
 
 def test_the_time_of_tasks_is_not_training_time(setup, tmp_path, monkeypatch):

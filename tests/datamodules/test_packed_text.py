@@ -239,7 +239,6 @@ def test_the_loss_of_prompts_is_a_choice(word_tokenizer, root):
         (lambda tokenizer, root: ready(tokenizer, root, loss_on_prompt=False), "`loss_on_prompt: false`"),
         (lambda tokenizer, root: TextDataModule(tokenizer, train="x", loss_on_prompt=False), "`prompt_field`"),
         (lambda tokenizer, root: prompts_of(tokenizer, f"{root}/train/0.txt"), "`prompt_field`"),
-        (lambda tokenizer, root: prompts_of(tokenizer, "owner/name"), "`prompt_field`"),
     ],
 )
 def test_prompts_that_nobody_has_named_are_no_reason_to_guess(word_tokenizer, root, refused, named):

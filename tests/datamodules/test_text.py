@@ -8,6 +8,7 @@ import pytest
 import zstandard
 
 from datamodules import TextDataModule
+from datamodules.sources.content import Content
 from datamodules.sources.hub import HubDataset
 from tests.support.trainers import seen_trainer
 
@@ -65,7 +66,7 @@ def test_training_and_validation_end_to_end(tmp_path, word_tokenizer):
 def test_hub_datasets_and_what_is_asked_of_them(word_tokenizer):
     options = {"text_field": "body", "name_field": "id", "where": ("lang", "en"), "revision": "v1"}
     module = TextDataModule(word_tokenizer, train="owner/name", validation="other/name", **options)
-    expected = ("body", ("id",), ("lang", "en"), "v1")
+    expected = (Content(("body",)), ("id",), ("lang", "en"), "v1")
     assert module.source("train") == HubDataset("owner/name", "train", *expected)
     assert module.source("validation") == HubDataset("other/name", "validation", *expected)
     held_out = TextDataModule(word_tokenizer, train="owner/name", holdout=9)

@@ -158,6 +158,23 @@ def test_an_evaluator_with_another_tokenizer(model_dir, evaluator_dir, texts):
     assert (values != 1).float().mean() > 0.2
 
 
+def test_a_revision_is_that_of_the_evaluator_and_not_of_another_tokenizer(model_dir, evaluator_dir, texts, monkeypatch):
+    seen = []
+
+    def note(name, **options):
+        seen.append((name, options["revision"]))
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr(influence_trainer, "load_tokenizer", note)
+    monkeypatch.setattr(influence_trainer, "check_model", lambda _: None)
+    module, data = LongContextLM(str(model_dir), objective=LongCE(4.0), **SETTINGS), Folder(model_dir, texts)
+    for tokenizer in (None, str(model_dir)):
+        options = {"evaluator_revision": "v1", "evaluator_tokenizer": tokenizer}
+        with pytest.raises(RuntimeError, match="seen"):
+            trainer(texts).influence(module, data, str(evaluator_dir), **options)
+    assert seen == [(str(evaluator_dir), "v1"), (str(model_dir), None)]
+
+
 def test_on_a_cpu_that_is_slow_in_the_stored_type_it_scores_in_float32(model_dir, texts, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True}, raising=False)
     tiny_model("llama", 400, seed=1, dtype=torch.bfloat16).save_pretrained(tmp_path)

@@ -147,10 +147,10 @@ class Measuring:
                 replace(self.options, evaluator=named.path).evaluator_config(), device=self.device
             )
             times: list[float | None] = []
-            for name, text, _ in tqdm(self.texts, desc=f"evaluator {named.name}", unit="document", disable=None):
-                stored = evaluator.path(text_sha256(text)).is_file()
+            for each in tqdm(self.texts, desc=f"evaluator {named.name}", unit="document", disable=None):
+                stored = evaluator.path(text_sha256(each.text)).is_file()
                 started = time.perf_counter()
-                evaluator.scores(text, name=name)
+                evaluator.scores(each.text, name=each.name)
                 times.append(None if stored else time.perf_counter() - started)
             evaluator.release()
         except Exception as error:  # a model's own code may raise anything, and others must continue
@@ -181,15 +181,15 @@ class Measuring:
         """Score each document once for all evaluators."""
         scored = ScoredModel(self.options.loading(model.path), device=self.device)
         found: dict[str, list[DocumentResult]] = {name: [] for name in loaded}
-        for name, text, _ in tqdm(self.texts, desc=model.name, unit="document", disable=None):
-            document = encode_document(text, scored.tokenizer, name=name)
+        for each in tqdm(self.texts, desc=model.name, unit="document", disable=None):
+            document = encode_document(each.text, scored.tokenizer, name=each.name)
             started = time.perf_counter()
             log_likelihood = scored.log_likelihood(document).unsqueeze(0)
             seconds = time.perf_counter() - started
             for key, evaluator in loaded.items():
-                weights = influences(document, evaluator.scores(text, name=name), gamma=self.options.gamma)
+                weights = influences(document, evaluator.scores(each.text, name=each.name), gamma=self.options.gamma)
                 sums = weighted_sums(log_likelihood, weights)
-                found[key].append(DocumentResult(name, document["labels"].numel(), seconds, sums))
+                found[key].append(DocumentResult(each.name, document["labels"].numel(), seconds, sums))
         return found
 
 

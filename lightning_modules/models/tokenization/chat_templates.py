@@ -1,11 +1,12 @@
 """Rendering of chat templates, which are programs by the author of a model."""
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 from jinja2.exceptions import SecurityError
@@ -38,6 +39,17 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str,
         ValueError: If the template leaves its sandbox, fails or takes longer than `RENDERING_SECONDS`.
     """
     try:
+        return rendered_chat(tokenizer, messages, **options)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} Set `chat_template` to false, correct the template, or remove `system_instruction` if it supports"
+            " none."
+        ) from error
+
+
+def rendered_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+    """Render a chat as `render_chat` does; the ``ValueError`` has the reason, but no remedy."""
+    try:
         # transformers renders in a sandbox, which limits access, but not time.
         with _time_limit(RENDERING_SECONDS):
             return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
@@ -47,10 +59,59 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str,
         reason = f"does what its sandbox forbids ({error}): do not trust this model"
     except (TemplateError, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
         reason = f"fails ({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__})"
-    raise ValueError(
-        f"The chat template of '{tokenizer.name_or_path}' {reason}."
-        " Set `chat_template` to false, correct the template, or remove `system_instruction` if it supports none."
+    raise ValueError(f"The chat template of '{tokenizer.name_or_path}' {reason}.")
+
+
+class TokenizedChat(NamedTuple):
+    """Token ids of a chat, and which of them an assistant has written."""
+
+    ids: list[int]
+    by_assistant: list[int]  # 1 or 0 for each token; all 0 if the chat template has no marks
+    offsets: list[tuple[int, int]]  # characters of each token in the rendered chat
+
+
+def check_chat_training(tokenizer: PreTrainedTokenizerBase, *, needs_marks: bool) -> None:
+    """Render a short chat; raise a ``ValueError`` if the chat template is missing or cannot be used.
+
+    With ``needs_marks``, it must mark what an assistant writes, which has the loss.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"The tokenizer '{tokenizer.name_or_path}' has no chat template: set `data.chat_template` to a file with"
+            " one, or use the tokenizer of the model's chat version."
+        )
+    if needs_marks and not has_assistant_marks(tokenizer):
+        raise ValueError(
+            f"The chat template of the tokenizer '{tokenizer.name_or_path}' does not mark what an assistant writes by"
+            " {% generation %} and {% endgeneration %}: set `data.chat_template` to a file with a template that has"
+            " these marks around each assistant's turn, or `data.loss_on_prompt` to true for the loss of all tokens."
+        )
+    rendered_chat(tokenizer, [*user_turn("Hello"), {"role": "assistant", "content": "Hi"}])
+
+
+def has_assistant_marks(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the chat template marks what an assistant writes."""
+    return re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()) is not None
+
+
+def tokenize_chats(
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[dict[str, Any]]], *, offsets: bool = False
+) -> list[TokenizedChat]:
+    """Render chats and tokenize them, by transformers; ``offsets`` are empty unless asked for."""
+    marked = has_assistant_marks(tokenizer)
+    # `verbose` would warn of chats that are longer than the model's context, before they are packed.
+    options = {"verbose": False, "return_offsets_mapping": offsets}
+    encoded = tokenizer.apply_chat_template(
+        [list(chat) for chat in chats],
+        return_dict=True,
+        return_assistant_tokens_mask=marked,
+        tokenizer_kwargs=options,
     )
+    tokenized = []
+    for number, ids in enumerate(encoded["input_ids"]):
+        by_assistant = encoded["assistant_masks"][number] if marked else [0] * len(ids)
+        tokenized.append(TokenizedChat(ids, by_assistant, encoded["offset_mapping"][number] if offsets else []))
+    return tokenized
 
 
 @contextmanager

@@ -14,14 +14,14 @@ from tests.conftest import tiny_model
 class Store:
     tokens = np.arange(10, 20, dtype=np.uint16)
     document_boundaries = np.array([0, 3, 9, 10])
-    prompt_lengths = None
+    prompt_spans = None
 
     def read(self, start, stop):
         return self.tokens[start:stop]
 
 
 class Prompts(Store):
-    prompt_lengths = np.array([2, 3, 0])
+    prompt_spans = np.array([[0, 2], [3, 6], [7, 8]])  # the second document is a chat of two turns
 
 
 def dataset(sequence_length, packing="concat", store=Store, **kwargs):
@@ -113,7 +113,7 @@ def test_a_row_that_is_not_full_is_padded_behind_its_last_border():
 @pytest.mark.parametrize("sequence_length", [2, 3, 6])
 @pytest.mark.parametrize("isolate", [True, False])
 def test_prompts_are_not_scored_wherever_rows_cut_them(packing, sequence_length, isolate):
-    prompts = {10, 11, 13, 14, 15}
+    prompts = {10, 11, 13, 14, 15, 17}
     settings = {"packing": packing, "store": Prompts, "isolate_documents": isolate}
     with_loss, without = (dataset(sequence_length, loss_on_prompt=loss, **settings) for loss in (True, False))
     assert len(without) > 0

@@ -8,8 +8,8 @@ import pytest
 import zstandard
 
 from datamodules.sources import records
+from datamodules.sources.content import Content, Document
 from datamodules.sources.documents import (
-    Document,
     NoDocumentError,
     RecordFiles,
     TextFiles,
@@ -104,7 +104,7 @@ def test_zstd_text_is_whole_or_refused(tmp_path, frames):
 def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, fault):
     files = write_lines(tmp_path / "data.jsonl", {"q": "", "text": "fine"}, line).files
     with pytest.raises(ValueError, match=rf"data\.jsonl:2.*{fault}"):
-        list(RecordFiles(files, prompt_field="q"))
+        list(RecordFiles(files, Content(prompt="q")))
 
 
 @pytest.mark.parametrize(
@@ -155,8 +155,8 @@ def test_fingerprint_is_the_content_and_not_the_name_or_time(tmp_path):
 def test_prompt_and_response_are_joined_as_they_are(tmp_path):
     records = [{"q": "Why?\n", "a": "So."}, {"q": "", "a": "Only text"}, {"a": "日本", "q": "🙂"}]
     write_lines(tmp_path / "x.jsonl", *records)
-    plain = RecordFiles((tmp_path / "x.jsonl",), ("a",))
-    source = RecordFiles((tmp_path / "x.jsonl",), ("a",), prompt_field="q")
+    plain = RecordFiles((tmp_path / "x.jsonl",), Content(("a",)))
+    source = RecordFiles((tmp_path / "x.jsonl",), Content(("a",), "q"))
     assert list(source) == [
         Document("x.jsonl:1", "Why?\nSo.", 5),
         Document("x.jsonl:2", "Only text", 0),

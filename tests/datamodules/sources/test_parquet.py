@@ -9,7 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from datamodules.sources.documents import Document, RecordFiles
+from datamodules.sources.content import Content, Document
+from datamodules.sources.documents import RecordFiles
 from datamodules.sources.locations import find_files
 
 ROWS = [
@@ -35,7 +36,7 @@ def test_rows_are_documents(tmp_path, remote):
 
 
 def test_bad_rows_and_files_are_named(tmp_path):
-    for options, named in (({"text_fields": ("body",)}, "'body'"), ({"where": ("meta.set", "C")}, "'C'")):
+    for options, named in (({"content": Content(("body",))}, "'body'"), ({"where": ("meta.set", "C")}, "'C'")):
         with pytest.raises(ValueError, match=rf"data\.parquet.*{named}|{named}.*data\.parquet"):
             list(source(tmp_path, **options))
     buffers = [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff")]

@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from datamodules.sources.documents import Document, TextFiles, text_folder
+from datamodules.sources.content import Document
+from datamodules.sources.documents import TextFiles, text_folder
 from datamodules.token_store import store as token_store
 from datamodules.token_store import tokenize as tokenising
 from datamodules.token_store.store import TokenStore, build_token_store
+from datamodules.token_store.tokenize import Encoder
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.utilities import identity
 
@@ -42,7 +44,8 @@ class Texts:
 
 
 def build(source, tokenizer, cache_dir, **kwargs):
-    return build_token_store(source, load_tokenizer(tokenizer), cache_dir=cache_dir, **kwargs)
+    encoder = Encoder(load_tokenizer(tokenizer), **{"add_special_tokens": False, **kwargs})
+    return build_token_store(source, encoder, cache_dir=cache_dir)
 
 
 def test_tokens_borders_and_end_of_text(word_tokenizer, wide_tokenizer, bos_eos_tokenizer, tmp_path):
@@ -209,7 +212,7 @@ class Slow:
         return "slow"
 
 
-def build_and_die(moment, source, tokenizer, cache_dir):
+def build_and_die(moment, source, encoder, cache_dir):
     """Build a store in a process that is killed at one of its documents and operations on files, by their number."""
     moments, passed = ("document", "open", "os.mkdir", "os.rename", "os.remove"), 0
 
@@ -221,7 +224,7 @@ def build_and_die(moment, source, tokenizer, cache_dir):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(count)
-    build_token_store(source, tokenizer, cache_dir=cache_dir)
+    build_token_store(source, encoder, cache_dir=cache_dir)
 
 
 def in_background(function, *arguments, **options):
@@ -232,11 +235,15 @@ def in_background(function, *arguments, **options):
 
 def test_a_kill_at_any_document_or_file_leaves_nothing_torn(word_tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenising, "BATCH_DOCUMENTS", 3)
-    tokenizer, source, cache = load_tokenizer(word_tokenizer), Slow(tmp_path / "marks"), tmp_path / "cache"
-    undisturbed = content(build_token_store(source, tokenizer, cache_dir=tmp_path / "undisturbed"))
+    encoder, source, cache = (
+        Encoder(load_tokenizer(word_tokenizer), add_special_tokens=False),
+        Slow(tmp_path / "marks"),
+        tmp_path / "cache",
+    )
+    undisturbed = content(build_token_store(source, encoder, cache_dir=tmp_path / "undisturbed"))
     unfinished = whole = 0
     for moment in itertools.count(1):
-        process = in_background(build_and_die, moment, source, tokenizer, cache)
+        process = in_background(build_and_die, moment, source, encoder, cache)
         process.join()
         unfinished += any(cache.glob(".building-*"))
         for folder in cache.glob("[!.]*"):
@@ -252,7 +259,7 @@ def test_a_kill_at_any_document_or_file_leaves_nothing_torn(word_tokenizer, tmp_
     assert whole > 1, "killed after the store was there"
     source.marks.unlink()
     slow = Slow(tmp_path / "marks", pause=0.002)
-    processes = [in_background(build_token_store, slow, tokenizer, cache_dir=cache) for _ in range(3)]
+    processes = [in_background(build_token_store, slow, encoder, cache_dir=cache) for _ in range(3)]
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0, 0]
@@ -268,19 +275,19 @@ def test_ids_beyond_the_vocabulary_are_refused(word_tokenizer, tmp_path, monkeyp
         build(Texts(["a b c"]), word_tokenizer, tmp_path)
 
 
-def test_prompt_lengths_are_kept_where_there_are_prompts(word_tokenizer, tmp_path):
+def test_prompts_are_kept_where_there_are_some(word_tokenizer, tmp_path):
     plain = build(Texts(["a b c"]), word_tokenizer, tmp_path / "plain")
-    assert plain.prompt_lengths is None
-    assert not (plain.folder / token_store.PROMPT_LENGTHS).exists()
+    assert plain.prompt_spans is None
+    assert not (plain.folder / token_store.PROMPT_SPANS).exists()
 
     class Prompts(Texts):
         def __iter__(self):
             return (Document("", text, prompt_end) for text, prompt_end in self.texts)
 
     store = build(Prompts([("a b c", 3), ("a", 0), ("a b", 3)]), word_tokenizer, tmp_path / "prompts")
-    assert store.prompt_lengths.tolist() == [2, 0, 2]
-    flip(store.folder / token_store.PROMPT_LENGTHS)
-    with pytest.raises(ValueError, match=r"prompt_lengths\.bin"):
+    assert store.prompt_spans.tolist() == [[0, 2], [6, 8]]  # a b c <eos> | a <eos> | a b <eos>
+    flip(store.folder / token_store.PROMPT_SPANS)
+    with pytest.raises(ValueError, match=r"prompt_spans\.bin"):
         TokenStore(store.folder)
     again = build(Prompts([("a b c", 3)]), word_tokenizer, tmp_path / "prompts")  # what is damaged is built anew
-    assert again.prompt_lengths.tolist() == [2]
+    assert again.prompt_spans.tolist() == [[0, 2]]

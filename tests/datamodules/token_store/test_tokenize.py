@@ -88,8 +88,10 @@ def test_the_prompt_is_the_tokens_that_end_in_it(kind, request):
         offsets = tokenizer(prompt + response, return_offsets_mapping=True)["offset_mapping"]
         firsts = [index for index, (_, end) in enumerate(offsets) if end > len(prompt)]
         expected.append(firsts[0] if prompt else 0)
-    assert found.prompt_lengths.tolist() == expected
+    starts = np.cumsum(found.lengths) - found.lengths
+    spans = [[start, start + length] for start, length in zip(starts, expected, strict=True) if length]
+    assert found.prompt_spans.tolist() == spans
     plain = encoder([Document("", prompt + response) for prompt, response in PROMPTS])
     assert np.array_equal(found.tokens, plain.tokens)
     assert found.text_bytes == sum(len((prompt + response).encode()) for prompt, response in PROMPTS)
-    assert not plain.prompt_lengths.any()
+    assert len(plain.prompt_spans) == 0

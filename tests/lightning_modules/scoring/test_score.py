@@ -2,6 +2,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -78,9 +79,9 @@ def test_command_prints_a_table_and_writes_records(files, model_dir, evaluator_d
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_row_of_a_file_is_scored_like_a_text(kind, model_dir, evaluator_dir, tmp_path):
+def test_rows_of_a_file_are_scored_like_texts(kind, model_dir, evaluator_dir, tmp_path, caplog):
     texts = [make_text(80, seed=number) for number in range(3)]
-    rows = [{"body": text} for text in texts]
+    rows = [{"body": text} for text in (*texts, " ")]
     corpus = tmp_path / f"a.{kind}"
     if kind == "jsonl":
         corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -92,6 +93,28 @@ def test_a_row_of_a_file_is_scored_like_a_text(kind, model_dir, evaluator_dir, t
     (tmp_path / "1.txt").write_text(texts[1])
     (expected,) = score(str(tmp_path / "1.txt"), str(model_dir), str(evaluator_dir), **SETTINGS)
     assert read_records(output) == [expected._replace(document=f"a.{kind}-1")]
+    words = ["score", str(corpus), str(tmp_path / "1.txt"), "--text_column", "body"]
+    main([*words, *models, "--output", str(output)])
+    named = {f"a.{kind}-{number}": text for number, text in enumerate(texts)} | {str(tmp_path / "1.txt"): texts[1]}
+    assert read_records(output) == score(named, str(model_dir), str(evaluator_dir), **SETTINGS)
+    assert f"Skipped 1 documents that are empty or only white space: a.{kind}-3" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("lines", "more", "named"),
+    [
+        (['{"text": "a"}', "{broken"], [], "Row 1 of .*malformed JSON"),
+        (['{"body": "a"}'], [], "Row 0 of .*'text'.*'body'"),
+        (['{"text": " "}'], [], "only white space"),
+        (['{"text": "a"}'], ["a.jsonl"], "given twice"),
+        (['{"text": "a"}'], ["none.jsonl"], "none.jsonl"),
+    ],
+)
+def test_rows_that_cannot_be_scored_are_named(lines, more, named, model_dir, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    files = [str(tmp_path / name) for name in ("a.jsonl", *more)]
+    message = fails(["score", *files, "--model", str(model_dir), "--evaluator", str(model_dir)], capsys)
+    assert re.search(named, message)
 
 
 def test_revisions_are_those_of_model_and_evaluator(files, model_dir, evaluator_dir, tmp_path, monkeypatch):
