@@ -6,7 +6,7 @@ from lightning_modules.batch import IGNORE_INDEX
 
 
 def long_cross_entropy(
-    log_likelihood: Tensor, token_weights: Tensor, labels: Tensor, *, divisor: float | None = None
+    log_likelihood: Tensor, token_weights: Tensor, labels: Tensor, *, divisor: float | Tensor | None = None
 ) -> Tensor:
     r"""Compute LongCE: the mean over scored tokens of their negative log-likelihood times their weight.
 
