@@ -243,8 +243,8 @@ class LongCEForward:
         if torch.is_grad_enabled():
             self._report_once(
                 "no labels",
-                "The model is called without `labels` in train mode: a loss that the trainer computes from its logits is"
-                " not LongCE. Remove `label_smoothing_factor` or `compute_loss_func` if you set them.",
+                "The model is called without `labels` in train mode: a loss that the trainer computes from its logits"
+                " is not LongCE. Remove `label_smoothing_factor` or `compute_loss_func` if you set them.",
             )
 
     def _report_once(self, reason: str, message: str) -> None:

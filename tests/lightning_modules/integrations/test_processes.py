@@ -1,12 +1,10 @@
 """LongCE in several processes: DDP and FSDP2 give the weights of one process, in plain PyTorch and in trainers."""
 
-import copy
-from functools import partial
-
 import pytest
 import torch
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import longce
@@ -49,7 +47,7 @@ def expected_weights(kind):
 
 
 def shard(model, layout):
-    """As a program of one's own does, or as accelerate does, which also shards embedding, norm and head by themselves."""
+    """As a plain program does, or as accelerate, which also shards embedding, norm and head by themselves."""
     for layer in model.model.layers:
         fully_shard(layer)
     if layout == "accelerate":
