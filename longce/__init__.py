@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_modules.functional import long_cross_entropy as long_cross_entropy
     from lightning_modules.functional import long_perplexity as long_perplexity
     from lightning_modules.functional import soft_influence as soft_influence
+    from lightning_modules.integrations import LongPPLCallback as LongPPLCallback
     from lightning_modules.integrations import apply_longce as apply_longce
     from lightning_modules.integrations import remove_longce as remove_longce
     from lightning_modules.long_context_lm import LongContextLM as LongContextLM
@@ -45,6 +46,7 @@ _MODULES = {
     "LongCE": "lightning_modules.objectives",
     "LongContextLM": "lightning_modules.long_context_lm",
     "LongContextScorer": "lightning_modules.scoring.long_context_scorer",
+    "LongPPLCallback": "lightning_modules.integrations",
     "LongPerplexity": "lightning_modules.metrics",
     "Objective": "lightning_modules.objectives",
     "PackedBatch": "lightning_modules.batch",

@@ -80,7 +80,7 @@ def apply_longce(
         >>> ids = torch.arange(8).unsqueeze(0)
         >>> model(input_ids=ids, labels=ids).loss.backward()
     """
-    base = _find_causal_lm(model)
+    base = find_causal_lm(model)
     objective = LongCE() if objective is None else objective
     _check_objective(objective)
     if _ATTRIBUTE in vars(base):
@@ -104,7 +104,7 @@ def remove_longce(model: "PreTrainedModel | PeftModel") -> None:
     Raises:
         ValueError: If the model has no LongCE.
     """
-    base = _find_causal_lm(model)
+    base = find_causal_lm(model)
     forward = vars(base).get(_ATTRIBUTE)
     if forward is None:
         raise ValueError(f"`{type(base).__name__}` has no LongCE that could be removed.")
@@ -275,7 +275,7 @@ def check_sharding(model: nn.Module) -> None:
         raise ValueError("FSDP1 and DeepSpeed ZeRO-3 are not supported: use FSDP2 (`fsdp_version: 2`), DDP or ZeRO-2.")
 
 
-def _find_causal_lm(model: Any) -> PreTrainedModel:
+def find_causal_lm(model: Any) -> PreTrainedModel:
     """Return the Hugging Face model itself, inside its adapters."""
     if is_peft_model(model):
         if model.active_peft_config.is_prompt_learning:

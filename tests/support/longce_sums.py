@@ -52,6 +52,34 @@ def longce_sum(model, ids, labels):
     return total
 
 
+def count_scored(texts):
+    return sum(int((labels[1:] != IGNORE_INDEX).sum()) for _, labels in texts)
+
+
+def take_steps(model, steps, lr=0.1):
+    """Losses of steps of gradient descent on LongCE, each on all of its texts, by the plain formula."""
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    losses = []
+    for texts in steps:
+        loss = sum(longce_sum(model, *one) for one in texts) / count_scored(texts)
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        with torch.no_grad():
+            for weight, gradient in zip(trained, gradients, strict=True):
+                if gradient is not None:
+                    weight -= lr * gradient
+        losses.append(loss.item())
+    return losses
+
+
+def change_error(model, expected, start):
+    """Largest relative error of the changes of all trained weights."""
+    triples = list(zip(model.parameters(), expected.parameters(), start.parameters(), strict=True))
+    triples = [(one, exact, before) for one, exact, before in triples if not torch.equal(exact, before)]
+    assert triples
+    changes = [one.detach() - before.detach() for one, _, before in triples]
+    return relative_error(changes, [exact.detach() - before.detach() for _, exact, before in triples])
+
+
 def relative_error(values, exact):
     """Largest error of tensors, each relative to its norm."""
     errors = [(one.double() - other).norm() / other.norm() for one, other in zip(values, exact, strict=True)]

@@ -78,11 +78,10 @@ def train(rank, world_size, root, strategy, kind, checkpointing):
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    weights = {
-        name: getattr(weight, "full_tensor", lambda weight=weight: weight)()
-        for name, weight in inner.named_parameters()
-    }
-    torch.save({name: weight.detach() for name, weight in weights.items()}, root / f"{rank}.pt")
+    weights = {}
+    for name, weight in inner.named_parameters():
+        weights[name] = (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach()
+    torch.save(weights, root / f"{rank}.pt")
     dist.barrier()
 
 
