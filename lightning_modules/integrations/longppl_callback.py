@@ -95,7 +95,10 @@ class LongPPLCallback(TrainerCallback):
             kept = text if max_tokens is None else self.evaluator.cut(text, max_tokens, name=name)
             self.documents.append(encode_document(kept, tokenizer, name=name, add_special_tokens=special_tokens))
         self.records: list[Record] = []  # of the last evaluation, on all processes
-        self._measured: tuple[int, dict[str, float]] | None = None  # step, and its numbers
+        self._backbone: Backbone | None = None
+        self._numbers: dict[str, float] = {}  # of the last evaluation
+        self._step: int | None = None  # of the last evaluation
+        self._data_sets: set[str] = set()  # that it has evaluated
 
     def _load_tokenizer(self, tokenizer: Any) -> PreTrainedTokenizerFast:
         """Return a copy of the trainer's tokenizer whose offsets cover all characters."""
@@ -117,23 +120,28 @@ class LongPPLCallback(TrainerCallback):
         metrics: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        # An evaluation of several data sets ends once for each of them.
-        if self._measured is None or self._measured[0] != state.global_step:
+        metrics = {} if metrics is None else metrics
+        # An evaluation of several data sets ends once for each of them, and is over when one comes again.
+        data_set = next((name for name in metrics if name.endswith("_runtime")), "")
+        if self._step != state.global_step or data_set in self._data_sets:
             self.records = self._measure(kwargs["model"])
             total = summarize(self.records)
             _warn_without_key_tokens(total)
             numbers = total.numbers()
-            values = {f"eval_{name}": float(numbers[name]) for name in LOGGED if name in numbers}
-            self._measured = (state.global_step, values)
-            self.trainer.log(dict(values))
-        if metrics is not None:
-            metrics.update(self._measured[1])
+            self._numbers = {f"eval_{name}": float(numbers[name]) for name in LOGGED if name in numbers}
+            self._step = state.global_step
+            self._data_sets = set()
+            self.trainer.log(dict(self._numbers))
+        self._data_sets.add(data_set)
+        metrics.update(self._numbers)
 
     def _measure(self, model: Any) -> list[Record]:
         """Return a record of each document; the processes share them."""
         base = find_causal_lm(model)
         check_sharding(base)
-        backbone = Backbone(base)
+        if self._backbone is None or self._backbone.base_model is not base:
+            self._backbone = Backbone(base)
+        backbone = self._backbone
         self.evaluator.device = backbone.device
         config = self.config
         definition = Definition(config.context_length, config.stride, config.alpha, config.beta, config.key_token_rule)

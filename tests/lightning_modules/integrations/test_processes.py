@@ -1,17 +1,28 @@
 """LongCE in several processes: DDP and FSDP2 give the weights of one process, in plain PyTorch and in trainers."""
 
+import contextlib
+import copy
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import longce
-from lightning_modules.batch import IGNORE_INDEX
-from tests.conftest import tiny_model
+from tests.conftest import make_text, tiny_model
 from tests.support.distributed import run_distributed
-from tests.support.longce_sums import D, K, longce_sum, pad, relative_error, text
+from tests.support.longce_sums import D, K, change_error, count_scored, pad, relative_error, take_steps, text
+from tests.support.pages import ROOT
+
+SIZES = {"context_length": 16, "stride": 8, "alpha": 0.5, "beta": -6.0}
+EVALUATED = {str(seed): make_text(60 + 20 * seed, seed) for seed in range(3)}
 
 # Of each step, the micro-batches of both processes. Texts differ in length, so processes have different windows.
 STEPS = [
@@ -29,20 +40,10 @@ def make_model(kind):
     return model.double().train()
 
 
-def count(texts):
-    return sum(int((labels[1:] != IGNORE_INDEX).sum()) for _, labels in texts)
-
-
 def expected_weights(kind):
     """Weights after the steps of one process by the plain formula, in float64."""
     model = make_model(kind).eval()
-    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
-    for step in STEPS:
-        texts = [one for process in step for batch in process for one in batch]
-        loss = sum(longce_sum(model, *one) for one in texts) / count(texts)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(model, [[one for process in step for batch in process for one in batch] for step in STEPS])
     return {name: weight.detach() for name, weight in model.named_parameters()}
 
 
@@ -71,7 +72,7 @@ def train(rank, world_size, root, strategy, kind, checkpointing):
         shard(model.get_base_model() if kind == "LoRA" else model, strategy)
     optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
     for step in STEPS:
-        items = sum(count(batch) for process in step for batch in process)
+        items = sum(count_scored(batch) for process in step for batch in process)
         for batch in step[rank]:
             # Both average the gradients over processes, for which trainers multiply the loss.
             loss = model(**pad(batch), num_items_in_batch=torch.tensor(items)).loss * world_size
@@ -109,3 +110,70 @@ def test_two_processes_have_the_weights_of_one(strategy, kind, checkpointing, tm
         changes = [[each[name] - start[name] for name in expected] for each in (weights, expected)]
         pairs = [pair for pair in zip(*changes, strict=True) if pair[1].norm() > 0]
         assert relative_error(*zip(*pairs, strict=True)) < 1e-9
+
+
+def evaluate(rank, world_size, root, model_dir, sharded):
+    """Measure a model that is in training, in processes of which one has a text less."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    longce.apply_longce(model, context_length=K, stride=D)
+    if sharded:
+        shard(model, "accelerate")
+    ids = torch.arange(40).unsqueeze(0)
+    trainer = SimpleNamespace(
+        processing_class=AutoTokenizer.from_pretrained(model_dir),
+        accelerator=SimpleNamespace(autocast=contextlib.nullcontext, mixed_precision="no"),
+        state=SimpleNamespace(global_step=0),
+        log=lambda values: (root / f"{rank}.json").write_text(json.dumps(values)),
+    )
+    callback = longce.LongPPLCallback(trainer, EVALUATED, str(model_dir), **SIZES)
+    model.train()(input_ids=ids, labels=ids).loss.backward()
+    callback.on_evaluate(None, trainer.state, None, {}, model=model)
+    model.train()(input_ids=ids, labels=ids).loss.backward()  # a pass after it is as before
+    dist.barrier()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True], ids=["copies", "FSDP2"])
+def test_the_callback_measures_with_all_processes(sharded, model_dir, tmp_path):
+    run_distributed(evaluate, tmp_path, model_dir, sharded)
+    records = longce.score(EVALUATED, model=str(model_dir), evaluator=str(model_dir), **SIZES)
+    for rank in range(2):
+        values = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert values["eval_longppl"] == pytest.approx(longce.summarize(records).longppl, rel=1e-5)
+        assert values["eval_key_tokens"] == longce.summarize(records).key_tokens > 20
+
+
+@pytest.mark.slow
+def test_hugging_faces_trainer_under_torchrun(model_dir, evaluator_dir, tmp_path):
+    texts = [text(length, seed=seed, vocabulary=390) for seed, length in enumerate((40, 25, 9, 60, 33, 14, 50, 12))]
+    start = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64).eval()
+    start.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp_path / "model")
+    arguments = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
+    arguments |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 2}
+    arguments |= {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0}
+    settings = {
+        "arguments": {**arguments, "eval_strategy": "epoch"},
+        "texts": EVALUATED,
+        "evaluator": str(evaluator_dir),
+    }
+    settings["rows"] = [{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in texts]
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*torchrun, "-m", "tests.support.hf_training", str(tmp_path), str(K), str(D)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = copy.deepcopy(start)
+    losses = take_steps(expected, [texts, texts])
+    for rank in range(2):
+        model = copy.deepcopy(start)
+        model.load_state_dict(torch.load(tmp_path / f"weights-{rank}.pt"))
+        assert change_error(model, expected, start) < 1e-6
+    log = json.loads((tmp_path / "log-0.json").read_text())
+    assert [entry["loss"] for entry in log if "loss" in entry] == pytest.approx(losses, rel=1e-6)
+    expected.save_pretrained(tmp_path / "model")
+    records = longce.score(
+        EVALUATED, model=str(tmp_path / "model"), evaluator=str(evaluator_dir), dtype="auto", **SIZES
+    )
+    measured = [entry["eval_longppl"] for entry in log if "eval_longppl" in entry]
+    assert measured[-1] == pytest.approx(longce.summarize(records).longppl, rel=1e-5)
