@@ -148,11 +148,10 @@ class LongCEForward:
         if args and args[0] is model:  # accelerate may rebind it as a method
             args = args[1:]
         inputs = dict(zip(self.__signature__.parameters, args, strict=False)) | kwargs
+        has_labels = inputs.get("labels") is not None
         with self._running():
-            if self._is_removed or not model.training:
-                return self.plain(*args, **kwargs)
-            if inputs.get("labels") is None:
-                self._report_without_labels()
+            if self._is_removed or not (model.training and has_labels):
+                self._report_unused(has_labels)
                 return self.plain(*args, **kwargs)
             loss = self._compute_loss(inputs)
         output = CausalLMOutputWithPast(loss=loss)
@@ -239,8 +238,17 @@ class LongCEForward:
         finally:
             self._is_running = was_running
 
-    def _report_without_labels(self) -> None:
-        if torch.is_grad_enabled():
+    def _report_unused(self, has_labels: bool) -> None:
+        """Warn of what looks like training, but without this loss."""
+        if self._is_removed or not torch.is_grad_enabled():
+            return
+        if has_labels:
+            self._report_once(
+                "eval mode",
+                "The model is in eval mode, so its loss is cross entropy: call `train()` to train it with LongCE, or"
+                " `torch.no_grad()` to evaluate it.",
+            )
+        elif self.backbone.base_model.training:
             self._report_once(
                 "no labels",
                 "The model is called without `labels` in train mode: a loss that the trainer computes from its logits"

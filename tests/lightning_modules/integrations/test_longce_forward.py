@@ -108,7 +108,8 @@ def test_adapters(applied, model):
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing(reentrant, model):
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     check_loss_and_gradients(apply(model), packed(), TEXTS)
 
@@ -164,7 +165,11 @@ def test_nothing_changes_without_labels_or_in_eval_mode(model, caplog):
     assert "label_smoothing_factor" in caplog.text
     model.eval()
     plain.eval()
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).loss, plain(**inputs).loss)
+    assert "eval mode" not in caplog.text
     assert torch.equal(model(**inputs).loss, plain(**inputs).loss)
+    assert "eval mode" in caplog.text
     assert torch.equal(model(inputs["input_ids"]).logits, plain(inputs["input_ids"]).logits)
     assert inspect.signature(model.forward) == inspect.signature(plain.forward)
     prompt = {"input_ids": inputs["input_ids"][:1, :5], "max_new_tokens": 4, "do_sample": False}

@@ -51,6 +51,7 @@ def scored(model, tokenizer, evaluator, root):
     return sorted(records, key=lambda record: record.document)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [False, True], ids=["same tokenizer", "other tokenizer"])
 def test_equals_score_before_and_after_training(other, trained, tokenizer, model_dir, evaluator_dir, tmp_path):
     evaluator = evaluator_dir if other else model_dir

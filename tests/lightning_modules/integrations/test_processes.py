@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import longce
+from lightning_modules.models.optimizations import enable_checkpointing
 from tests.conftest import make_text, tiny_model
 from tests.support.distributed import run_distributed
 from tests.support.longce_sums import D, K, change_error, count_scored, pad, relative_error, take_steps, text
@@ -63,9 +64,9 @@ def shard(model, layout):
 def train(rank, world_size, root, strategy, kind, checkpointing):
     model = make_model(kind)
     longce.apply_longce(model, context_length=K, stride=D)
-    if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
     inner = model
+    if checkpointing:
+        enable_checkpointing(inner.get_base_model() if kind == "LoRA" else inner, True)
     if strategy == "DDP":
         model = DistributedDataParallel(model)
     else:

@@ -31,6 +31,7 @@ SETTINGS = {
 }
 TEXTS = [text(40, seed=1), text(23, seed=2, prompt=9), text(31, seed=3), text(60, seed=4, prompt=30)]
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated"),  # TRL sets it
     pytest.mark.filterwarnings("ignore:.*pin_memory.*"),
     pytest.mark.filterwarnings("ignore:.*(flash|Padding-free|packing).*"),  # TRL advises flash attention for packing
