@@ -186,6 +186,7 @@ class LongCEForward:
         if inputs.get("output_router_logits", getattr(config, "output_router_logits", False)):
             raise ValueError("LongCE has no auxiliary loss of a router: set `output_router_logits` to false.")
         batch = batch_of_inputs(*(inputs.get(name) for name in _READ))  # type: ignore[arg-type]
+        check_device(inputs["input_ids"].device, self.backbone.device)
         self.backbone.check_batch(batch)
         longest = max(stop - start for row in batch["document_boundaries"] for start, stop in pairwise(row))
         shortest = self.short_context.context_length + self.short_context.stride
@@ -273,6 +274,15 @@ class LongCEForward:
             del model.forward
         else:
             model.forward = self._replaces
+
+
+def check_device(given: torch.device, own: torch.device) -> None:
+    """Raise a ``ValueError`` for inputs on another GPU than the model, as replicas of `nn.DataParallel` get them."""
+    if given.index is not None and own.index is not None and given != own:
+        raise ValueError(
+            f"The inputs are on {given} and the model is on {own}: `nn.DataParallel` is not supported, which trainers"
+            " use without torchrun if they see several GPUs. Start with torchrun, or set `CUDA_VISIBLE_DEVICES=0`."
+        )
 
 
 def check_sharding(model: nn.Module) -> None:

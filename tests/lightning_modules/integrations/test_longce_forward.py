@@ -13,6 +13,7 @@ from transformers import BertConfig, BertForMaskedLM, DataCollatorWithFlattening
 
 import longce
 from lightning_modules.batch import IGNORE_INDEX as NO
+from lightning_modules.integrations.longce_forward import check_device
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.loading.checks import check_scoring
 from lightning_modules.objectives import CrossEntropy, Interpolated, LongCE, Normalized, Scheduled, StoredInfluence
@@ -189,6 +190,7 @@ def test_removing_undoes_all(model):
     apply(model)
     longce.remove_longce(model)
     assert vars(model) == state["model"]
+    assert model.config._attn_implementation == "sdpa"
     assert len(model.model._forward_pre_hooks) == hooks
     inputs = pad(TEXTS)
     assert model(**inputs).logits is not None
@@ -225,9 +227,9 @@ def test_copies_are_independent(model):
 
 
 def test_a_replaced_forward_does_not_train_plain_cross_entropy(model):
-    apply(model)
-    model.forward = types.MethodType(type(model).forward, model)
     inputs = pad(TEXTS)
+    apply(model)(**inputs)
+    model.forward = types.MethodType(type(model).forward, model)
     with pytest.raises(RuntimeError, match="replaced after `apply_longce`"):
         model(**inputs)
     with torch.no_grad():
@@ -247,6 +249,7 @@ def test_a_wrapped_forward_keeps_it(model):
     assert torch.equal(model(**inputs).loss, loss)
     model.forward = types.MethodType(wrapped.__wrapped__, model)
     assert torch.equal(model(**inputs).loss, loss)
+    assert model(inputs.pop("input_ids")).logits is not None
 
 
 def test_autocast(model):
@@ -348,3 +351,13 @@ def test_models_that_see_what_follows_are_refused_before_the_first_step():
     model = apply(_bert().train())
     with pytest.raises(ValueError, match="BertForMaskedLM"):
         model(**pad(TEXTS))
+
+
+def test_replicas_on_other_gpus_are_refused():
+    """As `nn.DataParallel` makes them, which copies the ``forward`` of the first GPU."""
+    first, second = torch.device("cuda:0"), torch.device("cuda:1")
+    with pytest.raises(ValueError, match="torchrun"):
+        check_device(second, first)
+    check_device(first, first)
+    check_device(torch.device("cpu"), first)
+    check_device(first, torch.device("cuda"))  # offloaded weights

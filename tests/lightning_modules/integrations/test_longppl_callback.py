@@ -91,7 +91,8 @@ def test_the_best_model_is_chosen_by_it(trained, tokenizer, model_dir, tmp_path)
 
 
 def test_the_model_stays_as_it_is(trained, tokenizer, model_dir, tmp_path):
-    model = get_peft_model(trained, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, lora_dropout=0.5)
+    model = get_peft_model(trained, config)
     longce.apply_longce(model, context_length=8, stride=4)
     trainer = make_trainer(model, tokenizer, tmp_path)
     callback = longce.LongPPLCallback(trainer, TEXTS, str(model_dir), **SIZES)
