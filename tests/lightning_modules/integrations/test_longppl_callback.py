@@ -106,6 +106,7 @@ def test_the_model_stays_as_it_is(trained, tokenizer, model_dir, tmp_path):
     assert metrics["eval_longppl"] > 1
     assert [module.training for module in model.modules()] == state
     assert trained.forward is forward
+    assert callback.evaluator._backbone is None  # its memory is free again
     assert set(vars(trained)) == names
     merged = scored(copy.deepcopy(model).merge_and_unload(), tokenizer, model_dir, tmp_path / "merged")
     assert metrics["eval_longppl"] == pytest.approx(longce.summarize(merged).longppl, rel=1e-5)
