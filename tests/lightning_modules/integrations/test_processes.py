@@ -58,7 +58,8 @@ def shard(model, layout):
         else:
             fully_shard(model.model.embed_tokens)
             fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False)
-    fully_shard(model)
+    # Then a pass of the model inside one of its passes would shard the weights of the outer one.
+    fully_shard(model, reshard_after_forward=True if layout == "plain" else None)
 
 
 def train(rank, world_size, root, strategy, kind, checkpointing):
