@@ -71,20 +71,76 @@ def pack_sequence(documents: Sequence[Tensor]) -> PackedBatch:
     )
 
 
-def stack_documents(documents: Sequence[PackedBatch]) -> PackedBatch:
-    """Stack ``[1, n]`` batches of one document each; shorter ones are padded on the right."""
-    labels = [document["labels"][0] for document in documents]
+def stack_sequences(sequences: Sequence[PackedBatch]) -> PackedBatch:
+    """Stack ``[1, n]`` batches of one sequence each in main memory; shorter ones are padded on the right."""
+    labels = [sequence["labels"][0] for sequence in sequences]
     padded_labels = pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX)
     return PackedBatch(
-        input_ids=pad_sequence([document["input_ids"][0] for document in documents], batch_first=True),
+        input_ids=pad_sequence([sequence["input_ids"][0] for sequence in sequences], batch_first=True),
         labels=padded_labels,
-        position_ids=pad_sequence([document["position_ids"][0] for document in documents], batch_first=True),
-        document_boundaries=[document["document_boundaries"][0] for document in documents],
+        position_ids=pad_sequence([sequence["position_ids"][0] for sequence in sequences], batch_first=True),
+        document_boundaries=[sequence["document_boundaries"][0] for sequence in sequences],
         scored=padded_labels.ne(IGNORE_INDEX).numpy(),
-        text=[document["text"][0] for document in documents],
-        offsets=pad_sequence([document["offsets"][0] for document in documents], batch_first=True),
-        names=[document["names"][0] for document in documents],
     )
+
+
+def stack_documents(documents: Sequence[PackedBatch]) -> PackedBatch:
+    """Stack ``[1, n]`` batches of one document each; shorter ones are padded on the right."""
+    batch = stack_sequences(documents)
+    batch["text"] = [document["text"][0] for document in documents]
+    batch["offsets"] = pad_sequence([document["offsets"][0] for document in documents], batch_first=True)
+    batch["names"] = [document["names"][0] for document in documents]
+    return batch
+
+
+def batch_of_inputs(
+    input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+) -> PackedBatch:
+    """Make a batch in main memory of the ``[B, T]`` inputs of a Hugging Face model, which may be on any device.
+
+    Labels are not shifted, and the first token of each document is not scored.
+
+    Args:
+        input_ids: Token ids.
+        labels: The token id, or ``IGNORE_INDEX`` where a token is not scored.
+        attention_mask: 0 for padding, on either side. No padding by default.
+        position_ids: A document begins where they restart; each sequence is one document by default.
+
+    Raises:
+        ValueError: If a shape is wrong, labels are shifted, or a sequence has no tokens.
+    """
+    input_ids = input_ids.cpu()
+    attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.cpu()
+    if position_ids is None:
+        position_ids = torch.arange(input_ids.shape[-1]).expand(input_ids.shape)
+    elif position_ids.shape[:-1] == (1,):  # those of all sequences
+        position_ids = position_ids.expand(len(input_ids), -1)
+    inputs = {"input_ids": input_ids, "labels": labels.cpu()}
+    inputs |= {"attention_mask": attention_mask, "position_ids": position_ids.cpu()}
+    shapes = {name: list(values.shape) for name, values in inputs.items()}
+    if input_ids.ndim != 2 or any(shape != shapes["input_ids"] for shape in shapes.values()):
+        raise ValueError(f"The inputs must be [B, T], got {shapes}.")
+    return stack_sequences([_packed_row(*row) for row in zip(*inputs.values(), strict=True)])
+
+
+def _packed_row(tokens: Tensor, labels: Tensor, attention_mask: Tensor, positions: Tensor) -> PackedBatch:
+    """Return the ``[1, n]`` batch of a sequence without its padding."""
+    kept = attention_mask.bool()
+    tokens = tokens[kept]
+    labels = labels[kept]
+    if len(tokens) == 0:
+        raise ValueError("A sequence has no tokens, only padding (`attention_mask` is 0): leave it out.")
+    unscored = labels.eq(IGNORE_INDEX)
+    if (labels.ne(tokens) & ~unscored).any():
+        raise ValueError(
+            f"`labels` must be the `input_ids` or {IGNORE_INDEX} at the same position, as in Hugging Face models: do"
+            " not shift them."
+        )
+    starts = positions[kept].diff().ne(1).nonzero().squeeze(-1) + 1
+    packed = pack_sequence(tokens.tensor_split(starts))
+    packed["labels"][0, unscored] = IGNORE_INDEX
+    packed["scored"][0, unscored.numpy()] = False
+    return packed
 
 
 def unscored_token(device: torch.device) -> PackedBatch:

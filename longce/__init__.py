@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from lightning_modules.functional import long_cross_entropy as long_cross_entropy
     from lightning_modules.functional import long_perplexity as long_perplexity
     from lightning_modules.functional import soft_influence as soft_influence
+    from lightning_modules.integrations import LongPPLCallback as LongPPLCallback
+    from lightning_modules.integrations import apply_longce as apply_longce
+    from lightning_modules.integrations import remove_longce as remove_longce
     from lightning_modules.long_context_lm import LongContextLM as LongContextLM
     from lightning_modules.metrics import LongPerplexity as LongPerplexity
     from lightning_modules.models.backbone import Backbone as Backbone
@@ -43,6 +46,7 @@ _MODULES = {
     "LongCE": "lightning_modules.objectives",
     "LongContextLM": "lightning_modules.long_context_lm",
     "LongContextScorer": "lightning_modules.scoring.long_context_scorer",
+    "LongPPLCallback": "lightning_modules.integrations",
     "LongPerplexity": "lightning_modules.metrics",
     "Objective": "lightning_modules.objectives",
     "PackedBatch": "lightning_modules.batch",
@@ -51,12 +55,14 @@ _MODULES = {
     "ShortContextConfig": "lightning_modules.models.short_context",
     "Sums": "lightning_modules.scoring.records",
     "TokenScores": "lightning_modules.scoring.token_scores",
+    "apply_longce": "lightning_modules.integrations",
     "collate_examples": "datamodules.packing.sequences",
     "key_token_mask": "lightning_modules.functional",
     "long_cross_entropy": "lightning_modules.functional",
     "long_perplexity": "lightning_modules.functional",
     "open_evaluator": "lightning_modules.scoring.scored_model",
     "read_records": "lightning_modules.scoring.records",
+    "remove_longce": "lightning_modules.integrations",
     "score": "lightning_modules.scoring.score",
     "soft_influence": "lightning_modules.functional",
     "summarize": "lightning_modules.scoring.records",

@@ -36,6 +36,7 @@ API: dict[str, dict[str, tuple[str, ...]]] = {
     "metrics": {"lightning_modules.metrics": ()},
     "objectives": {"lightning_modules.objectives": ()},
     "module": {"lightning_modules.long_context_lm": (), "lightning_modules.batch": ("PackedBatch",)},
+    "trainers": {"lightning_modules.integrations": ()},
     "callbacks": {"callbacks": ()},
     "datamodules": {"datamodules": ()},
 }

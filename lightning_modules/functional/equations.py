@@ -129,7 +129,7 @@ def soft_influence(long: Tensor, short: Tensor, *, gamma: float = 5.0) -> Tensor
 
 
 def long_cross_entropy(
-    log_likelihood: Tensor, token_weights: Tensor, labels: Tensor, *, divisor: float | None = None
+    log_likelihood: Tensor, token_weights: Tensor, labels: Tensor, *, divisor: float | Tensor | None = None
 ) -> Tensor:
     r"""Compute LongCE: the mean over scored tokens of their negative log-likelihood times their weight.
 

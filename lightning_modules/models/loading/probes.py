@@ -88,8 +88,9 @@ def attention_of_transformers(backbone: Backbone) -> Iterator[None]:
 
 def own_logits(backbone: Backbone, documents: Sequence[Tensor]) -> list[Tensor]:
     """Return the ``[n - 1, V]`` logits that the model itself gives for each document alone."""
-    # Logits at t predict token t + 1, so the last one is not compared.
-    return [backbone.model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, :-1] for ids in documents]
+    # Logits at t predict token t + 1, so the last one is not compared. `forward` leaves out the hooks of the model: the
+    # check may run inside one of its passes (`apply_longce`), which those of FSDP2 would end.
+    return [backbone.model.forward(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, :-1] for ids in documents]
 
 
 def compare_logits(backbone: Backbone, documents: Sequence[Tensor]) -> tuple[list[Tensor], float]:
