@@ -136,7 +136,13 @@ def _packed_row(tokens: Tensor, labels: Tensor, attention_mask: Tensor, position
             f"`labels` must be the `input_ids` or {IGNORE_INDEX} at the same position, as in Hugging Face models: do"
             " not shift them."
         )
-    starts = positions[kept].diff().ne(1).nonzero().squeeze(-1) + 1
+    positions = positions[kept]
+    starts = positions.diff().ne(1).nonzero().squeeze(-1) + 1
+    if positions[starts].any():
+        raise ValueError(
+            f"`position_ids` must go on by 1 or restart at 0, where another document begins, got"
+            f" {int(positions[starts].max())} after another position: skipped positions are not supported."
+        )
     packed = pack_sequence(tokens.tensor_split(starts))
     packed["labels"][0, unscored] = IGNORE_INDEX
     packed["scored"][0, unscored.numpy()] = False

@@ -108,7 +108,7 @@ def checked_messages(value: object, place: str) -> list[Message]:
     """
     wanted = 'a chat must be a list of messages such as {"role": "user", "content": "Hello"}'
     if not isinstance(value, list) or not value:
-        found = "an empty list" if value == [] else type(value).__name__
+        found = "an empty list" if isinstance(value, list) else type(value).__name__
         raise ValueError(f"{place}: {wanted}, got {found}. Fix or remove this row.")
     messages = []
     for number, given in enumerate(value):

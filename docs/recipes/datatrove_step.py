@@ -20,7 +20,7 @@ class LongRangeScores(PipelineStep):
     def run(self, data, rank=0, world_size=1):
         for document in data:
             (scores,) = self.scorer([{"text": document.text}])
-            document.metadata = scores
+            document.metadata |= scores
             yield document
 
 
@@ -28,6 +28,7 @@ if __name__ == "__main__":
     # The model is loaded in the tasks, not here.
     scorer = LongContextScorer("meta-llama/Llama-3.2-1B", context_length=4096, max_tokens=131072)
     # Without a schema, a column that is null in a task's first rows would have another type.
+    # It names all columns to write: add those of the corpus that you want to keep.
     schema = pyarrow.schema([("id", pyarrow.string()), ("text", pyarrow.string()), *scorer.schema])
     writer = ParquetWriter("scores", expand_metadata=True, schema=schema)
     LocalPipelineExecutor([ParquetReader("corpus"), LongRangeScores(scorer), writer], tasks=64, workers=1).run()

@@ -23,7 +23,9 @@ def main():
     wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
-    for book in sorted(Path("books").glob("*.txt"))[rank::processes]:
+    books = sorted(Path("books").glob("*.txt"))
+    books = books[: len(books) // processes * processes]  # all processes must make the same number of steps
+    for book in books[rank::processes]:
         ids = tokenizer(book.read_text(), return_tensors="pt")["input_ids"][:, :8192].to(device)
         with torch.autocast(ids.device.type, torch.bfloat16):
             loss = wrapped(input_ids=ids, labels=ids).loss

@@ -33,6 +33,9 @@ _READ = ("input_ids", "labels", "attention_mask", "position_ids")
 _DERIVED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "num_items_in_batch")
 """Inputs that follow from the others, or belong to the loss."""
 
+_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+"""Inputs that only packed documents have."""
+
 _ATTRIBUTE = "_longce"
 
 _TRL = (
@@ -177,6 +180,7 @@ class LongCEForward:
             raise RuntimeError(_TRL)
         if inputs.get("input_ids") is None:
             raise ValueError("LongCE needs `input_ids`: `inputs_embeds` and prompt learning are not supported.")
+        _check_documents(inputs)
         others = [name for name, value in inputs.items() if isinstance(value, Tensor)]
         others = [name for name in others if name not in (*_READ, *_DERIVED)]
         if others:
@@ -319,3 +323,16 @@ def _check_objective(objective: Objective) -> None:
     if type(inner).at_step is not Objective.at_step:
         name = type(inner).__name__
         raise ValueError(f"`objective`: `{name}` changes with the step of the training: use `longce fit`.")
+
+
+def _check_documents(inputs: dict[str, Any]) -> None:
+    """Raise a ``ValueError`` for a cache, and for packed documents that positions do not tell apart."""
+    mask = inputs.get("attention_mask")
+    if inputs.get("past_key_values") is not None or not (mask is None or isinstance(mask, Tensor)):
+        raise ValueError("LongCE needs whole sequences: leave out `past_key_values`, and masks that are no tensor.")
+    if inputs.get("position_ids") is None:
+        numbered = mask is not None and bool((mask > 1).any())
+        packed = [name for name in _PACKING if inputs.get(name) is not None]
+        if packed or numbered:
+            named = ", ".join(packed) or "`attention_mask` with numbers of documents"
+            raise ValueError(f"LongCE finds packed documents by `position_ids`, which are missing beside {named}.")

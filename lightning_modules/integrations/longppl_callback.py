@@ -97,7 +97,7 @@ class LongPPLCallback(TrainerCallback):
         self.records: list[Record] = []  # of the last evaluation, on all processes
         self._backbone: Backbone | None = None
         self._numbers: dict[str, float] = {}  # of the last evaluation
-        self._step: int | None = None  # of the last evaluation
+        self._weights: object = None  # what tells the weights of the last evaluation from others
         self._data_sets: set[str] = set()  # that it has evaluated
 
     def _load_tokenizer(self, tokenizer: Any) -> PreTrainedTokenizerFast:
@@ -123,17 +123,20 @@ class LongPPLCallback(TrainerCallback):
         metrics = {} if metrics is None else metrics
         # An evaluation of several data sets ends once for each of them, and is over when one comes again.
         data_set = next((name for name in metrics if name.endswith("_runtime")), "")
-        if self._step != state.global_step or data_set in self._data_sets:
+        prefix = data_set.partition("_")[0] or "eval"
+        # Torch counts the changes of each weight, also those by loading the best model.
+        weights = (state.global_step, [(id(each), each._version) for each in kwargs["model"].parameters()])
+        if self._weights != weights or data_set in self._data_sets:
             self.records = self._measure(kwargs["model"])
             total = summarize(self.records)
             _warn_without_key_tokens(total)
             numbers = total.numbers()
-            self._numbers = {f"eval_{name}": float(numbers[name]) for name in LOGGED if name in numbers}
-            self._step = state.global_step
+            self._numbers = {name: float(numbers[name]) for name in LOGGED if name in numbers}
+            self._weights = weights
             self._data_sets = set()
-            self.trainer.log(dict(self._numbers))
+            self.trainer.log({f"{prefix}_{name}": value for name, value in self._numbers.items()})
         self._data_sets.add(data_set)
-        metrics.update(self._numbers)
+        metrics.update({f"{prefix}_{name}": value for name, value in self._numbers.items()})
 
     def _measure(self, model: Any) -> list[Record]:
         """Return a record of each document; the processes share them."""

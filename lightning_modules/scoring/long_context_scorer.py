@@ -71,7 +71,7 @@ class LongContextScorer:
             digits.
         text_column: Name of the column with the text. It is not returned.
         token_column: Name of a column with lists of the model's token ids, in place of a text. Their text is decoded
-            for hash, first words and character offsets, and ids are scored as they are.
+            for hash, first words and character offsets. A special token at the end is not scored.
         tokenizer: Hub id or local folder of the tokenizer; by default the model's.
         add_special_tokens: Whether the tokenizer adds special tokens to each document.
         device: Device such as ``cuda:0`` or ``cpu``; ``auto`` is the first GPU, or the CPU.
@@ -193,11 +193,16 @@ class LongContextScorer:
         try:
             tokens = torch.as_tensor(ids)
             size = len(self.tokenizer)
-            if tokens.dtype.is_floating_point or tokens.ndim != 1 or tokens.min() < 0 or tokens.max() >= size:
+            is_integer = not (tokens.dtype.is_floating_point or tokens.dtype == torch.bool)
+            tokens = tokens.long()  # torch finds no extremes of unsigned integers
+            if not is_integer or tokens.ndim != 1 or tokens.min() < 0 or tokens.max() >= size:
                 raise ValueError(f"they must be a list of integers from 0 to {size - 1}")
         except (TypeError, ValueError, RuntimeError) as error:
             return EncodedDocument(None, f"the token ids cannot be used: {' '.join(str(error).split())}")
-        tokens = tokens.long()
+        if int(tokens[-1]) in self.tokenizer.all_special_ids:  # an end-of-text token, which a text has not
+            tokens = tokens[:-1]
+        if len(tokens) == 0:
+            return EncodedDocument(None, f"{LEFT_OUT}it has only a special token")
         text, offsets = characters(tokens)
         document = EncodedDocument(None, None, text_sha256(text), shorten_text(text))
         count = len(tokens)

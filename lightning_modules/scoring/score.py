@@ -47,6 +47,8 @@ def score(files: str | Sequence[str] | Mapping[str, str], model: str, evaluator:
     # 1. Read the texts and check everything that needs no weights.
     config = ScoreConfig(model=model, evaluator=evaluator, **options)
     texts = dict(files) if isinstance(files, Mapping) else _read_texts([files] if isinstance(files, str) else files)
+    if repeated := len(texts) - len(set(texts.values())):
+        log.warning("%d of %d documents have the text of another one, and count again.", repeated, len(texts))
     if config.output is not None:
         check_records_file(config.output)
     device = find_device(config.device)

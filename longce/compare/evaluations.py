@@ -25,6 +25,9 @@ _QUESTIONS = ("mode", "seed", "documents", "haystack", "squad", "hotpot", "nq_op
 _NAMED = 4  # tasks in the verdict; RULER has 13
 _MANY = 20  # cells, of which some differ by chance
 _KEY = ["task", "length", "asked_depth", "index"]
+_KIND = "mode"  # a setting of longce's own tasks, whose settings describe a folder that has both
+_SHOTS = "n-shot"  # numbers of few-shot examples by task, in results of the harness
+_PROMPTS = ("chat_template", "system_instruction", "gen_kwargs")  # settings of the same questions
 
 
 class ComparedEvaluation(NamedTuple):
@@ -62,10 +65,22 @@ def _add_answers(evaluation: ComparedEvaluation, file: Path) -> ComparedEvaluati
 def _add_harness(evaluation: ComparedEvaluation, file: Path) -> ComparedEvaluation:
     try:
         content = json.loads(file.read_bytes())
-        cells = evaluation.cells | read_harness_cells(content)
-        return evaluation._replace(cells=cells, settings=evaluation.settings or _describe_harness(content))
+        cells = read_harness_cells(content)
+        settings = _describe_harness(content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"'{file}' is not a result of `longce evaluate`, or is damaged ({error!r}).") from error
+    earlier = evaluation.settings
+    if _SHOTS in earlier:  # another file of the harness
+        shots = earlier[_SHOTS] | settings[_SHOTS]
+        differs = [name for name in ("model", "limit", "truncation") if earlier.get(name) != settings.get(name)]
+        differs += [f"few-shot examples of {task}" for task in earlier[_SHOTS] if earlier[_SHOTS][task] != shots[task]]
+        if differs:
+            raise ValueError(
+                f"'{file.parent}' has results of the harness that differ in {', '.join(differs)}: put them in folders"
+                " of their own."
+            )
+        settings[_SHOTS] = shots
+    return evaluation._replace(cells=evaluation.cells | cells, settings=earlier if _KIND in earlier else settings)
 
 
 def list_files(folder: Path) -> list[Path]:
@@ -74,7 +89,7 @@ def list_files(folder: Path) -> list[Path]:
 
 
 def _describe_harness(content: Mapping[str, Any]) -> dict[str, Any]:
-    return {**content["config"], "model": content["model_name"]}
+    return {**content["config"], "model": content["model_name"], _SHOTS: content.get("n-shot", {})}
 
 
 def tabulate_evaluations(evaluations: Sequence[ComparedEvaluation]) -> tuple[Table, list[str]]:
@@ -89,6 +104,10 @@ def tabulate_evaluations(evaluations: Sequence[ComparedEvaluation]) -> tuple[Tab
         for other in evaluations[1:]
         if not other.questions.empty and (differing := _differing_settings(baseline, other))
     ]
+    for other in evaluations[1:]:
+        changed = [name for name in _PROMPTS if other.settings.get(name) != baseline.settings.get(name)]
+        if changed and not other.questions.empty and not baseline.questions.empty:
+            notes.append(f"{other.name} and {baseline.name} were asked in other ways: {', '.join(changed)} differ.")
     notes += _describe_numerics(evaluations)
     head = ["task", "length or metric", *(each.name for each in evaluations)]
     head += [f"{other.name} - {baseline.name}" for other in paired]

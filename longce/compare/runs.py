@@ -112,7 +112,7 @@ def _find_files(word: str) -> Iterator[tuple[str, Path]]:
     """Yield the run or the results at a path, with the name that the user gave."""
     name, _, given = ("", "", word) if "=" not in word or Path(word).exists() else word.partition("=")
     path = Path(given).expanduser().resolve()
-    found = [path] if path.is_file() or _is_run(path) or _is_evaluation(path) else sorted(path.glob("*.parquet"))
+    found = [path] if path.is_file() or _is_run(path) or _is_evaluation(path) else _sort_by_step(path.glob("*.parquet"))
     found = found or [inner for inner in sorted(path.glob("*/")) if _is_evaluation(inner)]
     if not found and (path / ANSWERS_FOLDER).is_dir():
         raise ValueError(f"The evaluation in '{word}' was interrupted: run the same `longce evaluate` again.")
@@ -125,6 +125,15 @@ def _find_files(word: str) -> Iterator[tuple[str, Path]]:
             " records of `longce score`."
         )
     yield from ((name, file) for file in found)
+
+
+def _sort_by_step(files: Iterable[Path]) -> list[Path]:
+    """Return files in the order of the numbers in their names: step 500 before step 1000."""
+    return sorted(files, key=_split_numbers)
+
+
+def _split_numbers(file: Path) -> list[int | str]:
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", file.name)]
 
 
 def _is_run(path: Path) -> bool:

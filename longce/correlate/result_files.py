@@ -187,7 +187,7 @@ def _summarize_answers(file: Path, found: Sequence[answers.Answer]) -> Measured:
         )
     by_task = _group_by_task(summary.cells())
     numerics = first.model.numerics
-    told = {"by": "evaluate", "mode": first.setting.mode, "documents": first.setting.documents, **numerics._asdict()}
+    told = {"by": "evaluate", **first.setting._asdict(), **numerics._asdict()}
     # Means over different lengths are not comparable.
     lengths = told | {"lengths": sorted({length for cells in by_task.values() for length in cells})}
     values: dict[str, float] = {}
@@ -218,7 +218,7 @@ def _summarize_answers(file: Path, found: Sequence[answers.Answer]) -> Measured:
             values[name] = value
             settings[name] = lengths
     main = tuple(name for name in ("RULER", "LongEval") if name in values) or ("average",)
-    provenance = first.model.provenance
+    provenance = first.model.provenance if first.model.identity else None  # a model in training has none
     return Measured(
         str(file),
         first.model.name,
@@ -243,18 +243,20 @@ def _group_by_task(cells: Cells) -> dict[str, dict[int, tuple[float, Interval | 
 
 def _read_harness(file: Path, content: Mapping[str, Any]) -> Measured:
     """Read tasks of lm-evaluation-harness."""
-    values: dict[str, float] = {}
-    sets = []
-    for (task, key), (value, _) in read_harness_cells(content).items():
-        if key == OF_SETS:
-            sets.append(task)
-            values[task] = value
-        else:
-            values[f"{task}/{key}"] = value
     given = content["config"]
     told = {"by": "harness"} | {name: value for name, value in given.items() if name in _PROMPTS}
     told |= _read_numerics(given)
-    settings = dict.fromkeys(values, told)
+    shots = content.get("n-shot", {})  # by task; the harness's own command has no other record of them
+    values: dict[str, float] = {}
+    settings: dict[str, dict[str, Any]] = {}
+    sets = []
+    for (task, key), (value, _) in read_harness_cells(content).items():
+        name = task if key == OF_SETS else f"{task}/{key}"
+        values[name] = value
+        settings[name] = told | {"num_fewshot": shots.get(task, given.get("num_fewshot"))}
+        # The harness's own command asks for tasks, which may happen to make a set.
+        if key == OF_SETS and given.get("tasks"):
+            sets.append(name)
     identity: Any = {"provenance": Provenance.read(given), "numerics": Numerics.read(given)}
     model = str(content.get("model_name") or "")
     return Measured(str(file), model, values, tuple(sets or values), settings, ours=True, **identity)

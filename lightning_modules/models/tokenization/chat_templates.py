@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
+import numpy as np
 from jinja2 import TemplateError
 from jinja2.exceptions import SecurityError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 RENDERING_SECONDS = 10.0
 """Time limit of a rendering: real templates take milliseconds."""
@@ -97,20 +99,28 @@ def has_assistant_marks(tokenizer: PreTrainedTokenizerBase) -> bool:
 def tokenize_chats(
     tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[dict[str, Any]]], *, offsets: bool = False
 ) -> list[TokenizedChat]:
-    """Render chats and tokenize them, by transformers; ``offsets`` are empty unless asked for."""
-    marked = has_assistant_marks(tokenizer)
-    # `verbose` would warn of chats that are longer than the model's context, before they are packed.
-    options = {"verbose": False, "return_offsets_mapping": offsets}
-    encoded = tokenizer.apply_chat_template(
-        [list(chat) for chat in chats],
-        return_dict=True,
-        return_assistant_tokens_mask=marked,
-        tokenizer_kwargs=options,
+    """Render chats and tokenize them, by transformers; ``offsets`` are empty unless asked for.
+
+    A token is the assistant's if it has a character that the template marks. (The masks of `apply_chat_template` are
+    wrong where the last marked character has no token, as a tokenizer that normalizes text may drop an accent.)
+    """
+    rendered, marks = render_jinja_template(
+        conversations=[list(chat) for chat in chats],
+        chat_template=tokenizer.get_chat_template(),
+        return_assistant_tokens_mask=has_assistant_marks(tokenizer),
+        **tokenizer.special_tokens_map,
     )
+    # `verbose` would warn of chats that are longer than the model's context, before they are packed.
+    encoded = tokenizer(rendered, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     tokenized = []
     for number, ids in enumerate(encoded["input_ids"]):
-        by_assistant = encoded["assistant_masks"][number] if marked else [0] * len(ids)
-        tokenized.append(TokenizedChat(ids, by_assistant, encoded["offset_mapping"][number] if offsets else []))
+        spans = encoded["offset_mapping"][number]
+        marked = np.zeros(len(rendered[number]) + 1, dtype=np.int64)
+        for start, stop in marks[number] if marks else ():
+            marked[start + 1 : stop + 1] = 1
+        before = marked.cumsum()  # marked characters before each place
+        by_assistant = [int(before[stop] > before[start]) for start, stop in spans]
+        tokenized.append(TokenizedChat(ids, by_assistant, spans if offsets else []))
     return tokenized
 
 

@@ -115,7 +115,7 @@ def describe_setting(config: TaskConfig) -> Setting:
         seed=config.seed,
         chat_template=config.chat_template,
         system_instruction=config.system_instruction,
-        gen_kwargs=json.dumps(config.generation) if config.generation else None,
+        gen_kwargs=json.dumps(config.generation, sort_keys=True) if config.generation else None,
         documents=config.documents,
         **{name: None if path is None else _hash_texts(Path(path)) for name, path in config.sources.items()},
     )

@@ -71,8 +71,9 @@ def summarize_results(results: Mapping[str, Any], words: Sequence[str]) -> dict[
     values: dict[Any, float] = {}  # by task and metric, or by name of a score
     for name, row in results.get("results", {}).items():
         metrics = _keep_numbers(row)
-        if name in results.get("groups", {}):
-            content["groups"][name] = metrics
+        if name not in results["n-samples"]:  # a group
+            if metrics:  # some have none of their own
+                content["groups"][name] = metrics
         else:
             counts = {"questions": results["n-samples"][name]["effective"], "num_fewshot": results["n-shot"][name]}
             content["tasks"][name] = {"metrics": metrics, **counts}

@@ -328,6 +328,12 @@ def test_what_cannot_work_is_refused_at_once(make, settings, error, named):
     ("inputs", "error", "named"),
     [
         ({"labels": torch.arange(1, 21).unsqueeze(0)}, ValueError, "shift"),
+        ({"past_key_values": object()}, ValueError, "past_key_values"),
+        ({"attention_mask": {}}, ValueError, "masks that are no tensor"),
+        ({"seq_idx": torch.zeros(1, 20, dtype=torch.int32)}, ValueError, "position_ids.*seq_idx"),
+        ({"cu_seq_lens_q": torch.tensor([0, 8, 20])}, ValueError, "position_ids.*cu_seq_lens_q"),
+        ({"attention_mask": torch.arange(20).unsqueeze(0) // 10 + 1}, ValueError, "numbers of documents"),
+        ({"position_ids": torch.cat([torch.arange(9), torch.arange(50, 61)]).unsqueeze(0)}, ValueError, "50 after"),
         ({"input_ids": None, "inputs_embeds": torch.zeros(1, 20, 32)}, ValueError, "`input_ids`"),
         ({"pixel_values": torch.zeros(1)}, ValueError, "pixel_values"),
         ({"attention_mask": torch.zeros(1, 20)}, ValueError, "padding"),

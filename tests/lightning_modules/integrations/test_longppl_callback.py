@@ -27,11 +27,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*")
 def make_trainer(model, tokenizer, root, **settings):
     ids = [tokenizer(text)["input_ids"] for text in TEXTS.values()]
     rows = Dataset.from_list([{"input_ids": row} for row in ids])
-    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True}
     quiet |= {"per_device_train_batch_size": 3, "optim": "sgd", "learning_rate": 0.01, "lr_scheduler_type": "constant"}
     return Trainer(
         model,
-        TrainingArguments(root, **quiet, **settings),
+        TrainingArguments(root, **quiet, **({"save_strategy": "no"} | settings)),
         train_dataset=rows,
         eval_dataset={"one": rows, "two": rows.select([0])},
         data_collator=DataCollatorWithFlattening(),
@@ -83,11 +83,17 @@ def test_equals_score_before_and_after_training(other, trained, tokenizer, model
 
 
 def test_the_best_model_is_chosen_by_it(trained, tokenizer, model_dir, tmp_path):
-    plan = {"num_train_epochs": 1, "eval_strategy": "epoch", "metric_for_best_model": "eval_longppl"}
+    plan = {"num_train_epochs": 3, "eval_strategy": "epoch", "metric_for_best_model": "eval_longppl"}
+    plan |= {"save_strategy": "epoch", "load_best_model_at_end": True, "greater_is_better": True}
     trainer = make_trainer(trained, tokenizer, tmp_path, **plan)
     trainer.add_callback(longce.LongPPLCallback(trainer, list(TEXTS.values()), str(model_dir), **SIZES))
     trainer.train()
-    assert trainer.state.best_metric > 1
+    logged = [entry["eval_longppl"] for entry in trainer.state.log_history if "eval_longppl" in entry]
+    assert trainer.state.best_metric == max(logged) != logged[-1]
+    # The weights are those of the best model now, at the step of the last one.
+    metrics = trainer.evaluate(metric_key_prefix="test")
+    assert metrics["test_longppl"] == pytest.approx(max(logged), rel=1e-6)
+    assert "eval_longppl" not in metrics
 
 
 def test_the_model_stays_as_it_is(trained, tokenizer, model_dir, tmp_path):

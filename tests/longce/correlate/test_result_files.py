@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.reproduction.tables.scores import benchmarks, read_scores
 from lightning_modules.scoring.records import write_records
-from lightning_modules.tasks.evaluation.answers import ANSWERS_FILE, write_answers
+from lightning_modules.tasks.evaluation.answers import ANSWERS_FILE, Setting, write_answers
 from lightning_modules.tasks.harness.results import SETS
 from lightning_modules.tasks.questions.registry import GROUPS
 from longce.correlate.result_files import read_results
@@ -69,7 +69,7 @@ def test_results_of_evaluate(evaluation):
     assert entry.values["answer_perplexity"] == pytest.approx(2.5)
     assert "other_perplexity" not in entry.values, "infinite"
     assert entry.main == ("RULER", "LongEval")
-    told = {"by": "evaluate", "mode": "generate", "documents": None}
+    told = {"by": "evaluate", **Setting("generate", seed=3)._asdict()}
     told |= {"dtype": "float32", "precision": "none", "attention": "sdpa"}
     assert entry.settings["RULER"] == entry.settings["vt"] == told | {"lengths": [4096, 8192]}
     assert entry.settings["LongEval"] == told | {"lengths": [4096]}
