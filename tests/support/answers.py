@@ -35,14 +35,14 @@ def write_evaluation(folder, scores, **about):
     return folder
 
 
-def write_harness(file, metrics, *, groups=(), model="hub/M", **config):
+def write_harness(file, metrics, *, groups=(), model="hub/M", shots=0, **config):
     """A result in the schema of lm-evaluation-harness, of metrics by task and by group."""
-    counts = {task: {"original": 9, "effective": 9} for task in metrics}
+    tasks = [name for name in metrics if name not in groups]
     content = {
         "results": metrics,
-        "groups": {name: metrics[name] for name in groups},
-        "n-shot": dict.fromkeys(metrics, 0),
-        "n-samples": counts,
+        "groups": {name: metrics[name] for name in groups if len(metrics[name]) > 1},
+        "n-shot": dict.fromkeys(tasks, shots),
+        "n-samples": {task: {"original": 9, "effective": 9} for task in tasks},
         "config": {"model": "longce", "model_args": {"pretrained": model}, **config},
         "model_name": model,
     }

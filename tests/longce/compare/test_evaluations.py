@@ -85,6 +85,12 @@ def test_metrics_of_the_harness_are_next_to_ours(tmp_path):
     assert ["RACE", "score,", "%", "50.0"] in cells
     write_harness(tmp_path / "results_2026.json", metrics, model="org/other")
     assert f"{tmp_path.name}: org/other (not identified by content)." in compare([tmp_path])
+    write_harness(tmp_path / "results_2027.json", {"boolq": metrics["race"]}, model="org/other", shots=2)
+    assert "boolq" in compare([tmp_path])
+    for shots, model, named in ((3, "org/other", "few-shot examples of race"), (0, "org/third", "model")):
+        write_harness(tmp_path / "results_2028.json", metrics, model=model, shots=shots)
+        with pytest.raises(ValueError, match=f"that differ in {named}"):
+            compare([tmp_path])
 
 
 def test_folders_without_a_complete_evaluation_are_refused_by_what_they_are(tmp_path):

@@ -114,6 +114,12 @@ def test_results_of_the_harness_without_sets_have_those_that_are_complete(tmp_pa
     (ours,) = read_results([write_harness(tmp_path / "results_1.json", metrics, tasks=["race", "arc_challenge"])])
     assert "RACE" not in ours.values, "it was not asked for"
     assert entry.provenance is None
+    assert entry.main == tuple(entry.values), "no task hides another one"
+    metrics["plain"] = {"alias": "a group without numbers"}
+    file = write_harness(tmp_path / "results_3.json", metrics, groups=["plain"], model="M", shots=3)
+    (other,) = read_results([file])
+    assert other.values == entry.values
+    assert [other.settings["race/acc"]["num_fewshot"], entry.settings["race/acc"]["num_fewshot"]] == [3, 0]
 
 
 def test_tables_read_them_too(evaluation, harness_result, tmp_path):
