@@ -20,7 +20,7 @@ from lightning_modules.utilities.identity import shorten_hashes
 from lightning_modules.utilities.statistics import UNITS
 from lightning_modules.utilities.tables import read_format
 from longce.compare.evaluations import ComparedEvaluation, list_files, read_evaluation
-from longce.compare.scalars import read_scalars
+from longce.compare.scalars import read_scalars, split_numbers
 
 AXES = {"optimizer steps": "step", "tokens": "train/tokens", "device hours": "train/gpu_hours"}
 """Measures of the progress of a training, each with its scalar."""
@@ -129,11 +129,7 @@ def _find_files(word: str) -> Iterator[tuple[str, Path]]:
 
 def _sort_by_step(files: Iterable[Path]) -> list[Path]:
     """Return files in the order of the numbers in their names: step 500 before step 1000."""
-    return sorted(files, key=_split_numbers)
-
-
-def _split_numbers(file: Path) -> list[int | str]:
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", file.name)]
+    return sorted(files, key=split_numbers)
 
 
 def _is_run(path: Path) -> bool:

@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 def read_scalars(folder: Path) -> Iterator[tuple[str, int, float]]:
     """Yield name, logged step and value of the scalars of TensorBoard and of CSV files, oldest first."""
-    for file in sorted(folder.glob("events.out.tfevents.*"), key=_split_numbers):
+    for file in sorted(folder.glob("events.out.tfevents.*"), key=split_numbers):
         size = file.stat().st_size  # before reading: a run in training writes on
         intact = 0
         # Not `EventAccumulator`, which removes the steps before a resumption, and sorts files by name.
@@ -30,6 +30,6 @@ def read_scalars(folder: Path) -> Iterator[tuple[str, int, float]]:
         yield from zip(logged["variable"], logged["step"], logged["value"], strict=True)
 
 
-def _split_numbers(file: Path) -> list[int | str]:
-    """Return the parts of an event file's name: the time in seconds, and a count of the process's files (9, 10, ..)."""
+def split_numbers(file: Path) -> list[int | str]:
+    """Return the parts of a file's name, numbers as such: 9 comes before 10, and step 500 before step 1000."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", file.name)]

@@ -178,3 +178,13 @@ def test_the_model_is_loaded_once_until_it_is_released(model_dir, caplog):
     judge.release()
     judge.scores(make_text(40))
     assert caplog.text.count("Loading '") == 2
+
+
+def test_scored_tokens_are_compared_with_chance(model_dir, monkeypatch):
+    """Of both products; the first token has no log-likelihood."""
+    seen = []
+    monkeypatch.setattr(scored_model_module, "warn_of_chance", lambda long, scored, _: seen.append(scored.tolist()))
+    judge = open_evaluator(EvaluatorConfig(str(model_dir), **SETTINGS))
+    scores = judge.scores(make_text(60))
+    judge.log_likelihood(judge.encode(make_text(60)))
+    assert seen == [[False] + [True] * (len(scores.long) - 1)] * 2
