@@ -106,7 +106,7 @@ VALUES = [
     ("model.pretrained_model_name_or_path", "https://x/y", "No server answers"),
     ("data.tokenizer", "no/tokenizer/here", "no/tokenizer/here"),
     ("data.train", "/nowhere/*.jsonl", "No file at"),
-    ("data.text_field", "body", "no text field 'body'"),
+    ("data.text_field", "body", "no text 'body'"),
     ("data.cache_dir", "/proc/longce", "LONGCE_CACHE"),
     ("nosuch", "1", "unknown option `--nosuch`"),
     ("ckpt_path", "s3://x/y", "s3://x/y"),

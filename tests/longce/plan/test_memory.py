@@ -70,7 +70,7 @@ def test_what_is_trained_beside_frozen_weights_is_float32_in_mixed_precision(lla
 @pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "expected"), [(32768, 3.6), (131072, 14.5)])
 def test_scoring_of_the_study(eight, tokens, expected):
-    memory = scoring_memory(*eight, tokens, torch.bfloat16, windows=(4096, 1024))
+    memory = scoring_memory(*eight, tokens, torch.bfloat16, short_context=ShortContextConfig(4096, 1024))
     assert (memory.peak - memory.lasting["weights"]) / GIB == pytest.approx(expected, rel=0.15)
     assert memory.lasting["weights"] == eight[0].parameters * 2
 
