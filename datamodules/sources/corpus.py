@@ -3,6 +3,7 @@
 A part is the unit of reading: a file, or a row group of a parquet file.
 """
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,13 +17,16 @@ from typing import Any, NamedTuple
 import pyarrow
 from fsspec.core import url_to_fs
 
-from datamodules.sources.documents import checked_text
+from datamodules.sources.content import checked_text, checked_tokens
 from datamodules.sources.locations import JSON_LINES, PARQUET, File, RemoteFile, find_files, is_url
 from datamodules.sources.parquet import opened_table
 from datamodules.sources.records import decoded, nested, opened, read_document, read_records
 
 PARTS_PER_SHARD = 4
 """Parts from which each shard reads parts of its own; with fewer, each reads some rows of all parts."""
+
+TOKEN_HASH = "token_hash"
+"""Column with the SHA-256 of a document's token ids, as 64-bit integers."""
 
 _READER_THREADS = 32  # they read parquet footers and the first documents, and mostly wait
 _NAMED_FIELDS = 20  # at most, in an error
@@ -73,6 +77,12 @@ class CorpusColumns(NamedTuple):
     text: str
     key: str | None
     others: tuple[str, ...]
+    tokens: str | None = None  # lists of token ids, which are the documents instead of texts
+
+    @property
+    def content(self) -> str:
+        """Name of the column with the documents."""
+        return self.text if self.tokens is None else self.tokens
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,7 @@ class CorpusFiles:
     files: Mapping[str, File]  # by name, which is the path relative to the folder or pattern that was searched
     parts: tuple[Part, ...]
     columns: CorpusColumns
-    column_types: dict[str, pyarrow.DataType]  # of `CorpusColumns.others`; values of JSON lines become strings
+    column_types: dict[str, pyarrow.DataType]  # of `DocumentRef.columns`; values of JSON lines become strings
 
     def shares(self, shard: int, shards: int) -> list[Share]:
         """Return what one of several shards reads; together they read every row once.
@@ -95,8 +105,11 @@ class CorpusFiles:
         # Shift the first row from part to part, or shard 0 would get the extra row of every part.
         return [Share(part, (shard - number) % shards, shards) for number, part in enumerate(self.parts)]
 
-    def read(self, part: Part, wanted: Callable[[int], bool]) -> Iterator[tuple[DocumentRef, str]]:
+    def read(self, part: Part, wanted: Callable[[int], bool]) -> Iterator[tuple[DocumentRef, Any]]:
         """Yield reference and text of the wanted rows of a part; a broken document has an ``error`` and no text.
+
+        With `CorpusColumns.tokens`, an array of token ids takes the place of a text, and `TOKEN_HASH` is in the
+        columns of the reference.
 
         Raises:
             ValueError: If the rest of the file cannot be read.
@@ -104,14 +117,17 @@ class CorpusFiles:
         file, name = self.files[part.file], part.file
         for row, parse in self._read_wanted(file, part, wanted):
             ref = DocumentRef(name if is_text(name) else f"{name}:{row}", name, row, {})
-            text = ""
+            content: Any = ""
             try:
                 record = parse()
                 ref = self._with_key(ref, record, f"{file}:{row}")  # first, so that a document without text has one
-                text = self._read_text(record, f"{file}:{row}")
+                content = self._read_content(record, f"{file}:{row}")
+                if self.columns.tokens is not None:
+                    identity = hashlib.sha256(content.astype("<i8").tobytes()).hexdigest()
+                    ref = ref._replace(columns={**ref.columns, TOKEN_HASH: identity})
             except (ValueError, OverflowError) as error:  # dates and durations beyond Python's range overflow
                 ref = ref._replace(error=" ".join(str(error).split()))
-            yield ref, text
+            yield ref, content
 
     def _read_wanted(
         self, file: File, part: Part, wanted: Callable[[int], bool]
@@ -139,11 +155,14 @@ class CorpusFiles:
                 values[column] = json.dumps(value, default=str)
         return ref._replace(key=key, columns=values)
 
-    def _read_text(self, record: Mapping[str, Any], place: str) -> str:
-        if (text := nested(record, self.columns.text)) is None:
-            found = "it is null" if self.columns.text in record else f"found {sorted(record)[:_NAMED_FIELDS]}"
-            raise ValueError(f"{place}: no text in {self.columns.text!r}: {found}.")
-        return checked_text(text, place)
+    def _read_content(self, record: Mapping[str, Any], place: str) -> Any:
+        column = self.columns.content
+        content = nested(record, column)
+        if content is None:
+            kind = "text" if self.columns.tokens is None else "token ids"
+            found = "it is null" if column in record else f"found {sorted(record)[:_NAMED_FIELDS]}"
+            raise ValueError(f"{place}: no {kind} in {column!r}: {found}.")
+        return checked_text(content, place) if self.columns.tokens is None else checked_tokens(content, place)
 
     def check_first_documents(self, part: Part) -> None:
         """Raise a ``ValueError`` if all of the first documents of a part are broken."""
@@ -157,8 +176,9 @@ class CorpusFiles:
             return  # a damaged file is reported when the documents of all others are done
         if errors:
             error, _ = Counter(errors).most_common(1)[0]
+            option = "--text_column" if self.columns.tokens is None else "--token_column"
             raise ValueError(
-                f"{error} The first {len(errors)} documents of this file are all broken: set `--text_column` and"
+                f"{error} The first {len(errors)} documents of this file are all broken: set `{option}` and"
                 " `--key_column` to existing fields, remove such files, or set `--allowed_failures 1`."
             )
 
@@ -178,12 +198,19 @@ def find_corpus(paths: Sequence[str], columns: CorpusColumns, *, check: bool = T
                     f"Two files are called '{name}': {named[name]} and {file}. Use a common folder or pattern, such as"
                     " 'corpus/**/*.parquet'."
                 )
+    if columns.tokens is not None and (texts := [name for name in named if is_text(name)]):
+        raise ValueError(
+            f"'{texts[0]}' is a text file, which has no column {columns.tokens!r} of token ids: pass only .parquet and"
+            " .jsonl files, or leave out `--token_column`."
+        )
     # 2. Split parquet files into row groups, and compare the types of their columns.
     with ThreadPoolExecutor(_READER_THREADS) as pool:
         found = list(pool.map(partial(_split_file, columns=columns), named, named.values()))
     types = _common_types(named, [own_types for _, own_types in found])
     if not all(name.endswith(PARQUET) for name in named):
         types = dict.fromkeys(columns.others, pyarrow.string())
+    if columns.tokens is not None:
+        types[TOKEN_HASH] = pyarrow.string()
     parts = tuple(part for own_parts, _ in found for part in own_parts)
     corpus = CorpusFiles(named, parts, columns, types)
     # 3. Read the first documents of each file.
@@ -196,8 +223,8 @@ def find_corpus(paths: Sequence[str], columns: CorpusColumns, *, check: bool = T
 
 def read_documents(
     paths: Sequence[str], columns: CorpusColumns, rows: Mapping[str, Collection[int]]
-) -> Iterator[tuple[DocumentRef, str]]:
-    """Yield reference and full text of the documents with these row numbers by file, in the order of the files.
+) -> Iterator[tuple[DocumentRef, Any]]:
+    """Yield reference and text or token ids of the documents with these row numbers by file, in order of the files.
 
     Raises:
         ValueError: If a file is missing, or cannot be read.
@@ -252,7 +279,7 @@ def _common_types(names: Iterable[str], found: Iterable[Mapping[str, pyarrow.Dat
 
 
 def _all_columns(columns: CorpusColumns) -> list[str]:
-    return [name for name in (columns.text, columns.key, *columns.others) if name is not None]
+    return [name for name in (columns.content, columns.key, *columns.others) if name is not None]
 
 
 def _column_type(schema: pyarrow.Schema, path: str, file: File) -> pyarrow.DataType:

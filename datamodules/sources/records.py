@@ -15,6 +15,11 @@ ENCODING = "utf-8-sig"
 MAX_DOCUMENT = 1 << 28
 """Maximum bytes of a document, uncompressed: a hundred long books. A few kilobytes can expand beyond all memory."""
 
+_TO_LINES = (
+    " If the file is a JSON array, or has objects of several lines, convert it:"
+    " `jq -c 'if type == \"array\" then .[] else . end' FILE.json > FILE.jsonl`"
+)
+
 Parse = Callable[[], dict[str, Any]]
 
 
@@ -109,9 +114,13 @@ def parsed_line(line: bytes, place: str) -> dict[str, Any]:
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:  # also for thousands of digits or brackets
-        raise ValueError(f"{place}: malformed JSON ({error}). Each line must be one complete JSON object.") from error
+        remedy = "Each line must be one complete JSON object."
+        if isinstance(error, json.JSONDecodeError) and error.pos >= len(text.rstrip()):  # the value does not end here
+            remedy += _TO_LINES
+        raise ValueError(f"{place}: malformed JSON ({error}). {remedy}") from error
     if not isinstance(record, dict):
-        raise ValueError(
-            f"{place}: expected a JSON object, got {type(record).__name__}. Each line must be one JSON object."
-        )
+        remedy = "Each line must be one JSON object."
+        if isinstance(record, list):
+            remedy += _TO_LINES
+        raise ValueError(f"{place}: expected a JSON object, got {type(record).__name__}. {remedy}")
     return record

@@ -105,7 +105,8 @@ def read_rows(file: str, text_column: str, row: int | None = None) -> Iterator[t
     for part in corpus.parts:
         for ref, text in corpus.read(part, lambda number: row is None or number == row):
             if ref.error is not None:
-                raise ValueError(f"Row {ref.row} of '{file}' cannot be scored: {ref.error.rstrip('.')}.")
+                reason = ref.error.removeprefix(f"{file}:{ref.row}: ").rstrip(".")
+                raise ValueError(f"Row {ref.row} of '{file}' cannot be scored: {reason}.")
             yield f"{Path(file).name}-{ref.row}", text
 
 

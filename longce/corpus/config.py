@@ -9,6 +9,9 @@ from jsonargparse.typing import ClosedUnitInterval, PositiveFloat, PositiveInt
 
 from lightning_modules.models.loading.config import LoadingOptions, ServerConfig
 
+COLUMN_OPTIONS = ("text_column", "key_column", "token_column")
+"""Options that name what is read of a document; the scores record them."""
+
 
 def default_shard() -> str:
     """Return the shard of a process that `torchrun` started, and ``0/1`` without it."""
@@ -37,6 +40,8 @@ class CorpusConfig(LoadingOptions):
         per_token: Also write the long-short difference (``lsd``) and the long-context log-likelihood (``lcl``) of each
             token, as lists of this type.
         text_column: Column or field of the text; dots reach into nested fields.
+        token_column: Column or field with a list of token ids of the model's tokenizer, in place of a text. They are
+            scored as they are, except a special token at the end.
         key_column: Column or field of the document's key; by default the key is file name and row number.
         columns: Further columns to copy to the scores. Values of JSON lines become text.
         max_tokens: Maximum number of tokens of a document.
@@ -76,6 +81,7 @@ class CorpusConfig(LoadingOptions):
     contexts: list[int] = field(default_factory=list)
     per_token: Literal["float16", "float32"] | None = None
     text_column: str = "text"
+    token_column: str | None = None
     key_column: str | None = None
     columns: list[str] = field(default_factory=list)
     max_tokens: PositiveInt | None = None
@@ -99,6 +105,8 @@ class CorpusConfig(LoadingOptions):
         index, shards = self.shard_numbers
         if index >= shards:
             raise ValueError(f"`shard` must be I/N with I from 0 to N - 1, got '{self.shard}'.")
+        if self.token_column is not None and self.add_special_tokens:
+            raise ValueError("`add_special_tokens` is for texts, and `token_column` is set: leave one of them out.")
         if (self.engine == "ray") != (self.num_shards is not None):
             raise ValueError("`engine` 'ray' needs `num_shards`, which is for it only.")
         if self.engine == "ray" and shards > 1:

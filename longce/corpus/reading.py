@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ def read_missing(
     corpus: CorpusFiles,
     shares: Sequence[Share],
     done: Rows,
-    encode: Callable[[str], EncodedDocument],
+    encode: Callable[[Any], EncodedDocument],
     unreadable: list[str],
 ) -> Iterator[Document]:
     """Yield the documents without scores, tokenized; add files that cannot be read to the end to ``unreadable``."""
@@ -36,8 +36,8 @@ def read_missing(
             continue  # the file is not opened
         wanted = partial(_is_missing, share, scored)
         try:
-            for ref, text in corpus.read(share.part, wanted):
-                yield ref, EncodedDocument(None, ref.error) if ref.error is not None else encode(text)
+            for ref, content in corpus.read(share.part, wanted):
+                yield ref, EncodedDocument(None, ref.error) if ref.error is not None else encode(content)
         except (ValueError, OSError) as error:
             unreadable.append(f"{share.part.file}: {' '.join(str(error).split())}")
 

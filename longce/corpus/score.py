@@ -26,7 +26,7 @@ from lightning_modules.utilities.files import remove_unfinished
 from lightning_modules.utilities.identity import combined_hash
 from lightning_modules.utilities.locks import RunLock
 from lightning_modules.utilities.progress import progress_bar
-from longce.corpus.config import CorpusConfig
+from longce.corpus.config import COLUMN_OPTIONS, CorpusConfig
 from longce.corpus.reading import count_missing, pools, read_ahead, read_missing
 from longce.corpus.writing import Writer, file_states, find_scored, signals_stop
 
@@ -77,7 +77,7 @@ def score_shard(files: Sequence[str], config: CorpusConfig) -> dict[str, int]:
         IncompleteError: If more documents failed than are allowed.
     """
     # 1. Find the documents, and those that have scores.
-    columns = CorpusColumns(config.text_column, config.key_column, tuple(config.columns))
+    columns = CorpusColumns(config.text_column, config.key_column, tuple(config.columns), config.token_column)
     if clash := find_reserved_names(config.columns):
         raise ValueError(f"`columns` has {clash}, which name another column already: rename them in the corpus.")
     _check_place(files, config.output)
@@ -90,11 +90,12 @@ def score_shard(files: Sequence[str], config: CorpusConfig) -> dict[str, int]:
         done = find_scored(shards, settings, corpus, states)
         shards.remove_success()
         # 2. Score the others. A thread reads and tokenizes the next documents meanwhile.
-        source = {"files": [*files], "text_column": config.text_column, "key_column": config.key_column}
+        source = {"files": [*files], **{name: getattr(config, name) for name in COLUMN_OPTIONS}}
         writer = Writer(shards, {"settings": settings, "source": source}, corpus, states, config)
         shares = corpus.shares(*config.shard_numbers)
         unreadable: list[str] = []
-        documents = read_missing(corpus, shares, done, scorer.encode, unreadable)
+        encode = scorer.encode if config.token_column is None else scorer.encode_tokens
+        documents = read_missing(corpus, shares, done, encode, unreadable)
         with progress_bar("Scoring", unit=" documents", total=count_missing(shares, done), scaled=False) as bar:
             try:
                 for pool in read_ahead(pools(documents, config.batch_tokens)):
@@ -155,7 +156,7 @@ def _describe_settings(scorer: LongContextScorer, corpus: CorpusFiles, config: C
     """Return all settings that the scores of a shard depend on, without loading the model."""
     model = describe_model(scorer.loading, scorer.tokenizer, device=find_device(scorer.device))
     names = ["context_length", "stride", "alpha", "beta", "gamma", "contexts", "per_token", "quantization"]
-    names += ["max_tokens", "add_special_tokens", "text_column", "key_column"]
+    names += ["max_tokens", "add_special_tokens", *COLUMN_OPTIONS]
     index, shards = config.shard_numbers
     # A shard's choice of documents depends on all parts.
     parts = combined_hash([[part.file, part.row_group, part.rows] for part in corpus.parts])

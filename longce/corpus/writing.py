@@ -164,7 +164,10 @@ def _check_content(shards: ScoreShards, suspects: Mapping[str, set[str]], corpus
 
 
 def _has_same_documents(scored: pyarrow.Table, file: str, corpus: CorpusFiles) -> bool:
-    """Return whether the scored rows of a file are still the documents at their places, by text, key and columns."""
+    """Return whether the scored rows of a file are still the documents at their places.
+
+    They are compared by key, columns, and the hash of their text or, in the columns, of their token ids.
+    """
     scored = scored.filter(pyarrow.compute.equal(scored["file"], file)).sort_by("row")
     rows = frozenset(scored["row"].to_pylist())
     parts = [part for part in corpus.parts if part.file == file]
@@ -173,8 +176,10 @@ def _has_same_documents(scored: pyarrow.Table, file: str, corpus: CorpusFiles) -
     except (ValueError, OSError):
         return False
     refs = [ref for ref, _ in found]
-    hashes = [None if ref.error is not None else text_sha256(text) for ref, text in found]
-    now = _identity_table(refs, corpus).append_column("text_hash", pyarrow.array(hashes, pyarrow.string()))
+    now = _identity_table(refs, corpus)
+    if corpus.columns.tokens is None:
+        hashes = [None if ref.error is not None else text_sha256(text) for ref, text in found]
+        now = now.append_column("text_hash", pyarrow.array(hashes, pyarrow.string()))
     then = scored.select(now.column_names)
     return str(now.sort_by("row").to_pylist()) == str(then.to_pylist())  # as text, in which NaN equals NaN
 

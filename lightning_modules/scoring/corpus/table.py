@@ -86,7 +86,8 @@ def _null_before(start: int, values: Tensor) -> pyarrow.Array:
 
 def find_reserved_names(names: Sequence[str]) -> list[str]:
     """Return the columns of a corpus that have the name of a column of scores, or of each other, as SQL reads it."""
-    taken = {"key", "file", "row", "text", *_TEXT_COLUMNS, *_ERROR_COLUMN, *COLUMNS, *PER_TOKEN}
+    taken = {"key", "file", "row", "text", "token_ids", "token_hash"}
+    taken |= {*_TEXT_COLUMNS, *_ERROR_COLUMN, *COLUMNS, *PER_TOKEN}
     clashing = []
     for name in names:
         lower = name.lower()  # SQL ignores case

@@ -45,8 +45,8 @@ def write_documents(
 ) -> int:
     """Write the rows of the chosen documents, and return how many.
 
-    Scores of `longce corpus score` get the ``text`` of their documents, in the order of the files, which
-    ``source`` names (`read_source`), or ``files`` if they have moved.
+    Scores of `longce corpus score` get the ``text`` or ``token_ids`` of their documents, in the order of the files,
+    which ``source`` names (`read_source`), or ``files`` if they have moved.
 
     Raises:
         ValueError: If a document is missing or has changed.
@@ -55,7 +55,7 @@ def write_documents(
     schema = reader.schema
     batches: Iterable[pyarrow.RecordBatch] = reader
     if source:
-        schema = schema.append(pyarrow.field("text", pyarrow.string()))
+        schema = schema.append(_content_field(source))
         batches = _add_texts(reader.read_all(), source, files)
     written = 0
     with exclusive(path), atomic_file(path) as stream:
@@ -77,10 +77,17 @@ def _iterate_rows(batches: Iterable[pyarrow.RecordBatch]) -> Iterator[dict[str, 
             yield from batch.slice(start, _ROWS).to_pylist()
 
 
+def _content_field(source: Mapping[str, Any]) -> pyarrow.Field:
+    """Return the column of the documents."""
+    if source["token_column"] is None:
+        return pyarrow.field("text", pyarrow.string())
+    return pyarrow.field("token_ids", pyarrow.list_(pyarrow.int64()))
+
+
 def _add_texts(
     chosen: pyarrow.Table, source: Mapping[str, Any], files: str | list[str] | None
 ) -> Iterator[pyarrow.RecordBatch]:
-    """Yield the chosen rows with the text of each document, some at a time."""
+    """Yield the chosen rows with the text or token ids of each document, some at a time."""
     from datamodules.sources.corpus import CorpusColumns, read_documents  # these import torch
 
     places = {}  # of each document in the table
@@ -89,10 +96,10 @@ def _add_texts(
         places[file, row] = place
         rows.setdefault(file, []).append(row)
     paths = files or source["files"]
-    columns = CorpusColumns(source["text_column"], source["key_column"], ())
+    columns = CorpusColumns(source["text_column"], source["key_column"], (), source["token_column"])
     try:
         documents = read_documents([paths] if isinstance(paths, str) else paths, columns, rows)
-        yield from _join_texts(chosen, documents, places)
+        yield from _join_texts(chosen, documents, places, _content_field(source))
     except FileNotFoundError as error:
         raise ValueError(
             f"{error} If the scored files have moved, or the paths are relative: set `--files`."
@@ -100,24 +107,30 @@ def _add_texts(
 
 
 def _join_texts(
-    chosen: pyarrow.Table, documents: Iterator[tuple[Any, str]], places: Mapping[tuple[str, int], int]
+    chosen: pyarrow.Table,
+    documents: Iterator[tuple[Any, Any]],
+    places: Mapping[tuple[str, int], int],
+    field: pyarrow.Field,
 ) -> Iterator[pyarrow.RecordBatch]:
-    """Yield the rows of documents with their texts, which must be those that were scored."""
-    from lightning_modules.scoring.token_scores import text_sha256  # imports torch
+    """Yield the rows of documents with their texts or token ids, which must be those that were scored."""
+    from datamodules.sources.corpus import TOKEN_HASH  # these import torch
+    from lightning_modules.scoring.token_scores import text_sha256
 
-    hashes = chosen["text_hash"]
+    is_text = field.name == "text"
+    hashes = chosen["text_hash" if is_text else TOKEN_HASH]
     found = 0
     while part := list(islice(documents, _TEXTS)):
         taken = []
         texts = []
         for ref, text in part:
             place = places[ref.file, ref.row]
-            if ref.error is not None or text_sha256(text) != hashes[place].as_py():
+            identity = text_sha256(text) if is_text else ref.columns.get(TOKEN_HASH)
+            if ref.error is not None or identity != hashes[place].as_py():
                 raise ValueError(f"Row {ref.row} of '{ref.file}' is no longer the document that was scored.")
             taken.append(place)
             texts.append(text)
         found += len(part)
-        with_text = chosen.take(taken).append_column("text", pyarrow.array(texts, pyarrow.string()))
+        with_text = chosen.take(taken).append_column(field, pyarrow.array(texts, field.type))
         yield from with_text.combine_chunks().to_batches()
     if found != len(chosen):
         raise ValueError(f"{len(chosen) - found} of the {len(chosen)} documents no longer exist.")

@@ -14,6 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from lightning_modules.scoring.corpus.shards import HEADER, PER_TOKEN, check_settings
 from lightning_modules.visualization.corpus import METRICS
+from longce.corpus.config import COLUMN_OPTIONS
 from longce.corpus.select.choice import (
     NUMBER,
     evaluate_options,
@@ -25,7 +26,7 @@ from longce.corpus.select.config import SelectConfig
 
 MEANS = ("key_token_ratio", "benefit_mean", "benefit_positive", "longppl", "perplexity")
 _SHARD = "path of the shard"
-_SETTINGS_OF_CORPORA = ("shard", "columns", "text_column", "key_column")
+_SETTINGS_OF_CORPORA = ("shard", "columns", *COLUMN_OPTIONS)
 """Settings of scores that change no number, and may differ between corpora."""
 
 
@@ -88,7 +89,7 @@ def read_source(database: duckdb.DuckDBPyConnection, files: Sequence[str], *, ne
         own = {name: value for name, value in header["settings"].items() if name not in _SETTINGS_OF_CORPORA}
         check_settings(settings or own, own, file)
         settings = own
-        columns = {"text_column": header["source"]["text_column"], "key_column": header["source"]["key_column"]}
+        columns = {name: header["source"].get(name) for name in COLUMN_OPTIONS}
         paths = source.get("files", [])
         if need_texts and source and not columns.items() <= source.items():
             raise ValueError(f"'{file}' names texts by {columns}, unlike other scores: select from them one by one.")

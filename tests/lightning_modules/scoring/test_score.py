@@ -104,6 +104,9 @@ def test_rows_of_a_file_are_scored_like_texts(kind, model_dir, evaluator_dir, tm
     ("lines", "more", "named"),
     [
         (['{"text": "a"}', "{broken"], [], "Row 1 of .*malformed JSON"),
+        (["[", '{"text": "a"}', "]"], [], "Row 0 of .*a.jsonl' cannot be scored: malformed JSON .* `jq -c .*`"),
+        (['[{"text": "a"}]'], [], "Row 0 of .*expected a JSON object, got list.* `jq -c .*`"),
+        (['{"text":', '"a"}'], [], "Row 0 of .*malformed JSON .* `jq -c .*`"),
         (['{"body": "a"}'], [], "Row 0 of .*'text'.*'body'"),
         (['{"text": " "}'], [], "only white space"),
         (['{"text": "a"}'], ["a.jsonl"], "given twice"),
