@@ -73,5 +73,5 @@ def test_the_script_passes_over_what_is_done(tmp_path):
     shell = shutil.which("sh")
     subprocess.run([shell, "-c", text], check=True, env={"PATH": f"{bin_folder}:/usr/bin:/bin"})
     calls = [shlex.split(line)[:1] for line in (tmp_path / "calls").read_text().splitlines()]
-    assert calls == [["fit"], ["fit"], ["export"]]
+    assert calls == [["fit"], ["evaluate"], ["fit"], ["export"], ["evaluate"], ["reproduce"]]
     assert "--trainer.devices 2" in (tmp_path / "calls").read_text()
