@@ -229,7 +229,7 @@ def list_tables() -> str:
 
 
 def _join_options(words: Sequence[str]) -> list[str]:
-    """Write ``--fit_options VALUE`` as one word, because argparse takes a value that starts with ``-`` for an option."""
+    """Write ``--fit_options VALUE`` as one word: argparse takes a value that starts with ``-`` for an option."""
     joined = []
     rest = iter(words)
     for word in rest:
