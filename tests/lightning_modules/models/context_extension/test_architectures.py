@@ -145,7 +145,10 @@ def test_frequencies(architecture, method):
     assert type(config).from_dict(config.to_dict()).rope_parameters == config.rope_parameters
 
 
-@pytest.mark.parametrize("architecture", ["llama", "phi3", "gemma3_text", "gpt_neox"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("phi3", "gemma3_text", "gpt_neox"))],
+)
 @pytest.mark.parametrize("second", STATIC)
 @pytest.mark.parametrize("first", STATIC)
 def test_a_second_extension_starts_from_the_frequencies_of_the_first(first, second, architecture):
