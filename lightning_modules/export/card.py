@@ -20,7 +20,10 @@ def model_card(
 ) -> str:
     """Write the ``README.md`` of an export; ``config`` is that of the model, or of the adapters' base."""
     base = facts.base_model or "random weights"
-    rope_type = (config.get("rope_parameters") or {}).get("rope_type")
+    rope = config.get("rope_parameters") or {}
+    # Of some models, a set for each kind of layer.
+    types = [rope.get("rope_type")] + [value.get("rope_type") for value in rope.values() if isinstance(value, dict)]
+    own_types = [rope_type for rope_type in types if rope_type in ROPE_TYPES]
     half = config["dtype"] in ("bfloat16", "float16")
     arguments = f"{json.dumps(facts.base_model)}, config=config"
     if facts.revision:
@@ -47,7 +50,7 @@ def model_card(
         title=base.rstrip("/").rpartition("/")[2],
         base=base,
         rounded=half and (options.dtype != "auto" or facts.lora),
-        own_type=rope_type if rope_type in ROPE_TYPES else None,
+        own_type=own_types[0] if own_types else None,
         register=register_rope_types,
         base_arguments=arguments,
         has_tokenizer=has_tokenizer,

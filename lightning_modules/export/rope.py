@@ -28,12 +28,19 @@ def guard_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_abf(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``rope_parameters`` of plain ABF with the base of a model extended by EABF."""
-    if rope.get("rope_type") != EABF:
+    """Return the ``rope_parameters`` of a model extended by EABF without the scale, and with its base."""
+    sets = {kind: value for kind, value in rope.items() if isinstance(value, Mapping) and kind != "inner"}
+    kinds = [value["rope_type"] for value in sets.values()] or [rope.get("rope_type")]
+    if EABF not in kinds:
         raise ValueError(
-            f"`eabf_as_abf` is for RoPE of type '{EABF}', and the model's is '{rope.get('rope_type')}': remove the"
-            " option."
+            f"`eabf_as_abf` is for RoPE of type '{EABF}', and the model's is '{kinds[0]}': remove the option."
         )
+    if not sets:
+        return _without_scale(rope)
+    return {kind: _without_scale(value) if value["rope_type"] == EABF else dict(value) for kind, value in sets.items()}
+
+
+def _without_scale(parameters: Mapping[str, Any]) -> dict[str, Any]:
     extra = ("original_max_position_embeddings", "unscaled_layers")
-    plain = {name: value for name, value in rope.items() if name not in extra}
-    return plain | {"rope_type": "default"}
+    plain = {name: value for name, value in parameters.items() if name not in extra}
+    return plain.pop("inner", None) or plain | {"rope_type": "default"}

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lightning_modules.models.context_extension.frequencies import global_parameters
 from lightning_modules.models.context_extension.patterns import PATTERNS
 from lightning_modules.models.context_extension.rope_types import wrap_attention
 from lightning_modules.models.loading.config import Checkpointing
@@ -79,7 +80,7 @@ def enable_checkpointing(model: PreTrainedModel, kind: Checkpointing, *, offload
     if not kind:
         return
     attention = model.config._attn_implementation
-    rope_type = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type")
+    rope_type = global_parameters(model.config).get("rope_type")
     supported = re.search(r"sdpa$|flash[a-z_-]*[23]\b", attention) is not None and rope_type not in PATTERNS
     if kind == "selective" and not supported:
         raise ValueError(

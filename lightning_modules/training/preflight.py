@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from lightning_modules.functional.checks import MAX_PROCESSES, check_count
 from lightning_modules.models.attention import DOCUMENT_SDPA
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.context_extension.frequencies import global_parameters
 from lightning_modules.models.context_extension.patterns import PATTERNS
 from lightning_modules.models.context_extension.rotary_checks import (
     check_rotary,
@@ -192,7 +193,7 @@ def check_sequence_parallelism(config: PreTrainedConfig, size: int, attn_impleme
             f"Sequence parallelism supports torch's `sdpa` only, which includes flash attention, not"
             f" '{attn_implementation}': set `attn_implementation: sdpa`."
         )
-    rope_type = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
+    rope_type = global_parameters(text).get("rope_type")
     layers = set(getattr(text, "layer_types", None) or ())
     window = None if layers else getattr(text, "sliding_window", None)
     kinds = sorted(layers - {"full_attention"})

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 
 from lightning_modules.functional.checks import check_count
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models.context_extension.frequencies import global_parameters
 from lightning_modules.models.context_extension.patterns import PATTERNS
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.dtypes import stored_dtype
@@ -138,7 +139,7 @@ def _list_notes(model: LongContextLM, config: PreTrainedConfig) -> list[str]:
     notes = []
     if isinstance(model.objective, Scheduled):
         notes.append("the plan has a short pass in every step, but the schedule has steps without one")
-    pattern = (getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}).get("rope_type")
+    pattern = global_parameters(config.get_text_config(decoder=True)).get("rope_type")
     if pattern in PATTERNS:
         notes.append(f"'{pattern}' is planned at the rates of flash attention, but its blockwise products are slower")
     return notes

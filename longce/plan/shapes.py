@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
+from lightning_modules.models.context_extension.frequencies import global_parameters
 from lightning_modules.models.context_extension.patterns.settings import PATTERN_SETTINGS
 from lightning_modules.models.loading.adapters import active_module
 from longce.plan.activations import meta_backbone
@@ -105,9 +106,10 @@ def _attention_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
     """Return how many tokens each layer attends to."""
     if not getattr(config, "num_attention_heads", None):
         raise ValueError(f"A model of type `{config.model_type}` has no attention heads, which `longce plan` needs.")
-    rope = getattr(config, "rope_parameters", None) or {}
-    if (pattern := PATTERN_SETTINGS.get(rope.get("rope_type", ""))) is not None:
-        return (pattern.keys and pattern.keys(rope),) * config.num_hidden_layers
+    rope = global_parameters(config)
+    seen = None  # of a layer that sees the whole text
+    if (pattern := PATTERN_SETTINGS.get(rope.get("rope_type", ""))) is not None and pattern.keys is not None:
+        seen = pattern.keys(rope)
     window = getattr(config, "sliding_window", None)
     default = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or default
@@ -115,4 +117,4 @@ def _attention_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
         raise ValueError(
             f"`longce plan` supports full and sliding-window attention only, not layers of type '{unknown[0]}'."
         )
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(window if kind == "sliding_attention" else seen for kind in kinds)

@@ -93,7 +93,7 @@ def _train(table: Table, folder: Path, fit_options: list[str], *, run: bool, qui
     """Train the models of a table, and return the failures; or print the commands that train them, unless quiet."""
     runs = table_runs(table, folder.absolute(), fit_options)
     if run:
-        return carry_out(runs)
+        return carry_out(runs, table)
     if not quiet:
         sys.stdout.write(script(runs, table))
     return []
@@ -228,6 +228,17 @@ def list_tables() -> str:
     return "".join(f"{name:<15} {entry['title']}\n" for name, entry in published()["tables"].items())
 
 
+def _join_options(words: Sequence[str]) -> list[str]:
+    """Write ``--fit_options VALUE`` as one word: argparse takes a value that starts with ``-`` for an option."""
+    joined = []
+    rest = iter(words)
+    for word in rest:
+        if word == "--fit_options" and (value := next(rest, None)) is not None:
+            word = f"{word}={value}"
+        joined.append(word)
+    return joined
+
+
 def reproduce_table_command(arguments: Sequence[str]) -> None:
     """Run ``longce reproduce TABLE``; exits with 1 if a model could not be measured or trained.
 
@@ -241,7 +252,7 @@ def reproduce_table_command(arguments: Sequence[str]) -> None:
     parser.add_argument("-c", "--config", action="config", help="YAML file with options of this command.")
     add_table_options(parser)
     parser.add_subclass_arguments(LightningDataModule, "data", help="Its test documents are measured on.")
-    options = parser.parse_args(list(arguments[1:]))
+    options = parser.parse_args(_join_options(arguments[1:]))
     values = options.as_dict() | {"data": parser.instantiate(options).data}
     for name in ("config", "__default_config__"):
         values.pop(name, None)

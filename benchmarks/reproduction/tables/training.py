@@ -1,4 +1,4 @@
-"""List and run the commands of the tables of trained models: plan, fit and export."""
+"""List and run the commands of the tables of trained models: plan, fit, export and evaluate."""
 
 import shlex
 import subprocess
@@ -12,6 +12,15 @@ from benchmarks.reproduction.tables.results import reason
 from benchmarks.reproduction.tables.scores import STEPS, without_steps
 
 CONFIGS = Path(__file__).parents[3] / "configs"
+
+_SHORT = ("--tasks", "short")
+EVALUATIONS = {
+    "LongBench": ("--tasks", "longbench", "--max_length", "32000"),
+    "LongEval": ("--tasks", "longeval", "--lengths", "31000", "--samples", "50"),
+    "RULER": ("--tasks", "ruler_synthetic", "--lengths", "32000", "--samples", "50"),
+    **dict.fromkeys(("MMLU", "ARC-C", "RACE", "BBH", "TruthfulQA", "CommonsenseQA"), _SHORT),
+}
+"""Words of ``longce evaluate`` for the benchmarks of the tables."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,8 @@ class Run:
     def settings(self) -> tuple[str, ...]:
         """Return the configs and options of `fit` and `plan`."""
         entry = published()["runs"][self.name]
-        layers = ("base", *(f"experiments/{name}" for name in entry["configs"]))
+        # A 7B model with its gradients and AdamW needs 125 GiB without sharding, more than the paper's cards have.
+        layers = ("base", *(f"experiments/{name}" for name in entry["configs"]), "strategies/fsdp")
         words = [word for layer in layers for word in ("-c", f"configs/{layer}.yaml")]
         words += [word for key, value in entry.get("options", {}).items() for word in (f"--{key}", str(value))]
         return (*words, *self.options)
@@ -64,6 +74,17 @@ class Run:
         """Return the commands that export the models after some steps."""
         steps = [(self.weights(step), self.output / "models" / f"{self.name}-{step}") for step in self.steps]
         return [Step(("export", str(weights), str(folder)), folder / "config.json") for weights, folder in steps]
+
+    def evaluations(self, benchmarks: Sequence[str]) -> list[Step]:
+        """Return the commands that evaluate the exported models on these benchmarks."""
+        steps = []
+        for step in self.steps:
+            name = f"{self.name}-{step}"
+            for words in dict.fromkeys(EVALUATIONS[benchmark] for benchmark in benchmarks):
+                folder = self.output / "scores" / name / words[1]
+                command = ("evaluate", "--model", str(self.output / "models" / name), *words, "--output", str(folder))
+                steps.append(Step(command, folder / "report.html"))
+        return steps
 
     def weights(self, step: int) -> Path:
         """Return the path of the weights that `fit` writes at a step."""
@@ -88,22 +109,29 @@ def script(runs: Sequence[Run], table: Table) -> str:
     lines = [f"# {table.name}: {table.title}", "# Start it in the checkout. What is done is not done again.", "set -e"]
     for run in runs:
         lines += ["", f"# {run.name}. Time and memory: {run.plan()}"]
-        lines += [f"[ -e {shlex.quote(str(step.done))} ] || {step}" for step in (run.fit(), *run.exports())]
-    names = sorted({without_steps(column)[0] for column in table.columns} - {"Avg."})
-    example = f"{runs[0].name}-{runs[0].steps[-1]}"
+        steps = (run.fit(), *run.exports(), *run.evaluations(benchmarks(table)))
+        lines += [f"[ -e {shlex.quote(str(step.done))} ] || {step}" for step in steps]
+    scores = shlex.quote(str(runs[0].output / "scores"))
     lines += [
         "",
-        f"# Then measure the models by the benchmarks, and write a file with the columns model, {', '.join(names)} and",
-        f"# a line for each model ({example}, ..): longce reproduce {table.name} --scores FILE",
+        "# The table from these scores. Those of other programs are read from files with the columns model (such as",
+        f"# {runs[0].name}-{runs[0].steps[-1]}) and {', '.join(benchmarks(table))}.",
+        f"longce reproduce {table.name} --output {shlex.quote(str(runs[0].output))} --scores {scores}/*/*",
     ]
     return "\n".join(lines) + "\n"
 
 
-def carry_out(runs: Sequence[Run], call: Callable[[Sequence[str]], None] | None = None) -> list[str]:
+def benchmarks(table: Table) -> list[str]:
+    """Return the benchmarks of a table of trained models."""
+    return sorted({without_steps(column)[0] for column in table.columns} & set(EVALUATIONS))
+
+
+def carry_out(runs: Sequence[Run], table: Table, call: Callable[[Sequence[str]], None] | None = None) -> list[str]:
     """Run all unfinished commands, each in its own process.
 
     Args:
         runs: The runs.
+        table: Its benchmarks are evaluated.
         call: Runs ``longce`` with these words; raises if that fails.
 
     Returns:
@@ -111,7 +139,7 @@ def carry_out(runs: Sequence[Run], call: Callable[[Sequence[str]], None] | None 
     """
     failed = []
     for run in runs:
-        for step in (run.fit(), *run.exports()):
+        for step in (run.fit(), *run.exports(), *run.evaluations(benchmarks(table))):
             if step.done.exists():
                 continue
             sys.stdout.write(f"$ {step}\n")
@@ -125,5 +153,5 @@ def carry_out(runs: Sequence[Run], call: Callable[[Sequence[str]], None] | None 
 
 
 def _call(words: Sequence[str]) -> None:
-    program = "from longce.cli.main import main; main()"
-    subprocess.run([sys.executable, "-c", program, *words], check=True, cwd=CONFIGS.parent)
+    # A module, because Lightning starts the processes of further GPUs by the name of the first one's program.
+    subprocess.run([sys.executable, "-m", "longce", *words], check=True, cwd=CONFIGS.parent)

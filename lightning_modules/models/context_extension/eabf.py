@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_modules.models.context_extension.frequencies import is_local, layer_parameters
+
 EABF = "eabf"
 """Value of ``rope_parameters.rope_type``."""
 
@@ -45,9 +47,10 @@ def scaled_attention(attention: Callable[..., Any], module: nn.Module, query: Te
     ``attention`` is the attention function of transformers, and the others are its arguments, with ``position_ids``.
     """
     config: Any = module.config
-    rope = config.rope_parameters
-    # The paper leaves the first two layers as they are; the released code scales all.
-    if module.layer_idx >= rope["unscaled_layers"]:
+    rope = layer_parameters(config, module.layer_idx)
+    # The paper leaves the first two layers as they are; the released code scales all. Layers with a window of their own
+    # see no long distances.
+    if module.layer_idx >= rope["unscaled_layers"] and not is_local(config, module.layer_idx):
         positions = kwargs["position_ids"]
         if (window := kwargs.get("attention_window")) is not None:
             positions = positions.clamp(max=window - 1)  # as in a document of this length

@@ -10,18 +10,40 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
+from lightning_modules.models.context_extension.architectures import (
+    ARCHITECTURES,
+    DYNAMIC_ARCHITECTURES,
+    EABF_ARCHITECTURES,
+    FIXED_WINDOWS,
+    PATTERN_ARCHITECTURES,
+    REFUSED,
+)
+from lightning_modules.models.context_extension.composition import (
+    as_longrope,
+    check_divisors,
+    longrope_attention_factor,
+    multiply_factor,
+    present_method,
+    rotate_further,
+    rotated_part,
+)
 from lightning_modules.models.context_extension.eabf import EABF
+from lightning_modules.models.context_extension.frequencies import (
+    LOCAL_LAYERS,
+    Parameters,
+    frequencies,
+    global_parameters,
+    parameter_sets,
+    rotary_width,
+)
 from lightning_modules.models.context_extension.patterns.settings import PATTERN_OPTIONS, PATTERN_SETTINGS
 from lightning_modules.models.context_extension.rope_types import (
-    TYPE_ARCHITECTURES,
+    ROPE_TYPES,
     check_parameters,
     own_type,
     register_rope_types,
-    rotary_width,
 )
-from lightning_modules.models.context_extension.rotary_checks import ARCHITECTURES
-
-ANY_ROPE_TYPE = tuple(name for name in ARCHITECTURES if name != "phi3")  # Phi-3 has only `default` and `longrope`
+from lightning_modules.models.context_extension.rotary_checks import depends_on_length
 
 
 @dataclass(frozen=True)
@@ -159,13 +181,20 @@ class ContextExtension:
         # None means the default, so that a saved config shows what the user has set.
         return {name: DEFAULTS[name] if getattr(self, name) is None else getattr(self, name) for name in names}
 
+    def chosen_options(self) -> dict[str, Any]:
+        """Return the options of the method that were set."""
+        values = {name: getattr(self, name) for name in METHODS[self.method].options}
+        return {name: value for name, value in values.items() if value is not None}
+
     def apply(self, config: PreTrainedConfig) -> None:
         """Change the config of a model; raise a ``ValueError`` if the method does not support the model."""
         self._check_fits(config)
         if getattr(config, "head_dim", 0) is None:  # Mixtral: transformers' YaRN and LongRoPE would fail
             config.head_dim = config.hidden_size // config.num_attention_heads
-        # Merged, because `rope_theta` and `partial_rotary_factor` of the model stay.
-        config.rope_parameters = {**config.rope_parameters, **METHODS[self.method].rope(self, config)}
+        extended: dict[str | None, Parameters] = {}
+        for kind, parameters in parameter_sets(config).items():
+            extended[kind] = parameters if kind in LOCAL_LAYERS else extend_parameters(self, config, parameters)
+        config.rope_parameters = extended.get(None, {**config.rope_parameters, **extended})
         # Dynamic NTK compares the length of a text with this value.
         config.max_position_embeddings = self.original_length if self.method == "dynamic_ntk" else self.target_length
         if hasattr(config, "original_max_position_embeddings"):  # Phi-3: overrides `rope_parameters`
@@ -184,31 +213,102 @@ class ContextExtension:
             # Other architectures may use RoPE differently.
             fit = [name for name, method in METHODS.items() if config.model_type in method.architectures]
             advice = f"choose one of {', '.join(fit)}" if fit else "remove it (`--model.context_extension null`)"
+            reason = REFUSED.get(config.model_type, "which was not compared with the method's formula")
+            if self.method.endswith("_authors"):
+                reason = f"but {' and '.join(supported)} only"
             raise ValueError(
-                f"The `context_extension` '{self.method}' supports {', '.join(supported)}, not '{config.model_type}':"
-                f" {advice}, or set `model_config.rope_parameters` yourself."
+                f"The `context_extension` '{self.method}' does not support '{config.model_type}', {reason}: {advice},"
+                " or set `model_config.rope_parameters` yourself."
             )
         windows = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-        if self.method in PATTERN_SETTINGS and not self.full_attention and windows:
+        nested = None not in parameter_sets(config)
+        if self.full_attention and (nested or config.model_type in FIXED_WINDOWS):
+            raise ValueError(
+                f"`context_extension.full_attention: true` would change the rotation of '{config.model_type}', whose"
+                " layers with sliding windows have positions of their own: remove it."
+            )
+        if self.method in PATTERN_SETTINGS and not self.full_attention and windows and not nested:
             raise ValueError(
                 f"The model has sliding windows of {config.sliding_window} tokens, which the pattern '{self.method}'"
                 " must replace: set `context_extension.full_attention: true`."
             )
-        # A factor on a factor would be neither method, and the original length would be wrong.
-        present = config.rope_parameters["rope_type"]
-        if present != "default" and self.method != "none":
-            raise ValueError(
-                f"The model is already extended (RoPE type '{present}'): remove `context_extension`, or extend the"
-                " model that this one was made from."
-            )
 
 
 class Method(NamedTuple):
-    """A method: values for ``rope_parameters``, options and supported model types."""
+    """A method: values for ``rope_parameters`` from those of plain RoPE, options and supported model types."""
 
-    rope: Callable[[ContextExtension, PreTrainedConfig], dict[str, Any]]
+    rope: Callable[[ContextExtension, PreTrainedConfig, Parameters], dict[str, Any]]
     options: tuple[str, ...] = ()
-    architectures: tuple[str, ...] = ANY_ROPE_TYPE
+    architectures: tuple[str, ...] = ARCHITECTURES
+
+
+def extend_parameters(extension: ContextExtension, config: PreTrainedConfig, present: Parameters) -> Parameters:
+    """Return the ``rope_parameters`` of layers that see the whole text, extended from those that they have now.
+
+    A model of plain RoPE gets what the method defines. A model that is already extended
+
+    - by the same method gets a larger factor;
+    - by any method gets a higher base from ``abf``, and from ``eabf`` if it has EABF (its scale keeps its length);
+    - by a method of other frequencies rotates by the new method's formula on these frequencies, written as LongRoPE
+      with equal divisors for short and long texts, which transformers loads;
+    - keeps its frequencies as the ``inner`` ones of EABF or of an attention pattern.
+    """
+    name = extension.method
+    kind = present["rope_type"]
+    if name == "none":
+        return present
+    if kind != "default":
+        _check_again(extension, present)
+    if name == "abf" or (name == EABF and kind == EABF):
+        return _raise_base(extension, config, present)
+    if name in ROPE_TYPES:
+        return _extend_by_own_type(extension, config, present)
+    if name in MULTIPLIED and name == present_method(present):
+        return multiply_factor(present, extension.factor, extension.chosen_options())
+    if kind != "default":
+        return rotate_further(extension, config, present)
+    # Merged, because `rope_theta` and `partial_rotary_factor` of the model stay.
+    extended = {**present, **METHODS[name].rope(extension, config, present)}
+    if config.model_type == "phi3" and name not in PHI3_METHODS:
+        theta, attention_factor = frequencies(config, extended)
+        return as_longrope(extension, config, present, theta.double(), attention_factor)
+    return extended
+
+
+def _raise_base(extension: ContextExtension, config: PreTrainedConfig, present: Parameters) -> Parameters:
+    higher = {**present, **_make_abf(extension, config, present)}
+    if "inner" in present:
+        higher["inner"] = {**present["inner"], "rope_theta": higher["rope_theta"]}
+    return higher
+
+
+def _extend_by_own_type(extension: ContextExtension, config: PreTrainedConfig, present: Parameters) -> Parameters:
+    own = {**rotated_part(present), **METHODS[extension.method].rope(extension, config, present)}
+    if present["rope_type"] != "default":
+        own["inner"] = {**present, "rope_theta": own["rope_theta"]}
+    return own
+
+
+def _check_again(extension: ContextExtension, present: Parameters) -> None:
+    """Raise a ``ValueError`` for an extension that cannot follow the one that the model has."""
+    name = extension.method
+    kind = present["rope_type"]
+    advice = "remove `context_extension`, or extend the model that this one was made from"
+    if depends_on_length(present):
+        raise ValueError(f"The model's RoPE type '{kind}' depends on the length of the text: {advice}.")
+    follows_own = name == "abf" or (name == EABF and kind == EABF)
+    if name == "dynamic_ntk" or name.endswith("_authors") or (kind in ROPE_TYPES and not follows_own):
+        raise ValueError(
+            f"The model is already extended (RoPE type '{kind}'), and '{name}' cannot follow it: {advice}."
+        )
+    if name in ("alibi", "xpos"):
+        raise ValueError(f"'{name}' is defined for plain RoPE, and the model's type is '{kind}': {advice}.")
+    before = present.get("original_max_position_embeddings")
+    if before is not None and kind not in ROPE_TYPES and extension.original_length <= before:
+        raise ValueError(
+            f"The model is already extended from {before} tokens (RoPE type '{kind}'): set"
+            f" `context_extension.original_length` = {extension.original_length} to the length that it has now."
+        )
 
 
 def _scale_rope(extension: ContextExtension, rope_type: str, **values: Any) -> dict[str, Any]:
@@ -223,27 +323,24 @@ def _make_yarn(extension: ContextExtension, attention_factor: float | None) -> d
     return _scale_rope(extension, "yarn", **extension.options(*BETAS), attention_factor=factor)
 
 
-def _make_longrope(extension: ContextExtension, config: PreTrainedConfig) -> dict[str, Any]:
-    # One divisor for each pair of rotated components.
-    divisors = [float(divisor) for divisor in extension.long_factor or []]
-    if len(divisors) != (wanted := rotary_width(config) // 2):
-        raise ValueError(f"`context_extension.long_factor` has {len(divisors)} divisors; this model needs {wanted}.")
-    default = math.sqrt(1 + math.log(extension.factor) / math.log(extension.original_length))
+def _make_longrope(extension: ContextExtension, config: PreTrainedConfig, present: Parameters) -> dict[str, Any]:
+    divisors = check_divisors(extension.long_factor, config, present)
+    attention_factor = extension.attention_factor or longrope_attention_factor(extension)
     # Short texts have the same factors, so that the long and short contexts of a token can be compared.
     factors = {"short_factor": divisors, "long_factor": divisors}
-    return _scale_rope(extension, "longrope", **factors, attention_factor=extension.attention_factor or default)
+    return _scale_rope(extension, "longrope", **factors, attention_factor=attention_factor)
 
 
-def _make_ntk(extension: ContextExtension, config: PreTrainedConfig) -> dict[str, Any]:
+def _make_ntk(extension: ContextExtension, config: PreTrainedConfig, present: Parameters) -> dict[str, Any]:
     # d, the number of rotated components.
-    width = rotary_width(config)
+    width = rotary_width(config, present)
     # The lowest frequency is then divided by s, as in position interpolation, and the highest kept.
-    return {"rope_theta": config.rope_parameters["rope_theta"] * extension.factor ** (width / (width - 2))}
+    return {"rope_theta": present["rope_theta"] * extension.factor ** (width / (width - 2))}
 
 
-def _make_abf(extension: ContextExtension, config: PreTrainedConfig) -> dict[str, Any]:
+def _make_abf(extension: ContextExtension, _: PreTrainedConfig, present: Parameters) -> dict[str, Any]:
     base = extension.options("base")["base"]
-    current = config.rope_parameters["rope_theta"]
+    current = present["rope_theta"]
     if base < current:
         raise ValueError(
             f"`context_extension.base` = {base:g} is below the model's RoPE base of {current:g}, which would shorten"
@@ -252,19 +349,25 @@ def _make_abf(extension: ContextExtension, config: PreTrainedConfig) -> dict[str
     return {"rope_theta": base}
 
 
-def _make_eabf(extension: ContextExtension, config: PreTrainedConfig) -> dict[str, Any]:
-    return _make_authors_eabf(extension, config) | _make_abf(extension, config) | {"unscaled_layers": UNSCALED_LAYERS}
+def _make_eabf(extension: ContextExtension, config: PreTrainedConfig, present: Parameters) -> dict[str, Any]:
+    length = {"original_max_position_embeddings": extension.original_length}
+    return {"rope_type": EABF, "unscaled_layers": UNSCALED_LAYERS, **length, **_make_abf(extension, config, present)}
 
 
-def _make_authors_eabf(extension: ContextExtension, config: PreTrainedConfig) -> dict[str, Any]:
+def _make_authors_eabf(extension: ContextExtension, config: PreTrainedConfig, present: Parameters) -> dict[str, Any]:
     # The released code sets the base of Llama only.
-    base = DEFAULTS["base"] if config.model_type == "llama" else config.rope_parameters["rope_theta"]
+    base = DEFAULTS["base"] if config.model_type == "llama" else present["rope_theta"]
     length = {"original_max_position_embeddings": extension.original_length}
     return {"rope_type": EABF, "rope_theta": base, "unscaled_layers": 0, **length}
 
 
-def _make_pi(extension: ContextExtension, _: PreTrainedConfig) -> dict[str, Any]:
+def _make_pi(extension: ContextExtension, *_: Any) -> dict[str, Any]:
     return {"rope_type": "linear", "factor": extension.factor}
+
+
+def _make_authors_pi(extension: ContextExtension, config: PreTrainedConfig, _: Parameters) -> dict[str, Any]:
+    # The released code interpolates the positions of Llama only.
+    return _make_pi(extension) if config.model_type == "llama" else {}
 
 
 AUTHORS_LENGTH = 4096
@@ -273,25 +376,26 @@ FREQ_FACTORS = ("low_freq_factor", "high_freq_factor")
 UNSCALED_LAYERS = 2
 DEFAULTS = {"base": 500_000.0, "beta_fast": 32.0, "beta_slow": 1.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 OPTIONS = (*DEFAULTS, "long_factor", "attention_factor", *PATTERN_OPTIONS)
+PHI3_METHODS = ("abf", "ntk", "longrope")
+"""Methods that the RoPE types of Phi-3 express, `default` and `longrope`."""
+MULTIPLIED = ("pi", "ntk_by_parts", "yarn", "llama3")
+"""Methods of which a second extension is one extension by the product of both factors."""
 
 METHODS: dict[str, Method] = {
-    "none": Method(lambda *_: {}, (), ARCHITECTURES),
+    "none": Method(lambda *_: {}),
     "pi": Method(_make_pi),
-    "abf": Method(_make_abf, ("base",), ARCHITECTURES),
-    "eabf": Method(_make_eabf, ("base",), TYPE_ARCHITECTURES),
-    "ntk": Method(_make_ntk, (), ARCHITECTURES),
-    "ntk_by_parts": Method(lambda e, _: _make_yarn(e, 1.0), BETAS),
-    "yarn": Method(lambda e, _: _make_yarn(e, e.attention_factor), (*BETAS, "attention_factor")),
-    "dynamic_ntk": Method(lambda *_: {"rope_type": "dynamic", "factor": 1.0}),
-    "llama3": Method(lambda e, _: _scale_rope(e, "llama3", **e.options(*FREQ_FACTORS)), FREQ_FACTORS),
-    "longrope": Method(_make_longrope, ("long_factor", "attention_factor"), ARCHITECTURES),
+    "abf": Method(_make_abf, ("base",)),
+    "eabf": Method(_make_eabf, ("base",), EABF_ARCHITECTURES),
+    "ntk": Method(_make_ntk),
+    "ntk_by_parts": Method(lambda e, *_: _make_yarn(e, 1.0), BETAS),
+    "yarn": Method(lambda e, *_: _make_yarn(e, e.attention_factor), (*BETAS, "attention_factor")),
+    "dynamic_ntk": Method(lambda *_: {"rope_type": "dynamic", "factor": 1.0}, (), DYNAMIC_ARCHITECTURES),
+    "llama3": Method(lambda e, *_: _scale_rope(e, "llama3", **e.options(*FREQ_FACTORS)), FREQ_FACTORS),
+    "longrope": Method(_make_longrope, ("long_factor", "attention_factor")),
     "eabf_authors": Method(_make_authors_eabf, (), ("llama", "mistral")),
-    # The released code interpolates the positions of Llama only.
-    "pi_authors": Method(
-        lambda *args: _make_pi(*args) if args[1].model_type == "llama" else {}, (), ("llama", "mistral")
-    ),
+    "pi_authors": Method(_make_authors_pi, (), ("llama", "mistral")),
     **{
-        name: Method(settings.rope_parameters, settings.options, TYPE_ARCHITECTURES)
+        name: Method(settings.rope_parameters, settings.options, PATTERN_ARCHITECTURES)
         for name, settings in PATTERN_SETTINGS.items()
     },
 }
@@ -301,6 +405,7 @@ def extend_config(config: PreTrainedConfig, settings: Mapping[str, Any] | Contex
     """Extend a config if there are settings, and register its RoPE type if it is one of ours."""
     if settings is not None:
         ContextExtension.parse(settings).apply(config)
-    if own_type(text := config.get_text_config(decoder=True)) is not None:
-        check_parameters(text.rope_parameters)
+    text = config.get_text_config(decoder=True)
+    if own_type(text) is not None:
+        check_parameters(global_parameters(text))
         register_rope_types()

@@ -19,13 +19,18 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lightning_modules.models.attention import DOCUMENT_SDPA, document_attention, register_document_attention
+from lightning_modules.models.context_extension.architectures import EABF_ARCHITECTURES, PATTERN_ARCHITECTURES
 from lightning_modules.models.context_extension.eabf import EABF, scaled_attention
+from lightning_modules.models.context_extension.frequencies import (
+    frequencies,
+    global_parameters,
+    inner_parameters,
+    layer_parameters,
+    parameter_sets,
+)
 from lightning_modules.models.context_extension.patterns import PATTERNS, Pattern, Rotary
 from lightning_modules.models.context_extension.patterns.settings import PATTERN_SETTINGS
 from lightning_modules.models.context_extension.patterns.trained import check_dilation
-
-TYPE_ARCHITECTURES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gpt_neox")
-"""Model types whose attention gets positions and rotates the usual halves, as tests verify."""
 
 BACKENDS = ("sdpa", DOCUMENT_SDPA, "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 """Attention implementations that are wrapped."""
@@ -35,31 +40,12 @@ PATTERN_BACKENDS = ("sdpa", DOCUMENT_SDPA)
 
 
 class RopeType(NamedTuple):
-    """Attention (a function of the wrapped one and its arguments), inverse frequencies, backends and parameters."""
+    """Attention (a function of the wrapped one and its arguments), backends, parameters, and who rotates."""
 
     attend: Callable[..., Any]
-    frequencies: Callable[[PreTrainedConfig], Tensor]
     backends: tuple[str, ...]
     parameters: tuple[str, ...]
-
-
-def rotary_width(config: PreTrainedConfig) -> int:
-    """Return the number of rotated components of each attention head."""
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(width * config.rope_parameters.get("partial_rotary_factor", 1.0))
-
-
-def plain_frequencies(config: PreTrainedConfig) -> Tensor:
-    """Return ``[R / 2]`` float32 inverse frequencies of plain RoPE with the base of the config."""
-    width = rotary_width(config)
-    # In the order and the dtypes of transformers, so that equal bases give equal bits.
-    exponents = torch.arange(0, width, 2, dtype=torch.int64).to(torch.float32) / width
-    return 1.0 / (config.rope_parameters["rope_theta"] ** exponents)
-
-
-def no_frequencies(config: PreTrainedConfig) -> Tensor:
-    """Return zeros, so that cos is 1 and sin is 0: patterns and caches get states that are not rotated."""
-    return torch.zeros_like(plain_frequencies(config))
+    rotates: bool = False  # by itself, where the model leaves queries and keys as they are
 
 
 def _attend_by_pattern(
@@ -76,20 +62,22 @@ def _attend_by_pattern(
     if config._attn_implementation in BACKENDS:  # which may have changed since the model was built
         _check_backend(config, PATTERN_BACKENDS)
     # The model's own buffer has zeros, so that the states come here without rotation.
-    frequencies = plain_frequencies(config).to(query.device)
-    rotary = Rotary(config.rope_parameters, frequencies, kwargs["scaling"], kwargs.get("dropout", 0.0))
+    parameters = layer_parameters(config, module.layer_idx)
+    theta, factor = frequencies(config, inner_parameters(parameters))
+    if not getattr(module, "use_rope", True):  # SmolLM3: layers without positions keep all distances at 0
+        theta, factor = torch.zeros_like(theta), 1.0
+    dropout = kwargs.get("dropout", 0.0)
+    rotary = Rotary(parameters, theta.to(query.device), kwargs["scaling"], dropout, factor)
     boundaries = kwargs.get("document_boundaries")
     output = by_document(lambda q, k, v: pattern(q, k, v, rotary), query, key, value, attention_mask, boundaries)
     return output.transpose(1, 2).contiguous(), None
 
 
 ROPE_TYPES: dict[str, RopeType] = {
-    EABF: RopeType(
-        scaled_attention, plain_frequencies, BACKENDS, ("original_max_position_embeddings", "unscaled_layers")
-    ),
+    EABF: RopeType(scaled_attention, BACKENDS, ("original_max_position_embeddings", "unscaled_layers")),
     **{
         name: RopeType(
-            partial(_attend_by_pattern, pattern), no_frequencies, PATTERN_BACKENDS, PATTERN_SETTINGS[name].written
+            partial(_attend_by_pattern, pattern), PATTERN_BACKENDS, PATTERN_SETTINGS[name].written, rotates=True
         )
         for name, pattern in PATTERNS.items()
     },
@@ -106,7 +94,7 @@ class RopeTypeAttention:
     @torch.compiler.disable
     def __call__(self, module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Compute attention with ``[B, H, T, D]`` queries and the arguments of transformers."""
-        rope_type = own_type(getattr(module, "config", None))
+        rope_type = self._type_of_layer(module)
         window = kwargs.get("attention_window")
         if window is not None and self.attention is not document_attention:  # flash attention
             # A layer's own window stays where it is narrower.
@@ -115,11 +103,17 @@ class RopeTypeAttention:
             return self.attention(module, query, *args, **kwargs)
         return rope_type.attend(self.attention, module, query, *args, **kwargs)
 
+    def _type_of_layer(self, module: nn.Module) -> RopeType | None:
+        config: Any = getattr(module, "config", None)
+        layer: Any = getattr(module, "layer_idx", None)
+        if config is None or layer is None:
+            return None
+        return ROPE_TYPES.get(layer_parameters(config, layer).get("rope_type", ""))
 
-def own_type(config: PreTrainedConfig | None) -> RopeType | None:
+
+def own_type(config: PreTrainedConfig) -> RopeType | None:
     """Return the RoPE type of a config if it is one of ours, and None otherwise."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return ROPE_TYPES.get(parameters.get("rope_type", ""))
+    return ROPE_TYPES.get(global_parameters(config).get("rope_type", ""))
 
 
 def register_rope_types() -> None:
@@ -156,7 +150,7 @@ def check_parameters(parameters: Mapping[str, Any]) -> None:
 def _check_backend(config: Any, backends: tuple[str, ...]) -> None:
     if config._attn_implementation not in backends:
         raise ValueError(
-            f"The RoPE type '{config.rope_parameters['rope_type']}' does not support '{config._attn_implementation}'"
+            f"The RoPE type '{global_parameters(config)['rope_type']}' does not support '{config._attn_implementation}'"
             f" attention: set `attn_implementation` to one of {', '.join(backends)}."
         )
 
@@ -172,23 +166,35 @@ def check_attention(model: PreTrainedModel) -> None:
         return
     raise RuntimeError(
         f"The attention implementation '{name}' ignores the model's RoPE type"
-        f" '{model.config.rope_parameters['rope_type']}': use one of {', '.join(rope_type.backends)}."
+        f" '{global_parameters(model.config)['rope_type']}': use one of {', '.join(rope_type.backends)}."
     )
 
 
 def _init_frequencies(
-    name: str, config: PreTrainedConfig, device: torch.device | None = None, seq_len: int | None = None, **_: Any
+    name: str,
+    config: PreTrainedConfig,
+    device: torch.device | None = None,
+    seq_len: int | None = None,
+    layer_type: str | None = None,
+    **_: Any,
 ) -> tuple[Tensor, float]:
     """Return inverse frequencies and attention factor, for transformers when it builds a model."""
     rope_type = ROPE_TYPES[name]
-    check_parameters(config.rope_parameters)
+    parameters = parameter_sets(config)[layer_type]
+    check_parameters(parameters)
     _check_backend(config, rope_type.backends)
-    if config.model_type not in TYPE_ARCHITECTURES:
+    supported = PATTERN_ARCHITECTURES if rope_type.rotates else EABF_ARCHITECTURES
+    if config.model_type not in supported:
         raise ValueError(
-            f"The RoPE type '{name}' supports models of type {', '.join(TYPE_ARCHITECTURES)}, not"
-            f" '{config.model_type}', which may not pass positions to its attention: use another method, such as 'abf'."
+            f"The RoPE type '{name}' supports models of type {', '.join(supported)}, not '{config.model_type}', which"
+            " may not pass positions to its attention, or rotates differently: use another method, such as 'abf'."
         )
-    return rope_type.frequencies(config).to(device), 1.0
+    # On the CPU also where transformers builds a model without memory, whose buffers it computes again later.
+    with torch.device("cpu"):
+        theta, factor = frequencies(config, inner_parameters(parameters))
+    if rope_type.rotates:  # cos is 1 and sin is 0: patterns and caches get states that are not rotated
+        theta, factor = torch.zeros_like(theta), 1.0
+    return theta.to(device or torch.get_default_device()), factor
 
 
 def by_document(

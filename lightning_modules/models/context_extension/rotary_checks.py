@@ -5,10 +5,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from lightning_modules.models.context_extension.architectures import ARCHITECTURES
 from lightning_modules.models.context_extension.rope_types import check_attention
-
-ARCHITECTURES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "phi3", "gemma", "gpt_neox")
-"""Model types with one set of RoPE parameters for all layers, whose frequencies tests compare with the formulas."""
 
 
 def check_static(config: PreTrainedConfig, *, compares: bool) -> None:
@@ -44,7 +42,8 @@ def check_rotary(model: PreTrainedModel) -> None:
     # 2. Other architectures may compute them differently, so only verified ones are compared.
     for name, module in model.named_modules():
         config: Any = getattr(module, "config", None)
-        if getattr(config, "model_type", None) not in ARCHITECTURES or "inv_freq" not in module._buffers:
+        rotates = any(buffer.endswith("inv_freq") for buffer in module._buffers)
+        if getattr(config, "model_type", None) not in ARCHITECTURES or not rotates:
             continue
         # Dynamic NTK and LongRoPE replace them in a forward pass.
         if not any(map(depends_on_length, rope_parameter_sets(config))):
@@ -58,12 +57,19 @@ def depends_on_length(parameters: dict[str, Any]) -> bool:
 
 
 def _check_frequencies(name: str, module: Any) -> None:
-    # The module itself knows how it computes frequencies from its config.
+    # The module itself knows how it computes frequencies from its config, of some models for each kind of layer.
     expected = type(module)(module.config)
-    actual = module.inv_freq.detach().cpu().double()
-    # A cast to bfloat16 and back changes frequencies by up to 4e-3 of their value.
-    wrong = not torch.allclose(actual, expected.inv_freq.cpu().double(), rtol=1e-6, atol=0)
-    if wrong or module.attention_scaling != expected.attention_scaling:
+    wrong = False
+    for buffer, frequencies in module._buffers.items():
+        if buffer.endswith("inv_freq"):
+            actual = frequencies.detach().cpu().double()
+            wanted = expected._buffers[buffer].cpu().double()
+            # A cast to bfloat16 and back changes frequencies by up to 4e-3 of their value.
+            wrong |= not torch.allclose(actual, wanted, rtol=1e-6, atol=0)
+    for attribute, factor in vars(expected).items():
+        if attribute.endswith("attention_scaling"):
+            wrong |= getattr(module, attribute) != factor
+    if wrong:
         raise RuntimeError(
             f"The rotary frequencies of `{name}` do not match the model's config: they were rounded, or the config was"
             " changed after the model was built. Change it before, with `context_extension` or `model_config`."

@@ -31,20 +31,25 @@ class Rotary:
     frequencies: Tensor  # [R / 2] inverse frequencies, float32, on the device of the queries
     scaling: float  # factor of the products of queries and keys
     dropout: float = 0.0  # fraction of the attention weights that are dropped
+    attention_factor: float = 1.0  # factor of cos and sin
 
+    def rotate_queries(self, states: Tensor, positions: Tensor) -> Tensor:
+        """Rotate ``[.., T, D]`` queries to ``[T]`` positions, and multiply them by the factor of the products."""
+        return self._rotate(states, positions, self.scaling)
 
-def rotate(states: Tensor, positions: Tensor, frequencies: Tensor, *, scale: float = 1.0) -> Tensor:
-    """Rotate ``[.., T, D]`` states to ``[T]`` positions by ``[R / 2]`` frequencies, in float32, rounded once.
+    def rotate_keys(self, states: Tensor, positions: Tensor) -> Tensor:
+        """Rotate ``[.., T, D]`` keys, or unscaled queries, to ``[T]`` positions."""
+        return self._rotate(states, positions, 1.0)
 
-    Component ``c`` rotates with ``c + R / 2``; components from R on only get the scale.
-    """
-    half = len(frequencies)
-    angles = positions[..., None].to(torch.float32) * frequencies
-    cos = angles.cos() * scale
-    sin = angles.sin() * scale
-    first, second, rest = states.split([half, half, states.shape[-1] - 2 * half], dim=-1)
-    rotated = (first * cos - second * sin, second * cos + first * sin, rest * scale)
-    return torch.cat([components.to(states.dtype) for components in rotated], dim=-1)
+    def _rotate(self, states: Tensor, positions: Tensor, scale: float) -> Tensor:
+        # In float32, rounded once. Component c rotates with c + R / 2; components from R on only get the scale.
+        half = len(self.frequencies)
+        angles = positions[..., None].to(torch.float32) * self.frequencies
+        cos = angles.cos() * (scale * self.attention_factor)
+        sin = angles.sin() * (scale * self.attention_factor)
+        first, second, rest = states.split([half, half, states.shape[-1] - 2 * half], dim=-1)
+        rotated = (first * cos - second * sin, second * cos + first * sin, rest * scale)
+        return torch.cat([components.to(states.dtype) for components in rotated], dim=-1)
 
 
 def grouped_matmul(left: Tensor, right: Tensor) -> Tensor:

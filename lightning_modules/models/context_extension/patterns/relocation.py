@@ -18,7 +18,6 @@ from lightning_modules.models.context_extension.patterns.blocks import (
     Take,
     attention_logits,
     block_size,
-    rotate,
 )
 
 Positions = Callable[[Tensor], Tensor]
@@ -170,15 +169,15 @@ def relocated_attention(pattern: Relocation, query: Tensor, key: Tensor, value: 
     positions = torch.arange(length, device=query.device)
     # Exact, and faster: no distance is changed in a short document.
     if first == 0 and length <= pattern.plain_length:
-        query, key = (rotate(states, positions, rotary.frequencies) for states in (query, key))
+        query, key = (rotary.rotate_keys(states, positions) for states in (query, key))
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=rotary.scaling, dropout_p=rotary.dropout, enable_gqa=True
         )
     # Branches with the same positions share their rotated queries or keys.
     queries = list(dict.fromkeys(branch.query_position for branch in pattern.branches))
     keys = list(dict.fromkeys(branch.key_position for branch in pattern.branches))
-    states = [rotate(query, move(positions[first:]), rotary.frequencies, scale=rotary.scaling) for move in queries]
-    states += [rotate(key, move(positions), rotary.frequencies) for move in keys]
+    states = [rotary.rotate_queries(query, move(positions[first:])) for move in queries]
+    states += [rotary.rotate_keys(key, move(positions)) for move in keys]
 
     def score(take: Take, start: int, stop: int) -> tuple[list[Tensor], list[Tensor]]:
         logits = []

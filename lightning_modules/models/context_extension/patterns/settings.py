@@ -16,7 +16,7 @@ class PatternSettings(NamedTuple):
     options: tuple[str, ...] = ()
     keys: Callable[[Mapping[str, Any]], int] | None = None  # most keys of a query; None if it grows with the text
 
-    def rope_parameters(self, extension: Any, _: Any) -> dict[str, Any]:
+    def rope_parameters(self, extension: Any, *_: Any) -> dict[str, Any]:
         """Return the values of ``rope_parameters`` for a `ContextExtension`."""
         options = {name: getattr(extension, name) for name in self.options}
         parameters = self.parameters(extension.original_length, extension.target_length, **options)

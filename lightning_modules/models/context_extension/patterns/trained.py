@@ -14,7 +14,6 @@ from lightning_modules.models.context_extension.patterns.blocks import (
     Take,
     attention_logits,
     block_size,
-    rotate,
 )
 
 XPOS_GAMMA, XPOS_SCALE_BASE = 0.4, 512
@@ -73,8 +72,8 @@ def xpos(query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
     # Logarithms, because powers over 100,000 tokens would overflow.
     decay = xpos_log_decay(rotary.frequencies, query.shape[-1])
     # Rounded only after the decay.
-    queries = rotate(query.float(), positions[first:], rotary.frequencies, scale=rotary.scaling)
-    keys = rotate(key.float(), positions, rotary.frequencies)
+    queries = rotary.rotate_queries(query.float(), positions[first:])
+    keys = rotary.rotate_keys(key.float(), positions)
 
     def score(take: Take, start: int, stop: int) -> tuple[list[Tensor], list[Tensor]]:
         i = positions[start:stop, None]
@@ -112,8 +111,8 @@ def longnet(query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor
     stop = key.shape[2]
     first = key.shape[2] - query.shape[2]
     positions = torch.arange(stop, device=query.device)
-    query = rotate(query, positions[first:], rotary.frequencies, scale=rotary.scaling)
-    key = rotate(key, positions, rotary.frequencies)
+    query = rotary.rotate_queries(query, positions[first:])
+    key = rotary.rotate_keys(key, positions)
     heads = query.shape[1]
     groups = query.shape[1] // key.shape[1]
     lengths = rotary.parameters["segment_lengths"]

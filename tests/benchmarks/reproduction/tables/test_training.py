@@ -1,11 +1,13 @@
 import contextlib
 import io
+import re
 import shlex
 import shutil
 import subprocess
 
 import pytest
 import yaml
+from transformers import LlamaConfig
 
 from benchmarks.reproduction.tables.published import find_table, published
 from benchmarks.reproduction.tables.training import CONFIGS, Run, script, table_runs
@@ -73,5 +75,22 @@ def test_the_script_passes_over_what_is_done(tmp_path):
     shell = shutil.which("sh")
     subprocess.run([shell, "-c", text], check=True, env={"PATH": f"{bin_folder}:/usr/bin:/bin"})
     calls = [shlex.split(line)[:1] for line in (tmp_path / "calls").read_text().splitlines()]
-    assert calls == [["fit"], ["fit"], ["export"]]
+    assert calls == [["fit"], ["evaluate"], ["fit"], ["export"], ["evaluate"], ["reproduce"]]
     assert "--trainer.devices 2" in (tmp_path / "calls").read_text()
+
+
+@pytest.mark.slow
+def test_planned_times_contain_those_of_the_paper(tmp_path, monkeypatch, capsys):
+    """The hours of Table 7 on 8 A100 with 80 GB, at assumed rates."""
+    monkeypatch.chdir(CONFIGS.parent)
+    # The sizes of Llama-2-7B are the defaults of its architecture.
+    LlamaConfig(architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path / "llama2")
+    table = find_table("table7")
+    hours = {table.runs[row]: cells[0] for row, cells in table.rows.items()}
+    model = ["--model.pretrained_model_name_or_path", str(tmp_path / "llama2")]
+    for run in table_runs(table, tmp_path, model):
+        longce(*shlex.split(run.plan())[1:])
+        configured = next(line for line in capsys.readouterr().out.splitlines() if " *  " in line)
+        low, high = re.search(r"([\d.]+) to ([\d.]+) +[\d.]+ to [\d.]+$", configured).groups()
+        assert float(low) < hours.pop(run.name) < float(high), configured
+    assert not hours

@@ -11,7 +11,6 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.eabf import entropy_scale
 from lightning_modules.models.context_extension.rope_types import (
     BACKENDS,
-    TYPE_ARCHITECTURES,
     RopeTypeAttention,
     register_rope_types,
 )
@@ -51,17 +50,9 @@ def float64_scale(positions, unscaled):
     return torch.tensor([1.0] * len(scales) if unscaled else scales, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    # Quick tests of the others: `patterns/test_models.py`, by the same wrapper.
-    [name if name == "llama" else pytest.param(name, marks=pytest.mark.slow) for name in TYPE_ARCHITECTURES],
-)
-def test_every_layer_equals_dense_attention(architecture, folder):
-    check_every_layer(
-        assume_isolation(load_backbone(ModelConfig(folder(architecture), context_extension=settings_of()))),
-        (0, 7, 40, LENGTH),
-        unscaled_layers=2,
-    )
+def test_every_layer_equals_dense_attention(folder):  # others: `test_architectures.py`
+    backbone = assume_isolation(load_backbone(ModelConfig(folder(), context_extension=settings_of())))
+    check_every_layer(backbone, (0, 7, 40, LENGTH), unscaled_layers=2)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "document_sdpa"])

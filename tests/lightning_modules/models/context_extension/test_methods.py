@@ -7,13 +7,12 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
-from transformers import AutoConfig
 
 from lightning_modules.functional.windows import ShortContext
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.context_extension.methods import METHODS, ContextExtension
 from lightning_modules.models.context_extension.patterns import PATTERNS
-from lightning_modules.models.context_extension.rotary_checks import ARCHITECTURES, check_rotary
+from lightning_modules.models.context_extension.rotary_checks import check_rotary
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone, load_config
 from lightning_modules.models.short_context import long_and_short
@@ -111,19 +110,6 @@ def test_frequencies_before_and_after_saving(method, tmp_path):
         assert again.base_model.config.max_position_embeddings == (ORIGINAL if method == "dynamic_ntk" else target)
 
 
-@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "llama"])
-def test_frequencies_of_each_architecture(architecture, tmp_path):
-    width = {"gpt_neox": 8, "phi3": 12}.get(architecture, 16)
-    path = folder_of(architecture, tmp_path)
-    for method in ("none", "pi", "eabf", "ntk", "yarn", "llama3", "longrope"):
-        settings = extension(method, width)
-        if architecture in METHODS[method].architectures:
-            check_formula(load_backbone(ModelConfig(path, context_extension=settings)), method, width, {})
-        else:
-            with pytest.raises(ValueError, match=f"'{method}' supports llama.* not 'phi3'.*choose one of none, abf"):
-                load_config(ModelConfig(path, context_extension=settings))
-
-
 def test_phi3_goes_by_the_original_length_of_the_extension(tmp_path):
     path = folder_of("phi3", tmp_path, original_max_position_embeddings=128)
     config = load_config(ModelConfig(path, context_extension=extension("longrope", 12)))
@@ -219,20 +205,6 @@ def test_wrong_settings(option, settings, tmp_path):
     tiny_config("llama", 50, hidden_size=64).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=option):
         load_config(ModelConfig(str(tmp_path / "config.json"), context_extension=settings))
-
-
-@pytest.mark.parametrize("architecture", ["falcon", "gemma3_text", "gpt2", "opt"])
-def test_other_architectures(architecture):
-    config = AutoConfig.for_model(architecture)
-    with pytest.raises(ValueError, match=f"'abf' supports llama.*, not '{architecture}': remove it"):
-        ContextExtension("abf", 64, 512).apply(config)
-
-
-def test_a_model_is_extended_once(tmp_path):
-    path = folder_of("llama", tmp_path)
-    load_backbone(ModelConfig(path, context_extension=extension("pi"))).model.save_pretrained(tmp_path / "extended")
-    with pytest.raises(ValueError, match=r"already extended \(RoPE type 'linear'\)"):
-        load_config(ModelConfig(str(tmp_path / "extended"), context_extension=extension("yarn")))
 
 
 def test_rotary_that_is_not_what_the_config_says(tmp_path):

@@ -56,11 +56,16 @@ def distances(length, of):
 
 
 def relative_logits(query, key, distance, theta, rotated, zeta=None):
-    """``[H, T, T]``: every pair of components of the query turned by distance times frequency against the key's."""
+    """``[H, T, T]``: every pair of components of the query turned by distance times frequency against the key's.
+
+    ``theta`` is the base of plain RoPE, or the frequencies one by one.
+    """
+    if isinstance(theta, float | int):
+        theta = [theta ** (-2 * c / rotated) for c in range(rotated // 2)]
     half, scale = rotated // 2, 1 / math.sqrt(query.shape[-1])
     logits = torch.einsum("hid,hjd->hij", query[..., rotated:], key[..., rotated:])
     for c in range(half):
-        angle = distance * theta ** (-2 * c / rotated)
+        angle = distance * theta[c]
         qa, qb, ka, kb = query[..., c], query[..., c + half], key[..., c], key[..., c + half]
         aa, bb, ab, ba = (torch.einsum("hi,hj->hij", *pair) for pair in ((qa, ka), (qb, kb), (qa, kb), (qb, ka)))
         part = (aa + bb) * angle.cos() + (ab - ba) * angle.sin()
