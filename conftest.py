@@ -5,6 +5,7 @@
 (``--quick-cpu-limit``), so that the quick tier stays quick.
 """
 
+import gc
 import json
 import platform
 import resource
@@ -13,6 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+
+gc.disable()  # until all tests are collected: of what is imported, nothing is garbage
 
 GATES = {}
 """Outcome, seconds and measured values of each `long` test of this run."""
@@ -57,6 +60,11 @@ def pytest_collection_modifyitems(items):
     # The files that take longest first, so that both processes end together. Benchmarks last: they start threads, with
     # which a process should not be forked.
     items.sort(key=lambda item: ("tests/benchmarks" in item.nodeid) - ("tests/reliability" in item.nodeid))
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -14,7 +14,7 @@ from tests.support.fake_cuda import fake_cuda
 
 NAMES = [
     "8B, bf16: LongPPL",
-    "8 layers, fp32 + autocast: LongCE",
+    pytest.param("8 layers, fp32 + autocast: LongCE", marks=pytest.mark.slow),
     pytest.param("8B, bf16: pass", marks=pytest.mark.slow),
     pytest.param("8 layers, bf16: the authors' step", marks=pytest.mark.slow),
 ]

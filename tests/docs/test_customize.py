@@ -52,6 +52,7 @@ def test_objective(run):
     assert 0 < logged["train/weight_above_1"] < 1
 
 
+@pytest.mark.slow
 def test_data_of_hugging_face_are_trained_on(run, reader):
     logged = run("my_data", "--data.tokens", "64", "--model.objective", "CrossEntropy")
     tokenizer = AutoTokenizer.from_pretrained("model")
@@ -113,6 +114,7 @@ class Plain(LightningModule):
 """
 
 
+@pytest.mark.slow
 def test_any_other_module_is_trained_and_evaluated(run, reader):
     (reader / "plain.py").write_text(PLAIN)
     (evaluator,) = (one for one in EXPERIMENT["trainer"]["callbacks"] if "External" in one["class_path"])

@@ -52,7 +52,6 @@ class Reading(NamedTuple):
         makes: Files that must be there afterwards, as patterns.
         logs: What TensorBoard must show of the run.
         elsewhere: Another test that runs it, in this file: of what takes more than a few seconds.
-        slow: It takes more than a CPU second, and a test of another folder does the same.
     """
 
     more: str = ""
@@ -60,7 +59,6 @@ class Reading(NamedTuple):
     makes: tuple[str, ...] = ()
     logs: tuple[str, ...] = ()
     elsewhere: str = ""
-    slow: bool = False
 
 
 SCORED = r"(?s)LongPPL .*perplexity.*corpus of"
@@ -84,8 +82,8 @@ COMMANDS = {
     "longce fit -c configs/base.yaml -c configs/experiments/longce_pg19.yaml": TRAINED._replace(
         more="-c experiment.yaml"
     ),
-    "longce fit .. -c configs/experiments/longlora.yaml": TRAINED._replace(slow=True),
-    "longce fit .. -c configs/strategies/fsdp.yaml": TRAINED._replace(more="-c experiment.yaml", slow=True),
+    "longce fit .. -c configs/experiments/longlora.yaml": TRAINED,
+    "longce fit .. -c configs/strategies/fsdp.yaml": TRAINED._replace(more="-c experiment.yaml"),
     "longce export": Reading(
         f"{CHECKPOINT} exported", "exported", ("exported/model.safetensors", "exported/README.md")
     ),
@@ -109,15 +107,15 @@ COMMANDS = {
     # First commands of the pages
     "longce score report*.txt --model HuggingFaceTB/SmolLM2-135M-Instruct --model google/gemma-3-270m --evaluator"
     " google/gemma-3-270m --max_tokens 2048 --context_length 512 --stride 256 --add_special_tokens true --output"
-    " scores.parquet": Reading("", "(?s)bits.*/byte.*corpus of.*bits/byte", ("scores.parquet",), slow=True),
+    " scores.parquet": Reading("", "(?s)bits.*/byte.*corpus of.*bits/byte", ("scores.parquet",)),
     "longce data inspect -c configs/base.yaml -c experiment.yaml --rows 0 7": Reading(
         prints=r"(?s)\nsequence 0.*sequence 7"
     ),
     f"longce export {RUN} DIR": Reading("", "DIR", ("DIR/model.safetensors",)),
     "longce evaluate --model mistralai/Mistral-7B-v0.1 --tasks ruler_synthetic longeval --lengths 4096 8192 16384"
-    " --samples 20 --output runs/mistral": Reading(QUESTIONS, "passkey", ("runs/mistral/report.html",), slow=True),
+    " --samples 20 --output runs/mistral": Reading(QUESTIONS, "passkey", ("runs/mistral/report.html",)),
     "longce corpus score 'corpus/*.parquet' --model mistralai/Mistral-7B-v0.1 --columns source --output"
-    " scores": SCORE_CORPUS._replace(slow=True),
+    " scores": SCORE_CORPUS,
     'longce corpus select scores --where "key_token_ratio > 0.02 and tokens >= 32768" --by source --output'
     " chosen.jsonl": Reading(prints="source"),
     **{
@@ -130,7 +128,7 @@ COMMANDS = {
         )
     },
     "longce plan -c configs/base.yaml -c configs/experiments/longce_pg19.yaml --gpu H200 --gpus 8": Reading(
-        "-c experiment.yaml", "(?s)LongCE.*GiB", slow=True
+        "-c experiment.yaml", "(?s)LongCE.*GiB"
     ),
 }
 
@@ -147,11 +145,12 @@ def commands(page, *, first_only=False):
 
 
 def all_commands():
-    """Each command once; `tests/longce/cli/test_options.py` asks all of them for help."""
+    """Each command once. Those that are run are slow: the tests of its folder try the same work with less."""
     found = [command for page in PAGES for command in commands(page, first_only=page != README)]
     for command in dict.fromkeys(found):
         if "COMMAND" not in command:
-            marks = [pytest.mark.slow] if COMMANDS.get(command, Reading()).slow else []
+            reading = COMMANDS.get(command)
+            marks = [] if reading is None or reading.elsewhere else [pytest.mark.slow]
             yield pytest.param(command, id=command[:60], marks=marks)
 
 

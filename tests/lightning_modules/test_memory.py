@@ -51,7 +51,9 @@ def test_the_head_needs_a_chunk_of_logits_whatever_the_length(training, linear):
     assert long < 0.25 * 8192 * VOCABULARY * 4, "full logits are far away"
 
 
-@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow), "selective"])
+@pytest.mark.parametrize(
+    "checkpointing", [False, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (True, "selective"))]
+)
 def test_a_longce_step_needs_no_more_than_a_ce_step(checkpointing):
     backbone = Backbone(tiny_model("llama", 400, num_hidden_layers=4).train())
     enable_checkpointing(backbone.base_model, checkpointing)

@@ -101,11 +101,8 @@ def test_score_validate_predict_and_inspect_with_the_model_as_its_own_evaluator(
     assert answers[0] == answers[1], "trimmed offsets or not"
 
 
-QUICK = ("cjk", "mixed")
-
-
 @pytest.mark.parametrize(
-    "language", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LANGUAGES]
+    "language", [pytest.param(name, marks=() if name == "mixed" else pytest.mark.slow) for name in LANGUAGES]
 )
 @pytest.mark.parametrize("model", ["byte_level_trimmed", "byte_fallback"])
 def test_score_validate_and_inspect_with_another_tokenizer(model, language, folders, tmp_path):

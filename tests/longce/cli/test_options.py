@@ -91,6 +91,7 @@ WRONG_SETTINGS = [
 ]
 
 
+@pytest.mark.slow
 def test_wrong_settings_are_refused_before_the_libraries_of_models_are_imported(tmp_path):
     (tmp_path / "a.txt").write_text("A text.")
     results = run(*(words for words, _ in WRONG_SETTINGS), folder=tmp_path, heavy=HEAVY[1:])

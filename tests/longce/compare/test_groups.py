@@ -138,6 +138,7 @@ def test_settings_that_make_no_groups_are_refused(group_by, named):
         group_runs(runs, group_by)
 
 
+@pytest.mark.slow
 def test_objectives_with_two_seeds_each_from_the_command_line(tmp_path, capsys):
     factors = {"CrossEntropy": (1.0, 1.02), "LongCE": (0.8, 0.81)}
     folders = []

@@ -213,7 +213,7 @@ def _write_slowly(options):
     main(["corpus", "select", *options])
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("kind", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_a_stopped_command_leaves_the_old_files_and_can_be_repeated(scored, kind, capfd):
     folder = scored / "chosen"
     folder.mkdir()
@@ -272,17 +272,18 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("option", "value"), [(option, value) for option in REFUSED for value in REFUSED[option]])
-def test_an_option_that_refuses_a_value_is_named(option, value, scored, monkeypatch):
+@pytest.mark.parametrize("option", REFUSED)
+def test_an_option_that_refuses_a_value_is_named(option, scored, monkeypatch):
     monkeypatch.chdir(scored)
     Path("secret.csv").write_text("a\n1\n")
-    options = {option: value}
-    if option == "sample_weight" and value != "tokens":  # without a sample, any weight is refused
-        options["sample"] = 2
-    with pytest.raises(ValueError, match=f"`{option}`") as caught:
-        select("scores", **options)
-    assert "\n" not in str(caught.value)
-    assert not Path("written.csv").exists()
+    for value in REFUSED[option]:
+        options = {option: value}
+        if option == "sample_weight" and value != "tokens":  # without a sample, any weight is refused
+            options["sample"] = 2
+        with pytest.raises(ValueError, match=f"`{option}`") as caught:
+            select("scores", **options)
+        assert "\n" not in str(caught.value), value
+        assert not Path("written.csv").exists(), value
 
 
 @pytest.mark.parametrize(

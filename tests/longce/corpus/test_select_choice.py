@@ -89,7 +89,7 @@ def choose(table, **options):
         return {number for (number,) in database.sql(f'SELECT "{NUMBER}" FROM chosen').fetchall()}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     st.lists(ROWS, min_size=1, max_size=25),
     st.sampled_from(list(WHERE)),

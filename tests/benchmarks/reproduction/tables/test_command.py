@@ -105,6 +105,7 @@ def test_numbers_are_those_of_longce_score(reproduce, tmp_path, model_dir, evalu
     assert cells["PPL"]["ours"] == pytest.approx(total.perplexity, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_two_machines_a_broken_model_and_a_second_try(
     reproduce, tmp_path, model_dir, third_dir, evaluator_dir, monkeypatch
 ):
@@ -194,6 +195,7 @@ def test_scores_of_evaluate_have_intervals(reproduce, tmp_path, capsys):
     assert gain["interval"] == pytest.approx([20 - below, 20 + above])
 
 
+@pytest.mark.slow
 def test_table_9_is_measured_by_teacher_forcing(reproduce, model_dir, evaluator_dir, tmp_path, capsys):
     models = ["--models", f"M={model_dir}", f"broken={tmp_path / 'nothing'}"]
     assert reproduce("table9", *models, max_tokens=2100, documents=5) == 1
