@@ -109,7 +109,7 @@ def test_ctrl_c_keeps_finished_documents_and_leaves_no_task(documents, model_dir
     assert "Traceback" not in err
     assert tasks() == []
     kept = {path: path.stat().st_mtime_ns for path in output.glob("*/part-*.parquet")}
-    assert {path for path in output.rglob("*part-*")} == kept.keys()  # no file is half written
+    assert set(output.rglob("*part-*")) == kept.keys()  # no file is half written
     assert 0 < len(rows(output)) < DOCUMENTS
     finish(start(documents, model_dir, output, "--engine", "ray", "--num_shards", "3"))
     assert len(rows(output)) == DOCUMENTS
