@@ -1,6 +1,8 @@
 """Shards of a corpus as tasks on a Ray cluster, each like ``longce corpus score --shard I/N``."""
 
 import os
+import re
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,9 +15,13 @@ from lightning_modules.utilities.errors import IncompleteError
 from lightning_modules.utilities.progress import progress_bar
 from longce.corpus.config import CorpusConfig
 from longce.corpus.score import score_shard
+from longce.corpus.writing import signals_stop
 
 RETRIES = 10
 """Times that a task starts again after its process or machine was lost; it goes on where it was."""
+
+CONNECT_SECONDS = 10
+"""Time in which a machine at ``RAY_ADDRESS`` must answer; Ray itself would wait for minutes."""
 
 STOP_SECONDS = 60
 """Time that stopped tasks have to write finished documents."""
@@ -28,11 +34,12 @@ def score_on_ray(files: Sequence[str], config: CorpusConfig) -> dict[str, int]:
     with GPUs it gets one. Files and output must be at the same paths on all machines, or at fsspec URLs.
 
     Raises:
-        ValueError: For the reasons of `score_shard`; tasks that run are stopped, and finished documents are kept.
+        ValueError: For the reasons of `score_shard`; tasks that run are stopped, and finished documents are kept. If
+            no cluster is at ``RAY_ADDRESS``.
         IncompleteError: If more documents of a shard failed than are allowed, or its process was lost too often.
     """
     if not ray.is_initialized():
-        ray.init(log_to_driver=False, logging_level="ERROR")
+        _connect()
     shards = config.num_shards or 1
     files = [_make_absolute(file) for file in files]
     config = replace(
@@ -49,7 +56,8 @@ def score_on_ray(files: Sequence[str], config: CorpusConfig) -> dict[str, int]:
     for index in range(shards):
         running[task.remote(files, replace(config, shard=f"{index}/{shards}"))] = index
     try:
-        counts, lost = _collect(running, shards)
+        with signals_stop():
+            counts, lost = _collect(running, shards)
     except BaseException:
         for each in running:
             ray.cancel(each)  # as Ctrl-C would
@@ -58,6 +66,23 @@ def score_on_ray(files: Sequence[str], config: CorpusConfig) -> dict[str, int]:
     if lost:
         raise IncompleteError("\n".join(lost) + "\nFinished documents are kept: run the same command again.")
     return {name: sum(each[name] for each in counts) for name in counts[0]}
+
+
+def _connect() -> None:
+    """Connect to the cluster of ``RAY_ADDRESS``, or to one of this machine, which is started if there is none."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    try:
+        if place := re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:(\d+)", address):
+            host = ray.util.get_node_ip_address() if place[1] in ("localhost", "127.0.0.1") else place[1]
+            socket.create_connection((host, int(place[2])), timeout=CONNECT_SECONDS).close()
+        ray.init(log_to_driver=False, logging_level="ERROR")
+    except (OSError, ValueError, OverflowError) as error:
+        if not address:
+            raise
+        raise ValueError(
+            f"RAY_ADDRESS={address}: no Ray cluster can be reached there ({error}). Correct the address, start the"
+            " cluster (`ray start --head`), or unset RAY_ADDRESS to use this machine."
+        ) from error
 
 
 def _collect(running: dict[Any, int], shards: int) -> tuple[list[dict[str, int]], list[str]]:

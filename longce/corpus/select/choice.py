@@ -1,6 +1,9 @@
 """Choose documents in DuckDB: by SQL conditions, by their text, by rank, and at random."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 
 import duckdb
 
@@ -12,16 +15,33 @@ NUMBER = "number of the document"
 FOLDER = "folder"
 """Value of `by` that is not a column: the folder of a document's file."""
 
+MEMORY = 500 * 1000**2
+"""Bytes that the rows and what is computed of them may take in memory; the rest is on disk."""
+
+THREADS = 4
+"""At most: each needs about 125 MB of them, as DuckDB recommends."""
+
+MEMORY_PER_ROW = 64
+"""The same for each of many rows: a quantile needs all values of its column in memory."""
+
 _TYPES = {"where": "BOOLEAN", "by": "VARCHAR", "unique": "VARCHAR"}  # of other options DOUBLE
 
 
-def connect() -> duckdb.DuckDBPyConnection:
-    """Return a database in memory whose SQL can neither touch files nor load extensions."""
-    database = duckdb.connect()
-    database.execute("SET python_enable_replacements = false")
-    database.execute("SET enable_external_access = false")
-    database.execute("SET lock_configuration = true")
-    return database
+@contextmanager
+def connect(rows: int) -> Iterator[duckdb.DuckDBPyConnection]:
+    """Yield a database for this number of rows, whose SQL can neither touch files nor load extensions.
+
+    What exceeds its memory is on disk, in the temporary folder of the system.
+    """
+    with TemporaryDirectory(prefix="longce-select-") as folder, duckdb.connect() as database:
+        database.execute("SET memory_limit = ?", [f"{max(MEMORY, MEMORY_PER_ROW * rows)} B"])
+        database.execute("SET temp_directory = ?", [folder])
+        threads = database.execute("SELECT current_setting('threads')").fetchall()[0][0]
+        database.execute("SET threads = ?", [min(threads, THREADS)])
+        database.execute("SET python_enable_replacements = false")
+        database.execute("SET enable_external_access = false")
+        database.execute("SET lock_configuration = true")
+        yield database
 
 
 def quote(column: str) -> str:
@@ -81,17 +101,17 @@ def evaluate_options(documents: duckdb.DuckDBPyRelation, config: SelectConfig) -
 
 def choose_documents(database: duckdb.DuckDBPyConnection, config: SelectConfig) -> None:
     """Create the table ``chosen`` with the `NUMBER` of each row of the table ``documents`` that meets the config."""
+    # Only numbers: texts, which take most of the memory, are in `documents` once.
+    numbers = [option for option in option_expressions(config) if option not in ("where", "by", "unique")]
     try:
-        evaluate_options(database.table("documents"), config).filter('"where" AND error IS NULL').create("chosen")
+        values = evaluate_options(database.table("documents"), config).filter('"where" AND error IS NULL')
+        values.project(", ".join(quote(name) for name in [NUMBER, *numbers])).create("chosen")
     except duckdb.Error as error:
         written = f"`where` = {config.where} or `sample_weight` = {config.sample_weight}"
         raise ValueError(f"{written} fails for a document ({first_line(error)}).") from error
     keep = "CREATE OR REPLACE TABLE chosen AS FROM"
     if config.unique:
-        # A text whose hash is unknown may be any other.
-        text = f'"unique", CASE WHEN "unique" IS NULL THEN "{NUMBER}" END'
-        place = f'row_number() OVER (PARTITION BY {text} ORDER BY file, row, "{NUMBER}")'
-        database.execute(f"{keep} chosen QUALIFY {place} = 1")
+        database.execute(f'{keep} chosen ANTI JOIN ({_copies_query()}) AS copies USING ("{NUMBER}")')
     if config.top is not None:
         # NaN counts as missing.
         database.execute(f"{keep} chosen WHERE NOT isnan(rank_by)")
@@ -102,6 +122,15 @@ def choose_documents(database: duckdb.DuckDBPyConnection, config: SelectConfig) 
         database.execute(f"{keep} ({_sample_query(config)})")
     if not len(database.table("chosen")):
         raise ValueError("No document meets the conditions: relax `where`. Without it, quantiles are printed.")
+
+
+def _copies_query() -> str:
+    """Return a query of the rows of ``chosen`` whose text an earlier one has; one without a hash may be any other."""
+    texts = f'documents SEMI JOIN chosen USING ("{NUMBER}") WHERE text_hash IS NOT NULL'
+    # Only texts that may be equal, by a number that takes less memory, are sorted.
+    repeated = f"SELECT hash(text_hash) FROM {texts} GROUP BY ALL HAVING count(*) > 1"
+    place = f'row_number() OVER (PARTITION BY text_hash ORDER BY file, row, "{NUMBER}")'
+    return f'SELECT "{NUMBER}" FROM {texts} AND hash(text_hash) IN ({repeated}) QUALIFY {place} > 1'
 
 
 def _check_sample(database: duckdb.DuckDBPyConnection, config: SelectConfig) -> None:
@@ -140,6 +169,9 @@ def _sample_query(config: SelectConfig) -> str:
         limits.append(f"sum(sample_tokens) OVER draws <= {config.sample_tokens}")
     return f"""
         SELECT * EXCLUDE (arrival)
-        FROM (SELECT *, -ln({uniform}) / sample_weight AS arrival FROM chosen WHERE sample_weight > 0)
+        FROM (
+            SELECT chosen.*, -ln({uniform}) / chosen.sample_weight AS arrival
+            FROM chosen JOIN documents USING ("{NUMBER}") WHERE chosen.sample_weight > 0
+        )
         WINDOW draws AS (ORDER BY arrival, "{NUMBER}" ROWS UNBOUNDED PRECEDING)
         QUALIFY {" AND ".join(limits)}"""

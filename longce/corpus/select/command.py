@@ -18,6 +18,7 @@ from longce.corpus.select.output import write_documents, write_keys
 from longce.corpus.select.report import report
 from longce.corpus.select.scores import (
     check_repeated,
+    count_rows,
     find_files,
     load_documents,
     name_damaged_file,
@@ -37,30 +38,33 @@ def select(scores: str | list[str], **options: object) -> str:
             writable_folder(Path(output).absolute().parent, remedy="Choose another file.")
     paths = [scores] if isinstance(scores, str) else scores
     _check_output(config.output, paths)
-    # The SQL of the user runs in `database` only, which cannot read files.
-    with duckdb.connect() as reader, connect() as database:
+    with duckdb.connect() as reader:
         files = find_files(reader, paths)
         with name_damaged_file(reader, files):
             texts = config.output is not None and not config.output.endswith(".txt")
             source = read_source(reader, files, need_texts=texts)
             rows = read_rows(reader, files)
-            load_documents(database, rows, config)
-        if source.get("is_one_corpus"):
-            check_repeated(database)
-        choose_documents(database, config)
-        written = ""
-        if config.output is not None:
-            reader.register("chosen", database.table("chosen").project(f'"{NUMBER}"').to_arrow_table())
-            chosen = rows.filter(f'"{NUMBER}" IN (FROM chosen)').project(f'* EXCLUDE ("{NUMBER}")')
+            count = count_rows(reader, files)
+        # The SQL of the user runs in `database` only, which cannot read files.
+        with connect(count) as database:
             with name_damaged_file(reader, files):
-                content = _write_chosen(Path(config.output), chosen, source, config)
-            written += f"Written: {config.output} ({content})\n"
-        if config.figure is not None:
-            passing = database.sql(f'FROM documents SEMI JOIN chosen USING ("{NUMBER}")')
-            metrics = [f"TRY_CAST({name} AS DOUBLE) AS {name}" for name in METRICS if name in passing.columns]
-            draw_corpus(passing.project(", ".join(metrics)).df(), Path(config.figure))
-            written += f"Written: {config.figure}\n"
-        tables = report(database, config)
+                load_documents(database, rows, config)
+            if source.get("is_one_corpus"):
+                check_repeated(database)
+            choose_documents(database, config)
+            written = ""
+            if config.output is not None:
+                reader.register("chosen", database.table("chosen").project(f'"{NUMBER}"').to_arrow_table())
+                chosen = rows.filter(f'"{NUMBER}" IN (FROM chosen)').project(f'* EXCLUDE ("{NUMBER}")')
+                with name_damaged_file(reader, files):
+                    content = _write_chosen(Path(config.output), chosen, source, config)
+                written += f"Written: {config.output} ({content})\n"
+            if config.figure is not None:
+                passing = database.sql(f'FROM documents SEMI JOIN chosen USING ("{NUMBER}")')
+                metrics = [f"TRY_CAST({name} AS DOUBLE) AS {name}" for name in METRICS if name in passing.columns]
+                draw_corpus(passing.project(", ".join(metrics)).df(), Path(config.figure))
+                written += f"Written: {config.figure}\n"
+            tables = report(database, config)
     notes = _report_missing_success(files) if source else ""
     return "\n".join([notes, tables, written]).strip("\n") + "\n"
 

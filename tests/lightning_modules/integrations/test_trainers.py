@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Tra
 
 import longce
 from tests.support.longce_sums import D, K, change_error, take_steps, text
+from tests.support.pages import ROOT
 from tests.support.recipes import load_recipe
 
 trl = pytest.importorskip("trl")
@@ -150,6 +153,29 @@ def test_sft_trainer(applied, settings, model, chat_tokenizer, tmp_path):
     losses = take_steps(expected, [texts] * len(logged_losses(trainer)))
     assert logged_losses(trainer) == pytest.approx(losses, rel=1e-6)
     assert change_error(model, expected, start) < 1e-6  # norms round to float32, also in float64
+
+
+def test_sft_trainer_under_torchrun(model, chat_tokenizer, tmp_path):
+    """Two processes with half of each batch train as one does."""
+    model.double()
+    start = copy.deepcopy(model).eval()
+    model.save_pretrained(tmp_path / "model")
+    chat_tokenizer.save_pretrained(tmp_path / "model")
+    arguments = {**SETTINGS, "per_device_train_batch_size": 1, "assistant_only_loss": True, "max_length": None}
+    arguments |= {"bf16": False, "gradient_checkpointing": False}
+    (tmp_path / "settings.json").write_text(json.dumps({"arguments": arguments, "rows": CHATS}))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*torchrun, "-m", "tests.support.trl_training", str(tmp_path), str(K), str(D)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = copy.deepcopy(start)
+    losses = take_steps(expected, [texts_of(sft(model, chat_tokenizer, tmp_path / "one"))] * 2)
+    for rank in range(2):
+        model = copy.deepcopy(start)
+        model.load_state_dict(torch.load(tmp_path / f"weights-{rank}.pt"))
+        assert change_error(model, expected, start) < 1e-6
+    log = json.loads((tmp_path / "log-0.json").read_text())
+    assert [entry["loss"] for entry in log if "loss" in entry] == pytest.approx(losses, rel=1e-6)
 
 
 def test_sft_trainer_adds_adapters(model, chat_tokenizer, tmp_path):

@@ -97,6 +97,38 @@ def test_two_killed_processes_lose_nothing_and_a_restart_scores_nothing(document
 
 
 @pytest.mark.slow
+def test_ctrl_c_keeps_finished_documents_and_leaves_no_task(documents, model_dir, tmp_path):
+    output = tmp_path / "ray"
+    process = start(documents, model_dir, output, "--engine", "ray", "--num_shards", "3")
+    while not [*output.glob("shard-*/part-*.parquet")] and process.poll() is None:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all processes of the command
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "finished documents are kept" in err
+    assert "Traceback" not in err
+    assert tasks() == []
+    kept = {path: path.stat().st_mtime_ns for path in output.glob("*/part-*.parquet")}
+    assert set(output.rglob("*part-*")) == kept.keys()  # no file is half written
+    assert 0 < len(rows(output)) < DOCUMENTS
+    finish(start(documents, model_dir, output, "--engine", "ray", "--num_shards", "3"))
+    assert len(rows(output)) == DOCUMENTS
+    assert kept.items() <= {path: path.stat().st_mtime_ns for path in output.glob("*/part-*.parquet")}.items()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "ray://127.0.0.1:9", "nothing", "auto"])
+def test_a_wrong_address_is_one_error_that_names_it(address, documents, model_dir, tmp_path):
+    settings = {"RAY_ADDRESS": address, "RAY_TMPDIR": str(tmp_path)}  # `auto` looks there
+    process = start(documents, model_dir, tmp_path / "out", "--engine", "ray", "--num_shards", "2", **settings)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert f"RAY_ADDRESS={address}: no Ray cluster" in err
+    assert "unset RAY_ADDRESS" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
 def test_an_error_of_the_settings_is_that_of_the_local_command(documents, model_dir, tmp_path):
     process = start(
         documents, model_dir, tmp_path / "out", "--engine", "ray", "--num_shards", "2", "--text_column", "no"

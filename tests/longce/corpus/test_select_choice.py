@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import tempfile
 
 import numpy as np
 import pandas as pd
@@ -82,7 +83,7 @@ SCHEMA = pyarrow.schema(
 
 def choose(table, **options):
     """Return the chosen rows of an arrow or pandas table."""
-    with connect() as database:
+    with connect(rows=100) as database:
         database.register("rows", table)
         database.execute("CREATE TABLE documents AS FROM rows")
         choose_documents(database, SelectConfig(**options))
@@ -159,6 +160,33 @@ def test_files_of_equal_names_in_two_folders_are_drawn_independently():
     first = {number for number in drawn if number < 500}
     second = {number - 500 for number in drawn if number >= 500}
     assert 200 < 500 - len(first ^ second) < 300
+
+
+def test_rows_that_do_not_fit_into_memory_are_on_disk(monkeypatch, tmp_path):
+    generator = np.random.default_rng(0)
+    rows = 300_000
+    numbers = generator.integers(0, rows, rows)
+    table = pyarrow.table(
+        {
+            NUMBER: np.arange(rows),
+            "file": [f"a file with a long name {number % 100}" for number in range(rows)],
+            "row": np.arange(rows),
+            "error": pyarrow.nulls(rows, pyarrow.string()),
+            "text_hash": [f"{number:064}" for number in numbers],
+            "score": generator.random(rows),
+        }
+    )
+    options = {"unique": True, "top": 0.5, "rank_by": "score"}
+    expected = choose(table, **options)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("longce.corpus.select.choice.MEMORY", 40_000_000)  # the rows alone are more
+    monkeypatch.setattr("longce.corpus.select.choice.MEMORY_PER_ROW", 0)
+    monkeypatch.setattr("longce.corpus.select.choice.THREADS", 1)
+    assert choose(table, **options) == expected
+    assert len(expected) == round(len(np.unique(numbers)) / 2)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "temporary"]
 
 
 def test_a_column_may_have_quotes_in_its_name(tmp_path):
