@@ -67,6 +67,10 @@ def pytest_collection_finish():
     gc.enable()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # or libraries report at the end what was not freed
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item):
     item.stash[CPU_AT_SETUP] = _cpu_seconds()
