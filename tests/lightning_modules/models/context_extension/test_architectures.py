@@ -382,3 +382,17 @@ def test_extensions_that_cannot_follow(present, settings, message):
 def test_windows_that_cannot_be_removed(architecture):
     with pytest.raises(ValueError, match="full_attention: true` would change the rotation"):
         ContextExtension("yarn", ORIGINAL, TARGET, full_attention=True).apply(config_of(architecture))
+
+
+def test_options_of_a_second_extension():
+    config = config_of("llama")
+    once = [frequency / FACTOR for frequency in plain(config.rope_parameters["rope_theta"], 8)]
+    ContextExtension.parse(extension("pi", config)).apply(config)
+    options = {"beta_fast": 16.0, "beta_slow": 0.5, "attention_factor": 1.5}
+    ContextExtension("yarn", TARGET, 3 * TARGET, **options).apply(config)
+    twice = []
+    for frequency in once:
+        turns = TARGET * frequency / (2 * math.pi)
+        kept = min(max(math.log(turns / 0.5) / math.log(16 / 0.5), 0.0), 1.0)
+        twice.append(frequency * kept + frequency / 3 * (1 - kept))
+    check_frequencies("llama", config, twice, 1.5)
