@@ -367,11 +367,12 @@ def test_token_weights_of_a_served_evaluator(served, model_dir, books, tmp_path)
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 def test_teacher_forced_tasks_on_a_server(dialect, backbone, model_dir, tmp_path):
     settings = {"tasks": [GUESS, SEVERAL], "lengths": [48], "samples": 4, "dtype": "float32"}
+    windows = {"context_length": 8, "stride": 4}
     with stub_server(dialect, backbone=backbone) as server:
         address = server.address
         served = {"tokenizer": str(model_dir), "server": QUICK}
         for name, model, options in (("local", str(model_dir), {}), ("served", address, served)):
-            evaluate(model, str(tmp_path / name), mode="teacher_forced", **settings, **options)
+            evaluate(model, str(tmp_path / name), mode="key_tokens", **windows, **settings, **options)
         with pytest.raises(ValueError, match="set `mode` to 'teacher_forced'"):
             evaluate(address, str(tmp_path / "generate"), **settings, **served)
         with pytest.raises(ValueError, match="`--tokenizer`"):
@@ -385,7 +386,10 @@ def test_teacher_forced_tasks_on_a_server(dialect, backbone, model_dir, tmp_path
     assert len(local) == len(remote) == 8
     for key, one in local.items():
         other = replace(remote[key], seconds=one.seconds, answer_nll=one.answer_nll, other_nll=one.other_nll)
-        other = replace(other, model=one.model)
+        other = replace(other, model=one.model, response=one.response)
         assert other == one, "the same likeliest tokens"
         assert remote[key].answer_nll == pytest.approx(one.answer_nll, abs=1e-4)
+        assert remote[key].response.is_answer == one.response.is_answer
+        assert remote[key].response.long == pytest.approx(one.response.long, abs=1e-5)
+        assert remote[key].response.short == pytest.approx(one.response.short, abs=1e-5)
         assert remote[key].other_nll == pytest.approx(one.other_nll, abs=1e-3)
