@@ -57,7 +57,7 @@ class Setting(NamedTuple):
 class ResponseTokens(NamedTuple):
     """The tokens of a right response: whether each is a token of an answer, and its log-likelihoods in nats.
 
-    Empty unless the mode is ``key_tokens``.
+    Empty unless the mode is ``key_tokens``, and if a short context has the answer too.
     """
 
     is_answer: tuple[bool, ...] = ()

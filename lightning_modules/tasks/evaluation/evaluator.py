@@ -1,6 +1,7 @@
 """Measure an evaluator: how well its key tokens are the answer tokens of right responses (mode ``key_tokens``)."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -49,14 +50,16 @@ class EvaluatorAccuracy(NamedTuple):
     log_likelihood_interval: Interval | None
     answer_tokens: int
     other_tokens: int
+    questions: int  # whose answers need the long context
+    asked: int
     setting: Setting  # K, d, alpha and beta
 
 
 EXPLANATION = (
     "As an evaluator: how well key tokens (LSD > alpha and LCL > beta; or LSD > alpha alone) are the answer tokens of"
     " right responses. Accuracy in percent is the mean of the fraction of answer tokens found and of other tokens left"
-    " out, 50 by chance. AUC is the area under the ROC curve of LSD; LCL is in nats. The 95% intervals are about the"
-    " choice of questions."
+    " out, 50 by chance. AUC is the area under the ROC curve of LSD; LCL is in nats. Questions whose answer is in the"
+    " short context too do not count. The 95% intervals are about the choice of questions."
 )
 """How to read `evaluator_table`."""
 
@@ -65,15 +68,21 @@ Cell = tuple[str, int]
 
 
 def measure_evaluator(answers: Sequence[Answer]) -> dict[Cell, EvaluatorAccuracy]:
-    """Measure an evaluator by its answers to questions, by task and length; empty for answers of other modes."""
+    """Measure an evaluator by its answers to questions, by task and length; empty for answers of other modes.
+
+    Questions whose answers are in the short context too do not count.
+    """
+    asked: Counter[Cell] = Counter()
     by_cell: dict[Cell, list[Answer]] = {}
     for answer in answers:
+        cell = answer.task, answer.length
+        asked[cell] += not math.isnan(answer.score)
         if answer.response.is_answer:
-            by_cell.setdefault((answer.task, answer.length), []).append(answer)
-    return {cell: _measure_cell(of_cell) for cell, of_cell in by_cell.items()}
+            by_cell.setdefault(cell, []).append(answer)
+    return {cell: _measure_cell(of_cell, asked[cell]) for cell, of_cell in by_cell.items()}
 
 
-def _measure_cell(answers: Sequence[Answer]) -> EvaluatorAccuracy:
+def _measure_cell(answers: Sequence[Answer], asked: int) -> EvaluatorAccuracy:
     # Questions of one index share their text, with the answer at other depths, so they are not independent.
     text = np.concatenate([np.full(len(each.response.is_answer), each.index) for each in answers])
     is_answer = np.concatenate([each.response.is_answer for each in answers])
@@ -96,6 +105,8 @@ def _measure_cell(answers: Sequence[Answer]) -> EvaluatorAccuracy:
         log_likelihood_interval=weighted_mean_interval(means, tokens),
         answer_tokens=int(is_answer.sum()),
         other_tokens=int((~is_answer).sum()),
+        questions=len(answers),
+        asked=asked,
         setting=answers[0].setting,
     )
 
@@ -136,14 +147,25 @@ def area_under_curve(values: NDArray[np.float32], is_answer: NDArray[np.bool_]) 
 
 def evaluator_table(measured: Mapping[str, Mapping[Cell, EvaluatorAccuracy]]) -> Table:
     """Return a table with a row for each evaluator, by name, and its questions; `EXPLANATION` describes it."""
-    head = ["evaluator", "questions", "K, d", "alpha, beta", "LSD and LCL", "found", "left out", "LSD alone"]
+    head = [
+        "evaluator",
+        "task, length",
+        "questions",
+        "K, d",
+        "alpha, beta",
+        "LSD and LCL",
+        "found",
+        "left out",
+        "LSD alone",
+    ]
     head += ["AUC of LSD", "LCL of answers"]
     rows = []
     for name, cells in measured.items():
         for (task, length), accuracy in cells.items():
             setting = accuracy.setting
             rule = accuracy.by_lsd_and_lcl
-            row = [name, f"{task}, {length}", f"{setting.context_length}, {setting.stride}"]
+            row = [name, f"{task}, {length}", f"{accuracy.questions} of {accuracy.asked}"]
+            row += [f"{setting.context_length}, {setting.stride}"]
             row += [f"{setting.alpha:g}, {setting.beta:g}", _format_accuracy(rule)]
             row += [f"{100 * rule.found:.1f}", f"{100 * rule.left_out:.1f}", _format_accuracy(accuracy.by_lsd)]
             log_likelihood = f"{accuracy.answer_log_likelihood:.2f}"

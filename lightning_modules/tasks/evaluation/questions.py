@@ -1,5 +1,6 @@
 """Generate questions, ask a model, and score its answers."""
 
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.scorer import Scorer
-from lightning_modules.tasks.evaluation.answers import Answer, Key
+from lightning_modules.tasks.evaluation.answers import Answer, Key, ResponseTokens
 from lightning_modules.tasks.evaluation.config import Depths, Mode
 from lightning_modules.tasks.generation import generate
 from lightning_modules.tasks.questions.example import Example
@@ -63,14 +64,14 @@ def check_questions(
 ) -> None:
     """Generate the first question of each task and length, to find lengths that are too short.
 
-    With ``short_context``, also check that its response can show whether a model finds key tokens. Warn if the
-    tokenizer does not know the words of a question, which no model could answer.
+    With ``short_context``, also check that some response of each can show whether a model finds key tokens. Warn if
+    the tokenizer does not know the words of a question, which no model could answer.
     """
-    first = [next(cell) for _, cell in groupby(keys, key=lambda key: (key.task, key.length))]
-    for question in make_questions(first, tasks, prompter, seed):
-        key, example = question
-        if short_context is not None:
-            _force_question(prompter, question, short_context)
+    cells = [list(cell) for _, cell in groupby(keys, key=lambda key: (key.task, key.length))]
+    if short_context is not None:
+        for cell in cells:
+            _check_responses(cell, tasks, prompter, seed, short_context)
+    for key, example in make_questions([cell[0] for cell in cells], tasks, prompter, seed):
         tokens = prompter.encode(example.prompt, example.answer_prefix)
         unknown = tokens.count(prompter.tokenizer.unk_token_id) / len(tokens)
         if unknown > MAX_UNKNOWN:
@@ -79,6 +80,30 @@ def check_questions(
                 f" '{prompter.tokenizer.name_or_path}': scores are not meaningful. Use tasks in the model's language.",
                 stacklevel=2,
             )
+
+
+def _check_responses(
+    cell: Sequence[Key], tasks: Sequence[Task], prompter: Prompter, seed: int, short_context: ShortContext
+) -> None:
+    """Raise a ``ValueError`` if no question of a task and length needs more than the short context."""
+    for key in cell:
+        (question,) = make_questions([key], tasks, prompter, seed)
+        forced = _force_question(prompter, question, short_context)
+        if not _is_answer_near(prompter, question, forced, short_context):
+            return
+    raise ValueError(
+        f"Every question of '{cell[0].task}' with {cell[0].length} tokens has its answer in the short context too"
+        f" (`context_length` + `stride` = {short_context.window_length}): choose lower `depths` or larger `lengths`, or"
+        " lower these."
+    )
+
+
+def _is_answer_near(prompter: Prompter, question: Question, forced: ForcedAnswer, short_context: ShortContext) -> bool:
+    """Return whether a short context of the response has an answer, which then needs no long context."""
+    start = forced.response_start
+    near = str(prompter.tokenizer.decode(forced.input_ids[max(0, start - short_context.window_length) : start]))
+    # As a whole word: a short number may be a part of another one.
+    return any(re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", near) for answer in question.example.answers)
 
 
 def even_depths(count: int) -> list[float]:
@@ -200,6 +225,10 @@ def _force_answers(
     short_context: ShortContext | None,
 ) -> None:
     forced = [_force_question(prompter, question, short_context) for question in questions]
+    near = [
+        short_context is not None and _is_answer_near(prompter, *each, short_context)
+        for each in zip(questions, forced, strict=True)
+    ]
 
     def finish(scores: Mapping[int, AnswerScores]) -> None:
         found = {}
@@ -214,7 +243,7 @@ def _force_answers(
                 answer_tokens=answer.answer_tokens,
                 other_nll=-answer.other_log_likelihood,
                 other_tokens=answer.other_tokens,
-                response=answer.response,
+                response=ResponseTokens() if near[number] else answer.response,
             )
         take(found)
 

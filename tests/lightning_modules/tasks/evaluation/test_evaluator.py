@@ -22,7 +22,7 @@ from lightning_modules.utilities.statistics import score_interval
 from tests.support import reference
 from tests.support.toy_tasks import GUESS, SEVERAL, Guess
 
-K, D, ALPHA, BETA = 8, 3, 0.05, -2.0
+K, D, ALPHA, BETA = 14, 4, 0.05, -2.0
 SETTING = Setting("key_tokens", context_length=K, stride=D, alpha=ALPHA, beta=BETA)
 
 
@@ -33,7 +33,7 @@ class GuessAlone(Guess):
         return replace(super().example(*arguments, **options), answer_prefix="")
 
 
-def ask(backbone, prompter, *, tasks=(GUESS, SEVERAL), lengths=(40, 56), samples=6, **options):
+def ask(backbone, prompter, *, tasks=(GUESS,), lengths=(56, 72), samples=8, **options):
     found = find_tasks(tasks)
     questions = make_questions(question_keys(found, lengths, samples), found, prompter, 3)
     options = {"short_context": ShortContext(K, D), **options}
@@ -42,11 +42,16 @@ def ask(backbone, prompter, *, tasks=(GUESS, SEVERAL), lengths=(40, 56), samples
 
 
 def score_tokens(model, prompter, example):
-    """The tokens after the prompt, by hand: whether each is one of an answer, its LCL and its LSD."""
+    """The tokens after the prompt, by hand: whether each is one of an answer, its LCL and its LSD.
+
+    None of them if the last K + d tokens of the prompt have the answer.
+    """
     forced = prompter.force(example.prompt, example.answer_prefix, example.target, example.answers)
     with torch.no_grad():
         long, short = reference.long_and_short(model, torch.tensor(forced.input_ids), K, D)
     start = len(prompter.encode(example.prompt, ""))
+    if example.answers[0] in prompter.tokenizer.decode(forced.input_ids[start - K - D : start]):
+        return []
     tokens = []
     for place in range(start, len(forced.input_ids)):
         is_answer = any(first <= place < stop for first, stop in forced.spans)
@@ -59,13 +64,16 @@ def test_accuracies_are_those_of_loops_over_the_tokens(guessing, prompter, tmp_p
     write_answers(tmp_path / "a.parquet", answers)
     assert read_answers(tmp_path / "a.parquet") == answers
     measured = measure_evaluator(read_answers(tmp_path / "a.parquet"))
-    assert list(measured) == [("guess", 40), ("guess", 56), ("several", 40), ("several", 56)]
+    assert list(measured) == [("guess", 56), ("guess", 72)]
     model = copy.deepcopy(guessing.base_model).double()
     for (task, length), accuracy in measured.items():
-        tokens = []
-        for key, example in questions:
-            if (key.task, key.length) == (task, length):
-                tokens += score_tokens(model, prompter, example)
+        by_question = [
+            score_tokens(model, prompter, example)
+            for key, example in questions
+            if (key.task, key.length) == (task, length)
+        ]
+        tokens = [token for of_question in by_question for token in of_question]
+        assert (accuracy.questions, accuracy.asked) == (sum(map(bool, by_question)), 8)
         lsd_of_answers = [lsd for is_answer, _, lsd in tokens if is_answer]
         lsd_of_others = [lsd for is_answer, _, lsd in tokens if not is_answer]
         assert (accuracy.answer_tokens, accuracy.other_tokens) == (len(lsd_of_answers), len(lsd_of_others))
@@ -83,6 +91,7 @@ def test_accuracies_are_those_of_loops_over_the_tokens(guessing, prompter, tmp_p
             assert rule.balanced == pytest.approx((found + left_out) / 2, abs=1e-12)
         likelihoods = [lcl for is_answer, lcl, _ in tokens if is_answer]
         assert accuracy.answer_log_likelihood == pytest.approx(sum(likelihoods) / len(likelihoods), abs=1e-5)
+    assert any(0 < accuracy.questions < accuracy.asked for accuracy in measured.values())
     # The thresholds separate some tokens, and beta leaves out others than alpha.
     rules = [(each.by_lsd, each.by_lsd_and_lcl) for each in measured.values()]
     assert any(0 < by_lsd.found < 1 for by_lsd, _ in rules)
@@ -153,11 +162,12 @@ def test_area_under_the_curve_counts_ties_as_half():
 
 
 def test_a_table_has_a_row_for_each_evaluator_and_its_questions(guessing, prompter):
-    _, answers = ask(guessing, prompter, tasks=(GUESS,), lengths=(40,))
+    _, answers = ask(guessing, prompter, lengths=(72,))
     measured = measure_evaluator(answers)
+    counted = measured["guess", 72].questions
     table = evaluator_table({"one": measured, "other": measured, "none": {}})
-    assert [row[:4] for row in table.rows] == [
-        [name, "guess, 40", f"{K}, {D}", f"{ALPHA:g}, {BETA:g}"] for name in ("one", "other")
+    assert [row[:5] for row in table.rows] == [
+        [name, "guess, 72", f"{counted} of 8", f"{K}, {D}", f"{ALPHA:g}, {BETA:g}"] for name in ("one", "other")
     ]
     assert {len(row) for row in table.rows} == {len(table.head)}
 
@@ -170,3 +180,7 @@ def test_responses_that_show_nothing_are_refused(guessing, prompter):
     with pytest.raises(ValueError, match="All tokens of the right response of 'guess' belong to its answers"):
         check_questions(keys, tasks, prompter, 3, ShortContext(K, D))
     check_questions(keys, tasks, prompter, 3)
+    with pytest.raises(ValueError, match=r"'several' with 40 tokens has its answer in the short context too .* = 18"):
+        check_questions(
+            question_keys(find_tasks([SEVERAL]), [40], 2), find_tasks([SEVERAL]), prompter, 3, ShortContext(K, D)
+        )
