@@ -147,18 +147,8 @@ def area_under_curve(values: NDArray[np.float32], is_answer: NDArray[np.bool_]) 
 
 def evaluator_table(measured: Mapping[str, Mapping[Cell, EvaluatorAccuracy]]) -> Table:
     """Return a table with a row for each evaluator, by name, and its questions; `EXPLANATION` describes it."""
-    head = [
-        "evaluator",
-        "task, length",
-        "questions",
-        "K, d",
-        "alpha, beta",
-        "LSD and LCL",
-        "found",
-        "left out",
-        "LSD alone",
-    ]
-    head += ["AUC of LSD", "LCL of answers"]
+    head = ["evaluator", "task, length", "questions", "K, d", "alpha, beta"]
+    head += ["LSD and LCL", "found", "left out", "LSD alone", "AUC of LSD", "LCL of answers"]
     rows = []
     for name, cells in measured.items():
         for (task, length), accuracy in cells.items():
