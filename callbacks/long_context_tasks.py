@@ -89,6 +89,11 @@ class LongContextTasks(Callback):
         self.config = config = TaskConfig(tasks=tasks, lengths=lengths, samples=samples, mode=mode, **options)
         ours, self._theirs = split_tasks(tasks)
         config.check_used(ours, self._theirs)
+        if mode == "key_tokens":
+            raise ValueError(
+                "`mode` 'key_tokens' measures an evaluator, not a model in training: use `longce evaluate`, or set"
+                " `mode` to 'teacher_forced'."
+            )
         self.tasks = find_tasks(ours, **config.sources, documents=config.documents) if ours else []
         self.keys = question_keys(self.tasks, lengths, samples, config.depths) if ours else []
         self.every_n_steps = every_n_steps

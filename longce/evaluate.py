@@ -29,10 +29,10 @@ def evaluate(model: str, output: str, **options: Any) -> str:
     rank, processes = _read_rank()
     ours, theirs = split_tasks(config.tasks)
     config.check_used(ours, theirs)
-    if is_served(model) and (theirs or config.mode != "teacher_forced"):
+    if is_served(model) and (theirs or config.mode == "generate"):
         raise ValueError(
             f"'{model}' is a server, which scores given answers but does not generate its own: set `mode` to"
-            " 'teacher_forced' and choose longce's tasks, or name a hub id or a local folder."
+            " 'teacher_forced' or 'key_tokens' and choose longce's tasks, or name a hub id or a local folder."
         )
     writable_folder(config.output_folder, remedy="Choose another folder with `--output`.")
     device = find_device(_choose_device(config.device))

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from torch import Tensor
 
 from benchmarks.real_models.texts import Text
 from benchmarks.real_models.tokens import KINDS, NGRAMS, describe_tokens
-from lightning_modules.scoring.key_tokens import key_spans
+from lightning_modules.scoring.key_tokens import compare_key_spans, key_spans
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.utilities.statistics import weighted_mean_interval
 
@@ -67,17 +66,6 @@ def _measure_counter(table: pd.DataFrame, n: int) -> dict[str, float]:
     return {"recall": both / max(int(key.sum()), 1), "precision": both / max(int(found.sum()), 1)}
 
 
-def compare_key_characters(one: Tensor, other: Tensor) -> float:
-    """Return the Jaccard index of the characters in two sets of spans; NaN if both are empty.
-
-    Example:
-        >>> compare_key_characters(torch.tensor([[0, 4]]), torch.tensor([[2, 6]]))
-        0.3333333333333333
-    """
-    first, second = ({place for start, end in spans.tolist() for place in range(start, end)} for spans in (one, other))
-    return len(first & second) / len(first | second) if first | second else math.nan
-
-
 def compare_evaluators(
     texts: Sequence[Text],
     one: Mapping[str, TokenScores],
@@ -88,7 +76,7 @@ def compare_evaluators(
 ) -> dict[str, Any]:
     """Return the Jaccard index of the key characters of two evaluators or settings: per document, and its mean."""
     found = {
-        text.name: compare_key_characters(
+        text.name: compare_key_spans(
             key_spans(one[text.name], alpha=alpha), key_spans(other[text.name], alpha=other_alpha)
         )
         for text in texts

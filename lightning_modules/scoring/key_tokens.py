@@ -11,6 +11,7 @@ transferred to an evaluated model as follows:
 The rule ``authors`` always uses spans, exactly as the package `longppl` 0.3.0 does.
 """
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -135,6 +136,25 @@ def key_spans(scores: TokenScores, *, alpha: float = 2.0, beta: float = -2.0) ->
     # The likelihood of a unit is the product of its tokens' likelihoods, so log-likelihoods are added up.
     long, short = (torch.zeros(len(spans)).index_add(0, units, values) for values in (scores.long, scores.short))
     return merge_spans(spans[key_token_mask(long, short, alpha=alpha, beta=beta)])
+
+
+def compare_key_spans(one: Tensor, other: Tensor) -> float:
+    """Return how far two evaluators agree on a document: the Jaccard index of the characters in their key spans.
+
+    Args:
+        one: ``[M, 2]`` int64 character spans of `key_spans`.
+        other: ``[N, 2]`` spans of another evaluator, whose tokenizer may differ.
+
+    Returns:
+        From 0 to 1, or NaN without any key tokens.
+
+    Example:
+        >>> compare_key_spans(torch.tensor([[0, 4]]), torch.tensor([[2, 6]]))
+        0.3333333333333333
+    """
+    first = {place for start, end in one.tolist() for place in range(start, end)}
+    second = {place for start, end in other.tolist() for place in range(start, end)}
+    return len(first & second) / len(first | second) if first or second else math.nan
 
 
 def count_coverage(offsets: Tensor) -> Coverage:

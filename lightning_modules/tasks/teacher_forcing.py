@@ -9,11 +9,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.length_dependent import rotation_key
 from lightning_modules.models.lockstep import lockstep
 from lightning_modules.models.optimizations import eval_mode
 from lightning_modules.models.scorer import Scorer
+from lightning_modules.models.short_context import short_log_likelihood
+from lightning_modules.tasks.evaluation.answers import ResponseTokens
 from lightning_modules.tasks.questions.prompter import ForcedAnswer
 
 
@@ -22,7 +25,7 @@ class AnswerScores(NamedTuple):
 
     ``right`` marks the answers whose tokens are all the likeliest ones; ``greedy`` has the likeliest token at each
     position after the question. Log-likelihoods are sums in nats, over the tokens of all answers, and over all
-    other tokens of question and target except the first one.
+    other tokens of question and target except the first one. ``response`` is empty without a short context.
     """
 
     right: list[bool]
@@ -31,6 +34,7 @@ class AnswerScores(NamedTuple):
     answer_tokens: int
     other_log_likelihood: float
     other_tokens: int
+    response: ResponseTokens
 
     @property
     def score(self) -> float:
@@ -42,13 +46,15 @@ def teacher_forced(
     backbone: Scorer,
     questions: Sequence[ForcedAnswer],
     *,
+    short_context: ShortContext | None = None,
     done: Callable[[dict[int, AnswerScores]], None] = lambda _: None,
 ) -> list[AnswerScores]:
     """Score the answers of questions (`Prompter.force`) by teacher forcing.
 
     The model runs in eval mode, without gradients or random numbers. Logits exist only for the tokens of answers and
     for a chunk of the others. If weights are sharded, all processes must call this, each with any number of questions.
-    ``done`` is called with the scores of the questions of each pass, by index.
+    With ``short_context``, the tokens of each response are also scored in their short contexts, in windows as in
+    LongPPL. ``done`` is called with the scores of the questions of each pass, by index.
     """
     results: dict[int, AnswerScores] = {}
     with torch.no_grad(), eval_mode(backbone), lockstep(backbone) as run:
@@ -57,7 +63,7 @@ def teacher_forced(
             rows = [questions[index] for index in group]
             batch = padded_rows([question.input_ids for question in rows], backbone.device)
             backbone.check_batch(batch)
-            scores = dict(zip(group, _score_pass(backbone, batch, rows, run), strict=True))
+            scores = dict(zip(group, _score_pass(backbone, batch, rows, run, short_context), strict=True))
             results |= scores
             done(scores)
     return [results[index] for index in range(len(questions))]
@@ -100,14 +106,34 @@ def padded_rows(rows: Sequence[Sequence[int] | NDArray[np.int32]], device: torch
 
 
 def _score_pass(
-    backbone: Scorer, batch: PackedBatch, questions: Sequence[ForcedAnswer], run: Callable[..., Any]
+    backbone: Scorer,
+    batch: PackedBatch,
+    questions: Sequence[ForcedAnswer],
+    run: Callable[..., Any],
+    short_context: ShortContext | None,
 ) -> list[AnswerScores]:
     places = [slice(question.answer_start, len(question.input_ids)) for question in questions]
     log_likelihood, greedy = run(backbone.with_greedy, batch, places)
-    return [
+    scores = [
         _answer_scores(question, row[: place.stop].double().cpu(), tokens[place].tolist())
         for question, row, tokens, place in zip(questions, log_likelihood, greedy, places, strict=True)
     ]
+    if short_context is None:
+        return scores
+    # Only the windows of responses are scored, which are the last ones of their questions.
+    in_response = torch.zeros_like(batch["labels"], dtype=torch.bool)
+    for row, question in enumerate(questions):
+        in_response[row, question.response_start : len(question.input_ids)] = True
+    short = short_log_likelihood(backbone, batch, short_context, wanted=in_response).fill_missing(log_likelihood)
+    return [
+        score._replace(response=_response_tokens(*each))
+        for score, *each in zip(scores, questions, log_likelihood, short, strict=True)
+    ]
+
+
+def _response_tokens(question: ForcedAnswer, long: Tensor, short: Tensor) -> ResponseTokens:
+    place = slice(question.response_start, len(question.input_ids))
+    return ResponseTokens(question.is_answer, tuple(long[place].tolist()), tuple(short[place].tolist()))
 
 
 def _answer_scores(question: ForcedAnswer, log_likelihood: Tensor, greedy: list[int]) -> AnswerScores:
@@ -121,4 +147,5 @@ def _answer_scores(question: ForcedAnswer, log_likelihood: Tensor, greedy: list[
     answers = int(answer.sum())
     whole = float(log_likelihood.sum())
     of_answers = float(log_likelihood[answer].sum())
-    return AnswerScores(right, greedy, of_answers, answers, whole - of_answers, len(ids) - 1 - answers)
+    others = len(ids) - 1 - answers
+    return AnswerScores(right, greedy, of_answers, answers, whole - of_answers, others, ResponseTokens())

@@ -81,8 +81,8 @@ def _find_type(hint: Any) -> Any:
     import pyarrow
 
     types = {int: pyarrow.int64(), float: pyarrow.float64(), bool: pyarrow.bool_()}
-    if get_origin(hint) is tuple:
-        return pyarrow.list_(pyarrow.string())
+    if get_origin(hint) is tuple:  # of values of one type
+        return pyarrow.list_(_find_type(get_args(hint)[0]))
     known = [each for each in get_args(hint) or (hint,) if each is not NoneType]
     return types.get(known[0], pyarrow.string())
 
@@ -96,7 +96,7 @@ def _to_columns(row: Any, kind: type, prefix: str = "") -> dict[str, Any]:
         elif isinstance(value, str):
             columns[f"{prefix}{name}"] = _as_text(value)
         elif isinstance(value, tuple):
-            columns[f"{prefix}{name}"] = [_as_text(each) for each in value]
+            columns[f"{prefix}{name}"] = [_as_text(each) if isinstance(each, str) else each for each in value]
         else:
             columns[f"{prefix}{name}"] = value
     return columns

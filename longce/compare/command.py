@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from lightning_modules.tasks.evaluation.evaluator import EXPLANATION, evaluator_table
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.utilities.statistics import TOKENS, UNITS, corpus_mean, paired_ratio
 from lightning_modules.visualization.images import curves_as_svg
@@ -76,10 +77,16 @@ def _compare_evaluations(found: Sequence[ComparedEvaluation], output: str | Path
     texts = [as_text_table(table, left=(0, 1)), "", *notes] if table.rows else ["No scores yet."]
     if verdict:
         texts = [textwrap.fill(" ".join(verdict).replace("`", ""), _WIDTH), "", *texts]
+    accuracies: list[Block] = []
+    if any(each.as_evaluator for each in found):
+        evaluators = evaluator_table({each.name: each.as_evaluator for each in found})
+        accuracies = [EXPLANATION, evaluators]
+        texts = [as_text_table(evaluators, left=(0, 1)), "", textwrap.fill(EXPLANATION, _WIDTH), "", *texts]
     if output is not None:
         title = f"Scores of {', '.join(each.name for each in found)}"
         pictures = draw_scores(found)
         blocks: list[Block] = [
+            *accuracies,
             *verdict,
             *(
                 Picture(name, f"{'Average score' if name == 'average' else f'Score of {name}'}, with 95% intervals")

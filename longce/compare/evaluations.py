@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from lightning_modules.models.loading.provenance import Numerics, Provenance, describe_difference, describe_unknown
 from lightning_modules.tasks.evaluation.answers import read_answers, split_evaluations
+from lightning_modules.tasks.evaluation.evaluator import EvaluatorAccuracy
 from lightning_modules.tasks.evaluation.report import describe_synthetic_text, short
 from lightning_modules.tasks.evaluation.summary import Cells, summarize, tabulate
 from lightning_modules.utilities.statistics import Interval, score_difference
@@ -31,18 +32,22 @@ _PROMPTS = ("chat_template", "system_instruction", "gen_kwargs")  # settings of 
 
 
 class ComparedEvaluation(NamedTuple):
-    """Scores of a model, the answered questions of longce's tasks, and the number of those without an answer."""
+    """Scores of a model, the answered questions of longce's tasks, and the number of those without an answer.
+
+    ``as_evaluator`` has its accuracy as an evaluator, by task and length, in the mode ``key_tokens``.
+    """
 
     name: str
     cells: Cells
     questions: pd.DataFrame
     settings: dict[str, Any]
     missing: int
+    as_evaluator: dict[tuple[str, int], EvaluatorAccuracy]
 
 
 def read_evaluation(name: str, path: Path) -> ComparedEvaluation:
     """Read a folder of ``longce evaluate``, or a file of answers; a ``ValueError`` if it is damaged."""
-    found = ComparedEvaluation(name, {}, tabulate([]).astype({"length": str}), {}, 0)
+    found = ComparedEvaluation(name, {}, tabulate([]).astype({"length": str}), {}, 0, {})
     files = [path] if path.is_file() else list_files(path)
     for file in files:
         add = _add_answers if file.suffix == ".parquet" else _add_harness
@@ -59,7 +64,13 @@ def _add_answers(evaluation: ComparedEvaluation, file: Path) -> ComparedEvaluati
     several = len({task for task, _ in summary.scores}) > 1
     cells = {place: cell for place, cell in summary.cells().items() if place[0] != "average" or several}
     questions = tabulate(answers).astype({"length": str})
-    return evaluation._replace(cells=cells, questions=questions, settings=answers[0].settings, missing=summary.missing)
+    return evaluation._replace(
+        cells=cells,
+        questions=questions,
+        settings=answers[0].settings,
+        missing=summary.missing,
+        as_evaluator=summary.as_evaluator,
+    )
 
 
 def _add_harness(evaluation: ComparedEvaluation, file: Path) -> ComparedEvaluation:

@@ -204,7 +204,10 @@ def test_the_time_of_tasks_is_not_training_time(setup, tmp_path, monkeypatch):
     assert run.module.costs._started is None  # since the round behind the last step
 
 
-@pytest.mark.parametrize(("option", "value", "named"), [("lengths", [8], "8 tokens"), ("chat_template", True, "chat")])
+@pytest.mark.parametrize(
+    ("option", "value", "named"),
+    [("lengths", [8], "8 tokens"), ("chat_template", True, "chat"), ("mode", "key_tokens", "'key_tokens' measures")],
+)
 def test_unusable_options_are_refused_before_training(setup, tmp_path, option, value, named):
     with pytest.raises(ValueError, match=named):
         fit(setup, tmp_path, LongContextTasks(**{**TASKS, option: value}))

@@ -135,6 +135,8 @@ def test_impossible_ranks_are_refused(guessing_dir, tmp_path, monkeypatch, rank,
         ("gen_kwargs", "temperature=1", "`gen_kwargs`"),
         ("limit", 3, "`limit`"),
         ("log_samples", True, "`log_samples`"),
+        ("alpha", 1.0, "Only the mode 'key_tokens' reads `alpha`, and this is 'teacher_forced'"),
+        ("mode", "key_tokens", r"`context_length` \+ `stride` = 4096 \+ 1024 = 5120 must be below .* 48 tokens"),
     ],
 )
 def test_unusable_options_are_refused_before_the_model_is_loaded(
@@ -184,6 +186,39 @@ def test_several_models_have_folders_and_one_table(guessing_dir, model_dir, tmp_
     monkeypatch.setattr(command, "load_scorer", None)
     with pytest.raises(SystemExit):  # the second model is missing: the first is not even loaded
         main(["evaluate", "--model", str(model_dir), "--model", str(tmp_path / "missing"), *words])
+
+
+@pytest.mark.slow
+def test_models_as_evaluators(guessing_dir, model_dir, tmp_path, monkeypatch, capsys):
+    """A row for each model, from the command and from `compare`; the answers are not asked for again."""
+    words = ["--output", str(tmp_path / "out"), "--tasks", GUESS, "--lengths", "48", "64", "--samples", "3"]
+    words += ["--mode", "key_tokens", "--context_length", "8", "--stride", "4", "--alpha", "0.05", "--beta", "-4"]
+    main(["evaluate", "--model", str(guessing_dir), f"--model={model_dir}", *words])
+    printed = capsys.readouterr().out
+    heading, _, *rows = printed.splitlines()[:6]
+    assert heading.split("  ")[0] == "evaluator"
+    assert [row.split()[0] for row in rows] == [guessing_dir.name] * 2 + [model_dir.name] * 2
+    assert all("8, 4" in row and "0.05, -4" in row for row in rows)
+    folder = tmp_path / "out" / guessing_dir.name
+    answers = read_answers(folder / ANSWERS_FILE)
+    accuracy = summarize(answers).as_evaluator["guess", 64]
+    assert accuracy.answer_tokens == 3
+    assert f"{100 * accuracy.by_lsd_and_lcl.balanced:.1f} [" in rows[1]
+    for report in ("report.md", "report.html"):
+        assert "LCL of answers" in (folder / report).read_text()
+    compare([folder], tmp_path / "page.html")
+    assert "LCL of answers" in (tmp_path / "page.html").read_text()
+    monkeypatch.setattr(command, "load_scorer", None)
+    main(["evaluate", "--model", str(guessing_dir), *words[:1], str(folder), *words[2:]])
+    assert rows[1] in capsys.readouterr().out
+    with pytest.raises(SystemExit):  # other thresholds are another evaluation
+        main(["evaluate", "--model", str(guessing_dir), *words[:1], str(folder), *words[2:-1], "-3"])
+    assert "beta = -4.0" in capsys.readouterr().err
+
+
+def test_harness_tasks_have_no_answer_tokens():
+    with pytest.raises(ValueError, match=r"do not mark: remove letter"):
+        evaluate("model", "out", tasks=["letter"], mode="key_tokens", context_length=8, stride=4)
 
 
 @pytest.mark.parametrize("mode", [pytest.param("generate", marks=pytest.mark.slow), "teacher_forced"])

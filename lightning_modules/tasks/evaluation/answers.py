@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from lightning_modules.scoring.records import Source
 from lightning_modules.utilities.tables import read_rows, write_rows
 
-FORMAT = "longce-answers-1"
+FORMAT = "longce-answers-2"
 
 FOLDER = "answers"
 """Folder of the answers in the folder of a run, and of an evaluation that is not complete."""
@@ -48,10 +48,26 @@ class Setting(NamedTuple):
     squad: str | None = None
     hotpot: str | None = None
     nq_open: str | None = None
+    context_length: int | None = None  # K, d and thresholds of the mode `key_tokens`
+    stride: int | None = None
+    alpha: float | None = None
+    beta: float | None = None
+
+
+class ResponseTokens(NamedTuple):
+    """The tokens of a right response: whether each is a token of an answer, and its log-likelihoods in nats.
+
+    Empty unless the mode is ``key_tokens``, and if a short context has the answer too.
+    """
+
+    is_answer: tuple[bool, ...] = ()
+    long: tuple[float, ...] = ()  # given the whole question
+    short: tuple[float, ...] = ()  # given the short context
 
 
 _NOT_KNOWN = Source()
 _NOT_SET = Setting()
+_NO_TOKENS = ResponseTokens()
 
 
 @dataclass(frozen=True)
@@ -79,6 +95,7 @@ class Answer:
     other_nll: float | None = None
     other_tokens: int = 0
     seconds: float = 0.0
+    response: ResponseTokens = _NO_TOKENS
     model: Source = _NOT_KNOWN
     setting: Setting = _NOT_SET
     stage: str = ""  # val or test; empty for a stored model

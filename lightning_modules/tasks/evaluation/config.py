@@ -3,15 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from lightning_modules.models.loading.config import LoadingOptions, ServerConfig
 from lightning_modules.tasks.sampling import parse_gen_kwargs
 
-Mode = Literal["generate", "teacher_forced"]
-"""Whether the model generates its answer, or gets the right answer token by token in a single pass."""
+if TYPE_CHECKING:
+    from lightning_modules.functional.windows import ShortContext
+
+Mode = Literal["generate", "teacher_forced", "key_tokens"]
+"""Whether the model generates its answer, or gets the right answer token by token in a single pass.
+
+With ``key_tokens`` it gets the right answer in long and short contexts, as an evaluator of LongPPL does.
+"""
 
 Depths = int | Sequence[float] | None
 """Depths of answers: a number of evenly spaced depths, a list of depths, or None for each task's random choice."""
@@ -44,7 +50,9 @@ class TaskConfig:
         depths: Number of evenly spaced answer depths, or a list of depths, from 0 (front) to 1 (end); by default each
             task chooses them at random.
         mode: ``generate``: the model generates its answer; ``teacher_forced``: it gets the right answer token by
-            token, which takes a single pass and also gives perplexities.
+            token, which takes a single pass and also gives perplexities; ``key_tokens``: the same also in short
+            contexts, to measure how well the model, as an evaluator, tells answer tokens from the other tokens of the
+            right response.
         haystack: Folder of text files to hide needles in; synthetic prose by default.
         squad: Local SQuAD file, for ``qa_1``.
         hotpot: Local HotpotQA file, for ``qa_2``.
@@ -122,10 +130,15 @@ class TaskConfig:
 
     def check_used(self, ours: Sequence[str], theirs: Sequence[str]) -> None:
         """Refuse options that none of the tasks reads: `ours` are longce's, `theirs` those of lm-evaluation-harness."""
+        if theirs and self.mode == "key_tokens":
+            raise ValueError(
+                "`mode` 'key_tokens' must know the answer tokens, which tasks of lm-evaluation-harness do not mark:"
+                f" remove {', '.join(theirs)}, or choose another mode."
+            )
         unused = [*(() if ours else _LONGCE_OPTIONS), *(() if theirs else _HARNESS_OPTIONS)]
         given = [f"`{each.name}`" for each in fields(self) if getattr(self, each.name) != each.default]
         given = [name for name in given if name.strip("`") in unused]
-        if ours and self.generation and (self.mode == "teacher_forced" or "until" in self.generation):
+        if ours and self.generation and (self.mode != "generate" or "until" in self.generation):
             given.append("`gen_kwargs`")
         if given:
             raise ValueError(f"None of these `tasks` reads {', '.join(given)}: {', '.join(self.tasks)}. Remove it.")
@@ -145,6 +158,10 @@ class EvaluationConfig(TaskConfig, LoadingOptions):
         log_samples: Keep the questions and answers of harness tasks.
         context_extension: Extend the model's context without training: arguments of
             `lightning_modules.models.context_extension.methods.ContextExtension`. Several are compared.
+        context_length: Length K of the shortest short context, in tokens, for the mode ``key_tokens``.
+        stride: Number d of tokens that share one short window, for the mode ``key_tokens``.
+        alpha: Key tokens have a long-short difference (LSD) above alpha, in nats, for the mode ``key_tokens``.
+        beta: Key tokens have a long-context log-likelihood (LCL) above beta, in nats, for the mode ``key_tokens``.
     """
 
     model: str
@@ -155,6 +172,30 @@ class EvaluationConfig(TaskConfig, LoadingOptions):
     device: str = "auto"
     log_samples: bool = False
     context_extension: dict[str, Any] | None = None
+    context_length: int = 4096  # K, d and thresholds of the paper
+    stride: int = 1024
+    alpha: float = 2.0
+    beta: float = -2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mode == "key_tokens":
+            # Here, because it imports torch, which the command line's help does not need.
+            from lightning_modules.functional.equations import check_thresholds
+
+            check_thresholds(self.alpha, self.beta)
+            self.make_short_context().check_sequence(min(self.lengths))
+            return
+        unread = [each for each in fields(self) if each.name in ("context_length", "stride", "alpha", "beta")]
+        given = [f"`{each.name}`" for each in unread if getattr(self, each.name) != each.default]
+        if given:
+            raise ValueError(f"Only the mode 'key_tokens' reads {', '.join(given)}, and this is '{self.mode}'.")
+
+    def make_short_context(self) -> "ShortContext":
+        """Return K and d."""
+        from lightning_modules.functional.windows import ShortContext
+
+        return ShortContext(self.context_length, self.stride)
 
     @property
     def output_folder(self) -> Path:

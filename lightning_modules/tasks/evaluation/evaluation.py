@@ -64,11 +64,17 @@ class Evaluation:
         self.tasks = find_tasks(tasks, **config.sources, documents=config.documents)
         self.keys = question_keys(self.tasks, config.lengths, config.samples, config.depths)
         self.prompter = Prompter(tokenizer, **config.prompting)
-        check_questions(self.keys, self.tasks, self.prompter, config.seed)
+        self.short_context = config.make_short_context() if config.mode == "key_tokens" else None
+        check_questions(self.keys, self.tasks, self.prompter, config.seed, self.short_context)
         # A served model may move to another address.
         name = provenance.identity if is_served(config.model) else config.model
         model = Source(name, *provenance, special_tokens=config.add_special_tokens)
-        self.store = AnswerStore(config.output_folder, model, describe_setting(config))
+        setting = describe_setting(config)
+        if config.mode == "key_tokens":
+            setting = setting._replace(
+                context_length=config.context_length, stride=config.stride, alpha=config.alpha, beta=config.beta
+            )
+        self.store = AnswerStore(config.output_folder, model, setting)
 
     def missing(self, rank: int = 0, processes: int = 1) -> list[Key]:
         """Return the questions of this process that have no answer yet."""
@@ -95,8 +101,15 @@ class Evaluation:
                     bar.set_postfix_str(f"{chunk[0].task}, {chunk[0].length} tokens", refresh=False)
                     questions = make_questions(chunk, self.tasks, self.prompter, self.config.seed)
                     self.store.begin_file(rank, processes)
-                    options: Any = {"generation": self.config.generation, "done": store}
-                    put_questions(backbone, self.prompter, questions, self.config.mode, **options)
+                    put_questions(
+                        backbone,
+                        self.prompter,
+                        questions,
+                        self.config.mode,
+                        generation=self.config.generation,
+                        short_context=self.short_context,
+                        done=store,
+                    )
 
     def report(self) -> str:
         """Write the answers so far and their report, and return it as text."""
@@ -110,6 +123,9 @@ class Evaluation:
 
 def describe_setting(config: TaskConfig) -> Setting:
     """Return how questions are made and asked: other texts, for example, give other questions."""
+    texts: dict[str, Any] = {}
+    for name, path in config.sources.items():
+        texts[name] = None if path is None else _hash_texts(Path(path))
     return Setting(
         mode=config.mode,
         seed=config.seed,
@@ -117,7 +133,7 @@ def describe_setting(config: TaskConfig) -> Setting:
         system_instruction=config.system_instruction,
         gen_kwargs=json.dumps(config.generation, sort_keys=True) if config.generation else None,
         documents=config.documents,
-        **{name: None if path is None else _hash_texts(Path(path)) for name, path in config.sources.items()},
+        **texts,
     )
 
 

@@ -1,5 +1,6 @@
 """Generate questions, ask a model, and score its answers."""
 
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,13 +9,14 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.scorer import Scorer
-from lightning_modules.tasks.evaluation.answers import Answer, Key
+from lightning_modules.tasks.evaluation.answers import Answer, Key, ResponseTokens
 from lightning_modules.tasks.evaluation.config import Depths, Mode
 from lightning_modules.tasks.generation import generate
 from lightning_modules.tasks.questions.example import Example
-from lightning_modules.tasks.questions.prompter import Prompter
+from lightning_modules.tasks.questions.prompter import ForcedAnswer, Prompter
 from lightning_modules.tasks.questions.task import Task
 from lightning_modules.tasks.sampling import generation_options
 from lightning_modules.tasks.teacher_forcing import AnswerScores, teacher_forced
@@ -53,13 +55,23 @@ def make_questions(keys: Iterable[Key], tasks: Sequence[Task], prompter: Prompte
     ]
 
 
-def check_questions(keys: Iterable[Key], tasks: Sequence[Task], prompter: Prompter, seed: int) -> None:
+def check_questions(
+    keys: Iterable[Key],
+    tasks: Sequence[Task],
+    prompter: Prompter,
+    seed: int,
+    short_context: ShortContext | None = None,
+) -> None:
     """Generate the first question of each task and length, to find lengths that are too short.
 
-    Warn if the tokenizer does not know the words of a question, which no model could answer.
+    With ``short_context``, also check that some response of each can show whether a model finds key tokens. Warn if
+    the tokenizer does not know the words of a question, which no model could answer.
     """
-    first = [next(cell) for _, cell in groupby(keys, key=lambda key: (key.task, key.length))]
-    for key, example in make_questions(first, tasks, prompter, seed):
+    cells = [list(cell) for _, cell in groupby(keys, key=lambda key: (key.task, key.length))]
+    if short_context is not None:
+        for cell in cells:
+            _check_responses(cell, tasks, prompter, seed, short_context)
+    for key, example in make_questions([cell[0] for cell in cells], tasks, prompter, seed):
         tokens = prompter.encode(example.prompt, example.answer_prefix)
         unknown = tokens.count(prompter.tokenizer.unk_token_id) / len(tokens)
         if unknown > MAX_UNKNOWN:
@@ -68,6 +80,30 @@ def check_questions(keys: Iterable[Key], tasks: Sequence[Task], prompter: Prompt
                 f" '{prompter.tokenizer.name_or_path}': scores are not meaningful. Use tasks in the model's language.",
                 stacklevel=2,
             )
+
+
+def _check_responses(
+    cell: Sequence[Key], tasks: Sequence[Task], prompter: Prompter, seed: int, short_context: ShortContext
+) -> None:
+    """Raise a ``ValueError`` if no question of a task and length needs more than the short context."""
+    for key in cell:
+        (question,) = make_questions([key], tasks, prompter, seed)
+        forced = _force_question(prompter, question, short_context)
+        if not _is_answer_near(prompter, question, forced, short_context):
+            return
+    raise ValueError(
+        f"Every question of '{cell[0].task}' with {cell[0].length} tokens has its answer in the short context too"
+        f" (`context_length` + `stride` = {short_context.window_length}): choose lower `depths` or larger `lengths`, or"
+        " lower these."
+    )
+
+
+def _is_answer_near(prompter: Prompter, question: Question, forced: ForcedAnswer, short_context: ShortContext) -> bool:
+    """Return whether a short context of the response has an answer, which then needs no long context."""
+    start = forced.response_start
+    near = str(prompter.tokenizer.decode(forced.input_ids[max(0, start - short_context.window_length) : start]))
+    # As a whole word: a short number may be a part of another one.
+    return any(re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", near) for answer in question.example.answers)
 
 
 def even_depths(count: int) -> list[float]:
@@ -92,14 +128,16 @@ def put_questions(
     mode: Mode,
     *,
     generation: Mapping[str, Any] = MappingProxyType({}),
+    short_context: ShortContext | None = None,
     done: Callable[[list[Answer]], None] = lambda _: None,
 ) -> list[Answer]:
     """Ask a model questions in groups; questions of similar length are the fastest.
 
-    ``generation`` has arguments of `lightning_modules.tasks.sampling`; answers are greedy by default. ``done`` is
-    called with the answers of each group. If weights are sharded, all processes must call this, each with any number of
-    questions.
+    ``generation`` has arguments of `lightning_modules.tasks.sampling`; answers are greedy by default. The mode
+    ``key_tokens``, and no other, needs a ``short_context``. ``done`` is called with the answers of each group. If
+    weights are sharded, all processes must call this, each with any number of questions.
     """
+    assert (mode == "key_tokens") == (short_context is not None)
     answers: dict[int, Answer] = {}
     last = time.perf_counter()
 
@@ -115,7 +153,7 @@ def put_questions(
     if mode == "generate":
         _generate_answers(backbone, prompter, questions, generation, take)
     else:
-        _force_answers(backbone, prompter, questions, take)
+        _force_answers(backbone, prompter, questions, take, short_context)
     return [answers[number] for number in range(len(questions))]
 
 
@@ -150,15 +188,47 @@ def _generate_answers(
     )
 
 
-def _force_answers(backbone: Scorer, prompter: Prompter, questions: Sequence[Question], take: Take) -> None:
-    forced = []
-    for key, example in questions:
-        forced.append(prompter.force(example.prompt, example.answer_prefix, example.target, example.answers))
-        if not forced[-1].spans:
-            raise ValueError(
-                f"The target {example.target!r:.200} of '{key.task}' contains none of its answers: correct the task's"
-                " `target`, or set `mode` to 'generate'."
-            )
+def _force_question(prompter: Prompter, question: Question, short_context: ShortContext | None) -> ForcedAnswer:
+    """Return the tokens of a question and its answers.
+
+    Raise a ``ValueError`` if it has no answers, or with ``short_context`` if its response has no other tokens, or
+    begins before tokens have a short context.
+    """
+    key, example = question
+    forced = prompter.force(example.prompt, example.answer_prefix, example.target, example.answers)
+    if not forced.spans:
+        raise ValueError(
+            f"The target {example.target!r:.200} of '{key.task}' contains none of its answers: correct the task's"
+            " `target`, or set `mode` to 'generate'."
+        )
+    if short_context is None:
+        return forced
+    if forced.response_start < short_context.window_length:
+        raise ValueError(
+            f"The response to a question of '{key.task}' with {key.length} tokens begins at token"
+            f" {forced.response_start}, before tokens have a short context (`context_length` + `stride` ="
+            f" {short_context.window_length}): choose larger `lengths`, or lower these."
+        )
+    if all(forced.is_answer):
+        raise ValueError(
+            f"All tokens of the right response of '{key.task}' belong to its answers, so it has none that an evaluator"
+            " must leave out: choose another task, such as `longeval_lines`, or another `mode`."
+        )
+    return forced
+
+
+def _force_answers(
+    backbone: Scorer,
+    prompter: Prompter,
+    questions: Sequence[Question],
+    take: Take,
+    short_context: ShortContext | None,
+) -> None:
+    forced = [_force_question(prompter, question, short_context) for question in questions]
+    near = [
+        short_context is not None and _is_answer_near(prompter, *each, short_context)
+        for each in zip(questions, forced, strict=True)
+    ]
 
     def finish(scores: Mapping[int, AnswerScores]) -> None:
         found = {}
@@ -173,10 +243,11 @@ def _force_answers(backbone: Scorer, prompter: Prompter, questions: Sequence[Que
                 answer_tokens=answer.answer_tokens,
                 other_nll=-answer.other_log_likelihood,
                 other_tokens=answer.other_tokens,
+                response=ResponseTokens() if near[number] else answer.response,
             )
         take(found)
 
-    teacher_forced(backbone, forced, done=finish)
+    teacher_forced(backbone, forced, short_context=short_context, done=finish)
 
 
 def _make_answer(question: Question, score: float, prediction: str, prompt_tokens: int, **numbers: Any) -> Answer:

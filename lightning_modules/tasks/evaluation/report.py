@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import textwrap
 from collections.abc import Mapping, Sequence, Set
 from itertools import cycle
 from pathlib import Path
@@ -14,6 +16,7 @@ from matplotlib.figure import Figure
 
 from lightning_modules.models.loading.provenance import Provenance
 from lightning_modules.tasks.evaluation.answers import Answer
+from lightning_modules.tasks.evaluation.evaluator import EXPLANATION, evaluator_table
 from lightning_modules.tasks.evaluation.summary import (
     RULER_THRESHOLD,
     Matrix,
@@ -35,6 +38,7 @@ _CAPTIONS = {
     "depths": "Score by depth of the answer, with 95% intervals.",
 }
 _COLUMNS = 2
+_WIDTH = 100  # of text in a terminal
 MIN_QUESTIONS = 10
 """Questions below which a cell of a heat map stays empty: the 95% interval of 9 is up to 60 points wide."""
 
@@ -45,6 +49,7 @@ def write_task_report(folder: Path, answers: Sequence[Answer]) -> Summary:
     settings = answers[0].settings
     pictures = {name: as_svg(figure) for name, figure in figures(summary).items()}
     blocks: list[Block] = [
+        *((EXPLANATION, _evaluator_table(summary, settings)) if summary.as_evaluator else ()),
         "Scores in percent, with 95% intervals (Wilson; questions about one text count as dependent).",
         score_table(summary)._replace(folded=False),
         *_describe_summary(summary, settings),
@@ -90,7 +95,15 @@ def _make_grid(cells: Mapping[Any, str], last: str, together: Mapping[Any, str])
 
 def as_text(summary: Summary, settings: Mapping[str, Any]) -> str:
     """Format the scores for a terminal."""
-    return "\n".join([as_text_table(score_table(summary)), "", *_describe_summary(summary, settings)])
+    lines = [as_text_table(score_table(summary)), "", *_describe_summary(summary, settings)]
+    if summary.as_evaluator:
+        table = as_text_table(_evaluator_table(summary, settings), left=(0, 1))
+        lines = [table, "", textwrap.fill(EXPLANATION, _WIDTH), "", *lines]
+    return "\n".join(lines)
+
+
+def _evaluator_table(summary: Summary, settings: Mapping[str, Any]) -> Table:
+    return evaluator_table({os.path.basename(os.path.normpath(settings["model"])): summary.as_evaluator})
 
 
 def describe_synthetic_text(tasks: Set[str], settings: Mapping[str, Any]) -> list[str]:

@@ -10,11 +10,22 @@ from lightning_modules.models.tokenization.encoding import EncodedText, encode_t
 
 
 class ForcedAnswer(NamedTuple):
-    """Tokens of prompt, answer prefix and target; the index after the prompt; and ``[start, stop)`` of each answer."""
+    """Tokens of prompt, answer prefix and target, and ``[start, stop)`` of each answer.
+
+    The target begins at ``answer_start``. The response, which is answer prefix and target, begins at
+    ``response_start``; a token that it shares with the prompt belongs to the response.
+    """
 
     input_ids: list[int]
     answer_start: int
     spans: list[tuple[int, int]]
+    response_start: int
+
+    @property
+    def is_answer(self) -> tuple[bool, ...]:
+        """Whether each token of the response belongs to an answer."""
+        response = range(self.response_start, len(self.input_ids))
+        return tuple(any(first <= token < stop for first, stop in self.spans) for token in response)
 
 
 class Prompter:
@@ -79,7 +90,9 @@ class Prompter:
             tokens = [i for i in range(start, len(ids)) if offsets[i][0] < stop and first < offsets[i][1]]
             if tokens:
                 spans.append((tokens[0], tokens[-1] + 1))
-        return ForcedAnswer(ids, start, spans)
+        prompt_end = len(self.text(prompt, ""))
+        response_start = next((i for i, (_, end) in enumerate(offsets) if end > prompt_end), len(ids))
+        return ForcedAnswer(ids, start, spans, response_start)
 
     def _encode_text(self, text: str) -> EncodedText:
         return encode_text(text, self.tokenizer, name="question", add_special_tokens=self.add_special_tokens)

@@ -9,7 +9,6 @@ from benchmarks.real_models import study
 from benchmarks.real_models import systems as module
 from benchmarks.real_models.anatomy import (
     compare_evaluators,
-    compare_key_characters,
     describe_key_tokens,
     describe_texts,
 )
@@ -109,13 +108,6 @@ def test_a_study_measures_what_the_command_measures(
     described = describe_key_tokens(table)
     assert sum(kind["all"] for kind in described["kinds"].values()) == pytest.approx(1)
     assert compare_evaluators(texts, scores, scores)["mean"] in (1.0, pytest.approx(math.nan, nan_ok=True))
-
-
-def test_characters_of_key_spans():
-    spans = torch.tensor([[0, 4], [10, 12]])
-    assert compare_key_characters(spans, spans) == 1.0
-    assert compare_key_characters(spans, torch.tensor([[2, 8]])) == 2 / 10
-    assert math.isnan(compare_key_characters(spans[:0], spans[:0]))
 
 
 def test_what_is_kept_is_not_computed_again(tmp_path, monkeypatch, corpus, evaluator_dir):

@@ -1,4 +1,5 @@
 import itertools
+import math
 import warnings
 
 import pytest
@@ -16,6 +17,7 @@ from lightning_modules.models.tokenization.tokenizer import (
 )
 from lightning_modules.scoring.key_tokens import (
     Tokens,
+    compare_key_spans,
     count_coverage,
     document_tokens,
     find_key_tokens,
@@ -181,3 +183,11 @@ def test_tokens_of_a_padded_row():
     assert document_tokens(batch, 1).offsets.tolist() == offsets[1].tolist()
     packed = {**batch, "document_boundaries": [[0, 2, 4], [0, 5]]}
     assert document_tokens(packed).ids.tolist() == [0, 1, 2, 3], "all that is no padding"
+
+
+def test_two_evaluators_agree_on_the_characters_of_both():
+    spans = torch.tensor([[0, 4], [10, 12]])
+    assert compare_key_spans(spans, spans) == 1.0
+    assert compare_key_spans(spans, torch.tensor([[2, 8]])) == 2 / 10
+    assert math.isnan(compare_key_spans(spans[:0], spans[:0]))
+    assert compare_key_spans(spans, spans[:0]) == 0

@@ -364,6 +364,20 @@ def test_token_weights_of_a_served_evaluator(served, model_dir, books, tmp_path)
 
 
 @pytest.mark.slow
+def test_the_accuracy_of_an_evaluator_on_a_server(served, model_dir, tmp_path):
+    address, _ = served
+    settings = {"tasks": [GUESS], "lengths": [64], "samples": 4, "mode": "key_tokens", "context_length": 8, "stride": 4}
+    evaluate(str(model_dir), str(tmp_path / "local"), **settings)
+    evaluate(address, str(tmp_path / "served"), tokenizer=str(model_dir), server=QUICK, **settings)
+    local, remote = (read_answers(tmp_path / name / ANSWERS_FILE) for name in ("local", "served"))
+    assert any(answer.response.is_answer for answer in local)
+    for one, other in zip(local, remote, strict=True):
+        assert other.response.is_answer == one.response.is_answer
+        assert other.response.long == pytest.approx(one.response.long, abs=1e-5)
+        assert other.response.short == pytest.approx(one.response.short, abs=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 def test_teacher_forced_tasks_on_a_server(dialect, backbone, model_dir, tmp_path):
     settings = {"tasks": [GUESS, SEVERAL], "lengths": [48], "samples": 4, "dtype": "float32"}

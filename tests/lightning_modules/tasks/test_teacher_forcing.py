@@ -9,9 +9,9 @@ from lightning_modules.tasks.teacher_forcing import teacher_forced
 from tests.conftest import tiny_model
 
 QUESTIONS = [
-    ForcedAnswer([5, 6, 7, 8, 9], 3, [(3, 5)]),
-    ForcedAnswer(list(range(20, 60)), 30, [(31, 33), (36, 40)]),
-    ForcedAnswer(list(range(300, 320)), 12, [(15, 16)]),
+    ForcedAnswer([5, 6, 7, 8, 9], 3, [(3, 5)], 2),
+    ForcedAnswer(list(range(20, 60)), 30, [(31, 33), (36, 40)], 27),
+    ForcedAnswer(list(range(300, 320)), 12, [(15, 16)], 12),
 ]
 
 
@@ -58,6 +58,6 @@ def test_an_answer_counts_if_each_of_its_tokens_is_the_likeliest(backbone):
         ids.append(int(logits.argmax()))
         if len(ids) == 25:
             ids[-1] = (ids[-1] + 1) % 400
-    (scores,) = teacher_forced(backbone, [ForcedAnswer(ids, 20, spans)])
+    (scores,) = teacher_forced(backbone, [ForcedAnswer(ids, 20, spans, 20)])
     assert scores.right == [True, False, True]
     assert scores.score == pytest.approx(2 / 3)

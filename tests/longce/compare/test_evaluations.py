@@ -128,7 +128,7 @@ def test_scores_at_several_lengths_are_drawn_with_a_line_for_each_model():
         ("other", "64"): (1.0, None),
     }
     cells |= {("average", "64"): (50.0, None), ("average", "4096"): (30.0, None), ("harness", "acc"): (0.5, None)}
-    found = [ComparedEvaluation(name, cells, pd.DataFrame(), {}, 0) for name in ("first", "second")]
+    found = [ComparedEvaluation(name, cells, pd.DataFrame(), {}, 0, {}) for name in ("first", "second")]
     figures = draw_scores(found)
     assert list(figures) == ["average", "needle"]  # one length is no curve
     assert all(word in figures["needle"] for word in ("first", "second", "4k"))
@@ -138,9 +138,9 @@ def test_many_tasks_are_counted_and_chance_is_named():
     cells = {(f"task{number}", length): (50.0, None) for number in range(7) for length in ("64", "128", "256")}
     rows = [(task, length, 0.5, index) for task, length in cells for index in range(12)]
     questions = pd.DataFrame(rows, columns=["task", "length", "asked_depth", "index"])
-    first = ComparedEvaluation("first", cells, questions.assign(score=0.0), {}, 0)
+    first = ComparedEvaluation("first", cells, questions.assign(score=0.0), {}, 0, {})
     better = questions["task"] != "task0"
-    second = ComparedEvaluation("second", cells, questions.assign(score=better.astype(float)), {}, 0)
+    second = ComparedEvaluation("second", cells, questions.assign(score=better.astype(float)), {}, 0, {})
     sentence, chance = judge_evaluations([first, second])
     assert "better in 18 of 21 cells" in sentence
     assert "about 1 of 21 cells" in chance

@@ -55,6 +55,16 @@ def test_spans_have_only_tokens_of_answers(tokenizer):
     assert [text.strip() for text in texts] == ["4711", "12"]
 
 
+def test_a_response_is_what_follows_the_prompt(tokenizer, chat):
+    forced = Prompter(tokenizer).force("ba ce", " It is", " di, and fo", ["di", "fo"])
+    assert tokenizer.decode(forced.input_ids[forced.response_start :]) == " It is di, and fo"
+    is_answer = zip(forced.input_ids[forced.response_start :], forced.is_answer, strict=True)
+    assert tokenizer.decode([token for token, inside in is_answer if inside]) == " di fo"
+    forced = chat.force("ba", "", " It is ce", ["ce"])
+    assert chat.tokenizer.decode(forced.input_ids[forced.response_start :]) == "It is ce"
+    assert forced.response_start == forced.answer_start
+
+
 def test_a_chat_turn_begins_without_a_space(chat, tokenizer):
     """No chat model would begin its turn with one, so that a right answer would count as wrong."""
     forced = chat.force("ba", "", " ce", ["ce"])
