@@ -10,6 +10,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from lightning_modules.tasks.evaluation.answers import Answer
+from lightning_modules.tasks.evaluation.positions import PositionGap, position_gaps
 from lightning_modules.tasks.evaluation.questions import even_depths
 from lightning_modules.tasks.questions.registry import GROUPS
 from lightning_modules.utilities.statistics import Interval, mean_interval, questions_needed, score_interval
@@ -74,7 +75,8 @@ class Summary:
     RULER's tasks, whose threshold it is. Perplexities are by task and length: those of all tasks (None) are those of
     Figure 2 and Table 9 of Fang et al. (2025), and (None, None) has those of all questions. Heat maps are by task,
     after the one of ``all`` tasks; if depths were requested, ``all`` omits tasks without depths, because they could
-    favor one depth. ``seconds`` are summed over all processes. ``missing`` questions have no answer yet.
+    favor one depth. There are position gaps, by task and length, only if depths were requested. ``seconds`` are summed
+    over all processes. ``missing`` questions have no answer yet.
     """
 
     scores: dict[tuple[str, int], Score]
@@ -85,6 +87,7 @@ class Summary:
     weighted_dec: float
     perplexities: dict[tuple[str | None, int | None], Perplexities]
     heat_maps: dict[str, Matrix]
+    position_gaps: dict[tuple[str, int], PositionGap]
     seconds: float
     questions: int
     missing: int
@@ -146,6 +149,7 @@ def summarize(answers: Sequence[Answer]) -> Summary:
         weighted_dec=weighted_average(averages, increasing=False),
         perplexities={place: _compute_perplexities(rows) for place, rows in rows_by_place.items()},
         heat_maps=heat_maps,
+        position_gaps=position_gaps(table),
         seconds=math.fsum(table["seconds"]),
         questions=len(table),
         missing=len(answers) - len(table),
