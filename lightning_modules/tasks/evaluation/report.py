@@ -37,6 +37,10 @@ _CAPTIONS = {
     "heat_maps": "The same for each task.",
     "depths": "Score by depth of the answer, with 95% intervals.",
 }
+POSITION_NOTE = (
+    "Best minus worst position, in points: each half of the questions measures the positions that the other half chose."
+    " The last columns are over all questions."
+)
 _COLUMNS = 2
 _WIDTH = 100  # of text in a terminal
 MIN_QUESTIONS = 10
@@ -52,6 +56,7 @@ def write_task_report(folder: Path, answers: Sequence[Answer]) -> Summary:
         *((EXPLANATION, _evaluator_table(summary, settings)) if summary.as_evaluator else ()),
         "Scores in percent, with 95% intervals (Wilson; questions about one text count as dependent).",
         score_table(summary)._replace(folded=False),
+        *([POSITION_NOTE, position_table(summary)] if summary.position_gaps else ()),
         *_describe_summary(summary, settings),
         *([Heading("Curves and maps")] if pictures else ()),
         *(Picture(name, f"{_CAPTIONS[name]}{_describe_cells(name, summary)}") for name in pictures),
@@ -78,6 +83,16 @@ def _format_score(mean: float, interval: Interval | None) -> str:
     return f"{mean:.1f}" + ("" if interval is None else " [{:.0f}, {:.0f}]".format(*interval))
 
 
+def position_table(summary: Summary) -> Table:
+    """Return a table of the scores at the best position minus those at the worst, a row for each task and length."""
+    rows = []
+    for (task, length), found in summary.position_gaps.items():
+        best = f"{found.best_score:.1f} at {found.best:.2f}"
+        worst = f"{found.worst_score:.1f} at {found.worst:.2f}"
+        rows.append((task, short(length), _format_score(found.gap, found.interval), best, worst))
+    return Table(("task", "length", "best minus worst", "best position", "worst position"), rows)
+
+
 def perplexity_table(summary: Summary) -> Table:
     """Return a table of the perplexities of answer tokens and of all other tokens, by task and length."""
     cells = {place: f"{answer:.4g} / {other:.4g}" for place, (answer, other) in summary.perplexities.items()}
@@ -95,7 +110,10 @@ def _make_grid(cells: Mapping[Any, str], last: str, together: Mapping[Any, str])
 
 def as_text(summary: Summary, settings: Mapping[str, Any]) -> str:
     """Format the scores for a terminal."""
-    lines = [as_text_table(score_table(summary)), "", *_describe_summary(summary, settings)]
+    lines = [as_text_table(score_table(summary)), ""]
+    if summary.position_gaps:
+        lines += [POSITION_NOTE, as_text_table(position_table(summary)), ""]
+    lines += _describe_summary(summary, settings)
     if summary.as_evaluator:
         table = as_text_table(_evaluator_table(summary, settings), left=(0, 1))
         lines = [table, "", textwrap.fill(EXPLANATION, _WIDTH), "", *lines]

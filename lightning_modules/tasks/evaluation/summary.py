@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_modules.tasks.evaluation.answers import Answer
 from lightning_modules.tasks.evaluation.evaluator import EvaluatorAccuracy, measure_evaluator
+from lightning_modules.tasks.evaluation.positions import PositionGap, position_gaps
 from lightning_modules.tasks.evaluation.questions import even_depths
 from lightning_modules.tasks.questions.registry import GROUPS
 from lightning_modules.utilities.statistics import Interval, mean_interval, questions_needed, score_interval
@@ -75,8 +76,9 @@ class Summary:
     RULER's tasks, whose threshold it is. Perplexities are by task and length: those of all tasks (None) are those of
     Figure 2 and Table 9 of Fang et al. (2025), and (None, None) has those of all questions. Heat maps are by task,
     after the one of ``all`` tasks; if depths were requested, ``all`` omits tasks without depths, because they could
-    favor one depth. ``as_evaluator`` is by task and length, in the mode ``key_tokens``. ``seconds`` are summed over all
-    processes. ``missing`` questions have no answer yet.
+    favor one depth. There are position gaps, by task and length, only if depths were requested. ``as_evaluator`` is by
+    task and length, in the mode ``key_tokens``. ``seconds`` are summed over all processes. ``missing`` questions have
+    no answer yet.
     """
 
     scores: dict[tuple[str, int], Score]
@@ -88,6 +90,7 @@ class Summary:
     perplexities: dict[tuple[str | None, int | None], Perplexities]
     heat_maps: dict[str, Matrix]
     as_evaluator: dict[tuple[str, int], EvaluatorAccuracy]
+    position_gaps: dict[tuple[str, int], PositionGap]
     seconds: float
     questions: int
     missing: int
@@ -150,6 +153,7 @@ def summarize(answers: Sequence[Answer]) -> Summary:
         perplexities={place: _compute_perplexities(rows) for place, rows in rows_by_place.items()},
         heat_maps=heat_maps,
         as_evaluator=measure_evaluator(answers),
+        position_gaps=position_gaps(table),
         seconds=math.fsum(table["seconds"]),
         questions=len(table),
         missing=len(answers) - len(table),

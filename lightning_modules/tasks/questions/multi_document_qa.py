@@ -1,4 +1,4 @@
-"""Question answering over many documents, one of which has the answer (*Lost in the Middle*)."""
+"""Question answering over many documents, one of which has the answer, over that one, and over none."""
 
 import itertools
 import random
@@ -15,6 +15,9 @@ from lightning_modules.tasks.questions.words import ADJECTIVES, NOUNS, synthetic
 
 Query = Literal["before", "after", "both"]
 """Where the question is."""
+
+Reference = Literal["oracle", "closed_book"]
+"""Only the passage that answers the question, or no passage."""
 
 _INSTRUCTION = (
     "Write a high-quality answer for the given question using only the provided search results (some of which might be"
@@ -39,8 +42,8 @@ class MultiDocumentQA(FittedTask):
 
     Without a file (see `read_nq_open`), questions and documents are synthetic: short biographies of invented people.
     Scores on them are not comparable to *Lost in the Middle*. The question is ``after`` the passages, ``before`` them,
-    or in ``both`` places (the paper's query-aware contextualization). The paper has 10, 20 or 30 ``documents``, or 1
-    (its oracle setting); by default the length decides.
+    or in ``both`` places (the paper's query-aware contextualization). The paper has 10, 20 or 30 ``documents``; by
+    default the length decides.
     """
 
     max_new_tokens = 100
@@ -59,7 +62,7 @@ class MultiDocumentQA(FittedTask):
     @override
     def draft(self, asked: Request) -> Draft:
         rng = asked.rng
-        question = self._choose_question(asked.index, asked.seed)
+        question = choose_question(self.questions, asked.index, asked.seed)
         depth = rng.random() if asked.depth is None else asked.depth
         shelf = _Shelf(question, self._other_passages(rng), rng.getrandbits(64))
         wanted = f"{asked.length} tokens of passages" if self.documents is None else f"{self.documents} passages"
@@ -80,17 +83,44 @@ class MultiDocumentQA(FittedTask):
             depth=lambda count: place(depth, count - 1) / max(1, count - 1),
         )
 
-    def _choose_question(self, index: int, seed: int) -> OpenQuestion:
-        if not self.questions:
-            return synthetic_question(random.Random(f"multi_document_qa {seed} {index}"))
-        order = random.Random(f"multi_document_qa {seed}").sample(range(len(self.questions)), len(self.questions))
-        return self.questions[order[index % len(order)]]
-
     def _other_passages(self, rng: random.Random) -> Iterator[Passage]:
         if not self.questions:
             return synthetic_lives(rng)
         others = rng.sample(self.questions, len(self.questions))
         return (passage for question in others for passage in (question.gold, *question.distractors))
+
+
+class ReferenceQA(FittedTask):
+    """The questions of `MultiDocumentQA` without the search: with the ``oracle`` passage alone, or ``closed_book``.
+
+    These are the paper's bounds: a model that finds the passage answers as with the oracle, and one that ignores it as
+    from memory. The prompts are those of the original. They do not depend on the length, which they do not fill.
+    """
+
+    max_new_tokens = 100
+
+    def __init__(self, setting: Reference, path: str | Path | None = None) -> None:
+        self.name = f"multi_document_qa_{setting}"
+        self.setting = setting
+        self.questions = () if path is None else read_nq_open(path)
+
+    @override
+    def draft(self, asked: Request) -> Draft:
+        question = choose_question(self.questions, asked.index, asked.seed)
+        if self.setting == "oracle":
+            prompt = search_prompt([question.gold], question.text, "after")
+        else:
+            prompt = f"Question: {question.text}\nAnswer:"
+        target = f" {question.answers[0]}"
+        return Draft(lambda _: (prompt, ""), question.answers, target, match="subspan", max_units=1)
+
+
+def choose_question(questions: Sequence[OpenQuestion], index: int, seed: int) -> OpenQuestion:
+    """Return a question of the file, or a synthetic one without a file; all settings ask the same questions."""
+    if not questions:
+        return synthetic_question(random.Random(f"multi_document_qa {seed} {index}"))
+    order = random.Random(f"multi_document_qa {seed}").sample(range(len(questions)), len(questions))
+    return questions[order[index % len(order)]]
 
 
 class _Shelf:

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from lightning_modules.tasks.questions import retrieval, ruler
 from lightning_modules.tasks.questions.haystacks import Essays
-from lightning_modules.tasks.questions.multi_document_qa import MultiDocumentQA, Query
+from lightning_modules.tasks.questions.multi_document_qa import MultiDocumentQA, Query, Reference, ReferenceQA
 from lightning_modules.tasks.questions.question_answering import QuestionAnswering
 from lightning_modules.tasks.questions.task import SETTINGS, Task, WordedTask
 from lightning_modules.utilities.user_modules import import_object
@@ -34,6 +34,10 @@ def _make_multi_document_qa(query: Query, sources: Sources) -> Task:
     return MultiDocumentQA(sources.nq_open, sources.documents, query)
 
 
+def _make_reference_qa(setting: Reference, sources: Sources) -> Task:
+    return ReferenceQA(setting, sources.nq_open)
+
+
 def _make_question_answering(name: Literal["qa_1", "qa_2"], option: str, file: str, sources: Sources) -> Task:
     if (path := getattr(sources, option)) is None:
         raise ValueError(
@@ -52,6 +56,8 @@ TASKS: dict[str, Callable[[Sources], Task]] = {
     "multi_document_qa": partial(_make_multi_document_qa, "after"),
     "multi_document_qa_query_before": partial(_make_multi_document_qa, "before"),
     "multi_document_qa_query_both": partial(_make_multi_document_qa, "both"),
+    "multi_document_qa_oracle": partial(_make_reference_qa, "oracle"),
+    "multi_document_qa_closed_book": partial(_make_reference_qa, "closed_book"),
 }
 """The constructor of each task."""
 

@@ -4,7 +4,8 @@ import re
 import pytest
 
 from lightning_modules.tasks.questions.example import contains_answer
-from lightning_modules.tasks.questions.multi_document_qa import MultiDocumentQA
+from lightning_modules.tasks.questions.multi_document_qa import MultiDocumentQA, ReferenceQA
+from lightning_modules.tasks.questions.registry import find_tasks
 from tests.support import answerers
 
 INSTRUCTION = (
@@ -132,3 +133,37 @@ def test_random_depths_cover_all_places(prompter):
     depths = [MultiDocumentQA(documents=10).example(prompter, 1500, index).depth for index in range(40)]
     assert {0, 1} < set(depths)
     assert len(set(depths)) == 10
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_references_ask_the_same_questions_with_the_gold_passage_or_without_any(nq_open, prompter, seed):
+    for path in (nq_open, None):
+        seen = set()
+        for index in range(5):
+            many = MultiDocumentQA(path, documents=4).example(prompter, 1500, index, seed=seed)
+            oracle, closed = (
+                ReferenceQA(setting, path).example(prompter, 1500, index, seed=seed)
+                for setting in ("oracle", "closed_book")
+            )
+            found, question = passages(oracle.prompt)
+            assert question == passages(many.prompt)[1]
+            assert len(found) == 1
+            assert found[0] in passages(many.prompt)[0]
+            assert contains_answer(found[0][1], many.answers)
+            assert closed.prompt == f"Question: {question}\nAnswer:"
+            assert not contains_answer(closed.prompt, many.answers)
+            for one in (oracle, closed):
+                same = (one.answers, one.target, one.match, one.max_new_tokens, one.answer_prefix)
+                assert same == (many.answers, many.target, many.match, many.max_new_tokens, "")
+                assert one.depth is None
+            seen.add(question)
+        assert len(seen) == 5
+
+
+def test_references_are_the_same_at_all_lengths_and_refused_if_the_passage_does_not_fit(nq_open, prompter):
+    tasks = find_tasks(["multi_document_qa_oracle", "multi_document_qa_closed_book"], nq_open=str(nq_open))
+    for task in tasks:
+        assert not task.varies_depth
+        assert task.example(prompter, 300, 2).prompt == task.example(prompter, 9000, 2).prompt
+        with pytest.raises(ValueError, match=rf"105 tokens is too short for '{task.name}'"):
+            task.example(prompter, 105, 0)
