@@ -82,8 +82,8 @@ def test_an_evaluator_on_a_server_gives_the_scores_of_the_same_model_here(served
     evaluator = open_evaluator(served_config(address, model_dir))
     remote = evaluator.scores(text)
     assert torch.equal(remote.token_ids, local.token_ids)
-    torch.testing.assert_close(remote.long, local.long, atol=1e-6, rtol=0)
-    torch.testing.assert_close(remote.short, local.short, atol=1e-6, rtol=0)
+    torch.testing.assert_close(remote.long, local.long, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(remote.short, local.short, atol=1e-6, rtol=1e-6)
     evaluator.release()  # probes once more
     # Scores are stored, for the same server only.
     asked = server.counts["requests"]
