@@ -131,7 +131,8 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     description += " compared with the first one."
     skip = ("tasks", "lengths", "depths")
     parser = make_parser("evaluate", description, EvaluationConfig, skip=skip)
-    names = "Names of tasks, groups and sets, import paths of your own tasks, and task files of lm-evaluation-harness."
+    names = "Names of tasks, groups and sets, RULER's tasks with options such as 'vt(hops=8,chains=2)', import paths of"
+    names += " your own tasks, and task files of lm-evaluation-harness."
     parser.add_argument("--tasks", nargs="+", type=str, default=["ruler_synthetic"], help=names)
     lengths = "Lengths of prompt and answer together, in tokens."
     parser.add_argument("--lengths", nargs="+", type=PositiveInt, default=[4096], help=lengths)

@@ -41,10 +41,10 @@ class TaskConfig:
     """Settings of an evaluation on long-context tasks and tasks of lm-evaluation-harness.
 
     Args:
-        tasks: Names of tasks or groups (``ruler``, ``longeval``, ``lost_in_the_middle``, ..), import paths of your own
-            task classes, and for lm-evaluation-harness names of its tasks and groups, task files (YAML; they may run
-            code from their folder), and the sets ``short`` (MMLU, ARC-C, RACE, BBH, TruthfulQA, CommonsenseQA) and
-            ``longbench`` (its 16 English tasks).
+        tasks: Names of tasks or groups (``ruler``, ``longeval``, ``lost_in_the_middle``, ..), RULER's tasks with
+            options (``vt(hops=8,chains=2)``), import paths of your own task classes, and for lm-evaluation-harness
+            names of its tasks and groups, task files (YAML; they may run code from their folder), and the sets
+            ``short`` (MMLU, ARC-C, RACE, BBH, TruthfulQA, CommonsenseQA) and ``longbench`` (its 16 English tasks).
         lengths: Lengths of prompt and answer together, in tokens.
         samples: Questions per task and length, and per depth if depths are given.
         depths: Number of evenly spaced answer depths, or a list of depths, from 0 (front) to 1 (end); by default each

@@ -25,7 +25,7 @@ from lightning_modules.tasks.evaluation.summary import (
     suggest_questions,
     summarize,
 )
-from lightning_modules.tasks.questions.registry import IN_ESSAYS
+from lightning_modules.tasks.questions.registry import is_in_essays
 from lightning_modules.utilities.statistics import Interval
 from lightning_modules.visualization.images import COLORS, INK, PANEL, STYLE, as_svg
 from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_text_table, write_report
@@ -127,7 +127,7 @@ def _evaluator_table(summary: Summary, settings: Mapping[str, Any]) -> Table:
 def describe_synthetic_text(tasks: Set[str], settings: Mapping[str, Any]) -> list[str]:
     """Return which scores are not those of the original tasks, because longce has made up their text."""
     sentences = []
-    if settings.get("haystack") is None and (essays := sorted(IN_ESSAYS & tasks)):
+    if settings.get("haystack") is None and (essays := sorted(filter(is_in_essays, tasks))):
         sentences.append(
             f"The text around the needles of {', '.join(essays)} is made up: these are no scores of RULER or"
             " Needle-in-a-Haystack, which use essays. Give a folder of essays with `--haystack`."

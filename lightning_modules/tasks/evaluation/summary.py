@@ -96,8 +96,8 @@ class Summary:
     missing: int
 
     def logged(self) -> dict[str, float]:
-        """Return the values to log, by their names after ``tasks/``."""
-        values = {f"{task}/{length}": score.mean for (task, length), score in self.scores.items()}
+        """Return the values to log, by their names after ``tasks/``; options of tasks are written with underscores."""
+        values = {f"{_log_name(task)}/{length}": score.mean for (task, length), score in self.scores.items()}
         values |= {f"average/{length}": average for length, average in self.averages.items()}
         if self.averages:
             values |= {"weighted_inc": self.weighted_inc, "weighted_dec": self.weighted_dec}
@@ -116,6 +116,11 @@ class Summary:
         for length, average in self.averages.items():
             cells["average", str(length)] = (average, self.average_intervals[length])
         return cells
+
+
+def _log_name(task: str) -> str:
+    """Return ``vt_hops_8_chains_2`` for ``vt(hops=8,chains=2)``: MLflow refuses such characters in names."""
+    return task.translate(str.maketrans("(=,", "___", ")"))
 
 
 def tabulate(answers: Sequence[Answer]) -> pd.DataFrame:

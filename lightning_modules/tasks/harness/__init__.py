@@ -3,7 +3,7 @@
 import importlib.util
 from collections.abc import Sequence
 
-from lightning_modules.tasks.questions.registry import GROUPS, TASKS, check_names
+from lightning_modules.tasks.questions.registry import check_names, is_known
 
 
 def split_tasks(names: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -12,7 +12,7 @@ def split_tasks(names: Sequence[str]) -> tuple[list[str], list[str]]:
     A name that both have, such as RULER's tasks, is longce's: it supports any length, and training.
     """
     paths = {name for name in names if "." in name and not name.endswith((".yaml", ".yml"))}
-    theirs = [name for name in names if name not in TASKS and name not in GROUPS and name not in paths]
+    theirs = [name for name in names if not is_known(name) and name not in paths]
     if theirs and importlib.util.find_spec("lm_eval") is None:
         try:
             check_names(theirs)

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 from lightning_modules.tasks.questions import retrieval, ruler
 from lightning_modules.tasks.questions.haystacks import Essays
 from lightning_modules.tasks.questions.multi_document_qa import MultiDocumentQA, Query, Reference, ReferenceQA
+from lightning_modules.tasks.questions.options import base_name, configure
 from lightning_modules.tasks.questions.question_answering import QuestionAnswering
 from lightning_modules.tasks.questions.task import SETTINGS, Task, WordedTask
 from lightning_modules.utilities.user_modules import import_object
@@ -27,7 +28,8 @@ class Sources(NamedTuple):
 
 
 def _make_worded(name: str, sources: Sources) -> Task:
-    return WordedTask(name, sources.essays, {**ruler.KINDS, **retrieval.KINDS})
+    name, setting = configure(name)
+    return WordedTask(name, setting, sources.essays, {**ruler.KINDS, **retrieval.KINDS})
 
 
 def _make_multi_document_qa(query: Query, sources: Sources) -> Task:
@@ -74,27 +76,54 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """Names of groups of tasks."""
 
-IN_ESSAYS = {"needle", "first_sentence", *(name for name in _NEEDLES if SETTINGS[name]["haystack"] == "essay")}
-"""Tasks whose answers are hidden in essays, or in synthetic prose."""
+
+def is_in_essays(name: str) -> bool:
+    """Return whether the answers of a task are hidden in essays, or in synthetic prose."""
+    if base_name(name) in _NEEDLES:
+        return bool(configure(name)[1]["haystack"] == "essay")
+    return name in ("needle", "first_sentence")
 
 
 def find_tasks(names: Sequence[str], *, haystack: str | None = None, **sources: Any) -> list[Task]:
     """Return tasks by name, each once, in the given order.
 
-    Names are those of `TASKS` and `GROUPS`, and import paths such as ``package.module.Class`` of classes that derive
-    from `Task` and take no arguments. ``haystack`` is the folder of `Essays`; ``sources`` are the other `Sources`.
+    Names are those of `TASKS`, with options such as ``vt(hops=8)``, those of `GROUPS`, and import paths such as
+    ``package.module.Class`` of classes that derive from `Task` and take no arguments. ``haystack`` is the folder of
+    `Essays`; ``sources`` are the other `Sources`.
     """
+    check_names(names)
     texts = Sources(Essays(haystack), **sources)
-    single = dict.fromkeys(name for group in names for name in GROUPS.get(group, (group,)))
-    check_names(single)
-    return [TASKS[name](texts) if name in TASKS else _import_task(name) for name in single]
+    single: dict[str, None] = {}
+    for group in names:
+        for name in GROUPS.get(group, (group,)):
+            single[configure(name)[0] if base_name(name) in SETTINGS else name] = None
+    return [_make_task(name, texts) for name in single]
+
+
+def _make_task(name: str, sources: Sources) -> Task:
+    if base_name(name) in SETTINGS:
+        return _make_worded(name, sources)
+    return TASKS[name](sources) if name in TASKS else _import_task(name)
+
+
+def is_known(name: str) -> bool:
+    """Return whether a name is that of a task, perhaps with options, or of a group."""
+    return base_name(name) in TASKS or base_name(name) in GROUPS
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse names that are not in `TASKS`, not in `GROUPS`, and not import paths; suggest the closest known name."""
+    """Refuse names that are not in `TASKS`, not in `GROUPS`, and not import paths; suggest the closest known name.
+
+    Options are only for tasks of `tasks.yaml` that have some.
+    """
     for name in names:
-        if name not in TASKS and name not in GROUPS and "." not in name:
-            near = difflib.get_close_matches(name, [*TASKS, *GROUPS], n=1)
+        base = base_name(name)
+        if base in SETTINGS:
+            configure(name)
+        elif is_known(name) and name != base:
+            raise ValueError(f"'{base}' has no options: remove those of '{name}'. RULER's single tasks have some.")
+        elif not is_known(name) and "." not in base:
+            near = difflib.get_close_matches(base, [*TASKS, *GROUPS], n=1)
             hint = f" Did you mean '{near[0]}'?" if near else ""
             raise ValueError(
                 f"Unknown task '{name}'.{hint} Tasks: {', '.join(TASKS)}. Groups: {', '.join(GROUPS)}. Or use a class"

@@ -1,7 +1,9 @@
 """Draw questions of RULER (Hsieh et al. 2024, https://arxiv.org/abs/2404.06654), worded in `tasks.yaml`."""
 
+import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +23,7 @@ def _draw_needles(task: WordedTask, asked: Request, setting: Mapping[str, Any]) 
     rng = asked.rng
     kind = setting["value"]
     values_per_key = setting["values"]
+    _check_room(task, asked, setting["keys"] * values_per_key, "needles")
     # 1. Keys, values, and which keys are asked for.
     keys = distinct(lambda: DRAW[setting["key"]](rng), setting["keys"])
     values = distinct(lambda: DRAW[kind](rng), setting["keys"] * values_per_key)
@@ -127,55 +130,73 @@ class Chain(NamedTuple):
     seed: int
 
 
-def draw_chain(rng: random.Random, hops: int, letters: int) -> Chain:
-    """Draw a chain of distinct names, none of which is the keyword."""
-    names: list[str] = []
+def draw_chain(rng: random.Random, hops: int, letters: int, taken: Collection[str] = ()) -> Chain:
+    """Draw a chain of distinct names, none of which is the keyword or taken."""
+    names: dict[str, None] = {}  # in the order of the draws
     while len(names) <= hops:
         name = "".join(rng.choices(_LETTERS.upper(), k=letters))
-        if name != "VAR" and name not in names:
-            names.append(name)
+        if name != "VAR" and name not in taken:
+            names[name] = None
     return Chain(tuple(names), str(rng.randrange(10000, 99999)), rng.getrandbits(64))
 
 
-def scatter_chain(chain: Chain, lines: int) -> str:
-    """Return ``lines`` lines of noise with the assignments of a chain between them, in order."""
-    assignments = [f"VAR {chain.names[0]} = {chain.value}"]
-    for before, name in zip(chain.names, chain.names[1:], strict=False):
-        assignments.append(f"VAR {name} = VAR {before} ")
+def draw_chains(rng: random.Random, count: int, hops: int, letters: int, values: Collection[str] = ()) -> list[Chain]:
+    """Draw chains that share no name or value, and have none of the given values."""
+    names: set[str] = set()
+    taken = {*values}
+    chains: list[Chain] = []
+    while len(chains) < count:
+        chain = draw_chain(rng, hops, letters, names)
+        if chain.value not in taken:
+            chains.append(chain)
+            names.update(chain.names)
+            taken.add(chain.value)
+    return chains
+
+
+def scatter_chains(chains: Sequence[Chain], lines: int) -> str:
+    """Return ``lines`` lines of noise with the assignments of chains between them, those of each chain in order."""
     text = [NOISE] * lines
-    places = sorted(random.Random(chain.seed).sample(range(lines), len(assignments)))
-    for inserted, (line, assignment) in enumerate(zip(places, assignments, strict=True)):
-        text.insert(line + inserted, assignment)
+    for chain in chains:
+        assignments = [f"VAR {chain.names[0]} = {chain.value}"]
+        for before, name in zip(chain.names, chain.names[1:], strict=False):
+            assignments.append(f"VAR {name} = VAR {before} ")
+        places = sorted(random.Random(chain.seed).sample(range(len(text)), len(assignments)))
+        for inserted, (line, assignment) in enumerate(zip(places, assignments, strict=True)):
+            text.insert(line + inserted, assignment)
     return "\n".join(text)
 
 
 def _draw_chains(task: WordedTask, asked: Request, setting: Mapping[str, Any]) -> Draft:
     hops = setting["hops"]
-    shown = draw_chain(asked.rng, hops, letters=3)
-    chain = draw_chain(asked.rng, hops, letters=5)
-    while shown.value == chain.value:
-        chain = draw_chain(asked.rng, hops, letters=5)
+    count = setting["chains"]
+    _check_room(task, asked, count * (hops + 1), "assignments")
+    shown_hops = min(hops, setting["example_hops"])
+    shown = draw_chains(asked.rng, count, shown_hops, letters=3)
+    chains = draw_chains(asked.rng, count, hops, letters=5, values=[chain.value for chain in shown])
 
-    def ask(one: Chain, lines: int) -> tuple[str, str]:
-        prompt = setting["prompt"].format(context=scatter_chain(one, lines), value=one.value)
-        return prompt, setting["prefix"].format(count=len(one.names), value=one.value)
+    def ask(several: Sequence[Chain], lines: int) -> tuple[str, str]:
+        first = several[0]
+        prompt = setting["prompt"].format(context=scatter_chains(several, lines), value=first.value)
+        return prompt, setting["prefix"].format(count=len(first.names), value=first.value)
 
     def show_example(lines: int) -> str:
-        return f"{''.join(ask(shown, lines))} {' '.join(shown.names)}\n"
+        return f"{''.join(ask(shown, lines))} {' '.join(shown[0].names)}\n"
 
     def count_example(lines: int) -> int:
         return asked.prompter.count(show_example(lines), "")
 
-    lines = min_lines = hops + 1  # one for each assignment, which precedes it
-    if count_example(min_lines) <= setting["example_tokens"]:
-        lines = most_units(count_example, setting["example_tokens"], minimum=min_lines)
+    lines = shown_hops + 1  # one for each assignment of a chain, which precedes it
+    if count_example(lines) <= setting["example_tokens"]:
+        lines = most_units(count_example, setting["example_tokens"], minimum=lines)
     example = show_example(lines)
 
     def wording(lines: int) -> tuple[str, str]:
-        prompt, prefix = ask(chain, lines)
+        prompt, prefix = ask(chains, lines)
         return f"{example}\n{prompt}", prefix
 
-    return Draft(wording, chain.names, " ".join(chain.names), min_units=min_lines)
+    names = chains[0].names
+    return Draft(wording, names, " ".join(names), min_units=hops + 1)
 
 
 def _draw_common_words(task: WordedTask, asked: Request, setting: Mapping[str, Any]) -> Draft:
@@ -223,14 +244,28 @@ def _draw_frequent_words(task: WordedTask, asked: Request, setting: Mapping[str,
     count = max(5, asked.length // 50)
     vocabulary = ["...", *distinct(lambda: "".join(rng.choices(_LETTERS, k=setting["letters"])), count - 1)]
     shuffles = rng.getrandbits(64)
+    alpha = setting["alpha"]
+    min_units = min_words(alpha)
+    _check_room(task, asked, min_units, "words")
 
     def wording(words: int) -> tuple[str, str]:
-        text = repeat_by_rank(vocabulary, words, setting["alpha"])
+        text = repeat_by_rank(vocabulary, words, alpha)
         random.Random(f"{shuffles} {words}").shuffle(text)
         return setting["prompt"].format(context=" ".join(text)), setting["prefix"]
 
     first, second, third = vocabulary[1:4]
-    return Draft(wording, (first, second, third), f" {first}, {second}, and {third}", min_units=setting["min_words"])
+    return Draft(wording, (first, second, third), f" {first}, {second}, and {third}", min_units=min_units)
+
+
+@cache
+def min_words(alpha: float) -> int:
+    """Return the number of words from which the last answer, of rank 4, is always more frequent than rank 5."""
+    fourth = 4**-alpha / float(zeta(alpha))
+    fifth = 5**-alpha / float(zeta(alpha))
+    # With this many words, the two numbers differ by 1 before they are rounded down.
+    words = np.arange(1, math.ceil(1 / (fourth - fifth)) + 1)
+    is_tied = (words * fourth).astype(int) == (words * fifth).astype(int)
+    return int(words[is_tied].max()) + 1
 
 
 def repeat_by_rank(vocabulary: Sequence[str], words: int, alpha: float) -> list[str]:
@@ -240,6 +275,15 @@ def repeat_by_rank(vocabulary: Sequence[str], words: int, alpha: float) -> list[
     for word, count in zip(vocabulary, counts, strict=True):
         text += [word] * count
     return text
+
+
+def _check_room(task: WordedTask, asked: Request, count: int, noun: str) -> None:
+    """Refuse what cannot fit before it is drawn: everything takes a token or more."""
+    if count > asked.length:
+        raise ValueError(
+            f"A length of {asked.length} tokens is too short for '{task.name}', whose text has at least {count:,}"
+            f" {noun}. Choose a larger length, or other options."
+        )
 
 
 KINDS: dict[str, Kind] = {

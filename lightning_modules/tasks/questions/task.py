@@ -145,13 +145,13 @@ class FittedTask(Task):
 class WordedTask(FittedTask):
     """A task of `tasks.yaml`, whose comments say where it comes from and how it differs from the original.
 
-    ``kinds`` has the function that draws a question, for each ``kind`` of task. The order of its random draws decides
-    what a question is, so a change of it changes all results.
+    ``setting`` has its wordings and numbers, and ``kinds`` has the function that draws a question, for each ``kind`` of
+    task. The order of its random draws decides what a question is, so a change of it changes all results.
     """
 
-    def __init__(self, name: str, essays: Essays, kinds: Mapping[str, "Kind"]) -> None:
+    def __init__(self, name: str, setting: Mapping[str, Any], essays: Essays, kinds: Mapping[str, "Kind"]) -> None:
         self.name = name
-        self.setting = SETTINGS[name]
+        self.setting = setting
         self.essays = essays
         self.max_new_tokens = self.setting["max_new_tokens"]
         self.varies_depth = self.setting["varies_depth"]

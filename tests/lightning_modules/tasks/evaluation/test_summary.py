@@ -126,3 +126,13 @@ def test_evenly_spaced_depths_have_bins_of_their_own():
     for bins in (2, 5, 11, 21, 40):
         rows = [Row("needle", 4096, number / (bins - 1), number / 100) for number in range(bins)]
         assert depth_matrix(table(rows), bins=bins).scores.tolist() == [pytest.approx(list(range(bins)))]
+
+
+def test_logged_names_of_options_have_no_characters_that_mlflow_refuses():
+    answers = [
+        Answer("vt(hops=8,chains=2)", 4096, None, 0, score=1.0),
+        Answer("fwe(alpha=2.5)", 4096, None, 0, score=0.0),
+    ]
+    logged = summarize(answers).logged()
+    assert logged["vt_hops_8_chains_2/4096"] == 100
+    assert logged["fwe_alpha_2.5/4096"] == 0

@@ -15,10 +15,10 @@ from lightning_modules.tasks.questions.ruler import (
     NEEDLE_DEPTHS,
     WORDS,
     draw_chain,
+    min_words,
     repeat_by_rank,
-    scatter_chain,
+    scatter_chains,
 )
-from lightning_modules.tasks.questions.task import SETTINGS
 from tests.support import answerers
 
 
@@ -150,7 +150,7 @@ def test_places_of_assignments_are_drawn_evenly():
     rng = random.Random(0)
     counts = [0] * 10
     for _ in range(2000):
-        lines = scatter_chain(draw_chain(rng, hops=4, letters=5), 10).split("\n")
+        lines = scatter_chains([draw_chain(rng, hops=4, letters=5)], 10).split("\n")
         noise = 0
         for line in lines:
             if line == NOISE:
@@ -239,12 +239,13 @@ def test_frequencies_fall_with_the_square_of_the_rank():
         assert abs(counts[word] - 100_000 * 0.6079271 / rank**2) < 1
 
 
-def test_answers_are_more_frequent_from_the_minimum_number_of_words():
-    least = SETTINGS["fwe"]["min_words"]
-    for words in range(least, 400):
-        counts = [count for _, count in Counter(repeat_by_rank(range(10), words, 2.0)).most_common(5)]
+@pytest.mark.parametrize(("alpha", "least"), [(1.2, 119), (2.0, 53), (3.5, 145), (5.0, 1062)])
+def test_answers_are_more_frequent_from_the_minimum_number_of_words(alpha, least):
+    assert min_words(alpha) == least
+    for words in range(least, 3 * least):
+        counts = Counter(repeat_by_rank(range(10), words, alpha))
         assert counts[0] > counts[1] > counts[2] > counts[3] > counts[4], words
-    counts = Counter(repeat_by_rank(range(10), least - 1, 2.0))
+    counts = Counter(repeat_by_rank(range(10), least - 1, alpha))
     assert counts[3] == counts[4]
 
 
