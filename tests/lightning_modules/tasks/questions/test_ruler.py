@@ -15,6 +15,7 @@ from lightning_modules.tasks.questions.ruler import (
     NEEDLE_DEPTHS,
     WORDS,
     draw_chain,
+    draw_chains,
     min_words,
     repeat_by_rank,
     scatter_chains,
@@ -135,6 +136,22 @@ def test_names_are_distinct_and_never_the_keyword():
             return drawn[self.position : self.position + k]
 
     assert draw_chain(Biased(0), hops=4, letters=3).names == ("AAA", "BBB", "CCC", "DDD", "EEE")
+
+
+def test_chains_share_no_name_or_value():
+    class Repeating(random.Random):
+        """Draws names of one of three letters, and one of three values."""
+
+        def choices(self, population, *, k):
+            return [self.choice("ABC") for _ in range(k)]
+
+        def randrange(self, start, stop):
+            return start + self.choice((0, 1, 2))
+
+    for seed in range(20):
+        chains = draw_chains(Repeating(seed), 2, hops=1, letters=2, values=["10001"])
+        assert sorted(chain.value for chain in chains) == ["10000", "10002"]
+        assert len({name for chain in chains for name in chain.names}) == 4
 
 
 def test_the_example_has_500_tokens_or_five_lines(prompters):
