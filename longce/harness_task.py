@@ -53,6 +53,15 @@ class LongPPLTask(ConfigurableTask):
         self.OUTPUT_TYPE = _METHOD  # by which the harness gives all processes the same number of requests
 
     @override
+    def build_all_requests(self, *args: Any, cache_requests: bool = False, **kwargs: Any) -> None:
+        if cache_requests:
+            raise ValueError(
+                "`--cache_requests` would ask for tokens of earlier texts or key tokens, because the harness stores"
+                " requests by the name of the task: leave it out."
+            )
+        super().build_all_requests(*args, cache_requests=False, **kwargs)
+
+    @override
     def fewshot_context(self, *_: Any, **__: Any) -> str:
         return ""  # a document has neither examples nor a chat template before it
 

@@ -199,10 +199,12 @@ class LongContextScorer:
                 raise ValueError(f"they must be a list of integers from 0 to {size - 1}")
         except (TypeError, ValueError, RuntimeError) as error:
             return EncodedDocument(None, f"the token ids cannot be used: {' '.join(str(error).split())}")
-        if int(tokens[-1]) in self.tokenizer.all_special_ids:  # an end-of-text token, which a text has not
-            tokens = tokens[:-1]
-        if len(tokens) == 0:
-            return EncodedDocument(None, f"{LEFT_OUT}it has only a special token")
+        # End-of-text tokens and padding, which a text has not.
+        special = torch.isin(tokens, torch.tensor(self.tokenizer.all_special_ids, dtype=tokens.dtype))
+        ordinary = (~special).nonzero()
+        if len(ordinary) == 0:
+            return EncodedDocument(None, f"{LEFT_OUT}it has only special tokens")
+        tokens = tokens[: int(ordinary[-1]) + 1]
         text, offsets = characters(tokens)
         document = EncodedDocument(None, None, text_sha256(text), shorten_text(text))
         count = len(tokens)

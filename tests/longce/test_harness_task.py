@@ -164,6 +164,13 @@ def test_what_is_refused(folder, score_texts, tmp_path):
 
 
 @pytest.mark.slow
+def test_requests_of_earlier_documents_are_not_used():
+    from longce.harness_task import LongPPLTask
+
+    with pytest.raises(ValueError, match="--cache_requests"):
+        LongPPLTask.build_all_requests(None, cache_requests=True)
+
+
 def test_two_evaluators_in_a_folder_are_refused(folder, tmp_path):
     from longce.harness_task import read_documents
 

@@ -14,8 +14,17 @@ from benchmarks.reproduction.tables.scores import STEPS, without_steps
 CONFIGS = Path(__file__).parents[3] / "configs"
 
 _SHORT = ("--tasks", "short")
+_LONGBENCH = ("--tasks", "longbench", "--max_length", "32000")
+_DOMAINS = (
+    "Single-Document QA",
+    "Multi-Document QA",
+    "Summarization",
+    "Few-shot Learning",
+    "Code Completion",
+    "Synthetic Tasks",
+)
 EVALUATIONS = {
-    "LongBench": ("--tasks", "longbench", "--max_length", "32000"),
+    **dict.fromkeys(("LongBench", *_DOMAINS), _LONGBENCH),
     "LongEval": ("--tasks", "longeval", "--lengths", "31000", "--samples", "50"),
     "RULER": ("--tasks", "ruler_synthetic", "--lengths", "32000", "--samples", "50"),
     **dict.fromkeys(("MMLU", "ARC-C", "RACE", "BBH", "TruthfulQA", "CommonsenseQA"), _SHORT),

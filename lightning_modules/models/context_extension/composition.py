@@ -33,19 +33,21 @@ def rotated_part(parameters: Parameters) -> Parameters:
 
 def multiply_factor(present: Parameters, factor: float, options: dict[str, float]) -> Parameters:
     """Return the parameters of the same method with a further factor."""
-    further = {**present, "factor": present["factor"] * factor, **options}
-    if present_method(present) == "yarn" and "attention_factor" not in options:
-        further.pop("attention_factor", None)  # transformers computes it from the new factor
+    before = present["factor"]
+    further = {**present, "factor": before * factor, **options}
+    attention_factor = present.get("attention_factor")
+    if present_method(present) == "yarn" and attention_factor is not None and "attention_factor" not in options:
+        if not math.isclose(attention_factor, 0.1 * math.log(before) + 1, rel_tol=1e-6):
+            raise ValueError(
+                f"The model's YaRN has an `attention_factor` of its own, {attention_factor:g}: set"
+                " `context_extension.attention_factor` for the new length."
+            )
+        del further["attention_factor"]  # transformers computes it from the new factor
     return further
 
 
 def rotate_further(extension: "ContextExtension", config: PreTrainedConfig, present: Parameters) -> Parameters:
     """Return the parameters of a method's formula on the present frequencies."""
-    if "mscale_all_dim" in present:
-        raise ValueError(
-            f"The attention of '{config.model_type}' also scales its logits by the factor of YaRN, so that only 'yarn'"
-            f" can extend it further, not '{extension.method}'."
-        )
     theta, attention_factor = frequencies(config, present)
     further, own_factor = _scale_frequencies(extension, config, present, theta.double())
     return as_longrope(extension, config, present, further, attention_factor * own_factor)

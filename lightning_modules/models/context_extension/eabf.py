@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_modules.models.context_extension.frequencies import is_local, layer_parameters
+from lightning_modules.models.context_extension.frequencies import layer_parameters
 
 EABF = "eabf"
 """Value of ``rope_parameters.rope_type``."""
@@ -48,9 +48,8 @@ def scaled_attention(attention: Callable[..., Any], module: nn.Module, query: Te
     """
     config: Any = module.config
     rope = layer_parameters(config, module.layer_idx)
-    # The paper leaves the first two layers as they are; the released code scales all. Layers with a window of their own
-    # see no long distances.
-    if module.layer_idx >= rope["unscaled_layers"] and not is_local(config, module.layer_idx):
+    # The paper leaves the first two layers as they are; the released code scales all.
+    if module.layer_idx >= rope["unscaled_layers"]:
         positions = kwargs["position_ids"]
         if (window := kwargs.get("attention_window")) is not None:
             positions = positions.clamp(max=window - 1)  # as in a document of this length

@@ -45,12 +45,6 @@ def global_parameters(config: PreTrainedConfig) -> Parameters:
     return {}
 
 
-def is_local(config: PreTrainedConfig, layer: Any) -> bool:
-    """Return whether the config names a layer as one that sees no more than a window."""
-    kinds = getattr(config, "layer_types", None) or ()
-    return layer < len(kinds) and kinds[layer] in LOCAL_LAYERS
-
-
 def rotary_width(config: PreTrainedConfig, parameters: Parameters) -> int:
     """Return the number of rotated components of each attention head."""
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -81,6 +75,8 @@ def frequencies(config: PreTrainedConfig, parameters: Parameters) -> tuple[Tenso
     flat: Any = copy.copy(config)
     flat.layer_types = None
     flat.rope_parameters = dict(parameters)
+    if None not in parameter_sets(config):
+        flat.rope_parameters.pop("truncate", None)  # which transformers reads from flat sets only
     length = parameters.get("original_max_position_embeddings")
     if length is not None and hasattr(flat, "original_max_position_embeddings"):  # Phi-3: overrides the parameters
         flat.original_max_position_embeddings = length

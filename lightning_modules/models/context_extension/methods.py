@@ -197,8 +197,10 @@ class ContextExtension:
         config.rope_parameters = extended.get(None, {**config.rope_parameters, **extended})
         # Dynamic NTK compares the length of a text with this value.
         config.max_position_embeddings = self.original_length if self.method == "dynamic_ntk" else self.target_length
-        if hasattr(config, "original_max_position_embeddings"):  # Phi-3: overrides `rope_parameters`
-            config.original_max_position_embeddings = self.original_length
+        if hasattr(config, "original_max_position_embeddings") and self.method != "none":
+            # Phi-3: overrides that of `rope_parameters`, which may be the length before an earlier extension.
+            length = global_parameters(config).get("original_max_position_embeddings", self.original_length)
+            config.original_max_position_embeddings = length
         if self.full_attention or self.method.endswith("_authors"):
             # Readers of the saved config differ in which of these they look at.
             layers = ["full_attention"] * config.num_hidden_layers
@@ -254,11 +256,12 @@ def extend_parameters(extension: ContextExtension, config: PreTrainedConfig, pre
     - keeps its frequencies as the ``inner`` ones of EABF or of an attention pattern.
     """
     name = extension.method
+    present = _complete(config, present)
     kind = present["rope_type"]
     if name == "none":
         return present
     if kind != "default":
-        _check_again(extension, present)
+        _check_again(extension, config, present)
     if name == "abf" or (name == EABF and kind == EABF):
         return _raise_base(extension, config, present)
     if name in ROPE_TYPES:
@@ -275,8 +278,24 @@ def extend_parameters(extension: ContextExtension, config: PreTrainedConfig, pre
     return extended
 
 
+def _complete(config: PreTrainedConfig, present: Parameters) -> Parameters:
+    """Write out what transformers would compute from the model's maximum length, which the extension changes."""
+    kind = present["rope_type"]
+    completed = dict(present)
+    if kind in ("yarn", "longrope") and present.get("factor") is None:
+        completed["factor"] = config.max_position_embeddings / present["original_max_position_embeddings"]
+    if kind == "longrope" and present.get("attention_factor") is None:
+        completed["attention_factor"] = frequencies(config, present)[1]
+    return completed
+
+
 def _raise_base(extension: ContextExtension, config: PreTrainedConfig, present: Parameters) -> Parameters:
     higher = {**present, **_make_abf(extension, config, present)}
+    if present["rope_type"] != "default" and higher["rope_theta"] == present["rope_theta"]:
+        raise ValueError(
+            f"`context_extension.base` = {higher['rope_theta']:g} is the model's RoPE base already, so that nothing"
+            " would change: set a higher one."
+        )
     if "inner" in present:
         higher["inner"] = {**present["inner"], "rope_theta": higher["rope_theta"]}
     return higher
@@ -289,7 +308,7 @@ def _extend_by_own_type(extension: ContextExtension, config: PreTrainedConfig, p
     return own
 
 
-def _check_again(extension: ContextExtension, present: Parameters) -> None:
+def _check_again(extension: ContextExtension, config: PreTrainedConfig, present: Parameters) -> None:
     """Raise a ``ValueError`` for an extension that cannot follow the one that the model has."""
     name = extension.method
     kind = present["rope_type"]
@@ -303,10 +322,17 @@ def _check_again(extension: ContextExtension, present: Parameters) -> None:
         )
     if name in ("alibi", "xpos"):
         raise ValueError(f"'{name}' is defined for plain RoPE, and the model's type is '{kind}': {advice}.")
+    if "mscale_all_dim" in present and name not in ("yarn", "abf"):
+        raise ValueError(
+            f"The attention of '{config.model_type}' also scales its logits by the factor of YaRN, so that only 'yarn'"
+            f" and 'abf' can extend it further, not '{name}'."
+        )
     before = present.get("original_max_position_embeddings")
+    if kind == "linear":
+        before = config.max_position_embeddings / present["factor"]
     if before is not None and kind not in ROPE_TYPES and extension.original_length <= before:
         raise ValueError(
-            f"The model is already extended from {before} tokens (RoPE type '{kind}'): set"
+            f"The model is already extended from {before:g} tokens (RoPE type '{kind}'): set"
             f" `context_extension.original_length` = {extension.original_length} to the length that it has now."
         )
 
@@ -376,6 +402,7 @@ FREQ_FACTORS = ("low_freq_factor", "high_freq_factor")
 UNSCALED_LAYERS = 2
 DEFAULTS = {"base": 500_000.0, "beta_fast": 32.0, "beta_slow": 1.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 OPTIONS = (*DEFAULTS, "long_factor", "attention_factor", *PATTERN_OPTIONS)
+WITHOUT_SMOLLM3 = tuple(name for name in PATTERN_ARCHITECTURES if name != "smollm3")
 PHI3_METHODS = ("abf", "ntk", "longrope")
 """Methods that the RoPE types of Phi-3 express, `default` and `longrope`."""
 MULTIPLIED = ("pi", "ntk_by_parts", "yarn", "llama3")
@@ -398,6 +425,8 @@ METHODS: dict[str, Method] = {
         name: Method(settings.rope_parameters, settings.options, PATTERN_ARCHITECTURES)
         for name, settings in PATTERN_SETTINGS.items()
     },
+    # Both would add distances to the layers of SmolLM3 that have no positions.
+    **{name: Method(PATTERN_SETTINGS[name].rope_parameters, (), WITHOUT_SMOLLM3) for name in ("alibi", "xpos")},
 }
 
 

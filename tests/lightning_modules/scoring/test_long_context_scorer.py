@@ -149,7 +149,7 @@ def test_token_ids_have_the_scores_of_their_text(model_dir, overlong):
     assert pickle.loads(pickle.dumps(by_ids))(pyarrow.table({"ids": ids})).to_pylist() == expected
     unsigned = by_ids({"ids": [np.array(each, "uint16") for each in ids]})
     assert pyarrow.table(unsigned).to_pylist() == expected
-    (ended,) = by_ids([{"ids": [*ids[0], by_text.tokenizer.eos_token_id]}])
+    (ended,) = by_ids([{"ids": [*ids[0], *[by_text.tokenizer.eos_token_id] * 40]}])  # and padding
     assert (ended["scored_tokens"], ended["perplexity"]) == (expected[0]["scored_tokens"], expected[0]["perplexity"])
     wrong = by_ids([{"ids": each} for each in (None, [], [3, -1], [3, 10**6], [0.5], [[1]], "text")])
     assert [row["tokens"] for row in wrong] == [None] * 7

@@ -15,7 +15,7 @@ from lightning_modules.models.context_extension.architectures import (
     PATTERN_ARCHITECTURES,
     REFUSED,
 )
-from lightning_modules.models.context_extension.frequencies import global_parameters, is_local, parameter_sets
+from lightning_modules.models.context_extension.frequencies import global_parameters, parameter_sets
 from lightning_modules.models.context_extension.methods import ContextExtension
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
 from lightning_modules.models.loading.config import ModelConfig
@@ -180,6 +180,11 @@ def test_a_second_extension_starts_from_the_frequencies_of_the_first(first, seco
     check_frequencies(architecture, config, twice, attention)
 
 
+def is_local(config, layer):
+    kinds = getattr(config, "layer_types", None)
+    return bool(kinds) and kinds[layer] == "sliding_attention"
+
+
 def dense_attention(module, query, key, value, attention_mask, scaling, change, **kwargs):
     """Attention of a whole text in float64, with the keys of each head, ``[T, T]`` changes and a window."""
     groups = query.shape[1] // key.shape[1]
@@ -334,7 +339,7 @@ def test_models_that_ship_with_yarn():
     config = tiny_config("deepseek_v3")
     yarn = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "rope_theta": 1e4}
     config.rope_parameters = {**yarn, "mscale": 1.0, "mscale_all_dim": 1.0}
-    with pytest.raises(ValueError, match="only 'yarn' can extend it further, not 'pi'"):
+    with pytest.raises(ValueError, match="only 'yarn' and 'abf' can extend it further, not 'pi'"):
         ContextExtension("pi", 163840, 327680).apply(config)
     ContextExtension("yarn", 163840, 327680).apply(config)
     assert config.rope_parameters["factor"] == 80.0
@@ -396,3 +401,76 @@ def test_options_of_a_second_extension():
         kept = min(max(math.log(turns / 0.5) / math.log(16 / 0.5), 0.0), 1.0)
         twice.append(frequency * kept + frequency / 3 * (1 - kept))
     check_frequencies("llama", config, twice, 1.5)
+
+
+def test_the_same_extension_is_not_applied_twice():
+    for method, message in (("pi", "extended from 16 tokens"), ("abf", "base already"), ("eabf", "base already")):
+        config = config_of("llama")
+        extended = ContextExtension.parse(extension(method, config))
+        extended.apply(config)
+        if method == "abf":  # of plain RoPE, which may have been trained with this base
+            config.rope_parameters |= {"rope_type": "linear", "factor": 1.0}
+            config.max_position_embeddings = 8
+        with pytest.raises(ValueError, match=message):
+            extended.apply(config)
+
+
+@pytest.mark.parametrize("method", ["none", "abf", "eabf", "dual_chunk"])
+def test_the_factor_that_follows_from_the_length_stays(method):
+    """LongRoPE without an attention factor has one of the model's length, which an extension changes."""
+    config = config_of("llama")
+    config.max_position_embeddings = 64
+    config.rope_parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 8,
+        "short_factor": [2.0] * 4,
+        "long_factor": [2.0] * 4,
+    }
+    factor = rotary_class("llama")(config).attention_scaling
+    assert factor == pytest.approx(math.sqrt(1 + math.log(8) / math.log(8)))
+    options = {} if method in ("none", "dual_chunk") else {"base": 20000.0}
+    ContextExtension(method, 64, 256, **options).apply(config)
+    kept = config.rope_parameters.get("inner", config.rope_parameters)
+    assert kept["attention_factor"] == pytest.approx(factor)
+
+
+def test_nothing_of_a_model_that_switches_is_changed_by_none():
+    config = config_of("phi3")
+    config.max_position_embeddings, config.original_max_position_embeddings = 64, 16
+    longrope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config.rope_parameters = {**config.rope_parameters, **longrope, "original_max_position_embeddings": 16}
+    before = rotary_class("phi3")(config)
+    ContextExtension("none", 64, 256).apply(config)
+    after = rotary_class("phi3")(config)
+    assert config.original_max_position_embeddings == 16
+    assert after.attention_scaling == before.attention_scaling
+
+
+def test_the_original_length_of_the_first_extension_stays_beside_its_parameters():
+    config = config_of("llama")
+    config.original_max_position_embeddings = 8  # as some makers write it
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+    config.rope_parameters = {**config.rope_parameters, **yarn}
+    ContextExtension("yarn", 32, 64).apply(config)
+    assert config.original_max_position_embeddings == 8
+    check_frequencies("llama", config, *formula("yarn", plain(1e4, 8), base=1e4, options={}, original=8, factor=8))
+
+
+def test_a_yarn_with_its_own_attention_factor_is_extended_with_a_new_one():
+    config = config_of("llama")
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "attention_factor": 1.5}
+    config.rope_parameters = {**config.rope_parameters, **yarn}
+    with pytest.raises(ValueError, match=r"set `context_extension\.attention_factor`"):
+        ContextExtension("yarn", 32, 64).apply(config)
+    ContextExtension("yarn", 32, 64, attention_factor=1.7).apply(config)
+    assert (config.rope_parameters["factor"], config.rope_parameters["attention_factor"]) == (8.0, 1.7)
+
+
+@pytest.mark.parametrize("method", ["eabf", "pi"])
+def test_deepseek_keeps_the_factor_of_its_logits(method):
+    config = config_of("deepseek_v3")
+    yarn = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 16}
+    config.rope_parameters = {**config.rope_parameters, **yarn, "mscale": 1.0, "mscale_all_dim": 1.0}
+    with pytest.raises(ValueError, match="scales its logits by the factor of YaRN"):
+        ContextExtension(method, 640, 1280).apply(config)
