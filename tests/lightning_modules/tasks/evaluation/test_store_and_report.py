@@ -204,11 +204,11 @@ def test_the_report_has_numbers_answers_and_figures(tmp_path):
 def test_positions_are_compared_only_if_depths_were_requested(tmp_path):
     up = [result("qa", 2048, depth, index, 1 - depth) for depth in (0.0, 0.5, 1.0) for index in range(4)]
     summary = write_task_report(tmp_path, up)
-    assert position_table(summary).rows == [("qa", "2k", "100.0 [2, 100]", "100.0 at 0.00", "0.0 at 1.00")]
+    assert position_table(summary).rows == [("qa", "2k", "100.0 [7, 100]", "100.0 at 0.00", "0.0 at 1.00")]
     text = as_text(summary, up[0].settings)
     assert f"{POSITION_NOTE}\ntask" in text
     for written in (text, *((tmp_path / name).read_text() for name in ("report.md", "report.html"))):
-        assert "100.0 [2, 100]" in written
+        assert "100.0 [7, 100]" in written
     drawn = [replace(one, asked_depth=None) for one in up]
     assert "worst" not in as_text(write_task_report(tmp_path, drawn), up[0].settings)
     assert "worst" not in (tmp_path / "report.md").read_text()
