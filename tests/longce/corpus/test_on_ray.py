@@ -59,12 +59,13 @@ def rows(output):
     return sorted(found, key=lambda row: (row["file"], row["row"]))
 
 
-def tasks():
-    """Return the processes in which Ray runs a task of ours."""
+def tasks(command):
+    """Return the processes in which Ray runs a task of a command, not those of other tests that run meanwhile."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdecimal() and (entry / "cmdline").read_bytes().startswith(b"ray::score_shard"):
+            is_task = entry.name.isdecimal() and (entry / "cmdline").read_bytes().startswith(b"ray::score_shard")
+            if is_task and os.getsid(int(entry.name)) == command.pid:  # `start` begins a session
                 found.append(int(entry.name))
         except OSError:  # it has ended
             continue
@@ -80,7 +81,7 @@ def test_two_killed_processes_lose_nothing_and_a_restart_scores_nothing(document
     while len(killed) < 2 and process.poll() is None:
         time.sleep(0.01)
         begun = [*output.glob("shard-*/part-*.parquet")] if output.is_dir() else []
-        for task in tasks()[:1] if len(begun) > len(killed) else []:
+        for task in tasks(process)[:1] if len(begun) > len(killed) else []:
             os.kill(task, signal.SIGKILL)
             killed.append(task)
     printed = finish(process)
@@ -103,11 +104,11 @@ def test_ctrl_c_keeps_finished_documents_and_leaves_no_task(documents, model_dir
     while not [*output.glob("shard-*/part-*.parquet")] and process.poll() is None:
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all processes of the command
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=180)  # tasks have 60 s to write
     assert process.returncode == 130, err
     assert "finished documents are kept" in err
     assert "Traceback" not in err
-    assert tasks() == []
+    assert tasks(process) == []
     kept = {path: path.stat().st_mtime_ns for path in output.glob("*/part-*.parquet")}
     assert set(output.rglob("*part-*")) == kept.keys()  # no file is half written
     assert 0 < len(rows(output)) < DOCUMENTS
