@@ -15,7 +15,7 @@ from lightning_modules.export.model import check_export, check_replaceable, expo
 from lightning_modules.export.options import ExportOptions
 from lightning_modules.export.upload import check_upload, upload_export
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.context_extension.methods import extend_config
+from lightning_modules.models.context_extension.extend import extend_config
 from lightning_modules.models.loading.adapters import add_adapters, frozen_fingerprint, trained_state
 from lightning_modules.models.loading.config import ModelConfig, is_gguf
 from lightning_modules.models.loading.load import load_backbone

@@ -1,7 +1,4 @@
-"""Methods that extend a model's context through the RoPE parameters of its config.
-
-The config must change before the model is built: a later change would be saved, but have no effect.
-"""
+"""Methods that extend a model's context through the RoPE parameters of its config, and their options."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,36 +11,14 @@ from lightning_modules.models.context_extension.architectures import (
     ARCHITECTURES,
     DYNAMIC_ARCHITECTURES,
     EABF_ARCHITECTURES,
-    FIXED_WINDOWS,
     PATTERN_ARCHITECTURES,
-    REFUSED,
-)
-from lightning_modules.models.context_extension.composition import (
-    as_longrope,
-    check_divisors,
-    longrope_attention_factor,
-    multiply_factor,
-    present_method,
-    rotate_further,
-    rotated_part,
 )
 from lightning_modules.models.context_extension.eabf import EABF
 from lightning_modules.models.context_extension.frequencies import (
-    LOCAL_LAYERS,
     Parameters,
-    frequencies,
-    global_parameters,
-    parameter_sets,
     rotary_width,
 )
 from lightning_modules.models.context_extension.patterns.settings import PATTERN_OPTIONS, PATTERN_SETTINGS
-from lightning_modules.models.context_extension.rope_types import (
-    ROPE_TYPES,
-    check_parameters,
-    own_type,
-    register_rope_types,
-)
-from lightning_modules.models.context_extension.rotary_checks import depends_on_length
 
 
 @dataclass(frozen=True)
@@ -186,55 +161,6 @@ class ContextExtension:
         values = {name: getattr(self, name) for name in METHODS[self.method].options}
         return {name: value for name, value in values.items() if value is not None}
 
-    def apply(self, config: PreTrainedConfig) -> None:
-        """Change the config of a model; raise a ``ValueError`` if the method does not support the model."""
-        self._check_fits(config)
-        if getattr(config, "head_dim", 0) is None:  # Mixtral: transformers' YaRN and LongRoPE would fail
-            config.head_dim = config.hidden_size // config.num_attention_heads
-        extended: dict[str | None, Parameters] = {}
-        for kind, parameters in parameter_sets(config).items():
-            extended[kind] = parameters if kind in LOCAL_LAYERS else extend_parameters(self, config, parameters)
-        config.rope_parameters = extended.get(None, {**config.rope_parameters, **extended})
-        # Dynamic NTK compares the length of a text with this value.
-        config.max_position_embeddings = self.original_length if self.method == "dynamic_ntk" else self.target_length
-        if hasattr(config, "original_max_position_embeddings") and self.method != "none":
-            # Phi-3: overrides that of `rope_parameters`, which may be the length before an earlier extension.
-            length = global_parameters(config).get("original_max_position_embeddings", self.original_length)
-            config.original_max_position_embeddings = length
-        if self.full_attention or self.method.endswith("_authors"):
-            # Readers of the saved config differ in which of these they look at.
-            layers = ["full_attention"] * config.num_hidden_layers
-            for name, value in (("sliding_window", None), ("use_sliding_window", False), ("layer_types", layers)):
-                if hasattr(config, name):
-                    setattr(config, name, value)
-        config.validate()
-
-    def _check_fits(self, config: PreTrainedConfig) -> None:
-        supported = METHODS[self.method].architectures
-        if config.model_type not in supported:
-            # Other architectures may use RoPE differently.
-            fit = [name for name, method in METHODS.items() if config.model_type in method.architectures]
-            advice = f"choose one of {', '.join(fit)}" if fit else "remove it (`--model.context_extension null`)"
-            reason = REFUSED.get(config.model_type, "which was not compared with the method's formula")
-            if self.method.endswith("_authors"):
-                reason = f"but {' and '.join(supported)} only"
-            raise ValueError(
-                f"The `context_extension` '{self.method}' does not support '{config.model_type}', {reason}: {advice},"
-                " or set `model_config.rope_parameters` yourself."
-            )
-        windows = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-        nested = None not in parameter_sets(config)
-        if self.full_attention and (nested or config.model_type in FIXED_WINDOWS):
-            raise ValueError(
-                f"`context_extension.full_attention: true` would change the rotation of '{config.model_type}', whose"
-                " layers with sliding windows have positions of their own: remove it."
-            )
-        if self.method in PATTERN_SETTINGS and not self.full_attention and windows and not nested:
-            raise ValueError(
-                f"The model has sliding windows of {config.sliding_window} tokens, which the pattern '{self.method}'"
-                " must replace: set `context_extension.full_attention: true`."
-            )
-
 
 class Method(NamedTuple):
     """A method: values for ``rope_parameters`` from those of plain RoPE, options and supported model types."""
@@ -242,99 +168,6 @@ class Method(NamedTuple):
     rope: Callable[[ContextExtension, PreTrainedConfig, Parameters], dict[str, Any]]
     options: tuple[str, ...] = ()
     architectures: tuple[str, ...] = ARCHITECTURES
-
-
-def extend_parameters(extension: ContextExtension, config: PreTrainedConfig, present: Parameters) -> Parameters:
-    """Return the ``rope_parameters`` of layers that see the whole text, extended from those that they have now.
-
-    A model of plain RoPE gets what the method defines. A model that is already extended
-
-    - by the same method gets a larger factor;
-    - by any method gets a higher base from ``abf``, and from ``eabf`` if it has EABF (its scale keeps its length);
-    - by a method of other frequencies rotates by the new method's formula on these frequencies, written as LongRoPE
-      with equal divisors for short and long texts, which transformers loads;
-    - keeps its frequencies as the ``inner`` ones of EABF or of an attention pattern.
-    """
-    name = extension.method
-    present = _complete(config, present)
-    kind = present["rope_type"]
-    if name == "none":
-        return present
-    if kind != "default":
-        _check_again(extension, config, present)
-    if name == "abf" or (name == EABF and kind == EABF):
-        return _raise_base(extension, config, present)
-    if name in ROPE_TYPES:
-        return _extend_by_own_type(extension, config, present)
-    if name in MULTIPLIED and name == present_method(present):
-        return multiply_factor(present, extension.factor, extension.chosen_options())
-    if kind != "default":
-        return rotate_further(extension, config, present)
-    # Merged, because `rope_theta` and `partial_rotary_factor` of the model stay.
-    extended = {**present, **METHODS[name].rope(extension, config, present)}
-    if config.model_type == "phi3" and name not in PHI3_METHODS:
-        theta, attention_factor = frequencies(config, extended)
-        return as_longrope(extension, config, present, theta.double(), attention_factor)
-    return extended
-
-
-def _complete(config: PreTrainedConfig, present: Parameters) -> Parameters:
-    """Write out what transformers would compute from the model's maximum length, which the extension changes."""
-    kind = present["rope_type"]
-    completed = dict(present)
-    if kind in ("yarn", "longrope") and present.get("factor") is None:
-        completed["factor"] = config.max_position_embeddings / present["original_max_position_embeddings"]
-    if kind == "longrope" and present.get("attention_factor") is None:
-        completed["attention_factor"] = frequencies(config, present)[1]
-    return completed
-
-
-def _raise_base(extension: ContextExtension, config: PreTrainedConfig, present: Parameters) -> Parameters:
-    higher = {**present, **_make_abf(extension, config, present)}
-    if present["rope_type"] != "default" and higher["rope_theta"] == present["rope_theta"]:
-        raise ValueError(
-            f"`context_extension.base` = {higher['rope_theta']:g} is the model's RoPE base already, so that nothing"
-            " would change: set a higher one."
-        )
-    if "inner" in present:
-        higher["inner"] = {**present["inner"], "rope_theta": higher["rope_theta"]}
-    return higher
-
-
-def _extend_by_own_type(extension: ContextExtension, config: PreTrainedConfig, present: Parameters) -> Parameters:
-    own = {**rotated_part(present), **METHODS[extension.method].rope(extension, config, present)}
-    if present["rope_type"] != "default":
-        own["inner"] = {**present, "rope_theta": own["rope_theta"]}
-    return own
-
-
-def _check_again(extension: ContextExtension, config: PreTrainedConfig, present: Parameters) -> None:
-    """Raise a ``ValueError`` for an extension that cannot follow the one that the model has."""
-    name = extension.method
-    kind = present["rope_type"]
-    advice = "remove `context_extension`, or extend the model that this one was made from"
-    if depends_on_length(present):
-        raise ValueError(f"The model's RoPE type '{kind}' depends on the length of the text: {advice}.")
-    follows_own = name == "abf" or (name == EABF and kind == EABF)
-    if name == "dynamic_ntk" or name.endswith("_authors") or (kind in ROPE_TYPES and not follows_own):
-        raise ValueError(
-            f"The model is already extended (RoPE type '{kind}'), and '{name}' cannot follow it: {advice}."
-        )
-    if name in ("alibi", "xpos"):
-        raise ValueError(f"'{name}' is defined for plain RoPE, and the model's type is '{kind}': {advice}.")
-    if "mscale_all_dim" in present and name not in ("yarn", "abf"):
-        raise ValueError(
-            f"The attention of '{config.model_type}' also scales its logits by the factor of YaRN, so that only 'yarn'"
-            f" and 'abf' can extend it further, not '{name}'."
-        )
-    before = present.get("original_max_position_embeddings")
-    if kind == "linear":
-        before = config.max_position_embeddings / present["factor"]
-    if before is not None and kind not in ROPE_TYPES and extension.original_length <= before:
-        raise ValueError(
-            f"The model is already extended from {before:g} tokens (RoPE type '{kind}'): set"
-            f" `context_extension.original_length` = {extension.original_length} to the length that it has now."
-        )
 
 
 def _scale_rope(extension: ContextExtension, rope_type: str, **values: Any) -> dict[str, Any]:
@@ -355,6 +188,20 @@ def _make_longrope(extension: ContextExtension, config: PreTrainedConfig, presen
     # Short texts have the same factors, so that the long and short contexts of a token can be compared.
     factors = {"short_factor": divisors, "long_factor": divisors}
     return _scale_rope(extension, "longrope", **factors, attention_factor=attention_factor)
+
+
+def longrope_attention_factor(extension: "ContextExtension") -> float:
+    r"""Return LongRoPE's factor of cos and sin, :math:`\sqrt{1 + \ln s / \ln L}`."""
+    return math.sqrt(1 + math.log(extension.factor) / math.log(extension.original_length))
+
+
+def check_divisors(divisors: list[float] | None, config: PreTrainedConfig, present: Parameters) -> list[float]:
+    """Return ``long_factor`` as floats; raise a ``ValueError`` unless it has one for each pair of components."""
+    wanted = rotary_width(config, present) // 2
+    found = [float(divisor) for divisor in divisors or []]
+    if len(found) != wanted:
+        raise ValueError(f"`context_extension.long_factor` has {len(found)} divisors; this model needs {wanted}.")
+    return found
 
 
 def _make_ntk(extension: ContextExtension, config: PreTrainedConfig, present: Parameters) -> dict[str, Any]:
@@ -403,11 +250,6 @@ UNSCALED_LAYERS = 2
 DEFAULTS = {"base": 500_000.0, "beta_fast": 32.0, "beta_slow": 1.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 OPTIONS = (*DEFAULTS, "long_factor", "attention_factor", *PATTERN_OPTIONS)
 WITHOUT_SMOLLM3 = tuple(name for name in PATTERN_ARCHITECTURES if name != "smollm3")
-PHI3_METHODS = ("abf", "ntk", "longrope")
-"""Methods that the RoPE types of Phi-3 express, `default` and `longrope`."""
-MULTIPLIED = ("pi", "ntk_by_parts", "yarn", "llama3")
-"""Methods of which a second extension is one extension by the product of both factors."""
-
 METHODS: dict[str, Method] = {
     "none": Method(lambda *_: {}),
     "pi": Method(_make_pi),
@@ -428,13 +270,3 @@ METHODS: dict[str, Method] = {
     # Both would add distances to the layers of SmolLM3 that have no positions.
     **{name: Method(PATTERN_SETTINGS[name].rope_parameters, (), WITHOUT_SMOLLM3) for name in ("alibi", "xpos")},
 }
-
-
-def extend_config(config: PreTrainedConfig, settings: Mapping[str, Any] | ContextExtension | None) -> None:
-    """Extend a config if there are settings, and register its RoPE type if it is one of ours."""
-    if settings is not None:
-        ContextExtension.parse(settings).apply(config)
-    text = config.get_text_config(decoder=True)
-    if own_type(text) is not None:
-        check_parameters(global_parameters(text))
-        register_rope_types()

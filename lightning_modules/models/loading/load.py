@@ -12,8 +12,8 @@ from transformers.utils.import_utils import KERNELS_MAX_VERSION, KERNELS_MIN_VER
 
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.context_extension.extend import extend_config
 from lightning_modules.models.context_extension.length_dependent import forget_earlier_lengths
-from lightning_modules.models.context_extension.methods import extend_config
 from lightning_modules.models.context_extension.rope_types import own_type
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
 from lightning_modules.models.loading.adapters import add_adapters, find_adapters, load_adapters, quantization_config

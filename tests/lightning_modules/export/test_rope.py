@@ -7,7 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_modules.export.model import export_model
 from lightning_modules.export.options import ExportOptions
 from lightning_modules.export.rope import as_abf, guard_keys
-from lightning_modules.models.context_extension.methods import ContextExtension, extend_config
+from lightning_modules.models.context_extension.extend import extend_config
+from lightning_modules.models.context_extension.methods import ContextExtension
 from lightning_modules.training.facts import TrainingFacts
 from tests.conftest import tiny_config, tiny_model
 from tests.support.exports import logits, run_card

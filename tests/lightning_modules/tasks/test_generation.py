@@ -6,7 +6,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.context_extension.methods import ContextExtension, extend_config
+from lightning_modules.models.context_extension.extend import extend_config
+from lightning_modules.models.context_extension.methods import ContextExtension
 from lightning_modules.models.loading.adapters import add_adapters
 from lightning_modules.tasks import generation
 from lightning_modules.tasks.generation import generate

@@ -3,6 +3,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, GPT2LMHeadModel
 
+from lightning_modules.models.context_extension.extend import extend_config
 from lightning_modules.models.context_extension.methods import ContextExtension
 from lightning_modules.models.context_extension.rope_types import register_rope_types
 from lightning_modules.models.loading.adapters import add_adapters
@@ -93,6 +94,6 @@ def test_other_layers_are_refused(name, message):
 )
 def test_keys_of_an_attention_pattern(method, keys):
     config = tiny_config()
-    ContextExtension(method, 64, 512).apply(config)
+    extend_config(config, ContextExtension(method, 64, 512))
     register_rope_types()
     assert ModelShape.of(config).windows == (keys, keys)

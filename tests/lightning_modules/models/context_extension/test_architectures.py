@@ -15,6 +15,7 @@ from lightning_modules.models.context_extension.architectures import (
     PATTERN_ARCHITECTURES,
     REFUSED,
 )
+from lightning_modules.models.context_extension.extend import extend_config
 from lightning_modules.models.context_extension.frequencies import global_parameters, parameter_sets
 from lightning_modules.models.context_extension.methods import ContextExtension
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
@@ -139,7 +140,7 @@ def test_frequencies(architecture, method):
     base = global_parameters(config)["rope_theta"]
     settings = extension(method, config)
     width = width_of(config)
-    ContextExtension.parse(settings).apply(config)
+    extend_config(config, settings)
     check_frequencies(architecture, config, *formula(method, plain(base, width), base=base, options=settings))
     assert config.max_position_embeddings == TARGET
     assert type(config).from_dict(config.to_dict()).rope_parameters == config.rope_parameters
@@ -156,10 +157,10 @@ def test_a_second_extension_starts_from_the_frequencies_of_the_first(first, seco
     base = global_parameters(config)["rope_theta"]
     settings = extension(first, config)
     width = width_of(config)
-    ContextExtension.parse(settings).apply(config)
+    extend_config(config, settings)
     once, attention = formula(first, plain(base, width), base=base, options=settings)
     settings = extension(second, config, original=TARGET, target=3 * TARGET)
-    ContextExtension.parse(settings).apply(config)
+    extend_config(config, settings)
     same = first == second and first in ("pi", "ntk_by_parts", "yarn", "llama3") and architecture != "phi3"
     if second == "abf":  # only the base changes, and the first method stays
         twice, attention = formula(first, plain(BASE, width), base=BASE, options={"long_factor": divisors(config)})
@@ -263,7 +264,7 @@ def check_against_dense(architecture, settings, attend, changed, tmp_path, *, ze
 def test_eabf_scales_the_logits_of_global_layers(architecture, tmp_path):
     config = config_of(architecture)
     settings = extension("eabf", config)
-    ContextExtension.parse(extension("abf", config)).apply(config)
+    extend_config(config, extension("abf", config))
     check_against_dense(architecture, settings, scaled, config, tmp_path)
 
 
@@ -288,7 +289,7 @@ def test_our_types_keep_the_frequencies_of_an_extended_model(method, tmp_path):
     config = config_of("llama")
     base = config.rope_parameters["rope_theta"]
     first = extension(method, config, original=4, target=ORIGINAL)
-    ContextExtension.parse(first).apply(config)
+    extend_config(config, first)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "extended")
     frequencies, _ = formula(method, plain(base, 8), base=base, options=first, original=4)
@@ -321,12 +322,24 @@ def check_saved(backbone, expected, folder):
 def test_the_base_of_eabf_grows_again(tmp_path):
     """The paper's Figure 11: EABF at 500k, fine-tuned, then at 2M; the scale keeps its length."""
     config = config_of("gemma3_text")
-    ContextExtension("eabf", ORIGINAL, TARGET, base=2e6).apply(config)
+    extend_config(config, ContextExtension("eabf", ORIGINAL, TARGET, base=2e6))
     once = copy.deepcopy(config.rope_parameters)
-    ContextExtension("eabf", TARGET, 2 * TARGET, base=4e6).apply(config)
+    extend_config(config, ContextExtension("eabf", TARGET, 2 * TARGET, base=4e6))
     assert config.rope_parameters["full_attention"] == {**once["full_attention"], "rope_theta": 4e6}
     assert config.rope_parameters["sliding_attention"] == once["sliding_attention"]
     assert config.max_position_embeddings == 2 * TARGET
+
+
+def test_a_nested_ramp_is_rounded_as_transformers_rounds_it():
+    """YaRN reads ``truncate`` of flat parameters only, and an extension starts from what the model computes."""
+    config = config_of("olmo3")
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "truncate": False}
+    config.rope_parameters["full_attention"] |= yarn
+    config.max_position_embeddings = 2048
+    before = AutoModelForCausalLM.from_config(config).get_buffer("model.rotary_emb.full_attention_inv_freq")
+    extend_config(config, ContextExtension("pi", 2048, 4096))
+    after = AutoModelForCausalLM.from_config(config).get_buffer("model.rotary_emb.full_attention_inv_freq")
+    torch.testing.assert_close(after, before / 2)
 
 
 def test_models_that_ship_with_yarn():
@@ -334,14 +347,14 @@ def test_models_that_ship_with_yarn():
     config = tiny_config("gpt_oss")
     before = dict(config.rope_parameters)
     assert (before["rope_type"], before["factor"], before["truncate"]) == ("yarn", 32.0, False)
-    ContextExtension("yarn", 131072, 262144).apply(config)
+    extend_config(config, ContextExtension("yarn", 131072, 262144))
     assert config.rope_parameters == {**before, "factor": 64.0}
     config = tiny_config("deepseek_v3")
     yarn = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "rope_theta": 1e4}
     config.rope_parameters = {**yarn, "mscale": 1.0, "mscale_all_dim": 1.0}
     with pytest.raises(ValueError, match="only 'yarn' and 'abf' can extend it further, not 'pi'"):
-        ContextExtension("pi", 163840, 327680).apply(config)
-    ContextExtension("yarn", 163840, 327680).apply(config)
+        extend_config(config, ContextExtension("pi", 163840, 327680))
+    extend_config(config, ContextExtension("yarn", 163840, 327680))
     assert config.rope_parameters["factor"] == 80.0
 
 
@@ -362,7 +375,7 @@ def test_models_that_ship_with_yarn():
 def test_what_is_not_supported_says_why(architecture, method, reason):
     config = tiny_config(architecture)
     with pytest.raises(ValueError, match=f"'{method}' does not support '{architecture}', .*{reason}"):
-        ContextExtension(method, ORIGINAL, TARGET).apply(config)
+        extend_config(config, ContextExtension(method, ORIGINAL, TARGET))
 
 
 @pytest.mark.parametrize(
@@ -378,23 +391,23 @@ def test_what_is_not_supported_says_why(architecture, method, reason):
 )
 def test_extensions_that_cannot_follow(present, settings, message):
     config = config_of("llama")
-    ContextExtension.parse(extension(present, config)).apply(config)
+    extend_config(config, extension(present, config))
     with pytest.raises(ValueError, match=message):
-        ContextExtension.parse({"original_length": TARGET, "target_length": 2 * TARGET, **settings}).apply(config)
+        extend_config(config, {"original_length": TARGET, "target_length": 2 * TARGET, **settings})
 
 
 @pytest.mark.parametrize("architecture", ["gemma3_text", "smollm3", "gpt_oss"])
 def test_windows_that_cannot_be_removed(architecture):
     with pytest.raises(ValueError, match="full_attention: true` would change the rotation"):
-        ContextExtension("yarn", ORIGINAL, TARGET, full_attention=True).apply(config_of(architecture))
+        extend_config(config_of(architecture), ContextExtension("yarn", ORIGINAL, TARGET, full_attention=True))
 
 
 def test_options_of_a_second_extension():
     config = config_of("llama")
     once = [frequency / FACTOR for frequency in plain(config.rope_parameters["rope_theta"], 8)]
-    ContextExtension.parse(extension("pi", config)).apply(config)
+    extend_config(config, extension("pi", config))
     options = {"beta_fast": 16.0, "beta_slow": 0.5, "attention_factor": 1.5}
-    ContextExtension("yarn", TARGET, 3 * TARGET, **options).apply(config)
+    extend_config(config, ContextExtension("yarn", TARGET, 3 * TARGET, **options))
     twice = []
     for frequency in once:
         turns = TARGET * frequency / (2 * math.pi)
@@ -407,12 +420,12 @@ def test_the_same_extension_is_not_applied_twice():
     for method, message in (("pi", "extended from 16 tokens"), ("abf", "base already"), ("eabf", "base already")):
         config = config_of("llama")
         extended = ContextExtension.parse(extension(method, config))
-        extended.apply(config)
+        extend_config(config, extended)
         if method == "abf":  # of plain RoPE, which may have been trained with this base
             config.rope_parameters |= {"rope_type": "linear", "factor": 1.0}
             config.max_position_embeddings = 8
         with pytest.raises(ValueError, match=message):
-            extended.apply(config)
+            extend_config(config, extended)
 
 
 @pytest.mark.parametrize("method", ["none", "abf", "eabf", "dual_chunk"])
@@ -430,7 +443,7 @@ def test_the_factor_that_follows_from_the_length_stays(method):
     factor = rotary_class("llama")(config).attention_scaling
     assert factor == pytest.approx(math.sqrt(1 + math.log(8) / math.log(8)))
     options = {} if method in ("none", "dual_chunk") else {"base": 20000.0}
-    ContextExtension(method, 64, 256, **options).apply(config)
+    extend_config(config, ContextExtension(method, 64, 256, **options))
     kept = config.rope_parameters.get("inner", config.rope_parameters)
     assert kept["attention_factor"] == pytest.approx(factor)
 
@@ -441,7 +454,7 @@ def test_nothing_of_a_model_that_switches_is_changed_by_none():
     longrope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     config.rope_parameters = {**config.rope_parameters, **longrope, "original_max_position_embeddings": 16}
     before = rotary_class("phi3")(config)
-    ContextExtension("none", 64, 256).apply(config)
+    extend_config(config, ContextExtension("none", 64, 256))
     after = rotary_class("phi3")(config)
     assert config.original_max_position_embeddings == 16
     assert after.attention_scaling == before.attention_scaling
@@ -452,7 +465,7 @@ def test_the_original_length_of_the_first_extension_stays_beside_its_parameters(
     config.original_max_position_embeddings = 8  # as some makers write it
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
     config.rope_parameters = {**config.rope_parameters, **yarn}
-    ContextExtension("yarn", 32, 64).apply(config)
+    extend_config(config, ContextExtension("yarn", 32, 64))
     assert config.original_max_position_embeddings == 8
     check_frequencies("llama", config, *formula("yarn", plain(1e4, 8), base=1e4, options={}, original=8, factor=8))
 
@@ -462,8 +475,8 @@ def test_a_yarn_with_its_own_attention_factor_is_extended_with_a_new_one():
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "attention_factor": 1.5}
     config.rope_parameters = {**config.rope_parameters, **yarn}
     with pytest.raises(ValueError, match=r"set `context_extension\.attention_factor`"):
-        ContextExtension("yarn", 32, 64).apply(config)
-    ContextExtension("yarn", 32, 64, attention_factor=1.7).apply(config)
+        extend_config(config, ContextExtension("yarn", 32, 64))
+    extend_config(config, ContextExtension("yarn", 32, 64, attention_factor=1.7))
     assert (config.rope_parameters["factor"], config.rope_parameters["attention_factor"]) == (8.0, 1.7)
 
 
@@ -473,4 +486,4 @@ def test_deepseek_keeps_the_factor_of_its_logits(method):
     yarn = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 16}
     config.rope_parameters = {**config.rope_parameters, **yarn, "mscale": 1.0, "mscale_all_dim": 1.0}
     with pytest.raises(ValueError, match="scales its logits by the factor of YaRN"):
-        ContextExtension(method, 640, 1280).apply(config)
+        extend_config(config, ContextExtension(method, 640, 1280))
