@@ -116,7 +116,7 @@ class KeyTokenInspector(Callback):
         if not self._writers or not trainer.is_global_zero or not isinstance(pl_module, LongContextLM):
             return
         objective = pl_module.objective
-        if not (objective.uses_short_context or objective.uses_stored_influence):
+        if not (objective.uses_short_context or objective.uses_stored):
             return  # every weight is 1
 
         def observe(long: Tensor, token_weights: Tensor, short: ShortScores | None, batch: PackedBatch) -> None:

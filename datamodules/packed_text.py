@@ -70,7 +70,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
         test_documents: Number of documents for test and prediction, from the start of the split; null for all.
         seed: Seed of the order of the training sequences, which depends only on the seed and the epoch.
         tokenizer_revision: Branch, tag or commit of a tokenizer on the hub.
-        influence: Folder of token weights that ``longce influence`` computed for these sequences.
+        influence: Folder of token weights or reference losses that ``longce influence`` computed for these sequences.
         long_documents: Train on long documents more often: ``{longer_than: 32768, weight: 2}``.
         curriculum: Shorter sequences in the first part of training: ``{sequence_length: 4096, share: 0.8}``.
     """
@@ -255,19 +255,19 @@ class PackedTextDataModule(LightningDataModule, ABC):
         return preview(dataset, self.tokenizer, packing=self.packing, numbers=numbers, width=width, documents=documents)
 
     def influence_rows(self, made_from: dict[str, Any], folder: str | None = None) -> InfluenceRows:
-        """Return the data module of ``longce influence``, which stores token weights in `folder` or `influence`.
+        """Return the data module of ``longce influence``, which stores values in `folder` or `influence`.
 
-        ``made_from`` is everything else that the weights depend on: ``gamma``, the evaluator, ..
+        ``made_from`` is everything else that they depend on: ``gamma``, the evaluator, ..
         """
         if self.long_documents:
             raise ValueError("Token weights are stored once per token: remove `long_documents`, which repeats tokens.")
         return InfluenceRows(self, made_from, Path(place).expanduser() if (place := folder or self.influence) else None)
 
     @property
-    def influence_cap(self) -> float | None:
-        """Cap of the stored weights; None without stored weights."""
+    def stored_influence(self) -> dict[str, Any] | None:
+        """What the stored values of ``longce influence`` were computed from; None without them."""
         stored = None if self.rows is None else self.rows.influence
-        return None if stored is None else float(stored.header["made_from"]["gamma"])
+        return None if stored is None else stored.header["made_from"]
 
     @property
     def largest_token(self) -> int | None:

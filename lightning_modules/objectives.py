@@ -2,6 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import (
     ShortScores,
+    excess_loss_weights,
     mutual_information,
     scale_to_mean_one,
     soft_influence,
@@ -29,8 +31,8 @@ class Objective(ABC):
     uses_short_context: bool = True
     """Whether `token_weights` uses ``short``; if not, the short pass is skipped."""
 
-    uses_stored_influence: bool = False
-    """Whether the batch contains the weights (`data.influence`)."""
+    uses_stored: Literal["weights", "reference losses"] | None = None
+    """What ``longce influence`` stored for each token, which the batch has as ``influence`` (`data.influence`)."""
 
     largest_weight: float | None = None
     """Cap of the weights, or None; the fraction of tokens at the cap is logged."""
@@ -104,7 +106,7 @@ class StoredInfluence(LongCE):
     """
 
     uses_short_context = False
-    uses_stored_influence = True
+    uses_stored = "weights"
 
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
         """Return the stored weights of the batch, capped at ``gamma``."""
@@ -162,13 +164,38 @@ class Sparse(Objective):
         return scale_to_mean_one(weights, scored)
 
 
+class Rho1(Objective):
+    """Train only on tokens whose loss is furthest above that of a reference model (selective language modeling).
+
+    As in Lin et al. (2024), https://arxiv.org/abs/2404.07965, the loss is the mean over the selected tokens. They are
+    selected in each sequence, so that the number of sequences in a batch and of processes does not matter. ``longce
+    influence`` computes the losses of the reference model in advance.
+
+    Args:
+        fraction: Fraction of the tokens of each sequence to train on, above 0 and at most 1.
+    """
+
+    uses_short_context = False
+    uses_stored = "reference losses"
+
+    def __init__(self, fraction: float = 0.6) -> None:
+        check_fraction("`fraction`", fraction)
+        self.fraction = fraction
+
+    def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
+        """Return the `excess_loss_weights`, scaled over each sequence."""
+        scored = batch["labels"].ne(IGNORE_INDEX)
+        weights = excess_loss_weights(long, batch["influence"], scored, fraction=self.fraction)
+        return scale_to_mean_one(weights, scored)
+
+
 class Wrapper(Objective):
     """An objective around another one, from which it takes its properties by default."""
 
     def __init__(self, objective: Objective) -> None:
         self.objective = objective
         self.uses_short_context = objective.uses_short_context
-        self.uses_stored_influence = objective.uses_stored_influence
+        self.uses_stored = objective.uses_stored
         self.largest_weight = objective.largest_weight
 
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:

@@ -1,7 +1,7 @@
-"""Token weights in a folder that any number of processes fill, and every training run on the same rows reads.
+"""Token weights, or losses of a reference model, which many processes store and every run on the same rows reads.
 
-The weights are one float16 value per token, aligned with the token store. A second file has one byte per row: 1 when
-the row's weights are on the disk. The header has everything that the weights depend on.
+They are one float16 value per token, aligned with the token store. A second file has one byte per row: 1 when the row's
+values are on the disk. The header has everything that they depend on: `gamma`, the cap of weights, is null for losses.
 """
 
 import json
@@ -40,7 +40,7 @@ def read_header(folder: Path, *, remedy: str = _REMEDY) -> dict[str, Any] | None
         raise ValueError(f"'{folder / HEADER}' has no token weights of format {FORMAT}. {remedy}")
     kinds: dict[str, type] = {"tokens": int, "rows": int, "made_from": dict}
     damaged = any(not isinstance(header.get(name), kind) for name, kind in kinds.items())
-    if damaged or not isinstance(header["made_from"].get("gamma"), int | float):
+    if damaged or not isinstance(header["made_from"].get("gamma", ""), int | float | None):
         raise ValueError(f"'{folder / HEADER}' is damaged. Delete the folder and run `longce influence` again.")
     for name, size in ((WEIGHTS, header["tokens"] * DTYPE.itemsize), (DONE, header["rows"])):
         found = (folder / name).stat().st_size if (folder / name).exists() else 0

@@ -41,7 +41,7 @@ class InfluenceWriter:
     """
 
     def __init__(self, folder: Path, made_from: dict[str, Any], rows: PackedRows, tokens: int) -> None:
-        if made_from["gamma"] > float(np.finfo(DTYPE).max):  # or likely tokens would have infinite weights
+        if (made_from["gamma"] or 0) > float(np.finfo(DTYPE).max):  # or likely tokens would have infinite weights
             raise ValueError(
                 f"Stored weights are float16: `gamma` must be at most {np.finfo(DTYPE).max}, got {made_from['gamma']}."
             )
@@ -82,19 +82,23 @@ class InfluenceWriter:
             os.fsync(file.fileno())
 
     def statistics(self) -> dict[str, float]:
-        """Compute statistics of the scored tokens of all rows."""
+        """Compute statistics of the scored tokens of all rows: those of weights, or the mean loss."""
         total = 0.0
         above_1 = at_cap = 0
+        cap = self.made_from["gamma"]
         with (self.folder / WEIGHTS).open("rb") as file:
             while len(values := np.fromfile(file, DTYPE, _CHUNK)):
                 total += float(values.sum(dtype=np.float64))
-                above_1 += int(np.count_nonzero(values > 1))
-                at_cap += int(np.count_nonzero(values >= self.made_from["gamma"]))
+                if cap is not None:
+                    above_1 += int(np.count_nonzero(values > 1))
+                    at_cap += int(np.count_nonzero(values >= cap))
         segments = self.rows.segments
         # The first token of a document is not scored; its weight 1 is not above 1, and below most caps. Tokens that are
         # not in any row have weight 0.
         firsts = len(segments) if self.made_from["isolate_documents"] else len(self.rows)
         scored = max(int((segments[:, 1] - segments[:, 0]).sum()) - firsts, 1)
+        if cap is None:  # the loss of a token that is not scored is 0
+            return {"loss_mean": total / scored}
         return {
             "weight_mean": (total - firsts) / scored,
             "weight_above_1": above_1 / scored,
@@ -167,8 +171,10 @@ class InfluenceRows(LightningDataModule):
         self.writer.write(numbers, weights.float().cpu().numpy())
 
 
-def narrow(weights: NDArray[np.float32], cap: float) -> NDArray[np.float16]:
-    """Convert weights to float16; weights at the cap are rounded up, so that they stay at the cap."""
+def narrow(weights: NDArray[np.float32], cap: float | None) -> NDArray[np.float16]:
+    """Convert values to float16; weights at the cap are rounded up, so that they stay at the cap."""
+    if cap is None:
+        return weights.astype(DTYPE)
     top = DTYPE.type(cap)
     if float(top) < cap:
         top = np.nextafter(top, DTYPE.type(np.inf))

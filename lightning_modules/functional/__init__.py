@@ -18,6 +18,7 @@ from lightning_modules.functional.equations import (
 from lightning_modules.functional.log_likelihood import token_log_likelihood
 from lightning_modules.functional.power_law import PowerLaw, fit_power_law
 from lightning_modules.functional.token_weights import (
+    excess_loss_weights,
     mutual_information,
     scale_to_mean_one,
     threshold_weights,
@@ -33,6 +34,7 @@ __all__ = [
     "ShortScores",
     "Window",
     "character_units",
+    "excess_loss_weights",
     "fit_power_law",
     "greedy_targets",
     "key_token_mask",

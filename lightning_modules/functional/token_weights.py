@@ -121,11 +121,46 @@ def top_fraction_weights(long: Tensor, short: Tensor, scored: Tensor, *, fractio
     check_fraction("`fraction`", fraction)
     # 1. Rank the scored tokens of each sequence by the size of their difference; the others count as unchanged.
     change = long_short_difference(long.detach(), short.detach()).abs().masked_fill(~scored, 0)
-    # 2. The difference of the last selected token is the threshold q. A sequence has at least one selected token.
-    count = (fraction * scored.sum(-1, keepdim=True)).round().long().clamp(1, change.shape[-1])
-    threshold = change.sort(dim=-1, descending=True).values.gather(-1, count - 1)
-    # 3. Compare with q instead of using the ranks: equal differences must have equal weights.
-    return ((change >= threshold) & (change > 0)).to(long.dtype)
+    # 2. Compare with q instead of using the ranks: equal differences must have equal weights.
+    return ((change >= _smallest_selected(change, scored, fraction)) & (change > 0)).to(long.dtype)
+
+
+def excess_loss_weights(long: Tensor, reference_loss: Tensor, scored: Tensor, *, fraction: float) -> Tensor:
+    r"""Return weight 1 for the fraction of each sequence whose loss is furthest above that of a reference model.
+
+    .. math:: w_t = [\, -\ell_t^{long} - \mathcal{L}_t^{ref} \ge q \,]
+
+    Selective language modeling (Rho-1) of Lin et al. (2024), https://arxiv.org/abs/2404.07965, Equations 3 and 4. For
+    each sequence ``q`` is such that ``fraction`` of its scored tokens, and at least one, have weight 1. Tokens with
+    equal excess have equal weights. The result carries no gradient.
+
+    Args:
+        long: ``[B, T]`` log-likelihoods of the trained model, in nats.
+        reference_loss: ``[B, T]`` negative log-likelihoods of the reference model, in nats.
+        scored: ``[B, T]`` bool, which tokens are scored.
+        fraction: Fraction of the scored tokens, above 0 and at most 1.
+
+    Returns:
+        ``[B, T]`` weights, 0 or 1; 0 for a token that is not scored.
+
+    Raises:
+        ValueError: If ``fraction`` is not in (0, 1].
+
+    Example:
+        >>> long, reference = torch.tensor([[0.0, -1.0, -4.0, -3.0]]), torch.tensor([[0.0, 1.5, 2.0, 1.5]])
+        >>> excess_loss_weights(long, reference, torch.tensor([[False, True, True, True]]), fraction=0.67)
+        tensor([[0., 0., 1., 1.]])
+    """
+    check_fraction("`fraction`", fraction)
+    excess = (-long.detach() - reference_loss).masked_fill(~scored, -math.inf)
+    return ((excess >= _smallest_selected(excess, scored, fraction)) & scored).to(long.dtype)
+
+
+def _smallest_selected(values: Tensor, scored: Tensor, fraction: float) -> Tensor:
+    """Return ``[B, 1]``, for each sequence the smallest of a fraction of its scored tokens with the largest values."""
+    # A sequence has at least one selected token.
+    count = (fraction * scored.sum(-1, keepdim=True)).round().long().clamp(1, values.shape[-1])
+    return values.sort(dim=-1, descending=True).values.gather(-1, count - 1)
 
 
 def scale_to_mean_one(weights: Tensor, scored: Tensor) -> Tensor:

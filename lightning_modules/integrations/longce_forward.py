@@ -315,8 +315,10 @@ def find_causal_lm(model: Any) -> PreTrainedModel:
 
 def _check_objective(objective: Objective) -> None:
     """Raise a ``ValueError`` for an objective that needs what a model's inputs do not have."""
-    if objective.uses_stored_influence:
-        raise ValueError("`objective`: stored token weights are not among the inputs of a model: use `longce fit`.")
+    if objective.uses_stored is not None:
+        raise ValueError(
+            f"`objective`: stored {objective.uses_stored} are not among the inputs of a model: use `longce fit`."
+        )
     inner = objective
     while isinstance(inner, Wrapper) and not isinstance(inner, Scheduled):
         inner = inner.objective

@@ -1,4 +1,4 @@
-"""LongCE weights of packed sequences from an evaluator, with the same tokenizer or another one."""
+"""LongCE weights of packed sequences from an evaluator, with the same tokenizer or another one; reference losses."""
 
 import json
 import logging
@@ -35,6 +35,17 @@ def compute_influence(batch: PackedBatch, backbone: Scorer, short_context: Short
     weights = soft_influence(long, short, gamma=gamma).float()
     # `gamma` would hide the infinite weight of an impossible pair.
     return weights.masked_fill(find_impossible(long) | find_impossible(short), torch.nan)
+
+
+@torch.no_grad()
+def compute_reference_losses(batch: PackedBatch, backbone: Scorer) -> Tensor:
+    """Return ``[B, T]`` float32 negative log-likelihoods of packed sequences, in nats; NaN where they are impossible.
+
+    The batch must be on the model's device.
+    """
+    backbone.check_batch(batch)
+    log_likelihood = backbone(batch)
+    return -log_likelihood.float().masked_fill(find_impossible(log_likelihood), torch.nan)
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def check_trainable(loading: ModelConfig, config: PreTrainedConfig) -> None:
 
 def check_fit(objective: Objective, loading: ModelConfig, backbone: Backbone, data: Any) -> None:
     """Check the loaded model and its data module at the start of training, and warn about settings that add noise."""
-    check_cap(objective, getattr(data, "influence_cap", None))
+    check_stored(objective, getattr(data, "stored_influence", None))
     check_static(backbone.base_model.config, compares=objective.uses_short_context)
     largest = getattr(data, "largest_token", None)
     if largest is not None and largest >= backbone.vocabulary_size:
@@ -146,30 +146,42 @@ def raise_not_finite(losses: Mapping[int, Tensor], module: LightningModule) -> N
 
 
 def check_influence(objective: Objective, influence: str | None) -> None:
-    """Raise a ``ValueError`` if the objective ignores the stored weights, or needs weights that are missing.
+    """Raise a ``ValueError`` if the objective ignores what is stored for each token, or needs what is missing.
 
-    ``influence`` describes where the stored weights are, and is None without any.
+    ``influence`` describes where that is, and is None without any.
     """
-    if objective.uses_stored_influence == (influence is not None):
+    if (objective.uses_stored is not None) == (influence is not None):
         return
     if influence is None:
         problem = (
-            "needs stored token weights, and the data module has none: compute them with `longce influence` and set"
-            " `data.influence` to their folder, or choose another `model.objective`"
+            f"needs stored {objective.uses_stored}, and the data module has none: compute them with `longce influence`"
+            " and set `data.influence` to their folder, or choose another `model.objective`"
         )
     else:
         problem = (
-            f"would ignore the stored token weights {influence}: set `model.objective` to StoredInfluence, or remove"
-            " `data.influence`"
+            f"would ignore what `longce influence` stored {influence}: set `model.objective` to StoredInfluence or"
+            " Rho1, or remove `data.influence`"
         )
     raise ValueError(f"The objective {type(objective).__name__} {problem}.")
 
 
-def check_cap(objective: Objective, stored: float | None) -> None:
-    """Raise a ``ValueError`` for weights stored with a smaller cap than the objective's, which would have no effect."""
+def check_stored(objective: Objective, made_from: Mapping[str, Any] | None) -> None:
+    """Raise a ``ValueError`` for stored values of another kind, or weights with a cap below the objective's.
+
+    ``made_from`` is what the stored values were computed from, in which reference losses have no ``gamma``.
+    """
     objective = unwrap(objective)
+    if made_from is None or objective.uses_stored is None:
+        return
+    stored = made_from["gamma"]
+    kind = "reference losses" if stored is None else "weights"
+    if kind != objective.uses_stored:
+        raise ValueError(
+            f"`data.influence` has {kind}, and the objective {type(objective).__name__} needs {objective.uses_stored}:"
+            " run `longce influence` with this objective, or choose the other one (StoredInfluence or Rho1)."
+        )
     cap = objective.largest_weight
-    if objective.uses_stored_influence and stored is not None and cap is not None and stored < cap:
+    if stored is not None and cap is not None and stored < cap:
         raise ValueError(
             f"The stored token weights were capped at {stored:g}, below the `gamma` {cap:g} of the objective: set"
             f" `model.objective.gamma` to {stored:g}, or run `longce influence` again with the larger one."

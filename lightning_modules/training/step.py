@@ -41,7 +41,7 @@ def check_training_batch(
     admit_batch(batch, backbone)
     if not backbone.training:
         raise RuntimeError("The model is in eval mode, without dropout and gradient checkpointing: call `train()`.")
-    if objective.uses_stored_influence != ("influence" in batch):
+    if (objective.uses_stored is not None) != ("influence" in batch):
         check_influence(objective, "that come with the sequences" if "influence" in batch else None)
     length = batch["input_ids"].shape[1]
     if objective.uses_short_context:
@@ -155,7 +155,7 @@ class TrainingStatistics:
             "gradient_norm": norm,
             "step_tokens": total["tokens"],
         }
-        has_weights = self.objective.uses_short_context or self.objective.uses_stored_influence
+        has_weights = self.objective.uses_short_context or self.objective.uses_stored is not None
         if has_weights:
             means["weight_mean"] = weights / tokens
             means["weight_above_1"] = total["above_1"] / tokens

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tqdm.contrib.logging import logging_redirect_tqdm
 from typing_extensions import override
 
+from datamodules.influence.store import InfluenceStore
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.training.checkpoints.due_evaluation import DueEvaluation, ResumingTrainer
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO
@@ -38,7 +39,7 @@ from lightning_modules.training.monitoring.numerics import NumericsRecord
 from lightning_modules.training.monitoring.progress import StepProgress
 from lightning_modules.training.optimizers import LR_SCHEDULER, OPTIMIZER
 from lightning_modules.training.preemption import EvaluationStop, Preemption
-from lightning_modules.training.preflight import check_callbacks, check_influence, check_trainer
+from lightning_modules.training.preflight import check_callbacks, check_influence, check_stored, check_trainer
 from lightning_modules.training.random_states import RandomStates
 from lightning_modules.training.run import Run, RunMember
 from lightning_modules.training.sequence_parallel import sequence_parallel_size
@@ -238,6 +239,8 @@ class LongceCLI(LightningCLI):
                 model.short_context.check_sequence(curriculum.sequence_length)
             stored = getattr(self.datamodule, "influence", None)
             check_influence(model.objective, stored and f"in '{stored}'")
+            if stored:
+                check_stored(model.objective, InfluenceStore(Path(stored).expanduser()).header["made_from"])
 
     @property
     def _is_dry_run(self) -> bool:

@@ -116,7 +116,7 @@ def test_stored_weights_give_the_loss_and_gradients_of_longce_without_a_short_pa
     for objective in (LongCE(4.0), StoredInfluence(4.0)):
         module = lm(folder, objective=objective)
         module.configure_model()
-        if objective.uses_stored_influence:
+        if objective.uses_stored:
             monkeypatch.setattr(short_context, "short_log_likelihood", None)
             batch["influence"] = weights
         loss = module.training_step(batch, 0)

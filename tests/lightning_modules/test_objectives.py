@@ -14,12 +14,13 @@ from lightning_modules.objectives import (
     LongCE,
     MutualInformation,
     Normalized,
+    Rho1,
     Scheduled,
     Sparse,
     StoredInfluence,
     Wrapper,
 )
-from lightning_modules.training.preflight import check_cap, check_influence
+from lightning_modules.training.preflight import check_influence, check_stored
 
 pytestmark = pytest.mark.core
 
@@ -31,14 +32,18 @@ def test_stored_influence_is_taken_as_it_is_and_capped():
 
 
 def test_stored_weights_capped_lower_than_the_objective_says_are_refused():
-    check_cap(StoredInfluence(gamma=5.0), 5.0)
-    check_cap(StoredInfluence(gamma=2.0), 5.0)
-    check_cap(LongCE(gamma=5.0), None)
-    check_cap(Interpolated(StoredInfluence(gamma=2.0), 0.5), 2.0)
+    check_stored(StoredInfluence(gamma=5.0), {"gamma": 5.0})
+    check_stored(StoredInfluence(gamma=2.0), {"gamma": 5.0})
+    check_stored(LongCE(gamma=5.0), None)
+    check_stored(Interpolated(StoredInfluence(gamma=2.0), 0.5), {"gamma": 2.0})
     with pytest.raises(ValueError, match=r"capped at 2, below the `gamma` 5"):
-        check_cap(StoredInfluence(gamma=5.0), 2.0)
+        check_stored(StoredInfluence(gamma=5.0), {"gamma": 2.0})
     with pytest.raises(ValueError, match=r"capped at 3, below the `gamma` 5"):  # the mean's own cap is 3
-        check_cap(Scheduled(Interpolated(StoredInfluence(gamma=5.0), 0.5)), 3.0)
+        check_stored(Scheduled(Interpolated(StoredInfluence(gamma=5.0), 0.5)), {"gamma": 3.0})
+    with pytest.raises(ValueError, match=r"has weights, and the objective Rho1 needs reference losses"):
+        check_stored(Rho1(), {"gamma": 5.0})
+    with pytest.raises(ValueError, match=r"has reference losses, and the objective StoredInfluence needs weights"):
+        check_stored(Interpolated(StoredInfluence()), {"gamma": None})
 
 
 GENERATOR = torch.Generator().manual_seed(1)
@@ -113,7 +118,7 @@ def test_wrappers_are_like_what_they_wrap():
     for wrap in (Interpolated, Normalized, Scheduled):
         assert wrap(LongCE()).uses_short_context
         assert not wrap(StoredInfluence()).uses_short_context
-        assert wrap(StoredInfluence()).uses_stored_influence
+        assert wrap(StoredInfluence()).uses_stored == "weights"
     assert Normalized(LongCE()).largest_weight is None
 
 

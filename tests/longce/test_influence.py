@@ -19,7 +19,7 @@ from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
-from lightning_modules.objectives import CrossEntropy, LongCE, Normalized, StoredInfluence
+from lightning_modules.objectives import CrossEntropy, LongCE, Normalized, Rho1, StoredInfluence
 from longce import influence as influence_trainer
 from longce.influence import InfluenceTrainer
 from tests.conftest import make_text, tiny_model
@@ -138,6 +138,38 @@ def test_weights_of_padded_rows_serve_with_and_without_loss_on_the_prompt(model_
     assert statistics["weight_mean"] == pytest.approx(np.mean(values), rel=1e-3)
 
 
+def test_rho_1_trains_on_the_tokens_that_a_reference_model_finds_easier(model_dir, texts, tmp_path):
+    """Stored losses of another model, and a selection in float64 with that model at hand."""
+    reference = tiny_model("llama", 400, seed=3)
+    reference.save_pretrained(tmp_path / "reference")
+    load_tokenizer(str(model_dir)).save_pretrained(tmp_path / "reference")
+    output = texts / "reference"
+    run(model_dir, texts, output, evaluator=tmp_path / "reference", objective=Rho1())
+    rows = stored_rows(model_dir, texts, output)
+    backbone = load_backbone(ModelConfig(str(tmp_path / "reference"), dtype="float32")).double().eval()
+    model = load_backbone(ModelConfig(str(model_dir), dtype="float32"))
+    losses = []
+    for row in rows:
+        batch = collate_rows([row])
+        scored = batch["labels"] != IGNORE_INDEX
+        expected = -backbone(batch).detach()[scored]
+        losses += expected.tolist()
+        torch.testing.assert_close(batch["influence"][scored].double(), expected, rtol=2**-10, atol=1e-6)
+        own = model(batch).detach()
+        excess = -own[scored].double() - expected
+        count = round(0.4 * len(excess))
+        chosen = excess >= excess.sort(descending=True).values[count - 1]
+        weights = Rho1(0.4)(own, None, batch)
+        assert weights[~scored].eq(0).all()
+        torch.testing.assert_close(weights[scored].double(), chosen.double() * len(excess) / count)
+    assert statistics_of(output, rows) == {"loss_mean": pytest.approx(np.mean(losses), rel=1e-3)}
+
+
+def test_rho_1_needs_a_reference_model_of_the_same_tokens(model_dir, evaluator_dir, texts):
+    with pytest.raises(ValueError, match=r"another tokenizer than the training data: choose a reference model"):
+        run(model_dir, texts, texts / "x", evaluator=evaluator_dir, objective=Rho1())
+
+
 def test_complete_weights_are_not_computed_again(own, model_dir, texts, monkeypatch, capsys):
     monkeypatch.setattr(influence_trainer, "load_backbone", None)
     run(model_dir, texts, own)
@@ -248,7 +280,7 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(model_dir, texts,
     short = Folder(model_dir, texts)
     short.sequence_length = 32
     for named, options in {
-        "whose objective is LongCE or StoredInfluence, got CrossEntropy": {"objective": Normalized(CrossEntropy())},
+        "objective is LongCE, StoredInfluence or Rho1, got CrossEntropy": {"objective": Normalized(CrossEntropy())},
         "nowhere": {"evaluator": "./nowhere"},
         "`context_length`": {"data": short},
         "packed training sequences": {"data": torch.nn.Module(), "objective": Normalized(StoredInfluence())},
