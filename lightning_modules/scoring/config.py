@@ -34,7 +34,7 @@ class ScoringConfig(LoadingOptions):
         context_length: Length K of the shortest short context, in the evaluator's tokens.
         stride: Number d of tokens that share one short window.
         alpha: Key tokens have a long-short difference (LSD) above alpha, in nats.
-        beta: Key tokens have a long-context log-likelihood (LCL) above beta, in nats.
+        beta: Key tokens have a long-context log-likelihood (LCL) above beta, in nats; ``-inf`` drops this condition.
         cache_dir: Folder for the evaluator's scores; by default ``$LONGCE_CACHE`` or ``~/.cache/longce``.
         server: How a served model is asked.
     """

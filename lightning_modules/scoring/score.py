@@ -174,8 +174,12 @@ def table(records: Sequence[Record]) -> str:
         f" character: {found['tokens_sharing_characters']:.1%} (evaluator: {evaluator['sharing']:.1%}); that cover"
         f" none: {found['tokens_without_characters']:.1%} (evaluator: {evaluator['without']:.1%})."
     )
-    broken = [_break(text, terminal) for text in (*heading, coverage)]
-    return "\n".join([*broken[:2], "", *lines, broken[2]])
+    notes = [coverage]
+    if total.soft_weight:  # unknown for scores of key tokens only
+        number = _format_number(total.longppl_soft)
+        notes.insert(0, f"Soft LongPPL, of all tokens weighted by the evaluator's soft influence: {number}.")
+    broken = [_break(text, terminal) for text in (*heading, *notes)]
+    return "\n".join([*broken[:2], "", *lines, *broken[2:]])
 
 
 def _head(across_tokenizers: bool) -> list[list[str]]:

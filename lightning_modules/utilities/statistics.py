@@ -18,11 +18,12 @@ TOKENS = {"longppl": "key_tokens", "perplexity": "tokens"}
 """Numbers of tokens that the perplexities of a document are over."""
 
 UNITS = TOKENS | {
+    "longppl_soft": "soft_weight",
     "longppl_per_evaluator_token": "evaluator_key_tokens",
     "key_bits_per_byte": "key_bytes",
     "bits_per_byte": "bytes",
 }
-"""What the numbers of a document are per: these tokens or bytes. All but bits are exponentials of a mean."""
+"""What the numbers of a document are per: these tokens, weights or bytes. All but bits are exponentials of a mean."""
 
 RUNS = "runs"
 """Column of a table of documents whose numbers are means over the runs of a group: how many runs these are."""

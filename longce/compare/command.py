@@ -28,10 +28,11 @@ from longce.compare.verdict import Ratio, draw_ratios, drawn_ratios, measure_rat
 
 _EXPLANATION = (
     "LongPPL is the perplexity over key tokens, which the evaluator predicts much better with the long context (by more"
-    " than alpha nats) than with a short one, and well (above beta); perplexity is over all tokens. K and d are the"
-    " length of the shortest short context and the number of tokens that share one. Ratios are over the documents that"
-    " both runs have with equal numbers of tokens and key tokens; below 1 is better. The 95% intervals are about the"
-    " choice of documents, not about the noise of training."
+    " than alpha nats) than with a short one, and well (above beta); perplexity is over all tokens, and soft LongPPL"
+    " weights them by the evaluator's soft influence. K and d are the length of the shortest short context and the"
+    " number of tokens that share one. Ratios are over the documents that both runs have with equal numbers of tokens"
+    " and key tokens; below 1 is better. The 95% intervals are about the choice of documents, not about the noise of"
+    " training."
 )
 _OTHER_TOKENS = (
     "Models with different tokenizers have different tokens, and are compared by numbers that do not depend on them:"
@@ -41,6 +42,7 @@ _TITLES = {
     "longppl": "LongPPL",
     "longppl_per_evaluator_token": "LongPPL per evaluator token",
     "key_bits_per_byte": "key bits/byte",
+    "longppl_soft": "soft LongPPL",
     "perplexity": "perplexity",
     "bits_per_byte": "bits/byte",
 }
@@ -242,7 +244,7 @@ def _rank_runs(runs: Sequence[ComparedRun], baseline: ComparedRun) -> Table:
             shared = shared_documents(documents, reference, compared[:2])
             count = max(len(documents), len(reference))
             note = f"ratio over {len(shared)} of {count} documents" if len(shared) < count else ""
-            values = {kind: corpus_mean(documents, kind) for kind in (*TOKENS, *compared)}
+            values = {kind: corpus_mean(documents, kind) for kind in (*TOKENS, "longppl_soft", *compared)}
             numbers = []
             for kind in _TITLES:
                 ratio = _format_ratio(shared, kind) if kind in compared and reference is not documents else ""

@@ -139,12 +139,18 @@ def _summarize(file: Path, records: Sequence[Record]) -> Measured:
         **{f"evaluator.{name}": value for name, value in evaluator.provenance._asdict().items()},
     }
     values: dict[str, float] = {name: getattr(total, name) for name in UNITS}
+    depends_on = {name: texts if name in ("perplexity", "bits_per_byte") else settings for name in values}
+    if total.soft_weight:
+        thresholds = ("alpha", "beta", "key_token_rule")
+        depends_on["longppl_soft"] = {name: value for name, value in settings.items() if name not in thresholds}
+    else:  # unknown, such as by `--key_tokens_only`
+        del values["longppl_soft"], depends_on["longppl_soft"]
     return Measured(
         str(file),
         model.name,
         values,
         tuple(values),
-        {name: texts if name in ("perplexity", "bits_per_byte") else settings for name in values},
+        depends_on,
         provenance=model.provenance,
         key_tokens=describe_key_tokens(settings, evaluator.provenance),
         numerics=model.numerics,

@@ -136,7 +136,7 @@ def count_number(number, text):
 def test_score_the_callback_validate_compare_and_python_give_one_number(
     model_dir, evaluator_dir, tmp_path, monkeypatch, capsys
 ):
-    """LongPPL and perplexity of three documents: what is printed, logged, recorded, compared and returned."""
+    """LongPPL, also soft, and perplexity of three documents: printed, logged, recorded, compared and returned."""
     monkeypatch.chdir(tmp_path)
     Path("texts").mkdir()
     for number in range(3):
@@ -146,11 +146,12 @@ def test_score_the_callback_validate_compare_and_python_give_one_number(
     records = longce.score(texts, str(model_dir), str(evaluator_dir), **about)
     total = longce.summarize(records)
     assert total.key_tokens > 9
-    number, perplexity = total.longppl, total.perplexity
+    number, perplexity, soft = total.longppl, total.perplexity, total.longppl_soft
 
     options = [f"--{name}={value}" for name, value in about.items()]
     main(["score", *texts, f"--model={model_dir}", f"--evaluator={evaluator_dir}", *options, "--output=s.parquet"])
-    assert count_number(number, capsys.readouterr().out) > 0
+    printed = capsys.readouterr().out
+    assert all(count_number(each, printed) > 0 for each in (number, perplexity, soft))
     assert longce.read_records("s.parquet") == records
 
     judge = evaluator(evaluator_dir, **WINDOWS, **THRESHOLDS, add_special_tokens=False)
@@ -165,15 +166,18 @@ def test_score_the_callback_validate_compare_and_python_give_one_number(
     assert by_callback.key_tokens == total.key_tokens
     assert count_number(number, printed.out + printed.err) > 0
     events = EventAccumulator(str(file.parents[1])).Reload()
-    for name, value in (("longppl", number), ("perplexity", perplexity), ("key_tokens", total.key_tokens)):
+    logged = {"longppl": number, "longppl_soft": soft, "perplexity": perplexity, "key_tokens": total.key_tokens}
+    for name, value in logged.items():
         assert events.Scalars(f"val/{name}")[-1].value == pytest.approx(value, rel=1e-6)
 
     for run in (*read_runs(["s.parquet"]), *read_runs([file])):
         ((_, steps),) = run.evaluations.items()
         assert corpus_mean(steps[0], "longppl") == pytest.approx(number, rel=1e-6)
         assert corpus_mean(steps[0], "perplexity") == pytest.approx(perplexity, rel=1e-6)
+        assert corpus_mean(steps[0], "longppl_soft") == pytest.approx(soft, rel=1e-6)
     main(["compare", "s.parquet", str(file)])
-    assert count_number(number, capsys.readouterr().out) == 2
+    compared = capsys.readouterr().out
+    assert count_number(number, compared) == count_number(soft, compared) == 2
 
 
 def test_the_rule_of_the_authors_in_score_and_validation(folders, tmp_path, caplog):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 from longppl.longppl import compute_longppl
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -23,6 +24,7 @@ from lightning_modules.scoring.score import score, table
 from lightning_modules.scoring.token_scores import TokenScores
 from longce.cli.main import main
 from tests.conftest import make_text
+from tests.support import reference
 
 SETTINGS = {"context_length": 48, "stride": 16, "alpha": 0.5, "beta": -6.0}
 OPTIONS = [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
@@ -177,6 +179,41 @@ def test_bits_are_those_of_the_perplexities(files, model_dir, evaluator_dir):
         assert same == (model is evaluator_dir)
         assert (total.key_bits_per_byte_error == 0) == same
         assert (per_token == pytest.approx(total.longppl, rel=1e-6)) == same
+
+
+def test_soft_longppl_and_longppl_without_lcl_are_plain_sums_over_characters(
+    files, model_dir, evaluator_dir, tmp_path, capsys
+):
+    """The ablations of the paper's Table 1 and Figure 9, in float64 from full logits, across two tokenizers."""
+    options = [*OPTIONS, "--beta", "-inf", "--output", str(tmp_path / "out.parquet")]
+    main(["score", *files, "--model", str(model_dir), "--evaluator", str(evaluator_dir), *options])
+    model, judge = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (model_dir, evaluator_dir))
+    sums = {"soft_nll": 0.0, "soft_weight": 0.0, "key_nll": 0.0, "key_tokens": 0}
+    for file in files:
+        text = Path(file).read_text()
+        read, judged = (load_tokenizer(str(path)).backend_tokenizer for path in (model_dir, evaluator_dir))
+        read, judged = read.encode(text, add_special_tokens=False), judged.encode(text)
+        with torch.no_grad():
+            own = reference.document_log_likelihood(model, torch.tensor(read.ids)).tolist()
+            pair = reference.long_and_short(judge, torch.tensor(judged.ids), 48, 16)
+        # The evaluator's long-short difference at each character.
+        lsd = [math.nan] * len(text)
+        for (start, end), long, short in zip(judged.offsets, *(values.tolist() for values in pair), strict=True):
+            lsd[start:end] = [long - short] * (end - start)
+        for (start, end), log_likelihood in zip(read.offsets[1:], own[1:], strict=True):
+            weights = [min(math.exp(each), 5.0) for each in lsd[start:end]]  # Equation 7
+            weight = sum(weights) / len(weights)  # Equation 10
+            key = all(each > 0.5 for each in lsd[start:end])  # Equation 4 without LCL, Equation 9
+            sums["soft_nll"] -= weight * log_likelihood
+            sums["soft_weight"] += weight
+            sums["key_nll"] -= key * log_likelihood
+            sums["key_tokens"] += key
+    total = summarize(read_records(tmp_path / "out.parquet"))
+    with_lcl = summarize(score(files, str(model_dir), str(evaluator_dir), **SETTINGS))
+    assert total.key_tokens == sums["key_tokens"] > with_lcl.key_tokens
+    assert total.longppl == pytest.approx(math.exp(sums["key_nll"] / sums["key_tokens"]), rel=1e-5)
+    assert total.longppl_soft == pytest.approx(math.exp(sums["soft_nll"] / sums["soft_weight"]), rel=1e-5)
+    assert f"soft influence: {total.longppl_soft:.4f}." in capsys.readouterr().out
 
 
 def test_a_special_token_that_is_left_out_is_named(files, evaluator_dir, tmp_path, caplog):

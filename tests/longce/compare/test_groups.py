@@ -30,7 +30,7 @@ def tabulate(values, tokens=TOKENS):
     }
     table = pd.DataFrame(numbers | dict.fromkeys(UNITS.values(), tokens))
     table = table.assign(key_bits_per_byte=np.log2(values), bits_per_byte=np.log2(values))
-    table["longppl_per_evaluator_token"] = values
+    table["longppl_per_evaluator_token"] = table["longppl_soft"] = values
     table.index = pd.MultiIndex.from_tuples([(f"text {n}", 0) for n in range(len(values))])
     return table
 

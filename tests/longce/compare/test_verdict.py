@@ -22,6 +22,7 @@ def make_run(name, factor, *, cells=(CELL,), noise=0.02, key_tokens=20, steps=No
     for cell in cells:
         values = np.linspace(3, 9, DOCUMENTS) * factor * np.exp(noise * draw.standard_normal(DOCUMENTS))
         columns = {"longppl": values, "perplexity": np.linspace(20, 30, DOCUMENTS), "key_tokens": key_tokens}
+        columns |= {"longppl_soft": values, "soft_weight": 1500.0}
         table = pd.DataFrame({**columns, "tokens": 1000.0, "document": [f"doc {n}" for n in range(DOCUMENTS)]})
         table.index = pd.MultiIndex.from_tuples([(f"text {n}", 0) for n in range(DOCUMENTS)])
         evaluations[cell] = {100: table}
