@@ -73,6 +73,8 @@ def _cases() -> Iterator[Case]:
     yield step("8 layers, bf16: LongCE, selective checkpointing", settings={"gradient_checkpointing": "selective"})
     yield step("8 layers, bf16: LongCE, 4 packed documents", documents=4)
     yield step("8 layers, bf16: LongCE, compiled", settings={"compile": True})
+    yield Case("8 layers, bf16: LongPPL", "LongPPL")
+    yield Case("8 layers, bf16: LongPPL, compiled", "LongPPL", settings={"compile": True})
     for number in (2, 3):
         flash = {"attn_implementation": f"flash_attention_{number}"}
         yield step(f"8 layers, bf16: LongCE, FlashAttention-{number}", settings=flash)

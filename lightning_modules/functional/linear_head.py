@@ -62,7 +62,7 @@ def wide_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tenso
     0.06.
     """
     if buffer is None:
-        logits = _multiply_into_float32(rows, weight)
+        logits = _multiply_into_float32(rows, weight.T)
     else:
         # The last chunk and the last tile are smaller than the buffer.
         logits = torch.mm(rows, weight.T, out=buffer[: len(rows), : len(weight)])
@@ -81,12 +81,12 @@ def wide_logits(rows: Tensor, head: "Callable[[Tensor], Tensor] | LinearHead") -
 
 
 def _multiplies_into_float32(operand: Tensor) -> bool:
-    # `torch.mm(out_dtype=)` exists for CUDA only, and has no `out=`, so that each tile is allocated.
+    # `torch.mm(out_dtype=)` exists for CUDA only, and has no `out=`, so that each result is allocated.
     return operand.device.type == "cuda" and operand.dtype in (torch.bfloat16, torch.float16)
 
 
-def _multiply_into_float32(rows: Tensor, weight: Tensor) -> Tensor:
-    return torch.mm(rows, weight.T, out_dtype=torch.float32)
+def _multiply_into_float32(left: Tensor, right: Tensor) -> Tensor:
+    return torch.mm(left, right, out_dtype=torch.float32)
 
 
 def linear_log_likelihood(hidden_states: Tensor, head: LinearHead, targets: Tensor, *, chunk_size: int) -> Tensor:
@@ -182,16 +182,16 @@ class _VocabularyTiles:
         self.width = max(1, elements // chunk_size)
         self.buffer = logits_buffer(rows, chunk_size, min(self.width, len(weight)))
 
-    def iterate(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield token ids of a tile and their ``[n, tile]`` logits, in a buffer that the next tile overwrites."""
+    def columns(self) -> Iterator[slice]:
+        """Yield the token ids of each tile."""
         for start in range(0, len(self.weight), self.width):
-            columns = slice(start, start + self.width)
-            bias = None if self.bias is None else self.bias[columns]
-            logits = wide_linear(rows, self.weight[columns], bias, self.buffer)
-            if self.soft_cap is not None:
-                logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
-            yield columns, logits
-            del logits  # before the next tile is computed
+            yield slice(start, start + self.width)
+
+    def logits(self, rows: Tensor, columns: slice) -> Tensor:
+        """Return the ``[n, tile]`` logits of a tile, which may be in a buffer that the next tile overwrites."""
+        bias = None if self.bias is None else self.bias[columns]
+        logits = wide_linear(rows, self.weight[columns], bias, self.buffer)
+        return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
 
 
 def _forward_chunk(tiles: _VocabularyTiles, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,14 +199,15 @@ def _forward_chunk(tiles: _VocabularyTiles, rows: Tensor, targets: Tensor) -> tu
     wide = torch.promote_types(rows.dtype, torch.float32)
     log_sum_exp = rows.new_full((len(targets), 1), -torch.inf, dtype=wide)
     target_logit = torch.zeros_like(log_sum_exp)
-    for columns, logits in tiles.iterate(rows):
-        # 1. Take the targets' logits, before the softmax overwrites them. Each target is in one tile.
+    for columns in tiles.columns():
+        logits = tiles.logits(rows, columns)
+        # 1. Take the targets' logits, before the log-sum-exp overwrites them. Each target is in one tile.
         index, in_tile = _locate_targets(targets, columns, logits.shape[1])
         target_logit = torch.where(in_tile, logits.gather(-1, index).to(wide), target_logit)
         # 2. Add the tile to the log-sum-exp: log(exp(a) + exp(b)), without overflow.
         wide_tile = logits.to(wide)
         # A bias may be -inf, for ids without a token. A tile of nothing else has no softmax.
-        of_tile = log_sum_exp_and_softmax(wide_tile) if tiles.bias is None else wide_tile.logsumexp(-1, keepdim=True)
+        of_tile = log_sum_exp_(wide_tile) if tiles.bias is None else wide_tile.logsumexp(-1, keepdim=True)
         log_sum_exp = torch.logaddexp(log_sum_exp, of_tile)
         del logits, wide_tile  # before the next tile is computed
     return (target_logit - log_sum_exp).squeeze(-1), log_sum_exp.squeeze(-1)
@@ -223,22 +224,23 @@ def _backward_chunk(
 ) -> Tensor:
     """Return the ``[n, D]`` gradient of the hidden states, and add to the gradients of weight and bias."""
     grad_rows = torch.zeros_like(rows, dtype=log_sum_exp.dtype)
-    for columns, logits in tiles.iterate(rows):
+    for columns in tiles.columns():
         # 1. Turn the logits into their gradient, in place.
-        grad_logits = logits.to(log_sum_exp.dtype)
+        grad_logits = tiles.logits(rows, columns).to(log_sum_exp.dtype)
         grad_cap = None if tiles.soft_cap is None else 1 - (grad_logits / tiles.soft_cap).square()
         index, in_tile = _locate_targets(targets, columns, grad_logits.shape[1])
         differentiate_softmax_(grad_logits, index, in_tile, log_sum_exp, grad_output)
         if grad_cap is not None:
             grad_logits.mul_(grad_cap)
-        # 2. Add its products to the gradients of bias, hidden states and weight.
+        # 2. Add its products to the gradients of bias, hidden states and weight. Where the product's operands are in
+        #    half precision, the float32 gradient is free before the float32 products need memory.
         if grad_bias is not None:
             grad_bias[columns] += grad_logits.sum(0)
         grad_logits = grad_logits.to(rows.dtype)
         _add_product_(grad_rows, grad_logits, tiles.weight[columns])
         if grad_weight is not None:
             _add_product_(grad_weight[columns], grad_logits.T, rows)
-        del logits, grad_logits  # before the next tile is computed
+        del grad_logits  # before the next tile is computed
     return grad_rows
 
 
@@ -267,20 +269,21 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add ``left @ right`` to ``total`` in place, without a temporary result where their dtypes agree."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
+    elif _multiplies_into_float32(left):
+        # A product in half precision would be rounded once more for each chunk of tokens and each tile.
+        total += _multiply_into_float32(left, right)
     else:
         total += left @ right
 
 
-def log_sum_exp_and_softmax(logits: Tensor) -> Tensor:
-    """Return the ``[n, 1]`` log-sum-exp of ``[n, V]`` float32 or float64 logits, and replace them by their softmax.
+def log_sum_exp_(logits: Tensor) -> Tensor:
+    """Return the ``[n, 1]`` log-sum-exp of ``[n, V]`` float32 or float64 logits, which may be overwritten.
 
     The softmax kernel reads the logits once, while log-sum-exp and exponential make several passes. The log-sum-exp
     follows from the largest logit and its probability.
     """
     # The largest probability is exp(largest - log_sum_exp), so log_sum_exp = largest - log(probability).
     largest = logits.amax(-1, keepdim=True)
-    if logits.device.type == "cpu":
-        torch.softmax(logits, -1, out=logits)
-    else:
-        logits.copy_(logits.softmax(-1))
-    return largest - logits.amax(-1, keepdim=True).log()
+    # On a CPU, in place: the tile stays in the cache. The softmax kernel of an accelerator needs another tensor.
+    probability = torch.softmax(logits, -1, out=logits if logits.device.type == "cpu" else None)
+    return largest - probability.amax(-1, keepdim=True).log()

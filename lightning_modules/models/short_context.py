@@ -1,5 +1,6 @@
 """Short log-likelihoods: windows of a batch, or one pass with a limited attention; in eval mode, without gradient."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -135,19 +136,36 @@ def score_windows(
     *,
     head_fn: HeadFunction[Any] | None = None,
 ) -> Iterator[tuple[Sequence[tuple[int, Window]], Any]]:
-    """Score windows of similar length, each with the row index of its sequence. All ranks must exhaust the iterator.
+    """Score windows, each with the row index of its sequence. All ranks must exhaust the iterator.
 
     Yields:
-        The windows of a forward pass, and the ``[W, longest window]`` log-likelihoods of their tokens in nats, 0 for
-        tokens that are not scored; or the result of ``head_fn``.
+        The windows of a forward pass, longest windows first, and the ``[W, longest window]`` log-likelihoods of their
+        tokens in nats, 0 for tokens that are not scored; or the result of ``head_fn``.
     """
-    # Windows are padded to the longest one of a pass.
-    size = backbone.windows_per_pass(max((window.stop - window.start for _, window in windows), default=1))
     options = {} if head_fn is None else {"head_fn": head_fn}
     with eval_mode(backbone), lockstep(backbone) as run:
-        for first in range(0, len(windows), size):
-            group = windows[first : first + size]
+        for group in _group_windows(windows, backbone):
             yield group, run(backbone, window_batch(batch, group), **options)
+
+
+def _group_windows(windows: Sequence[tuple[int, Window]], backbone: Scorer) -> Iterator[list[tuple[int, Window]]]:
+    """Yield the windows of each forward pass: of similar length, and about the same number in all passes."""
+    if not windows:
+        return
+    # Windows are padded to the longest one of a pass, so that the cut windows of all documents go together.
+    by_length = sorted(windows, key=_window_length, reverse=True)
+    size = backbone.windows_per_pass(_window_length(by_length[0]))
+    passes = math.ceil(len(by_length) / size)
+    # 27 windows, of which 8 fit, make passes of 6, 7, 7 and 7, and not of 8, 8, 8 and 3: a small pass is slow.
+    for index in range(passes):
+        first = len(by_length) * index // passes
+        stop = len(by_length) * (index + 1) // passes
+        yield by_length[first:stop]
+
+
+def _window_length(place: tuple[int, Window]) -> int:
+    _, window = place
+    return window.stop - window.start
 
 
 @torch.no_grad()

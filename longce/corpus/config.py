@@ -48,7 +48,8 @@ class CorpusConfig(LoadingOptions):
         overlong: What to do with longer documents: ``cut`` scores their first tokens, ``skip`` leaves them out and
             records the reason.
         batch_tokens: Score short documents together, in batches of at most this many tokens including padding; servers
-            get the documents of a batch at once. By default each document is scored alone.
+            get the documents of a batch at once. Those of similar length are chosen from up to `shard_rows` documents,
+            or 256 if that is more. By default each document is scored alone.
         tokenizer: Hub id or local folder of the tokenizer; by default the model's.
         add_special_tokens: Whether the tokenizer adds special tokens to each document.
         revision: Branch, tag or commit of the model on the hub.

@@ -98,7 +98,7 @@ def score_shard(files: Sequence[str], config: CorpusConfig) -> dict[str, int]:
         documents = read_missing(corpus, shares, done, encode, unreadable)
         with progress_bar("Scoring", unit=" documents", total=count_missing(shares, done), scaled=False) as bar:
             try:
-                for pool in read_ahead(pools(documents, config.batch_tokens)):
+                for pool in read_ahead(pools(documents, config.batch_tokens, config.shard_rows)):
                     if any(document.batch is not None for _, document in pool):
                         _load(scorer, settings["model"])
                     refs = [ref for ref, _ in pool]

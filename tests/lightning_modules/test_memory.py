@@ -157,7 +157,7 @@ def test_offloaded_layer_inputs_are_on_the_host_only(checkpointing, on_device, m
 def test_where_half_precision_is_multiplied_into_float32_there_is_one_chunk_as_well(training, monkeypatch):
     """As on a GPU, with a stand-in for its product."""
     monkeypatch.setattr(linear_head, "_multiplies_into_float32", lambda operand: operand.dtype == torch.bfloat16)
-    monkeypatch.setattr(linear_head, "_multiply_into_float32", lambda rows, weight: rows.float() @ weight.float().T)
+    monkeypatch.setattr(linear_head, "_multiply_into_float32", lambda left, right: left.float() @ right.float())
     monkeypatch.setattr(linear_head, "TILE_ELEMENTS_CPU", 512 * VOCABULARY // 3)
     weight = nn.Parameter(torch.randn(VOCABULARY, HIDDEN).bfloat16())
     hidden = torch.randn(1, 4096, HIDDEN).bfloat16().requires_grad_(training)

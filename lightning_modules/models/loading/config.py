@@ -96,11 +96,14 @@ class LoadingOptions:
     Args:
         dtype: Type of the weights; ``auto`` keeps the stored type, but is float32 on a CPU that is slow in it.
         attn_implementation: As in transformers; ``auto`` is flash attention if it is installed.
+        compile: Compile the decoder layers with torch.compile, except attention: for many documents on a GPU, because
+            it takes minutes. Log-likelihoods differ by rounding.
         trust_remote_code: Run code from the model's repository; only for repositories that you trust.
     """
 
     dtype: DType = "auto"
     attn_implementation: str = "auto"
+    compile: bool = False
     trust_remote_code: bool = False
 
     def loading(self, name: str, **settings: Any) -> "ModelConfig":
@@ -134,7 +137,7 @@ class ModelConfig:
         offload_activations: Keep the layer inputs that checkpointing keeps in host memory. The GPU waits for each copy.
         residual_dtype: Dtype of the residual stream between layers with float32 weights in ``bf16-mixed``. ``float32``
             doubles the memory of the layer inputs. FSDP2 ignores it: it gathers weights in bfloat16.
-        compile: Compile the decoder layers with torch.compile, except attention and the last layer; takes minutes.
+        compile: Compile the decoder layers with torch.compile, except attention; takes minutes.
         lora: Arguments of ``peft.LoraConfig``; the other weights are frozen. ``modules_to_save: embeddings-and-norms``
             also trains those in full, as in LongLoRA.
         quantization: Arguments of ``transformers.BitsAndBytesConfig``: frozen weights in 4 or 8 bits, as in QLoRA.

@@ -52,7 +52,9 @@ def describe_model(
     stored = load_config(config)
     config = scoring_config(config, stored, device)
     dtype = str(stored_dtype(stored, config.dtype)).removeprefix("torch.")
-    return Provenance(identity, tokens, dtype, choose_attention(config, stored, device=device))
+    attention = choose_attention(config, stored, device=device)
+    # Compiled layers round less often, in half precision visibly.
+    return Provenance(identity, tokens, dtype, f"{attention}, compiled layers" if config.compile else attention)
 
 
 def describe_extension(settings: Mapping[str, Any]) -> str:

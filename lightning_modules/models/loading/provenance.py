@@ -72,7 +72,8 @@ class Provenance(NamedTuple):
         identity: Content of weights, config, tokenizer and code, from `model_identity`.
         tokenizer: SHA-256 of the tokenizer that is used, which may be another one than the model's own.
         dtype: Dtype of the weights; ``served`` if a server has the model.
-        attention: Attention implementation; ``served`` if a server has the model.
+        attention: Attention implementation, and whether the other layers are compiled; ``served`` if a server has the
+            model.
         precision: ``none``, because no command that loads a model itself uses autocast; ``served`` if a server has it.
     """
 

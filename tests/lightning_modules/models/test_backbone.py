@@ -168,6 +168,27 @@ def test_windows_share_a_pass_where_it_is_faster():
     assert accelerated.windows_per_pass(40_000) == 1
 
 
+def test_windows_of_similar_length_share_passes_of_nearly_the_same_size(monkeypatch):
+    scorer = assume_isolation(Backbone(build("llama").double()))
+    # 10 windows of 9 tokens, and a cut one of 7 tokens of each of the 17 documents.
+    batch = packed(documents(40), documents(*[10] * 16))
+    monkeypatch.setattr(Backbone, "windows_per_pass", lambda *_: 1)
+    alone, _ = short_log_likelihood(scorer, batch, ShortContext(6, 3))
+    shapes = []
+    original = short_context.window_batch
+
+    def window_batch(*arguments):
+        passed = original(*arguments)
+        shapes.append(tuple(passed["input_ids"].shape))
+        return passed
+
+    monkeypatch.setattr(short_context, "window_batch", window_batch)
+    monkeypatch.setattr(Backbone, "windows_per_pass", lambda *_: 8)
+    together, _ = short_log_likelihood(scorer, batch, ShortContext(6, 3))
+    assert shapes == [(6, 9), (7, 9), (7, 7), (7, 7)]
+    torch.testing.assert_close(together, alone)
+
+
 def test_short_pass_leaves_modes_and_gradients_alone():
     scorer = assume_isolation(Backbone(build("llama", attention_dropout=0.5).train()))
     scorer.model.model.layers[0].eval()
@@ -419,7 +440,7 @@ def test_half_precision_rounds_the_same_with_and_without_gradient(make, widens, 
     """Or the long-short difference of each token would be noise."""
     if widens:  # as on a GPU
         monkeypatch.setattr(linear_head, "_multiplies_into_float32", lambda operand: operand.dtype == torch.bfloat16)
-        monkeypatch.setattr(linear_head, "_multiply_into_float32", lambda rows, weight: rows.float() @ weight.float().T)
+        monkeypatch.setattr(linear_head, "_multiply_into_float32", lambda left, right: left.float() @ right.float())
     scorer = assume_isolation(Backbone(make().eval()))
     scorer = scorer.bfloat16() if precision == "true" else scorer
     batch = packed(documents(30, 8), documents(40))

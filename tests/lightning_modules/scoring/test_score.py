@@ -19,6 +19,7 @@ from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.identity import model_identity
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring import scored_model as scored_model_module
+from lightning_modules.scoring.long_context_scorer import LongContextScorer
 from lightning_modules.scoring.records import read_records, summarize
 from lightning_modules.scoring.score import score, table
 from lightning_modules.scoring.token_scores import TokenScores
@@ -62,6 +63,26 @@ def test_agrees_with_the_authors_document_by_document(files, model_dir, evaluato
     short = records[2].sums
     assert math.isnan(short.longppl)
     assert math.isfinite(short.perplexity)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile looks at it
+def test_compiled_layers_score_the_same_and_are_a_part_of_what_identifies_the_scores(files, model_dir, tmp_path):
+    models = {"model": str(model_dir), "evaluator": str(model_dir), "dtype": "float32", "cache_dir": str(tmp_path)}
+    plain, compiled = (score(files, **models, **SETTINGS, compile=each) for each in (False, True))
+    assert [record.sums.key_tokens for record in compiled] == [record.sums.key_tokens for record in plain]
+    for found, expected in zip(compiled, plain, strict=True):
+        assert found.sums.perplexity == pytest.approx(expected.sums.perplexity, rel=1e-5)
+        assert found.sums.longppl == pytest.approx(expected.sums.longppl, rel=1e-5, nan_ok=True)
+        assert found.model.attention == f"{expected.model.attention}, compiled layers"
+    assert compiled[0].sums != plain[0].sums, "nothing was compiled, or scores of other layers were read"
+    # A corpus, in inference mode: each document and both in one batch.
+    options = {"dtype": "float32", "device": "cpu", "context_length": 48, "stride": 16}
+    texts = [Path(file).read_text() for file in files]
+    expected = LongContextScorer(str(model_dir), **options).score(texts)
+    for batch_tokens in (None, 1000):
+        found = LongContextScorer(str(model_dir), **options, batch_tokens=batch_tokens, compile=True).score(texts)
+        assert found["perplexity"].to_pylist() == pytest.approx(expected["perplexity"].to_pylist(), rel=1e-5)
 
 
 def test_command_prints_a_table_and_writes_records(files, model_dir, evaluator_dir, tmp_path, capsys):

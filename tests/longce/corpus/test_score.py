@@ -2,7 +2,9 @@
 
 import functools
 import json
+import math
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -14,6 +16,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from lightning_modules.batch import pack_sequence
 from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
@@ -22,11 +25,12 @@ from lightning_modules.scoring.context_lengths import ContextLengths
 from lightning_modules.scoring.corpus.columns import document_scores, ladder_scores
 from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards
 from lightning_modules.scoring.document_scorer import DocumentScorer
-from lightning_modules.scoring.long_context_scorer import LongContextScorer
+from lightning_modules.scoring.long_context_scorer import EncodedDocument, LongContextScorer
 from lightning_modules.scoring.token_scores import shorten_text, text_sha256
 from lightning_modules.utilities.errors import IncompleteError
 from lightning_modules.utilities.files import BUILDING
 from lightning_modules.utilities.locks import RunLock
+from longce.corpus import reading
 from longce.corpus.config import CorpusConfig
 from longce.corpus.score import score_corpus
 from longce.corpus.writing import Writer
@@ -429,6 +433,23 @@ def test_scores_behind_an_address(run, scored, tmp_path, monkeypatch):
     found = pyarrow.concat_tables([table for _, _, table in shards.read(["row", "longppl"])]).sort_by("row")
     assert found["longppl"].to_pylist() == [row["longppl"] for row in rows(scored)]
     assert SUCCESS in shards.entries()
+
+
+def test_batches_of_short_documents_are_nearly_full_and_hardly_padded():
+    generator = random.Random(0)
+    lengths = [round(math.exp(generator.uniform(math.log(100), math.log(2000)))) for _ in range(3000)]
+    documents = [(None, EncodedDocument(pack_sequence([torch.zeros(length, dtype=torch.int64)]))) for length in lengths]
+    scorer = LongContextScorer("a model that is not loaded", batch_tokens=32_768)
+    batches = []
+    for pool in reading.pools(iter(documents), 32_768, 1000):
+        assert len(pool) <= 1000, "a killed command loses no more than a file of scores"
+        of_pool = [document for _, document in pool]
+        groups = scorer._group_by_length(of_pool)
+        batches += [[of_pool[place].tokens for place in group] for group in groups]
+    padded = [max(batch) * len(batch) for batch in batches]
+    assert max(padded) <= 32_768
+    assert sum(padded) < 1.08 * sum(lengths)
+    assert len(batches) < 1.2 * sum(padded) / 32_768
 
 
 def test_documents_that_are_batched_have_nearly_the_same_scores(run, scored, tmp_path):
