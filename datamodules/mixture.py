@@ -20,7 +20,7 @@ from datamodules.sources.splits import Split
 from lightning_modules.models.tokenization.tokenizer import tokenizer_hash
 
 # Settings of the whole run, which a source cannot change.
-_COMMON = ("tokenizer", "tokenizer_revision", "sequence_length")
+_COMMON = ("tokenizer", "tokenizer_revision", "sequence_length", "pose")
 _NOT_PASSED_ON = (
     "batch_size",
     "validation_batch_size",
@@ -120,6 +120,8 @@ class MixtureDataModule(PackedTextDataModule):
         if stage == "fit":
             rows = {name: module.training_rows() for name, module in self.modules.items()}
             self.mixed_rows = {name: each for name, each in rows.items() if each is not None}
+            for number, each in enumerate(self.mixed_rows.values()):
+                each.pose_seed = (int(self.seed), number)  # or equal indices of two sources would skip alike
         if stage in ("fit", "validate"):
             self.validation = self._read_sets() or self._join_documents("validation")
         if stage in ("test", "predict"):

@@ -28,6 +28,7 @@ from datamodules.packing.evaluation_documents import (
 )
 from datamodules.packing.loader import ResumableLoader, worker_options
 from datamodules.packing.packing import LongDocuments, Packing, pack_documents, pack_in_order
+from datamodules.packing.positions import PoSE
 from datamodules.packing.preview import preview
 from datamodules.packing.samplers import RowSampler
 from datamodules.packing.sequences import PackedRowDataset, Row, check_prompts, collate_rows
@@ -73,6 +74,8 @@ class PackedTextDataModule(LightningDataModule, ABC):
         influence: Folder of token weights or reference losses that ``longce influence`` computed for these sequences.
         long_documents: Train on long documents more often: ``{longer_than: 32768, weight: 2}``.
         curriculum: Shorter sequences in the first part of training: ``{sequence_length: 4096, share: 0.8}``.
+        pose: Positions of training sequences that skip up to a target length, so that short sequences extend the
+            context: ``{target_length: 131072, chunks: 2}``; see `PoSE`. Evaluation documents are not changed.
     """
 
     shards_itself = True  # among processes, so `longce` sets the trainer's `use_distributed_sampler` to False
@@ -99,16 +102,23 @@ class PackedTextDataModule(LightningDataModule, ABC):
         influence: str | None = None,
         long_documents: LongDocuments | None = None,
         curriculum: LengthCurriculum | None = None,
+        pose: PoSE | None = None,
     ) -> None:
         super().__init__()
-        if influence and (long_documents or curriculum):
+        if influence and (long_documents or curriculum or pose):
             raise ValueError(
-                "Stored token weights (`influence`) need sequences that have each token once and are not cut: remove"
-                " `influence`, or `long_documents` and `curriculum`."
+                "Stored token weights (`influence`) need sequences that have each token once, are not cut and have no"
+                " skipped positions: remove `influence`, or `long_documents`, `curriculum` and `pose`."
+            )
+        if curriculum and pose:
+            raise ValueError(
+                "`curriculum` cuts sequences, whose positions would restart instead of skipping: remove it, or `pose`."
             )
         check_count("`num_workers`", num_workers, minimum=0, maximum=MAX_PROCESSES)
         if curriculum:
             curriculum.check(sequence_length)
+        if pose:
+            pose.check(sequence_length)
         self.tokenizer_name = tokenizer
         self.tokenizer_revision = tokenizer_revision
         self.sequence_length = sequence_length
@@ -130,6 +140,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
         self.influence = influence
         self.long_documents = long_documents
         self.curriculum = curriculum
+        self.pose = pose
         self._switch: int | None = None
         self.rows: PackedRowDataset | None = None
         self.validation: DocumentDataset | JoinedDocuments | NamedDocuments | None = None
@@ -233,8 +244,14 @@ class PackedTextDataModule(LightningDataModule, ABC):
             rows = pack_in_order(boundaries, self.long_documents.order(boundaries), *pack)
         else:
             rows = pack_documents(boundaries, *pack)
-        isolate = self.isolate_documents
-        return PackedRowDataset(store, rows, isolate_documents=isolate, loss_on_prompt=self.loss_on_prompt)
+        return PackedRowDataset(
+            store,
+            rows,
+            isolate_documents=self.isolate_documents,
+            loss_on_prompt=self.loss_on_prompt,
+            pose=self.pose,
+            pose_seed=(int(self.seed),),
+        )
 
     def existing_rows(self) -> PackedRowDataset:
         """Return the packed sequences, or raise a ``ValueError`` without a training split."""
@@ -261,6 +278,8 @@ class PackedTextDataModule(LightningDataModule, ABC):
         """
         if self.long_documents:
             raise ValueError("Token weights are stored once per token: remove `long_documents`, which repeats tokens.")
+        if self.pose:
+            raise ValueError("Token weights are stored for contexts without skipped positions: remove `pose`.")
         return InfluenceRows(self, made_from, Path(place).expanduser() if (place := folder or self.influence) else None)
 
     @property

@@ -200,6 +200,7 @@ class StreamingTextDataModule(TextDataModule):
             self.encoder(),
             sequence_length=self.sequence_length,
             isolate_documents=self.isolate_documents,
+            pose=self.pose,
             seed=self.seed,
             rank=rank,
             world_size=world_size,

@@ -26,7 +26,8 @@ class PackedBatch(TypedDict):
         input_ids: ``[B, T]`` int64 token ids; sequences shorter than ``T`` are padded on the right with any valid id.
         labels: ``[B, T]`` int64, equal to ``input_ids`` where the token is scored and ``IGNORE_INDEX`` elsewhere:
             the first token of each document (it has no context), prompts that are not learned, and padding.
-        position_ids: ``[B, T]`` int64 positions, which restart at 0 in each document.
+        position_ids: ``[B, T]`` int64 positions, which restart at 0 in each document and ascend. Those of training
+            sequences may skip (`data.pose`), so they are not indices of tokens.
         document_boundaries: For each sequence the ascending token indices ``[0, end of document 1, end of document 2,
             ..]``. Contexts never cross a boundary; tokens after the last one are padding. These are plain integers,
             because they decide the shapes of the computation and must be known without waiting for the accelerator.
@@ -137,16 +138,31 @@ def _packed_row(tokens: Tensor, labels: Tensor, attention_mask: Tensor, position
             " not shift them."
         )
     positions = positions[kept]
+    packed = pack_sequence(tokens.tensor_split(find_restarts(positions)))
+    packed["labels"][0, unscored] = IGNORE_INDEX
+    packed["scored"][0, unscored.numpy()] = False
+    return packed
+
+
+def find_restarts(positions: Tensor) -> Tensor:
+    """Return the indices at which ``[n]`` positions restart; raise a ``ValueError`` if they skip instead."""
     starts = positions.diff().ne(1).nonzero().squeeze(-1) + 1
     if positions[starts].any():
         raise ValueError(
             f"`position_ids` must go on by 1 or restart at 0, where another document begins, got"
-            f" {int(positions[starts].max())} after another position: skipped positions are not supported."
+            f" {int(positions[starts].max())} after another position: skipped positions are supported only in `longce"
+            " fit`, by `data.pose`."
         )
-    packed = pack_sequence(tokens.tensor_split(starts))
-    packed["labels"][0, unscored] = IGNORE_INDEX
-    packed["scored"][0, unscored.numpy()] = False
-    return packed
+    return starts
+
+
+def token_indices(batch: PackedBatch) -> Tensor:
+    """Return the ``[B, T]`` int64 index of each token in its document, on the device of the batch; 0 in padding."""
+    indices = torch.zeros(batch["input_ids"].shape, dtype=torch.int64)
+    for row, boundaries in enumerate(batch["document_boundaries"]):
+        for start, stop in pairwise(boundaries):
+            indices[row, start:stop] = torch.arange(stop - start)
+    return send(indices, batch["input_ids"].device)
 
 
 def unscored_token(device: torch.device) -> PackedBatch:

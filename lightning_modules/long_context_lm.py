@@ -233,10 +233,12 @@ class LongContextLM(LightningModule):
     on_test_start = on_predict_start = on_validation_start
     on_test_epoch_start = on_validation_epoch_start
 
-    def check_early(self, sequence_length: int | None, sequence_parallel_size: int = 1) -> None:
-        """Check all settings before text is tokenized or weights are loaded; without training, there is no length."""
+    def check_early(
+        self, sequence_length: int | None, sequence_parallel_size: int = 1, skips_to: int | None = None
+    ) -> None:
+        """Check all settings before text is tokenized or weights are loaded; see `preflight.check_early`."""
         settings = (self.objective, self.short_context, self.loading)
-        preflight.check_early(*settings, sequence_length, sequence_parallel_size)
+        preflight.check_early(*settings, sequence_length, sequence_parallel_size, skips_to)
 
     @override
     def configure_model(self) -> None:

@@ -91,6 +91,7 @@ OPTIONS = {
     "data.num_workers": ["1000000"],
     "data.long_documents": ["{longer_than: 9, weight: 1e12}"],
     "data.curriculum": ["{sequence_length: 64, share: 1}"],
+    "data.pose": ["{target_length: 128}", "{target_length: 256, chunks: 1}", "{target_length: 5000}"],
     "data.holdout": ["2"],
     "data.packing": ["worst"],
 }

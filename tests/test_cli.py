@@ -273,7 +273,7 @@ def test_data_inspect_shows_the_rows_of_fit_and_loads_no_model(experiment, monke
 @pytest.mark.slow
 @pytest.mark.parametrize("config", EXPERIMENTS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_shipped_config_runs_under_the_debug_overlay(config, tmp_path):
-    below = ["-c", PG19] if config.stem == "curriculum" else []  # names no data module
+    below = ["-c", PG19] if config.stem in ("curriculum", "pose") else []  # name no data module
     longce("fit", "-c", BASE, *below, "-c", str(config), "-c", DEBUG)
     (saved,) = (tmp_path / "runs").rglob("config.yaml")
     assert yaml.safe_load(saved.read_text())["trainer"]["max_steps"] == 2

@@ -46,6 +46,8 @@ def _describe_packing(rows: PackedRowDataset, packing: str) -> Iterator[str]:
         f" longest {lengths.max():,}, {np.count_nonzero(lengths == 0):,} empty"
     )
     yield f"packed into  {packed}"
+    if rows.pose is not None:
+        yield f"positions    in {rows.pose.chunks} chunks of each document, up to {rows.pose.target_length:,}"
     scored = _count_scored_tokens(rows)
     places = len(packed) * packed.sequence_length
     prompts = "" if rows.store.prompt_spans is None or rows.loss_on_prompt else ", not counting prompts"

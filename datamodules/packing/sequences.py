@@ -17,8 +17,9 @@ from torch.utils.data import Dataset
 
 from datamodules.influence.store import InfluenceStore
 from datamodules.packing.packing import PackedRows
+from datamodules.packing.positions import PoSE
 from datamodules.token_store.store import TokenStore
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch, find_restarts
 
 
 class Row(TypedDict):
@@ -40,7 +41,8 @@ class PackedRowDataset(Dataset[Row]):
     """Training sequences, read from the token store on access.
 
     All sequences have ``rows.sequence_length`` tokens, with padding after the last boundary: every step takes the same
-    memory, and no process waits for another with longer sequences.
+    memory, and no process waits for another with longer sequences. With ``pose``, the positions of a sequence depend on
+    its index and on ``pose_seed``, and are the same in each epoch.
     """
 
     store: TokenStore
@@ -48,6 +50,8 @@ class PackedRowDataset(Dataset[Row]):
     isolate_documents: bool = True
     loss_on_prompt: bool = True
     influence: InfluenceStore | None = None
+    pose: PoSE | None = None
+    pose_seed: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -56,7 +60,10 @@ class PackedRowDataset(Dataset[Row]):
         segments = self.rows.row(index)
         tokens = np.concatenate([self.store.tokens[start:stop] for start, stop in segments.tolist()], dtype=np.int64)
         ends = np.cumsum(segments[:, 1] - segments[:, 0])
-        row = make_row(tokens, ends if self.isolate_documents else ends[-1:])
+        ends = ends if self.isolate_documents else ends[-1:]
+        row = make_row(tokens, ends)
+        if self.pose is not None:
+            row["position_ids"] = torch.from_numpy(self.pose.positions(ends, [*self.pose_seed, index]))
         if not self.loss_on_prompt:
             is_prompt = np.concatenate([self.prompt_mask(start, stop) for start, stop in segments.tolist()])
             row["labels"][torch.from_numpy(is_prompt)] = IGNORE_INDEX
@@ -82,6 +89,9 @@ class PackedRowDataset(Dataset[Row]):
         checksum = zlib.crc32(json.dumps(self.store.manifest["crc32"], sort_keys=True).encode())
         for part in (self.rows.segments, self.rows.row_boundaries):
             checksum = zlib.crc32(np.ascontiguousarray(part, dtype="<i8").reshape(-1).data, checksum)
+        if self.pose is not None:
+            settings = [int(self.pose.target_length), int(self.pose.chunks), *self.pose_seed]
+            checksum = zlib.crc32(json.dumps(settings).encode(), checksum)
         return checksum
 
     def prompt_mask(self, start: int, stop: int) -> NDArray[np.bool_]:
@@ -178,7 +188,7 @@ def collate_examples(examples: Sequence[Mapping[str, Any]] | Mapping[str, Tensor
             ignored. Or a batch of such examples: one mapping with ``[B, T]`` tensors.
 
     Raises:
-        ValueError: If labels are shifted, or an example has no tokens.
+        ValueError: If labels are shifted, positions skip, or an example has no tokens.
 
     Example:
         >>> batch = collate_examples([{"input_ids": [5, 6, 7, 8], "position_ids": [0, 1, 0, 1]}, {"input_ids": [9, 3]}])
@@ -200,7 +210,8 @@ def _example_row(example: Mapping[str, Any]) -> Row:
         raise ValueError(f"An example needs `input_ids`, but has {sorted(example)}: tokenize it, or leave it out.")
     labels = torch.tensor(np.asarray(example.get("labels", ids))[kept])
     positions = np.asarray(example.get("position_ids", np.arange(len(ids))))[kept]
-    row = make_row(ids[kept], np.append(np.flatnonzero(np.diff(positions) != 1) + 1, kept.sum()))
+    starts = find_restarts(torch.from_numpy(positions)).numpy()
+    row = make_row(ids[kept], np.append(starts, kept.sum()))
     unscored = labels.eq(IGNORE_INDEX)
     if (labels.ne(row["input_ids"]) & ~unscored).any():
         raise ValueError(

@@ -9,10 +9,12 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from typing_extensions import override
 
+from datamodules.packing.positions import PoSE
 from datamodules.packing.sequences import Row, collate_rows, make_row
 from datamodules.sources.content import Document
 from datamodules.sources.documents import NoDocumentError, RecordFiles, Source, TextFiles
@@ -51,13 +53,15 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
 
     Every worker of every process is a stream with its own files: no two streams read the same file. A stream reads its
     files in an order that depends on the seed, the stream and the pass, and the documents of a file in their order.
-    Nothing is dropped: tokens that do not fill a sequence begin the next one, in the next file or pass.
+    Nothing is dropped: tokens that do not fill a sequence begin the next one, in the next file or pass. With ``pose``,
+    the positions of a sequence depend on the seed, the stream and the place where the sequence begins.
     """
 
     files: Sequence[Source]
     encoder: DocumentEncoder
     sequence_length: int
     isolate_documents: bool = True
+    pose: PoSE | None = None
     seed: int = 0
     rank: int = 0
     world_size: int = 1
@@ -76,17 +80,24 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
     def _pack_rows(self, stream: int, streams: int, cursor: Cursor) -> Iterator[tuple[Row, Cursor]]:
         segments: list[NDArray[np.int64]] = []  # of the sequence in progress
         missing = self.sequence_length
+        begin = cursor  # of the sequence in progress
         for place, tokens in self._read_documents(stream, streams, cursor):
             used = 0
             while used < len(tokens):
                 # 1. Take as many tokens of the document as the sequence still needs.
+                if not segments:
+                    begin = place._replace(token=place.token + used)
                 segments.append(tokens[used : used + missing])
                 used += len(segments[-1])
                 missing -= len(segments[-1])
                 # 2. Yield a full sequence. A run that resumes from its cursor begins with the following token.
                 if missing == 0:
                     ends = np.cumsum([len(segment) for segment in segments])
-                    row = make_row(np.concatenate(segments), ends if self.isolate_documents else ends[-1:])
+                    ends = ends if self.isolate_documents else ends[-1:]
+                    row = make_row(np.concatenate(segments), ends)
+                    if self.pose is not None:
+                        positions = self.pose.positions(ends, [self.seed, stream, *begin[:4]])
+                        row["position_ids"] = torch.from_numpy(positions)
                     yield row, place._replace(token=place.token + used)
                     segments = []
                     missing = self.sequence_length
@@ -181,6 +192,7 @@ class StreamingLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume after the batches of the state; a ``ValueError`` if the streams are not the same."""
         order = self._order_settings
+        state = {"pose_target_length": 0, "pose_chunks": 0, **state}  # older checkpoints have none
         changed = {name: (state.get(name), value) for name, value in order.items() if state.get(name) != value}
         if changed:
             raise ValueError(
@@ -201,6 +213,8 @@ class StreamingLoader:
             "workers": self._streams,
             "batch_size": self._options["batch_size"],
             "sequence_length": self.rows.sequence_length,
+            "pose_target_length": self.rows.pose.target_length if self.rows.pose else 0,
+            "pose_chunks": self.rows.pose.chunks if self.rows.pose else 0,
         }
         return {name: int(value) for name, value in order.items()}
 

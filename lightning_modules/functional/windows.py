@@ -1,5 +1,6 @@
 """Sliding windows that give every token a short context (Appendix A.1)."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,7 +34,7 @@ class ShortContext:
 
     @property
     def window_length(self) -> int:
-        """Tokens of a full window, K + d; from this position on, a token has a short context."""
+        """Tokens of a full window, K + d; from this token of a document on, one has a short context."""
         return self.context_length + self.stride
 
     def check_sequence(self, length: int) -> None:
@@ -123,22 +124,35 @@ def trim_windows(windows: Sequence[tuple[int, Window]], wanted: Tensor) -> list[
 def window_batch(batch: PackedBatch, windows: Sequence[tuple[int, Window]]) -> PackedBatch:
     """Return a ``[W, longest window]`` batch with one sequence per window, in which only its own tokens are scored.
 
-    Positions restart at 0. Shorter windows are padded on the right, which causal attention never sees.
+    Positions are those of the sequence, less the number of tokens of the document that a window leaves out: they
+    restart at 0, and skip where the sequence does. Distances between tokens thus stay as they are in the long context,
+    and the short one differs only in the tokens that it lacks. Shorter windows are padded on the right, which causal
+    attention never sees.
     """
     device = batch["input_ids"].device
     length = batch["input_ids"].shape[1]
     # Each is ``[W, 1]``, so that it broadcasts over the tokens of a window.
     row, start, scored, stop = torch.tensor([(row, *window) for row, window in windows]).unsqueeze(-1).unbind(1)
     width = int((stop - start).max())
-    token = start + torch.arange(width)  # [W, width]
+    index = torch.arange(width)
+    token = start + index  # [W, width]
     is_scored = (token >= scored) & (token < stop)
+    is_inside = token < stop
+    left_out = torch.tensor([_tokens_before(batch["document_boundaries"][row], window) for row, window in windows])
     # Padding after a row's last token repeats that token, because indexing needs valid places.
     token.clamp_(max=length - 1)
     place = send(row, device), send(token, device)
+    positions = batch["position_ids"][place] - send(left_out[:, None], device)
     return PackedBatch(
         input_ids=batch["input_ids"][place],
         labels=batch["labels"][place].masked_fill(send(~is_scored, device), IGNORE_INDEX),
-        position_ids=torch.arange(width, device=device).expand(len(windows), width),
+        # The positions of padding do not matter, but those of another document could be negative.
+        position_ids=torch.where(send(is_inside, device), positions, torch.arange(width, device=device)),
         document_boundaries=[[0, window.stop - window.start] for _, window in windows],
         scored=batch["scored"][row.numpy(), token.numpy()] & is_scored.numpy(),
     )
+
+
+def _tokens_before(document_boundaries: Sequence[int], window: Window) -> int:
+    """Return the number of tokens of a window's document that are before the window."""
+    return window.start - document_boundaries[bisect_right(document_boundaries, window.start) - 1]

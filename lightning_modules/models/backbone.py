@@ -207,11 +207,13 @@ class Backbone(Scorer):
             self._reported_separate_passes = True
             log.warning("`%s` scores each packed document in a pass of its own.", name)
         rows = []
-        for tokens, boundaries in zip(batch["input_ids"], batch["document_boundaries"], strict=True):
-            documents = [
-                self.hidden_states(pack_sequence([tokens[start:stop]]), window=window)
-                for start, stop in pairwise(boundaries)
-            ]
+        for row, boundaries in enumerate(batch["document_boundaries"]):
+            tokens = batch["input_ids"][row]
+            documents = []
+            for start, stop in pairwise(boundaries):
+                document = pack_sequence([tokens[start:stop]])
+                document["position_ids"] = batch["position_ids"][row : row + 1, start:stop]  # which may skip
+                documents.append(self.hidden_states(document, window=window))
             rows.append(F.pad(torch.cat(documents, dim=1), (0, 0, 0, len(tokens) - boundaries[-1])))
         return torch.cat(rows)
 

@@ -103,8 +103,9 @@ class SequenceGroup:
 
     def check_same_batch(self, batch: PackedBatch) -> None:
         """Raise a ``ValueError`` unless all processes hold the same sequences: the loss would not reveal it."""
-        content = batch["input_ids"].cpu().numpy().tobytes() + repr(batch["document_boundaries"]).encode()
-        checksum = zlib.crc32(content)
+        checksum = zlib.crc32(repr(batch["document_boundaries"]).encode())
+        for values in (batch["input_ids"], batch["position_ids"]):
+            checksum = zlib.crc32(values.cpu().numpy().tobytes(), checksum)
         # The maxima of c and -c add up to 0 only if all checksums are equal, so one exchange is enough.
         extremes = torch.tensor([checksum, -checksum], device=batch["input_ids"].device)
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.processes)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch, ensure_scored, send
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch, ensure_scored, send, token_indices
 from lightning_modules.functional import ShortScores
 from lightning_modules.functional.windows import ShortContext, Window, batch_windows, trim_windows, window_batch
 from lightning_modules.models.backbone import Backbone, HeadFunction
@@ -123,8 +123,8 @@ def sliding_window_log_likelihood(
     score = backbone if group is None else partial(group.sharded_log_likelihood, backbone)
     with eval_mode(backbone), lockstep(backbone) as run:
         scored = run(score, batch, window=context_length)
-    # Up to position K, the window has hidden nothing: the short context is the long one.
-    hides = batch["position_ids"] > context_length
+    # Up to token K of a document, the window has hidden nothing: the short context is the long one.
+    hides = token_indices(batch) > context_length
     return ShortScores(scored, hides & send(torch.from_numpy(batch["scored"]), hides.device))
 
 
@@ -189,6 +189,6 @@ def long_and_short(
             return long, short.fill_missing(long)
         long = run(backbone, batch)
         short = short_log_likelihood(backbone, batch, short_context, wanted=long > beta)
-        # Positions below K + d are in window 0, whose scores are the long ones.
-        skipped = (long <= beta) & (batch["position_ids"] >= short_context.window_length)
+        # The first K + d tokens of a document are in window 0, whose scores are the long ones.
+        skipped = (long <= beta) & (token_indices(batch) >= short_context.window_length)
         return long, short.fill_missing(long).masked_fill(skipped, torch.nan)

@@ -43,6 +43,7 @@ class TrainingFacts:
     precision: str | None = None
     steps: int | None = None
     sequence_length: int | None = None
+    pose: dict[str, Any] | None = None  # target length and chunks of positions that skip
     tokens_per_step: int | None = None  # of all sequences of an optimizer step, including padding
     data: str | None = None  # class of the data module
     dataset: str | None = None  # hub id of its data
@@ -129,6 +130,7 @@ def run_facts(trainer: Trainer, metrics_step: int | None) -> dict[str, Any]:
     path = getattr(data, "path", None)
     length = getattr(data, "sequence_length", None)
     batch_size = getattr(data, "batch_size", None)
+    pose = getattr(data, "pose", None)
     tokens = None
     if batch_size is not None and length is not None:
         replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)  # processes may share sequences
@@ -140,6 +142,7 @@ def run_facts(trainer: Trainer, metrics_step: int | None) -> dict[str, Any]:
         "precision": str(trainer.precision),
         "steps": trainer.global_step,
         "sequence_length": length,
+        "pose": None if pose is None else {name: int(value) for name, value in asdict(pose).items()},
         "tokens_per_step": tokens,
         "data": None if data is None else type(data).__name__,
         "dataset": path if isinstance(path, str) and not Path(path).expanduser().exists() else None,

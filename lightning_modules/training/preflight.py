@@ -27,7 +27,14 @@ from lightning_modules.models.loading.adapters import find_adapters, quantizatio
 from lightning_modules.models.loading.checks import check_scoring, has_training_noise
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.dtypes import SLOW_WEIGHTS_REMEDY, warn_of_slow_dtype
-from lightning_modules.models.loading.load import check_model, check_quantization, has_weights, load_backbone
+from lightning_modules.models.loading.load import (
+    check_model,
+    check_quantization,
+    choose_attention,
+    has_weights,
+    load_backbone,
+    register_attention,
+)
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.sequence_group import SequenceGroup
 from lightning_modules.models.short_context import ShortContextConfig
@@ -42,8 +49,12 @@ def check_early(
     loading: ModelConfig,
     sequence_length: int | None,
     sequence_parallel_size: int = 1,
+    skips_to: int | None = None,
 ) -> None:
-    """Check settings before text is tokenized or weights are loaded; ``sequence_length`` is None without training."""
+    """Check settings before text is tokenized or weights are loaded.
+
+    ``sequence_length`` is None without training, and ``skips_to``, the target length of PoSE, without PoSE.
+    """
     if sequence_length is not None and objective.uses_short_context:
         short_context.check_sequence(sequence_length)
     if (config := check_model(loading)) is None:
@@ -51,6 +62,8 @@ def check_early(
             raise ValueError(f"'{loading.pretrained_model_name_or_path}' is a server, whose model cannot be trained.")
         return
     check_sequence_parallelism(config, sequence_parallel_size, loading.attn_implementation)
+    if skips_to is not None:
+        check_skipped_positions(config, register_attention(choose_attention(loading, config), config), skips_to)
     if sequence_length is not None and find_adapters(loading.pretrained_model_name_or_path) is not None:
         raise ValueError(
             f"'{loading.pretrained_model_name_or_path}' has adapters, which cannot be trained further without their"
@@ -114,6 +127,9 @@ def check_trainable(loading: ModelConfig, config: PreTrainedConfig) -> None:
 def check_fit(objective: Objective, loading: ModelConfig, backbone: Backbone, data: Any) -> None:
     """Check the loaded model and its data module at the start of training, and warn about settings that add noise."""
     check_stored(objective, getattr(data, "stored_influence", None))
+    pose = getattr(data, "pose", None)
+    if pose is not None:
+        check_skipped_positions(backbone.base_model.config, backbone.attention, pose.target_length)
     check_static(backbone.base_model.config, compares=objective.uses_short_context)
     largest = getattr(data, "largest_token", None)
     if largest is not None and largest >= backbone.vocabulary_size:
@@ -205,17 +221,44 @@ def check_sequence_parallelism(config: PreTrainedConfig, size: int, attn_impleme
             f"Sequence parallelism supports torch's `sdpa` only, which includes flash attention, not"
             f" '{attn_implementation}': set `attn_implementation: sdpa`."
         )
+    # A process would choose frequencies by the positions of its shard.
+    _check_plain_attention(config, "Sequence parallelism")
+
+
+def check_skipped_positions(config: PreTrainedConfig, attention: str, target_length: int) -> None:
+    """Raise a ``ValueError`` unless a model can be trained on positions that skip, up to ``target_length`` (PoSE)."""
+    text: Any = config.get_text_config(decoder=True)
+    limit = getattr(text, "max_position_embeddings", None)
+    if getattr(text, "rope_parameters", None) is None:
+        raise ValueError(f"`data.pose` needs rotary positions (RoPE), which '{text.model_type}' lacks: remove it.")
+    if limit is not None and target_length > limit:
+        raise ValueError(
+            f"`data.pose.target_length` = {target_length} exceeds the {limit} positions of the model: extend its"
+            " context to this length (`model.context_extension`), or lower it."
+        )
+    # transformers takes positions that skip for the beginning of another document, unless it is kept from looking.
+    if attention != DOCUMENT_SDPA:
+        raise ValueError(
+            f"`data.pose` needs `model.attn_implementation: sdpa` in a model that supports our attention, got"
+            f" '{attention}' of '{text.model_type}', which may take skipped positions for another document."
+        )
+    # A layer with a window would see distances that it never sees in a long text; patterns count tokens, not positions.
+    _check_plain_attention(config, "`data.pose`")
+
+
+def _check_plain_attention(config: PreTrainedConfig, feature: str) -> None:
+    """Raise a ``ValueError`` unless all layers have full attention, rotated by positions only."""
+    text: Any = config.get_text_config(decoder=True)
     rope_type = global_parameters(text).get("rope_type")
     layers = set(getattr(text, "layer_types", None) or ())
     window = None if layers else getattr(text, "sliding_window", None)
     kinds = sorted(layers - {"full_attention"})
     kinds += [f"the attention pattern '{rope_type}'"] if rope_type in PATTERNS else []
     kinds += [f"a sliding window of {window}"] if window is not None else []
-    # A process would choose frequencies by the positions of its shard.
     kinds += [f"RoPE of type '{each['rope_type']}'" for each in rope_parameter_sets(config) if depends_on_length(each)]
     if kinds:
         raise ValueError(
-            f"Sequence parallelism supports full attention only, and this model has {', '.join(kinds)}: set"
+            f"{feature} supports full attention only, and this model has {', '.join(kinds)}: set"
             " `context_extension.full_attention: true` for a sliding window, extend the context by a method without a"
             " pattern, or use another model."
         )

@@ -230,7 +230,8 @@ class LongceCLI(LightningCLI):
     def _check_model(self, model: LongContextLM, *, fits: bool) -> None:
         check_callbacks(self.trainer.callbacks)  # type: ignore[attr-defined]
         rows = getattr(self.datamodule, "sequence_length", None) if fits else None
-        model.check_early(rows, sequence_parallel_size(self.trainer))
+        pose = getattr(self.datamodule, "pose", None) if fits else None
+        model.check_early(rows, sequence_parallel_size(self.trainer), None if pose is None else pose.target_length)
         avoid_slow_weights(model, self.trainer)
         if fits:
             model.optimization.check(self.trainer)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from datamodules import MixtureDataModule
+from datamodules.packing.positions import PoSE
 from tests.support.trainers import seen_trainer
 
 TEXT = "datamodules.TextDataModule"
@@ -84,6 +85,15 @@ def test_resumes_in_the_middle_of_an_epoch_but_not_with_other_weights(corpora, w
     assert len(list(other)) == 16
 
 
+def test_positions_skip_differently_in_each_source_and_with_each_seed(corpora, word_tokenizer):
+    skips = set()
+    for seed in range(2):
+        module = ready(corpora, word_tokenizer, seed=seed, pose=PoSE(10**6))
+        for rows in module.mixed_rows.values():
+            skips.add(int(rows[0]["position_ids"].max()))
+    assert len(skips) == 4
+
+
 def test_evaluation_documents_of_all_or_of_some(corpora, word_tokenizer):
     def names(**options):
         module = ready(corpora, word_tokenizer, stage="validate", **options)
@@ -122,6 +132,7 @@ def changed(folder, **values):
         ({"weight": 0}, "weight"),
         ({"weight": float("nan")}, "weight"),
         ({"sequence_length": 8}, "'sequence_length'"),
+        ({"pose": {"target_length": 8}}, "'pose'"),
         ({"tokenizer": "other"}, "'tokenizer'"),
         ({"batch_size": 8}, "'batch_size'"),
         ({"class_path": "datamodules.Nothing"}, "Nothing"),

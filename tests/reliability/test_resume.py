@@ -152,8 +152,11 @@ def compare(config, folder, kills, workers=WORKERS, *, distinct=20, every=1):
 
 
 @pytest.mark.slow
-def test_losses_after_kills_equal_those_of_an_undisturbed_run(config, tmp_path):
-    compare(config, tmp_path, kills=2)
+@pytest.mark.parametrize("positions", ["restart", "skip"])
+def test_losses_after_kills_equal_those_of_an_undisturbed_run(config, tmp_path, positions):
+    if positions == "skip":
+        config["data"]["init_args"] |= {"curriculum": None, "pose": {"target_length": 2000}}
+    compare(config, tmp_path, kills=2, distinct=20 if positions == "restart" else 5)
 
 
 @pytest.mark.long

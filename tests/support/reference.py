@@ -18,30 +18,45 @@ def token_log_likelihood(hidden_states, head, labels):
     return log_likelihood
 
 
-def document_log_likelihood(model, input_ids):
-    """``[n]`` log-likelihoods of one document from the model's own full logits; entry 0 is 0."""
-    logits = model(input_ids=input_ids.unsqueeze(0), use_cache=False).logits[0].double()
+def document_log_likelihood(model, input_ids, positions=None, window=None):
+    """``[n]`` log-likelihoods of one document from the model's own full logits; entry 0 is 0.
+
+    With positions, which may skip, attention is dense under a mask: a token sees the last ``window``.
+    """
+    inputs = {"input_ids": input_ids.unsqueeze(0)}
+    if positions is not None:
+        index = torch.arange(len(input_ids))
+        distance = index[:, None] - index
+        hidden = (distance < 0) | (distance >= (window or len(index)))
+        mask = torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, -torch.inf)
+        inputs |= {"attention_mask": mask[None, None], "position_ids": positions.unsqueeze(0)}
+        model.positions = positions
+    logits = model(**inputs, use_cache=False).logits[0].double()
     scored = F.log_softmax(logits[:-1], dim=-1).gather(-1, input_ids[1:, None]).squeeze(-1)
     return torch.cat([scored.new_zeros(1), scored])
 
 
-def long_and_short(model, input_ids, context_length, stride):
-    """The pair for one document, window by window as Appendix A.1 of the paper has it, window 0 included."""
+def long_and_short(model, input_ids, context_length, stride, positions=None):
+    """The pair for one document, window by window as Appendix A.1 of the paper has it, window 0 included.
+
+    Positions may skip, and then skip in the windows as well, which lack ``start`` tokens.
+    """
     n = len(input_ids)
-    long = document_log_likelihood(model, input_ids)
+    long = document_log_likelihood(model, input_ids, positions)
     short = long.clone()
     for start in range(0, n - context_length, stride):
         stop = min(start + context_length + stride, n)
-        window = document_log_likelihood(model, input_ids[start:stop])
+        window_positions = None if positions is None else positions[start:stop] - start
+        window = document_log_likelihood(model, input_ids[start:stop], window_positions)
         short[start + context_length : stop] = window[context_length:]
     return long, short
 
 
-def longce(model, input_ids, context_length, stride, gamma):
+def longce(model, input_ids, context_length, stride, gamma, positions=None):
     """Loss of one document, differentiable in the model's parameters."""
     with torch.no_grad():
-        _, short = long_and_short(model, input_ids, context_length, stride)
-    long = document_log_likelihood(model, input_ids)
+        _, short = long_and_short(model, input_ids, context_length, stride, positions)
+    long = document_log_likelihood(model, input_ids, positions)
     total = 0.0
     for t in range(1, len(input_ids)):
         difference = long[t].item() - short[t].item() if t >= context_length else 0.0

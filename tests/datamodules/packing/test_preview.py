@@ -3,6 +3,7 @@ import json
 import pytest
 
 from datamodules import TextDataModule
+from datamodules.packing.positions import PoSE
 from lightning_modules.batch import IGNORE_INDEX
 
 RECORDS = [
@@ -25,13 +26,14 @@ def module(word_tokenizer, tmp_path):
 
 
 def test_a_report_written_out(module):
-    report = module(packing="best_fit", loss_on_prompt=False).inspect([2, 1], names=True)
+    report = module(packing="best_fit", loss_on_prompt=False, pose=PoSE(1000)).inspect([2, 1], names=True)
     assert (
         report
         == """\
 packing      best_fit, documents isolated
 documents    3 of 15 tokens: median 5, longest 8, 0 empty
 packed into  3 sequences of 5 tokens; documents cut: 1, tokens dropped: 0 (0.00%), padding: 0 (0.00%)
+positions    in 2 chunks of each document, up to 1,000
 scored       7 tokens (46.67% of all positions), not counting prompts
 
 sequence 2   tokens 5, documents 1, padding 0

@@ -6,9 +6,11 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from datamodules import StreamingTextDataModule
+from datamodules.packing.positions import PoSE
 from tests.support.trainers import Recorder, quiet_trainer, seen_trainer
 
 LENGTH = 5
@@ -41,6 +43,10 @@ def module(folder, tokenizer, *, rank=0, world_size=1, max_steps=12, **options):
 
 def rows_of(batches):
     return [row for batch in batches for row in batch["input_ids"].tolist()]
+
+
+def skipping_rows_of(batches):
+    return [row for batch in batches for row in torch.cat([batch["input_ids"], batch["position_ids"]], dim=1).tolist()]
 
 
 def file_of(word):
@@ -84,18 +90,24 @@ def test_processes_and_workers_read_files_of_their_own(corpus_folder, numbered_t
 
 @pytest.mark.parametrize(("num_workers", "after"), [(0, range(12)), pytest.param(2, (1, 4), marks=pytest.mark.slow)])
 def test_goes_on_at_the_very_token(corpus_folder, numbered_tokenizer, num_workers, after):
-    made = functools.partial(module, corpus_folder, numbered_tokenizer, num_workers=num_workers, batch_size=2)
-    whole = rows_of(made().train_dataloader())
+    settings = {"num_workers": num_workers, "batch_size": 2, "pose": PoSE(1000)}
+    made = functools.partial(module, corpus_folder, numbered_tokenizer, **settings)
+    whole = skipping_rows_of(made().train_dataloader())
     assert len(whole) == 24
+    # Positions skip, differently in each row, and nothing else changes.
+    assert len({tuple(row[LENGTH:]) for row in whole if max(row[LENGTH:]) >= LENGTH}) > 15
+    assert [row[:LENGTH] for row in whole] == rows_of(made(pose=None).train_dataloader())
     for done in after:
         interrupted = made().train_dataloader()
         batches = iter(interrupted)
-        first = [row for _ in range(done) for row in next(batches)["input_ids"].tolist()]
+        first = skipping_rows_of(next(batches) for _ in range(done))
         state = json.loads(json.dumps(interrupted.state_dict()))
         resumed = made().train_dataloader()
         resumed.load_state_dict(state)
-        assert first + rows_of(resumed) == whole
+        assert first + skipping_rows_of(resumed) == whole
         assert len(resumed) == 12
+    with pytest.raises(ValueError, match="pose_target_length"):
+        made(pose=None).train_dataloader().load_state_dict(state)
 
 
 def fitted(folder, tokenizer, steps, save, checkpoint=None):

@@ -12,6 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from callbacks import ExternalEvaluator
 from datamodules import PG19DataModule
+from datamodules.packing.positions import PoSE
 from lightning_modules.batch import IGNORE_INDEX, pack_sequence, with_scored
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.attention import register_document_attention
@@ -46,6 +47,8 @@ VARIANTS = {
     },
 }
 VARIANTS["sliding window"] = {**VARIANTS["longce"], "short_method": "sliding_window"}
+SKIPPING = ("longce", "sliding window")
+"""Variants whose positions skip."""
 RUNS = [("ddp", "longce"), ("fsdp", "lora")]
 STRATEGIES = {"ddp": UlyssesStrategy, "fsdp": FullyShardedUlyssesStrategy}
 
@@ -91,7 +94,9 @@ def train(setup, root, variant, *, strategy="auto", processes=1, accumulated=2):
         val_check_interval=STEPS * accumulated,
     )
     losses = Losses(module)
-    data = PG19DataModule(setup.folder, path=setup.folder, sequence_length=ROW, cache_dir=str(root / "tokens"))
+    pose = PoSE(EABF["target_length"]) if variant in SKIPPING else None
+    settings = {"path": setup.folder, "sequence_length": ROW, "cache_dir": str(root / "tokens"), "pose": pose}
+    data = PG19DataModule(setup.folder, **settings)
     widths = seen_tokens(module)
     trainer.fit(module, data)
     assert len(losses.values) == STEPS
