@@ -4,7 +4,16 @@ Each is imported on first use, because some need packages that training alone do
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from callbacks.external_evaluator import ExternalEvaluator as ExternalEvaluator
+    from callbacks.gamma_sweep import GammaSweep as GammaSweep
+    from callbacks.huggingface_export import HuggingFaceExport as HuggingFaceExport
+    from callbacks.key_token_inspector import KeyTokenInspector as KeyTokenInspector
+    from callbacks.long_context_tasks import LongContextTasks as LongContextTasks
+    from callbacks.step_checkpoint import StepCheckpoint as StepCheckpoint
+    from callbacks.token_scores_writer import TokenScoresWriter as TokenScoresWriter
 
 _MODULES = {
     "ExternalEvaluator": "external_evaluator",

@@ -1,61 +1,207 @@
-"""Early check of the keys of an experiment, which takes seconds less than to import the libraries that define them."""
+"""Early check of the names and numbers of an experiment, without the libraries that define them.
+
+To import Lightning and torch takes ten times as long, so the names come from the source of the classes. What this check
+does not understand, and names that are like no other, are left to the parser.
+"""
 
 import ast
 import importlib.util
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import yaml
 
 from lightning_modules.models.loading.config import ModelConfig
 from longce.cli.config_files import list_options, names_model_class, read_configs
 from longce.cli.errors import find_in_configs, find_nearest, stop_with_usage
 
-_MODEL_FILE = Path(__file__).parents[2] / "lightning_modules" / "long_context_lm.py"
+_TRAINER = "lightning.pytorch.trainer.trainer.Trainer"
+_MODEL = "lightning_modules.long_context_lm.LongContextLM"
+_OBJECTIVES = "lightning_modules.objectives"
+_SECTIONS = ("model", "data", "trainer", "seed_everything", "ckpt_path", "config", "print_config")
+_NUMBERS = {"int": "int", "PositiveInt": "int", "NonNegativeInt": "int", "float": "float"}
+
+
+class _Source(NamedTuple):
+    """A class as it is written."""
+
+    module: str
+    tree: ast.Module  # of the module
+    node: ast.ClassDef
 
 
 def check_keys(arguments: Sequence[str]) -> None:
-    """Stop if a key of ``trainer`` or ``model`` is misspelled in a config or an option."""
-    known = {"trainer": [*_list_arguments(_find_trainer_file(), "Trainer"), "help"]}
+    """Stop if a config or an option misspells a section, a key or a class, or if a number is a word."""
+    known = {"trainer": _list_arguments(_TRAINER) or {}}
     if not names_model_class(arguments):
-        settings = [field.name for field in fields(ModelConfig)]
-        known["model"] = [*_list_arguments(_MODEL_FILE, "LongContextLM"), *settings, "help"]
-    for section, key in _list_keys(arguments):
-        names = known.get(section, [])
-        near = find_nearest(key, names)
-        if near and key not in names:  # the parser reports a key that is like no other
+        settings = {field.name: str(field.type) for field in fields(ModelConfig)}
+        known["model"] = {**(_list_arguments(_MODEL) or {}), **settings}
+    for config in read_configs(arguments).values():
+        _check_sections(arguments, config)
+        _check_classes(arguments, config, "")
+    for section, key, value in _list_settings(arguments):
+        types = known.get(section)
+        if types is None:
+            continue
+        near = _find_misspelled(key, [*types, "help"])
+        if near is not None:
             place = find_in_configs(arguments, f"{section}.{key}")
             dashes = "" if place else "--"
             hint = f"Did you mean `{dashes}{section}.{near}`?"
             stop_with_usage(f"{place}unknown option `{dashes}{section}.{key}`. {hint}")
+        _check_number(arguments, f"{section}.{key}", types.get(key, ""), value)
 
 
-def _find_trainer_file() -> Path:
-    lightning = importlib.util.find_spec("lightning")  # importing it takes seconds
-    assert lightning is not None
-    assert lightning.origin is not None
-    return Path(lightning.origin).parent / "pytorch" / "trainer" / "trainer.py"
+def _check_sections(arguments: Sequence[str], config: dict[str, Any]) -> None:
+    for section in config:
+        near = _find_misspelled(str(section).partition(".")[0], _SECTIONS)
+        if near is not None:
+            _stop_at(arguments, section, f"unknown option `{section}`. Did you mean `{near}`?")
 
 
-def _list_keys(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield section and name of each key in the configs and the options."""
+def _list_settings(arguments: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
+    """Yield section, name and value of each key in the configs and the options."""
     for config in read_configs(arguments).values():
         for section, values in config.items():
             if not isinstance(values, dict):
                 continue
-            for key in values:
-                yield str(section), str(key).removesuffix("+")
-    for option, _ in list_options(arguments):
-        if option.startswith("--") and "." in option:
+            for key, value in values.items():
+                yield str(section), str(key).removesuffix("+"), value
+    for option, value in list_options(arguments):
+        if option.startswith("--") and option.count(".") == 1:
+            section, key = option.removeprefix("--").split(".")
+            yield section, key.removesuffix("+"), value
+        elif option.startswith("--") and "." in option:
             section, key = option.removeprefix("--").split(".")[:2]
-            yield section, key.removesuffix("+")
+            yield section, key.removesuffix("+"), None
 
 
-def _list_arguments(file: Path, class_name: str) -> list[str]:
-    """Return the names of a class's arguments, from its source."""
-    for kind in ast.parse(file.read_text(encoding="utf-8")).body:
-        if not isinstance(kind, ast.ClassDef) or kind.name != class_name:
-            continue
-        for part in kind.body:
-            if isinstance(part, ast.FunctionDef) and part.name == "__init__":
-                return [each.arg for each in [*part.args.args, *part.args.kwonlyargs]]
-    return []
+def _check_classes(arguments: Sequence[str], value: Any, path: str) -> None:
+    """Check each class that a part of a config names, and its settings."""
+    if isinstance(value, list):
+        for part in value:
+            _check_classes(arguments, part, path)
+    if not isinstance(value, dict):
+        return
+    class_path = value.get("class_path")
+    settings = value.get("init_args")
+    if isinstance(class_path, str):
+        if path == "model.objective" and "." not in class_path:
+            class_path = f"{_OBJECTIVES}.{class_path}"
+        _check_class(arguments, class_path, settings if isinstance(settings, dict) else {}, path)
+    for key, part in value.items():
+        _check_classes(arguments, part, f"{path}.{key}".removeprefix("."))
+
+
+def _check_class(arguments: Sequence[str], class_path: str, settings: dict[str, Any], path: str) -> None:
+    owner, _, name = class_path.rpartition(".")
+    if _find_class(class_path) is None:
+        near = _find_misspelled(name, _list_names(owner))
+        if near is not None:
+            _stop_at(arguments, class_path, f"`{owner}` has no `{name}`. Did you mean `{near}`?")
+    types = _list_arguments(class_path)
+    if types is None:
+        return
+    for key, value in settings.items():
+        near = _find_misspelled(key.removesuffix("+"), types)
+        if near is not None:
+            _stop_at(arguments, key, f"`{class_path}` has no `{key}`. Did you mean `{near}`?")
+        _check_number(arguments, f"{path}.init_args.{key}", types.get(key, ""), value)
+
+
+def _find_misspelled(name: str, known: Sequence[str] | dict[str, str]) -> str | None:
+    """Return the known name of which a name is a misspelling; None if it is known, or like no other."""
+    return None if name in known else find_nearest(name, known)
+
+
+def _check_number(arguments: Sequence[str], name: str, annotation: str, value: Any) -> None:
+    kind = _NUMBERS.get(annotation.removesuffix(" | None"))
+    if kind is None or not isinstance(value, str) or value.startswith("-"):  # as the next option
+        return
+    with suppress(ValueError):
+        float(value)
+        return
+    if isinstance(yaml.safe_load(value), str):
+        stop_with_usage(f"{find_in_configs(arguments, name)}`{name}`: Expected {kind}. Got value: {value}")
+
+
+def _stop_at(arguments: Sequence[str], name: str, message: str) -> NoReturn:
+    stop_with_usage(find_in_configs(arguments, name) + message)
+
+
+def _list_arguments(class_path: str) -> dict[str, str] | None:
+    """Return the types of the arguments of a class as they are written, by name; None if its source does not tell."""
+    source = _find_class(class_path)
+    if source is None:
+        return None
+    types: dict[str, str] = {}
+    passes_on = True  # all arguments to its base class
+    for part in source.node.body:
+        if isinstance(part, ast.FunctionDef) and part.name == "__init__":
+            for each in [*part.args.args, *part.args.kwonlyargs]:
+                types[each.arg] = ast.unparse(each.annotation) if each.annotation else ""
+            # The model's own further arguments are those of `ModelConfig`.
+            if part.args.kwarg is None or class_path == _MODEL:
+                return types
+            call = rf"super\(\).__init__\(.*\*\*{part.args.kwarg.arg}\)"
+            passes_on = re.search(call, ast.unparse(part)) is not None
+    # Without the base class the names would not be complete.
+    if not passes_on or len(source.node.bases) != 1 or source.node.decorator_list:
+        return None
+    base = ast.unparse(source.node.bases[0])
+    base_path = _find_import(source.tree, base) or f"{source.module}.{base}"
+    inherited = None if base_path == class_path else _list_arguments(base_path)
+    return None if inherited is None else {**inherited, **types}
+
+
+def _find_class(class_path: str) -> _Source | None:
+    """Return the source of a class, also of one that its module imports."""
+    module, _, name = class_path.rpartition(".")
+    tree = _parse_module(module)
+    if tree is None:
+        return None
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return _Source(module, tree, node)
+    imported = _find_import(tree, name)
+    return None if imported is None else _find_class(imported)
+
+
+def _find_import(tree: ast.Module, name: str) -> str | None:
+    """Return the path of what a module imports by a name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level and any(each.name == name for each in node.names):
+            return f"{node.module}.{name}"
+    return None
+
+
+def _list_names(module: str) -> list[str]:
+    """Return the names of the classes that a module defines or imports."""
+    tree = _parse_module(module)
+    names: list[str] = []
+    for node in [] if tree is None else ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            names.append(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            names += [each.name for each in node.names if each.name[0].isupper()]
+    return names
+
+
+def _parse_module(module: str) -> ast.Module | None:
+    """Parse the source of a module without importing it or its packages."""
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top) if top not in ("", "__main__") else None
+    if spec is None or spec.origin is None:
+        return None
+    folder = Path(spec.origin).parent
+    file = folder.joinpath(*rest, "__init__.py")
+    if not file.is_file():
+        file = folder.joinpath(*rest[:-1], f"{module.rpartition('.')[2]}.py")
+    try:
+        return ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):  # the parser reports what cannot be imported
+        return None
