@@ -170,8 +170,8 @@ def test_windows_share_a_pass_where_it_is_faster():
 
 def test_windows_of_similar_length_share_passes_of_nearly_the_same_size(monkeypatch):
     scorer = assume_isolation(Backbone(build("llama").double()))
-    # 10 windows of 9 tokens, and a cut one of 7 tokens of each of the 17 documents.
-    batch = packed(documents(40), documents(*[10] * 16))
+    # 19 windows of 9 tokens, and between them 7 cut ones of 7 tokens at the ends of the documents.
+    batch = packed(documents(10, 19, 10, 19, 10, 19), documents(40))
     monkeypatch.setattr(Backbone, "windows_per_pass", lambda *_: 1)
     alone, _ = short_log_likelihood(scorer, batch, ShortContext(6, 3))
     shapes = []
@@ -185,7 +185,7 @@ def test_windows_of_similar_length_share_passes_of_nearly_the_same_size(monkeypa
     monkeypatch.setattr(short_context, "window_batch", window_batch)
     monkeypatch.setattr(Backbone, "windows_per_pass", lambda *_: 8)
     together, _ = short_log_likelihood(scorer, batch, ShortContext(6, 3))
-    assert shapes == [(6, 9), (7, 9), (7, 7), (7, 7)]
+    assert shapes == [(6, 9), (7, 9), (6, 9), (7, 7)]
     torch.testing.assert_close(together, alone)
 
 
