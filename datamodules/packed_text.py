@@ -165,7 +165,8 @@ class PackedTextDataModule(LightningDataModule, ABC):
     def setup(self, stage: str) -> None:
         if stage == "fit" and (rows := self.training_rows()) is not None:
             documents = len(rows.store.document_boundaries) - 1
-            rank_zero_info(f"Packed {documents:,} documents ({self.packing}) into {rows.rows}.")
+            of_corpus = "" if self.train_documents is None else "the first "  # the others may be missed
+            rank_zero_info(f"Packed {of_corpus}{documents:,} documents ({self.packing}) into {rows.rows}.")
             if self.influence:
                 rows.influence = InfluenceStore(Path(self.influence).expanduser()).check(rows.identity())
             self._warn_of_repetition(len(rows))
