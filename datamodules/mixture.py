@@ -55,8 +55,8 @@ class MixtureDataModule(PackedTextDataModule):
         sources: Data modules by names of your choice, each with ``class_path``, ``init_args`` and ``weight``. They
             inherit the mixture's settings, such as ``long_documents``, unless they set them.
         weights: Weights by source, which replace those in `sources`.
-        evaluate_on: Sources with documents to validate and test on; null for all. `validation_documents` and
-            `test_documents` apply to each source.
+        evaluate_on: Sources with documents to validate and test on; null for all. `train_documents`,
+            `validation_documents` and `test_documents` apply to each source.
         **kwargs: See :class:`PackedTextDataModule`.
     """
 

@@ -32,7 +32,7 @@ from datamodules.packing.positions import PoSE
 from datamodules.packing.preview import preview
 from datamodules.packing.samplers import RowSampler
 from datamodules.packing.sequences import PackedRowDataset, Row, check_prompts, collate_rows
-from datamodules.sources.documents import Source
+from datamodules.sources.documents import Source, first_documents
 from datamodules.sources.splits import Split
 from datamodules.token_store.store import TokenStore, build_token_store
 from datamodules.token_store.tokenize import DocumentEncoder, Encoder
@@ -63,6 +63,8 @@ class PackedTextDataModule(LightningDataModule, ABC):
         loss_on_prompt: Whether prompts of training documents are scored, which helped if they are long (Table 9 of
             Xiong et al., 2023, https://arxiv.org/abs/2309.16039); by default those of texts, but not of chats.
         add_special_tokens: Whether to add special tokens; training documents end with the end-of-text token anyway.
+        train_documents: Number of documents to train on, from the start of the split; null for all. The others are not
+            tokenized, so set it if the steps need a small part of a large corpus.
         validation_documents: Number of documents to validate on, from the start of the split; null for all.
         validation_length: Maximum tokens of each evaluation document; ``whole`` for all, null for ``sequence_length``.
         validation_sets: Named sets of documents to validate on, instead of the split's, each with its own metrics:
@@ -93,6 +95,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
         isolate_documents: bool = True,
         loss_on_prompt: bool | None = None,
         add_special_tokens: bool = False,
+        train_documents: PositiveInt | None = None,
         validation_documents: PositiveInt | None = 50,
         validation_length: PositiveInt | Literal["whole"] | None = None,
         validation_sets: dict[str, ValidationSet] | None = None,
@@ -131,6 +134,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
         self.isolate_documents = isolate_documents
         self.loss_on_prompt = True if loss_on_prompt is None else loss_on_prompt
         self.evaluates_prompts = loss_on_prompt is True  # of chats; those of texts are always evaluated
+        self.train_documents = train_documents
         self.validation_documents = validation_documents
         self.validation_length = validation_length
         self.validation_sets = validation_sets or {}
@@ -172,9 +176,11 @@ class PackedTextDataModule(LightningDataModule, ABC):
     def setup(self, stage: str) -> None:
         if stage == "fit" and (rows := self.training_rows()) is not None:
             documents = len(rows.store.document_boundaries) - 1
-            rank_zero_info(f"Packed {documents:,} documents ({self.packing}) into {rows.rows}.")
+            of_corpus = "" if self.train_documents is None else "the first "  # the others may be missed
+            rank_zero_info(f"Packed {of_corpus}{documents:,} documents ({self.packing}) into {rows.rows}.")
             if self.influence:
                 rows.influence = InfluenceStore(Path(self.influence).expanduser()).check(rows.identity())
+            self._warn_of_repetition(len(rows))
             self.rows = rows
         if stage in ("fit", "validate"):
             self.validation = self._read_sets() or self._read_documents("validation")
@@ -268,7 +274,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
         """Describe training sequences, by default the first `count`; see `datamodules.packing.preview`."""
         dataset = self.existing_rows()
         numbers = range(min(count, len(dataset))) if rows is None else rows
-        documents = self.source("train") if names else None
+        documents = self._training_source() if names else None
         return preview(dataset, self.tokenizer, packing=self.packing, numbers=numbers, width=width, documents=documents)
 
     def influence_rows(self, made_from: dict[str, Any], folder: str | None = None) -> InfluenceRows:
@@ -306,9 +312,27 @@ class PackedTextDataModule(LightningDataModule, ABC):
 
     def _token_store(self) -> TokenStore | None:
         """Open the tokenized training text; the first call tokenizes it."""
-        if (source := self.source("train")) is None:
+        if (source := self._training_source()) is None:
             return None
         return build_token_store(source, self.encoder(), cache_dir=self.cache_dir)
+
+    def _training_source(self) -> Source | None:
+        source = self.source("train")
+        if source is None or self.train_documents is None:
+            return source
+        return first_documents(source, self.train_documents)
+
+    def _warn_of_repetition(self, sequences: int) -> None:
+        """Warn if the steps need more sequences than those of `train_documents`: others are left out by mistake."""
+        if self.train_documents is None or not self.trainer or self.trainer.max_steps < 0:
+            return
+        _, readers = self._reader_rank()
+        needed = self.trainer.max_steps * self.trainer.accumulate_grad_batches * self.batch_size * readers
+        if needed > sequences:
+            rank_zero_warn(
+                f"`train_documents` = {self.train_documents:,} gives {sequences:,} sequences, and"
+                f" {self.trainer.max_steps:,} steps read {needed:,}, so they repeat. Raise `train_documents`."
+            )
 
     def encoder(self) -> DocumentEncoder:
         """Return what makes the tokens of the training documents."""

@@ -187,10 +187,11 @@ class StreamingTextDataModule(TextDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[Row]:
-        if self.influence or self.long_documents or self.packing != "concat" or not self.loss_on_prompt:
+        unsupported = self.influence or self.long_documents or self.train_documents
+        if unsupported or self.packing != "concat" or not self.loss_on_prompt:
             raise ValueError(
-                "A stream supports only `packing: concat` and `loss_on_prompt: true`, and neither `influence` nor"
-                " `long_documents`: set or remove them, or use TextDataModule."
+                "A stream supports only `packing: concat` and `loss_on_prompt: true`, and none of `influence`,"
+                " `long_documents` and `train_documents`: set or remove them, or use TextDataModule."
             )
         if self.trainer is None or self.trainer.max_steps < 0:
             raise ValueError("A stream has no end: set `trainer.max_steps`.")

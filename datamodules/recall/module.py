@@ -75,7 +75,7 @@ class RecallDataModule(PackedTextDataModule):
             seed=seed,
             **kwargs,
         )
-        self.train_documents = train_documents
+        self.training_size = train_documents  # all of them are trained on
         self.document_length = document_length or sequence_length - 1  # <bos> fills the sequence
         self.slot = slot
         self.second_dialect = second_dialect
@@ -90,7 +90,7 @@ class RecallDataModule(PackedTextDataModule):
 
     @override
     def source(self, split: Split) -> RecallSource:
-        counts = (self.train_documents, self.validation_documents or 0, self.test_documents or 0)
+        counts = (self.training_size, self.validation_documents or 0, self.test_documents or 0)
         number = ("train", "validation", "test").index(split)
         count = int(counts[number])
         length = int(self.document_length)

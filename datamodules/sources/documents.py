@@ -2,7 +2,8 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -84,6 +85,28 @@ class RecordFiles:
     def fingerprint(self) -> str:
         """Describe content and order of the files, and which documents are read."""
         return f"records {files_fingerprint(self.files)} {self.content} {self.where}"
+
+
+@dataclass(frozen=True)
+class FirstDocuments:
+    """The first documents of a source; the others are not read."""
+
+    source: Source
+    count: int
+
+    def __iter__(self) -> Iterator[Document]:
+        return islice(self.source, self.count)
+
+    def fingerprint(self) -> str:
+        """Combine the source's fingerprint and the number of documents."""
+        return f"{self.source.fingerprint()} first {self.count}"
+
+
+def first_documents(source: Source, count: int) -> Source:
+    """Return the first ``count`` documents of a source, whose other files are not even hashed if each is a document."""
+    if isinstance(source, TextFiles):
+        return replace(source, files=source.files[:count])
+    return FirstDocuments(source, count)
 
 
 def with_text(documents: Iterable[Document]) -> Iterator[Document]:

@@ -65,6 +65,35 @@ def test_training_rows_of_one_epoch(word_tokenizer, root):
     ]
 
 
+def test_documents_after_the_first_ones_are_neither_read_nor_tokenized(word_tokenizer, root, monkeypatch):
+    """Text files and lines of a file; a run of the first documents resumes, and not among others."""
+    (root / "train" / "2.txt").write_bytes(b"\xff")  # not UTF-8: reading it would fail
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in ("a b c d", "e f g"))
+    (root / "x.jsonl").write_text(lines + "{broken")
+    settings = {"sequence_length": 3, "train_documents": 2, "cache_dir": str(root / "lines")}
+    (root / "y.jsonl").write_text(lines)
+    path, whole = str(root / "x.jsonl"), str(root / "y.jsonl")
+    modules = [ready(word_tokenizer, root, train_documents=2), TextDataModule(word_tokenizer, train=path, **settings)]
+    modules.append(TextDataModule(word_tokenizer, train=whole, **settings | {"train_documents": None}))
+    rows = [module.training_rows() for module in modules]
+    assert {each.checksum() for each in rows} == {rows[2].checksum()}
+    assert rows[0].store.tokens.tolist() == [1, 2, 3, 4, 0, 5, 6, 7, 0]
+    loader = modules[0].train_dataloader()
+    taken = [next(iter(loader))["input_ids"].tolist()]
+    resumed = ready(word_tokenizer, root, train_documents=2).train_dataloader()
+    resumed.load_state_dict(loader.state_dict())
+    rest = [batch["input_ids"].tolist() for batch in resumed]
+    assert sorted(taken + rest) == [[[1, 2, 3]], [[4, 0, 5]], [[6, 7, 0]]]
+
+
+def test_too_few_documents_for_the_steps_are_warned_of(word_tokenizer, root):
+    module = Folders(word_tokenizer, root, sequence_length=3, train_documents=2)
+    module.trainer = seen_trainer("fit")
+    module.trainer.max_steps, module.trainer.accumulate_grad_batches = 2, 2
+    with pytest.warns(UserWarning, match=r"`train_documents` = 2 gives 3 sequences, and 2 steps read 4, .* Raise"):
+        module.setup("fit")
+
+
 def stored(tokenizer, root, **kwargs):
     """Weights of the rows of `root`: a tenth of the token's place in the stream."""
     module = ready(tokenizer, root, **kwargs)

@@ -22,6 +22,7 @@ def quiet_trainer(root, *callbacks, **settings):
 
 def seen_trainer(stage="fit", rank=0, world_size=1, **settings):
     """As much of a trainer as data modules look at."""
+    settings = {"max_steps": -1, "accumulate_grad_batches": 1, **settings}
     return SimpleNamespace(
         global_rank=rank,
         world_size=world_size,

@@ -44,7 +44,7 @@ def add_table_options(parser: Any) -> None:
     """Add the options of ``longce reproduce TABLE``, which are arguments of `reproduce_table`."""
     parser.prog = "longce reproduce"
     parser.description = "Measure a table of the paper again, ours beside theirs. `--list` lists the tables."
-    parser.add_argument("table", type=str, help="table1 to table12, figure6, figure8 or table5-package.")
+    parser.add_argument("table", type=str, help="Name of a table or figure, such as table5: see `--list`.")
     output = "Folder of results. Finished measurements are not repeated; failed ones are."
     parser.add_argument("--output", type=str, default="runs/reproduce", help=output)
     for name, (count, text) in LISTS.items():

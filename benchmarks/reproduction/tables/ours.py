@@ -9,8 +9,13 @@ from benchmarks.reproduction.tables.published import Cells, Intervals, Table
 from benchmarks.reproduction.tables.results import ITSELF, Result, mean_seconds, read_times, seconds_interval
 from benchmarks.reproduction.tables.scores import ScoreIntervals, Scores, without_steps
 from lightning_modules.utilities.statistics import Correlation, Interval, correlate_values, difference_interval
+from longce.compare.runs import read_runs
 
 DEFAULT = "alpha=2 beta=-2"
+HOURS = "Training hours"
+GPUS = 8
+"""Number of GPUs of the paper's trainings."""
+
 Results = Mapping[tuple[str, str], Result]
 
 
@@ -21,11 +26,11 @@ def ours(table: Table, results: Results, scores: Scores, folders: Sequence[Path]
         table: The table of the paper.
         results: Results of models and evaluators; failed ones are ignored.
         scores: Benchmark scores by model or run.
-        folders: Folders of results, for the times of evaluators.
+        folders: Folders of results, for the times of evaluators and of trainings.
     """
     good = {key: result for key, result in results.items() if result.failure is None}
     if table.kind == "training":
-        return training_cells(table, scores)
+        return training_cells(table, scores, folders)
     if table.kind == "longeval":
         return _longeval_cells(table, scores)
     if table.kind == "correlation":
@@ -60,9 +65,14 @@ def scored_models(table: Table, results: Results, scores: Scores) -> list[str]:
     )
 
 
-def training_cells(table: Table, scores: Scores) -> Cells:
-    """Return scores of runs after some steps, the differences between runs, and averages over all tasks of a table."""
+def training_cells(table: Table, scores: Scores, folders: Sequence[Path] = ()) -> Cells:
+    """Return scores of runs after some steps, the differences between runs, and averages over all tasks of a table.
+
+    Hours of training that no file has are those of the runs in ``folders``, on the paper's number of GPUs.
+    """
     cells: Cells = {}
+    if any(without_steps(column)[0] == HOURS for column in table.columns):
+        scores = _add_hours(table, scores, folders)
     for row in table.rows:
         for column in table.columns:
             benchmark, steps = without_steps(column)
@@ -76,6 +86,28 @@ def training_cells(table: Table, scores: Scores) -> Cells:
             if (more, column) in cells and (less, column) in cells:
                 cells[row, column] = cells[more, column] - cells[less, column]
     return cells
+
+
+def _add_hours(table: Table, scores: Scores, folders: Sequence[Path]) -> Scores:
+    """Return the scores, and the hours of the runs of a table that no file of scores has."""
+    found = {name: dict(values) for name, values in scores.items()}
+    for run in table.runs.values():
+        for step, hours in training_hours(run, folders).items():
+            found.setdefault(f"{run}-{step}", {}).setdefault(HOURS, hours)
+    return found
+
+
+def training_hours(run: str, folders: Sequence[Path]) -> Mapping[int, float]:
+    """Return the hours of a run by optimizer step, from the first folder that has it, else none.
+
+    They are its device hours, which do not contain evaluations, divided by the number of the paper's GPUs.
+    """
+    for folder in folders:
+        path = folder / "runs" / run
+        if (path / "config.yaml").is_file():
+            (found,) = read_runs([path])
+            return {step: hours / GPUS for step, hours in found.scalars.get("train/gpu_hours", {}).items()}
+    return {}
 
 
 def training_intervals(table: Table, cells: Cells, known: ScoreIntervals) -> Intervals:

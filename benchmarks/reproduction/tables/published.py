@@ -37,6 +37,8 @@ class Table:
         runs: For rows of trained models: the run, with or without its number of steps.
         gains: For rows of differences: minuend and subtrahend.
         overhead: Published overhead, printed beside times.
+        evaluation: For tables of trained models: words of ``longce evaluate`` for all columns, in place of those of
+            each benchmark.
         remark: Inconsistencies, and how to read our numbers.
     """
 
@@ -51,6 +53,7 @@ class Table:
     runs: Mapping[str, str] = field(default_factory=dict)
     gains: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     overhead: Mapping[str, Any] = field(default_factory=dict)
+    evaluation: tuple[str, ...] = ()
     remark: str = ""
 
     def cells(self) -> Cells:
@@ -82,6 +85,7 @@ def find_table(name: str) -> Table:
     entry["rows"] = {row: tuple(map(float, values)) for row, values in entry["rows"].items()}
     entry["gains"] = {row: tuple(pair) for row, pair in entry.get("gains", {}).items()}
     entry["evaluators"] = tuple(entry.get("evaluators", ()))
+    entry["evaluation"] = tuple(map(str, entry.get("evaluation", ())))
     return Table(name=name, **entry)
 
 

@@ -84,13 +84,13 @@ class Run:
         steps = [(self.weights(step), self.output / "models" / f"{self.name}-{step}") for step in self.steps]
         return [Step(("export", str(weights), str(folder)), folder / "config.json") for weights, folder in steps]
 
-    def evaluations(self, benchmarks: Sequence[str]) -> list[Step]:
-        """Return the commands that evaluate the exported models on these benchmarks."""
+    def evaluations(self, table: Table) -> list[Step]:
+        """Return the commands that evaluate the exported models on the benchmarks of a table."""
         steps = []
         for step in self.steps:
             name = f"{self.name}-{step}"
-            for words in dict.fromkeys(EVALUATIONS[benchmark] for benchmark in benchmarks):
-                folder = self.output / "scores" / name / words[1]
+            for kind, words in evaluations(table).items():
+                folder = self.output / "scores" / name / kind
                 command = ("evaluate", "--model", str(self.output / "models" / name), *words, "--output", str(folder))
                 steps.append(Step(command, folder / "report.html"))
         return steps
@@ -98,6 +98,13 @@ class Run:
     def weights(self, step: int) -> Path:
         """Return the path of the weights that `fit` writes at a step."""
         return self.output / "runs" / self.name / "checkpoints" / f"weights-{step}.ckpt"
+
+
+def evaluations(table: Table) -> dict[str, tuple[str, ...]]:
+    """Return the words of ``longce evaluate`` for the benchmarks of a table, by the name of the folder of scores."""
+    if table.evaluation:
+        return {table.name: table.evaluation}
+    return {words[1]: words for words in (EVALUATIONS[benchmark] for benchmark in benchmarks(table))}
 
 
 def table_runs(table: Table, output: Path, options: Sequence[str] = ()) -> list[Run]:
@@ -118,15 +125,17 @@ def script(runs: Sequence[Run], table: Table) -> str:
     lines = [f"# {table.name}: {table.title}", "# Start it in the checkout. What is done is not done again.", "set -e"]
     for run in runs:
         lines += ["", f"# {run.name}. Time and memory: {run.plan()}"]
-        steps = (run.fit(), *run.exports(), *run.evaluations(benchmarks(table)))
+        steps = (run.fit(), *run.exports(), *run.evaluations(table))
         lines += [f"[ -e {shlex.quote(str(step.done))} ] || {step}" for step in steps]
     scores = shlex.quote(str(runs[0].output / "scores"))
-    lines += [
-        "",
-        "# The table from these scores. Those of other programs are read from files with the columns model (such as",
-        f"# {runs[0].name}-{runs[0].steps[-1]}) and {', '.join(benchmarks(table))}.",
-        f"longce reproduce {table.name} --output {shlex.quote(str(runs[0].output))} --scores {scores}/*/*",
-    ]
+    folders = " ".join(f"{scores}/*/{kind}" for kind in evaluations(table))
+    lines += ["", "# The table from these scores."]
+    if not table.evaluation:
+        lines += [
+            "# Those of other programs are read from files with the columns model (such as",
+            f"# {runs[0].name}-{runs[0].steps[-1]}) and {', '.join(benchmarks(table))}.",
+        ]
+    lines.append(f"longce reproduce {table.name} --output {shlex.quote(str(runs[0].output))} --scores {folders}")
     return "\n".join(lines) + "\n"
 
 
@@ -148,7 +157,7 @@ def carry_out(runs: Sequence[Run], table: Table, call: Callable[[Sequence[str]],
     """
     failed = []
     for run in runs:
-        for step in (run.fit(), *run.exports(), *run.evaluations(benchmarks(table))):
+        for step in (run.fit(), *run.exports(), *run.evaluations(table)):
             if step.done.exists():
                 continue
             sys.stdout.write(f"$ {step}\n")

@@ -196,7 +196,7 @@ def test_scores_of_evaluate_have_intervals(reproduce, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_table_9_is_measured_by_teacher_forcing(reproduce, model_dir, evaluator_dir, tmp_path, capsys):
+def test_table_9_is_measured_by_generation_and_teacher_forcing(reproduce, model_dir, evaluator_dir, tmp_path, capsys):
     models = ["--models", f"M={model_dir}", f"broken={tmp_path / 'nothing'}"]
     assert reproduce("table9", *models, max_tokens=2100, documents=5) == 1
     text = capsys.readouterr().out
@@ -208,9 +208,16 @@ def test_table_9_is_measured_by_teacher_forcing(reproduce, model_dir, evaluator_
     cell = cells["M: PPL (answer tokens)"]["2k"]
     assert cell["ours"] == pytest.approx(math.exp(nll / tokens))
     assert cell["interval"][0] < cell["ours"] < cell["interval"][1]
-    accuracy = cells["M: LongEval accuracy"]["2k"]
-    assert accuracy["ours"] == 100 * sum(one["score"] for one in found) / 5
-    assert accuracy["interval"][1] - accuracy["interval"][0] > 30
+    written = read_answers(tmp_path / "one" / "longeval_generated" / "M" / ANSWERS_FILE)
+    assert {one.setting.mode for one in written} == {"generate"}
+    assert [one.right_answers for one in written] == [one["right_answers"] for one in found]  # the same questions
+    for row, scores in (
+        ("M: LongEval accuracy (teacher-forced)", [one["score"] for one in found]),
+        ("M: LongEval accuracy", [one.score for one in written]),
+    ):
+        accuracy = cells[row]["2k"]
+        assert accuracy["ours"] == 100 * sum(scores) / 5
+        assert accuracy["interval"][1] - accuracy["interval"][0] > 30
     assert cells["Yi-6B-200k: LongEval accuracy"]["2k"] == {"paper": 100.0, "ours": None}
     assert reproduce("table9", *models[:2], max_tokens=2100, documents=4) == 0  # of the 5 that have an answer
     cells = table(tmp_path / "one", "table9")

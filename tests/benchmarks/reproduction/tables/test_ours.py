@@ -80,3 +80,21 @@ def test_scores_of_runs_with_gains_and_averages():
     cells = ours(find_table("table10"), {}, scores, [])
     assert cells["Llama-2-7B", "Avg."] == 12.5
     assert {row: column for row, column in cells if row != "Llama-2-7B"} == {"+CE (baseline)": "MMLU"}
+
+
+def test_hours_of_training_are_those_of_the_run_on_8_gpus(tmp_path):
+    """Of the run's folder, at the steps that a table reports; those of a file of scores come first."""
+    folder = tmp_path / "runs" / "A-LongCE"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").touch()
+    # Lightning numbers steps from 0.
+    (folder / "metrics.csv").write_text("step,train/gpu_hours\n48,24\n49,25\n99,50\n199,99\n")
+    scores = {"A-LongCE-50": {"LongBench": 26.0}, "A-LongCE-200": {"Training hours": 12.5}}
+    cells = ours(find_table("figure7"), {}, scores, [tmp_path / "nothing", tmp_path])
+    assert cells == {
+        ("LongCE", "Training hours 50"): 25 / 8,
+        ("LongCE", "Training hours 100"): 50 / 8,
+        ("LongCE", "Training hours 200"): 12.5,
+        ("LongCE", "LongBench 50"): 26.0,
+    }
+    assert ours(find_table("table3"), {}, scores, [tmp_path]) == {("A (PG-19, EABF): LongCE", "LongBench 50"): 26.0}

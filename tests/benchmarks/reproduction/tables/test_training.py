@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 
 from benchmarks.reproduction.tables.published import find_table, published
 from benchmarks.reproduction.tables.training import CONFIGS, Run, script, table_runs
+from lightning_modules.models.context_extension.methods import extend_config
 from tests.support.commands import longce
 
 
@@ -77,6 +78,29 @@ def test_the_script_passes_over_what_is_done(tmp_path):
     calls = [shlex.split(line)[:1] for line in (tmp_path / "calls").read_text().splitlines()]
     assert calls == [["fit"], ["evaluate"], ["fit"], ["export"], ["evaluate"], ["reproduce"]]
     assert "--trainer.devices 2" in (tmp_path / "calls").read_text()
+
+
+def test_needles_with_and_without_a_higher_base_are_not_mixed_up(tmp_path):
+    """Figures 10 and 11 are of the same models, and of tasks with the same names."""
+    for name in ("figure10", "figure11"):
+        table = find_table(name)
+        text = script(table_runs(table, tmp_path), table)
+        *_, last = text.splitlines()
+        assert last.endswith(f"--scores {tmp_path}/scores/*/{name}")
+        asked = [shlex.split(line) for line in text.splitlines() if "longce evaluate" in line]
+        assert [words[words.index("--output") + 1] for words in asked] == [
+            f"{tmp_path}/scores/{run}-200/{name}" for run in ("A-CE", "A-LongCE")
+        ]
+        lengths = [word for word in asked[0] if word.isdigit() and int(word) > 1000]
+        assert [f"needle {length}" for length in lengths] == list(table.columns)
+    extension = yaml.safe_load(asked[0][asked[0].index("--context_extension") + 1])
+    config = LlamaConfig(max_position_embeddings=4096)
+    bases = []
+    for each in ({"method": "eabf", "original_length": 4096, "target_length": 32768}, extension):
+        extend_config(config, each)
+        bases.append(config.rope_parameters["rope_theta"])
+    assert bases == [500_000, 2_000_000]
+    assert config.max_position_embeddings == int(lengths[-1])
 
 
 @pytest.mark.slow
