@@ -18,6 +18,7 @@ from lightning_modules.models.loading.adapters import changes_base, frozen_finge
 from lightning_modules.models.loading.checks import check_attention_window
 from lightning_modules.models.loading.config import DType, ModelConfig
 from lightning_modules.models.loading.load import has_weights
+from lightning_modules.models.optimizations import eval_mode
 from lightning_modules.models.sequence_group import SequenceGroup
 from lightning_modules.models.short_context import ShortContextConfig, ShortMethod
 from lightning_modules.objectives import LongCE, Objective
@@ -100,13 +101,17 @@ class LongContextLM(LightningModule):
         objective = self.objective.at_step(self.global_step)
         # 1. Score the tokens in their short contexts, without gradient. This comes first, so that its buffers are free
         #    again before the long pass allocates activations.
-        short = None
+        short = scores = None
         if objective.uses_short_context:
             short = self.short_context.score(self.backbone, batch, self.sequence_group)
+            # Weights compare contexts, not kinds of attention: sparse attention would hide the long context from them.
+            if self.loading.shifted_sparse_attention is not None:
+                scores = self.full_log_likelihood(batch)
         # 2. Score the whole documents, with gradient.
         long = self.log_likelihood(batch)
+        scores = long.detach() if scores is None else scores
         # 3. Weight each token by the effect of the long context (Equation 7).
-        token_weights = objective(long.detach(), short, batch)
+        token_weights = objective(scores, short, batch)
         # 4. Sum the weighted losses (Equation 6). `on_before_optimizer_step` turns the sum into a mean.
         loss = long_cross_entropy(long, token_weights, batch["labels"], divisor=step.REFERENCE_TOKENS)
         # 5. Keep sums for the log, and let callbacks see the tokens.
@@ -114,14 +119,20 @@ class LongContextLM(LightningModule):
         cap = objective.largest_weight
         self._statistics.update(loss.detach(), long.detach(), token_weights, batch["scored"], cap=cap, short=short)
         for observe in self.token_observers:
-            observe(long.detach(), token_weights, short, batch)
+            observe(scores, token_weights, short, batch)
         return loss
 
     def log_likelihood(self, batch: PackedBatch) -> Tensor:
         """Compute ``[B, T]`` log-likelihoods given the whole preceding document, with gradient."""
         if self.sequence_group is None:
-            return self.backbone(batch)
+            return self.backbone(batch, group=self.loading.shifted_sparse_attention)
         return self.sequence_group.sharded_log_likelihood(self.backbone, batch)
+
+    @torch.no_grad()
+    def full_log_likelihood(self, batch: PackedBatch) -> Tensor:
+        """Compute ``[B, T]`` log-likelihoods by full attention in eval mode, without gradient, as of short contexts."""
+        with eval_mode(self.backbone):
+            return self.backbone(batch)
 
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -180,6 +191,9 @@ class LongContextLM(LightningModule):
         if self.objective.uses_short_context and self.short_context.method == "sliding_window":
             with self.trainer.precision_plugin.forward_context():
                 check_attention_window(self.backbone)
+        if self.loading.shifted_sparse_attention is not None:
+            with self.trainer.precision_plugin.forward_context():
+                check_attention_window(self.backbone, groups=True)
 
     @override
     def on_fit_end(self) -> None:

@@ -38,7 +38,7 @@ class Boundaries(Sequence[Sequence[int]]):
 
 
 Exchange = Callable[..., tuple[Tensor, Tensor | None]]
-"""Attention for sequences that are sharded across processes: `SequenceGroup.attend`."""
+"""Attention for sequences that are sharded across processes (`SequenceGroup.attend`), or `attend_in_halves`."""
 
 
 DOCUMENT_SDPA = "document_sdpa"
@@ -75,15 +75,15 @@ def document_attention(
 
     Returns ``[B, T, H, D]`` for ``[B, H, T, D]`` queries, and None for the attention weights. ``document_boundaries``
     are ascending indices ``[0, .., T]`` of each sequence, or None if each is one document. ``exchange`` calls this
-    function for whole sequences of which this process holds a shard; it does not support masks. An
-    ``attention_window`` limits all layers, also those with a mask, and needs boundaries.
+    function again, for whole sequences of which this process holds a shard or for halves of the heads, and does not
+    support masks. An ``attention_window`` limits all layers, also those with a mask, and needs boundaries.
     """
-    # 1. A shard of sequences: Ulysses calls this function again, for whole sequences and some of the heads.
+    # 1. Ulysses calls this function again for whole sequences, shifted sparse attention for each half of the heads.
     if exchange is not None:
         if attention_mask is not None:
             raise ValueError(
-                f"Sequence parallelism does not support `{type(module).__name__}`, which needs an attention mask: set"
-                " `sequence_parallel_size: 1`."
+                f"Sequence parallelism and shifted sparse attention do not support `{type(module).__name__}`, which"
+                " needs an attention mask: set `sequence_parallel_size: 1`, and remove `shifted_sparse_attention`."
             )
         limits = {"document_boundaries": document_boundaries, "attention_window": attention_window}
         return exchange(module, query, key, value, **limits, **kwargs)
@@ -323,3 +323,49 @@ def isolation_arguments(
         return {"cu_seq_lens_q": cumulative, "cu_seq_lens_k": cumulative, **lengths, **limits}
     boundaries = Boundaries(covered, (cumulative, longest) if device.type == "cuda" else None)
     return {"document_boundaries": boundaries, **limits}
+
+
+def attend_in_halves(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    document_boundaries: Sequence[Sequence[int]] | None = None,
+    shifted_boundaries: Sequence[Sequence[int]] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute `document_attention`, in the second half of the heads with ``shifted_boundaries``."""
+    halves = zip(query.chunk(2, dim=1), key.chunk(2, dim=1), value.chunk(2, dim=1), strict=True)
+    outputs = []
+    for states, boundaries in zip(halves, (document_boundaries, shifted_boundaries), strict=True):
+        outputs.append(document_attention(module, *states, None, boundaries, **kwargs)[0])
+    return torch.cat(outputs, dim=2), None  # [B, T, H, D]
+
+
+def sparse_arguments(
+    document_boundaries: Sequence[Sequence[int]], sequence_length: int, device: torch.device, group: int
+) -> dict[str, Any]:
+    """Return keyword arguments for a decoder with shifted sparse attention, which only `document_attention` supports.
+
+    Attention stays inside groups of ``group`` tokens, counted from the first token of a document; in the second half of
+    the heads, groups are shifted by half of their length, and the first one has only half of it.
+
+    S²-Attn of LongLoRA (Chen et al., 2024, https://arxiv.org/abs/2309.12307), Section 3.2, without tokens that see the
+    end of the document in the group that would wrap around.
+    """
+    arguments: dict[str, Any] = {"exchange": attend_in_halves}
+    for name, first in (("document_boundaries", group), ("shifted_boundaries", group // 2)):
+        groups = [_cut_documents(boundaries, first, group) for boundaries in document_boundaries]
+        isolated = isolation_arguments(DOCUMENT_SDPA, groups, sequence_length, device)
+        # Without boundaries, each sequence has one group, and plain causal attention.
+        if isolated:
+            arguments[name] = isolated["document_boundaries"]
+    return arguments
+
+
+def _cut_documents(boundaries: Sequence[int], first: int, group: int) -> list[int]:
+    """Return the boundaries of groups: ``first`` tokens of each document, then ``group`` tokens each."""
+    groups = [0]
+    for start, stop in pairwise(boundaries):
+        groups += [*range(start + first, stop, group), stop]
+    return groups

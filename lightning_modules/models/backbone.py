@@ -18,7 +18,12 @@ from lightning_modules.functional import token_log_likelihood
 from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.functional.log_likelihood import Head
 from lightning_modules.functional.top_tokens import with_greedy
-from lightning_modules.models.attention import Exchange, documents_by_boundaries, isolation_arguments
+from lightning_modules.models.attention import (
+    Exchange,
+    documents_by_boundaries,
+    isolation_arguments,
+    sparse_arguments,
+)
 from lightning_modules.models.context_extension.length_dependent import rotation_key
 from lightning_modules.models.context_extension.rotary_checks import (
     check_static,
@@ -124,6 +129,7 @@ class Backbone(Scorer):
         *,
         exchange: Exchange | None = None,
         window: int | None = None,
+        group: int | None = None,
         head_fn: HeadFunction[Any] = token_log_likelihood,
     ) -> Any:
         """Compute the log-likelihood of each scored token given everything before it in its document.
@@ -133,6 +139,7 @@ class Backbone(Scorer):
             exchange: How attention is computed if the batch is a shard of sequences that processes share
                 (`SequenceGroup.shard`). Labels and result are then ``[B, T + 1]``.
             window: Number of tokens that each layer sees: a token itself and those before it. All by default.
+            group: Number of tokens in a group of shifted sparse attention (`sparse_arguments`); full by default.
             head_fn: Computes another result from the hidden states.
 
         Returns:
@@ -142,7 +149,7 @@ class Backbone(Scorer):
         # This includes the head: with a cached half-precision copy of its weight, the gradient would be summed in half
         # precision over all chunks.
         with no_autocast_cache():
-            hidden_states = self.hidden_states(batch, exchange, window)
+            hidden_states = self.hidden_states(batch, exchange, window, group)
             return head_fn(hidden_states, self.head, batch["labels"], scored=batch.get("scored"))
 
     def with_greedy(self, batch: PackedBatch, places: Sequence[slice]) -> tuple[Tensor, Tensor]:
@@ -156,7 +163,13 @@ class Backbone(Scorer):
         """
         return function()
 
-    def hidden_states(self, batch: PackedBatch, exchange: Exchange | None = None, window: int | None = None) -> Tensor:
+    def hidden_states(
+        self,
+        batch: PackedBatch,
+        exchange: Exchange | None = None,
+        window: int | None = None,
+        group: int | None = None,
+    ) -> Tensor:
         """Compute ``[B, T, D]`` last hidden states; entry ``t`` has seen the tokens of its document up to ``t``.
 
         Call it inside `unsharded` if weights may be sharded.
@@ -174,9 +187,12 @@ class Backbone(Scorer):
         isolates = self.isolates_documents and (self.longest_packed is None or tokens.shape[1] <= self.longest_packed)
         rotations = {rotation_key(self.base_model.config, length) for length in lengths if self.rotates_by_length}
         if (is_packed and not isolates) or len(rotations) > 1:
-            return self._run_documents_separately(batch, window)
+            return self._run_documents_separately(batch, window, group)
         # 2. Otherwise attention separates them, in one pass.
-        arguments = isolation_arguments(attention, boundaries, tokens.shape[1], tokens.device, window)
+        if group is None:
+            arguments = isolation_arguments(attention, boundaries, tokens.shape[1], tokens.device, window)
+        else:
+            arguments = sparse_arguments(boundaries, tokens.shape[1], tokens.device, group)
         if exchange is not None:
             arguments["exchange"] = exchange
         with documents_by_boundaries(attention, batch["position_ids"]):
@@ -193,7 +209,7 @@ class Backbone(Scorer):
         is_wider = hidden_states.dtype == torch.float32 and weight.dtype in (torch.bfloat16, torch.float16)
         return hidden_states.to(weight.dtype) if is_wider else hidden_states
 
-    def _run_documents_separately(self, batch: PackedBatch, window: int | None) -> Tensor:
+    def _run_documents_separately(self, batch: PackedBatch, window: int | None, group: int | None) -> Tensor:
         """Return ``[B, T, D]`` last hidden states with one forward pass per document; padding is 0."""
         name = type(self.base_model).__name__
         # Ranks would make different numbers of passes, and wait for each other forever.
@@ -213,7 +229,7 @@ class Backbone(Scorer):
             for start, stop in pairwise(boundaries):
                 document = pack_sequence([tokens[start:stop]])
                 document["position_ids"] = batch["position_ids"][row : row + 1, start:stop]  # which may skip
-                documents.append(self.hidden_states(document, window=window))
+                documents.append(self.hidden_states(document, window=window, group=group))
             rows.append(F.pad(torch.cat(documents, dim=1), (0, 0, 0, len(tokens) - boundaries[-1])))
         return torch.cat(rows)
 

@@ -62,6 +62,7 @@ def check_early(
             raise ValueError(f"'{loading.pretrained_model_name_or_path}' is a server, whose model cannot be trained.")
         return
     check_sequence_parallelism(config, sequence_parallel_size, loading.attn_implementation)
+    check_sparse_attention(config, loading, sequence_length, sequence_parallel_size)
     if skips_to is not None:
         check_skipped_positions(config, register_attention(choose_attention(loading, config), config), skips_to)
     if sequence_length is not None and find_adapters(loading.pretrained_model_name_or_path) is not None:
@@ -244,6 +245,34 @@ def check_skipped_positions(config: PreTrainedConfig, attention: str, target_len
         )
     # A layer with a window would see distances that it never sees in a long text; patterns count tokens, not positions.
     _check_plain_attention(config, "`data.pose`")
+
+
+def check_sparse_attention(
+    config: PreTrainedConfig, loading: ModelConfig, sequence_length: int | None, sequence_parallel_size: int = 1
+) -> None:
+    """Raise a ``ValueError`` unless a model can be trained with shifted sparse attention on these sequences, if any."""
+    group = loading.shifted_sparse_attention
+    if group is None:
+        return
+    text: Any = config.get_text_config(decoder=True)
+    name = "`model.shifted_sparse_attention`"
+    if sequence_length is not None and group >= sequence_length:
+        raise ValueError(
+            f"{name} = {group} must be below `data.sequence_length` = {sequence_length}, or no group is shorter than a"
+            " sequence: lower it."
+        )
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if heads % 2:
+        raise ValueError(f"{name} needs an even number of key-value heads, of which half are shifted, got {heads}.")
+    if sequence_parallel_size > 1:
+        raise ValueError(f"{name} does not support `sequence_parallel_size` = {sequence_parallel_size}: set it to 1.")
+    attention = register_attention(choose_attention(loading, config), config)
+    if attention != DOCUMENT_SDPA:
+        raise ValueError(
+            f"{name} needs `model.attn_implementation: sdpa` in a model that supports our attention, got '{attention}'"
+            f" of '{text.model_type}'."
+        )
+    _check_plain_attention(config, name)
 
 
 def _check_plain_attention(config: PreTrainedConfig, feature: str) -> None:

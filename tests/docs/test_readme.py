@@ -83,6 +83,9 @@ COMMANDS = {
         more="-c experiment.yaml"
     ),
     "longce fit .. -c configs/experiments/longlora.yaml": TRAINED,
+    "longce fit -c configs/base.yaml -c configs/experiments/longce_pg19.yaml -c configs/experiments/pose.yaml": Reading(
+        "-c configs/debug.yaml", makes=("runs/longce/*/config.yaml",), logs=("train/loss", "val/perplexity")
+    ),
     "longce fit .. -c configs/strategies/fsdp.yaml": TRAINED._replace(more="-c experiment.yaml"),
     "longce export": Reading(
         f"{CHECKPOINT} exported", "exported", ("exported/model.safetensors", "exported/README.md")

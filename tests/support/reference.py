@@ -18,18 +18,19 @@ def token_log_likelihood(hidden_states, head, labels):
     return log_likelihood
 
 
-def document_log_likelihood(model, input_ids, positions=None, window=None):
+def document_log_likelihood(model, input_ids, positions=None, visible=None):
     """``[n]`` log-likelihoods of one document from the model's own full logits; entry 0 is 0.
 
-    With positions, which may skip, attention is dense under a mask: a token sees the last ``window``.
+    With positions, which may skip, attention is dense under a mask: ``visible`` is ``[T, T]``, or ``[H, T, T]`` for
+    each head, and causal by default.
     """
     inputs = {"input_ids": input_ids.unsqueeze(0)}
     if positions is not None:
-        index = torch.arange(len(input_ids))
-        distance = index[:, None] - index
-        hidden = (distance < 0) | (distance >= (window or len(index)))
-        mask = torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, -torch.inf)
-        inputs |= {"attention_mask": mask[None, None], "position_ids": positions.unsqueeze(0)}
+        if visible is None:
+            visible = torch.ones(len(input_ids), len(input_ids), dtype=torch.bool).tril()
+        mask = torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, -torch.inf)
+        mask = mask.reshape(1, -1, len(input_ids), len(input_ids))
+        inputs |= {"attention_mask": mask, "position_ids": positions.unsqueeze(0)}
         model.positions = positions
     logits = model(**inputs, use_cache=False).logits[0].double()
     scored = F.log_softmax(logits[:-1], dim=-1).gather(-1, input_ids[1:, None]).squeeze(-1)
@@ -52,14 +53,14 @@ def long_and_short(model, input_ids, context_length, stride, positions=None):
     return long, short
 
 
-def longce(model, input_ids, context_length, stride, gamma, positions=None):
-    """Loss of one document, differentiable in the model's parameters."""
+def longce(model, input_ids, context_length, stride, gamma, positions=None, visible=None):
+    """Loss of one document, differentiable in the model's parameters; weights come from full attention."""
     with torch.no_grad():
-        _, short = long_and_short(model, input_ids, context_length, stride, positions)
-    long = document_log_likelihood(model, input_ids, positions)
+        full, short = long_and_short(model, input_ids, context_length, stride, positions)
+    long = document_log_likelihood(model, input_ids, positions, visible)
     total = 0.0
     for t in range(1, len(input_ids)):
-        difference = long[t].item() - short[t].item() if t >= context_length else 0.0
+        difference = full[t].item() - short[t].item() if t >= context_length else 0.0
         total = total - min(math.exp(difference), gamma) * long[t]
     return total / (len(input_ids) - 1)
 

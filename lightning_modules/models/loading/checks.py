@@ -120,21 +120,27 @@ def has_training_noise(backbone: Backbone) -> bool:
     return any((states - passes[0]).abs().mean() > limit * passes[0].abs().mean() for states in passes[1:])
 
 
-def check_attention_window(backbone: Backbone) -> None:
-    """Raise a ``ValueError`` unless the model's attention can be limited to a window, which some models ignore."""
+def check_attention_window(backbone: Backbone, *, groups: bool = False) -> None:
+    """Raise a ``ValueError`` unless the model's attention can be limited to a window, which some models ignore.
+
+    With ``groups``, to groups of tokens (`sparse_arguments`).
+    """
     layers, name = backbone.base_model.config.get_text_config(decoder=True).num_hidden_layers, backbone.attention
     wrap_attention(name)  # a kernel of the hub may not be wrapped yet
     generator = torch.Generator().manual_seed(0)
-    # Two texts with different first tokens. With a window of 2 tokens, each layer reaches one token further back.
+    # Two texts with different first tokens. With a window or groups of 2, each layer reaches one token further back.
     ids = torch.randint(backbone.vocabulary_size, (layers + 3,), generator=generator).repeat(2, 1).to(backbone.device)
     ids[1, 0] = (ids[0, 0] + 1) % backbone.vocabulary_size
     with torch.no_grad(), eval_mode(backbone):
-        one, other = (backbone(pack_sequence([row, row]), window=2) for row in ids)
+        limit = {"group" if groups else "window": 2}
+        one, other = (backbone(pack_sequence([row, row]), **limit) for row in ids)
         # The last token of each of the two documents.
         last = [ids.shape[1] - 1, 2 * ids.shape[1] - 1]
         limited = not backbone.is_stateful and torch.allclose(one[:, last], other[:, last], rtol=0, atol=1e-3)
     if not limited:
         raise ValueError(
-            f"`short_method: sliding_window` does not support `{type(backbone.base_model).__name__}` with '{name}'"
-            " attention, which ignores the window: set `attn_implementation` to sdpa, or `short_method: windows`."
+            f"`{'shifted_sparse_attention' if groups else 'short_method: sliding_window'}` does not support"
+            f" `{type(backbone.base_model).__name__}` with '{name}' attention, which ignores the"
+            f" {'groups' if groups else 'window'}: set `attn_implementation` to sdpa, or"
+            f" {'remove it' if groups else '`short_method: windows`'}."
         )

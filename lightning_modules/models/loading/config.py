@@ -132,6 +132,8 @@ class ModelConfig:
         dtype: Dtype of the weights; ``auto`` keeps the stored one.
         attn_implementation: As in transformers. ``auto`` on a GPU in half precision is ``flash_attention_3`` on Hopper,
             else ``flash_attention_2``, whichever is installed; otherwise ``sdpa``.
+        shifted_sparse_attention: Tokens in a group of shifted sparse attention (S²-Attn of LongLoRA, a quarter of the
+            sequence there), an even number: the pass with gradient has it, scores and evaluation have full attention.
         gradient_checkpointing: Recompute the activations of each layer in the backward pass. ``selective`` keeps the
             outputs of attention, which is faster and takes ``tokens * hidden size`` more numbers per layer.
         offload_activations: Keep the layer inputs that checkpointing keeps in host memory. The GPU waits for each copy.
@@ -151,6 +153,7 @@ class ModelConfig:
     revision: str | None = None
     dtype: DType = "auto"
     attn_implementation: str = "auto"
+    shifted_sparse_attention: int | None = None
     gradient_checkpointing: Checkpointing = False
     offload_activations: bool = False
     residual_dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -165,6 +168,12 @@ class ModelConfig:
             object.__setattr__(self, "server", ServerConfig(**self.server))
         if self.offload_activations and not self.gradient_checkpointing:
             raise ValueError("`offload_activations` needs checkpointing: set `gradient_checkpointing` to true.")
+        group = self.shifted_sparse_attention
+        if group is not None and (group < 2 or group % 2):
+            raise ValueError(
+                "`shifted_sparse_attention` must be an even number of 2 or more, because half of the heads are shifted"
+                f" by half a group, got {group}."
+            )
         if self.context_extension is not None and is_served(self.pretrained_model_name_or_path):
             raise ValueError(
                 f"'{self.pretrained_model_name_or_path}' is a server, which extends its context itself: remove"

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from datamodules.packing.positions import PoSE
 from lightning_modules.batch import pack_sequence, stack_sequences
-from lightning_modules.functional.windows import ShortContext
+from lightning_modules.functional.windows import ShortContext, Window, window_batch
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.attention import DOCUMENT_SDPA
 from lightning_modules.models.short_context import long_and_short, sliding_window_log_likelihood
@@ -82,16 +82,20 @@ def pair(request, tmp_path_factory):
         optimizer=lambda parameters: FullRecorder(parameters, lr=1.0),
     )
     module.configure_model()
-    config = module.backbone.base_model.config.to_dict()
-    if request.param == "EABF":
-        config["rope_parameters"] = {"rope_type": "default", "rope_theta": 500_000.0}
-    dense = AutoModelForCausalLM.from_config(
-        type(module.backbone.base_model.config)(**config), attn_implementation="sdpa", dtype=torch.float64
-    )
-    dense.load_state_dict(module.backbone.base_model.state_dict())
-    if request.param == "EABF":
+    return module, dense_model(module.backbone.base_model, with_eabf=request.param == "EABF")
+
+
+def dense_model(model, *, with_eabf=False):
+    """The same model without our attention."""
+    settings = model.config.to_dict()
+    if with_eabf:
+        settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 500_000.0}
+    config = type(model.config)(**settings)
+    dense = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float64)
+    dense.load_state_dict(model.state_dict())
+    if with_eabf:
         scale_queries(dense)
-    return module, dense.eval()
+    return dense.eval()
 
 
 def fit(module, batch, root):
@@ -119,7 +123,8 @@ def test_scores_and_gradient_are_those_of_dense_attention(pair, tmp_path):
         # 1. Both scores of each token.
         with torch.no_grad():
             expected_long, expected_short = reference.long_and_short(dense, ids, K, D, positions)
-            expected_sliding = reference.document_log_likelihood(dense, ids, positions, window=K)
+            in_window = torch.ones(len(ids), len(ids), dtype=torch.bool).tril().triu(1 - K)
+            expected_sliding = reference.document_log_likelihood(dense, ids, positions, in_window)
         torch.testing.assert_close(long[place], expected_long, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(short[place], expected_short, rtol=1e-6, atol=1e-6)
         # 2. Tokens that cannot be key tokens are skipped, from the K + d-th of a document on.
@@ -153,6 +158,15 @@ def test_documents_in_passes_of_their_own_keep_their_positions(pair):
         for ids, positions, place in split(batch):
             expected = reference.document_log_likelihood(dense, ids, positions)
             torch.testing.assert_close(actual[place], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_windows_keep_skips_and_have_no_negative_positions():
+    batch = pack_sequence(documents(14, 9))
+    batch["position_ids"][0, 7:14] += 100
+    windows = [(0, Window(4, 10, 14)), (0, Window(10, 12, 14))]
+    positions = window_batch(batch, windows)["position_ids"].tolist()
+    assert positions[0] == [0, 1, 2, 103, 104, 105, 106, 107, 108, 109]
+    assert positions[1] == [100, 101, 102, 103, 4, 5, 6, 7, 8, 9]  # the padding is from the next document
 
 
 @pytest.mark.parametrize(
