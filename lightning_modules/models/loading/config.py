@@ -134,7 +134,10 @@ class ModelConfig:
         offload_activations: Keep the layer inputs that checkpointing keeps in host memory. The GPU waits for each copy.
         residual_dtype: Dtype of the residual stream between layers with float32 weights in ``bf16-mixed``. ``float32``
             doubles the memory of the layer inputs. FSDP2 ignores it: it gathers weights in bfloat16.
-        compile: Compile the decoder layers with torch.compile, except attention and the last layer; takes minutes.
+        compile: Compile the norms, projections and MLPs of the decoder layers with torch.compile; takes minutes.
+            ``auto`` compiles on a GPU, unless torch cannot or the scores would be wrong.
+        fused_norms: Compute root mean square norms by torch's kernel, which rounds once. ``auto`` does so on a GPU; on
+            a CPU it is not faster.
         lora: Arguments of ``peft.LoraConfig``; the other weights are frozen. ``modules_to_save: embeddings-and-norms``
             also trains those in full, as in LongLoRA.
         quantization: Arguments of ``transformers.BitsAndBytesConfig``: frozen weights in 4 or 8 bits, as in QLoRA.
@@ -151,7 +154,8 @@ class ModelConfig:
     gradient_checkpointing: Checkpointing = False
     offload_activations: bool = False
     residual_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    compile: bool = False
+    compile: bool | Literal["auto"] = False
+    fused_norms: bool | Literal["auto"] = False
     lora: dict[str, Any] | None = None
     quantization: dict[str, Any] | None = None
     trust_remote_code: bool = False
