@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_modules.models.context_extension.frequencies import global_parameters
@@ -76,16 +76,16 @@ def _cast_hidden_states(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...
 def enable_checkpointing(model: PreTrainedModel, kind: Checkpointing, *, offload: bool = False) -> None:
     """Recompute the activations of each layer in the backward pass.
 
-    With ``selective``, attention is not recomputed, which is the most expensive part of a layer for long sequences.
-    Gradients are identical, and each layer keeps ``T * heads * head_dim`` more numbers. With ``offload``, the layers'
-    inputs, but not these numbers, are kept in pinned host memory. The stream that computes also copies them, and waits.
+    ``auto`` is chosen before a model is loaded, by `longce fit`; here it means ``true``. With ``selective``, attention
+    is not recomputed, which is the most expensive part of a layer for long sequences. Gradients are identical, and each
+    layer keeps ``T * heads * head_dim`` more numbers. With ``offload``, the layers' inputs, but not these numbers, are
+    kept in pinned host memory. The stream that computes also copies them, and waits.
     """
     if not kind:
         return
     attention = model.config._attn_implementation
-    rope_type = global_parameters(model.config).get("rope_type")
-    supported = re.search(r"sdpa$|flash[a-z_-]*[23]\b", attention) is not None and rope_type not in PATTERNS
-    if kind == "selective" and not supported:
+    if kind == "selective" and not can_keep_attention(attention, model.config):
+        rope_type = global_parameters(model.config).get("rope_type")
         raise ValueError(
             "`gradient_checkpointing: selective` supports the attention implementations sdpa, flash_attention_2 and"
             f" flash_attention_3 and no attention patterns, but the model has '{attention}' and RoPE of type"
@@ -101,6 +101,12 @@ def enable_checkpointing(model: PreTrainedModel, kind: Checkpointing, *, offload
     if offload:
         for layer in _find_checkpointed(model):
             layer._gradient_checkpointing_func = partial(_run_offloaded, layer._gradient_checkpointing_func)
+
+
+def can_keep_attention(attention: str, config: PreTrainedConfig) -> bool:
+    """Return whether ``selective`` checkpointing supports an attention implementation and the model's RoPE type."""
+    rope_type = global_parameters(config).get("rope_type")
+    return re.search(r"sdpa$|flash[a-z_-]*[23]\b", attention) is not None and rope_type not in PATTERNS
 
 
 def _find_checkpointed(model: nn.Module) -> list[Any]:

@@ -10,8 +10,9 @@ from typing import Any, Literal
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 """Dtype of the weights; ``auto`` keeps the stored one."""
 
-Checkpointing = bool | Literal["selective"]
-"""``true`` keeps only the input of each layer; ``selective`` also keeps the outputs of its attention."""
+Checkpointing = bool | Literal["selective", "auto"]
+"""``true`` keeps only the input of each layer; ``selective`` also keeps the outputs of its attention; ``auto`` is the
+fastest one that fits on the GPU."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,9 @@ class ModelConfig:
         attn_implementation: As in transformers. ``auto`` on a GPU in half precision is ``flash_attention_3`` on Hopper,
             else ``flash_attention_2``, whichever is installed; otherwise ``sdpa``.
         gradient_checkpointing: Recompute the activations of each layer in the backward pass. ``selective`` keeps the
-            outputs of attention, which is faster and takes ``tokens * hidden size`` more numbers per layer.
+            outputs of attention, which is faster and takes ``tokens * hidden size`` more numbers per layer. With
+            ``auto``, `longce fit` on a GPU takes the first of ``false``, ``selective`` and ``true`` that fits according
+            to `longce plan`; anywhere else it means ``true``.
         offload_activations: Keep the layer inputs that checkpointing keeps in host memory. The GPU waits for each copy.
         residual_dtype: Dtype of the residual stream between layers with float32 weights in ``bf16-mixed``. ``float32``
             doubles the memory of the layer inputs. FSDP2 ignores it: it gathers weights in bfloat16.
