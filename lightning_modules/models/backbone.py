@@ -93,6 +93,7 @@ class Backbone(Scorer):
         self.isolates_documents = False
         self.longest_packed = index_free_length(config)  # of sequences with several documents, None without a limit
         self.checked_conditions: tuple[Any, ...] | None = None
+        self.needs_compiled = True  # otherwise, layers that cannot be compiled run as written
         # 3. What was reported already.
         self._longest_warned = 0
         self._reported_separate_passes = False

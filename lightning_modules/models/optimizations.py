@@ -1,15 +1,18 @@
 """Memory and speed optimizations that do not change results, and context managers for a model's modes."""
 
 import contextlib
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from types import MethodType
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_modules.models.context_extension.frequencies import global_parameters
@@ -73,16 +76,16 @@ def _cast_hidden_states(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...
 def enable_checkpointing(model: PreTrainedModel, kind: Checkpointing, *, offload: bool = False) -> None:
     """Recompute the activations of each layer in the backward pass.
 
-    With ``selective``, attention is not recomputed, which is the most expensive part of a layer for long sequences.
-    Gradients are identical, and each layer keeps ``T * heads * head_dim`` more numbers. With ``offload``, the layers'
-    inputs, but not these numbers, are kept in pinned host memory. The stream that computes also copies them, and waits.
+    ``auto`` is chosen before a model is loaded, by `longce fit`; here it means ``true``. With ``selective``, attention
+    is not recomputed, which is the most expensive part of a layer for long sequences. Gradients are identical, and each
+    layer keeps ``T * heads * head_dim`` more numbers. With ``offload``, the layers' inputs, but not these numbers, are
+    kept in pinned host memory. The stream that computes also copies them, and waits.
     """
     if not kind:
         return
     attention = model.config._attn_implementation
-    rope_type = global_parameters(model.config).get("rope_type")
-    supported = re.search(r"sdpa$|flash[a-z_-]*[23]\b", attention) is not None and rope_type not in PATTERNS
-    if kind == "selective" and not supported:
+    if kind == "selective" and not can_keep_attention(attention, model.config):
+        rope_type = global_parameters(model.config).get("rope_type")
         raise ValueError(
             "`gradient_checkpointing: selective` supports the attention implementations sdpa, flash_attention_2 and"
             f" flash_attention_3 and no attention patterns, but the model has '{attention}' and RoPE of type"
@@ -98,6 +101,12 @@ def enable_checkpointing(model: PreTrainedModel, kind: Checkpointing, *, offload
     if offload:
         for layer in _find_checkpointed(model):
             layer._gradient_checkpointing_func = partial(_run_offloaded, layer._gradient_checkpointing_func)
+
+
+def can_keep_attention(attention: str, config: PreTrainedConfig) -> bool:
+    """Return whether ``selective`` checkpointing supports an attention implementation and the model's RoPE type."""
+    rope_type = global_parameters(config).get("rope_type")
+    return re.search(r"sdpa$|flash[a-z_-]*[23]\b", attention) is not None and rope_type not in PATTERNS
 
 
 def _find_checkpointed(model: nn.Module) -> list[Any]:
@@ -116,14 +125,18 @@ def _keep_attention(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPo
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def can_compile(decoder: Any) -> bool:
+    """Return whether `compile_layers` supports a decoder."""
+    return isinstance(getattr(decoder, "layers", None), nn.ModuleList)
+
+
 def compile_layers(decoder: Any, *, backend: str = "inductor") -> None:
     """Compile the norms, attention projections and MLPs of all decoder layers, at their first use.
 
     Not whole layers: attention stays out, or it would be compiled for each number of documents, and torch compiles
     nothing of a checkpointed layer in which a function stays out.
     """
-    layers = getattr(decoder, "layers", None)
-    if not isinstance(layers, nn.ModuleList):
+    if not can_compile(decoder):
         raise ValueError(
             f"`compile: true` does not support `{type(decoder).__name__}`, which has no `layers`: remove it."
         )
@@ -131,8 +144,20 @@ def compile_layers(decoder: Any, *, backend: str = "inductor") -> None:
     wrap_attention(decoder.config._attn_implementation)
     # With and without gradient and autocast, for one or several sequences of fixed or variable length.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
-    for part in (part for layer in layers for part in layer.children()):
-        part.compile(backend=backend)
+    for layer in decoder.layers:
+        for part in layer.children():
+            part.compile(backend=backend)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module has compiled parts."""
+    return any(part._compiled_call_impl is not None for part in module.modules())
+
+
+def remove_compiled(module: nn.Module) -> None:
+    """Run all parts as written from now on."""
+    for part in module.modules():
+        part._compiled_call_impl = None
 
 
 @contextlib.contextmanager
@@ -147,3 +172,87 @@ def uncompiled(module: nn.Module) -> Iterator[None]:
     finally:
         for part, compiled in parts.items():
             part._compiled_call_impl = compiled
+
+
+class FusedNorm(NamedTuple):
+    """How a module computes a root mean square norm (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467)."""
+
+    epsilon: float
+    offset: float  # added to the weight: 1 in Gemma
+    keeps_dtype: bool  # of the input; otherwise, a float32 weight makes the result float32
+
+
+def fuse_norms(model: nn.Module) -> int:
+    """Compute the root mean square norms of a model by ``torch.nn.functional.rms_norm``; return their number.
+
+    On a GPU, this is one kernel instead of six. It rounds once, at the end, where most models round before they
+    multiply by the weight. Modules, names of weights and other kinds of norms stay as they are.
+    """
+    fused = 0
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        norm = _recognize_norm(module)
+        if norm is not None:
+            # Attributes of the module, and not a closure, so that copies of it use their own weights.
+            module.fused_norm = norm
+            module.forward = MethodType(_fused_forward, module)
+            fused += 1
+    return fused
+
+
+def _recognize_norm(module: nn.Module) -> FusedNorm | None:
+    """Return how a module computes a norm over the last dimension; None if it does anything else.
+
+    Classes of the same formula have many names, so the values decide, for weights that are not those of the model.
+    """
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    parameters = dict(module.named_parameters())
+    # A norm with further inputs, such as a gate, may do without them here, but not in the model.
+    one_input = len(inspect.signature(module.forward).parameters) == 1
+    if [*parameters] != ["weight"] or not isinstance(epsilon, float) or not one_input or isinstance(module, nn.RMSNorm):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    shape = parameters["weight"].shape
+    # On the CPU, also for a model on the meta device. Of the three scales, epsilon decides the result of the smallest.
+    scales = torch.tensor([[1e-3], [1.0], [30.0]], device="cpu")
+    hidden_states = scales * torch.randn(3, *shape, generator=generator, device="cpu")
+    weight = torch.randn(shape, generator=generator, device="cpu")
+    try:
+        values = torch.func.functional_call(module, {"weight": weight}, hidden_states)
+        half = torch.func.functional_call(module, {"weight": weight}, hidden_states.bfloat16())
+    except (RuntimeError, ValueError, TypeError, IndexError):  # a convolution, for example
+        return None
+    for offset in (0.0, 1.0):
+        expected = F.rms_norm(hidden_states, shape, weight + offset, epsilon)
+        if values.shape == expected.shape and torch.allclose(values, expected, rtol=1e-5, atol=1e-6):
+            return FusedNorm(epsilon, offset, half.dtype == torch.bfloat16)
+    return None
+
+
+def _fused_forward(module: Any, hidden_states: Tensor) -> Tensor:
+    """Compute the norm of `FusedNorm` over the last dimension of ``[.., D]`` hidden states."""
+    epsilon, offset, keeps_dtype = module.fused_norm
+    # The kernel needs one dtype. In half precision, a sum of weight and offset would lose bits of the weight.
+    dtype = torch.promote_types(hidden_states.dtype, torch.float32 if offset else module.weight.dtype)
+    weight = module.weight.to(dtype) + offset if offset else module.weight.to(dtype)
+    output = F.rms_norm(hidden_states.to(dtype), weight.shape, weight, epsilon)
+    # Autocast may have computed it in float32.
+    return output.to(hidden_states.dtype if keeps_dtype else dtype)
+
+
+def fused_norms(module: nn.Module) -> list[nn.Module]:
+    """Return the norms that `fuse_norms` has changed."""
+    return [part for part in module.modules() if isinstance(getattr(part, "fused_norm", None), FusedNorm)]
+
+
+@contextlib.contextmanager
+def unfused(module: nn.Module) -> Iterator[None]:
+    """Compute the norms of `fuse_norms` as written."""
+    norms = fused_norms(module)
+    for norm in norms:
+        del norm.forward
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.forward = MethodType(_fused_forward, norm)

@@ -5,6 +5,7 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from lightning_modules.training.sequence_parallel import sequence_parallel_size
 from longce.cli.config_files import names_model_class
 from longce.cli.experiment_parser import ExperimentParser
 from longce.cli.slow_types import avoid_slow_settings, avoid_slow_weights
-from longce.plan.plan import plan_utilization
+from longce.plan.plan import plan_checkpointing, plan_utilization
 
 _DESCRIPTIONS = {
     "fit": "Fine-tune a model, and evaluate its LongPPL during training.",
@@ -233,6 +234,9 @@ class LongceCLI(LightningCLI):
         pose = getattr(self.datamodule, "pose", None) if fits else None
         model.check_early(rows, sequence_parallel_size(self.trainer), None if pose is None else pose.target_length)
         avoid_slow_weights(model, self.trainer)
+        if fits and model.loading.gradient_checkpointing == "auto":
+            chosen = plan_checkpointing(model, self.config["fit"], self.trainer)
+            model.loading = replace(model.loading, gradient_checkpointing=chosen)
         if fits:
             model.optimization.check(self.trainer)
             curriculum = getattr(self.datamodule, "curriculum", None)

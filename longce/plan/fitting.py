@@ -6,7 +6,11 @@ from itertools import combinations
 
 import torch
 
+from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.load import choose_attention
+from lightning_modules.models.optimizations import can_keep_attention
 from lightning_modules.training.preflight import check_sequence_parallelism
+from longce.plan.flops import Checkpointing
 from longce.plan.hardware import GPU
 from longce.plan.memory import GIB
 from longce.plan.settings import Experiment
@@ -23,6 +27,27 @@ class Fitting:
     settings: list[str]  # what to set
     gpus: int
     needed: float  # GiB on each of them
+
+
+def choose_checkpointing(experiment: Experiment, gpu: GPU, sizes: ModelSizes) -> Checkpointing:
+    """Return the checkpointing with the least recomputation with which a step fits; ``full`` if it never does.
+
+    An attention whose outputs cannot be kept is not planned with ``selective``, and offloaded inputs of layers need
+    checkpointing.
+    """
+    kinds: list[Checkpointing] = ["none", "selective"]
+    if experiment.training.offload_activations:
+        kinds.remove("none")
+    attention = experiment.attn_implementation
+    if attention == "auto":
+        attention = choose_attention(ModelConfig(), experiment.config, device="cuda")
+    if not can_keep_attention(attention, experiment.config):
+        kinds.remove("selective")
+    for kind in kinds:
+        training = replace(experiment.training, checkpointing=kind)
+        if sizes.training_memory(training, experiment.lora).needed <= gpu.memory * GIB:
+            return kind
+    return "full"
 
 
 def find_fitting(experiment: Experiment, gpu: GPU, sizes: ModelSizes) -> Fitting | None:

@@ -8,7 +8,8 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_modules.long_context_lm import LongContextLM
-from longce.plan.fitting import find_fitting
+from lightning_modules.models.loading.config import Checkpointing
+from longce.plan.fitting import choose_checkpointing, find_fitting
 from longce.plan.flops import (
     Flops,
     ce_step_flops,
@@ -18,7 +19,7 @@ from longce.plan.flops import (
 )
 from longce.plan.hardware import GPU, Range, Rates, find_rates, recognize_gpu
 from longce.plan.memory import GIB, Memory, Training
-from longce.plan.settings import Experiment, read_experiment
+from longce.plan.settings import CHECKPOINTING, Experiment, read_experiment
 from longce.plan.sizes import ModelSizes
 
 _log = logging.getLogger(__name__)
@@ -28,11 +29,14 @@ class Planner:
     """Planner of one experiment on one kind of GPU."""
 
     def __init__(self, experiment: Experiment, gpu: GPU, rates: Rates) -> None:
+        self.sizes = ModelSizes(experiment.config)
+        if experiment.chooses_checkpointing:
+            kind = choose_checkpointing(experiment, gpu, self.sizes)
+            experiment = replace(experiment, training=replace(experiment.training, checkpointing=kind))
         self.experiment = experiment
         self.gpu = gpu
         self.rates = rates
         self.training = training = experiment.training
-        self.sizes = ModelSizes(experiment.config)
         self.shape = self.sizes.shape(experiment.lora)
         # Sequences per step and GPU; a fraction if GPUs split sequences.
         self.rows_per_gpu = experiment.accumulated * training.rows / training.sequence_parallel_size
@@ -151,13 +155,38 @@ def plan_utilization(model: LongContextLM, options: Any, trainer: Trainer) -> fl
     gpu = recognize_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if gpu is None:
         return None
-    options = options.clone()
-    options.gpus = trainer.world_size
     try:
-        return make_planner(model, options, gpu).peak_seconds_per_token()
+        return _plan_run(model, options, trainer, gpu).peak_seconds_per_token()
     except Exception as error:  # an estimate must not stop a run
         _log.info("Without MFU: %s", error)
         return None
+
+
+def plan_checkpointing(model: LongContextLM, options: Any, trainer: Trainer) -> Checkpointing:
+    """Return the ``gradient_checkpointing`` that ``auto`` means for a run, by the memory of its GPUs.
+
+    It is true, which needs the least memory, on a CPU and for what is not supported.
+    """
+    device = trainer.strategy.root_device
+    if device.type != "cuda":
+        return True
+    name = torch.cuda.get_device_name(device)
+    known = recognize_gpu(name) or GPU(name, tflops=1.0, memory=0.0)  # the rate does not change the memory
+    memory = torch.cuda.get_device_properties(device).total_memory / GIB
+    try:
+        planned = _plan_run(model, options, trainer, known._replace(memory=memory)).training.checkpointing
+    except Exception as error:  # an estimate must not stop a run
+        _log.info("`gradient_checkpointing: auto` is true, because this run cannot be planned: %s", error)
+        return True
+    value = next(value for value, kind in CHECKPOINTING.items() if kind == planned)
+    _log.info("`gradient_checkpointing: auto` is %s, by `longce plan` for %.0f GiB.", str(value).lower(), memory)
+    return value
+
+
+def _plan_run(model: LongContextLM, options: Any, trainer: Trainer, gpu: GPU) -> Planner:
+    options = options.clone()
+    options.gpus = trainer.world_size
+    return make_planner(model, options, gpu)
 
 
 def _describe_memory(memory: Memory, gpu: GPU) -> dict[str, Any]:

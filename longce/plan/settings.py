@@ -10,12 +10,13 @@ from lightning_modules.functional.checks import check_count
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.context_extension.frequencies import global_parameters
 from lightning_modules.models.context_extension.patterns import PATTERNS
-from lightning_modules.models.loading.config import ModelConfig
+from lightning_modules.models.loading.config import Checkpointing, ModelConfig
 from lightning_modules.models.loading.dtypes import stored_dtype
 from lightning_modules.models.loading.load import load_config
 from lightning_modules.objectives import Scheduled
 from lightning_modules.training.preflight import check_influence, check_sequence_parallelism, check_trainable
 from lightning_modules.training.sequence_parallel import check_processes
+from longce.plan.flops import Checkpointing as PlannedCheckpointing
 from longce.plan.memory import QUANTIZED_BYTES, Training
 
 # Type of the weights, unless `model.dtype` decides it, and type of the matrix products in mixed precision.
@@ -28,6 +29,14 @@ _PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
 }
 # Numbers that an optimizer keeps for each weight, if they are not the two of AdamW.
 _MOMENTS = {"SGD": 0.0, "Adagrad": 1.0, "RMSprop": 1.0, "Lion": 1.0, "Adafactor": 0.0}
+
+CHECKPOINTING: dict[Checkpointing, PlannedCheckpointing] = {
+    False: "none",
+    "selective": "selective",
+    True: "full",
+    "auto": "full",  # until `choose_checkpointing` chooses it
+}
+"""Names of the plan for the values of `ModelConfig.gradient_checkpointing`."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,7 @@ class Experiment:
     optimizer: str = "AdamW"
     precision: str = "bf16-mixed"
     attn_implementation: str = "auto"
+    chooses_checkpointing: bool = False  # whether the memory of the GPU decides it
     curriculum: Curriculum | None = None
     notes: tuple[str, ...] = ()  # assumptions, and settings that the plan ignores
 
@@ -94,7 +104,7 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         quantized=None if quantization is None else QUANTIZED_BYTES[4 if quantization.get("load_in_4bit") else 8],
         offload_activations=loading.offload_activations,
         bfloat16_residual=loading.residual_dtype == "bfloat16" or distribution["sharded"],
-        checkpointing="selective" if checkpointing == "selective" else "full" if checkpointing else "none",
+        checkpointing=CHECKPOINTING[checkpointing],
         moments=moments,
         accumulates=(trainer.get("accumulate_grad_batches") or 1) > 1,
         step_copy=moments > 0 and not settings.get("fused") and settings.get("foreach") is not False,
@@ -111,6 +121,7 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         optimizer=optimizer,
         precision=precision,
         attn_implementation=loading.attn_implementation,
+        chooses_checkpointing=checkpointing == "auto",
         curriculum=_read_curriculum(data.get("curriculum"), tokens),
         notes=tuple(notes),
     )

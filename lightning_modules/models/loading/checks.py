@@ -1,5 +1,6 @@
 """Checks of a loaded model: whether its scores are right, and what training needs of it."""
 
+import logging
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -22,7 +23,16 @@ from lightning_modules.models.loading.probes import (
     short_windows,
     vocabulary_size,
 )
-from lightning_modules.models.optimizations import eval_mode, uncompiled
+from lightning_modules.models.optimizations import (
+    eval_mode,
+    fused_norms,
+    is_compiled,
+    remove_compiled,
+    uncompiled,
+    unfused,
+)
+
+_log = logging.getLogger(__name__)
 
 
 def check_scoring(backbone: Backbone) -> None:
@@ -34,8 +44,8 @@ def check_scoring(backbone: Backbone) -> None:
     device, dtype, precision and attention implementation.
 
     Raises:
-        ValueError: If our log-likelihoods differ from the model's own, or those of compiled layers from the layers as
-            written, which would make all results wrong.
+        ValueError: If our log-likelihoods differ from the model's own, or those of compiled layers or fused norms from
+            the layers as written, which would make all results wrong.
     """
     if backbone.checked_conditions == _conditions(backbone):
         return
@@ -44,8 +54,8 @@ def check_scoring(backbone: Backbone) -> None:
     documents = torch.randint(vocabulary_size(backbone), (12,), generator=generator).to(backbone.device).split([7, 5])
     name, attention = type(backbone.base_model).__name__, backbone.attention
     with torch.no_grad(), eval_mode(backbone), short_windows(backbone):
-        # 1. Compare our logits of two documents with the model's own, by an attention that we did not write.
-        with attention_of_transformers(backbone):
+        # 1. Compare our logits of two documents with the model's own, by layers and an attention that we did not write.
+        with attention_of_transformers(backbone), uncompiled(backbone), unfused(backbone):
             logits, error = backbone.unsharded(lambda: compare_logits(backbone, documents))
         if not all(torch.isfinite(of_document).all() for of_document in logits):
             raise ValueError(
@@ -60,15 +70,19 @@ def check_scoring(backbone: Backbone) -> None:
                 f"`{name}` is not supported: logits computed from its hidden states differ from its own by {error:.2g}"
                 " standard deviations, so it must transform them in some other way. Use another model."
             )
-        if not is_causal(backbone, documents[0]):
+        with uncompiled(backbone):
+            causal = is_causal(backbone, documents[0])
+        if not causal:
             raise ValueError(
                 f"`{name}` is not a causal LM: its hidden states depend on the tokens that follow, which it should"
                 " predict. Use another model, or set `is_decoder: true` in `model_config` if it has this key."
             )
-        # 2. Compare compiled layers with the layers as written.
+        # 2. Compare fused norms and compiled layers with the layers as written.
         tolerance = (0.01 if exact else 0.5) * max(1.0, logits[0].float().std().item())
         expected = gather_scores(logits, documents)
-        if any(part._compiled_call_impl is not None for part in backbone.modules()):
+        if fused_norms(backbone):
+            _check_fused(backbone, documents, tolerance)
+        if is_compiled(backbone):
             _check_compiled(backbone, documents, tolerance)
         # 3. Find out how packed documents can be scored like single ones.
         difference = choose_masks(backbone, documents, expected, tolerance, exact=exact)
@@ -81,17 +95,43 @@ def check_scoring(backbone: Backbone) -> None:
     backbone.checked_conditions = _conditions(backbone)
 
 
-def _check_compiled(backbone: Backbone, documents: Sequence[Tensor], tolerance: float) -> None:
-    """Raise a ``ValueError`` if compiled layers give other log-likelihoods than the layers as written."""
-    compiled = score_alone(backbone, documents)
+def _check_fused(backbone: Backbone, documents: Sequence[Tensor], tolerance: float) -> None:
+    """Raise a ``ValueError`` if fused norms give other log-likelihoods than the norms as written."""
     with uncompiled(backbone):
-        written = score_alone(backbone, documents)
-    difference = (compiled - written).abs().max().item()
+        fused = score_alone(backbone, documents)
+        with unfused(backbone):
+            written = score_alone(backbone, documents)
+    difference = (fused - written).abs().max().item()
     if not difference <= tolerance:  # also for NaN
         raise ValueError(
-            "The compiled layers are wrong on this machine: update torch, or remove `compile: true`. Log-likelihoods"
+            "The fused norms are wrong on this machine: update torch, or set `fused_norms: false`. Log-likelihoods"
             f" differ by {difference:.2g} nats."
         )
+
+
+def _check_compiled(backbone: Backbone, documents: Sequence[Tensor], tolerance: float) -> None:
+    """Compare the log-likelihoods of compiled layers with those of the layers as written.
+
+    With ``compile: auto``, layers that cannot be compiled, or are compiled wrongly, run as written from here on;
+    otherwise, raise a ``ValueError``.
+    """
+    with uncompiled(backbone):
+        written = score_alone(backbone, documents)
+    try:
+        difference = (score_alone(backbone, documents) - written).abs().max().item()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # as those of the compiler are, such as for a missing Triton
+        reason = " ".join(str(error).split("\n")[:2])  # what raised it, and what it says
+        problem = f"torch cannot compile the layers on this machine ({reason})"
+    else:
+        if difference <= tolerance:  # not for NaN
+            return
+        problem = f"The compiled layers are wrong on this machine (log-likelihoods differ by {difference:.2g} nats)"
+    if backbone.needs_compiled:
+        raise ValueError(f"{problem}: update torch, or remove `compile: true`.")
+    _log.warning("%s, so they are not compiled.", problem)
+    remove_compiled(backbone)
 
 
 def _conditions(backbone: Backbone) -> tuple[Any, ...]:

@@ -10,8 +10,9 @@ from typing import Any, Literal
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 """Dtype of the weights; ``auto`` keeps the stored one."""
 
-Checkpointing = bool | Literal["selective"]
-"""``true`` keeps only the input of each layer; ``selective`` also keeps the outputs of its attention."""
+Checkpointing = bool | Literal["selective", "auto"]
+"""``true`` keeps only the input of each layer; ``selective`` also keeps the outputs of its attention; ``auto`` is the
+fastest one that fits on the GPU."""
 
 
 @dataclass(frozen=True)
@@ -135,11 +136,16 @@ class ModelConfig:
         shifted_sparse_attention: Tokens in a group of shifted sparse attention (S²-Attn of LongLoRA, a quarter of the
             sequence there), an even number: the pass with gradient has it, scores and evaluation have full attention.
         gradient_checkpointing: Recompute the activations of each layer in the backward pass. ``selective`` keeps the
-            outputs of attention, which is faster and takes ``tokens * hidden size`` more numbers per layer.
+            outputs of attention, which is faster and takes ``tokens * hidden size`` more numbers per layer. With
+            ``auto``, `longce fit` on a GPU takes the first of ``false``, ``selective`` and ``true`` that fits according
+            to `longce plan`; anywhere else it means ``true``.
         offload_activations: Keep the layer inputs that checkpointing keeps in host memory. The GPU waits for each copy.
         residual_dtype: Dtype of the residual stream between layers with float32 weights in ``bf16-mixed``. ``float32``
             doubles the memory of the layer inputs. FSDP2 ignores it: it gathers weights in bfloat16.
-        compile: Compile the decoder layers with torch.compile, except attention; takes minutes.
+        compile: Compile the norms, projections and MLPs of the decoder layers with torch.compile; takes minutes.
+            ``auto`` compiles on a GPU, unless torch cannot or the scores would be wrong.
+        fused_norms: Compute root mean square norms by torch's kernel, which rounds once. ``auto`` does so on a GPU; on
+            a CPU it is not faster.
         lora: Arguments of ``peft.LoraConfig``; the other weights are frozen. ``modules_to_save: embeddings-and-norms``
             also trains those in full, as in LongLoRA.
         quantization: Arguments of ``transformers.BitsAndBytesConfig``: frozen weights in 4 or 8 bits, as in QLoRA.
@@ -157,7 +163,8 @@ class ModelConfig:
     gradient_checkpointing: Checkpointing = False
     offload_activations: bool = False
     residual_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    compile: bool = False
+    compile: bool | Literal["auto"] = False
+    fused_norms: bool | Literal["auto"] = False
     lora: dict[str, Any] | None = None
     quantization: dict[str, Any] | None = None
     trust_remote_code: bool = False

@@ -4,7 +4,7 @@ import contextlib
 import importlib.util
 import logging
 from collections.abc import Iterator
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -22,7 +22,13 @@ from lightning_modules.models.loading.config import ModelConfig, is_served
 from lightning_modules.models.loading.dtypes import report_dtype, scoring_config, stored_dtype
 from lightning_modules.models.loading.file_checks import check_config, check_weight_files, pickles_refused
 from lightning_modules.models.loading.gguf.conversion import model_folder
-from lightning_modules.models.optimizations import compile_layers, enable_checkpointing, use_bfloat16_residual
+from lightning_modules.models.optimizations import (
+    can_compile,
+    compile_layers,
+    enable_checkpointing,
+    fuse_norms,
+    use_bfloat16_residual,
+)
 from lightning_modules.models.progress import report_progress
 from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.served.scorer import connect
@@ -67,6 +73,8 @@ def load_backbone(
         if with_weights:
             check_rotary(model)
         forget_earlier_lengths(model)
+        if _is_on(config.fused_norms, device):
+            fuse_norms(model)
         enable_checkpointing(model, config.gradient_checkpointing, offload=config.offload_activations)
         if autocast and config.residual_dtype == "bfloat16":
             use_bfloat16_residual(model)
@@ -76,9 +84,19 @@ def load_backbone(
         model = load_adapters(model, adapters, with_weights=with_weights)
     # 3. Wrap it: from here on, it computes log-likelihoods instead of logits.
     backbone = Backbone(model)
-    if config.compile:
-        compile_layers(backbone.decoder)
+    _compile(backbone, config, device)
     return backbone
+
+
+def _compile(backbone: Backbone, config: ModelConfig, device: torch.device | str) -> None:
+    backbone.needs_compiled = config.compile is True
+    if _is_on(config.compile, device) and (backbone.needs_compiled or can_compile(backbone.decoder)):
+        compile_layers(backbone.decoder)
+
+
+def _is_on(option: bool | Literal["auto"], device: torch.device | str) -> bool:
+    """Return whether an option is on, where ``auto`` means on a GPU."""
+    return option is True or (option == "auto" and torch.device(device).type == "cuda")
 
 
 def load_frozen(config: ModelConfig, device: torch.device | str) -> Backbone:

@@ -1,5 +1,7 @@
 """Compiled layers compute what the plain ones do, and are compiled a bounded number of times."""
 
+import re
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -11,7 +13,7 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.loading.checks import check_scoring
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone
-from lightning_modules.models.optimizations import compile_layers, enable_checkpointing
+from lightning_modules.models.optimizations import compile_layers, enable_checkpointing, is_compiled
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.tasks.generation import generate
 from tests.conftest import tiny_model
@@ -132,15 +134,48 @@ def test_nothing_is_compiled_while_text_is_generated(graphs):
     assert graphs.runs == 3 * 5
 
 
+def fail_to_compile(*_):
+    raise RuntimeError("no compiler\nin many lines")
+
+
 @pytest.mark.slow
-def test_layers_that_are_compiled_wrongly_are_refused_before_the_first_step(graphs):
+@pytest.mark.parametrize(
+    ("backend", "problem"),
+    [
+        (Graphs(error=1.0), r"compiled layers are wrong on this machine \(log-likelihoods differ"),
+        (fail_to_compile, r"torch cannot compile the layers on this machine \(.*no compiler\)"),
+    ],
+)
+def test_layers_that_are_compiled_wrongly_or_not_at_all_are_refused_or_run_as_written(graphs, backend, problem, caplog):
     right, wrong = build(layers=2), build(layers=2)
     compile_layers(right.decoder, backend=graphs)
     check_scoring(right)
     assert graphs.runs > 0
-    compile_layers(wrong.decoder, backend=Graphs(error=1.0))
-    with pytest.raises(ValueError, match=r"compiled layers are wrong on this machine: .* remove `compile: true`"):
+    compile_layers(wrong.decoder, backend=backend)
+    with pytest.raises(ValueError, match=f"{problem}.*: update torch, or remove `compile: true`"):
         check_scoring(wrong)
+    wrong.needs_compiled = False  # as for `compile: auto`
+    with caplog.at_level("WARNING"):
+        check_scoring(wrong)
+    assert re.search(f"{problem}.*, so they are not compiled", caplog.text)
+    batch = packed(documents(20))
+    assert torch.equal(wrong(batch), build(layers=2)(batch))
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "architecture", "expected"),
+    [
+        ("auto", "cpu", "llama", False),
+        ("auto", "cuda", "llama", True),
+        ("auto", "cuda", "gpt2", False),  # has no `layers`
+        (True, "cpu", "llama", True),
+    ],
+)
+def test_auto_compiles_on_a_gpu_what_can_be_compiled(setting, device, architecture, expected, tmp_path):
+    tiny_model(architecture, num_hidden_layers=2).save_pretrained(tmp_path)
+    backbone = load_backbone(ModelConfig(str(tmp_path), compile=setting), device=device)  # still in main memory
+    assert is_compiled(backbone) is expected
+    assert backbone.needs_compiled is (setting is True)
 
 
 def test_a_decoder_without_layers_is_refused():

@@ -11,13 +11,14 @@ import torch
 from transformers import AutoConfig
 
 from lightning_modules.functional.windows import ShortContext
+from longce.cli import lightning_cli
 from longce.cli.lightning_cli import LongceCLI
 from longce.cli.main import main
 from longce.plan.fitting import find_fitting
 from longce.plan.flops import necessary_flops, short_pass_flops
-from longce.plan.hardware import GPUS, Rates
-from longce.plan.memory import Training
-from longce.plan.plan import Planner, plan_utilization
+from longce.plan.hardware import GPU, GPUS, Rates
+from longce.plan.memory import GIB, Training
+from longce.plan.plan import Planner, plan_checkpointing, plan_utilization
 from longce.plan.settings import Curriculum, Experiment
 from longce.plan.shapes import ModelShape
 from longce.plan.sizes import ModelSizes
@@ -188,3 +189,58 @@ def test_a_run_is_compared_with_the_peak_of_its_own_gpus(tmp_path, monkeypatch):
     assert plan_utilization(cli.make("model"), cli.config, trainer) == planned
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Other")
     assert plan_utilization(cli.make("model"), cli.config, trainer) is None
+
+
+@pytest.mark.slow
+def test_auto_recomputes_no_more_than_the_memory_needs(llamas):
+    """On each side of the memory that a step with less recomputation needs."""
+    auto = experiment(llamas["llama-3.1-8b"], accumulates=False)
+    auto = replace(auto, chooses_checkpointing=True, lora={"r": 8, "target_modules": "all-linear"})
+
+    def needed(kind):
+        return sizes.training_memory(replace(auto.training, checkpointing=kind), auto.lora).needed / GIB
+
+    def chosen(memory, auto=auto):
+        return Planner(auto, GPU("card", 1.0, memory), Rates()).training.checkpointing
+
+    sizes = ModelSizes(auto.config)
+    none, selective, full = map(needed, ("none", "selective", "full"))
+    assert full < selective < none
+    memories = (none + 0.1, none - 0.1, selective + 0.1, selective - 0.1, full - 0.1)
+    assert [chosen(memory) for memory in memories] == ["none", "selective", "selective", "full", "full"]
+    assert chosen(none + 0.1, replace(auto, chooses_checkpointing=False)) == "full"
+    assert chosen(selective + 0.1, replace(auto, attn_implementation="eager")) == "full"
+    offloaded = replace(auto, training=replace(auto.training, offload_activations=True))
+    assert chosen(1000.0, offloaded) == "selective"
+
+
+@pytest.mark.parametrize(
+    ("device", "memory", "settings", "expected"),
+    [
+        ("cuda", 80, [], False),
+        ("cuda", 0, [], True),  # fits by no means
+        ("cuda", 80, ["--trainer.precision", "transformer-engine"], True),  # the plan does not support it
+        ("cpu", 80, [], True),
+    ],
+)
+def test_a_run_gets_what_its_own_gpu_can_hold(device, memory, settings, expected, monkeypatch):
+    words = ["longce", "-c", str(CONFIGS / "debug.yaml"), "--model.gradient_checkpointing", "auto", *settings]
+    monkeypatch.setattr(sys, "argv", words)
+    cli = LongceCLI(run=False)
+    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(device)), world_size=1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Other")
+    properties = SimpleNamespace(total_memory=memory * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert plan_checkpointing(cli.make("model"), cli.config, trainer) is expected
+
+
+@pytest.mark.slow
+def test_fit_resolves_auto_before_the_model_is_loaded(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(lightning_cli, "plan_checkpointing", lambda *run: asked.append(run) or "selective")
+    words = ["fit", *LAYERS[:2], "-c", str(CONFIGS / "debug.yaml"), "--model.gradient_checkpointing", "auto"]
+    words += ["--trainer.fast_dev_run", "1", "--trainer.default_root_dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["longce", *words])
+    cli = LongceCLI()
+    assert len(asked) == 1
+    assert cli.model.loading.gradient_checkpointing == "selective"
