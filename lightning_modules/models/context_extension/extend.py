@@ -92,7 +92,7 @@ def _check_fits(extension: ContextExtension, config: PreTrainedConfig) -> None:
             reason = f"but {' and '.join(supported)} only"
         raise ValueError(
             f"The `context_extension` '{extension.method}' does not support '{config.model_type}', {reason}: {advice},"
-            " or set `model_config.rope_parameters` yourextension."
+            " or set `model_config.rope_parameters` yourself."
         )
     windows = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
     nested = None not in parameter_sets(config)

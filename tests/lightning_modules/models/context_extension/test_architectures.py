@@ -374,7 +374,8 @@ def test_models_that_ship_with_yarn():
 )
 def test_what_is_not_supported_says_why(architecture, method, reason):
     config = tiny_config(architecture)
-    with pytest.raises(ValueError, match=f"'{method}' does not support '{architecture}', .*{reason}"):
+    message = f"'{method}' does not support '{architecture}', .*{reason}.*set `model_config.rope_parameters` yourself"
+    with pytest.raises(ValueError, match=message):
         extend_config(config, ContextExtension(method, ORIGINAL, TARGET))
 
 
