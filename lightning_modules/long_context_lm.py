@@ -104,9 +104,10 @@ class LongContextLM(LightningModule):
         short = scores = None
         if objective.uses_short_context:
             short = self.short_context.score(self.backbone, batch, self.sequence_group)
-            # Weights compare contexts, not kinds of attention: sparse attention would hide the long context from them.
-            if self.loading.shifted_sparse_attention is not None:
-                scores = self.full_log_likelihood(batch)
+        # Weights compare contexts or models, not kinds of attention: sparse attention would hide the long context.
+        compares = objective.uses_short_context or objective.uses_stored == "reference losses"
+        if compares and self.loading.shifted_sparse_attention is not None:
+            scores = self.full_log_likelihood(batch)
         # 2. Score the whole documents, with gradient.
         long = self.log_likelihood(batch)
         scores = long.detach() if scores is None else scores

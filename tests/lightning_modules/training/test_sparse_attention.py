@@ -8,7 +8,7 @@ import torch
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.loading.checks import check_attention_window
 from lightning_modules.models.loading.config import ModelConfig
-from lightning_modules.objectives import LongCE
+from lightning_modules.objectives import LongCE, Rho1
 from lightning_modules.training.preflight import check_sparse_attention
 from tests.conftest import tiny_config, tiny_model
 from tests.lightning_modules.test_training_step import FullRecorder
@@ -87,6 +87,25 @@ def test_only_the_pass_with_gradient_is_sparse(case, tmp_path):
     total.backward()
     for name, parameter in dense.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_losses_are_compared_with_those_of_a_reference_model_by_full_attention(tmp_path):
+    tiny_model("llama", VOCABULARY, seed=2).save_pretrained(tmp_path / "model")
+    module = LongContextLM(
+        str(tmp_path / "model"),
+        objective=Rho1(),
+        dtype="float64",
+        shifted_sparse_attention=GROUP,
+        optimizer=lambda parameters: FullRecorder(parameters, lr=1.0),
+    )
+    module.configure_model()
+    seen = []
+    module.token_observers.append(lambda scores, *_: seen.append(scores))
+    batch = skipping_batch()
+    expected = module.full_log_likelihood(batch)
+    assert (expected - module.log_likelihood(batch)).abs().max() > 0.1
+    fit(module, {**batch, "influence": torch.zeros(batch["labels"].shape)}, tmp_path)
+    torch.testing.assert_close(seen[0], expected)
 
 
 def test_a_model_that_ignores_groups_is_refused(tmp_path):
