@@ -22,6 +22,8 @@ from longce.cli.errors import find_in_configs, find_nearest, stop_with_usage
 _TRAINER = "lightning.pytorch.trainer.trainer.Trainer"
 _MODEL = "lightning_modules.long_context_lm.LongContextLM"
 _OBJECTIVES = "lightning_modules.objectives"
+# Other modules may have classes that their source does not show: aliases, functions, lazy and star imports.
+_MODULES_OF_CHOICES = ("callbacks", "datamodules", _OBJECTIVES)
 _SECTIONS = ("model", "data", "trainer", "seed_everything", "ckpt_path", "config", "print_config")
 _NUMBERS = {"int": "int", "PositiveInt": "int", "NonNegativeInt": "int", "float": "float"}
 
@@ -99,7 +101,7 @@ def _check_classes(arguments: Sequence[str], value: Any, path: str) -> None:
 
 def _check_class(arguments: Sequence[str], class_path: str, settings: dict[str, Any], path: str) -> None:
     owner, _, name = class_path.rpartition(".")
-    if _find_class(class_path) is None:
+    if owner in _MODULES_OF_CHOICES and _find_class(class_path) is None:
         near = _find_misspelled(name, _list_names(owner))
         if near is not None:
             _stop_at(arguments, class_path, f"`{owner}` has no `{name}`. Did you mean `{near}`?")
@@ -107,6 +109,8 @@ def _check_class(arguments: Sequence[str], class_path: str, settings: dict[str, 
     if types is None:
         return
     for key, value in settings.items():
+        if not isinstance(key, str):  # such as `on`, which is true in YAML
+            continue
         near = _find_misspelled(key.removesuffix("+"), types)
         if near is not None:
             _stop_at(arguments, key, f"`{class_path}` has no `{key}`. Did you mean `{near}`?")
@@ -125,7 +129,11 @@ def _check_number(arguments: Sequence[str], name: str, annotation: str, value: A
     with suppress(ValueError):
         float(value)
         return
-    if isinstance(yaml.safe_load(value), str):
+    try:
+        is_word = isinstance(yaml.safe_load(value), str)
+    except yaml.YAMLError:
+        is_word = True
+    if is_word:
         stop_with_usage(f"{find_in_configs(arguments, name)}`{name}`: Expected {kind}. Got value: {value}")
 
 
@@ -140,15 +148,21 @@ def _list_arguments(class_path: str) -> dict[str, str] | None:
         return None
     types: dict[str, str] = {}
     passes_on = True  # all arguments to its base class
-    for part in source.node.body:
-        if isinstance(part, ast.FunctionDef) and part.name == "__init__":
-            for each in [*part.args.args, *part.args.kwonlyargs]:
-                types[each.arg] = ast.unparse(each.annotation) if each.annotation else ""
-            # The model's own further arguments are those of `ModelConfig`.
-            if part.args.kwarg is None or class_path == _MODEL:
-                return types
-            call = rf"super\(\).__init__\(.*\*\*{part.args.kwarg.arg}\)"
-            passes_on = re.search(call, ast.unparse(part)) is not None
+    functions = [part for part in ast.walk(source.node) if isinstance(part, ast.FunctionDef)]
+    inits = [function for function in functions if function.name in ("__init__", "__new__")]
+    if len(inits) > 1:  # overloads, or one of several versions
+        return None
+    for part in inits:
+        for each in [*part.args.posonlyargs, *part.args.args, *part.args.kwonlyargs]:
+            types[each.arg] = ast.unparse(each.annotation) if each.annotation else ""
+        # The model's own further arguments are those of `ModelConfig`.
+        if part.args.kwarg is None or class_path == _MODEL:
+            return types
+        others = part.args.kwarg.arg
+        body = ast.unparse(part)
+        is_passed = re.search(rf"super\(\).__init__\(.*\*\*{others}\)", body) is not None
+        # Otherwise there are arguments without a declaration.
+        passes_on = is_passed and f"{others}.pop(" not in body
     # Without the base class the names would not be complete.
     if not passes_on or len(source.node.bases) != 1 or source.node.decorator_list:
         return None
@@ -174,8 +188,11 @@ def _find_class(class_path: str) -> _Source | None:
 def _find_import(tree: ast.Module, name: str) -> str | None:
     """Return the path of what a module imports by a name."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and not node.level and any(each.name == name for each in node.names):
-            return f"{node.module}.{name}"
+        if not isinstance(node, ast.ImportFrom) or node.level:
+            continue
+        for each in node.names:
+            if (each.asname or each.name) == name:
+                return f"{node.module}.{each.name}"
     return None
 
 

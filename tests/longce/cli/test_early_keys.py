@@ -24,6 +24,7 @@ def write(folder, text):
         ("trianer: {max_steps: 3}", "unknown option `trianer`. Did you mean `trainer`?"),
         ("model: {contextlength: 3}", "unknown option `model.contextlength`. Did you mean `model.context_length`?"),
         ("trainer: {max_steps: many}", "`trainer.max_steps`: Expected int. Got value: many"),
+        ("trainer: {max_steps: '@3'}", "`trainer.max_steps`: Expected int. Got value: @3"),
         (
             "data: {class_path: datamodules.PG19DataModule, init_args: {sequencelength: 3}}",
             "`datamodules.PG19DataModule` has no `sequencelength`. Did you mean `sequence_length`?",
@@ -77,6 +78,7 @@ def test_the_configs_of_the_package_pass(config):
 
 USER = """
 from datamodules import RecallDataModule
+from datamodules import RecallDataModule as DataModule
 from my_missing_package import Unknown
 class OwnArguments(RecallDataModule):
     def __init__(self, *, kept: int = 1, **others):
@@ -86,6 +88,23 @@ class Own(Own):
     pass
 class Other(Unknown):
     pass
+class Taken(RecallDataModule):
+    def __init__(self, **others):
+        self.batch_sizes = others.pop("batch_sizes", None)
+        super().__init__(**others)
+class Overloaded(RecallDataModule):
+    @overload
+    def __init__(self, batch_size: int): ...
+    def __init__(self, batch_size: int, batch_sizes: int | None = None):
+        super().__init__(32)
+class Positional(RecallDataModule):
+    def __init__(self, batch_sizes: int, /, batch_size: int = 1):
+        super().__init__(32)
+class Recall(RecallDataModule):
+    pass
+Recall1 = Recall
+def recall() -> RecallDataModule:
+    return RecallDataModule(32)
 """
 
 
@@ -96,6 +115,12 @@ class Other(Unknown):
         "Own, init_args: {sequence_lenght: 3}",
         "Other, init_args: {sequence_lenght: 3}",
         "SomethingElse",
+        "Taken, init_args: {batch_sizes: 3}",
+        "Overloaded, init_args: {batch_sizes: 3}",
+        "Positional, init_args: {batch_sizes: 3}",
+        "Recall1, init_args: {on: 3}",
+        "recall",
+        "DataModule",
     ],
 )
 def test_classes_that_it_does_not_understand_are_left_to_the_parser(setting, tmp_path, monkeypatch):
@@ -103,6 +128,7 @@ def test_classes_that_it_does_not_understand_are_left_to_the_parser(setting, tmp
     (tmp_path / "my_early_module.py").write_text(USER)
     (tmp_path / "my_broken_module.py").write_text("class :")
     monkeypatch.syspath_prepend(tmp_path)
+    check_keys(write(tmp_path, "data: {class_path: datamodules.RecallDataModule, init_args: {on: 3}}"))
     for module in ("my_early_module", "my_broken_module", "my_missing_module", "__main__"):
         check_keys(write(tmp_path, f"data: {{class_path: {module}.{setting}}}"))
 
