@@ -33,7 +33,8 @@ def choose_checkpointing(experiment: Experiment, gpu: GPU, sizes: ModelSizes) ->
     """Return the checkpointing with the least recomputation with which a step fits; ``full`` if it never does.
 
     An attention whose outputs cannot be kept is not planned with ``selective``, and offloaded inputs of layers need
-    checkpointing.
+    checkpointing. Eager attention keeps ``T * T`` numbers for each head, which the plan does not count: it gets
+    ``full``.
     """
     kinds: list[Checkpointing] = ["none", "selective"]
     if experiment.training.offload_activations:
@@ -41,6 +42,8 @@ def choose_checkpointing(experiment: Experiment, gpu: GPU, sizes: ModelSizes) ->
     attention = experiment.attn_implementation
     if attention == "auto":
         attention = choose_attention(ModelConfig(), experiment.config, device="cuda")
+    if attention == "eager":
+        return "full"
     if not can_keep_attention(attention, experiment.config):
         kinds.remove("selective")
     for kind in kinds:

@@ -14,7 +14,7 @@ from lightning_modules.functional.windows import ShortContext
 from longce.cli import lightning_cli
 from longce.cli.lightning_cli import LongceCLI
 from longce.cli.main import main
-from longce.plan.fitting import find_fitting
+from longce.plan.fitting import choose_checkpointing, find_fitting
 from longce.plan.flops import necessary_flops, short_pass_flops
 from longce.plan.hardware import GPU, GPUS, Rates
 from longce.plan.memory import GIB, Training
@@ -244,3 +244,12 @@ def test_fit_resolves_auto_before_the_model_is_loaded(monkeypatch, tmp_path):
     cli = LongceCLI()
     assert len(asked) == 1
     assert cli.model.loading.gradient_checkpointing == "selective"
+
+
+def test_auto_recomputes_eager_attention_whose_memory_is_not_planned():
+    run = experiment(tiny_config(), gpus=1)
+    chosen = [
+        choose_checkpointing(replace(run, attn_implementation=each), GPUS["H200"], ModelSizes(run.config))
+        for each in ("sdpa", "eager")
+    ]
+    assert chosen == ["none", "full"]
