@@ -101,16 +101,13 @@ class LongContextLM(LightningModule):
         objective = self.objective.at_step(self.global_step)
         # 1. Score the tokens in their short contexts, without gradient. This comes first, so that its buffers are free
         #    again before the long pass allocates activations.
-        short = scores = None
+        short = None
         if objective.uses_short_context:
             short = self.short_context.score(self.backbone, batch, self.sequence_group)
-        # Weights compare contexts or models, not kinds of attention: sparse attention would hide the long context.
-        compares = objective.uses_short_context or objective.uses_stored == "reference losses"
-        if compares and self.loading.shifted_sparse_attention is not None:
-            scores = self.full_log_likelihood(batch)
+        full = self.full_log_likelihood(batch, objective)  # None, but for shifted sparse attention
         # 2. Score the whole documents, with gradient.
         long = self.log_likelihood(batch)
-        scores = long.detach() if scores is None else scores
+        scores = long.detach() if full is None else full
         # 3. Weight each token by the effect of the long context (Equation 7).
         token_weights = objective(scores, short, batch)
         # 4. Sum the weighted losses (Equation 6). `on_before_optimizer_step` turns the sum into a mean.
@@ -130,8 +127,15 @@ class LongContextLM(LightningModule):
         return self.sequence_group.sharded_log_likelihood(self.backbone, batch)
 
     @torch.no_grad()
-    def full_log_likelihood(self, batch: PackedBatch) -> Tensor:
-        """Compute ``[B, T]`` log-likelihoods by full attention in eval mode, without gradient, as of short contexts."""
+    def full_log_likelihood(self, batch: PackedBatch, objective: Objective) -> Tensor | None:
+        """Compute the ``[B, T]`` log-likelihoods by full attention that the weights of shifted sparse attention need.
+
+        Weights compare contexts or models, not kinds of attention: a sparse one would hide the long context. The pass
+        is in eval mode, as that of short contexts; None where the weights need none.
+        """
+        compares = objective.uses_short_context or objective.uses_stored == "reference losses"
+        if self.loading.shifted_sparse_attention is None or not compares:
+            return None
         with eval_mode(self.backbone):
             return self.backbone(batch)
 

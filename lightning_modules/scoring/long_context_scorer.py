@@ -220,7 +220,7 @@ class LongContextScorer:
         """Return a table with the scores of each document, like `score`."""
         scores: list[TokenScores | Failed] = [Failed(str(document.error)) for document in documents]
         batches = {place: each.batch for place, each in enumerate(documents) if each.batch is not None}
-        for places in self._group_by_length(documents):
+        for places in self.group_by_length(documents):
             batch = stack_documents([batches[place] for place in places])
             scorer = self.document_scorer
             with torch.inference_mode():
@@ -234,8 +234,11 @@ class LongContextScorer:
             table.add(text, result)
         return table.table()
 
-    def _group_by_length(self, documents: Sequence[EncodedDocument]) -> Iterator[list[int]]:
-        """Yield the places of documents of similar length, with at most `batch_tokens` tokens or one document."""
+    def group_by_length(self, documents: Sequence[EncodedDocument]) -> Iterator[list[int]]:
+        """Yield the places of documents of similar length, with at most `batch_tokens` tokens or one document.
+
+        Documents that cannot be scored are left out.
+        """
         places = [place for place, document in enumerate(documents) if document.batch is not None]
         group: list[int] = []
         for place in sorted(places, key=lambda place: documents[place].tokens):

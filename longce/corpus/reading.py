@@ -68,8 +68,8 @@ def count_missing(shares: Sequence[Share], done: Rows) -> int | None:
 def pools(documents: Iterator[Document], batch_tokens: int | None, shard_rows: int) -> Iterator[list[Document]]:
     """Yield documents one by one, or as many as documents of similar length are chosen from."""
     limit = 1 if batch_tokens is None else _POOL_BATCHES * batch_tokens
-    # Up to a whole file of scores, of which a stopped command loses all. Of 256 documents of 100 to 2,000 tokens, those
-    # in a batch of 32,768 differ so much in length that 23% of the documents' tokens are added as padding, of 1,000 7%.
+    # Of 256 documents of 100 to 2,000 tokens, those in a batch of 32,768 differ so much in length that 23% of the
+    # documents' tokens are added as padding, of 1,000 7%.
     most = 1 if batch_tokens is None else max(_POOL_DOCUMENTS, shard_rows)
     pool: list[Document] = []
     tokens = 0

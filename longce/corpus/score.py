@@ -27,7 +27,7 @@ from lightning_modules.utilities.identity import combined_hash
 from lightning_modules.utilities.locks import RunLock
 from lightning_modules.utilities.progress import progress_bar
 from longce.corpus.config import COLUMN_OPTIONS, CorpusConfig
-from longce.corpus.reading import count_missing, pools, read_ahead, read_missing
+from longce.corpus.reading import Document, count_missing, pools, read_ahead, read_missing
 from longce.corpus.writing import Writer, file_states, find_scored, signals_stop
 
 _NAMED_FILES = 3  # at most, in a message
@@ -99,17 +99,27 @@ def score_shard(files: Sequence[str], config: CorpusConfig) -> dict[str, int]:
         with progress_bar("Scoring", unit=" documents", total=count_missing(shares, done), scaled=False) as bar:
             try:
                 for pool in read_ahead(pools(documents, config.batch_tokens, config.shard_rows)):
-                    if any(document.batch is not None for _, document in pool):
-                        _load(scorer, settings["model"])
-                    refs = [ref for ref, _ in pool]
-                    scores = scorer.score_encoded([document for _, document in pool])
-                    writer.add(refs, scores, sum(document.tokens for _, document in pool))
-                    _show_rate(bar, writer)
+                    for batch in _batches(pool, scorer):
+                        if any(document.batch is not None for _, document in batch):
+                            _load(scorer, settings["model"])
+                        scores = scorer.score_encoded([document for _, document in batch])
+                        tokens = sum(document.tokens for _, document in batch)
+                        writer.add([ref for ref, _ in batch], scores, tokens)
+                        _show_rate(bar, writer)
                 _verify(scorer, writer)
             finally:  # also when it is stopped: nothing computed is lost
                 writer.write()
         # 3. Count all documents of the shard, those of earlier runs included.
         return _finish(shards, settings, unreadable, config)
+
+
+def _batches(pool: Sequence[Document], scorer: LongContextScorer) -> Iterator[Sequence[Document]]:
+    """Yield the documents that cannot be scored, and those of each batch: they are kept as soon as they have scores."""
+    unscored = [document for document in pool if document[1].batch is None]
+    if unscored:
+        yield unscored
+    for places in scorer.group_by_length([document for _, document in pool]):
+        yield [pool[place] for place in places]
 
 
 def _check_place(files: Sequence[str], output: str) -> None:

@@ -93,7 +93,7 @@ def test_a_scorer_is_pickled_without_its_model_which_is_loaded_once(scorer, pred
 def test_documents_of_a_batch_have_nearly_the_scores_that_they_have_alone(model_dir, predicted):
     options = {**SIZES, **THRESHOLDS, "contexts": [16, 32], "max_tokens": 100, "batch_tokens": 150}
     scorer = LongContextScorer(str(model_dir), **options, dtype="float32", device="cpu")
-    groups = [len(group) for group in scorer._group_by_length([scorer.encode(text) for text in TEXTS])]
+    groups = [len(group) for group in scorer.group_by_length([scorer.encode(text) for text in TEXTS])]
     assert groups == [2, 1, 1], "the short ones share a batch"
     for found, expected in zip(scorer.score(TEXTS).to_pylist(), predicted.to_pylist(), strict=True):
         numbers = {name: value for name, value in expected.items() if isinstance(value, float)}

@@ -102,7 +102,7 @@ def test_losses_are_compared_with_those_of_a_reference_model_by_full_attention(t
     seen = []
     module.token_observers.append(lambda scores, *_: seen.append(scores))
     batch = skipping_batch()
-    expected = module.full_log_likelihood(batch)
+    expected = module.full_log_likelihood(batch, Rho1())
     assert (expected - module.log_likelihood(batch)).abs().max() > 0.1
     fit(module, {**batch, "influence": torch.zeros(batch["labels"].shape)}, tmp_path)
     torch.testing.assert_close(seen[0], expected)

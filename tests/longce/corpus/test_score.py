@@ -442,9 +442,9 @@ def test_batches_of_short_documents_are_nearly_full_and_hardly_padded():
     scorer = LongContextScorer("a model that is not loaded", batch_tokens=32_768)
     batches = []
     for pool in reading.pools(iter(documents), 32_768, 1000):
-        assert len(pool) <= 1000, "a killed command loses no more than a file of scores"
+        assert len(pool) <= 1000
         of_pool = [document for _, document in pool]
-        groups = scorer._group_by_length(of_pool)
+        groups = scorer.group_by_length(of_pool)
         batches += [[of_pool[place].tokens for place in group] for group in groups]
     padded = [max(batch) * len(batch) for batch in batches]
     assert max(padded) <= 32_768
@@ -452,7 +452,13 @@ def test_batches_of_short_documents_are_nearly_full_and_hardly_padded():
     assert len(batches) < 1.2 * sum(padded) / 32_768
 
 
-def test_documents_that_are_batched_have_nearly_the_same_scores(run, scored, tmp_path):
+def test_documents_that_are_batched_have_nearly_the_same_scores(run, scored, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:  # stopped after three batches of a pool, whose scores are kept
+        stop_after(3, patch)
+        with pytest.raises(RuntimeError, match="no more"):
+            run(batch_tokens=200)
+    kept = len(rows(tmp_path / "out"))
+    assert 3 <= kept < len(rows(scored))
     run(batch_tokens=200)
     for found, expected in zip(rows(tmp_path / "out"), rows(scored), strict=True):
         numbers = {name: value for name, value in expected.items() if isinstance(value, float)}
