@@ -53,6 +53,17 @@ def test_records_of_score(tmp_path):
     assert math.isnan(other.values["longppl"])
     assert entry.settings["longppl"]["evaluator"] == "hub/E"
     assert "evaluator" not in entry.settings["perplexity"]
+    assert "longppl_soft" not in entry.values, "its sums are unknown"
+    sums = records[0].sums._replace(soft_weight=2.0, soft_nll=2 * math.log(7))
+    soft = [each._replace(sums=sums) for each in records]
+    write_records(file, soft)
+    (weighted,) = read_results([str(file)])
+    assert weighted.values["longppl_soft"] == pytest.approx(7)
+    assert entry.settings["longppl"].keys() - weighted.settings["longppl_soft"].keys() == {
+        "alpha",
+        "beta",
+        "key_token_rule",
+    }
     write_records(file, records)
     (renamed,) = read_results([f"other={file}"])
     assert renamed.model == "other"
