@@ -1,9 +1,12 @@
 """Shards of a corpus as tasks on a Ray cluster, each like ``longce corpus score --shard I/N``."""
 
+import _thread
 import os
 import re
 import socket
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +25,9 @@ RETRIES = 10
 
 CONNECT_SECONDS = 10
 """Time in which a machine at ``RAY_ADDRESS`` must answer; Ray itself would wait for minutes."""
+
+WATCH_SECONDS = 0.5
+"""Time between two looks of a task at whether it must stop."""
 
 STOP_SECONDS = 60
 """Time that stopped tasks have to write finished documents."""
@@ -51,21 +57,61 @@ def score_on_ray(files: Sequence[str], config: CorpusConfig) -> dict[str, int]:
         output=_make_absolute(config.output, exists=False),
     )
     on_cpu = config.device == "cpu" or is_served(config.model) or not ray.cluster_resources().get("GPU")
-    task = ray.remote(score_shard).options(num_cpus=1, num_gpus=0 if on_cpu else 1, max_retries=RETRIES)
+    stop = ray.remote(_Stop).options(num_cpus=0).remote()
+    task = ray.remote(_score_until_stopped).options(
+        name="score_shard", num_cpus=1, num_gpus=0 if on_cpu else 1, max_retries=RETRIES
+    )
     running: dict[Any, int] = {}
     for index in range(shards):
-        running[task.remote(files, replace(config, shard=f"{index}/{shards}"))] = index
+        running[task.remote(stop, files, replace(config, shard=f"{index}/{shards}"))] = index
     try:
         with signals_stop():
             counts, lost = _collect(running, shards)
     except BaseException:
-        for each in running:
-            ray.cancel(each)  # as Ctrl-C would
+        stop.set.remote()
         ray.wait([*running], num_returns=len(running), timeout=STOP_SECONDS)
         raise
     if lost:
         raise IncompleteError("\n".join(lost) + "\nFinished documents are kept: run the same command again.")
     return {name: sum(each[name] for each in counts) for name in counts[0]}
+
+
+class _Stop:
+    """Whether tasks must stop. Ray's own `cancel` neither waits for what tasks write, nor always for their reply."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+
+    def set(self) -> None:
+        self.wanted = True
+
+    def is_set(self) -> bool:
+        return self.wanted
+
+
+def _score_until_stopped(stop: Any, files: Sequence[str], config: CorpusConfig) -> dict[str, int]:
+    """Run `score_shard` in a task, and end it like Ctrl-C, which keeps finished documents, when `_Stop` is set."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        with suppress(ray.exceptions.RayError):  # the process that waits for the task has ended
+            while not ray.get(stop.is_set.remote()):
+                if ended.wait(WATCH_SECONDS):
+                    return
+            _thread.interrupt_main()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    try:
+        if ray.get(stop.is_set.remote()):
+            raise KeyboardInterrupt
+        watcher.start()
+        try:
+            return score_shard(files, config)
+        finally:
+            ended.set()
+            watcher.join()
+    except KeyboardInterrupt:  # which would end the process of the task
+        raise IncompleteError("It was stopped.") from None
 
 
 def _connect() -> None:

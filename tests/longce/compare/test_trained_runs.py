@@ -69,7 +69,8 @@ def test_ratios_of_runs_are_those_of_longce_score(model_dir, evaluator_dir, tmp_
 
     of_runs = find_numbers([tmp_path / "runs" / name for name in ("CrossEntropy", "LongCE")])
     assert of_runs == find_numbers([tmp_path / f"{name}.parquet" for name in ("CrossEntropy", "LongCE")])
-    assert sorted(map(len, of_runs)) == [2, 8]  # LongPPL and perplexity; of LongCE also two ratios with their intervals
+    # LongPPL, soft LongPPL and perplexity; of LongCE also two ratios with their intervals.
+    assert sorted(map(len, of_runs)) == [3, 9]
     assert "model.objective" in compare(
         [tmp_path / "runs" / name for name in ("CrossEntropy", "LongCE")], tmp_path / "page.html"
     )

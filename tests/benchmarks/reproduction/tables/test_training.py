@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from benchmarks.reproduction.tables.published import find_table, published
 from benchmarks.reproduction.tables.training import CONFIGS, Run, script, table_runs
-from lightning_modules.models.context_extension.methods import extend_config
+from lightning_modules.models.context_extension.extend import extend_config
 from tests.support.commands import longce
 
 
