@@ -57,7 +57,8 @@ def score_on_ray(files: Sequence[str], config: CorpusConfig) -> dict[str, int]:
         output=_make_absolute(config.output, exists=False),
     )
     on_cpu = config.device == "cpu" or is_served(config.model) or not ray.cluster_resources().get("GPU")
-    stop = ray.remote(_Stop).options(num_cpus=0).remote()
+    # It starts again elsewhere if its machine is lost, as tasks do.
+    stop = ray.remote(_Stop).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
     task = ray.remote(_score_until_stopped).options(
         name="score_shard", num_cpus=1, num_gpus=0 if on_cpu else 1, max_retries=RETRIES
     )
