@@ -104,14 +104,15 @@ def test_new_lengths_and_numbers_of_documents_are_not_compiled_again(graphs):
     compile_layers(backbone.decoder, backend=graphs)
     counters.clear()
     compiled = []
-    for lengths in ([40], [20, 18], [37], [9, 8, 7], [31], [14, 13, 12, 11, 10], [45, 2], [12], [13]):
+    # torch compiles passes of one window apart: here, that of the document of 13 tokens.
+    for lengths in ([40], [13], [20, 18], [37], [9, 8, 7], [31], [14, 13, 12, 11, 10], [45, 2], [12], [13]):
         batch = packed(documents(*lengths))
         train(backbone, batch)
         score_windows(backbone, batch)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             score_windows(backbone, batch)
         compiled.append(counters["stats"]["unique_graphs"])
-    assert compiled[-1] == compiled[2], compiled
+    assert compiled[-1] == compiled[3], compiled
 
 
 def test_the_parts_of_all_layers_are_compiled(tmp_path):
