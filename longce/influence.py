@@ -106,12 +106,12 @@ class InfluenceTrainer(Trainer):
     """Trainer that can also run ``longce influence``."""
 
     def influence(self, model: LongContextLM, datamodule: LightningDataModule, evaluator: str, **options: Any) -> None:
-        """Compute and store LongCE token weights with an evaluator, so that training needs no short-context pass.
+        """Compute and store an evaluator's LongCE token weights, or its losses for Rho-1, of all training sequences.
 
         Takes the configs of ``longce fit``: sequences come from ``data``, context length, stride and gamma from
         ``model`` (whose weights are not loaded), devices and precision from ``trainer``. Evaluator and options are the
-        fields of `InfluenceConfig`. A killed run resumes where it stopped. If the objective is Rho1, the losses of the
-        evaluator are stored, which is then the reference model.
+        fields of `InfluenceConfig`. Training then needs no short-context pass. A killed run resumes where it stopped.
+        If the objective is Rho1, the losses of the evaluator are stored, which is then the reference model.
         """
         config = InfluenceConfig(evaluator, **options)
         gamma = self._check_settings(model, datamodule)

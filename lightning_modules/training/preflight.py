@@ -72,8 +72,9 @@ def check_early(
         )
     if loading.lora is not None:  # peft checks names and values only when it builds the adapters
         load_backbone(replace(loading, quantization=None), with_weights=False)
-    _check_quantization(loading, config, fits=sequence_length is not None)
+    _check_quantization(loading, config)
     if sequence_length is not None:
+        check_trainable(loading, config)
         check_static(config, compares=objective.uses_short_context)
 
 
@@ -109,17 +110,20 @@ def _warn_of_slow_dtype(backbone: Backbone, precision: str) -> None:
     warn_of_slow_dtype(backbone.device.type, dtype, remedy)
 
 
-def _check_quantization(loading: ModelConfig, config: PreTrainedConfig, *, fits: bool) -> None:
-    """Raise a ``ValueError`` for quantization without weights to quantize, or full training of quantized weights."""
+def _check_quantization(loading: ModelConfig, config: PreTrainedConfig) -> None:
+    """Raise a ``ValueError`` for unknown arguments of quantization, or without weights to quantize."""
     if loading.quantization is not None:
         check_quantization(loading.pretrained_model_name_or_path, config)
         quantization_config(loading.quantization, compute_dtype=torch.float32)
-    if fits:
-        check_trainable(loading, config)
 
 
 def check_trainable(loading: ModelConfig, config: PreTrainedConfig) -> None:
-    """Raise a ``ValueError`` for full training of quantized weights."""
+    """Raise a ``ValueError`` for full training of quantized weights, or a loss that balances experts."""
+    if getattr(config.get_text_config(decoder=True), "output_router_logits", False):
+        raise ValueError(
+            "The model's config asks for the auxiliary loss of its router, which is not computed here: set"
+            " `model.model_config: {output_router_logits: false}` to train without it."
+        )
     quantized = loading.quantization is not None or getattr(config, "quantization_config", None) is not None
     if quantized and loading.lora is None:
         raise ValueError("Quantized weights cannot be trained: set `model.lora` to train adapters instead.")
@@ -176,7 +180,7 @@ def check_influence(objective: Objective, influence: str | None) -> None:
         )
     else:
         problem = (
-            f"would ignore what `longce influence` stored {influence}: set `model.objective` to StoredInfluence or"
+            f"would ignore the values of `longce influence` {influence}: set `model.objective` to StoredInfluence or"
             " Rho1, or remove `data.influence`"
         )
     raise ValueError(f"The objective {type(objective).__name__} {problem}.")

@@ -48,7 +48,10 @@ def add_quickstart_options(parser: Any) -> None:
 def add_influence_options(parser: Any) -> None:
     """Add the options of ``longce influence``, which are arguments of `InfluenceTrainer.influence`."""
     parser.prog = "longce influence"
-    parser.description = "Compute LongCE token weights with an evaluator, so that training needs no short-context pass."
+    parser.description = (
+        "Store LongCE token weights of an evaluator, or its losses for the objective Rho1, for all training sequences:"
+        " training then needs no short-context pass."
+    )
     parser.add_class_arguments(InfluenceConfig, as_positional=False)
 
 

@@ -26,7 +26,7 @@ commands:
   predict     write the long- and short-context log-likelihoods of every token of the test documents
   corpus      `corpus score`: score documents for long-range dependence; `corpus select`: choose them by these scores
   data        `data inspect`: show packed training sequences as text, with document boundaries
-  influence   compute LongCE token weights with an evaluator, so that training needs no short-context pass
+  influence   store an evaluator's LongCE token weights, or its losses for Rho-1, for training without a short pass
   compare     compare runs of `fit`, or results of `score`: final numbers, curves, costs and settings
   correlate   correlate LongPPL and perplexity of many models with their benchmark scores
   export      convert a checkpoint of `fit` into a folder that transformers loads

@@ -153,6 +153,8 @@ def _list_notes(model: LongContextLM, config: PreTrainedConfig) -> list[str]:
     pattern = global_parameters(config.get_text_config(decoder=True)).get("rope_type")
     if pattern in PATTERNS:
         notes.append(f"'{pattern}' is planned at the rates of flash attention, but its blockwise products are slower")
+    if model.loading.attn_implementation == "eager":
+        notes.append("eager attention keeps tokens * tokens numbers for each head, which are not counted: use sdpa")
     if model.loading.shifted_sparse_attention is not None:
         notes.append("shifted sparse attention is planned as full attention, without the additional pass for weights")
     return notes

@@ -427,3 +427,11 @@ def test_facts_of_an_objective_in_another_one():
     facts = objective_facts(objective, ShortContextConfig(8, 4))["objective"]
     inner = {"name": "Normalized", "objective": {"name": "LongCE", "gamma": 3.0}}
     assert facts == {"name": "Interpolated", "objective": inner, "cross_entropy_share": 0.25}
+
+
+def test_the_loss_that_balances_experts_is_not_left_out_silently():
+    config = {"model_type": "mixtral", "output_router_logits": True}
+    with pytest.raises(ValueError, match=r"output_router_logits: false"):
+        LongContextLM(model_config=config).check_early(8192)
+    LongContextLM(model_config=config).check_early(None)  # evaluation
+    LongContextLM(model_config={"model_type": "mixtral"}).check_early(8192)

@@ -8,7 +8,7 @@ import torch
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.loading.checks import check_attention_window
 from lightning_modules.models.loading.config import ModelConfig
-from lightning_modules.objectives import LongCE, Rho1
+from lightning_modules.objectives import LongCE, Objective, Rho1
 from lightning_modules.training.preflight import check_sparse_attention
 from tests.conftest import tiny_config, tiny_model
 from tests.lightning_modules.test_training_step import FullRecorder
@@ -89,11 +89,19 @@ def test_only_the_pass_with_gradient_is_sparse(case, tmp_path):
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-7)
 
 
-def test_losses_are_compared_with_those_of_a_reference_model_by_full_attention(tmp_path):
+class Likely(Objective):
+    uses_short_context = False
+
+    def token_weights(self, long, short, batch):
+        return (long > -5).float()
+
+
+@pytest.mark.parametrize("objective", [Rho1(), Likely()])
+def test_weights_of_the_scores_alone_are_those_of_full_attention(objective, tmp_path):
     tiny_model("llama", VOCABULARY, seed=2).save_pretrained(tmp_path / "model")
     module = LongContextLM(
         str(tmp_path / "model"),
-        objective=Rho1(),
+        objective=objective,
         dtype="float64",
         shifted_sparse_attention=GROUP,
         optimizer=lambda parameters: FullRecorder(parameters, lr=1.0),
@@ -102,9 +110,11 @@ def test_losses_are_compared_with_those_of_a_reference_model_by_full_attention(t
     seen = []
     module.token_observers.append(lambda scores, *_: seen.append(scores))
     batch = skipping_batch()
-    expected = module.full_log_likelihood(batch, Rho1())
+    expected = module.full_log_likelihood(batch, objective)
     assert (expected - module.log_likelihood(batch)).abs().max() > 0.1
-    fit(module, {**batch, "influence": torch.zeros(batch["labels"].shape)}, tmp_path)
+    if objective.uses_stored:
+        batch = {**batch, "influence": torch.zeros(batch["labels"].shape)}
+    fit(module, batch, tmp_path)
     torch.testing.assert_close(seen[0], expected)
 
 

@@ -64,6 +64,11 @@ def test_a_number_of_devices_that_is_not_known(read, devices, gpus, notes):
     assert len(experiment.notes) == notes
 
 
+def test_what_the_plan_leaves_out_is_said(read):
+    notes = read("--model.attn_implementation", "eager", "--model.shifted_sparse_attention", "64").notes
+    assert [note.split(" attention")[0] for note in notes] == ["eager", "shifted sparse"]
+
+
 @pytest.mark.parametrize(
     ("precision", "dtype", "expected"),
     [
