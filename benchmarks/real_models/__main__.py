@@ -17,6 +17,7 @@ STUDIES = {
     "anatomy": "Which tokens of real text are key, and how far evaluators and settings agree.",
     "correlate": "Whether LongPPL predicts accuracy on long-context questions, and perplexity does not.",
     "extend": "How SmolLM2 reads beyond its 8,192 positions, by each method of context extension.",
+    "extend_gemma": "The same for Gemma 3 270M beyond its 32,768 positions, on one book.",
     "fine_tune": "Whether LongCE pays on SmolLM2 and books, after equal steps and equal CPU time.",
     "fine_tune_8k": "The same on rows of 8,192 tokens, after equal steps and equal time, for a GPU.",
 }

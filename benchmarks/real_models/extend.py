@@ -1,16 +1,19 @@
-"""How SmolLM2 reads beyond its 8,192 positions without training, by each method of context extension.
+"""How SmolLM2 and Gemma 3 read beyond their positions without training, by each method of context extension.
 
 The protocol, with hypotheses and decision rules, is in `benchmarks/real_models/PROTOCOL.md`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from benchmarks.real_models.systems import System, read_answers, read_scores
 from benchmarks.real_models.texts import Text
@@ -18,44 +21,87 @@ from lightning_modules.scoring.key_tokens import Tokens, find_key_tokens
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.utilities.statistics import weighted_mean_interval
 
-MODEL, LENGTH, TARGET = "smollm2-135m", 8192, 16384
-
-RANGES = {"below 8k": (1, 8192), "8k to 12k": (8192, 12288), "12k to 16k": (12288, 16384), "beyond 8k": (8192, 16384)}
-"""Positions of the tokens of which numbers are the mean."""
+LENGTH, GEMMA_LENGTH = 8192, 32768
+"""Positions of SmolLM2 and Gemma, which read twice as many tokens."""
 
 
-def _extend(method: str, **options: Any) -> dict[str, Any]:
-    return {"method": method, "original_length": LENGTH, "target_length": TARGET, **options}
+def _extend(model: str, length: int, name: str, method: str, **options: Any) -> System:
+    settings = {"method": method, "original_length": length, "target_length": 2 * length, **options}
+    return System(model, name, settings)
 
+
+_smollm2 = partial(_extend, "smollm2-135m", LENGTH)
 
 METHODS = (
-    System(MODEL, "none"),
-    System(MODEL, "PI", _extend("pi")),
-    System(MODEL, "NTK", _extend("ntk")),
-    System(MODEL, "YaRN", _extend("yarn")),
-    System(MODEL, "EABF", _extend("eabf")),
-    System(MODEL, "StreamingLLM", _extend("streaming_llm", sinks=4, window=4092)),
-    System(MODEL, "Dual Chunk", _extend("dual_chunk", chunk=6144)),
-    System(MODEL, "ReRoPE", _extend("rerope", window=4096)),
-    System(MODEL, "Self-Extend", _extend("self_extend", group=4, window=1024)),
+    System("smollm2-135m", "none"),
+    _smollm2("PI", "pi"),
+    _smollm2("NTK", "ntk"),
+    _smollm2("YaRN", "yarn"),
+    _smollm2("EABF", "eabf"),
+    _smollm2("StreamingLLM", "streaming_llm", sinks=4, window=4092),
+    _smollm2("Dual Chunk", "dual_chunk", chunk=6144),
+    _smollm2("ReRoPE", "rerope", window=4096),
+    _smollm2("Self-Extend", "self_extend", group=4, window=1024),
 )
 """The first is the model as it is."""
 
+_gemma = partial(_extend, "gemma-3-270m", GEMMA_LENGTH)
+
+GEMMA_METHODS = (System("gemma-3-270m", "none"), _gemma("YaRN", "yarn"), _gemma("EABF", "eabf"))
+"""The same for Gemma 3, whose layers with a sliding window are left as they are."""
+
+
+def position_ranges(length: int) -> dict[str, tuple[int, int]]:
+    """Return by name the positions of the tokens of which numbers are the mean, for a model with ``length`` of them."""
+    first, middle, last = (f"{tokens // 1024}k" for tokens in (length, length * 3 // 2, 2 * length))
+    return {
+        f"below {first}": (1, length),
+        f"{first} to {middle}": (length, length * 3 // 2),
+        f"{middle} to {last}": (length * 3 // 2, 2 * length),
+        f"beyond {first}": (length, 2 * length),
+    }
+
+
+def key_tokens_by_pieces(
+    score: Callable[[str], TokenScores], text: str, tokens: Tokens, length: int = GEMMA_LENGTH
+) -> Tensor:
+    """Return the ``[N]`` mask of the key tokens of a text that is longer than its evaluator can read.
+
+    Pieces of ``length`` tokens start half a piece apart. Each decides its second half, whose tokens have at least half
+    a piece before them; the first one decides all of it.
+    """
+    key = torch.zeros(len(tokens.ids), dtype=torch.bool)
+    half = length // 2
+    for start in range(0, len(key) - half, half):
+        # The text has a special token at the front, and the evaluator puts one before each piece: in place of a token.
+        place = slice(start + 1 if start else 0, start + length)
+        offsets = tokens.offsets[place]
+        first, last = int(offsets[0, 0]), int(offsets[-1, 1])
+        found = find_key_tokens(score(text[first:last]), Tokens(tokens.ids[place], offsets - first))
+        decided = start + half if start else 0
+        key[decided : start + length] = found.mask[decided - place.start :]
+    return key
+
 
 def measure_method(
-    method: System, books: Sequence[Text], evaluator: Mapping[str, TokenScores], sheets: Sequence[str], folder: Path
+    method: System,
+    books: Sequence[Text],
+    find_keys: Callable[[Text, Tokens], Tensor],
+    sheets: Sequence[str],
+    folder: Path,
+    ranges: Mapping[str, tuple[int, int]],
 ) -> dict[str, Any]:
     """Return the answers of a method, and its losses, from what `score_system` stored.
 
-    A loss is ``[book, range, kind of tokens, sum in nats, number of tokens]``.
+    ``find_keys`` returns the mask of a text's key tokens. A loss is ``[book, range, kind of tokens, sum in nats, number
+    of tokens]``.
     """
     rows = []
     for book in books:
         own = read_scores(method, book, folder)
         loss = -own["log_likelihood"].double().numpy()
-        tokens = Tokens(own["token_ids"].long(), own["offsets"].long())
-        key = find_key_tokens(evaluator[book.name], tokens).mask.numpy()
-        for name, (first, stop) in RANGES.items():
+        key = find_keys(book, Tokens(own["token_ids"].long(), own["offsets"].long())).numpy()
+        for name, (first, stop) in ranges.items():
             place = slice(first, stop)
             rows.append([book.name, name, "perplexity", float(loss[place].sum()), len(loss[place])])
             rows.append([book.name, name, "longppl", float(loss[place][key[place]].sum()), int(key[place].sum())])
@@ -65,19 +111,21 @@ def measure_method(
 def compare_methods(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return LongPPL and perplexity by method and range, their ratios to the first method, and right answers.
 
-    ``measured`` are the results of `measure_method` by the method's name.
+    ``measured`` are the results of `measure_method` by the method's name. The last range is that beyond the model's
+    positions, of which the spread over methods is returned.
     """
     columns = ["book", "range", "kind", "loss", "tokens"]
     tables = {name: pd.DataFrame(each["losses"], columns=columns) for name, each in measured.items()}
     baseline = next(iter(tables.values()))
+    ranges = list(dict.fromkeys(baseline["range"]))
     found: dict[str, Any] = {"methods": {}}
     for method, table in tables.items():
         answers = measured[method]["right"]
-        ranges = {name: _measure_range(table, baseline, name) for name in RANGES}
-        found["methods"][method] = {"ranges": ranges, "right": sum(answers), "questions": len(answers)}
+        by_range = {name: _measure_range(table, baseline, name) for name in ranges}
+        found["methods"][method] = {"ranges": by_range, "right": sum(answers), "questions": len(answers)}
     for kind in ("longppl", "perplexity"):
-        values = [each["ranges"]["beyond 8k"][kind] for each in found["methods"].values()]
-        found[f"spread of log {kind} beyond 8k"] = float(np.std(np.log(values), ddof=1))
+        values = [each["ranges"][ranges[-1]][kind] for each in found["methods"].values()]
+        found[f"spread of log {kind} {ranges[-1]}"] = float(np.std(np.log(values), ddof=1))
     return found
 
 

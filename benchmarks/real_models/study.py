@@ -6,7 +6,7 @@ import logging
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache, cached_property, partial
@@ -22,7 +22,16 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.real_models.anatomy import choose_examples, compare_evaluators, describe_key_tokens, describe_texts
 from benchmarks.real_models.correlate import GAMMA, SYSTEMS, EvaluatorScores, correlate_systems, measure_system
-from benchmarks.real_models.extend import METHODS, TARGET, compare_methods, measure_method
+from benchmarks.real_models.extend import (
+    GEMMA_LENGTH,
+    GEMMA_METHODS,
+    LENGTH,
+    METHODS,
+    compare_methods,
+    key_tokens_by_pieces,
+    measure_method,
+    position_ranges,
+)
 from benchmarks.real_models.fine_tune import (
     CPU_SCALE,
     GPU_SCALE,
@@ -50,6 +59,7 @@ from lightning_modules.batch import PackedBatch, batch_to
 from lightning_modules.functional.windows import ShortContext
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.influence_transfer import compute_influence, make_transfer
+from lightning_modules.scoring.key_tokens import Tokens, find_key_tokens
 from lightning_modules.scoring.scored_model import ScoredModel, open_evaluator, score_text
 from lightning_modules.scoring.token_scores import TokenScores, text_sha256
 from lightning_modules.utilities.files import write_atomically, write_json
@@ -187,20 +197,44 @@ class Study:
     def extend(self) -> None:
         """Score long books and passkeys by each method of context extension, and keep the numbers."""
         tokenizer = LoadedSystem(METHODS[0], self.models).tokenizer
-        books = read_books(self.data, LONG_BOOKS, tokenizer, TARGET)
+        books = read_books(self.data, LONG_BOOKS, tokenizer, 2 * LENGTH)
         essays = self.data / "haystack" / "3020.txt"
         sheets = make_sheets(essays, characters=LONG_CHARACTERS, sheets=2)[:2]
         evaluator = self.kept_scores(EVALUATORS[0], books)
+        title = "SmolLM2 beyond its 8,192 positions, without training"
+        methods = partial(self._extend, "extend", title, METHODS, position_ranges(LENGTH))
+        methods(books, sheets, lambda book, tokens: find_key_tokens(evaluator[book.name], tokens).mask)
 
+    def extend_gemma(self) -> None:
+        """Score a long book by Gemma with methods of context extension, and keep the numbers."""
+        tokenizer = LoadedSystem(GEMMA_METHODS[0], self.models).tokenizer
+        books = read_books(self.data, LONG_BOOKS[2:3], tokenizer, 2 * GEMMA_LENGTH)
+        evaluator = self.evaluator(EVALUATORS[0], dtype="float32")
+
+        def find_keys(book: Text, tokens: Tokens) -> Tensor:
+            return key_tokens_by_pieces(partial(evaluator.scores, name=book.name), book.text, tokens)
+
+        title = "Gemma 3 beyond its 32,768 positions, without training"
+        self._extend("extend_gemma", title, GEMMA_METHODS, position_ranges(GEMMA_LENGTH), books, [], find_keys)
+
+    def _extend(
+        self,
+        study: str,
+        title: str,
+        methods: Sequence[System],
+        ranges: Mapping[str, tuple[int, int]],
+        books: Sequence[Text],
+        sheets: Sequence[QuestionSheet],
+        find_keys: Callable[[Text, Tokens], Tensor],
+    ) -> None:
         def measure(method: System) -> dict[str, Any]:
             score_system(method, self.models, books, sheets, self.work / "float32")
-            return measure_method(method, books, evaluator, [sheet.name for sheet in sheets], self.work / "float32")
+            names = [sheet.name for sheet in sheets]
+            return measure_method(method, books, find_keys, names, self.work / "float32", ranges)
 
-        found = self._measure_each("extend", METHODS, measure)
-        numbers = compare_methods({method.name: found[method.path] for method in METHODS})
-        self.keep(
-            "extend", "SmolLM2 beyond its 8,192 positions, without training", numbers, tabulate_extend(numbers), books
-        )
+        found = self._measure_each(study, methods, measure)
+        numbers = compare_methods({method.name: found[method.path] for method in methods})
+        self.keep(study, title, numbers, tabulate_extend(numbers), books)
 
     def fine_tune(self) -> None:
         """Train by each weighting, tuned on other books, and keep what the trained models score."""

@@ -62,11 +62,14 @@ def tabulate_correlate(numbers: dict[str, Any]) -> list[Table]:
 def tabulate_extend(numbers: dict[str, Any]) -> list[Table]:
     """Return LongPPL and perplexity of each method by position."""
     ranges = list(next(iter(numbers["methods"].values()))["ranges"])
-    head = ["method", *(f"{kind}, {name}" for kind in ("LongPPL", "perplexity") for name in ranges), "passkeys"]
+    asked = any(found["questions"] for found in numbers["methods"].values())
+    head = ["method", *(f"{kind}, {name}" for kind in ("LongPPL", "perplexity") for name in ranges)]
+    head += ["passkeys"] if asked else []
     rows = []
     for name, found in numbers["methods"].items():
         cells = [f"{found['ranges'][each][kind]:.2f}" for kind in ("longppl", "perplexity") for each in ranges]
-        rows.append([name, *cells, f"{found['right']} of {found['questions']}"])
+        cells += [f"{found['right']} of {found['questions']}"] if asked else []
+        rows.append([name, *cells])
     return [{"head": head, "rows": rows}]
 
 

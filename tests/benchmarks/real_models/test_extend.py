@@ -8,23 +8,27 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.real_models import extend as module
-from benchmarks.real_models.extend import compare_methods, measure_method
+from benchmarks.real_models.extend import (
+    GEMMA_LENGTH,
+    compare_methods,
+    key_tokens_by_pieces,
+    measure_method,
+    position_ranges,
+)
 from benchmarks.real_models.figures import draw_extend
 from benchmarks.real_models.systems import System
 from benchmarks.real_models.texts import Text
+from lightning_modules.scoring.key_tokens import Tokens
 from lightning_modules.scoring.token_scores import TokenScores
 
 
-def test_ranges_and_ratios_by_hand(tmp_path, monkeypatch):
+def test_ranges_and_ratios_by_hand(tmp_path):
     methods = (System("tiny", "none"), System("tiny", "yarn"))
-    monkeypatch.setattr(module, "RANGES", {"near": (1, 6), "beyond 8k": (6, 10)})
+    ranges = {"near": (1, 6), "beyond 8k": (6, 10)}
     text = "abcdefghij"
     offsets = torch.tensor([[n, n + 1] for n in range(10)])
     books = [Text(f"book {number}", "books", text) for number in range(6)]
     key = torch.tensor([0, 0, 1, 0, 0, 0, 1, 1, 0, 1], dtype=torch.bool)
-    short = torch.where(key, -9.0, -1.0)
-    scores = TokenScores("", "", 1, 1, torch.arange(10), offsets, torch.full((10,), -1.0), short)
     losses = {}
     draw = torch.Generator().manual_seed(0)
     for method in methods:
@@ -38,8 +42,9 @@ def test_ranges_and_ratios_by_hand(tmp_path, monkeypatch):
             }
             save_file(tensors, tmp_path / method.path / f"book_{number}.safetensors")
         (tmp_path / method.path / "keys_0.json").write_text(json.dumps({"right": [True, False, True]}))
-    evaluator = {book.name: scores for book in books}
-    found = compare_methods({m.name: measure_method(m, books, evaluator, ["keys 0"], tmp_path) for m in methods})
+    found = compare_methods(
+        {each.name: measure_method(each, books, lambda *_: key, ["keys 0"], tmp_path, ranges) for each in methods}
+    )
     yarn = found["methods"]["yarn"]
     assert (yarn["right"], yarn["questions"]) == (2, 3)
 
@@ -59,3 +64,36 @@ def test_ranges_and_ratios_by_hand(tmp_path, monkeypatch):
     drawn = draw_extend(found)
     assert "yarn" in drawn
     assert "none" not in re.findall(r">([^<]+)</text>", drawn)
+
+
+def test_ranges_of_positions():
+    assert position_ranges(GEMMA_LENGTH) == {
+        "below 32k": (1, 32768),
+        "32k to 48k": (32768, 49152),
+        "48k to 64k": (49152, 65536),
+        "beyond 32k": (32768, 65536),
+    }
+
+
+@pytest.mark.parametrize("count", [20, 27, 28, 29])
+def test_each_piece_decides_the_tokens_that_no_earlier_one_has(count):
+    text = "".join(chr(0x4E00 + n) for n in range(count))
+    offsets = torch.tensor([[n, n + 1] for n in range(count)])
+    draw = torch.Generator().manual_seed(count)
+    pieces, scores = [], []
+
+    def score(piece):
+        pieces.append(piece)
+        ids = torch.tensor([ord(character) - 0x4E00 for character in piece])
+        short = torch.where(torch.rand(len(piece), generator=draw) < 0.5, -9.0, -1.0)
+        short[0] = -1.0
+        scores.append(short)
+        return TokenScores("", "", 1, 1, ids, offsets[: len(piece)], torch.full((len(piece),), -1.0), short)
+
+    key = key_tokens_by_pieces(score, text, Tokens(torch.arange(count), offsets), 8)
+    starts = [0, *range(5, count - 4 + 1, 4)]
+    assert [len(piece) for piece in pieces] == [min(8 if start == 0 else 7, count - start) for start in starts]
+    for token in range(count):
+        # The first piece with the token in its second half; the first piece of all has no half.
+        number = next(n for n, start in enumerate(starts) if token < start + (7 if start else 8))
+        assert key[token] == (scores[number][token - starts[number]] == -9.0)
