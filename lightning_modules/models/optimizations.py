@@ -73,8 +73,12 @@ def _cast_hidden_states(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...
     return (inputs[0].bfloat16(), *inputs[1:]) if half else None
 
 
-def enable_checkpointing(model: PreTrainedModel, kind: Checkpointing, *, offload: bool = False) -> None:
-    """Recompute the activations of each layer in the backward pass.
+def enable_checkpointing(
+    model: PreTrainedModel, kind: Checkpointing, *, layers: int | None = None, offload: bool = False
+) -> None:
+    """Recompute the activations of the first ``layers`` layers, by default of all, in the backward pass.
+
+    The last layers keep their activations if not all can, because the backward pass frees those first.
 
     ``auto`` is chosen before a model is loaded, by `longce fit`; here it means ``true``. With ``selective``, attention
     is not recomputed, which is the most expensive part of a layer for long sequences. Gradients are identical, and each
@@ -98,8 +102,13 @@ def enable_checkpointing(model: PreTrainedModel, kind: Checkpointing, *, offload
     # The older name is deprecated, and the newer one does not exist in all supported versions.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(arguments)
+    found = _find_checkpointed(model)
+    if layers is not None and layers > len(found):
+        raise ValueError(f"`checkpointed_layers` = {layers} exceeds the {len(found)} layers of the model: lower it.")
+    for layer in found[layers:] if layers is not None else ():
+        layer.gradient_checkpointing = False
     if offload:
-        for layer in _find_checkpointed(model):
+        for layer in found[:layers]:
             layer._gradient_checkpointing_func = partial(_run_offloaded, layer._gradient_checkpointing_func)
 
 

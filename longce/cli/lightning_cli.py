@@ -235,8 +235,8 @@ class LongceCLI(LightningCLI):
         model.check_early(rows, sequence_parallel_size(self.trainer), None if pose is None else pose.target_length)
         avoid_slow_weights(model, self.trainer)
         if fits and model.loading.gradient_checkpointing == "auto":
-            chosen = plan_checkpointing(model, self.config["fit"], self.trainer)
-            model.loading = replace(model.loading, gradient_checkpointing=chosen)
+            kind, layers = plan_checkpointing(model, self.config["fit"], self.trainer)
+            model.loading = replace(model.loading, gradient_checkpointing=kind, checkpointed_layers=layers)
         if fits:
             model.optimization.check(self.trainer)
             curriculum = getattr(self.datamodule, "curriculum", None)

@@ -10,9 +10,9 @@ from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import choose_attention
 from lightning_modules.models.optimizations import can_keep_attention
 from lightning_modules.training.preflight import check_sequence_parallelism
-from longce.plan.flops import Checkpointing
+from longce.plan.flops import Checkpointing, ce_step_flops
 from longce.plan.hardware import GPU
-from longce.plan.memory import GIB
+from longce.plan.memory import GIB, Training
 from longce.plan.settings import Experiment
 from longce.plan.sizes import ModelSizes
 
@@ -29,28 +29,37 @@ class Fitting:
     needed: float  # GiB on each of them
 
 
-def choose_checkpointing(experiment: Experiment, gpu: GPU, sizes: ModelSizes) -> Checkpointing:
-    """Return the checkpointing with the least recomputation with which a step fits; ``full`` if it never does.
+def choose_checkpointing(experiment: Experiment, gpu: GPU, sizes: ModelSizes) -> Training:
+    """Return the training with the checkpointing that recomputes least and fits; that of all layers if none fits.
 
-    An attention whose outputs cannot be kept is not planned with ``selective``, and offloaded inputs of layers need
-    checkpointing. Eager attention keeps ``T * T`` numbers for each head, which the plan does not count: it gets
-    ``full``.
+    An attention whose outputs cannot be kept is not planned with ``selective``. Eager attention keeps ``T * T`` numbers
+    for each head, which the plan does not count: all its layers are recomputed. So are they where their inputs are
+    offloaded, which is for runs without memory to spare.
     """
-    kinds: list[Checkpointing] = ["none", "selective"]
-    if experiment.training.offload_activations:
-        kinds.remove("none")
+    training = experiment.training
+    everything = replace(training, checkpointing="full", checkpointed_layers=None)
     attention = experiment.attn_implementation
     if attention == "auto":
         attention = choose_attention(ModelConfig(), experiment.config, device="cuda")
     if attention == "eager":
-        return "full"
-    if not can_keep_attention(attention, experiment.config):
-        kinds.remove("selective")
-    for kind in kinds:
-        training = replace(experiment.training, checkpointing=kind)
-        if sizes.training_memory(training, experiment.lora).needed <= gpu.memory * GIB:
-            return kind
-    return "full"
+        return everything
+    kinds: list[Checkpointing] = ["selective"] if can_keep_attention(attention, experiment.config) else []
+    shape = sizes.shape(experiment.lora)
+    choices = []
+    if training.offload_activations:
+        choices = [replace(everything, checkpointing=kind) for kind in kinds]
+    else:
+        choices.append(replace(training, checkpointing="none"))
+        for kind in (*kinds, "full"):
+            for layers in (*range(1, shape.layers), None):
+                choices.append(replace(training, checkpointing=kind, checkpointed_layers=layers))
+    available = gpu.memory * GIB
+    fitting = [each for each in choices if sizes.training_memory(each, experiment.lora).needed <= available]
+
+    def recomputed(each: Training) -> float:
+        return ce_step_flops(shape, each.tokens, each.checkpointing, each.checkpointed_layers).total
+
+    return min(fitting, key=recomputed, default=everything)
 
 
 def find_fitting(experiment: Experiment, gpu: GPU, sizes: ModelSizes) -> Fitting | None:

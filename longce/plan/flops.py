@@ -74,13 +74,20 @@ def sliding_pass_flops(shape: ModelShape, tokens: int, context_length: int) -> F
     return forward_flops(replace(shape, windows=windows), tokens, tokens - 1)
 
 
-def ce_step_flops(shape: ModelShape, tokens: int, checkpointing: Checkpointing) -> Flops:
-    """Count cross entropy of one document, forward and backward; the backward pass recomputes the logits."""
+def ce_step_flops(shape: ModelShape, tokens: int, checkpointing: Checkpointing, layers: int | None = None) -> Flops:
+    """Count cross entropy of one document, forward and backward; the backward pass recomputes the logits.
+
+    Of the layers, it recomputes the first ``layers``, by default all, unless ``checkpointing`` is ``none``.
+    """
     attention = _attention_flops(shape, tokens)
-    kept = 1 if checkpointing in ("none", "selective") else 2
-    # With checkpointing the layers run once more, and the logits of the head in any case.
-    gemm = (0.0 if checkpointing == "none" else 2.0 * tokens * shape.layer_weights) + _logit_flops(shape, tokens)
-    return necessary_flops(shape, tokens) + Flops(gemm, attention * (kept - 1), attention * (ATTENTION_BACKWARD - 2))
+    recomputed = shape.layers if layers is None else layers
+    gemm = attention_again = 0.0
+    if checkpointing != "none":
+        gemm = 2.0 * tokens * shape.layer_weights * recomputed / shape.layers
+    if checkpointing == "full":
+        attention_again = _attention_flops(replace(shape, windows=shape.windows[:recomputed]), tokens)
+    again = Flops(gemm + _logit_flops(shape, tokens), attention_again, attention * (ATTENTION_BACKWARD - 2))
+    return necessary_flops(shape, tokens) + again
 
 
 def necessary_flops(shape: ModelShape, tokens: int) -> Flops:

@@ -36,6 +36,7 @@ class Training:
     autocast: torch.dtype | None = torch.bfloat16  # of the matrix products in mixed precision
     bfloat16_residual: bool = True  # whether the residual stream is bfloat16 under bfloat16 autocast
     checkpointing: Checkpointing = "none"
+    checkpointed_layers: int | None = None  # number of layers that are recomputed, from the first one; None for all
     moments: float = 2.0  # numbers that the optimizer keeps for each trained weight, in the type of the weights
     accumulates: bool = True  # whether gradients of earlier micro-batches exist
     step_copy: bool = True  # whether its step needs a temporary as large as the weights, as torch's `foreach` does
@@ -55,6 +56,12 @@ class Training:
     def compute_bytes(self) -> int:
         """Bytes of a number in matrix products."""
         return (self.autocast or self.dtype).itemsize
+
+    def recomputed_layers(self, shape: ModelShape) -> int:
+        """Return the number of layers that the backward pass recomputes, from the first one."""
+        if self.checkpointing == "none":
+            return 0
+        return shape.layers if self.checkpointed_layers is None else self.checkpointed_layers
 
     def trained_bytes(self, shape: ModelShape) -> int:
         """Return the bytes of a trained weight: float32 in mixed precision if other weights are frozen."""
@@ -88,27 +95,31 @@ class Memory:
 def training_memory(shape: ModelShape, activations: ActivationBytes, training: Training) -> Memory:
     """Return the memory of a training step.
 
+    The backward pass begins in the last layer, which may keep its activations where the first one is recomputed.
     Without accumulation, a layer's gradients take the place of what was kept for its backward pass.
     """
     tokens, lasting = training.tokens_per_gpu, lasting_memory(shape, training)
-    whole = training.checkpointing == "none"
-    layer = activations.layer if whole else activations.layer_input
+    recomputed = training.recomputed_layers(shape)
+    whole = shape.layers - recomputed  # number of layers that keep all activations
+    layer_input = activations.layer_input if recomputed else 0.0
     if training.checkpointing == "selective":
-        layer += shape.output_width * training.compute_bytes
-    offloaded = tokens * max(shape.layers - 2, 0) * activations.layer_input * training.offload_activations
+        layer_input += shape.output_width * training.compute_bytes
+    layer = activations.layer if whole else 0.0
+    offloaded = tokens * max(recomputed - 2, 0) * activations.layer_input * training.offload_activations
+    inputs = tokens * recomputed * layer_input - offloaded
     kept = {
-        "activations kept for the backward pass": tokens * shape.layers * layer - offloaded,
+        "activations kept for the backward pass": inputs + tokens * whole * layer,
         "last hidden states, predictors and their gradient": 3.0 * tokens * activations.hidden,
     }
     # A layer that kept its activations computes less in its backward pass than one that recomputes them.
-    again = activations.layer_backward - (activations.layer if whole else 0.0)
+    recompute = tokens * activations.layer_backward
+    backward = tokens * max(activations.layer_backward - layer, 0.0)
     accumulated = (4.0 + training.dtype.itemsize) * shape.head_weights if shape.head_trained else 0.0
     chunk = HEAD_ROWS * shape.vocabulary * logit_bytes(training.compute_bytes, backward=True)
     every, one = _autocast_copies(shape, training)
-    backward = {"one layer's backward pass": tokens * max(again, 0.0)}
     phases = {
         "head": {**kept, **every, "head: a chunk of logits": chunk, "head: sum of its gradient": accumulated},
-        "backward pass": {**kept, **(every if whole else one), **backward},
+        "backward pass": {**kept, **(every if whole else one), "one layer's backward pass": backward},
     }
     optimizer_step = {"temporary of the optimizer": lasting["gradients"]} if training.step_copy else {}
     if not training.accumulates and not training.offload:
@@ -116,7 +127,22 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
         shards = training.gpus if training.sharded else 1
         head = shape.head_weights * training.trained_bytes(shape) / shards if shape.head_trained else 0.0
         phases["backward pass"]["gradient of the head"] = head
-        phases["end of the backward pass"] = gradients | {"activations of a layer": tokens * layer} | one | backward
+        if recomputed and whole:
+            # The layers that kept their activations are done, and the last one of the others is recomputed.
+            phases["backward pass of recomputed layers"] = {
+                **kept,
+                "activations kept for the backward pass": inputs,
+                **one,
+                "one layer's backward pass": recompute,
+                "gradient of the head": head,
+                "gradients of the other layers": (gradients["gradients"] - head) * whole / shape.layers,
+            }
+        phases["end of the backward pass"] = {
+            **gradients,
+            "activations of a layer": tokens * (layer_input if recomputed else layer),
+            **one,
+            "one layer's backward pass": recompute if recomputed else backward,
+        }
         optimizer_step |= gradients
     if training.step_copy and not training.offload:
         phases["optimizer step"] = optimizer_step
@@ -161,19 +187,19 @@ def largest_short_pass(training: Training) -> int:
 def _autocast_copies(shape: ModelShape, training: Training) -> tuple[dict[str, float], dict[str, float]]:
     """Return the copies of weights in the type of matrix products: kept by the forward pass, and of one layer.
 
-    Copies are freed after their use, unless the backward pass needs them: without checkpointing it needs all. Sharded
-    weights are gathered in that type instead.
+    Copies are freed after their use, unless the backward pass needs them: those of layers that are not recomputed.
+    Sharded weights are gathered in that type instead.
     """
     if training.autocast is None or training.sharded:
         return {}, {}
     name, size = "copies of the weights for autocast", float(training.autocast.itemsize)
     one = {name: max(shape.largest_layer, shape.head_weights) * size}
-    if training.checkpointing != "none":
-        return one, one
-    copied = shape.parameters - (0 if shape.tied else shape.head_weights)
+    whole = shape.layers - training.recomputed_layers(shape)
+    copied = shape.parameters - shape.head_weights * (1 if shape.tied else 2)  # of the layers
     if training.quantized is not None:  # quantized weights are converted again in the backward pass
         copied -= shape.quantizable
-    return {name: max(copied * size, one[name])}, one
+    every = copied * whole / shape.layers + (shape.head_weights if whole else 0)
+    return {name: max(every * size, one[name])}, one
 
 
 def logit_bytes(compute: int, *, backward: bool) -> float:

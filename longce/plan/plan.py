@@ -31,8 +31,7 @@ class Planner:
     def __init__(self, experiment: Experiment, gpu: GPU, rates: Rates) -> None:
         self.sizes = ModelSizes(experiment.config)
         if experiment.chooses_checkpointing:
-            kind = choose_checkpointing(experiment, gpu, self.sizes)
-            experiment = replace(experiment, training=replace(experiment.training, checkpointing=kind))
+            experiment = replace(experiment, training=choose_checkpointing(experiment, gpu, self.sizes))
         self.experiment = experiment
         self.gpu = gpu
         self.rates = rates
@@ -123,7 +122,7 @@ class Planner:
 
     def _count_flops(self, run: Training) -> Flops:
         """Count the operations of one sequence."""
-        flops = ce_step_flops(self.shape, run.tokens, run.checkpointing)
+        flops = ce_step_flops(self.shape, run.tokens, run.checkpointing, run.checkpointed_layers)
         if not run.short_pass:
             return flops
         if run.short_context.method == "sliding_window":
@@ -136,8 +135,8 @@ class Planner:
 
     def peak_seconds_per_token(self) -> float:
         """Return the time per token at the peak rate, for model FLOPs utilization: nothing is computed twice."""
-        cross_entropy = ce_step_flops(self.shape, self.training.tokens, self.training.checkpointing).total
-        repeated = cross_entropy - necessary_flops(self.shape, self.training.tokens).total
+        cross_entropy = self._count_flops(replace(self.training, short_pass=False))
+        repeated = cross_entropy.total - necessary_flops(self.shape, self.training.tokens).total
         flops = self._count_flops(self.training).total - repeated
         return flops / self.training.tokens / (self.training.gpus * self.gpu.tflops * 1e12)
 
@@ -162,25 +161,31 @@ def plan_utilization(model: LongContextLM, options: Any, trainer: Trainer) -> fl
         return None
 
 
-def plan_checkpointing(model: LongContextLM, options: Any, trainer: Trainer) -> Checkpointing:
-    """Return the ``gradient_checkpointing`` that ``auto`` means for a run, by the memory of its GPUs.
+def plan_checkpointing(model: LongContextLM, options: Any, trainer: Trainer) -> tuple[Checkpointing, int | None]:
+    """Return the ``gradient_checkpointing`` and ``checkpointed_layers`` that ``auto`` means on the GPUs of a run.
 
-    It is true, which needs the least memory, on a CPU and for what is not supported.
+    All layers are recomputed, which needs the least memory, on a CPU and for what is not supported.
     """
     device = trainer.strategy.root_device
     if device.type != "cuda":
-        return True
+        return True, None
     name = torch.cuda.get_device_name(device)
     known = recognize_gpu(name) or GPU(name, tflops=1.0, memory=0.0)  # the rate does not change the memory
     memory = torch.cuda.get_device_properties(device).total_memory / GIB
     try:
-        planned = _plan_run(model, options, trainer, known._replace(memory=memory)).training.checkpointing
+        planned = _plan_run(model, options, trainer, known._replace(memory=memory)).training
     except Exception as error:  # an estimate must not stop a run
         _log.info("`gradient_checkpointing: auto` is true, because this run cannot be planned: %s", error)
-        return True
-    value = next(value for value, kind in CHECKPOINTING.items() if kind == planned)
-    _log.info("`gradient_checkpointing: auto` is %s, by `longce plan` for %.0f GiB.", str(value).lower(), memory)
-    return value
+        return True, None
+    value = next(value for value, kind in CHECKPOINTING.items() if kind == planned.checkpointing)
+    layers = None if value is False else planned.checkpointed_layers
+    _log.info(
+        "`gradient_checkpointing: auto` is %s for %s layers, by `longce plan` for %.0f GiB.",
+        str(value).lower(),
+        "all" if layers is None else f"the first {layers}",
+        memory,
+    )
+    return value, layers
 
 
 def _plan_run(model: LongContextLM, options: Any, trainer: Trainer, gpu: GPU) -> Planner:

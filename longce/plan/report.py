@@ -30,9 +30,10 @@ def _format_header(plan: dict[str, Any]) -> Iterator[str]:
         f" tokens, {run['rows_per_step']} per step{steps}"
     )
     sharding = "weights, gradients and optimizer sharded (FSDP2)" if run["sharded"] else "everything on each GPU"
+    layers = "" if run["checkpointed_layers"] is None else f" of the first {run['checkpointed_layers']} layers"
     yield (
         f"         {run['precision']}, {str(run['dtype']).removeprefix('torch.')} weights, gradient checkpointing"
-        f" {run['checkpointing']}, {run['optimizer']}, {sharding}"
+        f" {run['checkpointing']}{layers}, {run['optimizer']}, {sharding}"
     )
     yield f"  GPU    {gpu['count']} x {gpu['name']}: {gpu['tflops']:g} TFLOP/s at peak, {gpu['memory']:g} GiB"
     for note in plan["notes"]:

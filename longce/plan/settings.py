@@ -105,6 +105,7 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         offload_activations=loading.offload_activations,
         bfloat16_residual=loading.residual_dtype == "bfloat16" or distribution["sharded"],
         checkpointing=CHECKPOINTING[checkpointing],
+        checkpointed_layers=loading.checkpointed_layers,
         moments=moments,
         accumulates=(trainer.get("accumulate_grad_batches") or 1) > 1,
         step_copy=moments > 0 and not settings.get("fused") and settings.get("foreach") is not False,

@@ -1,5 +1,7 @@
 """What stays small at any length and vocabulary, by the bytes of living tensors."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -145,6 +147,19 @@ def kept_by_layers(monkeypatch, *, checkpointing=True, residual="float32", offlo
 )
 def test_checkpointing_keeps_layer_inputs_in_the_dtype_of_the_residual_stream(residual, autocast, size, monkeypatch):
     assert kept_by_layers(monkeypatch, residual=residual, autocast=autocast) == (size * HIDDEN_STATE, 0)
+
+
+def test_each_layer_that_is_not_checkpointed_keeps_the_same():
+    kept = []
+    for layers in (1, 2, 3, None):
+        model = tiny_model("llama", 400, num_hidden_layers=4).train()
+        enable_checkpointing(model, True, layers=layers)
+        with LiveBytes() as memory:
+            output = Backbone(model)(packed([torch.arange(500) % 400]))
+            kept.append(memory.live)
+        assert output.requires_grad
+    differences = [more - less for more, less in pairwise(kept)]
+    assert differences[0] == differences[1] == differences[2] > 10 * 500 * 4 * HIDDEN_STATE
 
 
 @pytest.mark.parametrize(("checkpointing", "on_device"), [(True, 0), ("selective", 2 * HIDDEN_STATE + 4 * HEADS)])

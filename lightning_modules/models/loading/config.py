@@ -137,8 +137,10 @@ class ModelConfig:
             sequence there), an even number: the pass with gradient has it, scores and evaluation have full attention.
         gradient_checkpointing: Recompute the activations of each layer in the backward pass. ``selective`` keeps the
             outputs of attention, which is faster and takes ``tokens * hidden size`` more numbers per layer. With
-            ``auto``, `longce fit` on a GPU takes the first of ``false``, ``selective`` and ``true`` that fits according
-            to `longce plan`; anywhere else it means ``true``.
+            ``auto``, `longce fit` on a GPU takes the kind and the number of layers that recompute least and fit
+            according to `longce plan`; anywhere else it means ``true``.
+        checkpointed_layers: Number of layers that `gradient_checkpointing` recomputes, from the first one, with
+            ``true`` or ``selective``; null for all. The others keep their activations.
         offload_activations: Keep the layer inputs that checkpointing keeps in host memory. The GPU waits for each copy.
         residual_dtype: Dtype of the residual stream between layers with float32 weights in ``bf16-mixed``. ``float32``
             doubles the memory of the layer inputs. FSDP2 ignores it: it gathers weights in bfloat16.
@@ -161,6 +163,7 @@ class ModelConfig:
     attn_implementation: str = "auto"
     shifted_sparse_attention: int | None = None
     gradient_checkpointing: Checkpointing = False
+    checkpointed_layers: int | None = None
     offload_activations: bool = False
     residual_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     compile: bool | Literal["auto"] = False
@@ -175,6 +178,12 @@ class ModelConfig:
             object.__setattr__(self, "server", ServerConfig(**self.server))
         if self.offload_activations and not self.gradient_checkpointing:
             raise ValueError("`offload_activations` needs checkpointing: set `gradient_checkpointing` to true.")
+        layers = self.checkpointed_layers
+        if layers is not None and (layers < 1 or self.gradient_checkpointing not in (True, "selective")):
+            raise ValueError(
+                "`checkpointed_layers` must be 1 or more, with `gradient_checkpointing` true or selective, got"
+                f" {layers} with {str(self.gradient_checkpointing).lower()}."
+            )
         group = self.shifted_sparse_attention
         if group is not None and (group < 2 or group % 2):
             raise ValueError(

@@ -75,7 +75,8 @@ def load_backbone(
         forget_earlier_lengths(model)
         if _is_on(config.fused_norms, device):
             fuse_norms(model)
-        enable_checkpointing(model, config.gradient_checkpointing, offload=config.offload_activations)
+        kind, layers = config.gradient_checkpointing, config.checkpointed_layers
+        enable_checkpointing(model, kind, layers=layers, offload=config.offload_activations)
         if autocast and config.residual_dtype == "bfloat16":
             use_bfloat16_residual(model)
         if config.lora is not None:

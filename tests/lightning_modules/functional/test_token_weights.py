@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from lightning_modules.functional import (
+    excess_loss_weights,
     mutual_information,
     scale_to_mean_one,
     soft_influence,
@@ -57,6 +58,23 @@ def test_the_fraction_of_each_sequence_that_changes_most_has_weight_1(fraction):
         kept = sorted(change, reverse=True)[: max(1, round(fraction * len(change)))]
         expected = [bool(scored[row, t]) and difference[t] >= max(kept[-1], 1e-12) for t in range(17)]
         assert weights[row].bool().tolist() == expected
+    assert not weights.requires_grad
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.3, 0.6, 1.0])
+def test_the_excess_loss_of_the_top_fraction_of_each_sequence(fraction):
+    draw = torch.Generator().manual_seed(1)
+    # Few values, so that some tokens have equal excess; a token that is not scored would be first.
+    long = -torch.randint(8, (4, 17), generator=draw).double()
+    reference = torch.randint(8, (4, 17), generator=draw).double()
+    scored = torch.rand(4, 17, generator=draw) < 0.7
+    scored[3] = False
+    weights = excess_loss_weights(long.clone().requires_grad_(), reference, scored, fraction=fraction)
+    for row in range(4):
+        excess = [-float(long[row, t]) - float(reference[row, t]) for t in range(17)]
+        ranked = sorted((excess[t] for t in range(17) if scored[row, t]), reverse=True)
+        chosen = ranked[: max(1, round(fraction * len(ranked)))]
+        assert weights[row].bool().tolist() == [bool(scored[row, t]) and excess[t] >= chosen[-1] for t in range(17)]
     assert not weights.requires_grad
 
 

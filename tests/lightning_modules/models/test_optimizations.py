@@ -29,9 +29,9 @@ ARCHITECTURES = [
 ]
 
 
-def step(kind, autocast=False, offload=False):
+def step(kind, autocast=False, offload=False, layers=None):
     model = build("llama").train()
-    enable_checkpointing(model, kind, offload=offload)
+    enable_checkpointing(model, kind, layers=layers, offload=offload)
     scorer = assume_isolation(Backbone(model))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), OperatorCounts() as counts:
         (-scorer(packed(documents(30, 8), documents(38))).mean()).backward()
@@ -51,6 +51,23 @@ def test_gradients_are_the_same_bit_for_bit_with_offloaded_layer_inputs(kind):
     expected, actual = step(kind)[1], step(kind, offload=True)[1]
     for name, gradient in expected.items():
         assert torch.equal(actual[name], gradient), name
+
+
+@pytest.mark.parametrize(("kind", "passes"), [(True, 9), ("selective", 6)])
+@pytest.mark.parametrize("offload", [False, True])
+def test_gradients_are_the_same_bit_for_bit_where_one_layer_of_two_is_checkpointed(kind, passes, offload):
+    calls, gradients = step(kind, layers=1, offload=offload)
+    assert calls == passes, "of 6 without and 12 with full checkpointing"
+    for name, gradient in step(kind)[1].items():
+        assert torch.equal(gradients[name], gradient), name
+
+
+def test_a_number_of_checkpointed_layers_that_cannot_be_is_refused():
+    for kind, layers in ((False, 1), ("auto", 1), (True, 0)):
+        with pytest.raises(ValueError, match="`checkpointed_layers` must be 1 or more, with"):
+            ModelConfig("model", gradient_checkpointing=kind, checkpointed_layers=layers)
+    with pytest.raises(ValueError, match="`checkpointed_layers` = 3 exceeds the 2 layers of the model"):
+        step(True, layers=3)
 
 
 def test_offloading_without_checkpointing_is_refused():

@@ -14,6 +14,7 @@ from lightning_modules.batch import IGNORE_INDEX, with_scored
 from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.optimizations import enable_checkpointing
 from lightning_modules.models.short_context import long_and_short, short_log_likelihood, sliding_window_log_likelihood
 from longce.plan.flops import (
     ATTENTION_BACKWARD,
@@ -115,6 +116,18 @@ def test_training_step(name, checkpointing):
         gemm, attention = counted(lambda: step(model, row()))
     planned = ce_step_flops(ModelShape.of(config), TOKENS, checkpointing)
     # Plain attention takes twice its forward pass in the backward pass.
+    plain = planned.attention + planned.attention_backward * 2 / ATTENTION_BACKWARD
+    assert planned.gemm == gemm
+    assert all_pairs(plain, TOKENS) == pytest.approx(attention, rel=0.02)
+
+
+def test_only_layers_that_are_checkpointed_are_counted_twice():
+    config = ARCHITECTURES["gemma2"]
+    model = backbone(config)
+    enable_checkpointing(model.base_model, True, layers=1)
+    with set_checkpoint_early_stop(False):
+        gemm, attention = counted(lambda: step(model, row()))
+    planned = ce_step_flops(ModelShape.of(config), TOKENS, "full", 1)
     plain = planned.attention + planned.attention_backward * 2 / ATTENTION_BACKWARD
     assert planned.gemm == gemm
     assert all_pairs(plain, TOKENS) == pytest.approx(attention, rel=0.02)

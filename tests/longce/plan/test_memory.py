@@ -103,6 +103,34 @@ def test_checkpointing_decides_what_is_kept(eight):
     assert kept[0] == per_layer * activations.layer
 
 
+def test_layers_that_are_not_checkpointed(eight):
+    shape, activations = eight
+    mixed = replace(BF16, dtype=torch.float32, autocast=torch.bfloat16, accumulates=False, checkpointed_layers=24)
+    memory = training_memory(shape, activations, mixed)
+    head, backward, junction, end = (
+        memory.phases[name]
+        for name in ("head", "backward pass", "backward pass of recomputed layers", "end of the backward pass")
+    )
+    kept, name = "activations kept for the backward pass", "one layer's backward pass"
+    inputs = 32768 * 24 * activations.layer_input
+    assert head[kept] == backward[kept] == inputs + 32768 * 8 * activations.layer
+    assert backward[name] == 32768 * (activations.layer_backward - activations.layer)
+    # The last 8 layers have their gradients in place of their activations.
+    layers = shape.parameters - 2 * 128256 * 4096
+    assert (junction[kept], junction[name]) == (inputs, 32768 * activations.layer_backward)
+    assert junction["gradients of the other layers"] == (shape.parameters - 128256 * 4096) * 4 / 4
+    assert end["activations of a layer"] == 32768 * activations.layer_input
+    assert end[name] == junction[name]
+    copies = "copies of the weights for autocast"
+    assert head[copies] == (layers / 4 + 128256 * 4096) * 2
+    assert junction[copies] == end[copies] == max(shape.largest_layer, 128256 * 4096) * 2
+    peaks = [
+        training_memory(shape, activations, replace(mixed, checkpointed_layers=layers)).peak
+        for layers in (None, 31, 16, 1)
+    ]
+    assert peaks == sorted(peaks)
+
+
 def test_copies_for_autocast_last_as_long_as_somebody_needs_them(eight):
     shape, activations = eight
     mixed = replace(BF16, dtype=torch.float32, autocast=torch.bfloat16)

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_modules.functional.windows import ShortContext
 from longce.cli import lightning_cli
 from longce.cli.lightning_cli import LongceCLI
 from longce.cli.main import main
 from longce.plan.fitting import choose_checkpointing, find_fitting
-from longce.plan.flops import necessary_flops, short_pass_flops
+from longce.plan.flops import ce_step_flops, necessary_flops, short_pass_flops
 from longce.plan.hardware import GPU, GPUS, Rates
 from longce.plan.memory import GIB, Training
 from longce.plan.plan import Planner, plan_checkpointing, plan_utilization
@@ -201,26 +202,49 @@ def test_auto_recomputes_no_more_than_the_memory_needs(llamas):
         return sizes.training_memory(replace(auto.training, checkpointing=kind), auto.lora).needed / GIB
 
     def chosen(memory, auto=auto):
-        return Planner(auto, GPU("card", 1.0, memory), Rates()).training.checkpointing
+        training = Planner(auto, GPU("card", 1.0, memory), Rates()).training
+        return training.checkpointing, training.checkpointed_layers
 
     sizes = ModelSizes(auto.config)
     none, selective, full = map(needed, ("none", "selective", "full"))
     assert full < selective < none
-    memories = (none + 0.1, none - 0.1, selective + 0.1, selective - 0.1, full - 0.1)
-    assert [chosen(memory) for memory in memories] == ["none", "selective", "selective", "full", "full"]
-    assert chosen(none + 0.1, replace(auto, chooses_checkpointing=False)) == "full"
-    assert chosen(selective + 0.1, replace(auto, attn_implementation="eager")) == "full"
+    assert chosen(none + 0.1) == ("none", None)
+    assert chosen(none - 0.1) == ("selective", 1)
+    assert chosen(selective + 0.1) == ("selective", 31), "a layer needs more than 0.1 GiB"
+    assert chosen(full + 0.1) == ("full", None)
+    assert chosen(full - 0.1) == ("full", None)
+    assert chosen(none + 0.1, replace(auto, chooses_checkpointing=False)) == ("full", None)
+    assert chosen(selective + 0.1, replace(auto, attn_implementation="eager")) == ("full", None)
     offloaded = replace(auto, training=replace(auto.training, offload_activations=True))
-    assert chosen(1000.0, offloaded) == "selective"
+    assert chosen(1000.0, offloaded) == ("selective", None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [56, 60, 70, 80, 150])
+def test_auto_is_the_fastest_choice_that_fits(llamas, memory):
+    auto = experiment(llamas["llama-3.1-8b"], accumulates=False)
+    auto = replace(auto, chooses_checkpointing=True, lora={"r": 8, "target_modules": "all-linear"})
+    planner = Planner(auto, GPU("card", 1.0, memory), Rates())
+    times = {}
+    for kind in ("none", "selective", "full"):
+        for layers in range(1, 33):
+            each = replace(auto.training, checkpointing=kind, checkpointed_layers=layers)
+            if planner.sizes.training_memory(each, auto.lora).needed <= memory * GIB:
+                times[kind, layers] = ce_step_flops(planner.shape, each.tokens, kind, layers).total
+    best = min(times, key=times.get)
+    found = planner.training
+    assert found.checkpointing == best[0]
+    assert found.checkpointed_layers == (None if best[0] == "none" or best[1] == 32 else best[1])
+    assert planner.plan()["memory"]["fits"]
 
 
 @pytest.mark.parametrize(
     ("device", "memory", "settings", "expected"),
     [
-        ("cuda", 80, [], False),
-        ("cuda", 0, [], True),  # fits by no means
-        ("cuda", 80, ["--trainer.precision", "transformer-engine"], True),  # the plan does not support it
-        ("cpu", 80, [], True),
+        ("cuda", 80, [], (False, None)),
+        ("cuda", 0, [], (True, None)),  # fits by no means
+        ("cuda", 80, ["--trainer.precision", "transformer-engine"], (True, None)),  # the plan does not support it
+        ("cpu", 80, [], (True, None)),
     ],
 )
 def test_a_run_gets_what_its_own_gpu_can_hold(device, memory, settings, expected, monkeypatch):
@@ -231,19 +255,22 @@ def test_a_run_gets_what_its_own_gpu_can_hold(device, memory, settings, expected
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Other")
     properties = SimpleNamespace(total_memory=memory * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert plan_checkpointing(cli.make("model"), cli.config, trainer) is expected
+    assert plan_checkpointing(cli.make("model"), cli.config, trainer) == expected
 
 
 @pytest.mark.slow
 def test_fit_resolves_auto_before_the_model_is_loaded(monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(lightning_cli, "plan_checkpointing", lambda *run: asked.append(run) or "selective")
+    monkeypatch.setattr(lightning_cli, "plan_checkpointing", lambda *run: asked.append(run) or ("selective", 1))
     words = ["fit", *LAYERS[:2], "-c", str(CONFIGS / "debug.yaml"), "--model.gradient_checkpointing", "auto"]
     words += ["--trainer.fast_dev_run", "1", "--trainer.default_root_dir", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["longce", *words])
     cli = LongceCLI()
     assert len(asked) == 1
     assert cli.model.loading.gradient_checkpointing == "selective"
+    layers = [each for each in cli.model.backbone.modules() if isinstance(each, GradientCheckpointingLayer)]
+    assert [layer.gradient_checkpointing for layer in layers] == [True, *[False] * (len(layers) - 1)]
+    assert len(layers) > 1
 
 
 def test_auto_recomputes_eager_attention_whose_memory_is_not_planned():
@@ -252,4 +279,4 @@ def test_auto_recomputes_eager_attention_whose_memory_is_not_planned():
         choose_checkpointing(replace(run, attn_implementation=each), GPUS["H200"], ModelSizes(run.config))
         for each in ("sdpa", "eager")
     ]
-    assert chosen == ["none", "full"]
+    assert [training.checkpointing for training in chosen] == ["none", "full"]
