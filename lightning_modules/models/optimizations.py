@@ -61,7 +61,7 @@ def use_bfloat16_residual(model: nn.Module) -> None:
     Embeddings in float32 would make it float32: autocast casts the inputs of matrix products, and not sums. After the
     first layer's cast, only experts return float32. Rotary angles and learned positions stay float32.
     """
-    for layer in _find_checkpointed(model):
+    for layer in find_checkpointed(model):
         layer.register_forward_pre_hook(_cast_hidden_states)
 
 
@@ -102,9 +102,12 @@ def enable_checkpointing(
     # The older name is deprecated, and the newer one does not exist in all supported versions.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(arguments)
-    found = _find_checkpointed(model)
+    found = find_checkpointed(model)
     if layers is not None and layers > len(found):
-        raise ValueError(f"`checkpointed_layers` = {layers} exceeds the {len(found)} layers of the model: lower it.")
+        raise ValueError(
+            f"`checkpointed_layers` = {layers} exceeds the {len(found)} layers of the model that can be checkpointed"
+            " one by one: lower it, or remove it."
+        )
     for layer in found[layers:] if layers is not None else ():
         layer.gradient_checkpointing = False
     if offload:
@@ -118,7 +121,8 @@ def can_keep_attention(attention: str, config: PreTrainedConfig) -> bool:
     return re.search(r"sdpa$|flash[a-z_-]*[23]\b", attention) is not None and rope_type not in PATTERNS
 
 
-def _find_checkpointed(model: nn.Module) -> list[Any]:
+def find_checkpointed(model: nn.Module) -> list[Any]:
+    """Return the layers that transformers can checkpoint one by one; older classes of the hub have none."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 

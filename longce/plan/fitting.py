@@ -51,7 +51,7 @@ def choose_checkpointing(experiment: Experiment, gpu: GPU, sizes: ModelSizes) ->
     else:
         choices.append(replace(training, checkpointing="none"))
         for kind in (*kinds, "full"):
-            for layers in (*range(1, shape.layers), None):
+            for layers in (*range(1, shape.checkpointed), None):
                 choices.append(replace(training, checkpointing=kind, checkpointed_layers=layers))
     available = gpu.memory * GIB
     fitting = [each for each in choices if sizes.training_memory(each, experiment.lora).needed <= available]
