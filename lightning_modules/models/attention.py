@@ -54,6 +54,7 @@ class _ForwardPass(threading.local):
 _forward_pass = _ForwardPass()
 
 _find_packed_sequences = masking_utils.find_packed_sequence_indices
+_window_function = masking_utils.sliding_window_causal_mask_function
 
 
 def document_attention(
@@ -70,8 +71,8 @@ def document_attention(
     """Compute causal attention within each document of each sequence, without a mask.
 
     A block-diagonal mask for a sequence of 32k tokens takes 1 GiB and rules out the flash kernel. Causal attention for
-    one document after another needs no mask. A mask from transformers (padding, sliding window) already separates the
-    documents; on CPU, what a layer's window hides is not computed.
+    one document after another needs no mask, nor does a layer with a sliding window (`document_mask`). Other masks of
+    transformers already separate the documents.
 
     Returns ``[B, T, H, D]`` for ``[B, H, T, D]`` queries, and None for the attention weights. ``document_boundaries``
     are ascending indices ``[0, .., T]`` of each sequence, or None if each is one document. ``exchange`` calls this
@@ -87,29 +88,44 @@ def document_attention(
             )
         limits = {"document_boundaries": document_boundaries, "attention_window": attention_window}
         return exchange(module, query, key, value, **limits, **kwargs)
-    # 2. A mask of transformers already separates the documents.
+    # 2. The mask of a layer with a window has no rows (`document_mask`), and its width is the window.
+    if attention_mask is not None and attention_mask.shape[-2] == 0:
+        window = attention_mask.shape[-1]
+        attention_window = min(window, attention_window or window)
+        attention_mask = None
+        if document_boundaries is None:
+            return _attend_single_documents(attention_window, module, query, key, value, **kwargs)
+    # 3. A mask of transformers already separates the documents.
     # Without boundaries, each sequence is one document: causal attention needs nothing else.
     if document_boundaries is None or attention_mask is not None:
-        mask = attention_mask
-        if mask is not None and attention_window is not None:
-            # Indices instead of positions are right here: distances inside a document are the same.
-            index = torch.arange(mask.shape[-1], device=mask.device)
-            mask = mask & _visible(index, index, attention_window)
-        return _attend_with_mask(module, query, key, value, mask, **kwargs)
-    # 3. All documents of the batch by one call, on a GPU.
+        mask = _limit_mask(attention_mask, attention_window)
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+    # 4. All documents of the batch by one call, on a GPU.
     packed_lengths = getattr(document_boundaries, "packed_lengths", None)
     if packed_lengths is not None:
         output = _attend_at_once(query, key, value, *packed_lengths, window=attention_window, **kwargs)
         if output is not None:
             return output, None
-    # 4. Otherwise one document after another: causal attention of a slice needs no mask.
-    window = attention_window
-    attend: Callable[..., Any] = sdpa_attention_forward if window is None else partial(_attend_in_window, window)
+    # 5. Otherwise one document after another: causal attention of a slice needs no mask.
+    attend = partial(_attend_in_window, attention_window)
     outputs = [
         _attend_one_by_one(attend, module, (query, key, value), row, boundaries, **kwargs)
         for row, boundaries in enumerate(document_boundaries)
     ]
     return torch.cat(outputs), None
+
+
+def _attend_single_documents(
+    window: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Return ``[B, T, H, D]`` attention in a window of sequences that are one document each."""
+    rows, tokens = len(query), query.shape[2]
+    if tokens > window and query.device.type == "cuda":
+        bounds = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * tokens
+        output = _attend_at_once(query, key, value, bounds, tokens, window=window, **kwargs)
+        if output is not None:
+            return output, None
+    return _attend_in_window(window, module, query, key, value, None, **kwargs)
 
 
 def _attend_one_by_one(
@@ -129,12 +145,12 @@ def _attend_one_by_one(
 
 
 def _attend_in_window(
-    window: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _: None, **kwargs: Any
+    window: int | None, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _: None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Return ``[1, T, H, D]`` attention of one document, for one block of queries and its keys at a time."""
+    """Return ``[B, T, H, D]`` attention of documents of one length, for one block of queries and its keys at a time."""
     tokens = query.shape[2]
     outputs = []
-    if tokens <= window:  # nothing is hidden but what follows: plain causal attention, which needs no mask
+    if window is None or tokens <= window:  # nothing is hidden but what follows: plain causal attention, without a mask
         return sdpa_attention_forward(module, query, key, value, None, **kwargs)
     for first, start, stop in _blocks(tokens, window):
         # Indices on the device, because the CPU would wait for a copy.
@@ -153,36 +169,13 @@ def _blocks(tokens: int, window: int) -> list[tuple[int, int, int]]:
     return [(max(at - window + 1, 0), at, min(at + size, tokens)) for at in range(0, tokens, size)]
 
 
-def _find_band(
-    mask: Tensor, sliding_window: int | None = None, position_bias: Tensor | None = None, **_: Any
-) -> list[tuple[int, int, int]]:
-    """Return the blocks outside of which the mask of a layer with a window of its own hides everything, or none."""
-    # On a GPU, the CPU would wait for what it reads here.
-    if sliding_window is None or mask.shape[-1] <= sliding_window or mask.device.type != "cpu":
-        return []
-    if mask.dtype != torch.bool or mask.shape[-2] != mask.shape[-1] or position_bias is not None:
-        return []
-    blocks = _blocks(mask.shape[-1], sliding_window)
-    # The layer's window only suggests the blocks: parts of a picture, for example, also see what comes after them.
-    # Every visible pair must be inside some block; then what the blocks leave out is hidden.
-    inside = sum(int(mask[:, :, start:stop, first:stop].count_nonzero()) for first, start, stop in blocks)
-    return blocks if inside == int(mask.count_nonzero()) else []
-
-
-def _attend_with_mask(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """Return ``[B, T, H, D]`` attention under a mask, without the products that a layer's window hides."""
-    blocks = [] if mask is None else _find_band(mask, **kwargs)
-    if mask is None or not blocks:
-        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
-    outputs = []
-    for first, start, stop in blocks:
-        keys = key[:, :, first:stop]
-        values = value[:, :, first:stop]
-        visible = mask[:, :, start:stop, first:stop]
-        outputs.append(sdpa_attention_forward(module, query[:, :, start:stop], keys, values, visible, **kwargs)[0])
-    return torch.cat(outputs, dim=1), None
+def _limit_mask(mask: Tensor | None, window: int | None) -> Tensor | None:
+    """Return a mask that also hides what is outside of a window."""
+    if mask is None or window is None:
+        return mask
+    # Indices instead of positions are right here: distances inside a document are the same.
+    index = torch.arange(mask.shape[-1], device=mask.device)
+    return mask & _visible(index, index, window)
 
 
 def _visible(queries: Tensor, keys: Tensor, window: int) -> Tensor:
@@ -238,6 +231,7 @@ def documents_by_boundaries(implementation: str, position_ids: Tensor) -> Iterat
     # For each mask, transformers asks whether the positions restart, for which the CPU waits. Also, a mask that
     # separates documents is never skipped, so it would hide whether the model itself needs one.
     masking_utils.find_packed_sequence_indices = _find_undivided_documents
+    masking_utils.sliding_window_causal_mask_function = _mark_window
     _forward_pass.position_ids = position_ids
     try:
         yield
@@ -249,15 +243,27 @@ def _find_undivided_documents(position_ids: Tensor) -> Tensor | None:
     return None if _forward_pass.position_ids is not None else _find_packed_sequences(position_ids)
 
 
+def _mark_window(sliding_window: int) -> Callable[..., Any]:
+    """Return the mask function of a causal window, with the window as its attribute."""
+    function: Any = _window_function(sliding_window)
+    function.window = sliding_window
+    return function
+
+
 def document_mask(*, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> Tensor | None:
     """Return the mask for `document_attention`: None for plain causal attention, unless the model always needs a mask.
 
-    In `documents_by_boundaries`, any other mask (a layer's window, for example) also separates the documents, whether
-    or not the model passes the positions by which transformers would do it.
+    In `documents_by_boundaries`, a sliding window is the width of a mask without rows, ``[1, 1, 0, W]``: the whole mask
+    would take a GiB for 32k tokens. Any other mask (chunks, for example) also separates the documents, whether or not
+    the model passes the positions by which transformers would do it.
     """
     positions = _forward_pass.position_ids
     # A mask of another shape is that of a layer that shortens the sequence; `check_scoring` tells whether it leaks.
     if positions is not None and kwargs["q_length"] == kwargs["kv_length"] == positions.shape[1]:
+        window = getattr(mask_function, "window", None)
+        # Nothing else is hidden or shown, and nothing but attention uses the mask.
+        if window is not None and kwargs.get("allow_is_causal_skip") and kwargs.get("attention_mask") is None:
+            return positions.new_empty(1, 1, 0, window, dtype=torch.bool)
         documents = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
         mask_function = _within_documents(mask_function, documents, positions)
     return sdpa_mask(mask_function=mask_function, **kwargs)

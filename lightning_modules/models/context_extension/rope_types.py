@@ -236,7 +236,8 @@ def _attend_unpadded(
     tokens, keys = mask.shape
     device = mask.device
     # 1. Find the first and last token in the last row of the mask.
-    seen = mask[-1].nonzero() if mask.dtype == torch.bool else mask.new_empty(0)
+    has_rows = tokens > 0 and mask.dtype == torch.bool  # without rows, it is a sliding window (`document_mask`)
+    seen = mask[-1].nonzero() if has_rows else mask.new_empty(0)
     first, end = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 0)
     # 2. Find the queries that are tokens. With a cache the last query is the last token; otherwise it may be padding.
     shift = 0 if tokens == keys else end - tokens

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, masking_utils
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from lightning_modules.batch import pack_sequence
 from lightning_modules.models import attention
@@ -66,9 +67,11 @@ def attend(function, states, mask):
 def test_values_and_gradients_are_those_of_the_whole_mask(products, tokens, window, ends):
     generator = torch.Generator().manual_seed(tokens)
     states = [torch.randn(2, heads, tokens, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
+    boundaries = [[0, *ends]] * 2 if ends else None
 
-    def ours(*arguments):
-        return document_attention(GROUPS, *arguments, sliding_window=window)[0]
+    def ours(query, key, value, mask):
+        mark = mask.new_empty(1, 1, 0, window)
+        return document_attention(GROUPS, query, key, value, mark, boundaries)[0]
 
     def dense(query, key, value, mask):
         key, value = (each.repeat_interleave(2, dim=1) for each in (key, value))
@@ -78,21 +81,9 @@ def test_values_and_gradients_are_those_of_the_whole_mask(products, tokens, wind
     for actual, expected in zip(attend(ours, states, mask), attend(dense, states, mask), strict=True):
         torch.testing.assert_close(actual, expected)
     size = max(window // 2, 64)
-    assert all(queries <= size and keys < size + window for queries, keys in products)
-    assert sum(queries for queries, _ in products) == tokens
-
-
-def test_a_mask_that_shows_more_than_the_window_is_used_whole(products):
-    states = [torch.randn(1, heads, 200, 8) for heads in (4, 2, 2)]
-    both_ways = band(200, 64) | band(200, 64).mT
-    cases = [(both_ways, {}), (band(200, 64), {"position_bias": torch.zeros(1, 4, 200, 200)}), (band(200, 65), {})]
-    for mask, options in cases:
-        products.clear()
-        actual = document_attention(GROUPS, *states, mask, sliding_window=40, **options)[0]
-        key, value = (each.repeat_interleave(2, dim=1) for each in states[1:])
-        expected = F.scaled_dot_product_attention(states[0], key, value, attn_mask=mask).transpose(1, 2)
-        torch.testing.assert_close(actual, expected)
-        assert products == [(200, 200)]
+    assert all(queries <= max(size, window) and keys < size + window for queries, keys in products)
+    # Sequences that are one document go together.
+    assert sum(queries for queries, _ in products) == tokens * (2 if ends else 1)
 
 
 @pytest.mark.parametrize("lengths", [(333,), (150, 183), (20, 1, 312)])
@@ -116,11 +107,32 @@ def test_a_model_with_windows_scores_and_learns_as_with_whole_masks(products, mo
         scored.sum().backward()
         return [scored.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
+    masks = []
+    monkeypatch.setattr(attention, "sdpa_mask", lambda **settings: masks.append(sdpa_mask(**settings)) or masks[-1])
     actual = run()
-    assert sum(queries <= 64 and keys < 164 for queries, keys in products) >= 2 * (333 // 64)
-    monkeypatch.setattr(attention, "_find_band", lambda *_, **__: [])
+    assert all(queries <= 100 and keys < 164 for queries, keys in products) or limit is None
+    assert [mask for mask in masks if mask is not None] == []
+    monkeypatch.setattr(attention, "_mark_window", attention._window_function)
     for ours, whole in zip(actual, run(), strict=True):
         torch.testing.assert_close(ours, whole, atol=1e-4, rtol=1e-4)
+    assert [mask.shape[-2:] for mask in masks if mask is not None] == [(333, 333)]
+
+
+def test_only_the_window_itself_is_passed_without_a_mask():
+    """Not with overlays, padding, or a mask that the model uses itself."""
+    positions = torch.arange(9)[None]
+    sizes = {"batch_size": 1, "q_length": 9, "kv_length": 9, "local_size": 3}
+    with documents_by_boundaries(DOCUMENT_SDPA, positions):
+        window = masking_utils.sliding_window_causal_mask_function(3)
+        assert document_mask(mask_function=window, allow_is_causal_skip=True, **sizes).shape == (1, 1, 0, 3)
+        others = (
+            {"mask_function": window, "allow_is_causal_skip": False},
+            {"mask_function": window, "allow_is_causal_skip": True, "attention_mask": positions > 1},
+            {"mask_function": masking_utils.and_masks(window, causal_mask_function), "allow_is_causal_skip": False},
+        )
+        for settings in others:
+            assert document_mask(**sizes, **settings).shape == (1, 1, 9, 9)
+    assert document_mask(mask_function=window, allow_is_causal_skip=True, **sizes).shape == (1, 1, 9, 9)
 
 
 @pytest.mark.parametrize("kind", ["sliding", "chunked"])

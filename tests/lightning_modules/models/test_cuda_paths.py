@@ -150,11 +150,22 @@ def test_one_call_attends_within_the_windows_of_all_packed_documents(monkeypatch
         assert not recorded.waits
 
 
-def test_a_sliding_window_needs_a_mask_and_waits_as_little():
+@pytest.mark.parametrize("documents", [1, 4])
+@pytest.mark.parametrize(
+    ("flash", "kernels"),
+    # A block of 64 queries sees its keys by a mask of its own, and the whole of a short window without.
+    [
+        (True, {"sdpa", "varlen in a window of 64"}),
+        (False, {"sdpa", "sdpa with mask (1, 1, 64, 64)", "sdpa with mask (1, 1, 64, 127)"}),
+    ],
+)
+def test_a_layer_with_a_window_has_no_mask_of_all_tokens_and_waits_as_little(flash, kernels, documents, monkeypatch):
+    monkeypatch.setattr(attention_module, "can_use_flash_attention", lambda params: flash)
     with cuda_model(architecture="mistral", sliding_window=64) as (backbone, recorded):
-        training_step(backbone, host_batch(512, 4))
+        training_step(backbone, host_batch(512, documents))
     assert recorded.waits.total() == 1, recorded.waits
-    assert set(recorded.masks) == {(1, 1, 512, 512)}
+    assert not recorded.masks
+    assert {call[0] for call in recorded.attention} == kernels
 
 
 def score(backbone, tokenizer, text, beta=None):
