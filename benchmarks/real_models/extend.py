@@ -47,8 +47,8 @@ METHODS = (
 
 _gemma = partial(_extend, "gemma-3-270m", GEMMA_LENGTH)
 
-GEMMA_METHODS = (System("gemma-3-270m", "none"), _gemma("YaRN", "yarn"), _gemma("EABF", "eabf"))
-"""The same for Gemma 3, whose layers with a sliding window are left as they are."""
+GEMMA_METHODS = (System("gemma-3-270m", "none"), _gemma("YaRN", "yarn"), _gemma("EABF", "eabf", base=4_000_000))
+"""The same for Gemma 3, whose layers with a sliding window are left as they are; their base is 1,000,000."""
 
 
 def position_ranges(length: int) -> dict[str, tuple[int, int]]:
