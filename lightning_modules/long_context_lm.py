@@ -21,7 +21,7 @@ from lightning_modules.models.loading.load import has_weights
 from lightning_modules.models.optimizations import eval_mode
 from lightning_modules.models.sequence_group import SequenceGroup
 from lightning_modules.models.short_context import ShortContextConfig, ShortMethod
-from lightning_modules.objectives import CrossEntropy, LongCE, Objective
+from lightning_modules.objectives import CrossEntropy, LongCE, Objective, unwrap
 from lightning_modules.scoring.document_scorer import DocumentScorer
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.training import checkpoint_contents, evaluation, preflight, step
@@ -133,7 +133,7 @@ class LongContextLM(LightningModule):
         Weights compare contexts or models, not kinds of attention: a sparse one would hide the long context. The pass
         is in eval mode, as that of short contexts; None where the weights are known without it.
         """
-        known = isinstance(objective, CrossEntropy) or objective.uses_stored == "weights"
+        known = type(unwrap(objective)) is CrossEntropy or objective.uses_stored == "weights"
         if self.loading.shifted_sparse_attention is None or known:
             return None
         with eval_mode(self.backbone):

@@ -72,7 +72,7 @@ def key_tokens_by_pieces(
     """
     key = torch.zeros(len(tokens.ids), dtype=torch.bool)
     half = length // 2
-    for start in range(0, len(key) - half, half):
+    for start in range(0, max(len(key) - half, 1), half):
         # The text has a special token at the front, and the evaluator puts one before each piece: in place of a token.
         place = slice(start + 1 if start else 0, start + length)
         offsets = tokens.offsets[place]

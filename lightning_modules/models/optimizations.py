@@ -61,7 +61,7 @@ def use_bfloat16_residual(model: nn.Module) -> None:
     Embeddings in float32 would make it float32: autocast casts the inputs of matrix products, and not sums. After the
     first layer's cast, only experts return float32. Rotary angles and learned positions stay float32.
     """
-    for layer in find_checkpointed(model):
+    for layer in _find_checkpointed(model):
         layer.register_forward_pre_hook(_cast_hidden_states)
 
 
@@ -102,16 +102,10 @@ def enable_checkpointing(
     # The older name is deprecated, and the newer one does not exist in all supported versions.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(arguments)
-    found = find_checkpointed(model)
-    if layers is not None and layers > len(found):
-        raise ValueError(
-            f"`checkpointed_layers` = {layers} exceeds the {len(found)} layers of the model that can be checkpointed"
-            " one by one: lower it, or remove it."
-        )
-    for layer in found[layers:] if layers is not None else ():
-        layer.gradient_checkpointing = False
+    if layers is not None:
+        _checkpoint_first(model, layers)
     if offload:
-        for layer in found[:layers]:
+        for layer in _find_checkpointed(model):
             layer._gradient_checkpointing_func = partial(_run_offloaded, layer._gradient_checkpointing_func)
 
 
@@ -121,8 +115,23 @@ def can_keep_attention(attention: str, config: PreTrainedConfig) -> bool:
     return re.search(r"sdpa$|flash[a-z_-]*[23]\b", attention) is not None and rope_type not in PATTERNS
 
 
-def find_checkpointed(model: nn.Module) -> list[Any]:
-    """Return the layers that transformers can checkpoint one by one; older classes of the hub have none."""
+def _checkpoint_first(model: Any, count: int) -> None:
+    """Turn checkpointing off in all layers for text but the first ``count``."""
+    number = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = (part for part in model.get_decoder().modules() if isinstance(part, nn.ModuleList))
+    # An encoder of pictures has another number of layers, or is not in the decoder.
+    layers = next(part for part in lists if len(part) == number)
+    found = [layer for layer in layers if isinstance(layer, GradientCheckpointingLayer)]
+    if count > len(found):
+        raise ValueError(
+            f"`checkpointed_layers` = {count} exceeds the {len(found)} layers of the model that can be checkpointed one"
+            " by one: lower it, or remove it."
+        )
+    for layer in found[count:]:
+        layer.gradient_checkpointing = False
+
+
+def _find_checkpointed(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 

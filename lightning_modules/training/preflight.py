@@ -118,11 +118,21 @@ def _check_quantization(loading: ModelConfig, config: PreTrainedConfig) -> None:
 
 
 def check_trainable(loading: ModelConfig, config: PreTrainedConfig) -> None:
-    """Raise a ``ValueError`` for full training of quantized weights, or a loss that balances experts."""
-    if getattr(config.get_text_config(decoder=True), "output_router_logits", False):
+    """Raise a ``ValueError`` for training that does not fit a model's config.
+
+    This is full training of quantized weights, a loss that balances experts, and more checkpointed layers than it has.
+    """
+    text: Any = config.get_text_config(decoder=True)
+    layers = loading.checkpointed_layers
+    if layers is not None and layers > text.num_hidden_layers:
+        raise ValueError(
+            f"`model.checkpointed_layers` = {layers} exceeds the {text.num_hidden_layers} layers of the model: lower"
+            " it, or remove it."
+        )
+    if getattr(text, "output_router_logits", False):
         raise ValueError(
             "The model's config asks for the auxiliary loss of its router, which is not computed here: set"
-            " `model.model_config: {output_router_logits: false}` to train without it."
+            " `output_router_logits` to false in `model.model_config` to train without it."
         )
     quantized = loading.quantization is not None or getattr(config, "quantization_config", None) is not None
     if quantized and loading.lora is None:
@@ -132,6 +142,7 @@ def check_trainable(loading: ModelConfig, config: PreTrainedConfig) -> None:
 def check_fit(objective: Objective, loading: ModelConfig, backbone: Backbone, data: Any) -> None:
     """Check the loaded model and its data module at the start of training, and warn about settings that add noise."""
     check_stored(objective, getattr(data, "stored_influence", None))
+    check_trainable(loading, backbone.base_model.config)
     pose = getattr(data, "pose", None)
     if pose is not None:
         check_skipped_positions(backbone.base_model.config, backbone.attention, pose.target_length)

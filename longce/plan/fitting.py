@@ -16,6 +16,9 @@ from longce.plan.memory import GIB, Training
 from longce.plan.settings import Experiment
 from longce.plan.sizes import ModelSizes
 
+RESERVE = 0.05
+"""Fraction of the memory that is left free where not all layers are recomputed: no such step was measured."""
+
 NODE = 8
 """GPUs of the node that is assumed where one GPU was planned and several are needed."""
 
@@ -53,13 +56,16 @@ def choose_checkpointing(experiment: Experiment, gpu: GPU, sizes: ModelSizes) ->
         for kind in (*kinds, "full"):
             for layers in (*range(1, shape.checkpointed), None):
                 choices.append(replace(training, checkpointing=kind, checkpointed_layers=layers))
-    available = gpu.memory * GIB
-    fitting = [each for each in choices if sizes.training_memory(each, experiment.lora).needed <= available]
+
+    def fits(each: Training) -> bool:
+        is_partial = each.recomputed_layers(shape) < shape.layers
+        available = gpu.memory * GIB * (1 - RESERVE if is_partial else 1)
+        return sizes.training_memory(each, experiment.lora).needed <= available
 
     def recomputed(each: Training) -> float:
         return ce_step_flops(shape, each.tokens, each.checkpointing, each.checkpointed_layers).total
 
-    return min(fitting, key=recomputed, default=everything)
+    return min(filter(fits, choices), key=recomputed, default=everything)
 
 
 def find_fitting(experiment: Experiment, gpu: GPU, sizes: ModelSizes) -> Fitting | None:
@@ -98,7 +104,15 @@ def _offload_activations(experiment: Experiment) -> Experiment | None:
     if training.offload_activations:
         return None
     checkpointing = "full" if training.checkpointing == "none" else training.checkpointing
-    return replace(experiment, training=replace(training, checkpointing=checkpointing, offload_activations=True))
+    changed = replace(training, checkpointing=checkpointing, checkpointed_layers=None, offload_activations=True)
+    return replace(experiment, training=changed)
+
+
+def _checkpoint_all(experiment: Experiment) -> Experiment | None:
+    """Recompute all layers."""
+    if experiment.training.checkpointed_layers is None:
+        return None
+    return replace(experiment, training=replace(experiment.training, checkpointed_layers=None))
 
 
 def _shard(experiment: Experiment) -> Experiment | None:
@@ -140,6 +154,7 @@ def _split_sequences(experiment: Experiment) -> Experiment | None:
 
 
 REMEDIES: dict[str, Callable[[Experiment], Experiment | None]] = {
+    "checkpointing of all layers (without model.checkpointed_layers)": _checkpoint_all,
     "activation offload (model.gradient_checkpointing and model.offload_activations: true)": _offload_activations,
     "FSDP2 (configs/strategies/fsdp.yaml)": _shard,
     "LoRA (model.lora: {r: 16, target_modules: all-linear}, model.dtype: bfloat16)": _train_adapters,

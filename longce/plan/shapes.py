@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_modules.models.context_extension.frequencies import global_parameters
 from lightning_modules.models.context_extension.patterns.settings import PATTERN_SETTINGS
 from lightning_modules.models.loading.adapters import active_module
-from lightning_modules.models.optimizations import find_checkpointed
 from longce.plan.activations import meta_backbone
 
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
@@ -34,7 +34,7 @@ class ModelShape:
     vocabulary: int
     output_width: int  # numbers per token in the output of a layer's attention
     pair_flops: int  # operations of one layer's attention for each pair of tokens
-    checkpointed: int  # number of layers that can be checkpointed one by one: all, or none
+    checkpointed: int  # number of layers that can be checkpointed one by one: all, or none in older classes of the hub
     windows: tuple[int | None, ...]  # tokens that each layer looks back on, itself included; None for all
 
     @property
@@ -75,7 +75,7 @@ class ModelShape:
             vocabulary=head.shape[0],
             output_width=text.num_attention_heads * value,
             pair_flops=2 * text.num_attention_heads * (query + value),
-            checkpointed=len(find_checkpointed(backbone.base_model)),
+            checkpointed=sum(isinstance(layer, GradientCheckpointingLayer) for layer in layers),
             windows=windows,
         )
 

@@ -20,6 +20,7 @@ from lightning_modules.functional import long_perplexity
 from lightning_modules.functional.windows import ShortContext
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import short_context
+from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.short_context import (
@@ -31,6 +32,7 @@ from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.objectives import CrossEntropy, Interpolated, LongCE, Normalized, Scheduled, StoredInfluence
 from lightning_modules.training import fsdp
 from lightning_modules.training.facts import objective_facts
+from lightning_modules.training.preflight import check_fit
 from lightning_modules.training.step import REFERENCE_TOKENS, gradient_norm
 from tests.conftest import make_text, tiny_model
 from tests.support import architectures, reference
@@ -431,7 +433,11 @@ def test_facts_of_an_objective_in_another_one():
 
 def test_the_loss_that_balances_experts_is_not_left_out_silently():
     config = {"model_type": "mixtral", "output_router_logits": True}
-    with pytest.raises(ValueError, match=r"output_router_logits: false"):
-        LongContextLM(model_config=config).check_early(8192)
-    LongContextLM(model_config=config).check_early(None)  # evaluation
+    module = LongContextLM(model_config=config)
+    with pytest.raises(ValueError, match="set `output_router_logits` to false"):
+        module.check_early(8192)
+    module.check_early(None)  # evaluation
+    backbone = Backbone(tiny_model("mixtral", num_local_experts=2, output_router_logits=True))
+    with pytest.raises(ValueError, match="set `output_router_logits` to false"):  # without the command line
+        check_fit(module.objective, module.loading, backbone, SimpleNamespace())
     LongContextLM(model_config={"model_type": "mixtral"}).check_early(8192)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_modules.models.backbone import Backbone
@@ -12,7 +13,9 @@ from lightning_modules.models.optimizations import (
     enable_checkpointing,
     use_bfloat16_residual,
 )
-from tests.conftest import tiny_model
+from lightning_modules.training.preflight import check_trainable
+from longce.plan.shapes import ModelShape
+from tests.conftest import tiny_config, tiny_model
 from tests.support.operators import ATTENTION, OperatorCounts
 from tests.support.packing import assume_isolation, build, documents, packed
 
@@ -68,6 +71,22 @@ def test_a_number_of_checkpointed_layers_that_cannot_be_is_refused():
             ModelConfig("model", gradient_checkpointing=kind, checkpointed_layers=layers)
     with pytest.raises(ValueError, match="`checkpointed_layers` = 3 exceeds the 2 layers of the model"):
         step(True, layers=3)
+    text = tiny_config()
+    with pytest.raises(ValueError, match=r"`model.checkpointed_layers` = 9 exceeds the 2 layers of the model"):
+        check_trainable(ModelConfig("model", gradient_checkpointing=True, checkpointed_layers=9), text)
+
+
+def test_layers_of_a_picture_encoder_are_not_counted():
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3}
+    config = Gemma3Config(
+        text_config=sizes | {"num_key_value_heads": 1, "head_dim": 8, "num_hidden_layers": 4, "vocab_size": 50},
+        vision_config=sizes | {"image_size": 28, "patch_size": 14},
+    )
+    model = Gemma3ForConditionalGeneration(config)
+    enable_checkpointing(model, True, layers=2)
+    layers = model.get_decoder().layers
+    assert [layer.gradient_checkpointing for layer in layers] == [True, True, False, False]
+    assert ModelShape.of(config).checkpointed == 4
 
 
 def test_offloading_without_checkpointing_is_refused():

@@ -8,7 +8,7 @@ import torch
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.loading.checks import check_attention_window
 from lightning_modules.models.loading.config import ModelConfig
-from lightning_modules.objectives import LongCE, Objective, Rho1
+from lightning_modules.objectives import CrossEntropy, LongCE, Normalized, Rho1
 from lightning_modules.training.preflight import check_sparse_attention
 from tests.conftest import tiny_config, tiny_model
 from tests.lightning_modules.test_training_step import FullRecorder
@@ -89,9 +89,7 @@ def test_only_the_pass_with_gradient_is_sparse(case, tmp_path):
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-7)
 
 
-class Likely(Objective):
-    uses_short_context = False
-
+class Likely(CrossEntropy):
     def token_weights(self, long, short, batch):
         return (long > -5).float()
 
@@ -116,6 +114,7 @@ def test_weights_of_the_scores_alone_are_those_of_full_attention(objective, tmp_
         batch = {**batch, "influence": torch.zeros(batch["labels"].shape)}
     fit(module, batch, tmp_path)
     torch.testing.assert_close(seen[0], expected)
+    assert module.full_log_likelihood(batch, Normalized(CrossEntropy())) is None, "its weights need no scores"
 
 
 def test_a_model_that_ignores_groups_is_refused(tmp_path):

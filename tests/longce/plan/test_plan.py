@@ -209,18 +209,18 @@ def test_auto_recomputes_no_more_than_the_memory_needs(llamas, monkeypatch):
     sizes = ModelSizes(auto.config)
     none, selective, full = map(needed, ("none", "selective", "full"))
     assert full < selective < none
-    assert chosen(none + 0.1) == ("none", None)
-    assert chosen(none - 0.1) == ("selective", 1)
-    assert chosen(selective + 0.1) == ("selective", 31), "a layer needs more than 0.1 GiB"
+    assert chosen(none / 0.95 + 0.1) == ("none", None)
+    assert chosen(none / 0.95 - 0.1) == ("selective", 1)
+    assert chosen(selective + 0.1) == ("selective", None), "a part of the memory is left free"
     assert chosen(full + 0.1) == ("full", None)
     assert chosen(full - 0.1) == ("full", None)
-    assert chosen(none + 0.1, replace(auto, chooses_checkpointing=False)) == ("full", None)
+    assert chosen(2 * none, replace(auto, chooses_checkpointing=False)) == ("full", None)
     assert chosen(selective + 0.1, replace(auto, attn_implementation="eager")) == ("full", None)
     offloaded = replace(auto, training=replace(auto.training, offload_activations=True))
     assert chosen(1000.0, offloaded) == ("selective", None)
     # Classes of the hub that cannot checkpoint some of their layers.
-    monkeypatch.setattr(shapes, "find_checkpointed", lambda _: [])
-    assert chosen(none - 0.1) == ("selective", None)
+    monkeypatch.setattr(shapes, "GradientCheckpointingLayer", type(None))
+    assert chosen(none / 0.95 - 0.1) == ("selective", None)
 
 
 @pytest.mark.slow
@@ -233,7 +233,8 @@ def test_auto_is_the_fastest_choice_that_fits(llamas):
         for kind in ("none", "selective", "full"):
             for layers in range(1, 33):
                 each = replace(auto.training, checkpointing=kind, checkpointed_layers=layers)
-                if sizes.training_memory(each, auto.lora).needed <= memory * GIB:
+                whole = kind == "none" or layers < 32
+                if sizes.training_memory(each, auto.lora).needed <= memory * GIB * (0.95 if whole else 1):
                     times[kind, layers] = ce_step_flops(sizes.shape(auto.lora), each.tokens, kind, layers).total
         kind, layers = min(times, key=times.get)
         found = choose_checkpointing(auto, GPU("card", 1.0, memory), sizes)
