@@ -161,6 +161,13 @@ def test_the_first_combination_that_fits(llamas, memory, settings, gpus):
     assert found.needed <= memory
 
 
+@pytest.mark.slow
+def test_layers_that_keep_their_activations_are_the_first_to_give_way(llamas):
+    run = experiment(llamas["llama-3.1-8b"], dtype=torch.bfloat16, autocast=None, gpus=1, checkpointed_layers=8)
+    found = find_fitting(run, GPUS["H200"], ModelSizes(run.config))
+    assert found.settings == ["checkpointing of all layers (without model.checkpointed_layers)"]
+
+
 def test_a_model_is_built_once_for_each_kind_of_adapters(monkeypatch):
     built = []
     make = ModelShape.of
