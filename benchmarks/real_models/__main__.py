@@ -18,6 +18,7 @@ STUDIES = {
     "correlate": "Whether LongPPL predicts accuracy on long-context questions, and perplexity does not.",
     "extend": "How SmolLM2 reads beyond its 8,192 positions, by each method of context extension.",
     "extend_gemma": "The same for Gemma 3 270M beyond its 32,768 positions, on one book.",
+    "extend_qwen": "The same for Qwen2.5-Coder 0.5B beyond its 32,768 positions, on that book.",
     "fine_tune": "Whether LongCE pays on SmolLM2 and books, after equal steps and equal CPU time.",
     "fine_tune_8k": "The same on rows of 8,192 tokens, after equal steps and equal time, for a GPU.",
 }

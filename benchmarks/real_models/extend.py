@@ -1,4 +1,4 @@
-"""How SmolLM2 and Gemma 3 read beyond their positions without training, by each method of context extension.
+"""How SmolLM2, Gemma 3 and Qwen2.5 read beyond their positions without training, by each method of context extension.
 
 The protocol, with hypotheses and decision rules, is in `benchmarks/real_models/PROTOCOL.md`.
 """
@@ -17,12 +17,13 @@ from torch import Tensor
 
 from benchmarks.real_models.systems import System, read_answers, read_scores
 from benchmarks.real_models.texts import Text
-from lightning_modules.scoring.key_tokens import Tokens, find_key_tokens
+from lightning_modules.functional import merge_spans
+from lightning_modules.scoring.key_tokens import Tokens, key_spans
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.utilities.statistics import weighted_mean_interval
 
-LENGTH, GEMMA_LENGTH = 8192, 32768
-"""Positions of SmolLM2 and Gemma, which read twice as many tokens."""
+LENGTH, GEMMA_LENGTH, QWEN_LENGTH = 8192, 32768, 32768
+"""Positions of SmolLM2, Gemma and Qwen, which read up to twice as many tokens."""
 
 
 def _extend(model: str, length: int, name: str, method: str, **options: Any) -> System:
@@ -50,6 +51,10 @@ _gemma = partial(_extend, "gemma-3-270m", GEMMA_LENGTH)
 GEMMA_METHODS = (System("gemma-3-270m", "none"), _gemma("YaRN", "yarn"), _gemma("EABF", "eabf", base=4_000_000))
 """The same for Gemma 3, whose layers with a sliding window are left as they are; their base is 1,000,000."""
 
+QWEN = "qwen2.5-coder-0.5b"
+
+QWEN_METHODS = (System(QWEN, "none"), _extend(QWEN, QWEN_LENGTH, "YaRN", "yarn"))
+
 
 def position_ranges(length: int) -> dict[str, tuple[int, int]]:
     """Return by name the positions of the tokens of which numbers are the mean, for a model with ``length`` of them."""
@@ -62,25 +67,24 @@ def position_ranges(length: int) -> dict[str, tuple[int, int]]:
     }
 
 
-def key_tokens_by_pieces(
-    score: Callable[[str], TokenScores], text: str, tokens: Tokens, length: int = GEMMA_LENGTH
+def key_spans_by_pieces(
+    score: Callable[[str], TokenScores], text: str, offsets: Tensor, length: int = GEMMA_LENGTH
 ) -> Tensor:
-    """Return the ``[N]`` mask of the key tokens of a text that is longer than its evaluator can read.
+    """Return the ``[M, 2]`` character spans of the key tokens of a text that is longer than its evaluator can read.
 
-    Pieces of ``length`` tokens start half a piece apart. Each decides its second half, whose tokens have at least half
-    a piece before them; the first one decides all of it.
+    Pieces of ``length`` tokens, whose ``[N, 2]`` offsets in the text are given, start half a piece apart. Each decides
+    its second half, whose tokens have at least half a piece before them; the first one decides all of it.
     """
-    key = torch.zeros(len(tokens.ids), dtype=torch.bool)
+    found = []
     half = length // 2
-    for start in range(0, max(len(key) - half, 1), half):
+    for start in range(0, max(len(offsets) - half, 1), half):
         # The text has a special token at the front, and the evaluator puts one before each piece: in place of a token.
-        place = slice(start + 1 if start else 0, start + length)
-        offsets = tokens.offsets[place]
-        first, last = int(offsets[0, 0]), int(offsets[-1, 1])
-        found = find_key_tokens(score(text[first:last]), Tokens(tokens.ids[place], offsets - first))
-        decided = start + half if start else 0
-        key[decided : start + length] = found.mask[decided - place.start :]
-    return key
+        piece = offsets[start + 1 if start else 0 : start + length]
+        first, last = int(piece[0, 0]), int(piece[-1, 1])
+        decided = int(offsets[start + half, 0]) if start else 0
+        spans = first + key_spans(score(text[first:last]))
+        found.append(spans.clamp(min=decided))  # those that end before are empty
+    return merge_spans(torch.cat(found))
 
 
 def measure_method(

@@ -27,8 +27,10 @@ from benchmarks.real_models.extend import (
     GEMMA_METHODS,
     LENGTH,
     METHODS,
+    QWEN_LENGTH,
+    QWEN_METHODS,
     compare_methods,
-    key_tokens_by_pieces,
+    key_spans_by_pieces,
     measure_method,
     position_ranges,
 )
@@ -207,15 +209,30 @@ class Study:
 
     def extend_gemma(self) -> None:
         """Score a long book by Gemma with methods of context extension, and keep the numbers."""
-        tokenizer = LoadedSystem(GEMMA_METHODS[0], self.models).tokenizer
-        books = read_books(self.data, LONG_BOOKS[2:3], tokenizer, 2 * GEMMA_LENGTH)
+        title = "Gemma 3 beyond its 32,768 positions, without training"
+        self._extend_beyond_evaluator("extend_gemma", title, GEMMA_METHODS, position_ranges(GEMMA_LENGTH))
+
+    def extend_qwen(self) -> None:
+        """Score the same book by Qwen, and keep the numbers."""
+        title = "Qwen2.5 beyond its 32,768 positions, without training"
+        self._extend_beyond_evaluator("extend_qwen", title, QWEN_METHODS, position_ranges(QWEN_LENGTH))
+
+    def _extend_beyond_evaluator(
+        self, study: str, title: str, methods: Sequence[System], ranges: Mapping[str, tuple[int, int]]
+    ) -> None:
+        """Score a book of twice as many tokens as Gemma has positions, with Gemma's key tokens."""
         evaluator = self.evaluator(EVALUATORS[0], dtype="float32")
+        books = read_books(self.data, LONG_BOOKS[2:3], evaluator.tokenizer, 2 * GEMMA_LENGTH)
+
+        @cache
+        def find_spans(book: Text) -> Tensor:
+            offsets = evaluator.encode(book.text, name=book.name)["offsets"][0]
+            return key_spans_by_pieces(partial(evaluator.scores, name=book.name), book.text, offsets)
 
         def find_keys(book: Text, tokens: Tokens) -> Tensor:
-            return key_tokens_by_pieces(partial(evaluator.scores, name=book.name), book.text, tokens)
+            return find_key_tokens(find_spans(book), tokens).mask
 
-        title = "Gemma 3 beyond its 32,768 positions, without training"
-        self._extend("extend_gemma", title, GEMMA_METHODS, position_ranges(GEMMA_LENGTH), books, [], find_keys)
+        self._extend(study, title, methods, ranges, books, [], find_keys)
 
     def _extend(
         self,
@@ -282,7 +299,7 @@ class Study:
         keys = [combined_hash({"ids": repr(batch["input_ids"].tolist())}) for batch in batches]
         for key, batch in zip(keys, batches, strict=True):
             if key not in arrays:
-                backbone = evaluator.backbone(self.device)
+                backbone = evaluator.backbone()
                 with torch.no_grad():
                     moved = batch_to(batch, backbone.device)
                     weights = weigh(moved, backbone, ShortContext(scale.k, scale.k), gamma=GAMMA).cpu()
@@ -360,7 +377,7 @@ def add_arrays(file: Path, added: dict[str, NDArray[np.float32]]) -> dict[str, N
     file.parent.mkdir(parents=True, exist_ok=True)
     with exclusive(file):  # another process may have added others meanwhile
         arrays = read_arrays(file) | added
-        np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
+        np.savez_compressed(buffer, **arrays)
         write_atomically(file, buffer.getvalue())
     return arrays
 

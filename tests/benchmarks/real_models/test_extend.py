@@ -11,14 +11,13 @@ from safetensors.torch import save_file
 from benchmarks.real_models.extend import (
     GEMMA_LENGTH,
     compare_methods,
-    key_tokens_by_pieces,
+    key_spans_by_pieces,
     measure_method,
     position_ranges,
 )
 from benchmarks.real_models.figures import draw_extend
 from benchmarks.real_models.systems import System
 from benchmarks.real_models.texts import Text
-from lightning_modules.scoring.key_tokens import Tokens
 from lightning_modules.scoring.token_scores import TokenScores
 
 
@@ -90,10 +89,11 @@ def test_each_piece_decides_the_tokens_that_no_earlier_one_has(count):
         scores.append(short)
         return TokenScores("", "", 1, 1, ids, offsets[: len(piece)], torch.full((len(piece),), -1.0), short)
 
-    key = key_tokens_by_pieces(score, text, Tokens(torch.arange(count), offsets), 8)
+    spans = key_spans_by_pieces(score, text, offsets, 8).tolist()
     starts = [0, *range(5, count - 4 + 1, 4)]
     assert [len(piece) for piece in pieces] == [min(8 if start == 0 else 7, count - start) for start in starts]
     for token in range(count):
         # The first piece with the token in its second half; the first piece of all has no half.
         number = next(n for n, start in enumerate(starts) if token < start + (7 if start else 8))
-        assert key[token] == (scores[number][token - starts[number]] == -9.0)
+        key = any(start <= token < end for start, end in spans)
+        assert key == (scores[number][token - starts[number]] == -9.0)
