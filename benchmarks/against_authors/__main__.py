@@ -23,7 +23,7 @@ import transformers
 
 from benchmarks.against_authors.subjects import SHAPES, Setting, Subject, load_reader, random_subject, real_subject
 from benchmarks.against_authors.tables import HEAD, floor_rows, growth, rows
-from benchmarks.against_authors.work import KINDS, SIDES, compare
+from benchmarks.against_authors.work import KINDS, SIDES, Run, compare
 
 
 def main() -> None:
@@ -35,7 +35,8 @@ def main() -> None:
     thresholds = "quantiles as thresholds" if options.model is None else f"alpha {options.alpha}, beta {options.beta}"
     print(f"{versions}, {machine}, {thresholds}\n")
     print(HEAD)
-    table, floors = {}, []
+    table: dict[Setting, dict[str, dict[str, Run]]] = {}
+    floors: list[str] = []
     try:
         for subject, setting in _subjects(options):
             table[setting] = {}

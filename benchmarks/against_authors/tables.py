@@ -123,9 +123,8 @@ def growth(table: dict[Setting, dict[str, dict[str, Run]]]) -> list[str]:
                 runs = [(s.length, table[s][name][side]) for s in settings if side in table[s][name]]
                 if len(runs) > 1:
                     (n, first), (m, last) = runs[0], runs[-1]
-                    slopes = [math.log(last[field] / first[field]) / math.log(m / n) for field in range(2)]
-                    lines.append(
-                        f"V={vocabulary}, {name}, {side}, {n} to {m} tokens:"
-                        f" time ~ n^{slopes[0]:.2f}, memory ~ n^{slopes[1]:.2f}"
-                    )
+                    time = math.log(last.seconds / first.seconds) / math.log(m / n)
+                    memory = math.log(last.memory / first.memory) / math.log(m / n)
+                    growing = f"time ~ n^{time:.2f}, memory ~ n^{memory:.2f}"
+                    lines.append(f"V={vocabulary}, {name}, {side}, {n} to {m} tokens: {growing}")
     return lines

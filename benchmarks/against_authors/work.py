@@ -192,5 +192,6 @@ def _baseline_memory(setting: Setting, name: str) -> float:
 
 
 def _median(runs: list[Run]) -> Run:
-    seconds, memory = (statistics.median(run[field] for run in runs) for field in range(2))
+    seconds = statistics.median(run.seconds for run in runs)
+    memory = statistics.median(run.memory for run in runs)
     return Run(seconds, memory, runs[-1].result)

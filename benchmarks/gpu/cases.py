@@ -107,8 +107,8 @@ def _measure_model(
     llama: str, layers: int, autocast: bool, device: str, bfloat16_residual: bool = True
 ) -> tuple[ModelShape, ActivationBytes]:
     config = make_config(llama, layers, device)
-    dtypes = (torch.float32, torch.bfloat16) if autocast else (torch.bfloat16, None)
-    return ModelShape.of(config), ActivationBytes(config, *dtypes, bfloat16_residual)
+    dtype, products = (torch.float32, torch.bfloat16) if autocast else (torch.bfloat16, None)
+    return ModelShape.of(config), ActivationBytes(config, dtype, products, bfloat16_residual)
 
 
 def predict(case: Case, sizes: Sizes, device: str) -> tuple[Flops, float]:

@@ -29,7 +29,7 @@ from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO, newest_checkpoint
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -40,8 +40,8 @@ SIZES = {
     "initializer_range": 0.06,  # the long context must matter, or no token is a key token
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }
-WINDOWS = {"context_length": 128, "stride": 32}
-THRESHOLDS = {"alpha": 0.5, "beta": -6.0}
+WINDOWS: dict[str, Any] = {"context_length": 128, "stride": 32}
+THRESHOLDS: dict[str, Any] = {"alpha": 0.5, "beta": -6.0}
 STEPS = 24
 
 
@@ -86,7 +86,12 @@ def step_checks(device: str) -> Iterator[tuple[str, Callable[[], dict[str, Any]]
                 dtype, autocast = "bfloat16" if precision == "bfloat16" else "float32", precision == "autocast"
                 settings = {"dtype": dtype, "attn_implementation": attention, "gradient_checkpointing": "selective"}
 
-                def check(settings=settings, autocast=autocast, name=name, batch=batch) -> dict[str, Any]:
+                def check(
+                    settings: dict[str, Any] = settings,
+                    autocast: bool = autocast,
+                    name: str = name,
+                    batch: PackedBatch = batch,
+                ) -> dict[str, Any]:
                     optional = settings["attn_implementation"] != "sdpa"
                     settings = {"model_config": SIZES, **WINDOWS, **settings}
                     module = build_module(device, autocast=autocast, optional=optional, **settings)
@@ -240,7 +245,8 @@ def evaluator_check(device: str, *, same_tokenizer: bool) -> dict[str, Any]:
         for seed, folder in enumerate(folders):
             pieces = words if same_tokenizer or seed == 0 else sorted("abcdefgh")
             _save_model(folder, pieces, split=not (same_tokenizer or seed == 0), seed=seed)
-        values = [_validate(text, *folders, where, Path(root)) for where in ("cpu", device)]
+        model, evaluator = folders
+        values = [_validate(text, model, evaluator, where, Path(root)) for where in ("cpu", device)]
     difference = abs(values[1]["val/longppl"] / values[0]["val/longppl"] - 1)
     keys = [value["val/key_tokens"] for value in values]
     passed = difference < 1e-3 and keys[0] == keys[1] > 20

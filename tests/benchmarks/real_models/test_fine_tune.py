@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.real_models import fine_tune as module
+from benchmarks.real_models.correlate import GAMMA
 from benchmarks.real_models.fine_tune import (
     CPU_SCALE,
     Arm,
@@ -20,11 +21,14 @@ from benchmarks.real_models.fine_tune import (
     training_rows,
     tuning_arms,
 )
+from benchmarks.real_models.study import Study
 from benchmarks.real_models.texts import Text
 from benchmarks.real_models.verdicts import judge_fine_tune
+from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.config import EvaluatorConfig
-from lightning_modules.scoring.scored_model import open_evaluator
+from lightning_modules.scoring.influence_transfer import compute_influence
+from lightning_modules.scoring.scored_model import ScoredModel, open_evaluator
 
 SMALL = replace(CPU_SCALE, length=64, k=16)
 
@@ -43,6 +47,21 @@ def test_rows_are_pieces_of_the_books(small, corpus):
     assert all(any(text.strip() in book for book in corpus) for text in texts)
     again = training_rows(corpus, small, seed=3, count=4, length=64)
     assert all(torch.equal(one["input_ids"], other["input_ids"]) for one, other in zip(batches, again, strict=True))
+
+
+def test_weights_of_an_evaluator_are_kept(small, corpus, model_dir, tmp_path, monkeypatch):
+    def load(*_, **options):
+        return open_evaluator(EvaluatorConfig(str(model_dir), context_length=16, stride=16))
+
+    monkeypatch.setattr(Study, "evaluator", load)
+    study = Study(tmp_path, tmp_path, tmp_path, kept=tmp_path)
+    batches = training_rows(corpus, small, seed=3, count=2, length=64)
+    with torch.no_grad():
+        expected = [compute_influence(each, load().backbone(), ShortContext(16, 16), gamma=GAMMA) for each in batches]
+    for _ in range(2):
+        stored = study._stored_weights(SMALL, small, batches)
+        assert all(torch.equal(one, other) for one, other in zip(stored, expected, strict=True))
+        monkeypatch.setattr(ScoredModel, "backbone", None)  # they are not computed again
 
 
 @pytest.mark.parametrize("weighting", ["CE", "LongCE", "stored by the evaluator"])
