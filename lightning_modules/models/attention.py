@@ -77,9 +77,14 @@ def document_attention(
     Returns ``[B, T, H, D]`` for ``[B, H, T, D]`` queries, and None for the attention weights. ``document_boundaries``
     are ascending indices ``[0, .., T]`` of each sequence, or None if each is one document. ``exchange`` calls this
     function again, for whole sequences of which this process holds a shard or for halves of the heads, and does not
-    support masks. An ``attention_window`` limits all layers, also those with a mask, and needs boundaries.
+    support masks. An ``attention_window`` limits all layers, also those with a mask.
     """
-    # 1. Ulysses calls this function again for whole sequences, shifted sparse attention for each half of the heads.
+    # 1. The mask of a layer with a window has no rows (`document_mask`), and its width is the window.
+    if attention_mask is not None and attention_mask.shape[-2] == 0:
+        window = attention_mask.shape[-1]
+        attention_window = min(window, attention_window or window)
+        attention_mask = None
+    # 2. Ulysses calls this function again for whole sequences, shifted sparse attention for each half of the heads.
     if exchange is not None:
         if attention_mask is not None:
             raise ValueError(
@@ -88,18 +93,13 @@ def document_attention(
             )
         limits = {"document_boundaries": document_boundaries, "attention_window": attention_window}
         return exchange(module, query, key, value, **limits, **kwargs)
-    # 2. The mask of a layer with a window has no rows (`document_mask`), and its width is the window.
-    if attention_mask is not None and attention_mask.shape[-2] == 0:
-        window = attention_mask.shape[-1]
-        attention_window = min(window, attention_window or window)
-        attention_mask = None
-        if document_boundaries is None:
-            return _attend_single_documents(attention_window, module, query, key, value, **kwargs)
     # 3. A mask of transformers already separates the documents.
-    # Without boundaries, each sequence is one document: causal attention needs nothing else.
-    if document_boundaries is None or attention_mask is not None:
+    if attention_mask is not None:
         mask = _limit_mask(attention_mask, attention_window)
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+    # Without boundaries, each sequence is one document.
+    if document_boundaries is None:
+        return _attend_single_documents(attention_window, module, query, key, value, **kwargs)
     # 4. All documents of the batch by one call, on a GPU.
     packed_lengths = getattr(document_boundaries, "packed_lengths", None)
     if packed_lengths is not None:
@@ -116,11 +116,11 @@ def document_attention(
 
 
 def _attend_single_documents(
-    window: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
+    window: int | None, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Return ``[B, T, H, D]`` attention in a window of sequences that are one document each."""
+    """Return ``[B, T, H, D]`` attention of sequences that are one document each, in a window if there is one."""
     rows, tokens = len(query), query.shape[2]
-    if tokens > window and query.device.type == "cuda":
+    if window is not None and tokens > window and query.device.type == "cuda":
         bounds = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * tokens
         output = _attend_at_once(query, key, value, bounds, tokens, window=window, **kwargs)
         if output is not None:
@@ -169,9 +169,9 @@ def _blocks(tokens: int, window: int) -> list[tuple[int, int, int]]:
     return [(max(at - window + 1, 0), at, min(at + size, tokens)) for at in range(0, tokens, size)]
 
 
-def _limit_mask(mask: Tensor | None, window: int | None) -> Tensor | None:
+def _limit_mask(mask: Tensor, window: int | None) -> Tensor:
     """Return a mask that also hides what is outside of a window."""
-    if mask is None or window is None:
+    if window is None:
         return mask
     # Indices instead of positions are right here: distances inside a document are the same.
     index = torch.arange(mask.shape[-1], device=mask.device)
@@ -321,7 +321,11 @@ def isolation_arguments(
         [*boundaries, *([sequence_length] if boundaries[-1] < sequence_length else [])]
         for boundaries in document_boundaries
     ]
-    flat = [0] + [row * sequence_length + stop for row, boundaries in enumerate(covered) for stop in boundaries[1:]]
+    # Attention sees whole sequences, although each process may hold a shard of ``sequence_length`` of their tokens.
+    flat = [0]
+    for boundaries in covered:
+        before = flat[-1]
+        flat += [before + stop for stop in boundaries[1:]]
     cumulative = send(torch.tensor(flat, dtype=torch.int32), device)
     longest = max(stop - start for start, stop in pairwise(flat))
     if is_flash:

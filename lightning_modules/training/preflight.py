@@ -221,7 +221,7 @@ def check_stored(objective: Objective, made_from: Mapping[str, Any] | None) -> N
 
 
 def check_sequence_parallelism(config: PreTrainedConfig, size: int, attn_implementation: str = "auto") -> None:
-    """Raise a ``ValueError`` unless ``size`` divides the heads and all layers have plain causal `sdpa` attention."""
+    """Raise a ``ValueError`` unless ``size`` divides the heads and all layers have causal `sdpa` attention or windows."""
     if size == 1:
         return
     text: Any = config.get_text_config(decoder=True)
@@ -238,7 +238,7 @@ def check_sequence_parallelism(config: PreTrainedConfig, size: int, attn_impleme
             f" '{attn_implementation}': set `attn_implementation: sdpa`."
         )
     # A process would choose frequencies by the positions of its shard.
-    _check_plain_attention(config, "Sequence parallelism")
+    _check_plain_attention(config, "Sequence parallelism", windows=True)
 
 
 def check_skipped_positions(config: PreTrainedConfig, attention: str, target_length: int) -> None:
@@ -290,21 +290,22 @@ def check_sparse_attention(
     _check_plain_attention(config, name)
 
 
-def _check_plain_attention(config: PreTrainedConfig, feature: str) -> None:
-    """Raise a ``ValueError`` unless all layers have full attention, rotated by positions only."""
+def _check_plain_attention(config: PreTrainedConfig, feature: str, *, windows: bool = False) -> None:
+    """Raise a ``ValueError`` unless all layers have full attention, or ``windows``, rotated by positions only."""
     text: Any = config.get_text_config(decoder=True)
     rope_type = global_parameters(text).get("rope_type")
     layers = set(getattr(text, "layer_types", None) or ())
-    window = None if layers else getattr(text, "sliding_window", None)
-    kinds = sorted(layers - {"full_attention"})
+    window = None if layers or windows else getattr(text, "sliding_window", None)
+    kinds = sorted(layers - {"full_attention", *(["sliding_attention"] if windows else [])})
     kinds += [f"the attention pattern '{rope_type}'"] if rope_type in PATTERNS else []
     kinds += [f"a sliding window of {window}"] if window is not None else []
     kinds += [f"RoPE of type '{each['rope_type']}'" for each in rope_parameter_sets(config) if depends_on_length(each)]
     if kinds:
+        supported = "full attention and sliding windows" if windows else "full attention"
+        remedy = "" if windows else " set `context_extension.full_attention: true` for a sliding window,"
         raise ValueError(
-            f"{feature} supports full attention only, and this model has {', '.join(kinds)}: set"
-            " `context_extension.full_attention: true` for a sliding window, extend the context by a method without a"
-            " pattern, or use another model."
+            f"{feature} supports {supported} only, and this model has {', '.join(kinds)}:{remedy} extend the context"
+            " by a method without a pattern, or use another model."
         )
 
 

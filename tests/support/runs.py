@@ -130,5 +130,5 @@ def evaluate(setup, root, processes, strategy, documents, *, sharded=False, **se
     }
 
 
-def assert_same(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9, equal_nan=True)
+def assert_same(actual, expected, atol=1e-9):
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=atol, equal_nan=True)

@@ -411,6 +411,8 @@ def test_flash_arguments_are_cumulative_lengths_over_all_rows():
     assert arguments["max_length_q"] == arguments["max_length_k"] == 10
     padded = isolation_arguments("flash_attention_2", [[0, 10], [0, 7]], 10, torch.device("cpu"))
     assert padded["cu_seq_lens_k"].tolist() == [0, 10, 17, 20], "single documents as well, or each layer would wait"
+    shards = isolation_arguments("flash_attention_2", [[0, 4, 10], [0, 10]], 5, torch.device("cpu"))
+    assert shards["cu_seq_lens_q"].tolist() == [0, 4, 10, 20], "of whole sequences, which processes share"
     assert isolation_arguments("document_sdpa", [[0, 10], [0, 7]], 10, torch.device("cpu")) == {}
     assert isolation_arguments("eager", [[0, 4, 9]], 10, torch.device("cpu")) == {}
 
