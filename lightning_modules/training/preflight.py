@@ -221,7 +221,7 @@ def check_stored(objective: Objective, made_from: Mapping[str, Any] | None) -> N
 
 
 def check_sequence_parallelism(config: PreTrainedConfig, size: int, attn_implementation: str = "auto") -> None:
-    """Raise a ``ValueError`` unless ``size`` divides the heads and all layers have causal `sdpa` attention or windows."""
+    """Raise a ``ValueError`` unless ``size`` divides the heads, and layers have causal `sdpa` attention or windows."""
     if size == 1:
         return
     text: Any = config.get_text_config(decoder=True)
