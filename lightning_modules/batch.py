@@ -149,7 +149,7 @@ def find_restarts(positions: Tensor) -> Tensor:
     starts = positions.diff().ne(1).nonzero().squeeze(-1) + 1
     if positions[starts].any():
         raise ValueError(
-            f"`position_ids` must go on by 1 or restart at 0, where another document begins, got"
+            f"`position_ids` must increase by 1, or restart at 0 where the next document begins, got"
             f" {int(positions[starts].max())} after another position: skipped positions are supported only in `longce"
             " fit`, by `data.pose`."
         )

@@ -301,7 +301,7 @@ class Scheduled(Wrapper):
         """Return cross entropy, the objective, or an interpolation of both during the warm-up."""
         if step < self.start or (self.stop is not None and step >= self.stop):
             return CrossEntropy()
-        # Step k of a warm-up of n steps has k / n of the weights, so step 0 has none and needs no short pass.
+        # Step k of a warm-up of n steps uses k / n of the weights, so step 0 does not need a short pass.
         objective = self.objective.at_step(step)
         passed = step - self.start
         if passed >= self.warmup:

@@ -340,7 +340,7 @@ def test_going_on_with_the_newest_whole_checkpoint_of_a_folder(experiment, tmp_p
     message = refused(*fit, "--ckpt_path", str(folder / "step-3.ckpt"))
     assert "is truncated" in message
     assert message.count("step-2.ckpt") == 1
-    assert "there is no checkpoint" in refused(*fit, "--ckpt_path", str(tmp_path / "runs"))
+    assert "no checkpoint was found" in refused(*fit, "--ckpt_path", str(tmp_path / "runs"))
     own = ["--trainer.callbacks+", "{class_path: callbacks.StepCheckpoint, init_args: {dirpath: /proc/longce}}"]
     assert "Cannot write to the folder /proc" in refused(*fit, *own)
 

@@ -15,7 +15,7 @@ from lightning_modules.functional.checks import check_count
 
 @dataclass(frozen=True)
 class ShortContext:
-    """What a short context is; the defaults are those of the paper (Appendix A.2).
+    """Lengths that define a short context; the defaults are those of the paper (Appendix A.2).
 
     Attributes:
         context_length: Length K of the shortest short context, in tokens.

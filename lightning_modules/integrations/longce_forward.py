@@ -39,8 +39,8 @@ _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 _ATTRIBUTE = "_longce"
 
 _TRL = (
-    "TRL's `SFTTrainer` computes a loss of its own from the log-likelihoods of the model: let its training use"
-    " `Trainer.compute_loss`, as in docs/recipes/trl_sft.py."
+    "TRL's `SFTTrainer` computes its own loss from the model's log-likelihoods: call `Trainer.compute_loss` in"
+    " training, as in docs/recipes/trl_sft.py."
 )
 
 
@@ -205,11 +205,11 @@ class LongCEForward:
     def _check_model(self) -> None:
         """Compare scores with the model's own logits, once for a device and precision, as `LongContextLM` does."""
         modules = list(self.backbone.base_model.modules())
-        # 1. All processes must make the same number of passes with weights that are gathered for each of them.
+        # 1. If each pass gathers sharded weights, all processes must run the same number of passes.
         self.backbone.is_sharded = any(isinstance(module, FSDPModule) for module in modules)
         check_sharding(self.backbone.base_model)
         check_scoring(self.backbone)
-        # 2. What does not change during the training.
+        # 2. Checks that are needed only once, because their results do not change during training.
         if self._is_checked:
             return
         self._is_checked = True
@@ -328,13 +328,13 @@ def _check_objective(objective: Objective) -> None:
 
 
 def _check_documents(inputs: dict[str, Any]) -> None:
-    """Raise a ``ValueError`` for a cache, and for packed documents that positions do not tell apart."""
+    """Raise a ``ValueError`` for a key-value cache, and for packed documents without positions to separate them."""
     mask = inputs.get("attention_mask")
     if inputs.get("past_key_values") is not None or not (mask is None or isinstance(mask, Tensor)):
-        raise ValueError("LongCE needs whole sequences: leave out `past_key_values`, and masks that are no tensor.")
+        raise ValueError("LongCE needs whole sequences: omit `past_key_values`, and masks that are not tensors.")
     if inputs.get("position_ids") is None:
         numbered = mask is not None and bool((mask > 1).any())
         packed = [name for name in _PACKING if inputs.get(name) is not None]
         if packed or numbered:
             named = ", ".join(packed) or "`attention_mask` with numbers of documents"
-            raise ValueError(f"LongCE finds packed documents by `position_ids`, which are missing beside {named}.")
+            raise ValueError(f"LongCE finds packed documents by `position_ids`: pass them in addition to {named}.")

@@ -68,7 +68,7 @@ class LongPPLCallback(TrainerCallback):
         options: The other fields of `lightning_modules.scoring.config.EvaluatorConfig`, such as ``context_length``.
 
     Raises:
-        ValueError: If there is no text, or the trainer has no fast tokenizer.
+        ValueError: If `texts` is empty, or the trainer does not have a fast tokenizer.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class LongPPLCallback(TrainerCallback):
         self.records: list[Record] = []  # of the last evaluation, on all processes
         self._backbone: Backbone | None = None
         self._numbers: dict[str, float] = {}  # of the last evaluation
-        self._weights: object = None  # what tells the weights of the last evaluation from others
+        self._weights: object = None  # identifies the weights of the last evaluation
         self._data_sets: set[str] = set()  # that it has evaluated
 
     def _load_tokenizer(self, tokenizer: Any) -> PreTrainedTokenizerFast:

@@ -258,7 +258,7 @@ def document_mask(*, mask_function: Callable[..., Any] = causal_mask_function, *
     the model passes the positions by which transformers would do it.
     """
     positions = _forward_pass.position_ids
-    # A mask of another shape is that of a layer that shortens the sequence; `check_scoring` tells whether it leaks.
+    # A mask of another shape belongs to a layer that shortens the sequence; `check_scoring` detects whether it leaks.
     if positions is not None and kwargs["q_length"] == kwargs["kv_length"] == positions.shape[1]:
         window = getattr(mask_function, "window", None)
         # Nothing else is hidden or shown, and nothing but attention uses the mask.

@@ -80,7 +80,7 @@ class Backbone(Scorer):
             raise ValueError(f"`{type(base_model).__name__}` is not a causal LM with a decoder and an output head.")
         # Not as submodules: they are parts of `model`, and checkpoints must contain each weight once.
         vars(self).update(base_model=base_model, decoder=decoder)
-        # 1. What the config says about every pass.
+        # 1. Properties of every pass, from the config.
         config: Any = base_model.config.get_text_config(decoder=True)
         self.vocabulary_size: int = next(embedding.parameters()).shape[0]  # token ids must be below it
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
@@ -89,12 +89,12 @@ class Backbone(Scorer):
         self.rotates_by_length = any(map(depends_on_length, rope_parameter_sets(config)))
         # Layers may carry a state along the sequence, like Mamba's.
         self.is_stateful = any(getattr(module, "_is_stateful", False) for module in (base_model, decoder))
-        # 2. What `check_scoring` measures. Until then, each document gets a forward pass of its own.
+        # 2. Results of `check_scoring`. Until it runs, each document gets its own forward pass.
         self.isolates_documents = False
         self.longest_packed = index_free_length(config)  # of sequences with several documents, None without a limit
         self.checked_conditions: tuple[Any, ...] | None = None
         self.needs_compiled = True  # otherwise, layers that cannot be compiled run as written
-        # 3. What was reported already.
+        # 3. Warnings that were already logged.
         self._longest_warned = 0
         self._reported_separate_passes = False
 
@@ -182,8 +182,8 @@ class Backbone(Scorer):
         longest = max(lengths, default=0)
         if self.max_length is not None and longest > self.max_length:
             self.check_length(longest)
-        # 1. Documents get passes of their own if they would see each other, or if the longest document of a pass would
-        #    decide how RoPE rotates all of them (LongRoPE and dynamic NTK).
+        # 1. Documents get separate passes if they would attend to each other, or if the longest document of a pass
+        #    would determine how RoPE rotates all of them (LongRoPE and dynamic NTK).
         is_packed = any(len(row) > 2 for row in boundaries)
         isolates = self.isolates_documents and (self.longest_packed is None or tokens.shape[1] <= self.longest_packed)
         rotations = {rotation_key(self.base_model.config, length) for length in lengths if self.rotates_by_length}
@@ -222,7 +222,7 @@ class Backbone(Scorer):
             )
         if not self._reported_separate_passes:
             self._reported_separate_passes = True
-            log.warning("`%s` scores each packed document in a pass of its own.", name)
+            log.warning("`%s` scores each packed document in a separate forward pass.", name)
         rows = []
         for row, boundaries in enumerate(batch["document_boundaries"]):
             tokens = batch["input_ids"][row]

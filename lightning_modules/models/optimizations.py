@@ -229,13 +229,13 @@ def _recognize_norm(module: nn.Module) -> FusedNorm | None:
     """
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     parameters = dict(module.named_parameters())
-    # A norm with further inputs, such as a gate, may do without them here, but not in the model.
+    # A norm with more inputs, such as a gate, may run without them here, but not in the model.
     one_input = len(inspect.signature(module.forward).parameters) == 1
     if [*parameters] != ["weight"] or not isinstance(epsilon, float) or not one_input or isinstance(module, nn.RMSNorm):
         return None
     generator = torch.Generator().manual_seed(0)
     shape = parameters["weight"].shape
-    # On the CPU, also for a model on the meta device. Of the three scales, epsilon decides the result of the smallest.
+    # On the CPU, even for a model on the meta device. At the smallest of the three scales, epsilon decides the result.
     scales = torch.tensor([[1e-3], [1.0], [30.0]], device="cpu")
     hidden_states = scales * torch.randn(3, *shape, generator=generator, device="cpu")
     weight = torch.randn(shape, generator=generator, device="cpu")

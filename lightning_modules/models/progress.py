@@ -63,7 +63,7 @@ def show_progress(documents: Sequence[Document], name: str, tokens: Sequence[int
 
 @contextmanager
 def advance(bar: tqdm, *, redirect: bool = True) -> Iterator[None]:
-    """Let forward passes advance a bar by their tokens, and close it at the end; messages get lines of their own."""
+    """Advance a bar by the tokens of forward passes, and close it at the end; log messages get separate lines."""
     previous = _bar.set(bar)
     try:
         with logging_redirect_tqdm() if redirect else nullcontext():

@@ -1,4 +1,4 @@
-"""What computes log-likelihoods of token ids, wherever the model is."""
+"""Interface of models that compute log-likelihoods of token ids, in this process or on a server."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ class Scorer(nn.Module, ABC):
         """Raise a ``ValueError`` if log-likelihoods of a long and a short context cannot be compared."""
 
     def verify(self) -> None:
-        """Raise a ``ValueError`` if the model is no longer the one that was loaded."""
+        """Raise a ``ValueError`` if the model has changed since it was loaded."""
 
     def report(self) -> str:
         """Return how much each server has scored, as text; empty for a model in this process."""

@@ -36,7 +36,7 @@ class ScoringConfig(LoadingOptions):
         alpha: Key tokens have a long-short difference (LSD) above alpha, in nats.
         beta: Key tokens have a long-context log-likelihood (LCL) above beta, in nats; ``-inf`` drops this condition.
         cache_dir: Folder for the evaluator's scores; by default ``$LONGCE_CACHE`` or ``~/.cache/longce``.
-        server: How a served model is asked.
+        server: Settings for requests to a served model.
     """
 
     evaluator: str
@@ -204,7 +204,7 @@ class InfluenceConfig:
         evaluator_attn_implementation: The evaluator's attention, as in transformers.
         evaluator_model_config: Values that replace those of the evaluator's config, such as ``rope_parameters``.
         evaluator_trust_remote_code: Run code from the evaluator's repository; only for repositories that you trust.
-        evaluator_server: How a served evaluator is asked.
+        evaluator_server: Settings for requests to a served evaluator.
         output: Folder for the weights; by default `data.influence`, or a folder in the data module's cache.
     """
 

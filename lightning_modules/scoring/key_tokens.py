@@ -77,8 +77,8 @@ def find_key_tokens(
     Args:
         found_by: The evaluator's log-likelihoods of the document, or ``[M, 2]`` precomputed character spans.
         tokens: The text in the evaluated model's tokens; by default the evaluator's own.
-        alpha: Threshold of a key token's long-short difference, in nats; precomputed spans have none.
-        beta: Threshold of a key token's long log-likelihood, in nats; precomputed spans have none.
+        alpha: Threshold of a key token's long-short difference, in nats; unused for precomputed spans.
+        beta: Threshold of a key token's long log-likelihood, in nats; unused for precomputed spans.
         rule: ``paper``, or ``authors`` for the numbers of their package.
 
     Returns:

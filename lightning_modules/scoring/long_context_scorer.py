@@ -175,7 +175,7 @@ class LongContextScorer:
             return replace(document, error=f"{LEFT_OUT}the text is empty or only white space")
         kept = self.max_tokens if self.overlong == "cut" else None
         special = self.add_special_tokens
-        tokenizer = self.tokenizer  # before `try`: one that cannot be loaded is no fault of the document
+        tokenizer = self.tokenizer  # before `try`: a failure to load it is not the document's fault
         try:
             batch = encode_document(text, tokenizer, add_special_tokens=special, max_tokens=kept)
         except ValueError as error:  # the tokenizer fails on it
@@ -189,7 +189,7 @@ class LongContextScorer:
         """Check token ids, and decode them."""
         if ids is None or len(ids) == 0:
             return EncodedDocument(None, "the token ids are null" if ids is None else f"{LEFT_OUT}it has no token")
-        characters = self._characters  # before `try`: a tokenizer that cannot be used is no fault of the document
+        characters = self._characters  # before `try`: an unusable tokenizer is not the document's fault
         try:
             tokens = torch.as_tensor(ids)
             size = len(self.tokenizer)

@@ -68,7 +68,7 @@ def measure(
     """
     nll = -log_likelihood.detach().cpu().double()
     scores = found_by if isinstance(found_by, TokenScores) else None
-    # 1. What does not depend on the definition.
+    # 1. Sums that do not depend on the definition.
     about_text = Sums(
         documents=1,
         characters=len(document.text),

@@ -25,7 +25,7 @@ NOTABLE_FRACTION = 0.01
 
 
 class Sums(NamedTuple):
-    """What adds up over documents; log-likelihoods are negative, in nats (``nll``) or bits."""
+    """Sums over documents; log-likelihoods are negative, in nats (``nll``) or bits."""
 
     documents: int = 0
     without_key_tokens: int = 0  # documents
@@ -145,7 +145,7 @@ class Source(NamedTuple):
 
     @property
     def provenance(self) -> Provenance:
-        """What identifies the model."""
+        """Identity, tokenizer and numerics of the model."""
         return Provenance(self.identity, self.tokenizer, self.dtype, self.attention, self.precision)
 
     @property
@@ -155,7 +155,7 @@ class Source(NamedTuple):
 
 
 class Definition(NamedTuple):
-    """What a key token is."""
+    """Definition of a key token."""
 
     context_length: int = 0  # K, in tokens; 0 for precomputed spans
     stride: int = 0  # d, in tokens; 0 for precomputed spans

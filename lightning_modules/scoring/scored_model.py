@@ -111,7 +111,7 @@ class ScoredModel:
 
     @property
     def provenance(self) -> Provenance:
-        """What identifies the model and its numbers on its device."""
+        """Identity of the model, and its numerics on the device."""
         kind = torch.device(self.device).type  # dtype and attention depend on it
         if kind not in self._provenance:
             self._provenance[kind] = describe_model(

@@ -103,7 +103,7 @@ class TokenScores:
             header["floor"] = repr(self.floor)
         if self.unscored != 1:
             header["unscored"] = str(self.unscored)
-        header["checksum"] = _compute_checksum(header, tensors)  # safetensors has none
+        header["checksum"] = _compute_checksum(header, tensors)  # safetensors files lack one
         write_atomically(Path(path), save(tensors, metadata=header))
 
     def _check(self, path: str | os.PathLike[str]) -> None:

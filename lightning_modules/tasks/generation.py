@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 _CONTINUES_FROM_CACHE: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
 """Whether models whose code is from elsewhere use their cache."""
 
-WINDOWED_CHUNK = 2048  # prefill chunk of models with sliding windows, whose mask has as many rows
+WINDOWED_CHUNK = 2048  # prefill chunk of models with sliding windows: the number of rows of their mask
 
 
 def generate(

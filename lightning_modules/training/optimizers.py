@@ -49,7 +49,7 @@ _UNSUPPORTED: dict[type, str] = {
     LearningRateFinder: "train short runs with several `--model.optimizer.lr`",
     BatchSizeFinder: "set `data.batch_size` by the memory that `longce plan` estimates",
 }
-"""What to use instead of callbacks that change an attribute which the module or the data module does not have."""
+"""Alternatives to callbacks that change an attribute which the module or the data module does not have."""
 
 
 def default_optimizer(parameters: Iterable[Tensor]) -> Optimizer:

@@ -178,15 +178,15 @@ def raise_not_finite(losses: Mapping[int, Tensor], module: LightningModule) -> N
 
 
 def check_influence(objective: Objective, influence: str | None) -> None:
-    """Raise a ``ValueError`` if the objective ignores what is stored for each token, or needs what is missing.
+    """Raise a ``ValueError`` if the objective ignores the stored values of tokens, or needs values that are missing.
 
-    ``influence`` describes where that is, and is None without any.
+    ``influence`` describes where the values are stored; None without stored values.
     """
     if (objective.uses_stored is not None) == (influence is not None):
         return
     if influence is None:
         problem = (
-            f"needs stored {objective.uses_stored}, and the data module has none: compute them with `longce influence`"
+            f"needs stored {objective.uses_stored}, which the data module lacks: compute them with `longce influence`"
             " and set `data.influence` to their folder, or choose another `model.objective`"
         )
     else:

@@ -34,7 +34,7 @@ _RECORDS = (
     *(RUN_FILE, SPANS_FILE, "hparams.yaml", "metrics.csv", "numerics.json", "config-resumed-at-step-*.yaml"),
     *("events.out.tfevents.*", "documents/*-step-*.parquet", "answers/*-step-*.parquet"),
 )
-"""What a start writes into the folder of its run, beside its config and checkpoints."""
+"""Files that are written to the folder of a run when it starts, in addition to its config and checkpoints."""
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ class _SequenceParallelStrategy(ParallelStrategy):
 
     def check_early(self) -> None:
         """Raise a ``ValueError`` if DeepSpeed is missing, or the processes do not form groups."""
-        # Not in the constructor, because the command line would hide the reason behind a parser error.
+        # Not in the constructor, because the command line would replace the reason with a parser error.
         if importlib.util.find_spec("deepspeed") is None:
             raise ValueError("Sequence parallelism needs the deepspeed package: pip install 'deepspeed>=0.19.8'.")
         check_processes(self.sequence_parallel_size, self.world_size)

@@ -62,8 +62,8 @@ def normalize_gradients(parameters: Iterable[Tensor], divisor: float, *, batches
         parameters: Parameters with the gradients :math:`g`; those without a gradient are skipped.
         divisor: Divisor N of the step, its number of scored tokens.
         batches: Number B that the gradients were divided by: the nominal number of batches of all processes in a step,
-            also for a shorter last one. In a sequence group, each process has the gradients of its own tokens, and N
-            counts every token once.
+            even if the last step is shorter. In a sequence group, each process has the gradients of its tokens only,
+            and N counts every token once.
 
     Returns:
         The number that the gradients were divided by, N / (R B).

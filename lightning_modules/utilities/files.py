@@ -60,7 +60,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
         to_disk(path.parent)
     finally:
-        temporary.unlink(missing_ok=True)  # there is none after a success
+        temporary.unlink(missing_ok=True)  # already renamed after a success
 
 
 def create_file(folder: Path, prefix: str, suffix: str = "") -> tuple[int, Path]:

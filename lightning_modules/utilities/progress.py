@@ -47,10 +47,8 @@ def progress_bar(
     if getattr(rank_zero_only, "rank", 0) or (in_notebook and not leave):  # it cannot show two bars
         return tqdm(disable=True)
     if sys.stderr.isatty() or in_notebook:
-        with suppress(OSError):  # of a stream that is no file
-            if (
-                os.get_terminal_size(sys.stderr.fileno()).columns == 0
-            ):  # it does not know its size, and tqdm hides the bar
+        with suppress(OSError):  # if the stream is not a file
+            if os.get_terminal_size(sys.stderr.fileno()).columns == 0:  # unknown; tqdm would hide the bar
                 options |= {"ncols": 80, "nrows": 24}
         return tqdm(**options, leave=leave, delay=delay)
     # No line before the first delay. tqdm itself writes only line ends, which go to a dummy stream.

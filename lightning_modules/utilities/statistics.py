@@ -12,10 +12,10 @@ from scipy import optimize, stats
 
 MIN_MODELS = 3
 MIN_FOR_INTERVAL = 5
-"""Models or documents below which there is no interval; a correlation has a p-value instead."""
+"""Minimum number of models or documents for an interval; a correlation of fewer models has a p-value instead."""
 
 TOKENS = {"longppl": "key_tokens", "perplexity": "tokens"}
-"""Numbers of tokens that the perplexities of a document are over."""
+"""Counts of the tokens that the perplexities of a document average over."""
 
 UNITS = TOKENS | {
     "longppl_soft": "soft_weight",
@@ -23,10 +23,10 @@ UNITS = TOKENS | {
     "key_bits_per_byte": "key_bytes",
     "bits_per_byte": "bytes",
 }
-"""What the numbers of a document are per: these tokens, weights or bytes. All but bits are exponentials of a mean."""
+"""Units that the numbers of a document are per: tokens, weights or bytes. All but bits are exponentials of a mean."""
 
 RUNS = "runs"
-"""Column of a table of documents whose numbers are means over the runs of a group: how many runs these are."""
+"""Column with the number of runs, in a table of documents whose numbers are means over the runs of a group."""
 
 _CONFIDENCE = 0.95
 _SEED = 0
@@ -233,8 +233,8 @@ def corpus_mean(documents: pd.DataFrame, kind: str) -> float:
 def paired_ratio(shared: pd.DataFrame, kind: str) -> tuple[float, Interval | None]:
     """Return the ratio of one of `UNITS` over all tokens or bytes to the baseline's, with its 95% interval.
 
-    The interval is about the choice of documents, and for groups of runs also about their seeds. What makes a document
-    hard for both models cancels. Fewer than 5 documents and infinite ratios have no interval.
+    The interval covers the choice of documents, and for groups of runs also their seeds. The difficulty of a document
+    for both models cancels. Fewer than 5 documents and infinite ratios have no interval.
     """
     counted = shared[shared[UNITS[kind]] > 0]
     if counted.empty:

@@ -1,4 +1,4 @@
-"""Rows of a named tuple or dataclass in parquet files; a field that is one itself has a column for each of its own."""
+"""Rows of a named tuple or dataclass in parquet files; a nested one is stored in a column for each of its fields."""
 
 import functools
 import os
@@ -51,7 +51,7 @@ def read_rows(path: str | os.PathLike[str], kind: type[Row], *, format: str, con
 
 
 def read_format(path: str | os.PathLike[str]) -> str:
-    """Return the name of the format of a parquet file; empty if it has none, or is not a parquet file."""
+    """Return the name of the format that a parquet file records; empty without a name, or for other files."""
     import pyarrow.parquet
 
     try:
@@ -103,7 +103,7 @@ def _to_columns(row: Any, kind: type, prefix: str = "") -> dict[str, Any]:
 
 
 def _as_text(value: str) -> str:
-    """Return a text as it is, but names of files and folders may have bytes that are no text."""
+    """Escape the bytes that are not text, which names of files and folders may contain."""
     return value.encode("utf-8", "backslashreplace").decode()
 
 

@@ -99,7 +99,7 @@ def _check_fits(extension: ContextExtension, config: PreTrainedConfig) -> None:
     if extension.full_attention and (nested or config.model_type in FIXED_WINDOWS):
         raise ValueError(
             f"`context_extension.full_attention: true` would change the rotation of '{config.model_type}', whose"
-            " layers with sliding windows have positions of their own: remove it."
+            " sliding-window layers treat positions differently: remove it."
         )
     if extension.method in PATTERN_SETTINGS and not extension.full_attention and windows and not nested:
         raise ValueError(
@@ -222,7 +222,7 @@ def _multiply_factor(present: Parameters, factor: float, options: dict[str, floa
     if _present_method(present) == "yarn" and attention_factor is not None and "attention_factor" not in options:
         if not math.isclose(attention_factor, 0.1 * math.log(before) + 1, rel_tol=1e-6):
             raise ValueError(
-                f"The model's YaRN has an `attention_factor` of its own, {attention_factor:g}: set"
+                f"The model's YaRN has a custom `attention_factor`, {attention_factor:g}: set"
                 " `context_extension.attention_factor` for the new length."
             )
         del further["attention_factor"]  # transformers computes it from the new factor

@@ -28,7 +28,7 @@ def parameter_sets(config: PreTrainedConfig) -> dict[str | None, Parameters]:
 
 
 def layer_parameters(config: PreTrainedConfig, layer: Any) -> Parameters:
-    """Return the ``rope_parameters`` of a layer, which are empty for a layer of a kind that has none."""
+    """Return the ``rope_parameters`` of a layer; empty for a kind of layer without positions."""
     sets = parameter_sets(config)
     if None in sets:
         return sets[None]

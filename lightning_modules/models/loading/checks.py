@@ -38,9 +38,9 @@ _log = logging.getLogger(__name__)
 def check_scoring(backbone: Backbone) -> None:
     """Compare our scores of a dozen tokens with the model's own logits, for single and for packed documents.
 
-    The reference are the logits that the model gives for each document alone, with an attention implementation of
-    transformers. What the check finds is stored in the backbone: whether documents can be packed into one forward pass,
-    by our attention or by the masks of transformers; otherwise each document gets its own pass. It runs once for a
+    The reference is the model's logits for each document alone, with an attention implementation of transformers. The
+    result is stored in the backbone: whether documents can be packed into one forward pass, by our attention or by the
+    masks of transformers; otherwise each document gets its own pass. The check runs once for each combination of
     device, dtype, precision and attention implementation.
 
     Raises:
@@ -121,8 +121,8 @@ def _check_compiled(backbone: Backbone, documents: Sequence[Tensor], tolerance: 
         difference = (score_alone(backbone, documents) - written).abs().max().item()
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:  # as those of the compiler are, such as for a missing Triton
-        reason = " ".join(str(error).split("\n")[:2])  # what raised it, and what it says
+    except RuntimeError as error:  # from the compiler, for example because Triton is missing
+        reason = " ".join(str(error).split("\n")[:2])  # the origin and the message
         problem = f"torch cannot compile the layers on this machine ({reason})"
     else:
         if difference <= tolerance:  # not for NaN

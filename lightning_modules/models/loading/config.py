@@ -17,13 +17,13 @@ fastest one that fits on the GPU."""
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """How a served model, named by its address ``http(s)://HOST:PORT`` or by several with commas, is asked.
+    """Settings for requests to a served model, given by its address ``http(s)://HOST:PORT`` or several, with commas.
 
     Args:
         dialect: Kind of the server, ``vllm`` or ``sglang``; ``auto`` asks it.
         model: Name of the model, for a server with several.
-        claim: What the server runs, such as ``meta-llama/Llama-3.1-8B@main``, as a part of the identity of its scores.
-            Change it when you change the model behind an address.
+        claim: Model that the server runs, such as ``meta-llama/Llama-3.1-8B@main``, as part of the identity of its
+            scores. Change it when the server gets another model.
         key_variable: Name of the environment variable that has the server's key.
         concurrency: Maximum number of simultaneous requests to each server.
         timeout: Seconds that a request may take, with its time in the server's queue.
@@ -152,7 +152,7 @@ class ModelConfig:
             also trains those in full, as in LongLoRA.
         quantization: Arguments of ``transformers.BitsAndBytesConfig``: frozen weights in 4 or 8 bits, as in QLoRA.
         trust_remote_code: Run code from the model's repository. Enable it only for repositories that you trust.
-        server: How a served model is asked.
+        server: Settings for requests to a served model.
     """
 
     pretrained_model_name_or_path: str | None = None

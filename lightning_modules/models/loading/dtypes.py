@@ -49,7 +49,7 @@ def warn_of_slow_dtype(device: str, dtype: torch.dtype, remedy: str) -> None:
 
 
 def is_slow_on_cpu(dtype: torch.dtype) -> bool:
-    """Return whether this CPU, if it is known, has none of the instructions that make a type fast."""
+    """Return whether this CPU is known to lack the instructions that make a type fast."""
     known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch lack it
     return bool(known) and dtype in _FAST_ON_CPU and not any(known.get(name) for name in _FAST_ON_CPU[dtype])
 

@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 def choose_masks(
     backbone: Backbone, documents: Sequence[Tensor], expected: Tensor, tolerance: float, *, exact: bool
 ) -> float:
-    """Let documents be separated by our attention, masks of transformers, or passes of their own, in this order.
+    """Separate documents by our attention, by the masks of transformers, or by separate passes, in this order.
 
-    Returns the largest error in nats of single documents, by our attention, a kernel from elsewhere or those masks.
+    Returns the largest error of single documents, in nats, with our attention, an external kernel or those masks.
     """
     attention = backbone.attention
     difference = largest_error(backbone, documents, expected)
@@ -68,7 +68,7 @@ def _isolates(
 
 
 def _isolates_in_full_precision(backbone: Backbone, documents: Sequence[Tensor]) -> bool:
-    """Return what `_isolates` finds without autocast, whose rounding hides small leaks; True if there is none."""
+    """Return the result of `_isolates` without autocast, whose rounding hides small leaks; True if autocast is off."""
     device = backbone.device.type
     if not torch.is_autocast_enabled(device) or backbone.base_model.dtype not in FULL_PRECISION:
         return True

@@ -103,7 +103,7 @@ def _is_on(option: bool | Literal["auto"], device: torch.device | str) -> bool:
 def load_frozen(config: ModelConfig, device: torch.device | str) -> Backbone:
     """Load a model for scoring: on its device, in eval mode, frozen, and compared with its own logits.
 
-    The dtype ``auto`` is that of `scoring_config`, and the log says so.
+    The dtype ``auto`` is resolved by `scoring_config`, and the result is logged.
     """
     stored = load_config(config)
     asked, config = config, scoring_config(config, stored, device)
@@ -111,7 +111,7 @@ def load_frozen(config: ModelConfig, device: torch.device | str) -> Backbone:
         report_dtype(stored_dtype(stored), stored_dtype(stored, config.dtype))
     backbone = load_backbone(config, device=device).eval().requires_grad_(False).to(device)
     check_scoring(backbone)
-    report_progress(backbone.decoder)  # after the check, whose passes are no progress
+    report_progress(backbone.decoder)  # after the check, so that its passes do not count
     return backbone
 
 
@@ -137,7 +137,7 @@ def has_weights(pretrained_model_name_or_path: str | None) -> TypeGuard[str]:
 
 
 def check_quantization(pretrained_model_name_or_path: str | None, config: PreTrainedConfig) -> None:
-    """Raise a ``ValueError`` if there are no stored weights to quantize, or they are already quantized."""
+    """Raise a ``ValueError`` unless the model has stored weights that are not quantized yet."""
     is_quantized = getattr(config, "quantization_config", None) is not None
     if is_quantized or not has_weights(pretrained_model_name_or_path):
         raise ValueError(

@@ -29,7 +29,7 @@ WINDOWS = (
 """Names in configs and modules for the number of tokens that a layer sees, or chooses from all tokens."""
 
 PROBED_WINDOW = 3
-"""What windows are set to for the check: a shorter text than the window would not show whether its mask is right."""
+"""Window size during the check, because a text shorter than the window would not show whether the mask is right."""
 
 
 def is_exact(backbone: Backbone) -> bool:
@@ -75,7 +75,7 @@ def short_windows(backbone: Backbone) -> Iterator[None]:
 
 @contextlib.contextmanager
 def attention_of_transformers(backbone: Backbone) -> Iterator[None]:
-    """Use attention of torch or transformers instead of our own, or of a kernel from elsewhere."""
+    """Use the attention of torch or transformers instead of ours or an external kernel."""
     model, attention = backbone.base_model, backbone.attention
     if attention not in ("sdpa", "eager"):
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")

@@ -1,4 +1,4 @@
-"""What identifies a model in a result; importable without torch."""
+"""Provenance and numerics of a model in a result; importable without torch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,1 +1,1 @@
-"""Models behind an HTTP server: token ids are sent, and log-likelihoods of the scored tokens come back."""
+"""Models on HTTP servers: token ids are sent, and log-likelihoods of the scored tokens are returned."""

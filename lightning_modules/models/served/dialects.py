@@ -1,4 +1,4 @@
-"""What servers are asked, and how their answers are read; an answer that is not understood is refused."""
+"""Requests to servers, and parsers of their answers; an unexpected answer is refused."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple

@@ -58,9 +58,9 @@ class Endpoint:
         self._last_answer = 0.0  # time of the last answer, or of the first failure of a request
 
     async def connect(self) -> None:
-        """Ask the server for its model, and check that its values are log-likelihoods of the tokens they should be."""
+        """Ask the server for its model, and check that its values are log-likelihoods of the right tokens."""
         try:
-            # 1. What the server says it runs. 2. What it really runs. 3. Whether its values are what they should be.
+            # 1. The model that the server reports. 2. The model that it really runs. 3. Whether its values are right.
             self.identity = await self._describe()
             self.probe = await self._probe()
             await self._check_causality()
@@ -98,8 +98,8 @@ class Endpoint:
         if not difference <= TOLERANCE:  # also for NaN
             raise self._client.refuse(
                 f"scores a fixed text {difference:.2g} nats differently than {when}, more than the rounding of one"
-                f" model ({TOLERANCE:g}), although both are called '{self._model}': the model behind the address has"
-                " changed. Restore it, or set `server.claim` to what it is now"
+                f" model ({TOLERANCE:g}), although both are called '{self._model}': the model at this address has"
+                " changed. Restore it, or set `server.claim` to the new model"
             )
 
     def check_earlier_run(self) -> None:
@@ -118,7 +118,7 @@ class Endpoint:
         failures = blamed = 0
         while True:
             try:
-                # After several failures, either the server fails or the span is too much for it. The probe tells.
+                # After several failures, the probe shows whether the server fails or the span is too large for it.
                 if tokens and blamed >= _MAX_ATTEMPTS:
                     await self._verify()
                     raise AnswerError(f"The server {self.address} failed {blamed} times with {tokens} tokens.")
@@ -133,8 +133,8 @@ class Endpoint:
                 if waited > self._config.patience:
                     raise IncompleteError(
                         f"The server {self.address} has not answered for {waited:.0f} s (`server.patience`):"
-                        f" {error.reason}. What is scored is kept: run the same command again when it is back, or"
-                        " without its address."
+                        f" {error.reason}. Finished scores are kept: run the same command again when the server is"
+                        " back, or without its address."
                     ) from None
                 delay = error.delay
                 if delay is None:  # random, so that clients do not ask all at once
@@ -145,10 +145,10 @@ class Endpoint:
         identity = await self._describe()
         if identity != self.identity:
             raise self._client.refuse(f"has another model than before ({identity} instead of {self.identity})")
-        # The name may stay the same while the weights behind it change.
+        # The name may stay the same although the weights change.
         try:
             probe = await self._probe()
-        except AnswerError as error:  # it must end the command, and not be taken for the fault of a document
+        except AnswerError as error:  # ends the command, because it is not the fault of a document
             raise ValueError(f"{error} It answered the same request before: restore the server.") from None
         self.check_same(probe, "earlier")
 
@@ -172,9 +172,9 @@ class Endpoint:
             dialect = model.get("owned_by")
         if dialect not in DIALECTS:
             raise self._client.refuse(
-                f"was asked GET /v1/models, and says that its models are owned by {dialect!r}, but log-likelihoods of a"
-                f" prompt's tokens can be read only from {', '.join(DIALECTS)}. Use one of them, or set"
-                " `server.dialect` if it is one"
+                f"reports in GET /v1/models that its models are owned by {dialect!r}, but log-likelihoods of prompt"
+                f" tokens are supported only by {', '.join(DIALECTS)}. Use one of them, or set `server.dialect` if the"
+                " server is one of them"
             )
         self._model = name
         self._dialect = DIALECTS[dialect]

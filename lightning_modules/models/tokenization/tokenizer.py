@@ -74,7 +74,7 @@ def load_tokenizer(
 
 @panics_caught()
 def _is_stored(tokenizer: PreTrainedTokenizerFast, path: str, revision: str | None) -> bool:
-    """Return whether a tokenizer splits text like its ``tokenizer.json``, or has none.
+    """Return whether a tokenizer splits text like its ``tokenizer.json``; True if the file is missing.
 
     For models of type ``qwen2``, transformers 5 builds a tokenizer from the vocabulary and ignores the rest.
     """

@@ -108,7 +108,7 @@ class Answer:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What all answers of an evaluation have in common, by name."""
+        """Settings shared by all answers of an evaluation, by name."""
         about = {"model": self.model.name, **self.model.provenance._asdict()}
         return {**about, "add_special_tokens": self.model.special_tokens, **self.setting._asdict()}
 

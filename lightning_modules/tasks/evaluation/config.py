@@ -50,14 +50,14 @@ class TaskConfig:
         depths: Number of evenly spaced answer depths, or a list of depths, from 0 (front) to 1 (end); by default each
             task chooses them at random.
         mode: ``generate``: the model generates its answer; ``teacher_forced``: it gets the right answer token by
-            token, which takes a single pass and also gives perplexities; ``key_tokens``: the same also in short
-            contexts, to measure how well the model, as an evaluator, tells answer tokens from the other tokens of the
-            right response.
+            token, which takes a single pass and also gives perplexities; ``key_tokens``: the same, and also in short
+            contexts, to measure how well the model, as an evaluator, separates answer tokens from the other tokens of
+            the right response.
         haystack: Folder of text files to hide needles in; synthetic prose by default.
         squad: Local SQuAD file, for ``qa_1``.
         hotpot: Local HotpotQA file, for ``qa_2``.
         nq_open: Local file of *Lost in the Middle*, for ``multi_document_qa``; synthetic questions by default.
-        documents: Number of passages of ``multi_document_qa``; by default as many as fit into the length.
+        documents: Number of passages of ``multi_document_qa``; by default the largest number that fits in the length.
         seed: Random seed of the questions.
         chat_template: Whether to wrap prompts in the tokenizer's chat template (lm-eval's ``--apply_chat_template``).
         system_instruction: Text of the system's turn; without a chat template it precedes the prompt.
@@ -153,7 +153,7 @@ class EvaluationConfig(TaskConfig, LoadingOptions):
         output: Folder for the results and the report; results already there are reused.
         revision: Branch, tag or commit of the model on the hub.
         tokenizer: Hub id or local folder of the tokenizer; by default the model's. A served model needs it.
-        server: How a served model is asked.
+        server: Settings for requests to a served model.
         device: Device such as ``cuda:0`` or ``cpu``; ``auto`` is the GPU of this process, or the CPU.
         log_samples: Keep the questions and answers of harness tasks.
         context_extension: Extend the model's context without training: arguments of

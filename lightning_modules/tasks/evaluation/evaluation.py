@@ -156,9 +156,9 @@ def _hash_texts(path: Path) -> str:
 
 
 class AnswerStore:
-    """Answers in a folder that several processes and machines may share: each writes files of its own, and reads all.
+    """Answers in a folder that several processes and machines may share: each writes its own files, and reads all.
 
-    All answers are of one model and setting.
+    All answers belong to one model and setting.
     """
 
     def __init__(self, output: Path, model: Source, setting: Setting) -> None:

@@ -74,7 +74,7 @@ def measure_gap(scores: NDArray[np.float64]) -> tuple[float, Interval]:
     for chooser, measured in (halves, halves[::-1]):
         means = chooser.mean(axis=0)
         gap, interval = score_difference(measured[:, means.argmax()], measured[:, means.argmin()])
-        assert interval is not None, "each question has a text of its own"
+        assert interval is not None, "each question has its own text"
         gaps.append(gap)
         intervals.append(interval)
     low, high = np.mean(intervals, axis=0)

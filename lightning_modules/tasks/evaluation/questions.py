@@ -211,8 +211,8 @@ def _force_question(prompter: Prompter, question: Question, short_context: Short
         )
     if all(forced.is_answer):
         raise ValueError(
-            f"All tokens of the right response of '{key.task}' belong to its answers, so it has none that an evaluator"
-            " must leave out: choose another task, such as `longeval_lines`, or another `mode`."
+            f"All tokens of the right response of '{key.task}' belong to its answers, so an evaluator has no other"
+            " tokens to separate them from: choose another task, such as `longeval_lines`, or another `mode`."
         )
     return forced
 

@@ -125,18 +125,18 @@ def _evaluator_table(summary: Summary, settings: Mapping[str, Any]) -> Table:
 
 
 def describe_synthetic_text(tasks: Set[str], settings: Mapping[str, Any]) -> list[str]:
-    """Return which scores are not those of the original tasks, because longce has made up their text."""
+    """Describe which scores are not those of the original tasks, because their text is synthetic."""
     sentences = []
     if settings.get("haystack") is None and (essays := sorted(filter(is_in_essays, tasks))):
         sentences.append(
-            f"The text around the needles of {', '.join(essays)} is made up: these are no scores of RULER or"
-            " Needle-in-a-Haystack, which use essays. Give a folder of essays with `--haystack`."
+            f"The text around the needles of {', '.join(essays)} is synthetic: these are not scores of RULER or"
+            " Needle-in-a-Haystack, which use essays. Pass a folder of essays by `--haystack`."
         )
     passages = sorted(task for task in tasks if task.startswith("multi_document_qa"))
     if settings.get("nq_open") is None and passages:
         sentences.append(
-            f"The passages of {', '.join(passages)} are made up: these are no scores of Lost in the Middle. Give its"
-            " file with `--nq_open`."
+            f"The passages of {', '.join(passages)} are synthetic: these are not scores of Lost in the Middle. Pass"
+            " its file by `--nq_open`."
         )
     return sentences
 

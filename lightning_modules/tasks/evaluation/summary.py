@@ -221,7 +221,7 @@ def mean_scores(table: pd.DataFrame) -> dict[tuple[str, int], Score]:
 
 
 def _mean_score(rows: pd.DataFrame) -> Score:
-    # Tasks have texts of their own. The pairs are numbered, because numpy sorts no pairs.
+    # Each task has its own texts. The pairs are numbered, because numpy cannot sort pairs.
     texts = pd.MultiIndex.from_frame(rows[["task", "index"]]).factorize()[0].tolist()
     interval = score_interval(rows["score"], texts)
     percent = None if interval is None else (100 * interval[0], 100 * interval[1])

@@ -35,18 +35,18 @@ Request = tuple[tuple[str, str], list[int], list[int]]
 
 
 class _Model(NamedTuple):
-    """What `HFLM` may see of a model: of a module, it would tie the weights again and set eval mode for good."""
+    """Part of a model that `HFLM` may see: it would tie a module's weights again, and leave it in eval mode."""
 
     config: PretrainedConfig
     device: torch.device
 
 
 class HarnessModel(HFLM):
-    """`HFLM`, which lets the model go on training, with special tokens where they belong, and split among processes.
+    """`HFLM` for a model in training, with special tokens where they belong, and requests split among processes.
 
     Differences from `HFLM`: the tokenizer's special tokens never follow a text, and precede it once; long prompts lose
-    their middle; whole texts never have all their logits at once. The harness sees a single process, but each process
-    answers a part of the requests and gets all answers. ``truncated`` counts the prompts that lost tokens.
+    their middle; the logits of a whole text are never stored at once. The harness sees a single process, but each
+    process answers a part of the requests and gets all answers. ``truncated`` counts the prompts that lost tokens.
     """
 
     def __init__(self, backbone: Backbone, tokenizer: PreTrainedTokenizerFast, config: TaskConfig) -> None:

@@ -66,13 +66,13 @@ def merge_results(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def summarize_results(results: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
-    """Return the numbers of tasks and groups, and the scores of sets in percent whose metrics are all known."""
+    """Return the metrics of tasks and groups, and the scores in percent of sets whose metrics are all known."""
     content: dict[str, Any] = {"tasks": {}, "groups": {}, "scores": {}}
     values: dict[Any, float] = {}  # by task and metric, or by name of a score
     for name, row in results.get("results", {}).items():
         metrics = _keep_numbers(row)
         if name not in results["n-samples"]:  # a group
-            if metrics:  # some have none of their own
+            if metrics:  # some groups have no metrics
                 content["groups"][name] = metrics
         else:
             counts = {"questions": results["n-samples"][name]["effective"], "num_fewshot": results["n-shot"][name]}

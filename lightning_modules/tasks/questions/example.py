@@ -46,8 +46,8 @@ class Example:
         `string_match_part`, whether at least one occurs; both ignore case. ``last_number`` is LongEval's: whether the
         last number in the text is the first answer; ``first_number`` compares the first number, because a base model
         continues after its answer. ``first_word`` compares the first word without punctuation. ``rouge_l`` is ROUGE-L
-        (F1) of the first answer and as many words of the text. ``subspan`` is the `best_subspan_em` of *Lost in the
-        Middle*: whether the first line contains an answer, see `contains_answer`.
+        (F1) of the first answer and the text, cut to the same number of words. ``subspan`` is the `best_subspan_em` of
+        *Lost in the Middle*: whether the first line contains an answer, see `contains_answer`.
         """
         if self.match in ("first_number", "last_number"):
             numbers = re.findall(r"\d+", prediction) or ["none"]

@@ -141,7 +141,7 @@ def draw_chain(rng: random.Random, hops: int, letters: int, taken: Collection[st
 
 
 def draw_chains(rng: random.Random, count: int, hops: int, letters: int, values: Collection[str] = ()) -> list[Chain]:
-    """Draw chains that share no name or value, and have none of the given values."""
+    """Draw chains with distinct names and values, without the given values."""
     names: set[str] = set()
     taken = {*values}
     chains: list[Chain] = []

@@ -113,7 +113,7 @@ class Draft(NamedTuple):
 
 
 class FittedTask(Task):
-    """Task that fills a draft with as many units of text as fit."""
+    """Task that fills a draft with the largest number of text units that fits."""
 
     @abstractmethod
     def draft(self, asked: Request) -> Draft:

@@ -40,7 +40,7 @@ def find_checkpoint(path: str | None, trainer: Trainer, logger: Any, *, resume: 
     newest = newest_checkpoint(folder, resume=resume)
     if newest is None and (path != "last" or not resume):
         raise ValueError(
-            f"`ckpt_path: {path}`: there is no checkpoint in '{folder}'. Use a file or the folder of a run."
+            f"`ckpt_path: {path}`: no checkpoint was found in '{folder}'. Use a file or the folder of a run."
         )
     found = f"{doing} {newest}." if newest else f"No checkpoint in {folder} yet: starting a new training."
     rank_zero_info(found)
@@ -136,7 +136,7 @@ def run_folder(trainer: Trainer) -> Path:
 def owned_folders(trainer: Trainer) -> list[Path]:
     """Return the local folders that a training writes to, the run's folder first.
 
-    The working folder belongs to the user and is left out. A logger that numbers its runs on a server has none yet.
+    The working folder belongs to the user and is omitted. A logger whose server numbers the runs has no folder yet.
     """
     named = not trainer.loggers or None not in (trainer.loggers[0].name, trainer.loggers[0].version)
     folders = [run_folder(trainer)] if named else []

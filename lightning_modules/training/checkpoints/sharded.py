@@ -48,7 +48,7 @@ _INDEX_NAMES = {
 """Classes that an index may contain, by module."""
 
 _ENUM_MEMBERS = frozenset(_MEM_FORMAT_ENCODING.__members__)
-"""Read before any index: unpickling one can change what the class says of itself."""
+"""Read before any index, because unpickling an index can modify the class."""
 
 
 class CheckpointError(OSError):

@@ -124,7 +124,7 @@ def _identify_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         "longce": package_version("longce"),
         "longce_commit": git_commit(Path(__file__).parent),
         "model": identify_model(loading) if isinstance(loading, ModelConfig) else None,
-        # Streamed sequences have no identity before they are read, and the user's own rows may have none.
+        # Streamed sequences have no identity before they are read, and custom rows may not define one.
         "data": f"sha256:{combined_hash(identities)}" if identities else None,
         # transformers counts quantized weights, which are packed
         "parameters": model.num_parameters() if model else sum(each.numel() for each in module.parameters()),
@@ -174,7 +174,7 @@ def _remove_earlier_settings(logger: TensorBoardLogger) -> None:
 
 
 def _remove_events(file: Path, tags: Collection[str]) -> None:
-    """Remove the events of these tags from an event file that nobody writes to."""
+    """Remove the events with these tags from an event file that is not in use."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.summary.writer.record_writer import RecordWriter
 

@@ -329,7 +329,7 @@ def test_what_cannot_work_is_refused_at_once(make, settings, error, named):
     [
         ({"labels": torch.arange(1, 21).unsqueeze(0)}, ValueError, "shift"),
         ({"past_key_values": object()}, ValueError, "past_key_values"),
-        ({"attention_mask": {}}, ValueError, "masks that are no tensor"),
+        ({"attention_mask": {}}, ValueError, "masks that are not tensors"),
         ({"seq_idx": torch.zeros(1, 20, dtype=torch.int32)}, ValueError, "position_ids.*seq_idx"),
         ({"cu_seq_lens_q": torch.tensor([0, 8, 20])}, ValueError, "position_ids.*cu_seq_lens_q"),
         ({"attention_mask": torch.arange(20).unsqueeze(0) // 10 + 1}, ValueError, "numbers of documents"),

@@ -28,7 +28,7 @@ def test_the_difference_is_over_the_same_questions(tmp_path):
     assert text.splitlines()[0] == "Compared with a, b shows no difference in any of 1 cells."
     text = text.partition("\n\n")[2]
     assert text.splitlines()[0].split() == ["task", "length", "or", "metric", "a", "b", "b", "-", "a"]
-    assert "The text around the needles of needle is made up" in text
+    assert "The text around the needles of needle is synthetic" in text
     assert "1 questions of b have no result yet." in text
     row = text.splitlines()[2]
     assert row.split()[:3] == ["needle", "64", "70.0"]
