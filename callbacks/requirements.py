@@ -1,4 +1,4 @@
-"""What callbacks require of the trainer and of its module."""
+"""Requirements of callbacks on the trainer and its module."""
 
 from typing import Any
 

@@ -156,7 +156,7 @@ class MixtureDataModule(PackedTextDataModule):
 
 
 def _make_module(source: MixtureSource, settings: Mapping[str, Any]) -> PackedTextDataModule:
-    """Create the data module of a source, with the mixture's settings where it has none."""
+    """Create the data module of a source; settings that the source omits are those of the mixture."""
     given = dict(source.get("init_args") or {})
     changed = [name for name in _COMMON if name in given and given[name] != settings.get(name)]
     if unfit := sorted({*changed, *given.keys() & set(_NOT_PASSED_ON)}):

@@ -290,7 +290,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
 
     @property
     def stored_influence(self) -> dict[str, Any] | None:
-        """What the stored values of ``longce influence`` were computed from; None without them."""
+        """Everything that the stored values of ``longce influence`` depend on; None without stored values."""
         stored = None if self.rows is None else self.rows.influence
         return None if stored is None else stored.header["made_from"]
 

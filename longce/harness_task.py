@@ -44,8 +44,8 @@ class TokenRequest(Instance):
 class LongPPLTask(ConfigurableTask):
     """Task of the harness with a request for each run of consecutive key tokens.
 
-    The context of a run is all tokens before it. The harness returns one log-likelihood for each request, so a document
-    takes as many forward passes as it has runs.
+    The context of a run is all tokens before it. The harness returns one log-likelihood for each request, so each run
+    takes a forward pass.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:

@@ -159,12 +159,12 @@ class InfluenceTrainer(Trainer):
         objective = unwrap(model.objective) if isinstance(model, LongContextLM) else None
         if not isinstance(objective, (LongCE, Rho1)):
             raise ValueError(
-                "`longce influence` computes what a `LongContextLM` trains with whose objective is LongCE,"
-                f" StoredInfluence or Rho1, got {type(model if objective is None else objective).__name__}."
+                "`longce influence` needs a `LongContextLM` whose objective is LongCE, StoredInfluence or Rho1,"
+                f" got {type(model if objective is None else objective).__name__}."
             )
         if not callable(getattr(datamodule, "influence_rows", None)):
             raise ValueError(
-                f"`longce influence` needs packed training sequences: {type(datamodule).__name__} has none."
+                f"`longce influence` needs packed training sequences, but {type(datamodule).__name__} lacks them."
             )
         length = getattr(datamodule, "sequence_length", None)
         if length is not None and isinstance(objective, LongCE):

@@ -90,7 +90,7 @@ class InfluenceStore:
         """Header with everything that the weights depend on under ``made_from``."""
         header = read_header(self.folder)
         if header is None:
-            raise ValueError(f"There are no token weights in '{self.folder}'. {_REMEDY}")
+            raise ValueError(f"'{self.folder}' does not contain token weights. {_REMEDY}")
         return header
 
     @cached_property

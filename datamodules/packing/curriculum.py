@@ -30,7 +30,7 @@ class LengthCurriculum:
     share: OpenUnitInterval
 
     def check(self, sequence_length: int) -> None:
-        """Raise a ``ValueError`` if sequences cannot be cut into equal, shorter chunks, or ``share`` is no fraction."""
+        """Raise a ``ValueError`` unless sequences can be cut into equal, shorter chunks and ``share`` is a fraction."""
         divides = 0 < self.sequence_length < sequence_length and sequence_length % self.sequence_length == 0
         if not divides or not 0 < self.share < 1:
             raise ValueError(

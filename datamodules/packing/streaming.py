@@ -84,7 +84,7 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
         for place, tokens in self._read_documents(stream, streams, cursor):
             used = 0
             while used < len(tokens):
-                # 1. Take as many tokens of the document as the sequence still needs.
+                # 1. Take the tokens that the sequence still needs from the document.
                 if not segments:
                     begin = place._replace(token=place.token + used)
                 segments.append(tokens[used : used + missing])
@@ -192,7 +192,7 @@ class StreamingLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume after the batches of the state; a ``ValueError`` if the streams are not the same."""
         order = self._order_settings
-        state = {"pose_target_length": 0, "pose_chunks": 0, **state}  # older checkpoints have none
+        state = {"pose_target_length": 0, "pose_chunks": 0, **state}  # missing in older checkpoints
         changed = {name: (state.get(name), value) for name, value in order.items() if state.get(name) != value}
         if changed:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What a record's document is made of: text, a prompt and text, the messages of a chat, or token ids."""
+"""Content of a record's document: text, a prompt and text, the messages of a chat, or token ids."""
 
 import json
 from collections.abc import Mapping
@@ -63,7 +63,7 @@ class Content:
         return self.alternatives if self.prompt is None else (*self.alternatives, self.prompt)
 
     def read(self, record: Mapping[str, Any], name: str, place: str) -> Document:
-        """Return the document of a record; raise a ``ValueError`` that names the place if it has none."""
+        """Return the document of a record; raise a ``ValueError`` that names the place of a record without one."""
         present = [field for field in self.alternatives if field in record]
         if not present:
             kind = "text" if self.alternatives == self.text else "field"

@@ -23,7 +23,7 @@ from datamodules.sources.parquet import opened_table
 from datamodules.sources.records import decoded, nested, opened, read_document, read_records
 
 PARTS_PER_SHARD = 4
-"""Parts from which each shard reads parts of its own; with fewer, each reads some rows of all parts."""
+"""Minimum number of parts for each shard to read separate parts; with fewer, each reads some rows of all parts."""
 
 TOKEN_HASH = "token_hash"
 """Column with the SHA-256 of a document's token ids, as 64-bit integers."""

@@ -127,7 +127,7 @@ def with_text(documents: Iterable[Document]) -> Iterator[Document]:
 
 
 def record_name(record: Mapping[str, Any], fields: tuple[str, ...], place: str) -> str:
-    """Join the given fields into a name, or return the place if the record has none of them."""
+    """Join the given fields into a name, or return the place if the record lacks all of them."""
     return " ".join(str(record[field]).strip() for field in fields if record.get(field)) or place
 
 

@@ -1,7 +1,7 @@
 """Early check of the names and numbers of an experiment, without the libraries that define them.
 
-To import Lightning and torch takes ten times as long, so the names come from the source of the classes. What this check
-does not understand, and names that are like no other, are left to the parser.
+Importing Lightning and torch takes ten times as long, so the names come from the source of the classes. The parser
+handles everything that this check does not understand, and names that do not resemble a known name.
 """
 
 import ast

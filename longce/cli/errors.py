@@ -99,7 +99,7 @@ class ConciseParser(jsonargparse.ArgumentParser):
 
 
 def _drop_noise(message: str) -> str:
-    """Return an error of jsonargparse in one line, without the lines that help nobody."""
+    """Return an error of jsonargparse in one line, without its unhelpful lines."""
     lines = [line.strip() for line in message.splitlines()]
     kept = [line.removeprefix("- ") for line in lines if not re.match(_NOISE, line)]
     return " ".join(kept or lines)

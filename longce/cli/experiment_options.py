@@ -40,7 +40,7 @@ def add_data_options(parser: Any) -> None:
 
 
 def add_quickstart_options(parser: Any) -> None:
-    """Describe ``longce quickstart``, which has no options of its own."""
+    """Describe ``longce quickstart``, which adds no options."""
     parser.prog = "longce quickstart"
     parser.description = "Generate a corpus, train a tiny evaluator and fine-tune a tiny model with LongCE, offline."
 

@@ -282,7 +282,7 @@ class LongceCLI(LightningCLI):
         if self.trainer.is_global_zero:
             keep_metrics(self.trainer.loggers)
         try:
-            with logging_redirect_tqdm():  # a message while a progress line is shown gets a line of its own
+            with logging_redirect_tqdm():  # starts a new line for messages next to a progress line
                 self.trainer.fit(**arguments)
         except SystemExit as stopped:  # status 0 after SIGTERM, 1 after Ctrl-C
             if isinstance(stopped, SIGTERMException) or isinstance(stopped.__context__, KeyboardInterrupt):

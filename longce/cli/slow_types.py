@@ -55,7 +55,7 @@ def avoid_slow_settings(config: Any, words: Sequence[str]) -> None:
 
 
 def _find_packaged_source(name: str, words: Sequence[str]) -> str | None:
-    """Return the name of the packaged config that sets an option, or None if the user or nobody does."""
+    """Return the name of the packaged config that sets an option, or None if the user sets it or it is not set."""
     found = None
     folder = CONFIGS.resolve()
     for option, value in list_options(words):

@@ -87,8 +87,8 @@ def _add_harness(evaluation: ComparedEvaluation, file: Path) -> ComparedEvaluati
         differs += [f"few-shot examples of {task}" for task in earlier[_SHOTS] if earlier[_SHOTS][task] != shots[task]]
         if differs:
             raise ValueError(
-                f"'{file.parent}' has results of the harness that differ in {', '.join(differs)}: put them in folders"
-                " of their own."
+                f"'{file.parent}' has results of the harness that differ in {', '.join(differs)}: put them in separate"
+                " folders."
             )
         settings[_SHOTS] = shots
     return evaluation._replace(cells=evaluation.cells | cells, settings=earlier if _KIND in earlier else settings)
@@ -144,7 +144,7 @@ def tabulate_evaluations(evaluations: Sequence[ComparedEvaluation]) -> tuple[Tab
 
 
 def _describe_scores(evaluations: Sequence[ComparedEvaluation], *, paired: bool) -> str:
-    """Return how scores are to be read, with the number of questions of a task and length if all have as many."""
+    """Explain the scores, with the number of questions for each task and length if it is the same for all."""
     asked = [each.questions.groupby(["task", "length"]).size() for each in evaluations if not each.questions.empty]
     counts = {int(count) for sizes in asked for count in sizes}
     metrics = any(not (length.isdigit() or length == OF_SETS) for each in evaluations for _, length in each.cells)
@@ -183,7 +183,7 @@ def judge_evaluations(evaluations: Sequence[ComparedEvaluation]) -> list[str]:
     if compared >= _MANY:
         by_chance = compared / 40  # each end of a 95% interval
         sentences.append(
-            f"By chance alone, about {by_chance:.0f} of {compared} cells would be better, and as many worse."
+            f"By chance alone, about {by_chance:.0f} of {compared} cells would be better, and the same number worse."
         )
     return sentences
 
@@ -221,7 +221,7 @@ def _describe_numerics(evaluations: Sequence[ComparedEvaluation]) -> list[str]:
 
 def draw_scores(evaluations: Sequence[ComparedEvaluation]) -> dict[str, str]:
     """Draw the scores of each task at several lengths, and their average, as SVG text by name: a line per model."""
-    lengths: dict[str, set[int]] = {"average": set()}  # the average first, because it is what tells models apart
+    lengths: dict[str, set[int]] = {"average": set()}  # first, because models are compared by it
     for each in evaluations:
         for task, length in each.cells:
             if length.isdigit():

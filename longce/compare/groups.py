@@ -67,7 +67,7 @@ def average_documents(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     for other in others:
         shared = shared.intersection(other.index)
     units = [table.loc[shared, list(dict.fromkeys(UNITS.values()))] for table in tables]
-    # Units that nobody knows are equal.
+    # Units that are unknown in all tables are equal.
     same = np.logical_and.reduce([(units[0].fillna(-1) == each.fillna(-1)).all(axis=1) for each in units])
     kept = [table.loc[shared[same]] for table in tables]
     averaged = kept[0].copy()

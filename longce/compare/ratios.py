@@ -7,7 +7,7 @@ import pandas as pd
 from lightning_modules.utilities.statistics import TOKENS, UNITS
 
 WITHOUT_TOKENS = ("longppl_per_evaluator_token", "key_bits_per_byte", "bits_per_byte")
-"""What models with different tokenizers are compared by."""
+"""Metrics by which models with different tokenizers are compared."""
 
 
 def have_same_tokens(tables: Sequence[pd.DataFrame]) -> bool:

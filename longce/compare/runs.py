@@ -31,7 +31,7 @@ _STAGES = {"val": "validation", "test": "test"}
 
 
 class Cell(NamedTuple):
-    """What must be equal so that numbers of two models are compared, and how it is printed."""
+    """Settings that must be equal to compare numbers of two models, and how they are printed."""
 
     set: str  # of documents
     evaluator: str = ""  # name
@@ -78,7 +78,7 @@ def read_compared(words: Sequence[str | Path]) -> list[ComparedRun | ComparedEva
     score``, or a folder of such files or folders. Records of several models are compared with each other.
 
     Raises:
-        ValueError: If a path is none of them, if names are repeated, or if several kinds are mixed.
+        ValueError: If a path is of another kind, if names are repeated, or if several kinds are mixed.
     """
     found = [(name, path) for word in words for name, path in _find_files(str(word))]
     if len({_find_kind(path) for _, path in found}) > 1:
@@ -242,7 +242,7 @@ def make_scored_run(name: str, records: Sequence[Record]) -> ComparedRun:
         numerics[cell] = found[0].model.numerics
         for key, value in _describe_settings(found).items():
             settings[key].append(value)
-    # Several measurements of a model are rows of their own; what differs among them does not tell models apart.
+    # Several measurements of a model are separate rows; settings that differ among them do not distinguish models.
     config = {key: values[0] for key, values in settings.items() if len(set(values)) == 1}
     return ComparedRun(name, dict(evaluations), config, {}, numerics)
 

@@ -1,4 +1,4 @@
-"""What a comparison shows, in words and as a picture: which run is better, on what, and how sure that is."""
+"""Verdict of a comparison, in words and as a picture: which run is better, on what, and with what certainty."""
 
 import math
 from collections import Counter
@@ -126,7 +126,7 @@ def _judge(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
     units = f"{ratio.units:,} key {'tokens' if ratio.kind == 'longppl' else 'bytes'}"
     over = f"{ratio.documents:,} documents with {units}"
     if ratio.documents < ratio.total:
-        over = f"{units} of {ratio.documents:,} of {ratio.total:,} documents, because the others have none"
+        over = f"{units} of {ratio.documents:,} of {ratio.total:,} documents, because the others have no key tokens"
     place = ratio.cell.short
     return f"{claim}: {_name_with_verb(ratio.kind)} {ratio}, over {over} ({place}). {_judge_all_tokens(of_all)}"
 

@@ -58,18 +58,19 @@ class CorpusConfig(LoadingOptions):
         quantization: Arguments of ``transformers.BitsAndBytesConfig``: weights in 4 or 8 bits.
         device: Device such as ``cuda:0`` or ``cpu``; ``auto`` is a GPU, or the CPU. Processes of `torchrun` get one
             each.
-        shard: ``I/N`` scores only the I-th of N shards of the documents, from 0, into a folder of its own in `output`.
-            The others are for other processes, on any machine and at any time. `torchrun` sets it for its processes.
+        shard: ``I/N`` scores only the I-th of N shards of the documents, from 0, into a separate folder in `output`.
+            Other processes can score the other shards on any machine, at any time. `torchrun` sets this for its
+            processes.
         engine: ``local`` scores one shard in this process; ``ray`` scores all shards as tasks of a Ray cluster, that of
             ``RAY_ADDRESS`` or of this machine.
-        num_shards: Number of shards for ``ray``. A task that loses its machine starts again and goes on where it was;
-            several shards for each GPU lose less of its time.
+        num_shards: Number of shards for ``ray``. A task that loses its machine restarts and resumes; several shards
+            per GPU lose less of its time.
         allowed_failures: Fraction of a source's documents that may fail, from 0 to 1; a source is a file, or all text
             files of a folder. If more fail, the command still scores all documents, then prints a report and ends with
             exit status 1. Below 1, a file whose first documents have no text is refused before anything is scored.
         shard_rows: Maximum number of documents per file of scores.
         shard_minutes: Time after which a file of scores is written even if it is not full.
-        server: How a served model is asked.
+        server: Settings for requests to a served model.
     """
 
     model: str

@@ -21,7 +21,7 @@ from longce.corpus.score import score_shard
 from longce.corpus.writing import signals_stop
 
 RETRIES = 10
-"""Times that a task starts again after its process or machine was lost; it goes on where it was."""
+"""Maximum number of times that a task restarts and resumes after its process or machine was lost."""
 
 CONNECT_SECONDS = 10
 """Time in which a machine at ``RAY_ADDRESS`` must answer; Ray itself would wait for minutes."""
@@ -116,7 +116,7 @@ def _score_until_stopped(stop: Any, files: Sequence[str], config: CorpusConfig) 
 
 
 def _connect() -> None:
-    """Connect to the cluster of ``RAY_ADDRESS``, or to one of this machine, which is started if there is none."""
+    """Connect to the cluster of ``RAY_ADDRESS``, or to the one on this machine, which is started if needed."""
     address = os.environ.get("RAY_ADDRESS", "")
     try:
         if place := re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:(\d+)", address):

@@ -13,7 +13,7 @@ from lightning_modules.scoring.long_context_scorer import EncodedDocument
 
 _POOL_DOCUMENTS = 256
 _POOL_BATCHES = 32
-"""Documents that are read before those of similar length are batched, or as many batches."""
+"""Number of documents, and of batches of tokens, to read before documents of similar length are batched."""
 
 Document = tuple[DocumentRef, EncodedDocument]
 Rows = dict[str, NDArray[np.int64]]
@@ -66,10 +66,10 @@ def count_missing(shares: Sequence[Share], done: Rows) -> int | None:
 
 
 def pools(documents: Iterator[Document], batch_tokens: int | None, shard_rows: int) -> Iterator[list[Document]]:
-    """Yield documents one by one, or as many as documents of similar length are chosen from."""
+    """Yield documents one by one, or in pools from which batches of similar length are drawn."""
     limit = 1 if batch_tokens is None else _POOL_BATCHES * batch_tokens
-    # Of 256 documents of 100 to 2,000 tokens, those in a batch of 32,768 differ so much in length that 23% of the
-    # documents' tokens are added as padding, of 1,000 7%.
+    # With a pool of 256 documents of 100 to 2,000 tokens, lengths within a batch of 32,768 tokens differ so much that
+    # padding adds 23% to the documents' tokens; with a pool of 1,000 documents, 7%.
     most = 1 if batch_tokens is None else max(_POOL_DOCUMENTS, shard_rows)
     pool: list[Document] = []
     tokens = 0

@@ -183,7 +183,7 @@ def _describe_settings(scorer: LongContextScorer, corpus: CorpusFiles, config: C
 
 
 def _load(scorer: LongContextScorer, identity: str) -> None:
-    """Load the model, if it is not loaded; raise a ``ValueError`` if it is no longer the one with this identity."""
+    """Load the model unless it is loaded; raise a ``ValueError`` if its identity has changed."""
     if "document_scorer" not in vars(scorer):
         _ = scorer.document_scorer
         check_same_model(identity, scorer.loading)

@@ -70,7 +70,7 @@ class Writer:
             self.write()
 
     def write(self) -> None:
-        """Write the rows; raise a ``ValueError`` if a document is no longer the one that was scored."""
+        """Write the rows; raise a ``ValueError`` if a document has changed since it was scored."""
         with _signals_wait():
             if self._refs:
                 self._write_rows()

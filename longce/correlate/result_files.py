@@ -26,7 +26,7 @@ from lightning_modules.utilities.tables import read_format
 _PROMPTS = ("num_fewshot", "limit", "truncation")
 
 OF_SETS = "score, %"
-"""What the score of a set of the harness's tasks is called among the metrics."""
+"""Name of the score of a set of the harness's tasks among the metrics."""
 
 _SUFFIXES = (".csv", ".json", ".parquet")
 
@@ -129,7 +129,7 @@ def _summarize(file: Path, records: Sequence[Record]) -> Measured:
     model = first.model
     evaluator = first.evaluator
     numerics = model.numerics._asdict()
-    # The set, the stage and the step of a run; a stored model has none.
+    # Set, stage and step of a run; empty for a stored model.
     place = {name: getattr(first, name) for name in ("set", "stage", "step") if getattr(first, name)}
     texts = {**place, "texts": hash_texts(records), "add_special_tokens": model.special_tokens, **numerics}
     settings = texts | {
@@ -224,7 +224,7 @@ def _summarize_answers(file: Path, found: Sequence[answers.Answer]) -> Measured:
             values[name] = value
             settings[name] = lengths
     main = tuple(name for name in ("RULER", "LongEval") if name in values) or ("average",)
-    provenance = first.model.provenance if first.model.identity else None  # a model in training has none
+    provenance = first.model.provenance if first.model.identity else None  # unknown for a model in training
     return Measured(
         str(file),
         first.model.name,

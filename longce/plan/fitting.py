@@ -135,7 +135,7 @@ def _train_adapters(experiment: Experiment) -> Experiment | None:
 
 
 def _split_sequences(experiment: Experiment) -> Experiment | None:
-    """Split each sequence over as many of the GPUs, or of those of a node, as the model's heads allow."""
+    """Split each sequence over the largest number of GPUs of a node that the model's heads allow."""
     training = experiment.training
     if training.sequence_parallel_size > 1:
         return None

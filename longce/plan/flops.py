@@ -16,7 +16,7 @@ from lightning_modules.functional import ShortContext, short_context_windows
 from longce.plan.shapes import ModelShape
 
 Checkpointing = Literal["none", "full", "selective"]
-"""What the backward pass recomputes: nothing, all layers, or all layers except their attention."""
+"""Recomputation in the backward pass: nothing, all layers, or all layers except their attention."""
 
 ATTENTION_BACKWARD = 2.5
 """FLOPs of flash attention's backward pass, relative to its forward pass."""
@@ -77,7 +77,7 @@ def sliding_pass_flops(shape: ModelShape, tokens: int, context_length: int) -> F
 def ce_step_flops(shape: ModelShape, tokens: int, checkpointing: Checkpointing, layers: int | None = None) -> Flops:
     """Count cross entropy of one document, forward and backward; the backward pass recomputes the logits.
 
-    Of the layers, it recomputes the first ``layers``, by default all, unless ``checkpointing`` is ``none``.
+    It also recomputes the first ``layers`` layers, by default all, unless ``checkpointing`` is ``none``.
     """
     attention = _attention_flops(shape, tokens)
     recomputed = shape.layers if layers is None else layers

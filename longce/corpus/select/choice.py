@@ -16,22 +16,22 @@ FOLDER = "folder"
 """Value of `by` that is not a column: the folder of a document's file."""
 
 MEMORY = 500 * 1000**2
-"""Bytes that the rows and what is computed of them may take in memory; the rest is on disk."""
+"""Minimum memory limit of the database, in bytes; the rest of its data is on disk."""
 
 THREADS = 4
-"""At most: each needs about 125 MB of them, as DuckDB recommends."""
+"""Maximum number of threads; DuckDB recommends about 125 MB of `MEMORY` for each."""
 
 MEMORY_PER_ROW = 64
-"""The same for each of many rows: a quantile needs all values of its column in memory."""
+"""Bytes of memory per row, for many rows, because a quantile needs all values of its column in memory."""
 
 _TYPES = {"where": "BOOLEAN", "by": "VARCHAR", "unique": "VARCHAR"}  # of other options DOUBLE
 
 
 @contextmanager
 def connect(rows: int) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Yield a database for this number of rows, whose SQL can neither touch files nor load extensions.
+    """Yield a database for this number of rows, whose SQL can neither access files nor load extensions.
 
-    What exceeds its memory is on disk, in the temporary folder of the system.
+    Data that exceeds its memory limit is on disk, in the temporary folder of the system.
     """
     with TemporaryDirectory(prefix="longce-select-") as folder, duckdb.connect() as database:
         database.execute("SET memory_limit = ?", [f"{max(MEMORY, MEMORY_PER_ROW * rows)} B"])
@@ -78,7 +78,7 @@ def evaluate_options(documents: duckdb.DuckDBPyRelation, config: SelectConfig) -
     for option, expression in option_expressions(config).items():
         wanted = _TYPES.get(option, "DOUBLE")
         try:
-            # A parsed expression instead of a part of a statement, so that nobody can end the statement.
+            # A parsed expression instead of a part of a statement, so that it cannot end the statement.
             value = duckdb.SQLExpression(expression)
             number = duckdb.ColumnExpression(NUMBER)  # beside which no aggregate is valid
             if re.search(r"\bunnest\s*\(", expression, re.IGNORECASE):

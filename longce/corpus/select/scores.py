@@ -112,8 +112,8 @@ def check_repeated(database: duckdb.DuckDBPyConnection) -> None:
     ).fetchone()
     if found is not None:
         raise ValueError(
-            f"Row {found[1]} of '{found[0]}' has scores {found[2]} times: name each folder once, and delete files that"
-            " are no longer of its corpus."
+            f"Row {found[1]} of '{found[0]}' has {found[2]} scores: name each folder once, and delete files that no"
+            " longer belong to its corpus."
         )
 
 

@@ -173,7 +173,7 @@ def test_scores_that_do_not_belong_together_are_refused(scored):
     scores = scored / "scores"
     other = scored / "other"
     shutil.copytree(scores, other)
-    with pytest.raises(ValueError, match="has scores 2 times"):
+    with pytest.raises(ValueError, match="has 2 scores"):
         select([str(scores), str(other)])
     for path in other.iterdir():
         table = pyarrow.parquet.read_table(path)
