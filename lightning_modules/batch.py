@@ -16,7 +16,7 @@ IGNORE_INDEX = -100
 BoolArray = NDArray[np.bool_]
 
 MAX_SEQUENCE_LENGTH = 2**27
-"""Length in tokens that no sequence reaches: a thousand times what is trained on today."""
+"""Upper bound of sequence lengths in tokens: a thousand times the lengths that models are trained on today."""
 
 
 class PackedBatch(TypedDict):
@@ -195,7 +195,7 @@ def with_scored(batch: PackedBatch) -> PackedBatch:
 
 
 def ensure_scored(batch: PackedBatch) -> PackedBatch:
-    """Return a batch with ``scored``, which one that was made elsewhere may lack."""
+    """Return a batch with ``scored``, which batches of other libraries may lack."""
     return batch if "scored" in batch else with_scored(batch)
 
 
@@ -208,7 +208,7 @@ def check_boundaries(boundaries: Sequence[int], length: int | None = None) -> No
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on ``device``; if it comes from main memory, nothing waits for the device."""
+    """Return a tensor on ``device``; a copy from main memory does not wait for the device."""
     if device.type == "cuda" and values.device.type == "cpu":
         values = values.pin_memory()
     return values.to(device, non_blocking=device.type == "cuda")

@@ -63,7 +63,7 @@ def export_checkpoint(
     check_export(module["backbone"].model, folder, export_options, facts)
     saved_tokenizer = content[EXPORT_KEY].get("tokenizer")
     chosen_tokenizer = _choose_tokenizer(tokenizer, tokenizer_revision, facts, saved_tokenizer)
-    # 2. Assign the weights. A merged model also needs frozen base weights, which the checkpoint leaves out.
+    # 2. Assign the weights. A merged model also needs frozen base weights, which the checkpoint omits.
     if FINGERPRINT_KEY in content and not export_options.kept:
         module["backbone"] = _load_base(facts, content[FINGERPRINT_KEY])
     # A subclass of `LongContextLM` may have trained other parts, which are not exported.
@@ -78,7 +78,7 @@ def export_checkpoint(
 def _choose_tokenizer(
     name: str | None, revision: str | None, facts: TrainingFacts, saved: str | None
 ) -> PreTrainedTokenizerFast:
-    """Return the tokenizer with this name, or that of the training, which is ``saved`` if it had no path."""
+    """Return the tokenizer with this name, or the one used in training, which is ``saved`` if it had no path."""
     if name is not None:
         return load_tokenizer(name, revision=revision, trimmed_offsets=True)
     if saved is not None:

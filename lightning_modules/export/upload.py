@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 def check_upload(options: ExportOptions) -> None:
-    """Raise a ``ValueError`` if an export is to be uploaded, but the hub or a token is not available."""
+    """Raise a ``ValueError`` if an upload is requested, but the hub or a token is not available."""
     if options.push_to_hub is None:
         return
     if is_offline_mode() or get_token() is None:
@@ -22,10 +22,10 @@ def check_upload(options: ExportOptions) -> None:
 
 
 def upload_export(folder: Path, options: ExportOptions) -> None:
-    """Upload the files of an export to its repository, if it has one, which is created if it does not exist.
+    """Upload the files of an export to `ExportOptions.push_to_hub`, if set; create the repository if it is missing.
 
     Raises:
-        ValueError: If this fails; the folder is unchanged, and the message has the command that uploads it.
+        ValueError: If the upload fails; the folder is unchanged, and the message has the command to repeat it.
     """
     if (repository := options.push_to_hub) is None:
         return

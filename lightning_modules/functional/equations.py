@@ -80,7 +80,7 @@ def long_perplexity(log_likelihood: Tensor, influence: Tensor) -> Tensor:
 
     .. math:: \mathrm{LongPPL} = \exp\Big(-\frac{\sum_t I_t \, \ell_t}{\sum_t I_t}\Big)
 
-    Equation 4 of Fang et al. (2025), https://arxiv.org/abs/2410.23771. The influence decides what is measured: the
+    Equation 4 of Fang et al. (2025), https://arxiv.org/abs/2410.23771. The influence determines the metric: the
     key tokens of an evaluator give LongPPL, its soft influence gives soft LongPPL, all scored tokens give perplexity.
 
     Args:

@@ -12,7 +12,7 @@ TILE_ELEMENTS_CPU = 2**21
 """Logits in one tile: 8 MiB of float32 stay in the cache of a CPU."""
 
 TILE_ELEMENTS = 2**27
-"""The same on an accelerator, where nothing would stay, and larger products are faster."""
+"""The same on an accelerator, where larger products are faster and a tile does not stay in the cache."""
 
 
 class LinearHead(NamedTuple):

@@ -11,18 +11,18 @@ from torch import Tensor
 from lightning_modules.functional.alignment import span_token_mask
 
 _WIDTHS = (0x80, 0x800, 0x10000)
-"""Code points from which a character takes another byte in UTF-8."""
+"""Code points at which UTF-8 starts to use another byte."""
 
 
 class TextBits(NamedTuple):
-    """Sums over documents, of which `numbers` are the quotients.
+    """Sums over documents; `numbers` returns their quotients.
 
     Attributes:
         bits: Negative log-likelihood of all scored tokens, in bits.
         bytes: UTF-8 bytes of the text, from the first scored token on.
-        key_bits: That of the tokens in key spans. A token that crosses the border of a span counts by the share of its
-            bytes inside.
-        crossing_bits: Largest error of ``key_bits``: how the bits of a token are divided among its bytes is unknown.
+        key_bits: Negative log-likelihood of the tokens in key spans, in bits. A token that crosses the border of a span
+            counts by the fraction of its bytes inside.
+        crossing_bits: Maximum error of ``key_bits``, because the bits of each byte of a token are unknown.
         key_bytes: UTF-8 bytes of the key spans.
         evaluator_key_tokens: Tokens of the evaluator in the key spans; 0 if unknown.
     """
@@ -35,7 +35,7 @@ class TextBits(NamedTuple):
     evaluator_key_tokens: int = 0
 
     def numbers(self) -> dict[str, float]:
-        """Return the numbers by their names in results, NaN for a quotient of nothing.
+        """Return the numbers by their names in results, with NaN for a division by zero.
 
         ``bits_per_byte`` is that of lm-evaluation-harness. ``key_bits_per_byte`` is the same over the key spans.
         ``longppl_per_evaluator_token`` spreads their bits over the evaluator's key tokens; for a model with the

@@ -1,4 +1,4 @@
-"""Other token weights for training: those of Helm et al. (2025), from the same two log-likelihoods."""
+"""Other token weights for training, from the same two log-likelihoods: Helm et al. (2025)."""
 
 import math
 from typing import Literal, get_args

@@ -70,7 +70,7 @@ def short_context_windows(document_boundaries: Sequence[int], short_context: Sho
     """Return windows in which each scored token sees K to K + d - 1 preceding tokens.
 
     Appendix A.1 of Fang et al. (2025), https://arxiv.org/abs/2410.23771, for each document separately. The first
-    window of a document is left out: its tokens see the same context in the long pass, so their long-short difference
+    window of a document is omitted: its tokens see the same context in the long pass, so their long-short difference
     is 0 by definition.
 
     Args:
@@ -124,9 +124,9 @@ def trim_windows(windows: Sequence[tuple[int, Window]], wanted: Tensor) -> list[
 def window_batch(batch: PackedBatch, windows: Sequence[tuple[int, Window]]) -> PackedBatch:
     """Return a ``[W, longest window]`` batch with one sequence per window, in which only its own tokens are scored.
 
-    Positions are those of the sequence, less the number of tokens of the document that a window leaves out: they
-    restart at 0, and skip where the sequence does. Distances between tokens thus stay as they are in the long context,
-    and the short one differs only in the tokens that it lacks. Shorter windows are padded on the right, which causal
+    Positions are taken from the sequence, minus the number of tokens of the document before the window: they restart at
+    0, and skip where the sequence does. Distances between tokens are therefore the same as in the long context, and the
+    short context differs only in the tokens that it lacks. Shorter windows are padded on the right, which causal
     attention never sees.
     """
     device = batch["input_ids"].device

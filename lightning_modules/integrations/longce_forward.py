@@ -146,7 +146,7 @@ class LongCEForward:
         return inspect.signature(self.plain)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the LongCE loss in train mode with labels, and otherwise what the model's own ``forward`` returns."""
+        """Return the LongCE loss in train mode with labels; otherwise, the output of the model's own ``forward``."""
         model = self.backbone.base_model
         if args and args[0] is model:  # accelerate may rebind it as a method
             args = args[1:]
@@ -230,8 +230,8 @@ class LongCEForward:
             return
         name = type(self.backbone.base_model).__name__
         raise RuntimeError(
-            f"`{name}` would be trained without LongCE: its `forward` was replaced after `apply_longce`, or goes around"
-            f" it. Call `apply_longce` after what replaces it, or `remove_longce`. {_TRL}"
+            f"`{name}` would be trained without LongCE: its `forward` was replaced after `apply_longce`, or bypasses"
+            f" it. Call `apply_longce` after the replacement, or call `remove_longce`. {_TRL}"
         )
 
     @contextlib.contextmanager
@@ -244,7 +244,7 @@ class LongCEForward:
             self._is_running = was_running
 
     def _report_unused(self, has_labels: bool) -> None:
-        """Warn of what looks like training, but without this loss."""
+        """Warn about calls that look like training, but do not use this loss."""
         if self._is_removed or not torch.is_grad_enabled():
             return
         if has_labels:
@@ -314,17 +314,17 @@ def find_causal_lm(model: Any) -> PreTrainedModel:
 
 
 def _check_objective(objective: Objective) -> None:
-    """Raise a ``ValueError`` for an objective that needs what a model's inputs do not have."""
+    """Raise a ``ValueError`` for an objective that needs more than the inputs of a model."""
     if objective.uses_stored is not None:
         raise ValueError(
-            f"`objective`: stored {objective.uses_stored} are not among the inputs of a model: use `longce fit`."
+            f"`objective`: a model does not receive stored {objective.uses_stored} as inputs: use `longce fit`."
         )
     inner = objective
     while isinstance(inner, Wrapper) and not isinstance(inner, Scheduled):
         inner = inner.objective
     if type(inner).at_step is not Objective.at_step:
         name = type(inner).__name__
-        raise ValueError(f"`objective`: `{name}` changes with the step of the training: use `longce fit`.")
+        raise ValueError(f"`objective`: `{name}` depends on the training step: use `longce fit`.")
 
 
 def _check_documents(inputs: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from lightning_modules.functional.equations import _long_perplexity_compute, _lo
 class LongPerplexity(Metric):
     """Corpus LongPPL: sums over batches and processes, one exponential at the end.
 
-    The influence given to `update` decides what is measured: the key tokens of an evaluator give LongPPL, its soft
+    The influence passed to `update` determines the metric: the key tokens of an evaluator give LongPPL, its soft
     influence gives soft LongPPL, the mask of all scored tokens gives ordinary perplexity. The mean is over tokens, not
     over documents (Equation 4 of Fang et al., 2025, https://arxiv.org/abs/2410.23771, for a corpus). It is NaN unless
     the influences sum to more than 0.

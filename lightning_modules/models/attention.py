@@ -150,7 +150,7 @@ def _attend_in_window(
     """Return ``[B, T, H, D]`` attention of documents of one length, for one block of queries and its keys at a time."""
     tokens = query.shape[2]
     outputs = []
-    if window is None or tokens <= window:  # nothing is hidden but what follows: plain causal attention, without a mask
+    if window is None or tokens <= window:  # only later tokens are hidden: plain causal attention, without a mask
         return sdpa_attention_forward(module, query, key, value, None, **kwargs)
     for first, start, stop in _blocks(tokens, window):
         # Indices on the device, because the CPU would wait for a copy.
@@ -170,7 +170,7 @@ def _blocks(tokens: int, window: int) -> list[tuple[int, int, int]]:
 
 
 def _limit_mask(mask: Tensor, window: int | None) -> Tensor:
-    """Return a mask that also hides what is outside of a window."""
+    """Return a mask that also hides tokens outside of a window."""
     if window is None:
         return mask
     # Indices instead of positions are right here: distances inside a document are the same.
@@ -261,7 +261,7 @@ def document_mask(*, mask_function: Callable[..., Any] = causal_mask_function, *
     # A mask of another shape belongs to a layer that shortens the sequence; `check_scoring` detects whether it leaks.
     if positions is not None and kwargs["q_length"] == kwargs["kv_length"] == positions.shape[1]:
         window = getattr(mask_function, "window", None)
-        # Nothing else is hidden or shown, and nothing but attention uses the mask.
+        # The mask hides and shows no other tokens, and only attention uses it.
         if window is not None and kwargs.get("allow_is_causal_skip") and kwargs.get("attention_mask") is None:
             return positions.new_empty(1, 1, 0, window, dtype=torch.bool)
         documents = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
@@ -299,10 +299,10 @@ def isolation_arguments(
 ) -> dict[str, Any]:
     """Return keyword arguments for a decoder that isolate the documents of a sequence; none for single documents.
 
-    Flash attention gets them always, or each layer would compare positions and the CPU wait for the result. Other
-    implementations but ours need none: transformers recognizes documents by positions that restart, if it gets neither
-    a mask nor a cache and the model respects its masks (see `check_scoring`). ``document_boundaries`` are ``[0, end of
-    document 1, ..]`` of each sequence; padding may follow.
+    Flash attention always gets them; otherwise each layer would compare positions, and the CPU would wait for the
+    result. Other implementations except ours do not need them: transformers recognizes documents by positions that
+    restart, if it gets neither a mask nor a cache and the model respects its masks (see `check_scoring`).
+    ``document_boundaries`` are ``[0, end of document 1, ..]`` of each sequence; padding may follow.
     """
     is_flash = "flash" in implementation  # also a kernel of the hub
     # Single documents without a window are plain causal attention, which needs no arguments.
@@ -316,7 +316,7 @@ def isolation_arguments(
         return {}
     # Lists of ends become one list over the whole batch, which flash attention reads from the accelerator.
     limits = {} if window is None else {"attention_window": window}
-    # Padding after the last boundary becomes a document by itself, whose output is unused.
+    # Padding after the last boundary becomes a separate document, whose output is unused.
     covered = [
         [*boundaries, *([sequence_length] if boundaries[-1] < sequence_length else [])]
         for boundaries in document_boundaries

@@ -327,7 +327,7 @@ def _find_decoder(model: PreTrainedModel) -> Any:
 
 
 def _find_logit_scale(config: Any) -> float:
-    """Return what the model multiplies its logits by, before any soft cap."""
+    """Return the factor by which the model multiplies its logits, before any soft cap."""
     scale = 1.0
     for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):  # Cohere, Falcon-H1, Muse
         scale *= getattr(config, name, None) or 1.0

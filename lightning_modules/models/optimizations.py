@@ -155,8 +155,8 @@ def can_compile(decoder: Any) -> bool:
 def compile_layers(decoder: Any, *, backend: str = "inductor") -> None:
     """Compile the norms, attention projections and MLPs of all decoder layers, at their first use.
 
-    Not whole layers: attention stays out, or it would be compiled for each number of documents, and torch compiles
-    nothing of a checkpointed layer in which a function stays out.
+    Whole layers are not compiled: attention would be compiled again for each number of documents, and torch does not
+    compile any part of a checkpointed layer in which a function is excluded.
     """
     if not can_compile(decoder):
         raise ValueError(
@@ -197,7 +197,7 @@ def uncompiled(module: nn.Module) -> Iterator[None]:
 
 
 class FusedNorm(NamedTuple):
-    """How a module computes a root mean square norm (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467)."""
+    """Formula of a module's root mean square norm (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467)."""
 
     epsilon: float
     offset: float  # added to the weight: 1 in Gemma
@@ -208,7 +208,7 @@ def fuse_norms(model: nn.Module) -> int:
     """Compute the root mean square norms of a model by ``torch.nn.functional.rms_norm``; return their number.
 
     On a GPU, this is one kernel instead of six. It rounds once, at the end, where most models round before they
-    multiply by the weight. Modules, names of weights and other kinds of norms stay as they are.
+    multiply by the weight. Modules, names of weights and other kinds of norms do not change.
     """
     fused = 0
     modules: Iterator[Any] = model.modules()
@@ -223,9 +223,9 @@ def fuse_norms(model: nn.Module) -> int:
 
 
 def _recognize_norm(module: nn.Module) -> FusedNorm | None:
-    """Return how a module computes a norm over the last dimension; None if it does anything else.
+    """Return the formula of a module's norm over the last dimension; None if it computes anything else.
 
-    Classes of the same formula have many names, so the values decide, for weights that are not those of the model.
+    Classes with the same formula have many names, so their outputs are compared, with random weights.
     """
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     parameters = dict(module.named_parameters())

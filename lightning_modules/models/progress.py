@@ -44,9 +44,9 @@ def show_progress(documents: Sequence[Document], name: str, tokens: Sequence[int
     """Yield an iterator over documents that shows how many tokens of their forward passes are done, and the time left.
 
     Args:
-        documents: What to iterate over; a document is done when the next one is asked for.
-        name: What is done, such as ``evaluator``.
-        tokens: About how many tokens the forward passes over each document have.
+        documents: Documents to iterate over; a document is done when the next one is requested.
+        name: Name of the task, such as ``evaluator``.
+        tokens: Approximate number of tokens in the forward passes over each document.
     """
     bar = progress_bar(name, unit=" tokens", total=sum(tokens), leave=False, delay=SECONDS)
 

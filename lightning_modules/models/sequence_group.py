@@ -44,7 +44,7 @@ class SequenceGroup:
         """
         batch_size, heads, tokens, width = query.shape
         key_heads = key.shape[1]
-        # DeepSpeed gathers positions, although nothing uses them (EABF has already scaled the queries).
+        # DeepSpeed gathers positions, although they are unused (EABF has already scaled the queries).
         # Shape ``[B, T / P]``; the values do not matter.
         kwargs.setdefault("position_ids", torch.zeros(batch_size, tokens, dtype=torch.int64, device=query.device))
         # DeepSpeed's object is made for one shape; the length may vary.
@@ -73,7 +73,7 @@ class SequenceGroup:
     def shard(self, batch: PackedBatch) -> PackedBatch:
         """Return this process's shard of a ``[B, T]`` batch that all processes of the group hold.
 
-        A shard has ``ceil(T / P)`` tokens of each sequence; padding on the right is a document by itself. It has one
+        A shard has ``ceil(T / P)`` tokens of each sequence; padding on the right is a separate document. It has one
         more label, because its last token predicts the first token of the next shard, which does not score it.
         """
         # Rounded up, because all processes must exchange tensors of the same shape.

@@ -21,12 +21,12 @@ from lightning_modules.models.scorer import Scorer
 from lightning_modules.models.sequence_group import SequenceGroup
 
 ShortMethod = Literal["windows", "sliding_window"]
-"""How short contexts are computed: exactly, or approximately by `sliding_window_log_likelihood`."""
+"""Method to compute short contexts: exact, or approximate by `sliding_window_log_likelihood`."""
 
 
 @dataclass(frozen=True)
 class ShortContextConfig(ShortContext):
-    """How training scores a batch in short contexts.
+    """Settings of the short contexts in which training scores a batch.
 
     Attributes:
         method: Exact short windows, or an approximation by one pass with a limited attention.

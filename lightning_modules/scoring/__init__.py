@@ -1,1 +1,1 @@
-"""Documents to scores: the pair of log-likelihoods of each token, and what follows from it."""
+"""Scores of documents: the pair of log-likelihoods of each token, and the metrics computed from it."""

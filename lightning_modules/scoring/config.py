@@ -112,7 +112,7 @@ class CommandConfig(ScoringConfig):
             ``{method: yarn, original_length: 8192, target_length: 16384}``. `longce score` compares several.
     """
 
-    max_tokens: int | None = None  # of the evaluator, whatever model is evaluated
+    max_tokens: int | None = None  # of the evaluator, for any evaluated model
     revision: str | None = None
     evaluator_revision: str | None = None
     add_special_tokens: bool = False  # the authors' code adds them for the evaluator only
@@ -156,7 +156,7 @@ class ScoreConfig(CommandConfig):
             by Equation 9), or ``authors``, exactly as the authors' package does, to compare with published numbers.
         key_tokens_only: Skip the evaluator's short pass for tokens that cannot be key, because their long-context
             log-likelihood is at most ``beta``. The stored scores then cannot serve a lower ``beta`` or soft LongPPL.
-        output: Parquet file for the records of all models: a row per document with its sums and what identifies them.
+        output: Parquet file for the records of all models: a row per document with its sums and identity.
     """
 
     model: str

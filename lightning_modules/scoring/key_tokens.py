@@ -32,7 +32,7 @@ from lightning_modules.scoring.config import KeyTokenRule
 from lightning_modules.scoring.token_scores import TokenScores
 
 Alignment = Literal["tokens", "characters", "authors"]
-"""How key tokens were transferred from the evaluator's tokens to those of the evaluated model."""
+"""Method by which key tokens were transferred from the evaluator's tokens to those of the evaluated model."""
 
 
 class Tokens(NamedTuple):
@@ -51,7 +51,7 @@ class KeyTokens(NamedTuple):
 
 
 class Coverage(NamedTuple):
-    """How tokens cover the characters of a text, without the special tokens around it."""
+    """Counts of how tokens cover the characters of a text, without the special tokens around it."""
 
     tokens: int
     sharing: int  # tokens that share a character with another one

@@ -60,11 +60,11 @@ def measure(
         document: The text in the model's N tokens.
         log_likelihood: ``[N]`` log-likelihoods of its tokens by the model in nats: all possible, or all NaN for a model
             that has diverged. Those of tokens that are not scored do not count.
-        found_by: What finds the key tokens: the evaluator's scores of the text, or ``[M, 2]`` precomputed character
+        found_by: Source of the key tokens: the evaluator's scores of the text, or ``[M, 2]`` precomputed character
             spans.
         definitions: Definitions by the names of their thresholds.
-        model: What identifies the model.
-        evaluator: What identifies the evaluator, or the precomputed spans.
+        model: Identity of the model.
+        evaluator: Identity of the evaluator, or of the precomputed spans.
     """
     nll = -log_likelihood.detach().cpu().double()
     scores = found_by if isinstance(found_by, TokenScores) else None

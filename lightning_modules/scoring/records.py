@@ -128,14 +128,14 @@ class Sums(NamedTuple):
             f"{odd:.1%} of the model's tokens and {evaluator_odd:.1%} of the evaluator's share a character with another"
             " one or cover none, and key tokens were transferred as character spans, which cannot distinguish such"
             " tokens. With `key_token_rule: paper` and an evaluator that has the model's tokenizer, each token is"
-            " decided by itself."
+            " classified separately."
         )
 
 
 class Source(NamedTuple):
     """A model that scored the text, with everything that its log-likelihoods depend on, apart from rounding."""
 
-    name: str = ""  # as given; no part of what identifies it
+    name: str = ""  # as given; not part of its identity
     identity: str = ""  # content of weights, config, tokenizer and code; empty for a model in training
     tokenizer: str = ""  # SHA-256
     dtype: str = ""
@@ -198,7 +198,7 @@ def summarize(records: Iterable[Record], by: str | Sequence[str]) -> dict[Any, S
 
 
 def summarize(records: Iterable[Record], by: str | Sequence[str] = ()) -> Sums | dict[Any, Sums]:
-    """Add up records, of which `Sums` has the numbers.
+    """Add up the sums of records.
 
     Args:
         records: Measurements, such as those of `longce.score`.
@@ -234,7 +234,7 @@ def split_measurements(records: Iterable[Record]) -> list[list[Record]]:
 
 
 def hash_texts(records: Iterable[Record]) -> str:
-    """Return what identifies the texts of records, in their order."""
+    """Return a hash of the texts of records, in their order."""
     hashes = "".join(record.text_sha256 for record in records)
     return hashlib.sha256(hashes.encode()).hexdigest()[:16]
 

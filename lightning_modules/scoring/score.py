@@ -44,7 +44,7 @@ def score(files: str | Sequence[str] | Mapping[str, str], model: str, evaluator:
     Raises:
         ValueError: If a file, a model or a number cannot be used; if possible before any model is loaded.
     """
-    # 1. Read the texts and check everything that needs no weights.
+    # 1. Read the texts, and run all checks that do not need weights.
     config = ScoreConfig(model=model, evaluator=evaluator, **options)
     texts = dict(files) if isinstance(files, Mapping) else _read_texts([files] if isinstance(files, str) else files)
     if repeated := len(texts) - len(set(texts.values())):
@@ -108,7 +108,7 @@ def _score_by_evaluator(
     documents: Sequence[PackedBatch], evaluator: ScoredModel, model: ScoredModel, config: ScoreConfig
 ) -> list[_Scored]:
     # If the evaluator is the model and has read the same tokens, its long pass is also that of the model.
-    # What identifies its numbers also names a context extension, which the evaluator has not.
+    # Its identity includes a context extension, which the evaluator does not have.
     same = model.provenance.identity == evaluator.provenance.identity
     beta = config.beta if config.key_tokens_only else None
     tokens = [count_tokens(document["labels"].numel(), config.short_context) for document in documents]
@@ -149,7 +149,7 @@ def table(records: Sequence[Record]) -> str:
     total = summarize(records)
     rows = [(record.document, record.sums) for record in records]
     rows.append((f"corpus of {len(records)}", total))
-    # 1. The numbers have the width that they need, and the names of documents what the terminal leaves.
+    # 1. The numbers get the width that they need, and the names of documents the rest of the terminal.
     across_tokenizers = any(record.alignment == "characters" for record in records)
     numbers = _align([*_head(across_tokenizers), *(_cells(sums, across_tokenizers) for _, sums in rows)])
     terminal = shutil.get_terminal_size((120, 24)).columns
@@ -211,7 +211,7 @@ def _align(cells: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _shorten(name: str, length: int) -> str:
-    """Return a name, or only its end, in which paths differ."""
+    """Return a name, shortened to its end, where paths differ."""
     return name if len(name) <= length else f"…{name[1 - length :]}"
 
 

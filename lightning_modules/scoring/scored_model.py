@@ -67,7 +67,7 @@ class ScoredModel:
         loading: The model and how it is loaded.
         device: Device of the model, which may be set until the model is loaded.
         tokenizer: Hub id or local folder of the tokenizer; by default the model's own.
-        option: What a user sets to name the tokenizer of a served model, in errors.
+        option: Option for the tokenizer of a served model, named in errors.
         add_special_tokens: Whether the tokenizer adds special tokens.
         trimmed_offsets: Whether offsets of tokens stay as the tokenizer gives them, for the authors' rule.
         short_context: K and d of `scores`, in tokens.
@@ -133,7 +133,7 @@ class ScoredModel:
         )
 
     def cut(self, text: str, max_tokens: int, *, name: str = "document") -> str:
-        """Return the text of a document's first tokens, without a character of which a part would be missing."""
+        """Return the text of a document's first tokens, without incomplete characters."""
         return self.encode(text, name=name, max_tokens=max_tokens)["text"][0]
 
     def read(self, texts: Mapping[str, str]) -> list[PackedBatch]:
@@ -204,10 +204,10 @@ class ScoredModel:
                 " bfloat16, or run `longce score` before training, which stores the scores in the cache."
             )
             raise
-        # In the file, because other settings give other scores.
+        # Stored in the file, because scores depend on the settings.
         scores.settings = self._describe_scores(scores.text_sha256)["settings"]
-        # Impossible log-likelihoods, of which key tokens would take no notice. Tokens at the floor have no short
-        # log-likelihood by design; they count as possible.
+        # Refuse impossible log-likelihoods, which would silently change the key tokens. Tokens at the floor have no
+        # short log-likelihood by design; they count as possible.
         about = {"model": self.name, "dtype": self.provenance.dtype, "document": name}
         for values in (scores.long, scores.short.where(~(scores.long <= scores.floor), 0.0)):
             check_log_likelihood(values, **about, text=text, offsets=scores.offsets)
@@ -309,7 +309,7 @@ class ScoredModel:
 
 
 def open_evaluator(config: EvaluatorConfig, *, device: torch.device | str = "cpu") -> ScoredModel:
-    """Return the evaluator of these settings, whose scores are stored."""
+    """Return the evaluator with these settings; its scores are stored."""
     return ScoredModel(
         config.loading(config.evaluator, revision=config.revision),
         device=device,

@@ -22,7 +22,7 @@ from lightning_modules.tasks.teacher_forcing import padded_rows
 _log = logging.getLogger(__name__)
 
 _CONTINUES_FROM_CACHE: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
-"""Whether models whose code is from elsewhere use their cache."""
+"""Whether models that are not part of transformers use their cache."""
 
 WINDOWED_CHUNK = 2048  # prefill chunk of models with sliding windows: the number of rows of their mask
 
@@ -100,7 +100,7 @@ def generate(
 def _continues_from_cache(backbone: Backbone) -> bool:
     """Return whether a model continues a text from its cache as from all tokens.
 
-    Models of transformers do. Code from elsewhere may ignore the cache, and would generate wrongly without an error.
+    Models of transformers do. Other code may ignore the cache, and would generate wrong text without an error.
     """
     model: Any = backbone.base_model
     if type(model).__module__.startswith("transformers."):
@@ -167,7 +167,7 @@ def _only_end_tokens_configured(backbone: Backbone) -> Iterator[None]:
 
 @contextmanager
 def _forward_in_lockstep(backbone: Backbone) -> Iterator[None]:
-    """Let all ranks that share the weights make the same number of forward passes, whatever they generate.
+    """Run the same number of forward passes in all ranks that share the weights, regardless of their texts.
 
     `generate` has `synced_gpus`, but it counts the passes of one call, and ranks have different numbers of prompts.
     """

@@ -30,7 +30,7 @@ TRAINED_KEY = "trained_weights"
 
 
 def run_contents(run_id: str | None, costs: Mapping[str, float], config: str, spans: Sequence[Span]) -> dict[str, Any]:
-    """Return what a checkpoint keeps about its run: id, costs so far, config (YAML, or empty) and resumes."""
+    """Return the facts about a run for its checkpoint: id, costs so far, config (YAML, or empty) and resumes."""
     contents: dict[str, Any] = {COSTS_KEY: dict(costs)}
     if run_id is not None:
         contents[RUN_ID] = run_id
@@ -40,7 +40,7 @@ def run_contents(run_id: str | None, costs: Mapping[str, float], config: str, sp
 
 
 def export_contents(model: PreTrainedModel, facts: TrainingFacts, data: Any) -> dict[str, dict[str, str]]:
-    """Return what an export needs beside the weights; ``data`` is the data module, or None."""
+    """Return the contents that an export needs in addition to the weights; ``data`` is the data module, or None."""
     texts = {
         "config": model.config.to_json_string(use_diff=False),
         "generation_config": json.dumps(model.generation_config.to_dict(), default=str),

@@ -31,7 +31,7 @@ def at_checkpoint_step(trainer: Trainer, checkpoint: Path) -> None:
 
 
 def records_folder(trainer: Trainer) -> Path | None:
-    """Return the folder of the run, for the records of an evaluation; None if this process writes none."""
+    """Return the folder of the run, for the records of an evaluation; None if this process does not write them."""
     dry_run = trainer.sanity_checking or getattr(trainer, "fast_dev_run", False)
     if not trainer.is_global_zero or dry_run or not trainer.loggers:
         return None
@@ -51,7 +51,7 @@ def validation_set_keys(trainer: Trainer) -> dict[str, str]:
 
 
 def new_perplexity(device: torch.device) -> LongPerplexity:
-    """Return a metric to which a process may add nothing: others may have all documents of a validation set."""
+    """Return a metric that does not need an update, because other processes may have all documents of a set."""
     metric = LongPerplexity().to(device)
     metric.update(torch.zeros(1, device=device), torch.zeros(1, device=device))  # or torchmetrics would warn
     return metric

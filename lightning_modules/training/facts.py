@@ -26,7 +26,7 @@ SCHEDULE_SETTINGS = (
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """How a model was trained; unknown facts are None. Objects are stored as their class name and settings."""
+    """Facts about the training of a model; None if unknown. Objects are stored as their class name and settings."""
 
     base_model: str | None = None  # hub id or absolute path of the model before training; None for random weights
     base_is_local: bool = False  # whether it is a folder of the training machine

@@ -146,7 +146,7 @@ def load_sharded_backbone(
     precision: str = "32-true",
     offload: bool = False,
 ) -> Backbone:
-    """Load a model of which only the first process ever holds all weights, in main memory.
+    """Load a model so that only the first process ever holds all of its weights, in main memory.
 
     The first process sends it layer by layer: on its device, each process holds its shards and one unsharded layer, and
     in the end embedding and head. All processes must make the same number of forward passes (`lockstep`). In

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class StopSignal:
-    """The first signal to stop, to which ``answer`` is printed; a second one ends the process and its children.
+    """The first signal to stop, which prints ``answer``; a second one ends the process and its children.
 
     If the signal ``is_interrupting``, it raises a `SIGTERMException` wherever the process is, as Ctrl-C does.
     """
@@ -55,7 +55,7 @@ class StopSignal:
         if self.received is None:
             self.received = number
             self._since = time.monotonic()
-            # Not with `logging`, which may be what the signal interrupted.
+            # Not with `logging`, because the signal may have interrupted it.
             os.write(2, f"longce: {signal.Signals(number).name}: {self.answer}.\n".encode())
             self.check()
         elif time.monotonic() - self._since > SIGNAL_ECHO_SECONDS:

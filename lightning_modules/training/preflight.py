@@ -200,7 +200,7 @@ def check_influence(objective: Objective, influence: str | None) -> None:
 def check_stored(objective: Objective, made_from: Mapping[str, Any] | None) -> None:
     """Raise a ``ValueError`` for stored values of another kind, or weights with a cap below the objective's.
 
-    ``made_from`` is what the stored values were computed from, in which reference losses have no ``gamma``.
+    ``made_from`` has everything that the stored values depend on; for reference losses, ``gamma`` is None.
     """
     objective = unwrap(objective)
     if made_from is None or objective.uses_stored is None:

@@ -1,4 +1,4 @@
-"""A training run: a folder with an id and a config, to which one job at a time writes."""
+"""A training run: a folder with an id and a config, written by one job at a time."""
 
 import hashlib
 import json
@@ -76,7 +76,7 @@ class Run:
         self._lock.join(rank)
 
     def leave(self) -> None:
-        """Release the lock; nothing is written from now on."""
+        """Release the lock; the run does not write from now on."""
         self._lock.leave()
         for folder in reversed(self.folders):
             with suppress(OSError):  # only empty folders can be removed: those of a run that never started

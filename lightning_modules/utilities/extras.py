@@ -12,11 +12,11 @@ EXTRAS = {
     "ray": "ray",
     "scipy": "reports",
 }
-"""The extra that has a package. pandas is in `corpora` as well, whose commands miss duckdb first."""
+"""Extra that contains each package. `corpora` also has pandas, but its commands fail on duckdb first."""
 
 
 def name_missing_extra(message: str) -> str | None:
-    """Return which extra to install if a message is that of the import of a package that is missing, or None."""
+    """Return the extra to install if a message reports the failed import of a package, or None."""
     found = re.search(r"No module named '(\w+)'", message)
     if found is None or found[1] not in EXTRAS or importlib.util.find_spec(found[1]) is not None:
         return None

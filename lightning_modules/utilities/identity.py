@@ -22,8 +22,8 @@ from lightning_modules.utilities.files import default_cache_dir, writable_folder
 from lightning_modules.utilities.locks import exclusive
 
 SETTLING_TIME = 2_000_000_000
-"""Age in nanoseconds from which the times of a file are trusted. If a file changes twice within one tick of the file
-system's clock, the second change does not show in them, and the coarsest tick in use is 2 s (FAT)."""
+"""Minimum age in nanoseconds at which the times of a file are trusted. If a file changes twice within one tick of the
+file system's clock, the second change does not change its times; the coarsest tick in use is 2 s (FAT)."""
 
 _LOGGED_SIZE = 1 << 30  # bytes; hashing less takes about a second
 _STORE_INTERVAL = 10.0  # seconds between writes of the memo
@@ -181,7 +181,7 @@ def _hash_file(path: str, stop: threading.Event) -> tuple[str, list[Any]]:
                 raise InterruptedError(0, "hashing was stopped")  # never the hash of a part
             digest.update(chunk)
     if file_state(path) != state:
-        raise ValueError(f"'{path}' changed while it was hashed. Wait until nothing writes to it and start again.")
+        raise ValueError(f"'{path}' changed while it was hashed. Wait for other writers to finish, and start again.")
     return path, [*state, digest.hexdigest()]
 
 

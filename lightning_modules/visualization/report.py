@@ -26,7 +26,7 @@ Tone = Literal["good", "bad", "open"]
 
 
 class Heading(NamedTuple):
-    """A heading of the second level, which the list of contents links to; a page may fold what follows it."""
+    """A second-level heading, which the table of contents links to; a page may fold its section."""
 
     text: str
     folded: bool = False
@@ -169,7 +169,7 @@ def _split_figures(figures: Iterable[Picture]) -> list[list[Picture]]:
 
 
 def _replace_absent(cell: str) -> str:
-    """Return a cell in which a number that does not exist is a dash."""
+    """Return a cell, with a dash for a missing number."""
     return _ABSENT.get(cell, cell)
 
 

@@ -39,7 +39,7 @@ from lightning_modules.models.context_extension.rotary_checks import depends_on_
 PHI3_METHODS = ("abf", "ntk", "longrope")
 """Methods that the RoPE types of Phi-3 express, `default` and `longrope`."""
 MULTIPLIED = ("pi", "ntk_by_parts", "yarn", "llama3")
-"""Methods of which a second extension is one extension by the product of both factors."""
+"""Methods that can be applied twice: the result is one extension by the product of both factors."""
 
 
 def extend_config(config: PreTrainedConfig, settings: Mapping[str, Any] | ContextExtension | None) -> None:
@@ -109,9 +109,9 @@ def _check_fits(extension: ContextExtension, config: PreTrainedConfig) -> None:
 
 
 def _extend_parameters(extension: ContextExtension, config: PreTrainedConfig, present: Parameters) -> Parameters:
-    """Return the ``rope_parameters`` of layers that see the whole text, extended from those that they have now.
+    """Return the ``rope_parameters`` of layers that see the whole text, extended from their present values.
 
-    A model of plain RoPE gets what the method defines. A model that is already extended
+    A model with plain RoPE gets the parameters of the method. A model that is already extended
 
     - by the same method gets a larger factor;
     - by any method gets a higher base from ``abf``, and from ``eabf`` if it has EABF (its scale keeps its length);
@@ -143,7 +143,7 @@ def _extend_parameters(extension: ContextExtension, config: PreTrainedConfig, pr
 
 
 def _complete(config: PreTrainedConfig, present: Parameters) -> Parameters:
-    """Write out what transformers would compute from the model's maximum length, which the extension changes."""
+    """Add the values that transformers would compute from the model's maximum length, which the extension changes."""
     kind = present["rope_type"]
     completed = dict(present)
     if kind in ("yarn", "longrope") and present.get("factor") is None:
@@ -157,8 +157,7 @@ def _raise_base(extension: ContextExtension, config: PreTrainedConfig, present: 
     higher = {**present, **METHODS["abf"].rope(extension, config, present)}
     if present["rope_type"] != "default" and higher["rope_theta"] == present["rope_theta"]:
         raise ValueError(
-            f"`context_extension.base` = {higher['rope_theta']:g} is the model's RoPE base already, so that nothing"
-            " would change: set a higher one."
+            f"`context_extension.base` = {higher['rope_theta']:g} is already the model's RoPE base: set a higher one."
         )
     if "inner" in present:
         higher["inner"] = {**present["inner"], "rope_theta": higher["rope_theta"]}
@@ -173,7 +172,7 @@ def _extend_by_own_type(extension: ContextExtension, config: PreTrainedConfig, p
 
 
 def _check_again(extension: ContextExtension, config: PreTrainedConfig, present: Parameters) -> None:
-    """Raise a ``ValueError`` for an extension that cannot follow the one that the model has."""
+    """Raise a ``ValueError`` for an extension that cannot be applied after the model's present one."""
     name = extension.method
     kind = present["rope_type"]
     advice = "remove `context_extension`, or extend the model that this one was made from"

@@ -1,4 +1,4 @@
-"""The rotary frequencies of a model's config: its sets of ``rope_parameters``, and what each rotates by."""
+"""Rotary frequencies of a model's config: its sets of ``rope_parameters``, and the frequencies of each set."""
 
 import copy
 from typing import Any
@@ -9,10 +9,10 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 Parameters = dict[str, Any]
-"""A set of ``rope_parameters``: ``rope_type``, ``rope_theta`` and what the type needs."""
+"""A set of ``rope_parameters``: ``rope_type``, ``rope_theta`` and the parameters of the type."""
 
 LOCAL_LAYERS = ("sliding_attention", "chunked_attention", "linear_attention")
-"""Kinds of layers that see no more than a window. They need no extension."""
+"""Kinds of layers that attend within a window only, and do not need an extension."""
 
 
 def parameter_sets(config: PreTrainedConfig) -> dict[str | None, Parameters]:
@@ -60,7 +60,7 @@ def plain_frequencies(config: PreTrainedConfig, parameters: Parameters) -> Tenso
 
 
 def inner_parameters(parameters: Parameters) -> Parameters:
-    """Return the parameters by which a set of one of our types rotates: its ``inner`` ones, or those of plain RoPE."""
+    """Return the parameters of the frequencies of one of our types: its ``inner`` set, or plain RoPE."""
     return parameters.get("inner") or {**parameters, "rope_type": "default"}
 
 

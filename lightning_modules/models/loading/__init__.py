@@ -1,1 +1,1 @@
-"""How a model gets into memory: config, files, dtype, adapters, and what identifies it."""
+"""Load a model: config, files, dtype, adapters, and identity."""

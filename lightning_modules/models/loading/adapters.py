@@ -45,7 +45,7 @@ class AdapterFolder(NamedTuple):
 
 
 def find_adapters(path: str | None) -> AdapterFolder | None:
-    """Return what a folder of adapters is based on; None for anything else, such as a folder with a whole model."""
+    """Return the base model of a folder of adapters; None for anything else, such as a folder with a whole model."""
     folder = Path(path or "").expanduser()
     if path is None or not (folder / "adapter_config.json").is_file() or (folder / "config.json").is_file():
         return None

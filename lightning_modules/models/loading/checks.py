@@ -135,7 +135,7 @@ def _check_compiled(backbone: Backbone, documents: Sequence[Tensor], tolerance: 
 
 
 def _conditions(backbone: Backbone) -> tuple[Any, ...]:
-    """Return what decides which kernels compute the scores."""
+    """Return the conditions that determine which kernels compute the scores."""
     device = backbone.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return backbone.device, backbone.base_model.dtype, autocast, backbone.attention, backbone.is_sharded

@@ -39,11 +39,11 @@ def describe_model(
     device: torch.device | str = "cpu",
     identity: str | None = None,
 ) -> Provenance:
-    """Return what identifies a model on a device, without loading its weights; ``identity`` if it is known.
+    """Return the provenance of a model on a device, without loading its weights; ``identity`` is used if it is known.
 
-    A context extension, which changes log-likelihoods and no file, is added to the identity.
+    A context extension, which changes log-likelihoods but not the files, is added to the identity.
     """
-    # The tokenizer may be another one than the model's own, so it is identified by itself.
+    # The tokenizer may differ from the model's own, so it is identified separately.
     identity, tokens = identity or model_identity(config), tokenizer_hash(tokenizer)
     if config.context_extension is not None:
         identity += f" with {describe_extension(config.context_extension)}"
@@ -68,7 +68,7 @@ def model_identity(config: ModelConfig) -> str:
 
     All bytes are hashed, once for each file (`lightning_modules.utilities.identity`). A model on the hub is downloaded
     first, and has the same identity as a local copy. The repository's code is included if it runs, but not code that a
-    config loads from another repository. A served model is asked for it, and probed.
+    config loads from another repository. The identity of a served model comes from its server, which is also probed.
     """
     if is_served(config.pretrained_model_name_or_path):
         scorer = connect(config)
@@ -76,7 +76,7 @@ def model_identity(config: ModelConfig) -> str:
         return scorer.identity
     name, with_code = str(config.pretrained_model_name_or_path), config.trust_remote_code
     if is_gguf(name):
-        # Of the file itself: a later version of the conversion may give other files.
+        # Hash the file itself, because a later version of the conversion may write different files.
         return f"sha256:{content_hash(Path(local_or_hub(name, 'model')))}"
     folder = Path(local_or_hub(name, "model"))
     if not folder.is_dir():
@@ -84,7 +84,7 @@ def model_identity(config: ModelConfig) -> str:
     own = content_hash(folder, _find_loaded_files(folder, with_code))
     if (adapters := find_adapters(name)) is None:
         return f"sha256:{own}"
-    # Adapters change nothing in the folder of their base, and depend on all of it.
+    # Adapters depend on the whole folder of their base, and do not change it.
     base = replace(config, pretrained_model_name_or_path=adapters.base, revision=adapters.revision)
     return f"sha256:{combined_hash([own, model_identity(base)])}"
 
@@ -94,7 +94,7 @@ def check_same_model(identity: str, config: ModelConfig) -> None:
     if model_identity(config) != identity:
         raise ValueError(
             f"The model '{config.pretrained_model_name_or_path}' changed after the start of this run, so results would"
-            " be stored for the wrong version. Start again when nothing writes to it."
+            " be stored for the wrong version. Start again when no other process writes to it."
         )
 
 

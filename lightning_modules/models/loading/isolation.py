@@ -51,10 +51,10 @@ def choose_masks(
 def _isolates(
     backbone: Backbone, documents: Sequence[Tensor], expected: Tensor, tolerance: float, *, exact: bool
 ) -> bool:
-    """Return whether documents in one forward pass have their scores, and do not see each other."""
+    """Return whether documents in one forward pass have the expected scores, and do not attend to each other."""
     if backbone.is_stateful:
         return False
-    # The pass for all documents, whatever was decided before.
+    # Score all documents in one pass, regardless of earlier decisions.
     backbone.isolates_documents = True
     errors = (score_packed(backbone, documents) - expected).abs()
     # Half precision may choose another expert for a token, with an error as large as the others, but for few tokens.
@@ -82,7 +82,7 @@ def _isolates_in_full_precision(backbone: Backbone, documents: Sequence[Tensor])
 
 
 def is_causal(backbone: Backbone, document: Tensor) -> bool:
-    """Return whether hidden states of a document stay as they are when its last token is another one."""
+    """Return whether the other hidden states of a document stay the same if its last token changes."""
     last = len(document) - 1
     other = torch.cat([document[:last], other_tokens(backbone, document[last:])])
     batches = [pack_sequence([ids]) for ids in (document, other)]

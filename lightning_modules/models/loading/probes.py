@@ -87,9 +87,9 @@ def attention_of_transformers(backbone: Backbone) -> Iterator[None]:
 
 
 def own_logits(backbone: Backbone, documents: Sequence[Tensor]) -> list[Tensor]:
-    """Return the ``[n - 1, V]`` logits that the model itself gives for each document alone."""
-    # Logits at t predict token t + 1, so the last one is not compared. `forward` leaves out the hooks of the model: the
-    # check may run inside one of its passes (`apply_longce`), which those of FSDP2 would end.
+    """Return the model's own ``[n - 1, V]`` logits for each document alone."""
+    # Logits at t predict token t + 1, so the last one is not compared. `forward` skips the hooks of the model: the
+    # check may run inside one of its passes (`apply_longce`), which the hooks of FSDP2 would end.
     return [backbone.model.forward(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, :-1] for ids in documents]
 
 
@@ -139,8 +139,8 @@ def largest_error(backbone: Backbone, documents: Sequence[Tensor], expected: Ten
 
 def are_equal(backbone: Backbone, states: Tensor, others: Tensor) -> bool:
     """Return whether ``[T, D]`` hidden states are equal for each token."""
-    # They are, to the last bit, where nothing is seen of what differs, or nearly where tokens share experts. Products
-    # in 8 bits are scaled by the largest of all tokens.
+    # States that do not depend on the difference are equal to the last bit, or nearly equal if tokens share experts.
+    # 8-bit products are scaled by the largest value over all tokens.
     quantized = getattr(backbone.base_model, "is_quantized", False)
     exact = is_exact(backbone) and states.dtype in FULL_PRECISION
     limit = 0.1 if quantized else 1e-5 if exact else 1e-3

@@ -1,4 +1,4 @@
-"""Requests to one server, each of which ends whatever the server does: it has a deadline, and its reply a bound."""
+"""Requests to one server, with a deadline for each request and a limit on the size of its reply."""
 
 import asyncio
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _BUSY = {408, 425, 429, 502, 503, 504}  # statuses of a server that cannot answer at the moment
 _OF_THE_REQUEST = {400, 413, 422}  # .. that refuse one request, such as a document that is too long
 _LIST_SECONDS = 60.0  # for a list of models, which is ready at once, also in a server that is busy
-_REPLY_BYTES = 4 * 2**20  # of a reply, whatever was asked
+_REPLY_BYTES = 4 * 2**20  # of any reply
 _TOKEN_BYTES = 1024  # of a reply for each token of the request; vLLM's has about 80 and the texts of two tokens
 _QUOTED = 300  # characters of a reply in a message
 
@@ -24,7 +24,7 @@ class Unavailable(Exception):  # noqa: N818, not an error: it is handled by aski
     """Raised if a server does not answer."""
 
     reason: str
-    delay: float | None = None  # seconds after which the server wants to be asked again, if it said so
+    delay: float | None = None  # seconds to wait before the next attempt, if the server specifies them
     blamed: bool = True  # whether the request may be the reason
 
 

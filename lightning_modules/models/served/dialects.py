@@ -18,11 +18,11 @@ class AnswerError(ValueError):
 
 
 class TokenSpan(NamedTuple):
-    """Tokens that a server reads, and what it should return for them."""
+    """Tokens that a server reads, and the values that it should return for them."""
 
     ids: NDArray[np.int32]
-    scored_from: int  # index of the first token whose log-likelihood is wanted, 1 or more
-    greedy: int = 0  # number of last tokens in whose places the likeliest tokens are wanted as well
+    scored_from: int  # index of the first token whose log-likelihood is returned, 1 or more
+    greedy: int = 0  # number of last positions for which the likeliest tokens are also returned
 
 
 class Scores(NamedTuple):

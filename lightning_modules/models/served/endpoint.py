@@ -23,12 +23,12 @@ _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 TOLERANCE = 0.1
-"""Mean difference of two probes, in nats, up to which they are of one model: servers in bfloat16 round differently in
-each batch. Probes of unrelated models differ by more than 1."""
+"""Maximum mean difference of two probes of one model, in nats: servers in bfloat16 round differently in each batch.
+Probes of unrelated models differ by more than 1."""
 
 _CAUSAL_TOLERANCE = 0.25  # largest difference of a value that a later token must not change, in nats
 _PROBE = np.asarray([3 + (7 * index * index + 31 * index) % 250 for index in range(48)], dtype=np.int32)
-"""Token ids that every vocabulary has. Values of such a text are far apart for different models."""
+"""Token ids that every vocabulary has. The log-likelihoods of this text differ widely between models."""
 
 _MAX_ATTEMPTS = 4  # for a request that may be the reason why the server fails
 _MAX_DELAY = 30.0  # seconds between attempts
@@ -36,10 +36,10 @@ _PARSING_ERRORS = (ValueError, TypeError, LookupError, AttributeError, Arithmeti
 
 
 class Endpoint:
-    """A server, which is asked for its model when it is first used.
+    """A server, whose model is requested when it is first used.
 
     Attributes:
-        identity: What identifies the served model, without its address.
+        identity: Identity of the served model, which does not depend on its address.
         max_length: Limit of a document in tokens, if the server reports one.
         probe: ``[47]`` log-likelihoods of a fixed text.
         requests, tokens, repeated: Numbers of answered requests, of tokens read for them, and of unanswered requests.
@@ -153,13 +153,13 @@ class Endpoint:
         self.check_same(probe, "earlier")
 
     async def _describe(self) -> str:
-        """Read what the server runs from its list of models, and return its identity."""
+        """Read the model that the server runs from its list of models, and return its identity."""
         body = await self._client.send("GET", "/v1/models")
         try:
             models = {str(model["id"]): model for model in json.loads(body)["data"]}
         except _PARSING_ERRORS:
             raise self._client.refuse(
-                f"was asked GET /v1/models for a list of models, and sent {quote(body)}"
+                f"answered GET /v1/models, a request for a list of models, with {quote(body)}"
             ) from None
         name = self._config.model
         if name is None and len(models) == 1:
@@ -188,7 +188,7 @@ class Endpoint:
         half = len(_PROBE) // 2
         # Three other last tokens: one alone could have nearly the same log-likelihood by chance.
         changed = [await self._probe(last) for last in _PROBE[[3, 8, 15]]]
-        # SGLang is asked for a part of the values in another way than for all.
+        # Requests to SGLang for some of the values differ from those for all values.
         tail = (await self._score(TokenSpan(_PROBE, half))).log_likelihood
         before = max(float(np.abs(values[:-1] - self.probe[:-1]).max()) for values in changed)
         own = max(float(abs(values[-1] - self.probe[-1])) for values in changed)

@@ -26,15 +26,15 @@ Result = TypeVar("Result")
 class RemoteScorer(Scorer):
     """Computes log-likelihoods like a `Backbone`, with a model on one or several servers.
 
-    Only token ids are sent. Servers take the next span when they have finished one, so that faster ones score more. A
-    span that a server does not answer is asked for again, until the patience with that server ends.
+    Only token ids are sent. A server gets the next span when it has finished one, so that faster servers score more. A
+    request without an answer is repeated until ``patience`` for that server ends.
 
     Args:
         addresses: ``http(s)://HOST:PORT`` of one or several servers of the same model.
-        config: How they are asked.
+        config: Settings for requests.
 
     Attributes:
-        identity: What identifies the model, beginning with ``served:``.
+        identity: Identity of the model, beginning with ``served:``.
     """
 
     device = torch.device("cpu")

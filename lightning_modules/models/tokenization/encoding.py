@@ -12,7 +12,7 @@ class EncodedText(NamedTuple):
     """Tokens of a text, each with its character span.
 
     The first ``added`` tokens are special tokens that the tokenizer puts before a text: context that is never scored.
-    Those that it puts after a text are left out, because they are not part of it, and nothing follows them.
+    Those that it puts after a text are omitted, because they are not part of it, and no tokens follow them.
     """
 
     ids: list[int]

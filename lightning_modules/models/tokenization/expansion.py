@@ -12,7 +12,7 @@ from transformers.utils import cached_file
 from lightning_modules.models.tokenization.encoding import panics_caught
 
 MAX_GROWTH = 100
-"""Characters that a normalizer or decoder may make of one, at most. Unicode's own rules make up to 18."""
+"""Characters that a normalizer or decoder may make of one, at most. Unicode's own rules produce up to 18."""
 
 MAX_STEPS = 2000
 """Steps of a normalizer or decoder, at most. Common ones have fewer than ten."""
@@ -49,7 +49,7 @@ def expands(steps: list[Mapping[str, Any]]) -> bool:
     steps = [step for step in steps if step.get("type") not in _DECODERS]
     if len(steps) > MAX_STEPS or any(len(text) > MAX_GROWTH for step in steps for text in _written(step)):
         return True
-    # What a step writes is what the next one can replace again, so each is tried, also by its characters.
+    # The next step can replace the output of a step, so each output is tried, also by its characters.
     texts = {text for step in steps for text in (*_written(step), *_replaced(step))}
     functions = _functions(steps)
     for first in sorted(texts | {character for text in texts for character in text} | set(_SAMPLE)):

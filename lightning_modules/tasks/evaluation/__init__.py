@@ -1,1 +1,1 @@
-"""Long-context tasks put to a model: which questions, its answers and their scores, and what is reported of them."""
+"""Evaluation of a model on long-context tasks: questions, answers, scores and reports."""

@@ -1,6 +1,6 @@
-"""Answers of a model: a row for each question, with its score and what it depends on; importable without torch.
+"""Answers of a model: a row for each question, with its score and settings; importable without torch.
 
-`lightning_modules.tasks.evaluation.summary.summarize` has their numbers.
+`lightning_modules.tasks.evaluation.summary.summarize` computes their summary.
 """
 
 import math
@@ -36,7 +36,7 @@ class Key:
 
 
 class Setting(NamedTuple):
-    """How questions are made and asked."""
+    """Settings of an evaluation."""
 
     mode: str = ""
     seed: int = 0

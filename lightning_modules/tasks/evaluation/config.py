@@ -23,10 +23,10 @@ Depths = int | Sequence[float] | None
 """Depths of answers: a number of evenly spaced depths, a list of depths, or None for each task's random choice."""
 
 Truncation = Literal["middle", "left"]
-"""Where long prompts lose tokens: LongBench keeps both ends, lm-evaluation-harness keeps the last tokens."""
+"""Side that is cut from long prompts: LongBench keeps both ends, lm-evaluation-harness keeps the last tokens."""
 
 SOURCES = ("haystack", "squad", "hotpot", "nq_open")
-"""Options that name texts from which questions are made."""
+"""Options for the texts from which questions are generated."""
 
 _LONGCE_OPTIONS = (*SOURCES, "depths", "documents", "seed")
 _HARNESS_OPTIONS = (

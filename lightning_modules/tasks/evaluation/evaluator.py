@@ -23,7 +23,7 @@ from lightning_modules.visualization.report import Table
 
 
 class Accuracy(NamedTuple):
-    """How well a rule classifies tokens as answer tokens; all from 0 to 1, with the 95% interval of the balanced one.
+    """Accuracy of a rule that classifies tokens as answer tokens, from 0 to 1, with a 95% interval of ``balanced``.
 
     ``balanced`` is the mean of the fraction of answer tokens that are ``found`` and the fraction of other tokens that
     are ``left_out``: 0.5 for a rule that does not distinguish them. ``interval`` is None for a single text.
@@ -36,11 +36,11 @@ class Accuracy(NamedTuple):
 
 
 class EvaluatorAccuracy(NamedTuple):
-    """How well an evaluator finds the answer tokens among the tokens of right responses.
+    """Accuracy with which an evaluator finds the answer tokens among the tokens of right responses.
 
     The two rules are LSD > alpha alone, and with LCL > beta (Equation 4). ``auc`` is the probability that an answer
     token has a larger LSD than another token, with 1/2 for a tie. ``answer_log_likelihood`` is the mean LCL of answer
-    tokens in nats. Intervals are about the choice of questions, not of tokens; None for few questions.
+    tokens in nats. Intervals cover the choice of questions, not of tokens; None for few questions.
     """
 
     by_lsd: Accuracy
@@ -56,12 +56,12 @@ class EvaluatorAccuracy(NamedTuple):
 
 
 EXPLANATION = (
-    "As an evaluator: how well key tokens (LSD > alpha and LCL > beta; or LSD > alpha alone) are the answer tokens of"
+    "As an evaluator: how well key tokens (LSD > alpha and LCL > beta; or LSD > alpha alone) match the answer tokens of"
     " right responses. Accuracy in percent is the mean of the fraction of answer tokens found and of other tokens left"
-    " out, 50 by chance. AUC is the area under the ROC curve of LSD; LCL is in nats. Questions whose answer is in the"
-    " short context too do not count. The 95% intervals are about the choice of questions."
+    " out, 50 by chance. AUC is the area under the ROC curve of LSD; LCL is in nats. Questions do not count if the"
+    " short context also has the answer. The 95% intervals cover the choice of questions."
 )
-"""How to read `evaluator_table`."""
+"""Explanation of `evaluator_table`."""
 
 Cell = tuple[str, int]
 """Task and length."""
@@ -70,7 +70,7 @@ Cell = tuple[str, int]
 def measure_evaluator(answers: Sequence[Answer]) -> dict[Cell, EvaluatorAccuracy]:
     """Measure an evaluator by its answers to questions, by task and length; empty for answers of other modes.
 
-    Questions whose answers are in the short context too do not count.
+    Questions do not count if the short context also has the answer.
     """
     asked: Counter[Cell] = Counter()
     by_cell: dict[Cell, list[Answer]] = {}

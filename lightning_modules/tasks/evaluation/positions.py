@@ -1,4 +1,4 @@
-"""How much the position of the answer matters: the score at the best position minus that at the worst."""
+"""Effect of the answer's position: the score at the best position minus the score at the worst."""
 
 from typing import NamedTuple
 
@@ -10,11 +10,11 @@ from lightning_modules.utilities.statistics import Interval, score_difference
 
 
 class PositionGap(NamedTuple):
-    """Score at the best position minus that at the worst, in percentage points, with its 95% interval.
+    """Score at the best position minus the score at the worst, in percentage points, with its 95% interval.
 
     ``best`` and ``worst`` are the requested depths with the highest and lowest mean over all questions (in a tie, the
     one nearest to the front), and ``best_score`` and ``worst_score`` these means in percent. Their difference is larger
-    than ``gap``, because it also contains the noise by which they were chosen.
+    than ``gap``, because it also contains the noise in their selection.
     """
 
     gap: float

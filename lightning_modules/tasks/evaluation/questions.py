@@ -99,7 +99,7 @@ def _check_responses(
 
 
 def _is_answer_near(prompter: Prompter, question: Question, forced: ForcedAnswer, short_context: ShortContext) -> bool:
-    """Return whether a short context of the response has an answer, which then needs no long context."""
+    """Return whether a short context of the response has an answer, so that the long context is not needed."""
     start = forced.response_start
     near = str(prompter.tokenizer.decode(forced.input_ids[max(0, start - short_context.window_length) : start]))
     # As a whole word: a short number may be a part of another one.

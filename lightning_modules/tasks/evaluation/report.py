@@ -218,7 +218,7 @@ def drawn_heat_maps(summary: Summary) -> dict[str, Matrix]:
 
 
 def _describe_cells(name: str, summary: Summary) -> str:
-    """Return how many questions a cell of a heat map has; nothing for other figures."""
+    """Describe the number of questions per cell of a heat map; empty for other figures."""
     maps = list(summary.heat_maps.values())
     shown = {"heat_map": maps[:1], "heat_maps": maps[1:]}.get(name)
     if not shown:

@@ -72,13 +72,13 @@ class Perplexities(NamedTuple):
 class Summary:
     """Scores in percent by task and length, and perplexities under teacher forcing.
 
-    A length has an average only if all tasks were measured at it, and there is an effective length only for all of
-    RULER's tasks, whose threshold it is. Perplexities are by task and length: those of all tasks (None) are those of
-    Figure 2 and Table 9 of Fang et al. (2025), and (None, None) has those of all questions. Heat maps are by task,
-    after the one of ``all`` tasks; if depths were requested, ``all`` omits tasks without depths, because they could
-    favor one depth. There are position gaps, by task and length, only if depths were requested. ``as_evaluator`` is by
-    task and length, in the mode ``key_tokens``. ``seconds`` are summed over all processes. ``missing`` questions have
-    no answer yet.
+    A length has an average only if all tasks were measured at it. The effective length is defined only for all of
+    RULER's tasks, because its threshold is RULER's. Perplexities are by task and length: the task None covers all
+    tasks, as in Figure 2 and Table 9 of Fang et al. (2025), and (None, None) covers all questions. Heat maps are by
+    task, after the one for ``all`` tasks; if depths were requested, ``all`` omits tasks without depths, because they
+    could favor one depth. Position gaps, by task and length, exist only if depths were requested. ``as_evaluator`` is
+    by task and length, in the mode ``key_tokens``. ``seconds`` are summed over all processes. ``missing`` is the
+    number of questions without an answer.
     """
 
     scores: dict[tuple[str, int], Score]

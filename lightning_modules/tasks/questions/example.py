@@ -9,7 +9,7 @@ from typing import Literal
 from torchmetrics.functional.text import rouge_score
 
 Match = Literal["all", "any", "first_number", "last_number", "first_word", "rouge_l", "subspan"]
-"""How an answer is scored; see `Example.score`."""
+"""Scoring rule of an answer; see `Example.score`."""
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,10 @@ class Example:
 
     Attributes:
         length: Tokens that prompt and answer may have together.
-        index: Number of the example in its task and length; with the seed it decides all that is random.
+        index: Number of the example in its task and length; with the seed, it determines all random choices.
         prompt: Long text and question: the user's turn of a chat template.
-        answer_prefix: How the model's turn begins, such as " The special magic number is"; may be empty.
-        answers: What is looked for in the model's answer, in the way of ``match``.
+        answer_prefix: Beginning of the model's turn, such as " The special magic number is"; may be empty.
+        answers: Texts to find in the model's answer, by the rule ``match``.
         target: Right continuation of prompt and answer prefix with all answers in order, for teacher forcing. It ends
             with the last answer. If one of the answers is enough, it has the first.
         max_new_tokens: Maximum number of tokens to generate.

@@ -63,9 +63,9 @@ def _draw_needles(task: WordedTask, asked: Request, setting: Mapping[str, Any]) 
 def _draw_places(
     asked: Request, sentences: list[str], first: str, *, in_essays: bool
 ) -> Callable[[list[str]], list[str]]:
-    """Draw the places of needles before the length of the text is known; return what inserts them into a text.
+    """Draw the places of needles before the length of the text is known; return a function that inserts them.
 
-    If a depth is requested, the other needles are placed before the ``first`` one, which is asked for.
+    If a depth is requested, the other needles are placed before ``first``, the needle of the question.
     """
     if asked.depth is None:
         others = asked.rng.sample(sentences, len(sentences))

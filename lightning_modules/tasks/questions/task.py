@@ -143,10 +143,10 @@ class FittedTask(Task):
 
 
 class WordedTask(FittedTask):
-    """A task of `tasks.yaml`, whose comments say where it comes from and how it differs from the original.
+    """A task of `tasks.yaml`, whose comments name its origin and the differences from the original.
 
     ``setting`` has its wordings and numbers, and ``kinds`` has the function that draws a question, for each ``kind`` of
-    task. The order of its random draws decides what a question is, so a change of it changes all results.
+    task. Questions depend on the order of its random draws, so a change of the order changes all results.
     """
 
     def __init__(self, name: str, setting: Mapping[str, Any], essays: Essays, kinds: Mapping[str, "Kind"]) -> None:

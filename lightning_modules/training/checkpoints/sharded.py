@@ -196,7 +196,7 @@ def _publish_shards(folder: Path, target: Path, entries: dict[str, tuple[int, in
 
 
 def _read_manifest(path: Path) -> dict[str, tuple[int, int]]:
-    """Return size and checksum of each file; nothing for a folder of Lightning's own strategies."""
+    """Return size and checksum of each file; empty for a folder of Lightning's own strategies."""
     if not (path / MANIFEST).exists():
         return {}
     content = json.loads((path / MANIFEST).read_bytes())

@@ -25,7 +25,7 @@ CONFIG_KEY = "longce_config"
 log = logging.getLogger(__name__)
 
 _NOT_COMPUTED = ("ckpt_path", "trainer.logger")
-"""Settings of where a run starts and logs, which do not change what it computes; URLs may have passwords."""
+"""Settings for the start and the logs of a run, which do not affect its results; URLs may contain passwords."""
 _PRESENTATION = re.compile(r".*\.(dirpath|\w+_dir)|trainer\.(enable_\w+|log_every_n_steps)")
 _CLASSES = ("model.optimizer.class_path", "model.lr_scheduler.class_path")
 _WITHOUT_EFFECT = {
@@ -77,7 +77,7 @@ def resumed_spans(checkpoint: Path | None, config: str) -> list[Span]:
     earlier = [span for span in spans if span.step < step]
     if text is None or not earlier:
         log.warning(
-            "'%s' has no config: what this resume changes is not known, and the optimizer's settings are those of the"
+            "'%s' has no config: the changes of this resume are unknown, and the optimizer's settings come from the"
             " checkpoint.",
             checkpoint,
         )

@@ -183,7 +183,7 @@ def _remove_events(file: Path, tags: Collection[str]) -> None:
     kept = [event for event in events if not any(name in event for name in names)]
     if len(kept) == len(events):
         return
-    # An event has 16 bytes around it. TensorBoard reads up to a damaged or unfinished one: the rest stays as it is.
+    # Each event has 16 bytes of framing. TensorBoard reads up to a damaged or unfinished event; the rest is kept.
     intact = sum(16 + len(event) for event in events)
     rest = file.read_bytes()[intact:]
     with atomic_file(file) as stream:
@@ -201,7 +201,7 @@ def _add_hparams_tab(logger: TensorBoardLogger, values: Mapping[str, Any], metri
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
     from torch.utils.tensorboard.summary import hparams
 
-    # Its columns are narrow, and torch takes booleans for numbers.
+    # The tab's columns are narrow, and torch treats booleans as numbers.
     short = {name: value.rpartition(".")[2] for name, value in values.items() if name.endswith("class_path")}
     flags = {name: str(value).lower() for name, value in values.items() if isinstance(value, bool)}
     experiment, start, _ = hparams({**values, **short, **flags}, dict.fromkeys(metrics, 0.0))

@@ -1,4 +1,4 @@
-"""Number formats and attention of a run's evaluations, stored beside them."""
+"""Number formats and attention of a run's evaluations, stored next to them."""
 
 import json
 from pathlib import Path

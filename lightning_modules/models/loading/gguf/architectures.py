@@ -81,7 +81,7 @@ def _read_rope(metadata: Metadata, trained: int, factors: torch.Tensor | None) -
 
 
 def _match_llama_3(metadata: Metadata, theta: float, factors: torch.Tensor) -> dict[str, Any]:
-    """Return the parameters of which the factors of Llama 3 were made; raise a ``ValueError`` if they are others."""
+    """Return the parameters that the factors of Llama 3 were computed from; raise a ``ValueError`` for others."""
     width = 2 * len(factors)
     rope = {
         "rope_type": "llama3",
@@ -93,7 +93,7 @@ def _match_llama_3(metadata: Metadata, theta: float, factors: torch.Tensor) -> d
     config = AutoConfig.for_model(
         "llama", head_dim=width, hidden_size=width, num_attention_heads=1, rope_parameters={**rope, "rope_theta": theta}
     )
-    # Files have the factors, and not what they were made of.
+    # Files store the factors, but not the parameters that they were computed from.
     unscaled = 1 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     if not torch.allclose(unscaled / frequencies, factors, rtol=1e-3):

@@ -418,7 +418,11 @@ def test_options_of_a_second_extension():
 
 
 def test_the_same_extension_is_not_applied_twice():
-    for method, message in (("pi", "extended from 16 tokens"), ("abf", "base already"), ("eabf", "base already")):
+    for method, message in (
+        ("pi", "extended from 16 tokens"),
+        ("abf", "already the model's RoPE base"),
+        ("eabf", "already the model's RoPE base"),
+    ):
         config = config_of("llama")
         extended = ContextExtension.parse(extension(method, config))
         extend_config(config, extended)
