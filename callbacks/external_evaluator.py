@@ -287,7 +287,7 @@ class ExternalEvaluator(Callback):
         return [record._replace(**about) for record in records]
 
     def _describe_evaluator(self) -> Source:
-        """Return what identifies the evaluator, or the precomputed spans."""
+        """Return the identity of the evaluator, or of the precomputed spans."""
         if self.evaluator is not None:
             return self.evaluator.source
         spans = Path(str(self.key_spans))

@@ -1,4 +1,4 @@
-"""Log what the loss and the token weights of LongCE would be with other caps."""
+"""Log the loss and the token weights of LongCE for other caps."""
 
 from collections.abc import Sequence
 

@@ -121,7 +121,7 @@ class MixtureDataModule(PackedTextDataModule):
             rows = {name: module.training_rows() for name, module in self.modules.items()}
             self.mixed_rows = {name: each for name, each in rows.items() if each is not None}
             for number, each in enumerate(self.mixed_rows.values()):
-                each.pose_seed = (int(self.seed), number)  # or equal indices of two sources would skip alike
+                each.pose_seed = (int(self.seed), number)  # so that two sources have different skips
         if stage in ("fit", "validate"):
             self.validation = self._read_sets() or self._join_documents("validation")
         if stage in ("test", "predict"):

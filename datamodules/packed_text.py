@@ -115,7 +115,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
             )
         if curriculum and pose:
             raise ValueError(
-                "`curriculum` cuts sequences, whose positions would restart instead of skipping: remove it, or `pose`."
+                "`curriculum` cuts sequences, so positions would restart instead of skipping: remove it, or `pose`."
             )
         check_count("`num_workers`", num_workers, minimum=0, maximum=MAX_PROCESSES)
         if curriculum:
@@ -232,7 +232,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
 
     @override
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch, whose labels `on_before_batch_transfer` may have changed: `scored` follows them here."""
+        """Move a batch; `scored` is computed here, because `on_before_batch_transfer` may have changed the labels."""
         if isinstance(batch, dict) and batch["labels"].device.type == "cpu":
             batch = with_scored(cast(PackedBatch, batch))
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
@@ -323,7 +323,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
         return first_documents(source, self.train_documents)
 
     def _warn_of_repetition(self, sequences: int) -> None:
-        """Warn if the steps need more sequences than those of `train_documents`: others are left out by mistake."""
+        """Warn if the steps need more sequences than `train_documents` provides, which is probably a mistake."""
         if self.train_documents is None or not self.trainer or self.trainer.max_steps < 0:
             return
         _, readers = self._reader_rank()
@@ -335,7 +335,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
             )
 
     def encoder(self) -> DocumentEncoder:
-        """Return what makes the tokens of the training documents."""
+        """Return the encoder of the training documents."""
         return Encoder(self.tokenizer, add_special_tokens=self.add_special_tokens)
 
     def _trainer_stage(self) -> str:

@@ -168,7 +168,7 @@ def _load_scores(folder: str) -> dict[str, list[TokenScores]]:
 def _find_scores(
     texts: Mapping[str, str], scores: Mapping[str, Sequence[TokenScores]], folder: str, *, cut_texts: bool
 ) -> dict[str, tuple[str, TokenScores]]:
-    """Return for each text what the evaluator has read of it, the whole or its beginning, and the scores of that."""
+    """Return the part of each text that the evaluator has read, the whole or its beginning, with its scores."""
     ends = set[int]()
     if cut_texts:
         ends = {int(each.offsets.max()) for same_text in scores.values() for each in same_text}

@@ -91,7 +91,7 @@ def _list_variants(models: Sequence[str], options: dict[str, Any]) -> list[_Vari
 
 
 def _name_extensions(extensions: Sequence[Mapping[str, Any] | None]) -> list[str]:
-    """Return what is added to a model's name: ``-yarn-16384``, with the options in which those of one method differ."""
+    """Return a suffix of the model's name for each extension: ``-yarn-16384``, with the options that differ."""
     parsed = [None if settings is None else asdict(ContextExtension.parse(settings)) for settings in extensions]
     names = []
     for extension in parsed:
@@ -114,7 +114,7 @@ def _name_models(
     server: ServerConfig | None = None,
     **_: Any,
 ) -> list[str]:
-    """Return different names for models, whose configs and weights are found before the first is loaded."""
+    """Return unique names for models, after finding the configs and weights of all of them."""
     names = [os.path.basename(os.path.abspath(model)) for model in models]  # also of `.` and `models/a/`
     if len(set(names)) < len(names):
         names = [re.sub(r"[\"<>:/|\\?*\[\]]+", "__", model) for model in models]

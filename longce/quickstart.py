@@ -79,7 +79,7 @@ def summary(log_dir: Path) -> str:
 
 
 class ProgressLine(Callback):
-    """One line on a terminal: what a command does, its optimizer steps while it trains, and how long it took."""
+    """One line on a terminal: the purpose of a command, its optimizer steps while it trains, and its duration."""
 
     def __init__(self, purpose: str, terminal: TextIO) -> None:
         self._purpose = purpose
@@ -109,7 +109,7 @@ class ProgressLine(Callback):
 
 @contextmanager
 def _logged(words: Sequence[str], log: Path, purpose: str) -> Iterator[ProgressLine]:
-    """Show one line of progress for a command, and append its output to a file, also that of its processes."""
+    """Show one line of progress for a command; append its output and that of its processes to a file."""
     command = f"longce {shlex.join(words)}"
     failure = "failed"
     sys.stdout.flush()
@@ -124,7 +124,7 @@ def _logged(words: Sequence[str], log: Path, purpose: str) -> Iterator[ProgressL
             yield line
             failure = ""
         except (Exception, SystemExit) as error:
-            if isinstance(error.__context__, KeyboardInterrupt):  # of which Lightning makes a SystemExit
+            if isinstance(error.__context__, KeyboardInterrupt):  # which Lightning turns into a SystemExit
                 failure = "stopped"
                 raise KeyboardInterrupt from error
             file.flush()

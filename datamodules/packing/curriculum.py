@@ -18,8 +18,8 @@ class LengthCurriculum:
     (Table 10).
 
     Before the switch, each sequence of a batch is cut into ``data.sequence_length / sequence_length`` chunks. Batches
-    thus have the same tokens in the same order as without a curriculum, and no token is lost or repeated; the chunks of
-    a sequence, often from one document, stay in one batch.
+    have the same tokens in the same order as without a curriculum, and no token is lost or repeated. The chunks of a
+    sequence, often from one document, stay in one batch.
 
     Args:
         sequence_length: Tokens per sequence before the switch; a divisor of ``data.sequence_length``.

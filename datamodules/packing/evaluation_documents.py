@@ -67,7 +67,7 @@ class DocumentDataset(Dataset[Row]):
     An index past the last document gives an unscored token, so that every process makes the same number of forward
     passes. Documents are held in memory as text, and each process tokenizes only its own.
 
-    Of chats, only what an assistant has written is scored, unless ``loss_on_prompt``. Without a tokenizer, documents
+    In chats, only the text of the assistant is scored, unless ``loss_on_prompt`` is set. Without a tokenizer, documents
     that are token ids have no ``text``.
 
     Raises:

@@ -16,7 +16,7 @@ from datamodules.packing.samplers import RowSampler
 from datamodules.packing.sequences import Row
 
 FORK_IS_SAFE = (3, 11, 10)
-"""First Python in which a fork cannot hang because a C++ thread, such as one of gloo, enters Python meanwhile."""
+"""First version of Python in which a fork does not hang if a C++ thread, such as one of gloo, enters Python."""
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 class RowSampler(Sampler[int]):
     """Sampler of the sequences of one process, in an order that depends only on ``seed`` and the epoch.
 
-    All processes get the same number of sequences, and no sequence twice. Each epoch leaves out up to
+    All processes get the same number of sequences, and each sequence occurs at most once. Each epoch omits up to
     ``world_size - 1`` sequences, different ones each time.
     """
 

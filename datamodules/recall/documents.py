@@ -26,7 +26,7 @@ Kind = Literal["local", "answer", "about", "other"]
 """Kind of a word: local, the value after ``recall FIELD``, the genre word after ``about``, or another one."""
 
 Inference = Literal["repeat", "paraphrase", "hops", "gist"]
-"""How a reader knows an answer: said like this before, in other words, of another name, or by the words of a genre."""
+"""Source of an answer: the same words before, other words, another name's value, or the words of a genre."""
 
 _MARKERS = (SET, GET, ABOUT)
 

@@ -26,7 +26,7 @@ GENRES = (
 )  # fmt: skip
 
 Dialect = Literal[0, 1]
-"""Which of two grammars the local words of a document follow; their words are the same."""
+"""One of two grammars for the local words of a document, over the same words."""
 
 VALUES_PER_FIELD = 16
 WORDS_PER_GENRE = 12
@@ -79,7 +79,7 @@ def local_stream(rng: np.random.Generator, length: int, *, dialect: Dialect = 0)
 
 @cache
 def _draw_successors(dialect: Dialect) -> list[list[int]]:
-    """Draw the words that may follow each local word: one grammar, whatever the documents' seed."""
+    """Draw the words that may follow each local word: one grammar for all seeds of documents."""
     rng = np.random.default_rng(dialect)
     popularity = np.arange(1, _LOCAL_WORDS + 1) ** -0.8
     popularity /= popularity.sum()

@@ -34,7 +34,7 @@ class Document(NamedTuple):
         return is_empty(self.text) if self.tokens is None else len(self.tokens) == 0
 
     def content(self) -> bytes:
-        """Return what identifies the document regardless of its name."""
+        """Return a hash that identifies the document regardless of its name."""
         return self.text.encode() if self.tokens is None else self.tokens.astype("<i8").tobytes()
 
 

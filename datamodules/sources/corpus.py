@@ -34,7 +34,7 @@ _FIRST_DOCUMENTS = 64  # of a file, one of which must have text
 
 
 class DocumentRef(NamedTuple):
-    """Where a document of a corpus comes from; its scores are filed under it."""
+    """Origin of a document of a corpus, by which its scores are stored."""
 
     key: str  # name of the document in the corpus; not necessarily unique
     file: str  # name of its file; file and row together are unique

@@ -125,7 +125,7 @@ def build_token_store(source: Source, encoder: DocumentEncoder, *, cache_dir: Pa
             _write_store(temporary, source, encoder, recipe)
             if source.fingerprint() != recipe["source"]:
                 raise ValueError(
-                    "The training text changed during tokenization. Start again when nothing writes to it."
+                    "The training text changed during tokenization. Start again when no other process writes to it."
                 )
         return TokenStore(folder)
 

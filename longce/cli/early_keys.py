@@ -118,7 +118,7 @@ def _check_class(arguments: Sequence[str], class_path: str, settings: dict[str, 
 
 
 def _find_misspelled(name: str, known: Sequence[str] | dict[str, str]) -> str | None:
-    """Return the known name of which a name is a misspelling; None if it is known, or like no other."""
+    """Return the known name that a name misspells; None if it is known, or does not resemble a known name."""
     return None if name in known else find_nearest(name, known)
 
 
@@ -142,7 +142,7 @@ def _stop_at(arguments: Sequence[str], name: str, message: str) -> NoReturn:
 
 
 def _list_arguments(class_path: str) -> dict[str, str] | None:
-    """Return the types of the arguments of a class as they are written, by name; None if its source does not tell."""
+    """Return the annotations of a class's arguments, by name; None if its source does not contain them."""
     source = _find_class(class_path)
     if source is None:
         return None
@@ -173,7 +173,7 @@ def _list_arguments(class_path: str) -> dict[str, str] | None:
 
 
 def _find_class(class_path: str) -> _Source | None:
-    """Return the source of a class, also of one that its module imports."""
+    """Return the source of a class, which its module may import."""
     module, _, name = class_path.rpartition(".")
     tree = _parse_module(module)
     if tree is None:
@@ -186,7 +186,7 @@ def _find_class(class_path: str) -> _Source | None:
 
 
 def _find_import(tree: ast.Module, name: str) -> str | None:
-    """Return the path of what a module imports by a name."""
+    """Return the import path of a name in a module."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.ImportFrom) or node.level:
             continue

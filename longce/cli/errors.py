@@ -26,7 +26,7 @@ _NOISE = (
 
 _NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$|-\.?inf(inity)?$", re.IGNORECASE)
 _SIMILARITY = 0.7
-"""Similarity of an unknown name to a known one from which it is a misspelling."""
+"""Minimum similarity of an unknown name to the known name that it misspells."""
 
 
 class ConciseParser(jsonargparse.ArgumentParser):

@@ -149,7 +149,7 @@ class LongceCLI(LightningCLI):
         """Refuse a ``model`` that is not a mapping, and null where a class needs a value."""
         if not isinstance(self._get(self.config, "model"), jsonargparse.Namespace):
             raise ValueError("`model` must be a mapping of settings: correct it, or remove it to use the defaults.")
-        # Without this setting jsonargparse takes null for a value that was not given.
+        # Without this setting, jsonargparse treats null like a missing value.
         jsonargparse.set_parsing_settings(unset_sentinel=True)
         try:
             self.parser.validate(self.config)

@@ -44,7 +44,7 @@ def export_command(arguments: Sequence[str]) -> None:
     description = "Convert a checkpoint of `longce fit`, or a GGUF file, into a folder that transformers loads."
     parser = make_parser("export", description, ExportOptions)
     checkpoint = "Checkpoint of `longce fit`: a file, a folder with the shards of FSDP2, or the folder of a run, whose"
-    checkpoint += " newest one is taken. Or a GGUF file."
+    checkpoint += " newest one is used. Or a GGUF file."
     parser.add_argument("checkpoint", type=str, help=checkpoint)
     parser.add_argument("output_dir", type=str, help="Folder to write; an earlier export there is replaced.")
     tokenizer = "Hub id or local folder of a tokenizer; by default the tokenizer of the training run."

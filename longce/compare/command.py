@@ -134,9 +134,9 @@ def compare_runs(
 
 
 def _shorten_cells(runs: Sequence[ComparedRun]) -> tuple[list[ComparedRun], str]:
-    """Return runs whose evaluations have short names, and a sentence on what identifies the evaluators.
+    """Return runs with short names of their evaluations, and a sentence that identifies the evaluators.
 
-    Names stay long if two evaluators have one name, and differ in what would be left out, such as K or the dtype.
+    Names stay long if two evaluators of the same name differ in a part that would be omitted, such as K or the dtype.
     """
     cells = list(dict.fromkeys(cell for run in runs for cell in run.evaluations))
     judges = list(dict.fromkeys(cell.judge for cell in cells if cell.details))
@@ -166,7 +166,7 @@ def _make_page(
     evaluators: str,
     baseline: str,
 ) -> str:
-    """Return the page: the verdict and its picture, the tables, what the evaluators are, and curves over each axis."""
+    """Return the page: the verdict and its picture, the tables, the evaluators, and curves over each axis."""
     blocks: list[Block] = [*verdict]
     pictures: dict[str, str] = {}
     if drawn := drawn_ratios(ratios):
@@ -262,7 +262,7 @@ def _rank_runs(runs: Sequence[ComparedRun], baseline: ComparedRun) -> Table:
 
 
 def _is_better(run: ComparedRun, other: ComparedRun, cell: Cell, kind: str) -> bool:
-    """Return whether the interval of the ratio of two runs excludes a tie, or nothing but infinity is on one side."""
+    """Return whether the interval of the ratio of two runs is below a tie, or only the other run is infinite."""
     shared = shared_documents(run.last(cell)[1], other.last(cell)[1], (kind,))
     value, interval = paired_ratio(shared, kind)
     return value == 0 if interval is None else interval[1] < 1

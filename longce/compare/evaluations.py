@@ -111,14 +111,14 @@ def tabulate_evaluations(evaluations: Sequence[ComparedEvaluation]) -> tuple[Tab
     baseline = evaluations[0]
     paired = _find_paired(evaluations)
     notes = [
-        f"{other.name} was asked other questions than {baseline.name} ({differing}): no differences."
+        f"{other.name} and {baseline.name} answered different questions ({differing}): no differences."
         for other in evaluations[1:]
         if not other.questions.empty and (differing := _differing_settings(baseline, other))
     ]
     for other in evaluations[1:]:
         changed = [name for name in _PROMPTS if other.settings.get(name) != baseline.settings.get(name)]
         if changed and not other.questions.empty and not baseline.questions.empty:
-            notes.append(f"{other.name} and {baseline.name} were asked in other ways: {', '.join(changed)} differ.")
+            notes.append(f"{other.name} and {baseline.name} got different prompts: {', '.join(changed)} differ.")
     notes += _describe_numerics(evaluations)
     head = ["task", "length or metric", *(each.name for each in evaluations)]
     head += [f"{other.name} - {baseline.name}" for other in paired]

@@ -33,7 +33,7 @@ def group_runs(runs: Sequence[ComparedRun], settings: Sequence[str]) -> list[Com
 
 
 def _name_group(settings: Sequence[str], values: Sequence[str], runs: int) -> str:
-    """Return a name such as ``LongCE, stride 512 (3 runs)``; classes need no setting to be understood."""
+    """Return a name such as ``LongCE, stride 512 (3 runs)``; class names are shown without the setting."""
     parts = []
     for setting, value in zip(settings, values, strict=True):
         module, _, name = value.rpartition(".")

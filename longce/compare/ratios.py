@@ -1,4 +1,4 @@
-"""Which numbers and which documents of two runs can be compared."""
+"""Find the numbers and documents of two runs that can be compared."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ def have_same_tokens(tables: Sequence[pd.DataFrame]) -> bool:
 
 
 def compared_kinds(tables: Sequence[pd.DataFrame]) -> tuple[str, ...]:
-    """Return the numbers by which these evaluations are compared; the last two are of key tokens and of all tokens.
+    """Return the metrics to compare these evaluations by; the last two cover key tokens and all tokens.
 
     Documents are shared (`shared_documents`) if they have equally many units of the first two: with different
     tokenizers, the bytes of all scored tokens depend on whether a special token precedes the text.

@@ -1,4 +1,4 @@
-"""Read what is compared: folders of `longce fit` and `longce evaluate`, and records of `longce score`."""
+"""Read the results to compare: folders of `longce fit` and `longce evaluate`, and records of `longce score`."""
 
 import os
 import re
@@ -41,12 +41,12 @@ class Cell(NamedTuple):
 
     @property
     def judge(self) -> str:
-        """The evaluator, with what identifies it."""
+        """The evaluator, with its identity."""
         return f"{self.evaluator} ({self.details})" if self.details else self.evaluator
 
     @property
     def short(self) -> str:
-        """The cell without what identifies the evaluator."""
+        """The cell without the evaluator's identity."""
         return str(self._replace(details=""))
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class ComparedRun(NamedTuple):
 
 
 def read_compared(words: Sequence[str | Path]) -> list[ComparedRun | ComparedEvaluation]:
-    """Read what is compared, each given as ``PATH`` or ``NAME=PATH``.
+    """Read the results to compare, each given as ``PATH`` or ``NAME=PATH``.
 
     A path is the folder of a run, a folder of ``longce evaluate`` or a file of its answers, records of ``longce
     score``, or a folder of such files or folders. Records of several models are compared with each other.
@@ -262,7 +262,7 @@ def _describe_settings(records: Sequence[Record]) -> dict[str, str]:
 
 
 def tabulate_documents(records: Iterable[Record]) -> pd.DataFrame:
-    """Return the numbers of documents and what they are per, with a row for each record."""
+    """Return the numbers of documents and their units, with a row for each record."""
     rows = []
     for record in records:
         row: dict[str, float | str] = {"document": record.document, "text_sha256": record.text_sha256}

@@ -84,7 +84,7 @@ def measure_ratios(runs: Sequence[ComparedRun], baseline: ComparedRun) -> list[R
 
 
 def write_verdict(runs: Sequence[ComparedRun], baseline: ComparedRun, differing: Sequence[Sequence[str]]) -> list[str]:
-    """Return sentences on which run is better; ``differing`` are the settings that differ, with a value of each run."""
+    """Write which run is better; ``differing`` are the settings that differ, with a value for each run."""
     ratios = measure_ratios(runs, baseline)
     sentences = []
     for run in runs:
@@ -109,7 +109,7 @@ def _describe_seeds(runs: Sequence[ComparedRun]) -> str:
 
 
 def _judge(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
-    """Return what the ratios of one run show: key tokens first, because they are what a long context is for."""
+    """Describe the ratios of one run: key tokens first, because they need the long context."""
     of_key = [ratio for ratio in ratios if ratio.kind in ("longppl", "key_bits_per_byte")]
     of_all = [ratio for ratio in ratios if ratio not in of_key]
     if not of_key:
@@ -132,7 +132,7 @@ def _judge(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
 
 
 def _judge_cells(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
-    """Return what the ratios of several sets, evaluators and thresholds show together."""
+    """Describe the ratios of several sets, evaluators and thresholds together."""
     counts = Counter(ratio.outcome for ratio in ratios)
     better = counts["better"]
     worse = counts["worse"]
@@ -305,6 +305,6 @@ def _set_ratio_ticks(plot: Axes, ends: Sequence[float]) -> None:
 
 
 def _label_ratio(ratio: Ratio, ratios: Sequence[Ratio]) -> str:
-    """Label a ratio by what differs among all: the run if there are several, and the evaluation."""
+    """Label a ratio by its run, if there are several, and its evaluation."""
     parts = [ratio.run] if len({each.run for each in ratios}) > 1 else []
     return " · ".join([*parts, ratio.cell.short])

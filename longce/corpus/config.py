@@ -10,7 +10,7 @@ from jsonargparse.typing import ClosedUnitInterval, PositiveFloat, PositiveInt
 from lightning_modules.models.loading.config import LoadingOptions, ServerConfig
 
 COLUMN_OPTIONS = ("text_column", "key_column", "token_column")
-"""Options that name what is read of a document; the scores record them."""
+"""Options for the columns that are read of a document; they are recorded with the scores."""
 
 
 def default_shard() -> str:
@@ -40,8 +40,8 @@ class CorpusConfig(LoadingOptions):
         per_token: Also write the long-short difference (``lsd``) and the long-context log-likelihood (``lcl``) of each
             token, as lists of this type.
         text_column: Column or field of the text; dots reach into nested fields.
-        token_column: Column or field with a list of token ids of the model's tokenizer, in place of a text. They are
-            scored as they are, except a special token at the end.
+        token_column: Column or field with a list of token ids of the model's tokenizer, instead of a text. They are
+            scored unchanged, except for a special token at the end.
         key_column: Column or field of the document's key; by default the key is file name and row number.
         columns: Further columns to copy to the scores. Values of JSON lines become text.
         max_tokens: Maximum number of tokens of a document.

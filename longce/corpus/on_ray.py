@@ -78,7 +78,7 @@ def score_on_ray(files: Sequence[str], config: CorpusConfig) -> dict[str, int]:
 
 
 class _Stop:
-    """Whether tasks must stop. Ray's own `cancel` neither waits for what tasks write, nor always for their reply."""
+    """Whether tasks must stop. Ray's `cancel` does not wait for their last writes, and not always for their reply."""
 
     def __init__(self) -> None:
         self.wanted = False

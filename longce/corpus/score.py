@@ -72,8 +72,8 @@ def score_shard(files: Sequence[str], config: CorpusConfig) -> dict[str, int]:
         config: All other settings.
 
     Raises:
-        ValueError: If the files, the settings and the scores that exist do not fit together, or a file changes or
-            cannot be read to its end; what is scored is kept.
+        ValueError: If the files, the settings and the existing scores do not match, or a file changes or cannot be
+            read to its end; finished scores are kept.
         IncompleteError: If more documents failed than are allowed.
     """
     # 1. Find the documents, and those that have scores.
@@ -107,7 +107,7 @@ def score_shard(files: Sequence[str], config: CorpusConfig) -> dict[str, int]:
                         writer.add([ref for ref, _ in batch], scores, tokens)
                         _show_rate(bar, writer)
                 _verify(scorer, writer)
-            finally:  # also when it is stopped: nothing computed is lost
+            finally:  # even if it is stopped, so that no scores are lost
                 writer.write()
         # 3. Count all documents of the shard, those of earlier runs included.
         return _finish(shards, settings, unreadable, config)

@@ -1,4 +1,4 @@
-"""Find settings with which a training step that is too large fits on a GPU."""
+"""Find settings that make a training step fit on a GPU."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ NODE = 8
 
 @dataclass(frozen=True)
 class Fitting:
-    """Combination of remedies with which a training step fits."""
+    """Combination of remedies that makes a training step fit."""
 
     settings: list[str]  # what to set
     gpus: int
@@ -33,7 +33,7 @@ class Fitting:
 
 
 def choose_checkpointing(experiment: Experiment, gpu: GPU, sizes: ModelSizes) -> Training:
-    """Return the training with the checkpointing that recomputes least and fits; that of all layers if none fits.
+    """Return the training with the checkpointing that recomputes least and fits; all layers if none fits.
 
     An attention whose outputs cannot be kept is not planned with ``selective``. Eager attention keeps ``T * T`` numbers
     for each head, which the plan does not count: all its layers are recomputed. So are they where their inputs are
@@ -69,7 +69,7 @@ def choose_checkpointing(experiment: Experiment, gpu: GPU, sizes: ModelSizes) ->
 
 
 def find_fitting(experiment: Experiment, gpu: GPU, sizes: ModelSizes) -> Fitting | None:
-    """Return the first combination of `REMEDIES` with which a step fits; None if it never does.
+    """Return the first combination of `REMEDIES` that makes a step fit; None if it never does.
 
     Each remedy is tried alone first, in their order, then each pair, and so on.
     """

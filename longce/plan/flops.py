@@ -91,7 +91,7 @@ def ce_step_flops(shape: ModelShape, tokens: int, checkpointing: Checkpointing, 
 
 
 def necessary_flops(shape: ModelShape, tokens: int) -> Flops:
-    """Count cross entropy of one document as for model FLOPs utilization: nothing is computed twice."""
+    """Count cross entropy of one document for model FLOPs utilization, without recomputation."""
     attention = _attention_flops(shape, tokens)
     gemm = 2.0 * tokens * (2 * shape.layer_weights + shape.trained_layer_weights)
     # Logits, gradient of the hidden states, and gradient of the head.

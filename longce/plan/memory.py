@@ -96,7 +96,7 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
     """Return the memory of a training step.
 
     The backward pass begins in the last layer, which may keep its activations where the first one is recomputed.
-    Without accumulation, a layer's gradients take the place of what was kept for its backward pass.
+    Without accumulation, a layer's gradients take the place of the activations kept for its backward pass.
     """
     tokens, lasting = training.tokens_per_gpu, lasting_memory(shape, training)
     recomputed = training.recomputed_layers(shape)
@@ -158,7 +158,7 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
 
 
 def lasting_memory(shape: ModelShape, training: Training) -> dict[str, float]:
-    """Return weights, gradients and optimizer state of one GPU in bytes, including what is offloaded."""
+    """Return weights, gradients and optimizer state of one GPU in bytes, including offloaded parts."""
     size, shards = training.dtype.itemsize, training.gpus if training.sharded else 1
     trained = training.trained_bytes(shape)
     weights = float(shape.parameters * size + shape.trained * (trained - size))

@@ -130,11 +130,11 @@ class Planner:
         return flops + short_pass_flops(self.shape, run.tokens, run.short_context)
 
     def _estimate_seconds(self, flops: Flops) -> Range:
-        """Return the time of an optimizer step whose sequences take these operations each."""
+        """Return the time of an optimizer step with these operations for each sequence."""
         return self.rates.seconds(flops, self.gpu).times(self.rows_per_gpu)
 
     def peak_seconds_per_token(self) -> float:
-        """Return the time per token at the peak rate, for model FLOPs utilization: nothing is computed twice."""
+        """Return the time per token at the peak rate, without recomputation, for model FLOPs utilization."""
         cross_entropy = self._count_flops(replace(self.training, short_pass=False))
         repeated = cross_entropy.total - necessary_flops(self.shape, self.training.tokens).total
         flops = self._count_flops(self.training).total - repeated
@@ -149,7 +149,7 @@ def make_planner(model: LongContextLM, options: Any, gpu: GPU) -> Planner:
 
 
 def plan_utilization(model: LongContextLM, options: Any, trainer: Trainer) -> float | None:
-    """Return `Planner.peak_seconds_per_token` of a run; None on a CPU, and for what is not supported."""
+    """Return `Planner.peak_seconds_per_token` of a run; None on a CPU, and for unsupported settings."""
     device = trainer.strategy.root_device
     gpu = recognize_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if gpu is None:
@@ -164,7 +164,7 @@ def plan_utilization(model: LongContextLM, options: Any, trainer: Trainer) -> fl
 def plan_checkpointing(model: LongContextLM, options: Any, trainer: Trainer) -> tuple[Checkpointing, int | None]:
     """Return the ``gradient_checkpointing`` and ``checkpointed_layers`` that ``auto`` means on the GPUs of a run.
 
-    All layers are recomputed, which needs the least memory, on a CPU and for what is not supported.
+    All layers are recomputed, which needs the least memory, on a CPU and for unsupported settings.
     """
     device = trainer.strategy.root_device
     if device.type != "cuda":
@@ -215,6 +215,6 @@ def _in_gib(parts: dict[str, float]) -> dict[str, float]:
 
 
 def _flatten(training: Training) -> dict[str, Any]:
-    """Return the settings of a training run, K, d and method of its short contexts beside the others."""
+    """Return the settings of a training run as a flat dictionary, including those of its short contexts."""
     settings = asdict(training)
     return settings | settings.pop("short_context")

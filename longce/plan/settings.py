@@ -164,7 +164,7 @@ def _list_notes(model: LongContextLM, config: PreTrainedConfig) -> list[str]:
 def _read_distribution(
     loading: ModelConfig, parsed: dict[str, Any], config: PreTrainedConfig, notes: list[str]
 ) -> dict[str, Any]:
-    """Return the number of GPUs, and what is sharded across them."""
+    """Return the number of GPUs, and how the model is sharded across them."""
     trainer, gpus = parsed["trainer"], parsed.get("gpus")
     name, arguments = _read_component(trainer.get("strategy") or "auto")
     sharded = name.startswith("FullySharded")

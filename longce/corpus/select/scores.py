@@ -1,4 +1,4 @@
-"""Load scores from parquet files, whichever program wrote them, into a table of DuckDB."""
+"""Load scores from parquet files of any program into a table of DuckDB."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ from longce.corpus.select.config import SelectConfig
 MEANS = ("key_token_ratio", "benefit_mean", "benefit_positive", "longppl", "perplexity")
 _SHARD = "path of the shard"
 _SETTINGS_OF_CORPORA = ("shard", "columns", *COLUMN_OPTIONS)
-"""Settings of scores that change no number, and may differ between corpora."""
+"""Settings of scores that do not change the numbers, and may differ between corpora."""
 
 
 def find_files(database: duckdb.DuckDBPyConnection, paths: Sequence[str]) -> list[str]:

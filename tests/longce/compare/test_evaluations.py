@@ -71,7 +71,7 @@ def test_other_questions_have_no_difference(tmp_path, capsys):
     write(tmp_path / "runs" / "b", SECOND, seed=1)
     main(["compare", str(tmp_path / "runs")])
     text = capsys.readouterr().out
-    assert "b was asked other questions than a (seed = 0 and 1): no differences." in text
+    assert "b and a answered different questions (seed = 0 and 1): no differences." in text
     assert "b - a" not in text
 
 
