@@ -1,1 +1,1 @@
-"""What is measured against the authors' code, and the paper's claims."""
+"""Measurements against the authors' code, and of the paper's claims."""

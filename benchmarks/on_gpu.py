@@ -8,8 +8,8 @@ with the sizes of Llama-3.1-8B and Llama-2-7B, whole or with fewer layers, and a
     python -m benchmarks.on_gpu                          # writes longce/plan/measured/gpu_<card>.json after each row
     python -m benchmarks.on_gpu --device cpu --output /tmp/rehearsal.json
 
-A second call continues with the rows that the file lacks, or that failed. `longce plan` reads the file. What this
-version or machine lacks (an option, FlashAttention) is reported as not available.
+A second call continues with the rows that the file lacks, or that failed. `longce plan` reads the file. Features that
+this version or machine lacks (an option, FlashAttention) are reported as not available.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def print_plan() -> None:
 def run_gpu_tests() -> dict[str, Any]:
     """Run the tests that need a GPU, and return pytest's summary."""
     if not (ROOT / "tests" / "gpu").is_dir():
-        raise NotAvailableError("there are no tests in tests/gpu")
+        raise NotAvailableError("tests/gpu does not exist")
     if find_spec("pytest") is None:
         raise NotAvailableError("pytest is not installed")
     command = [sys.executable, "-m", "pytest", "-q", "tests/gpu"]

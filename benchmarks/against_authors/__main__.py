@@ -52,7 +52,7 @@ def main() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.against_authors", description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", help="hub id, folder or GGUF file; by default random Llamas")
-    parser.add_argument("--evaluator", help="as --model; by default the model, in a pass of its own")
+    parser.add_argument("--evaluator", help="as --model; by default the model, in a separate pass")
     parser.add_argument("--text", type=Path, nargs="+", help="text files, joined and cut to the length, for --model")
     parser.add_argument("--alpha", type=float, default=2.0, help="threshold of LSD, for --model")
     parser.add_argument("--beta", type=float, default=-2.0, help="threshold of LCL, for --model")

@@ -1,4 +1,4 @@
-"""What is measured: random Llamas on random words, or real models on a real text."""
+"""Models and texts to measure: random Llamas on random words, or real models on a real text."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is timed: scoring and a LongCE step, each as the authors' code has it and as ours."""
+"""Timed work: scoring and a LongCE step, each with the authors' code and with ours."""
 
 import contextlib
 import ctypes

@@ -31,7 +31,7 @@ TINY = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the device computes on; ``--device cpu`` replaces it by something tiny."""
+    """Sizes of the inputs on the device; ``--device cpu`` replaces them with tiny ones."""
 
     tokens: int = 32768
     context_length: int = 4096

@@ -21,7 +21,7 @@ from longce.plan.flops import ATTENTION_BACKWARD
 from longce.plan.memory import GIB
 
 REACHABLE_TFLOPS = 790.0
-"""What large bfloat16 products reach on an H100 or H200."""
+"""Speed of large bfloat16 matrix products on an H100 or H200."""
 
 
 def time_case(case: Case, sizes: Sizes, device: str, peak_tflops: float) -> dict[str, Any]:

@@ -63,7 +63,7 @@ SYSTEMS = (
     System(_QWEN, "last 1024 tokens", _limit(32768, 1024)),
     System(_QWEN_LARGE, "as it is"),
 )
-"""What is compared: context limited, stretched beyond need, or roughly rounded weights, which hurt words, not reach."""
+"""Systems with a limited or needlessly extended context, or coarsely rounded weights, which hurt words, not reach."""
 
 
 class EvaluatorScores(NamedTuple):
@@ -126,7 +126,7 @@ def _measure_key_tokens(
         name = "longppl" if (alpha, beta) == (2.0, -2.0) else f"longppl alpha {alpha:g} beta {beta:g}"
         found[name] = float(long_perplexity(values_of_all.clamp(max=0), key))
         found[f"key_tokens{name.removeprefix('longppl')}"] = int(key.sum())
-    # 2. What can be compared between tokenizers: bits of the key spans, per byte and per token of the evaluator.
+    # 2. Metrics that are comparable between tokenizers: bits of the key spans, per byte and per evaluator token.
     kinds: dict[str, Callable[[TokenScores], Tensor]] = {
         "": key_spans,
         " LSD only": lambda scores: _spans(scores, scores.long - scores.short > 2.0),

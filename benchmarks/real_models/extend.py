@@ -23,7 +23,7 @@ from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.utilities.statistics import weighted_mean_interval
 
 LENGTH, GEMMA_LENGTH, QWEN_LENGTH = 8192, 32768, 32768
-"""Positions of SmolLM2, Gemma and Qwen, which read up to twice as many tokens."""
+"""Numbers of positions of SmolLM2, Gemma and Qwen, which read texts of up to twice these lengths."""
 
 
 def _extend(model: str, length: int, name: str, method: str, **options: Any) -> System:

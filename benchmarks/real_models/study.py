@@ -1,4 +1,4 @@
-"""What the studies share: texts, question sheets and evaluators' scores, and how a result is kept."""
+"""Common parts of the studies: texts, question sheets and evaluators' scores, and storage of results."""
 
 import io
 import json
@@ -72,7 +72,7 @@ TOKENS = 4096
 """Tokens of each text, of the first evaluator."""
 
 CHARACTERS = 15_000
-"""Characters of the question sheets: about as many tokens."""
+"""Characters of each question sheet: about `TOKENS` tokens."""
 
 LONG_CHARACTERS = 68_000
 """Characters of the sheets of ``extend``: about 16k tokens."""
@@ -220,7 +220,7 @@ class Study:
     def _extend_beyond_evaluator(
         self, study: str, title: str, methods: Sequence[System], ranges: Mapping[str, tuple[int, int]]
     ) -> None:
-        """Score a book of twice as many tokens as Gemma has positions, with Gemma's key tokens."""
+        """Score a book of twice Gemma's number of positions, with Gemma's key tokens."""
         evaluator = self.evaluator(EVALUATORS[0], dtype="float32")
         books = read_books(self.data, LONG_BOOKS[2:3], evaluator.tokenizer, 2 * GEMMA_LENGTH)
 
@@ -364,7 +364,7 @@ class Study:
 
 
 def read_arrays(file: Path) -> dict[str, NDArray[np.float32]]:
-    """Read a file of `add_arrays`; without one there are none."""
+    """Read a file of `add_arrays`; empty if it does not exist."""
     if not file.exists():
         return {}
     with np.load(file) as arrays:

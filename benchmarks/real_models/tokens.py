@@ -1,4 +1,4 @@
-"""What the tokens of a real text are: kind and word, when the word was last used, and what a counter would repeat."""
+"""Properties of the tokens of a text: kind and word, when the word was last used, and what a counter would repeat."""
 
 import re
 from bisect import bisect_right

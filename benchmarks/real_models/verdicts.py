@@ -15,7 +15,7 @@ import numpy as np
 
 FOLDER = Path(__file__).parents[1] / "results"
 Verdict = tuple[str, bool, str]
-"""What was claimed, whether it holds, and the numbers."""
+"""Claim, whether it holds, and the numbers."""
 
 
 def judge_anatomy(numbers: dict[str, Any]) -> Iterator[Verdict]:

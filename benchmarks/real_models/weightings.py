@@ -60,7 +60,7 @@ def make_optimizer(model: torch.nn.Module, rate: float, steps: int) -> tuple[Any
 
 
 class Run:
-    """A model in training by a weighting, whose short context has `window` to twice as many tokens."""
+    """Training of a model with a weighting and a short context of `window` to twice `window` tokens."""
 
     def __init__(self, backbone: Backbone, method: Method, *, steps: int, rate: float, window: int) -> None:
         self.backbone = backbone.train()

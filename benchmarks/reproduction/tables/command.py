@@ -122,7 +122,7 @@ def _wanted(
     wanted = [find_model(word) for word in (rows if models is None else models)]
     defaults = table.evaluators or tuple(column for column in table.columns if column in published()["models"])
     if not defaults and evaluators:
-        raise ValueError(f"{table.name} has no evaluators besides the models themselves: remove `evaluators`.")
+        raise ValueError(f"{table.name} has no evaluators other than the models themselves: remove `evaluators`.")
     evaluator_models = [find_model(word) for word in evaluators or defaults]
     for kind, named in (("models", wanted), ("evaluators", evaluator_models)):
         if len({model.name for model in named}) < len(named):
@@ -137,14 +137,14 @@ def _measure(
     models: Sequence[NamedModel],
     evaluator_models: dict[str, NamedModel],
 ) -> None:
-    """Measure what is missing or has failed.
+    """Run all measurements that are missing or have failed.
 
     Raises:
-        ValueError: If there are no documents, or a stored result is of another model with the same name or has other
-            settings.
+        ValueError: If `data` does not provide documents, or a stored result belongs to another model of the same name
+            or to other settings.
     """
     if not callable(getattr(data, "source", None)):
-        raise ValueError(f"There are no documents to measure on in `--data`: {type(data).__name__}.")
+        raise ValueError(f"`--data` does not provide documents to measure on: {type(data).__name__}.")
     texts = select_documents(
         data.source("test"),
         data.tokenizer,

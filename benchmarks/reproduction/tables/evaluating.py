@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def measure_longeval(table: Table, models: Sequence[NamedModel], folder: Path, options: MeasureOptions) -> list[str]:
-    """Evaluate models at the lengths of the table up to `max_tokens`, with as many questions as `documents`.
+    """Evaluate models at the lengths of the table up to `max_tokens`, with `documents` questions each.
 
     Teacher forcing gives the perplexities, and generation the accuracy; a served model does not generate. Each model
     has a folder for each mode, where answered questions are not asked again. Returns one line per failure; the next
@@ -63,7 +63,7 @@ def other_models(models: Iterable[NamedModel], folders: Sequence[Path]) -> list[
 def longeval_cells(table: Table, models: Iterable[NamedModel], folders: Sequence[Path]) -> tuple[Cells, Intervals]:
     """Return accuracies in % and perplexities of models by length, and their 95% intervals over questions.
 
-    As in the paper, the accuracy is that of generated answers. That of teacher-forced ones has a row of its own.
+    As in the paper, the accuracy is that of generated answers. Teacher-forced answers have a separate row.
     """
     cells: Cells = {}
     intervals: dict[tuple[str, str], Interval | None] = {}

@@ -157,7 +157,7 @@ def _time_cells(table: Table, results: Results, folders: Sequence[Path]) -> Cell
 
 
 def measured_intervals(table: Table, results: Results, folders: Sequence[Path]) -> Intervals:
-    """Return the 95% intervals over documents of perplexities and times; too few documents have none."""
+    """Return the 95% intervals over documents of perplexities and times; None for too few documents."""
     found: dict[tuple[str, str], Interval | None] = {}
     for (model, evaluator), result in results.items():
         if result.failure is not None:

@@ -46,7 +46,7 @@ class Result:
         settings: Everything else that numbers depend on; only results with equal settings are combined.
         made_by: Paths and identities of both, versions and device, to compare when numbers differ.
         documents: One entry per document.
-        failure: Reason if there are no documents.
+        failure: Reason why documents are missing.
     """
 
     model: str

@@ -122,7 +122,7 @@ def table_runs(table: Table, output: Path, options: Sequence[str] = ()) -> list[
 
 def script(runs: Sequence[Run], table: Table) -> str:
     """Format all commands as a shell script, which skips finished ones when it is started again."""
-    lines = [f"# {table.name}: {table.title}", "# Start it in the checkout. What is done is not done again.", "set -e"]
+    lines = [f"# {table.name}: {table.title}", "# Start it in the checkout. Finished steps are skipped.", "set -e"]
     for run in runs:
         lines += ["", f"# {run.name}. Time and memory: {run.plan()}"]
         steps = (run.fit(), *run.exports(), *run.evaluations(table))
