@@ -104,7 +104,7 @@ class LongContextLM(LightningModule):
         short = None
         if objective.uses_short_context:
             short = self.short_context.score(self.backbone, batch, self.sequence_group)
-        full = self.full_log_likelihood(batch, objective)  # None, but for shifted sparse attention
+        full = self.full_log_likelihood(batch, objective)  # None, except with shifted sparse attention
         # 2. Score the whole documents, with gradient.
         long = self.log_likelihood(batch)
         scores = long.detach() if full is None else full

@@ -138,7 +138,7 @@ def _load_base(facts: TrainingFacts, fingerprint: str) -> Backbone:
     extension = changes.pop("context_extension", None)
     settings: dict[str, Any] = {"revision": facts.revision, "dtype": facts.dtype, "lora": facts.lora}
     # Adapters that changed the base model's weights do not come here: their checkpoints have all weights.
-    log.info("The adapters will be merged into '%s'; `--adapters kept` would need no base model.", facts.base_model)
+    log.info("The adapters will be merged into '%s'; `--adapters kept` does not need the base model.", facts.base_model)
     backbone = load_backbone(ModelConfig(facts.base_model, changes, extension, **settings))
     if fingerprint != frozen_fingerprint(nn.ModuleDict({"backbone": backbone})):
         raise ValueError(

@@ -53,6 +53,6 @@ def scan_token_mask(offsets: Tensor, spans: Tensor) -> Tensor:
             token += 1
         elif start < first:  # it begins before the span, so no later span contains it
             token += 1
-        else:  # it reaches beyond the span, which is never tried again, also for a token that overlaps this one
+        else:  # it reaches beyond the span, which is never tried again, even for a token that overlaps this one
             span += 1
     return mask.to(offsets.device)

@@ -110,7 +110,7 @@ def remove_longce(model: "PreTrainedModel | PeftModel") -> None:
     base = find_causal_lm(model)
     forward = vars(base).get(_ATTRIBUTE)
     if forward is None:
-        raise ValueError(f"`{type(base).__name__}` has no LongCE that could be removed.")
+        raise ValueError(f"`{type(base).__name__}` does not use LongCE, so there is nothing to remove.")
     forward.remove()
     delattr(base, _ATTRIBUTE)
 
@@ -188,7 +188,9 @@ class LongCEForward:
         # A MoE would be trained without the loss that balances its experts.
         config = self.backbone.base_model.config.get_text_config(decoder=True)
         if inputs.get("output_router_logits", getattr(config, "output_router_logits", False)):
-            raise ValueError("LongCE has no auxiliary loss of a router: set `output_router_logits` to false.")
+            raise ValueError(
+                "LongCE does not support the auxiliary loss of a router: set `output_router_logits` to false."
+            )
         batch = batch_of_inputs(*(inputs.get(name) for name in _READ))  # type: ignore[arg-type]
         check_device(inputs["input_ids"].device, self.backbone.device)
         self.backbone.check_batch(batch)
@@ -266,7 +268,7 @@ class LongCEForward:
             log.warning(message)
 
     def remove(self) -> None:
-        """Restore the model's own ``forward``, also inside wrappers that others have put around this one since."""
+        """Restore the model's own ``forward``, even inside wrappers that were added around this one later."""
         self._guard.remove()
         self._is_removed = True
         model = self.backbone.base_model

@@ -124,7 +124,7 @@ class LongPPLCallback(TrainerCallback):
         # An evaluation of several data sets ends once for each of them, and is over when one comes again.
         data_set = next((name for name in metrics if name.endswith("_runtime")), "")
         prefix = data_set.partition("_")[0] or "eval"
-        # Torch counts the changes of each weight, also those by loading the best model.
+        # Torch counts the changes of each weight, including those from loading the best model.
         weights = (state.global_step, [(id(each), each._version) for each in kwargs["model"].parameters()])
         if self._weights != weights or data_set in self._data_sets:
             self.records = self._measure(kwargs["model"])

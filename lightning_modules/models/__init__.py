@@ -1,1 +1,1 @@
-"""A Hugging Face causal language model: how it is loaded, extended and asked for log-likelihoods."""
+"""A Hugging Face causal language model: loading, context extension and log-likelihoods."""

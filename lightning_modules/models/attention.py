@@ -77,7 +77,7 @@ def document_attention(
     Returns ``[B, T, H, D]`` for ``[B, H, T, D]`` queries, and None for the attention weights. ``document_boundaries``
     are ascending indices ``[0, .., T]`` of each sequence, or None if each is one document. ``exchange`` calls this
     function again, for whole sequences of which this process holds a shard or for halves of the heads, and does not
-    support masks. An ``attention_window`` limits all layers, also those with a mask.
+    support masks. An ``attention_window`` limits all layers, including those with a mask.
     """
     # 1. The mask of a layer with a window has no rows (`document_mask`), and its width is the window.
     if attention_mask is not None and attention_mask.shape[-2] == 0:
@@ -221,7 +221,7 @@ def _attend_at_once(
 
 @contextlib.contextmanager
 def documents_by_boundaries(implementation: str, position_ids: Tensor) -> Iterator[None]:
-    """Let documents be separated by their boundaries, and not by masks of transformers, during a forward pass.
+    """Separate documents by their boundaries, and not by masks of transformers, during a forward pass.
 
     This concerns `document_attention` and flash attention. ``position_ids`` are ``[B, T]`` and restart in documents.
     """

@@ -75,7 +75,7 @@ def short_log_likelihood(
     windows = batch_windows(batch["document_boundaries"], short_context)
     if wanted is not None:
         on_cpu = wanted.cpu()  # one transfer for all windows
-        # A window ends at its last wanted token: what follows it cannot change its score.
+        # A window ends at its last requested token, because later tokens cannot change its score.
         windows = trim_windows(windows, on_cpu)
         batch = batch.copy()
         batch["labels"] = batch["labels"].masked_fill(~wanted, IGNORE_INDEX)

@@ -1,4 +1,4 @@
-"""The record of a measurement: sums over a document, of which every number is a quotient; importable without torch.
+"""Records of measurements: sums over a document, whose quotients are the results; importable without torch.
 
 A record is one document under one model, one evaluator and one pair of thresholds. LongPPL, perplexity and bits per
 byte of a document, a set or a corpus are quotients of sums over records (`summarize`), so all commands agree.

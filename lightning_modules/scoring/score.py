@@ -20,7 +20,7 @@ from lightning_modules.scoring.scored_model import ScoredModel, open_evaluator
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.utilities.text_files import check_output, read_text
 
-_MIN_NAME = 12  # characters of a document's name in the table, also in a narrow terminal
+_MIN_NAME = 12  # characters of a document's name in the table, even in a narrow terminal
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def score(files: str | Sequence[str] | Mapping[str, str], model: str, evaluator:
     config = ScoreConfig(model=model, evaluator=evaluator, **options)
     texts = dict(files) if isinstance(files, Mapping) else _read_texts([files] if isinstance(files, str) else files)
     if repeated := len(texts) - len(set(texts.values())):
-        log.warning("%d of %d documents have the text of another one, and count again.", repeated, len(texts))
+        log.warning("%d of %d documents repeat the text of another one, and are counted again.", repeated, len(texts))
     if config.output is not None:
         check_records_file(config.output)
     device = find_device(config.device)

@@ -72,8 +72,8 @@ class ScoredModel:
         trimmed_offsets: Whether offsets of tokens stay as the tokenizer gives them, for the authors' rule.
         short_context: K and d of `scores`, in tokens.
         cache_dir: Folder for scores; None does not store them.
-        sharded: Whether the weights are divided among processes. All of them must then request scores equally often; a
-            process without a text calls `join` instead.
+        sharded: Whether the weights are sharded across processes. All of them must then request scores the same number
+            of times; a process without a text calls `join` instead.
     """
 
     def __init__(

@@ -189,7 +189,7 @@ def _forward_in_lockstep(backbone: Backbone) -> Iterator[None]:
 
 
 def _find_end_tokens(backbone: Backbone) -> list[int]:
-    """Return the tokens that end a continuation, by the generation config, or else by the config of the model."""
+    """Return the tokens that end a continuation, by the generation config, or otherwise by the config of the model."""
     ends = backbone.base_model.generation_config.eos_token_id
     if ends is None:
         ends = backbone.base_model.config.get_text_config(decoder=True).eos_token_id

@@ -98,7 +98,7 @@ def loading_facts(loading: ModelConfig, config: Any) -> dict[str, Any]:
 
 
 def _make_absolute(path_or_id: str) -> str:
-    """Return a hub id, or the absolute path of a local folder; elsewhere a relative one could be taken for an id."""
+    """Return a hub id, or the absolute path of a local folder; a relative one could be mistaken for an id elsewhere."""
     path = Path(path_or_id).expanduser()
     return str(path.resolve()) if path.exists() else path_or_id
 

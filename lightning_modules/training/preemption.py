@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 class StopSignal:
     """The first signal to stop, which prints ``answer``; a second one ends the process and its children.
 
-    If the signal ``is_interrupting``, it raises a `SIGTERMException` wherever the process is, as Ctrl-C does.
+    If the signal ``is_interrupting``, it raises a `SIGTERMException` immediately, like Ctrl-C.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class Preemption(Callback):
 class EvaluationStop(Callback):
     """Stops validation, test and prediction on the signals of `Preemption`; it must be the first of the callbacks.
 
-    A single process stops wherever it is. Several processes finish their current batch, and stop together. If a
+    A single process stops immediately. Several processes finish their current batch, and stop together. If a
     validation runs within an optimizer step, several processes stop after the step, whose gradients would be lost.
     """
 

@@ -1,4 +1,4 @@
-"""Checks before training, so that a run that must fail does so at once."""
+"""Checks before training, so that a run that would fail does so immediately."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -131,7 +131,7 @@ def check_trainable(loading: ModelConfig, config: PreTrainedConfig) -> None:
         )
     if getattr(text, "output_router_logits", False):
         raise ValueError(
-            "The model's config asks for the auxiliary loss of its router, which is not computed here: set"
+            "The model's config enables the auxiliary loss of its router, which is not computed here: set"
             " `output_router_logits` to false in `model.model_config` to train without it."
         )
     quantized = loading.quantization is not None or getattr(config, "quantization_config", None) is not None
@@ -152,7 +152,7 @@ def check_fit(objective: Objective, loading: ModelConfig, backbone: Backbone, da
         raise ValueError(
             f"The training documents have token id {largest}, but the embedding of"
             f" '{loading.pretrained_model_name_or_path}' has {backbone.vocabulary_size} tokens: set `data.tokenizer` to"
-            " the model's, or give token ids that were made with it (`data.token_column`)."
+            " the model's, or use token ids from this tokenizer (`data.token_column`)."
         )
     tokenizer = loaded_tokenizer(data)
     if tokenizer is not None and has_weights(path := loading.pretrained_model_name_or_path):
@@ -252,11 +252,11 @@ def check_skipped_positions(config: PreTrainedConfig, attention: str, target_len
             f"`data.pose.target_length` = {target_length} exceeds the {limit} positions of the model: extend its"
             " context to this length (`model.context_extension`), or lower it."
         )
-    # transformers takes positions that skip for the beginning of another document, unless it is kept from looking.
+    # transformers treats skipped positions as the beginning of another document, unless it does not check them.
     if attention != DOCUMENT_SDPA:
         raise ValueError(
             f"`data.pose` needs `model.attn_implementation: sdpa` in a model that supports our attention, got"
-            f" '{attention}' of '{text.model_type}', which may take skipped positions for another document."
+            f" '{attention}' of '{text.model_type}', which may mistake skipped positions for another document."
         )
     # A layer with a window would see distances that it never sees in a long text; patterns count tokens, not positions.
     _check_plain_attention(config, "`data.pose`")

@@ -175,7 +175,7 @@ class TrainingStatistics:
         raise FloatingPointError(
             f"The objective {inner if inner == outer else f'{inner} (inside {outer})'} returned {found} token weights"
             f" at step {global_step}, for finite log-likelihoods. Weights must be finite and 0 or more: correct"
-            " `token_weights`. The step is not taken."
+            " `token_weights`. No optimizer step was taken."
         )
 
     def reset(self) -> None:
@@ -184,6 +184,6 @@ class TrainingStatistics:
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Return the norm of all gradients together, also of gradients that are sharded across processes."""
+    """Return the norm of all gradients together, including gradients that are sharded across processes."""
     norm = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

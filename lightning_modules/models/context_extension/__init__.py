@@ -1,1 +1,1 @@
-"""How the context of a model is extended: RoPE types, EABF and attention patterns."""
+"""Extension of a model's context: RoPE types, EABF and attention patterns."""

@@ -1,4 +1,4 @@
-"""Which model types a context extension supports, as tests compare with dense formulas in float64."""
+"""Model types that each context extension supports; tests compare them with dense formulas in float64."""
 
 ARCHITECTURES = (
     "llama",

@@ -1,4 +1,4 @@
-"""Change a model's config to a longer context, also if it is extended already.
+"""Change a model's config to a longer context, even if it is already extended.
 
 The config must change before the model is built: a later change would be saved, but have no effect.
 """
@@ -181,13 +181,13 @@ def _check_again(extension: ContextExtension, config: PreTrainedConfig, present:
     follows_own = name == "abf" or (name == EABF and kind == EABF)
     if name == "dynamic_ntk" or name.endswith("_authors") or (kind in ROPE_TYPES and not follows_own):
         raise ValueError(
-            f"The model is already extended (RoPE type '{kind}'), and '{name}' cannot follow it: {advice}."
+            f"The model is already extended (RoPE type '{kind}'), and '{name}' cannot extend it further: {advice}."
         )
     if name in ("alibi", "xpos"):
         raise ValueError(f"'{name}' is defined for plain RoPE, and the model's type is '{kind}': {advice}.")
     if "mscale_all_dim" in present and name not in ("yarn", "abf"):
         raise ValueError(
-            f"The attention of '{config.model_type}' also scales its logits by the factor of YaRN, so that only 'yarn'"
+            f"The attention of '{config.model_type}' also scales its logits by the factor of YaRN, so only 'yarn'"
             f" and 'abf' can extend it further, not '{name}'."
         )
     before = present.get("original_max_position_embeddings")
@@ -196,7 +196,7 @@ def _check_again(extension: ContextExtension, config: PreTrainedConfig, present:
     if before is not None and kind not in ROPE_TYPES and extension.original_length <= before:
         raise ValueError(
             f"The model is already extended from {before:g} tokens (RoPE type '{kind}'): set"
-            f" `context_extension.original_length` = {extension.original_length} to the length that it has now."
+            f" `context_extension.original_length` = {extension.original_length} to its current length."
         )
 
 

@@ -153,7 +153,7 @@ class ContextExtension:
 
     def options(self, *names: str) -> dict[str, float]:
         """Return these options, or their defaults."""
-        # None means the default, so that a saved config shows what the user has set.
+        # None means the default, so that a saved config shows only the user's settings.
         return {name: DEFAULTS[name] if getattr(self, name) is None else getattr(self, name) for name in names}
 
     def chosen_options(self) -> dict[str, Any]:

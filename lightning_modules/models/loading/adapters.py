@@ -121,7 +121,7 @@ def lora_config(arguments: dict[str, Any], model: PreTrainedModel) -> "LoraConfi
     settings = {"task_type": "CAUSAL_LM", **copy.deepcopy(arguments)}
     if settings.get("modules_to_save") == EMBEDDINGS_AND_NORMS:
         settings["modules_to_save"] = embeddings_and_norms(model)
-    elif isinstance(settings.get("modules_to_save"), str):  # peft would take each letter for a name
+    elif isinstance(settings.get("modules_to_save"), str):  # peft would treat each letter as a name
         settings["modules_to_save"] = [settings["modules_to_save"]]
     if model.config.get_text_config(decoder=True).tie_word_embeddings:
         settings.setdefault("ensure_weight_tying", _touches_embedding(model, settings))

@@ -86,7 +86,7 @@ def read_key(variable: str) -> str:
     """Return a server's key from an environment variable, or an empty text."""
     key = os.environ.get(variable, "")
     if not key.isascii() or not key.isprintable() or " " in key:  # httpx2 would quote it in its error
-        raise ValueError(f"The key in the environment variable {variable} has characters that no key has.")
+        raise ValueError(f"The key in the environment variable {variable} contains invalid characters.")
     return key
 
 

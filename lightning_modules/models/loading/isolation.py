@@ -1,4 +1,4 @@
-"""How packed documents can share a forward pass: found out by comparing them with each document alone."""
+"""Choose how packed documents share a forward pass, by comparing them with each document alone."""
 
 import logging
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ def _isolates(
     # Score all documents in one pass, regardless of earlier decisions.
     backbone.isolates_documents = True
     errors = (score_packed(backbone, documents) - expected).abs()
-    # Half precision may choose another expert for a token, with an error as large as the others, but for few tokens.
+    # Half precision may choose another expert for a token. Such errors are as large as others, but affect few tokens.
     if not (errors.max() <= tolerance and (exact or errors.mean() <= 0.16 * tolerance)):
         return False
     # In a model that is not trained yet, scores hardly depend on the context, but hidden states do.

@@ -99,7 +99,7 @@ class Provenance(NamedTuple):
 
 
 def describe_key_tokens(settings: Mapping[str, Any], evaluator: Provenance | None) -> str:
-    """Format how key tokens are found: the evaluator, K, d, thresholds and rule, as far as they are known."""
+    """Describe how key tokens are found: the evaluator, K, d, thresholds and rule, if they are known."""
     names = {"context_length": "K", "stride": "d", "alpha": "alpha", "beta": "beta", "key_token_rule": "rule"}
     numbers = [f"{short} = {settings[name]}" for name, short in names.items() if name in settings]
     about = f" ({evaluator})" if evaluator else ""

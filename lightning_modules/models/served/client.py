@@ -13,7 +13,7 @@ from lightning_modules.models.served.dialects import AnswerError
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _BUSY = {408, 425, 429, 502, 503, 504}  # statuses of a server that cannot answer at the moment
 _OF_THE_REQUEST = {400, 413, 422}  # .. that refuse one request, such as a document that is too long
-_LIST_SECONDS = 60.0  # for a list of models, which is ready at once, also in a server that is busy
+_LIST_SECONDS = 60.0  # for a list of models, which even a busy server returns immediately
 _REPLY_BYTES = 4 * 2**20  # of any reply
 _TOKEN_BYTES = 1024  # of a reply for each token of the request; vLLM's has about 80 and the texts of two tokens
 _QUOTED = 300  # characters of a reply in a message

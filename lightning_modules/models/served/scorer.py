@@ -125,7 +125,7 @@ class RemoteScorer(Scorer):
         return "\n".join(lines)
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run work in the loop's thread; a failure or Ctrl-C cancels what has not finished."""
+        """Run work in the loop's thread; a failure or Ctrl-C cancels unfinished work."""
         if self._process != os.getpid():  # a fork would mix its requests with those of its parent on the same sockets
             raise RuntimeError("A forked process cannot share the connections of its parent: connect in the fork.")
         future = asyncio.run_coroutine_threadsafe(work, _event_loop(os.getpid()))

@@ -75,7 +75,7 @@ class TokenizedChat(NamedTuple):
 def check_chat_training(tokenizer: PreTrainedTokenizerBase, *, needs_marks: bool) -> None:
     """Render a short chat; raise a ``ValueError`` if the chat template is missing or cannot be used.
 
-    With ``needs_marks``, it must mark what an assistant writes, which has the loss.
+    With ``needs_marks``, it must mark the assistant's turns, which have the loss.
     """
     if not tokenizer.chat_template:
         raise ValueError(
@@ -92,7 +92,7 @@ def check_chat_training(tokenizer: PreTrainedTokenizerBase, *, needs_marks: bool
 
 
 def has_assistant_marks(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the chat template marks what an assistant writes."""
+    """Return whether the chat template marks the assistant's turns."""
     return re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()) is not None
 
 

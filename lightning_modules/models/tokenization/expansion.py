@@ -1,4 +1,4 @@
-"""Bound of the text that a stored tokenizer makes of a text: a short file could make a billion letters of one."""
+"""Limit on how much a stored tokenizer expands a text: a short file could turn one letter into a billion."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +12,7 @@ from transformers.utils import cached_file
 from lightning_modules.models.tokenization.encoding import panics_caught
 
 MAX_GROWTH = 100
-"""Characters that a normalizer or decoder may make of one, at most. Unicode's own rules produce up to 18."""
+"""Maximum number of characters that a normalizer or decoder may make of one. Unicode's own rules produce up to 18."""
 
 MAX_STEPS = 2000
 """Steps of a normalizer or decoder, at most. Common ones have fewer than ten."""
@@ -49,7 +49,7 @@ def expands(steps: list[Mapping[str, Any]]) -> bool:
     steps = [step for step in steps if step.get("type") not in _DECODERS]
     if len(steps) > MAX_STEPS or any(len(text) > MAX_GROWTH for step in steps for text in _written(step)):
         return True
-    # The next step can replace the output of a step, so each output is tried, also by its characters.
+    # The next step can replace the output of a step, so each output is tried, and each of its characters.
     texts = {text for step in steps for text in (*_written(step), *_replaced(step))}
     functions = _functions(steps)
     for first in sorted(texts | {character for text in texts for character in text} | set(_SAMPLE)):
@@ -62,7 +62,7 @@ def expands(steps: list[Mapping[str, Any]]) -> bool:
 
 
 def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the steps of a normalizer or decoder, also those of sequences in it."""
+    """Yield the steps of a normalizer or decoder, including those in nested sequences."""
     if not isinstance(part, Mapping):
         return
     inner = part.get("normalizers", part.get("decoders"))
@@ -90,7 +90,7 @@ def _functions(steps: list[Mapping[str, Any]]) -> list[Callable[[str], str]]:
             with panics_caught():
                 # Only a complete tokenizer can be read from JSON.
                 normalizer = Tokenizer.from_str(json.dumps(empty | {"normalizer": dict(step)})).normalizer
-        except Exception:  # `tokenizers` raises a bare Exception, also for a step that only decoders have
+        except Exception:  # `tokenizers` raises a bare Exception, even for a step that only decoders have
             continue
         functions.append(normalizer.normalize_str)
     return functions

@@ -229,5 +229,5 @@ def not_loaded(kind: str, path: str, error: Exception, *, plan: str = "") -> str
         remedy = "Install the extra `tokenizers`, which reads tokenizers without tokenizer.json."
     if kind == "tokenizer" and Path(path).is_dir() and not any(any(Path(path).glob(name)) for name in _TOKENIZER_FILES):
         reason = "its folder has no tokenizer files, such as tokenizer.json"
-        remedy = "Copy them from the model that it was made of, or name a folder that has them."
+        remedy = "Copy them from the original model, or name a folder that has them."
     return f"The {kind} '{path}' could not be loaded: {reason.rstrip('.')}. {remedy}"

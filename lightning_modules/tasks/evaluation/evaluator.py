@@ -1,4 +1,4 @@
-"""Measure an evaluator: how well its key tokens are the answer tokens of right responses (mode ``key_tokens``)."""
+"""Measure an evaluator: how well its key tokens match the answer tokens of right responses (mode ``key_tokens``)."""
 
 import math
 from collections import Counter

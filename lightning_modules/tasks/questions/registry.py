@@ -121,7 +121,9 @@ def check_names(names: Iterable[str]) -> None:
         if base in SETTINGS:
             configure(name)
         elif is_known(name) and name != base:
-            raise ValueError(f"'{base}' has no options: remove those of '{name}'. RULER's single tasks have some.")
+            raise ValueError(
+                f"'{base}' has no options: remove those of '{name}'. Only RULER's single tasks have options."
+            )
         elif not is_known(name) and "." not in base:
             near = difflib.get_close_matches(base, [*TASKS, *GROUPS], n=1)
             hint = f" Did you mean '{near[0]}'?" if near else ""

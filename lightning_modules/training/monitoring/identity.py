@@ -196,7 +196,7 @@ def _remove_events(file: Path, tags: Collection[str]) -> None:
 def _add_hparams_tab(logger: TensorBoardLogger, values: Mapping[str, Any], metrics: Collection[str] = ()) -> None:
     """Add the run to the HPARAMS tab, with these metrics once they are known.
 
-    The tab shows the last point of each metric's curve, also of a run that was killed.
+    The tab shows the last point of each metric's curve, even for a run that was killed.
     """
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
     from torch.utils.tensorboard.summary import hparams

@@ -133,7 +133,7 @@ class StepProgress(ProgressBar):
         if self._documents is not None:
             self._documents.close()
         if self._steps is not None:
-            self._steps.refresh()  # the last step, also in a log file
+            self._steps.refresh()  # the last step, even in a log file
             self._steps.close()
         self._documents = self._steps = None
 

@@ -1,4 +1,4 @@
-"""Self-contained HTML page of a document's tokens, which loads nothing and runs only its own script."""
+"""Self-contained HTML page of a document's tokens, without external resources or other scripts than its own."""
 
 import html
 import json

@@ -77,7 +77,7 @@ def test_adapters_are_merged_into_the_base_that_they_were_trained_on(kind, base,
     caplog.set_level("INFO")
     with pytest.raises(ValueError, match=f"No model at '{base}'"):
         export_checkpoint(*arguments, tokenizer=str(model_dir))
-    assert "`--adapters kept` would need no base model" in caplog.text
+    assert "`--adapters kept` does not need the base model" in caplog.text
     assert not (tmp_path / "out").exists()
 
 

@@ -19,7 +19,7 @@ ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3":
 
 
 def read_config(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], factors: torch.Tensor | None) -> Any:
-    """Return the config of the model in a file, and take all values that it is made of.
+    """Return the config of the model in a file, and remove all values that it is computed from.
 
     Args:
         metadata: The file's values.
@@ -98,7 +98,7 @@ def _match_llama_3(metadata: Metadata, theta: float, factors: torch.Tensor) -> d
     frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     if not torch.allclose(unscaled / frequencies, factors, rtol=1e-3):
         raise ValueError(
-            f"'{metadata.name}' scales RoPE in another way than Llama 3, so its long contexts would be wrong. Use the"
+            f"'{metadata.name}' does not scale RoPE like Llama 3, so its long contexts would be wrong. Use the"
             " model's folder of the Hugging Face hub instead."
         )
     return rope

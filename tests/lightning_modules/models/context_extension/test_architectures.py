@@ -382,9 +382,9 @@ def test_what_is_not_supported_says_why(architecture, method, reason):
 @pytest.mark.parametrize(
     ("present", "settings", "message"),
     [
-        ("rerope", {"method": "yarn"}, "'yarn' cannot follow it"),
-        ("eabf", {"method": "dual_chunk"}, "'dual_chunk' cannot follow it"),
-        ("yarn", {"method": "dynamic_ntk"}, "'dynamic_ntk' cannot follow it"),
+        ("rerope", {"method": "yarn"}, "'yarn' cannot extend it further"),
+        ("eabf", {"method": "dual_chunk"}, "'dual_chunk' cannot extend it further"),
+        ("yarn", {"method": "dynamic_ntk"}, "'dynamic_ntk' cannot extend it further"),
         ("yarn", {"method": "xpos"}, "'xpos' is defined for plain RoPE"),
         ("dynamic_ntk", {"method": "yarn"}, "depends on the length of the text"),
         ("yarn", {"method": "yarn", "original_length": ORIGINAL}, "set `context_extension.original_length` = 16"),
