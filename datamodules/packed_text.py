@@ -158,7 +158,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer, loaded once."""
         if self.tokenizer_name is None:
-            raise ValueError("`tokenizer` is missing: set it to that of the model, a hub id or a local folder.")
+            raise ValueError("`tokenizer` is missing: set it to the model's tokenizer, a hub id or a local folder.")
         return load_tokenizer(self.tokenizer_name, revision=self.tokenizer_revision)
 
     @override

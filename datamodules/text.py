@@ -102,7 +102,7 @@ class TextDataModule(PackedTextDataModule):
         if chat_template is not None and not any(chats):
             raise ValueError("`chat_template` is for chats: set `messages_field`, or remove it.")
         if tokenizer is None and (token_column is None or self.validation_sets):
-            raise ValueError("`tokenizer` is missing: only documents with a `token_column` need none.")
+            raise ValueError("`tokenizer` is missing: it is optional only for documents with a `token_column`.")
         self.paths: dict[Split, Documents | None] = {"train": train, "validation": validation, "test": test}
         self.content = Content((text_field,), prompt_field, messages_field, token_column)
         self.chat_template = None if chat_template is None else read_template(chat_template)

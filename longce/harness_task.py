@@ -56,8 +56,8 @@ class LongPPLTask(ConfigurableTask):
     def build_all_requests(self, *args: Any, cache_requests: bool = False, **kwargs: Any) -> None:
         if cache_requests:
             raise ValueError(
-                "`--cache_requests` would ask for tokens of earlier texts or key tokens, because the harness stores"
-                " requests by the name of the task: leave it out."
+                "`--cache_requests` would reuse requests for earlier texts or key tokens, because the harness stores"
+                " requests by the name of the task: remove it."
             )
         super().build_all_requests(*args, cache_requests=False, **kwargs)
 
@@ -133,7 +133,7 @@ def read_documents(
         requests += len(runs)
     if not rows:
         raise ValueError(f"None of the {len(evaluated)} texts has a key token at alpha = {alpha} and beta = {beta}.")
-    # 3. Report what the task is made of.
+    # 3. Report the contents of the task.
     key_count = sum(row["key_tokens"] for row in rows)
     left_out = len(evaluated) - len(rows)
     _log.info("%d key tokens of %d texts in %d requests; %d without any.", key_count, len(rows), requests, left_out)

@@ -195,7 +195,7 @@ def chat_row(
 
 
 def token_row(document: Document, tokenizer: PreTrainedTokenizerFast | None, length: int | None) -> Row:
-    """Make a sequence of token ids; with a tokenizer, also of the text that they decode to."""
+    """Make a sequence from token ids; with a tokenizer, include the text that they decode to."""
     assert document.tokens is not None
     tokens = document.tokens[:length]
     row = make_row(tokens, np.array([len(tokens)]))

@@ -42,8 +42,8 @@ def file_sources(source: Source | None) -> list[Source]:
     if isinstance(source, TextFiles | RecordFiles):
         return [replace(source, files=(file,)) for file in source.files]
     raise ValueError(
-        "Only files can be streamed: set `train` to files, those of a hub dataset as"
-        " hf://datasets/owner/name/**/*.parquet."
+        "Only files can be streamed: set `train` to files, such as hf://datasets/owner/name/**/*.parquet for a hub"
+        " dataset."
     )
 
 

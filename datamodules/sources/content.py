@@ -40,7 +40,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Content:
-    """Names of the fields of a record that its document is made of.
+    """Names of the fields of a record that contain its document.
 
     The text is in the first of the fields ``text`` that a record has, and follows the prompt in ``prompt``. With
     ``messages`` or ``tokens``, the document is a chat, or token ids, instead.

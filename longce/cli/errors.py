@@ -134,7 +134,7 @@ def stop_with_usage(message: str) -> NoReturn:
 
 
 def _list_options(parser: jsonargparse.ArgumentParser) -> set[str]:
-    """Return the names of all options of a parser and of its subcommands, also of the classes in its defaults."""
+    """Return the names of all options of a parser, its subcommands, and the classes in its defaults."""
     names: set[str] = set()
     for action in parser._actions:
         names.update(option[2:] for option in action.option_strings if option.startswith("--"))
@@ -146,7 +146,7 @@ def _list_options(parser: jsonargparse.ArgumentParser) -> set[str]:
 
 
 def _list_parameters(class_path: str) -> list[str]:
-    """Return the names of the parameters of a class, also of those that it passes on as keywords."""
+    """Return the names of the parameters of a class, including those that it passes on as keywords."""
     parser = jsonargparse.ArgumentParser()
     parser.add_class_arguments(_import_named_class(class_path), fail_untyped=False)
     return list(parser.get_defaults().keys())

@@ -1,6 +1,6 @@
 """Entry point of the `longce` command, which imports torch only after the arguments are checked.
 
-The functions import what they need, so that Ctrl-C during an import is also reported in one line.
+Imports are inside the functions, so that Ctrl-C during an import is also reported in one line.
 """
 
 import logging

@@ -58,7 +58,7 @@ def _average(name: str, runs: Sequence[ComparedRun]) -> ComparedRun:
 
 
 def average_documents(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Return the means over runs of the documents that all of them have with equally many tokens and bytes.
+    """Return means over runs, for the documents that all runs have with equal numbers of tokens and bytes.
 
     Constant columns say how many runs there are, and how much the numbers of all documents vary between them.
     """
@@ -83,5 +83,5 @@ def average_documents(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _variance_of_mean(numbers: Sequence[float]) -> float:
-    """Return the variance of the mean logarithm of a number over runs; 0 if one run cannot tell it."""
+    """Return the variance of the mean logarithm of a number over runs; 0 for a single run."""
     return float(np.log(numbers).var(ddof=1)) / len(numbers) if len(numbers) > 1 else 0.0

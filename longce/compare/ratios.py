@@ -19,7 +19,7 @@ def have_same_tokens(tables: Sequence[pd.DataFrame]) -> bool:
 def compared_kinds(tables: Sequence[pd.DataFrame]) -> tuple[str, ...]:
     """Return the metrics to compare these evaluations by; the last two cover key tokens and all tokens.
 
-    Documents are shared (`shared_documents`) if they have equally many units of the first two: with different
+    Documents are shared (`shared_documents`) if they have equal numbers of the first two units: with different
     tokenizers, the bytes of all scored tokens depend on whether a special token precedes the text.
     """
     return tuple(TOKENS) if have_same_tokens(tables) else WITHOUT_TOKENS

@@ -36,7 +36,7 @@ class Cell(NamedTuple):
     set: str  # of documents
     evaluator: str = ""  # name
     thresholds: str = ""
-    details: str = ""  # what identifies the evaluator, with K, d and rule
+    details: str = ""  # identity of the evaluator, with K, d and rule
     numerics: str = ""  # of the model
 
     @property

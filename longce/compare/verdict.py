@@ -43,7 +43,7 @@ class Ratio(NamedTuple):
     interval: Interval | None
     documents: int
     units: int  # tokens or bytes that the run's number is over
-    total: int = 0  # documents that both have, also those without such units
+    total: int = 0  # documents that both have, including those without such units
 
     @property
     def outcome(self) -> Outcome:
@@ -94,7 +94,7 @@ def write_verdict(runs: Sequence[ComparedRun], baseline: ComparedRun, differing:
     if not sentences:
         return []
     sentences += _name_own_evaluators(runs) + _compare_training(runs) + _name_settings(differing, runs)
-    sentences.append(f"Intervals (95%) are about the choice of documents{_describe_seeds(runs)}.")
+    sentences.append(f"Intervals (95%) cover the choice of documents{_describe_seeds(runs)}.")
     return sentences
 
 
@@ -287,7 +287,7 @@ def draw_ratios(ratios: Sequence[Ratio]) -> str:
 
 
 def _set_ratio_ticks(plot: Axes, ends: Sequence[float]) -> None:
-    """Set limits and ticks in plain numbers: round ones if the range is narrow, else 1, 2, 5 times powers of ten."""
+    """Set limits and ticks in plain numbers: round ones if the range is narrow, or 1, 2, 5 times powers of ten."""
     low = max(min(ends), _SMALLEST)
     high = min(max(ends), 1 / _SMALLEST)
     margin = max((high / low) ** 0.08, 1.01)

@@ -108,11 +108,11 @@ class CorpusConfig(LoadingOptions):
         if index >= shards:
             raise ValueError(f"`shard` must be I/N with I from 0 to N - 1, got '{self.shard}'.")
         if self.token_column is not None and self.add_special_tokens:
-            raise ValueError("`add_special_tokens` is for texts, and `token_column` is set: leave one of them out.")
+            raise ValueError("`add_special_tokens` is for texts, and `token_column` is set: remove one of them.")
         if (self.engine == "ray") != (self.num_shards is not None):
-            raise ValueError("`engine` 'ray' needs `num_shards`, which is for it only.")
+            raise ValueError("`engine` 'ray' needs `num_shards`, which other engines do not use.")
         if self.engine == "ray" and shards > 1:
-            raise ValueError(f"`engine` 'ray' scores all shards, and `shard` is {self.shard}: leave one of them out.")
+            raise ValueError(f"`engine` 'ray' scores all shards, and `shard` is {self.shard}: remove one of them.")
 
     @property
     def shard_numbers(self) -> tuple[int, int]:

@@ -79,7 +79,7 @@ def score_shard(files: Sequence[str], config: CorpusConfig) -> dict[str, int]:
     # 1. Find the documents, and those that have scores.
     columns = CorpusColumns(config.text_column, config.key_column, tuple(config.columns), config.token_column)
     if clash := find_reserved_names(config.columns):
-        raise ValueError(f"`columns` has {clash}, which name another column already: rename them in the corpus.")
+        raise ValueError(f"`columns` has {clash}, which are names of other columns: rename them in the corpus.")
     _check_place(files, config.output)
     shards = _open_folder(config)
     scorer = _make_scorer(config)
@@ -190,7 +190,7 @@ def _load(scorer: LongContextScorer, identity: str) -> None:
 
 
 def _verify(scorer: LongContextScorer, writer: Writer) -> None:
-    """Raise a ``ValueError`` if a server has another model than before; log what the servers did."""
+    """Raise a ``ValueError`` if the model of a server has changed; log the work of the servers."""
     if "document_scorer" not in vars(scorer):
         return
     backbone = scorer.document_scorer.backbone

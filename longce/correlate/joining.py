@@ -1,4 +1,4 @@
-"""Join the values of models from several files, and name models and values by what differs."""
+"""Join the values of models from several files, and add the differences to the names of models and values."""
 
 import difflib
 import math
@@ -142,8 +142,8 @@ def _name_variant(name: str, entry: Measured, variants: Set[Provenance]) -> str:
     if entry.provenance is None:
         known = "; ".join(sorted(map(str, variants)))
         raise ValueError(
-            f"{entry.place} has '{name}', of which the other files have {len(variants)} versions ({known}): name the"
-            " one that is meant (NAME=FILE), or leave out the others."
+            f"{entry.place} has '{name}', but the other files have {len(variants)} versions of it ({known}): name the"
+            " right one (NAME=FILE), or remove the others."
         )
     details = ", ".join(f"{key}={getattr(entry.provenance, key)}" for key in differing)
     return f"{name} [{shorten_hashes(details)}]"

@@ -98,7 +98,7 @@ class ActivationBytes:
             settings = {"use_reentrant": False, "preserve_rng_state": False}
             with warnings.catch_warnings(action="ignore", category=FutureWarning):
                 backbone.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
-        # The input of every layer except the first needs a gradient, also with LoRA.
+        # The input of every layer except the first needs a gradient, even with LoRA.
         backbone.base_model.get_input_embeddings().weight.requires_grad_()
         with _fake_tensors(backbone), TokenMemory(TOKENS) as memory:
             hidden_states = _run_forward(backbone, self.autocast)

@@ -148,7 +148,7 @@ def read_rows(database: duckdb.DuckDBPyConnection, files: Sequence[str]) -> duck
 def load_documents(database: duckdb.DuckDBPyConnection, rows: duckdb.DuckDBPyRelation, config: SelectConfig) -> None:
     """Create the table ``documents`` of all rows with the columns that are used, after all options are checked."""
     if config.figure is not None and not set(METRICS) & set(rows.columns):
-        raise ValueError(f"`figure` needs one of the columns {', '.join(METRICS)}, but none is there: leave it out.")
+        raise ValueError(f"`figure` needs one of the columns {', '.join(METRICS)}, which are all missing: remove it.")
     # On no rows, so that a wrong expression is refused before anything is read.
     database.register("scores", rows.limit(0).to_arrow_table())
     evaluate_options(database.table("scores"), config)

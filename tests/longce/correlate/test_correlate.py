@@ -121,7 +121,7 @@ def test_models_of_one_name_but_different_content_or_numerics_are_different(chan
     }
     unknown = measured("M", {"ppl": 3.0})
     assert set(join([one, unknown]).values) == {"M"}
-    with pytest.raises(ValueError, match="of which the other files have 2 versions"):
+    with pytest.raises(ValueError, match="but the other files have 2 versions of it"):
         join([one, other, unknown])
 
 
