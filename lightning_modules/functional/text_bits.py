@@ -19,12 +19,12 @@ class TextBits(NamedTuple):
 
     Attributes:
         bits: Negative log-likelihood of all scored tokens, in bits.
-        bytes: UTF-8 bytes of the text, from the first scored token on.
+        bytes: UTF-8 bytes of the text, from the first scored token on, without those of tokens that are not scored.
         key_bits: Negative log-likelihood of the tokens in key spans, in bits. A token that crosses the border of a span
             counts by the fraction of its bytes inside.
         crossing_bits: Maximum error of ``key_bits``, because the bits of each byte of a token are unknown.
-        key_bytes: UTF-8 bytes of the key spans.
-        evaluator_key_tokens: Tokens of the evaluator in the key spans; 0 if unknown.
+        key_bytes: UTF-8 bytes of the key spans, without those of tokens that are not scored.
+        evaluator_key_tokens: Tokens of the evaluator in the key spans that have such bytes; 0 if unknown.
     """
 
     bits: float = 0.0
@@ -80,16 +80,19 @@ def text_bits(
     # 1. Find the number of UTF-8 bytes of each character from its code point (1 to 4).
     points = torch.from_numpy(np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.int64))
     widths = 1 + torch.stack([points >= first for first in _WIDTHS]).sum(0)
-    # 2. Count the spans that each character is in: 1 more from the start of a span on, 1 less from its end on.
-    change = torch.zeros(len(text) + 1, dtype=torch.int64)
-    change.index_add_(0, spans.flatten().long().clamp(max=len(text)), torch.tensor([1, -1]).repeat(len(spans)))
-    in_span = change.cumsum(0)[:-1] > 0
+    # 2. Leave out characters without bits: those before the first scored token, and those of other tokens that are not
+    #    scored, such as the prompts of a chat.
+    start, end = offsets.long().unbind(-1)
+    read = start[scored & (end > start)]
+    counts = _is_covered(offsets[scored], len(text)) | ~_is_covered(offsets[~scored], len(text))
+    counts[: int(read.min()) if len(read) else len(text)] = False
+    widths = widths * counts
+    in_span = _is_covered(spans, len(text))
     # 3. Sum up the bytes before each character, of the text and of the key spans alone.
     zero = widths.new_zeros(1)
     before = torch.cat([zero, widths.cumsum(0)])
     key_before = torch.cat([zero, (widths * in_span).cumsum(0)])
     # 4. Each token's share of bytes inside the spans; none for a special token, which has no characters.
-    start, end = offsets.long().unbind(-1)
     size = before[end] - before[start]
     inside = key_before[end] - key_before[start]
     share = (inside / size.clamp(min=1)).double()
@@ -97,17 +100,27 @@ def text_bits(
     #    the border of a span, the share would be off by its larger part.
     bits = torch.where(scored, -log_likelihood.double() / math.log(2), 0.0)
     crossing = torch.where((share > 0) & (share < 1), torch.maximum(share, 1 - share), 0.0)
-    # Bytes before the first scored token have no bits, and do not count.
-    read = start[scored & (end > start)]
-    first = read.min() if len(read) else len(text)
+    evaluator_key_tokens = 0
+    if evaluator_offsets is not None:
+        first, stop = evaluator_offsets.long().unbind(-1)
+        has_bytes = before[stop] > before[first]
+        evaluator_key_tokens = int((span_token_mask(evaluator_offsets, spans) & has_bytes).sum())
     return TextBits(
         bits=float(bits.sum()),
-        bytes=int(before[-1] - before[first]),
+        bytes=int(before[-1]),
         key_bits=float((bits * share).sum()),
         crossing_bits=float((bits * crossing).sum()),
         key_bytes=int(key_before[-1]),
-        evaluator_key_tokens=0 if evaluator_offsets is None else int(span_token_mask(evaluator_offsets, spans).sum()),
+        evaluator_key_tokens=evaluator_key_tokens,
     )
+
+
+def _is_covered(spans: Tensor, length: int) -> Tensor:
+    """Return which of ``[length]`` characters are in one of the ``[M, 2]`` spans, which may overlap or exceed them."""
+    # The number of spans of a character: 1 more from the start of a span on, 1 less from its end on.
+    change = torch.zeros(length + 1, dtype=torch.int64)
+    change.index_add_(0, spans.flatten().long().clamp(max=length), torch.tensor([1, -1]).repeat(len(spans)))
+    return change.cumsum(0)[:-1] > 0
 
 
 def add_bits(documents: Iterable[TextBits]) -> TextBits:

@@ -38,8 +38,8 @@ class Sums(NamedTuple):
     key_nll: float = 0.0  # of the key tokens
     soft_weight: float = 0.0  # soft influence of the evaluator; 0 if unknown
     soft_nll: float = 0.0  # of the scored tokens, weighted by the soft influence
-    bytes: int = 0  # in UTF-8, from the first scored token on
-    key_bytes: int = 0  # of the key spans
+    bytes: int = 0  # in UTF-8, from the first scored token on, without tokens that are not scored
+    key_bytes: int = 0  # .. in the key spans
     key_bits: float = 0.0  # of the tokens in key spans, by the share of their bytes inside
     crossing_bits: float = 0.0  # largest error of `key_bits`: how a token's bits are divided among its bytes is unknown
     evaluator_key_tokens: int = 0  # tokens of the evaluator in the key spans; 0 if unknown

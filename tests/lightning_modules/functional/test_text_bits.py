@@ -91,6 +91,16 @@ def test_special_and_unscored_tokens_have_no_bytes():
     assert math.isnan(without.numbers()["key_bits_per_byte"])
 
 
+def test_prompts_between_scored_tokens_have_no_bytes_and_no_key_tokens():
+    """As in a chat, whose key tokens are also in the turns of the user."""
+    tokens = [[0, 2], [2, 4], [4, 6], [6, 8], [8, 10]]
+    scored = torch.tensor([False, True, False, False, True])
+    bits = [[1]] * 10
+    found = measure("abcdefghij", bits, tokens, [[2, 6], [8, 10]], scored, torch.tensor(tokens))
+    assert (found.bytes, found.bits) == (4, pytest.approx(4))
+    assert (found.key_bytes, found.key_bits, found.evaluator_key_tokens) == (4, pytest.approx(4), 2)
+
+
 def test_sums_of_documents_and_infinite_numbers():
     total = add_bits([TextBits(8.0, 4, 2.0, 0.5, 2, 1), TextBits(2.0, 1, 4.0, 0.0, 1, 2)])
     assert total == TextBits(10.0, 5, 6.0, 0.5, 3, 3)
