@@ -125,7 +125,7 @@ class MixtureDataModule(PackedTextDataModule):
         if stage in ("fit", "validate"):
             self.validation = self._read_sets() or self._join_documents("validation")
         if stage in ("test", "predict"):
-            self.test = self._join_documents("test")
+            self.test = self._join_documents("test", prompts=stage == "predict")
 
     @override
     def train_dataloader(self) -> DataLoader[Row]:
@@ -150,9 +150,9 @@ class MixtureDataModule(PackedTextDataModule):
         found = [rows.store.manifest["largest_token"] for rows in self.mixed_rows.values()]
         return max(found, default=None)
 
-    def _join_documents(self, split: Split) -> JoinedDocuments:
+    def _join_documents(self, split: Split, *, prompts: bool = False) -> JoinedDocuments:
         """Join the evaluation documents of all sources."""
-        return JoinedDocuments([each._read_documents(split) for each in self.evaluated.values()])
+        return JoinedDocuments([each._read_documents(split, prompts=prompts) for each in self.evaluated.values()])
 
 
 def _make_module(source: MixtureSource, settings: Mapping[str, Any]) -> PackedTextDataModule:

@@ -187,7 +187,8 @@ class PackedTextDataModule(LightningDataModule, ABC):
         if stage == "predict" and self.tokenizer_name is None:
             raise ValueError("Scores of documents need their text: set `tokenizer`, which decodes the token ids.")
         if stage in ("test", "predict"):
-            self.test = self._read_documents("test")
+            # Stored log-likelihoods are those of all tokens: an unscored one of 0 would look certain.
+            self.test = self._read_documents("test", prompts=stage == "predict")
 
     @override
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -354,9 +355,10 @@ class PackedTextDataModule(LightningDataModule, ABC):
             raise ValueError(f"{type(self).__name__} has no {split} documents.")
         return source
 
-    def _read_documents(self, split: Split) -> DocumentDataset:
+    def _read_documents(self, split: Split, *, prompts: bool = False) -> DocumentDataset:
+        """Read the documents of a split; ``prompts`` of chats are scored in any case if it is set."""
         count = self.validation_documents if split == "validation" else self.test_documents
-        return self._tokenize(self._evaluation_source(split), count, self.validation_length)
+        return self._tokenize(self._evaluation_source(split), count, self.validation_length, prompts=prompts)
 
     def _read_sets(self) -> NamedDocuments | None:
         """Read the named validation sets, if there are any."""
@@ -365,14 +367,16 @@ class PackedTextDataModule(LightningDataModule, ABC):
             parts[name] = self._tokenize(each.source(), each.documents, each.length or self.validation_length)
         return NamedDocuments(parts) if parts else None
 
-    def _tokenize(self, source: Source, count: int | None, length: int | Literal["whole"] | None) -> DocumentDataset:
+    def _tokenize(
+        self, source: Source, count: int | None, length: int | Literal["whole"] | None, *, prompts: bool = False
+    ) -> DocumentDataset:
         limit = None if length == "whole" else length or self.sequence_length
         return DocumentDataset(
             islice(source, count),
             None if self.tokenizer_name is None else self.tokenizer,
             length=limit,
             add_special_tokens=self.add_special_tokens,
-            loss_on_prompt=self.evaluates_prompts,
+            loss_on_prompt=self.evaluates_prompts or prompts,
         )
 
     def _evaluation_loader(

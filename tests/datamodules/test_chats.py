@@ -197,6 +197,15 @@ def test_validation_scores_what_the_assistant_says(folder):
     assert (everything["labels"][0, 1:] == everything["input_ids"][0, 1:]).all()
 
 
+def test_predictions_score_all_tokens(folder):
+    """Of a prompt between two answers as well: its tokens would be stored as certain."""
+    documents = {"test": str(folder / "chats.jsonl"), "validation_length": "whole"}
+    for stage, scores_all in (("test", False), ("predict", True)):
+        batches = list(prepared(folder, stage=stage, **documents).predict_dataloader())
+        assert len(batches) == len(CHATS)
+        assert all(bool(batch["scored"][0, 1:].all()) for batch in batches) == scores_all
+
+
 def test_a_template_without_marks_is_refused_before_work_unless_all_tokens_have_the_loss(folder, monkeypatch):
     (folder / "plain.jinja").write_text(PLAIN)
     settings = {"chat_template": str(folder / "plain.jinja")}
