@@ -67,9 +67,9 @@ class ScoreTable:
     def _list_token_values(self, scores: TokenScores) -> dict[str, Any]:
         if self.per_token is None:  # such lists are nearly all of a shard's bytes
             return {}
-        # Missing values are null: the first token is not scored, and the first short contexts are the whole context.
+        # Missing values are null: the first tokens are not scored, and the first short contexts are the whole context.
         lsd = _null_before(scores.short_context.window_length, self._round(scores.long - scores.short))
-        lcl = _null_before(1, self._round(scores.long))
+        lcl = _null_before(scores.unscored, self._round(scores.long))
         starts, ends = (column.numpy() for column in scores.offsets.int().unbind(-1))
         return dict(zip(PER_TOKEN, (lsd, lcl, starts, ends), strict=True))
 

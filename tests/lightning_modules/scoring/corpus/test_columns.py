@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_modules.scoring.corpus.columns import COLUMNS, document_scores, ladder_columns, ladder_scores
+from lightning_modules.scoring.corpus.table import ScoreTable
 from lightning_modules.scoring.token_scores import TokenScores
 
 OFFSETS = [[2 * (t // 3) + (t % 3 == 2), 2 * (t // 3) + 1 + (t % 3 == 2) * (t % 2)] for t in range(60)]
@@ -152,3 +153,13 @@ def test_rungs_that_a_document_does_not_have_are_null():
     as_long = make_scores(9, ladder=((4,), 5))  # its whole context is the first length
     assert ladder_scores(as_long, (4, 8))["ladder_4_whole_mean"] is None
     assert ladder_scores(make_scores(9), ()) == {}
+
+
+def test_special_tokens_before_the_text_have_no_log_likelihood():
+    scores = make_scores(20)
+    scores.unscored = 2
+    scores.long[1] = scores.short[1] = 0
+    table = ScoreTable(per_token="float32")
+    table.add({}, scores)
+    (row,) = table.table().to_pylist()
+    assert row["lcl"] == [None, None, *scores.long[2:].tolist()]
