@@ -192,7 +192,7 @@ def _describe_resumes(folder: Path) -> dict[str, str]:
 def _name_cell(records: Sequence[Record]) -> Cell:
     """Return the cell of a measurement; those of different evaluators, definitions or numerics differ.
 
-    Evaluators differ if their content, dtype or attention does.
+    Evaluators differ if their content, dtype or attention does, or whether special tokens precede the text.
     """
     record = records[0]
     definition = record.definition
@@ -200,6 +200,7 @@ def _name_cell(records: Sequence[Record]) -> Cell:
     details = [str(record.evaluator.provenance)]
     if definition.context_length:
         details += [f"K {definition.context_length}", f"d {definition.stride}"]
+        details += [] if record.evaluator.special_tokens else ["no special tokens"]
     if definition.key_token_rule == "authors":
         details.append("rule: authors")
     values = f"alpha {definition.alpha:g}, beta {definition.beta:g}"

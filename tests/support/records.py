@@ -5,7 +5,7 @@ import math
 from lightning_modules.scoring.records import Definition, Record, Source, Sums
 
 MODEL = Source("hub/M", f"sha256:{'c' * 64}", "t", "float32", "sdpa", "none")
-EVALUATOR = Source("hub/E", f"sha256:{'a' * 64}", "t", "float32", "sdpa", "none")
+EVALUATOR = Source("hub/E", f"sha256:{'a' * 64}", "t", "float32", "sdpa", "none", special_tokens=True)
 DEFINITION = Definition(context_length=64, stride=16)
 
 
