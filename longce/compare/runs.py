@@ -158,7 +158,8 @@ def _read_run(run_name: str, folder: Path) -> ComparedRun:
         recorded = read_numerics(place)
         for key, step, value in read_scalars(place):
             # Lightning numbers steps from 0, but evaluations before training and of checkpoints are at their step.
-            exact = place != folder or (step == 0 and key.startswith("val/"))
+            # So are those of `LongContextTasks` after N steps, which begin no step of their own.
+            exact = place != folder or key.startswith(("tasks/", "harness/")) or (step == 0 and key.startswith("val/"))
             step = step if exact else step + 1
             scalars[key][step] = value
             evaluated[key, step] = recorded.get(step, UNKNOWN)

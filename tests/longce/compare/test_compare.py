@@ -261,6 +261,15 @@ def test_runs_are_ranked_with_what_differs_and_costs(tmp_path, capsys):
     assert "1.125 [1.125, 1.125]" in compare(runs[::-1])
 
 
+def test_tasks_after_the_last_step_are_no_step(tmp_path):
+    """`LongContextTasks` logs at the step itself, and Lightning at the one before."""
+    runs = [make_run(tmp_path / name, {0: 1.0, 20: 0.9}) for name in ("base", "tasks")]
+    with SummaryWriter(runs[1]) as writer:
+        writer.add_scalar("tasks/average/4096", 50.0, 20)
+    assert "optimizer steps (" not in compare(runs)
+    assert max(read_runs(runs)[1].scalars["step"]) == 20
+
+
 def test_curves_begin_at_the_base_model_and_include_later_evaluations_and_resumed_logs(tmp_path):
     folder = make_run(tmp_path / "run", {0: 1.0, 10: 0.9})
     with SummaryWriter(folder, filename_suffix=".resumed") as writer:
