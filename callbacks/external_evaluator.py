@@ -259,7 +259,8 @@ class ExternalEvaluator(Callback):
         """Measure the documents of this process, in the same order in all processes, and free the evaluator."""
         records: list[Record] = []
         numerics = find_numerics(trainer, module)
-        model = Source(dtype=numerics.dtype, attention=numerics.attention, precision=numerics.precision)
+        special = bool(getattr(trainer.datamodule, "add_special_tokens", False))  # type: ignore[attr-defined]
+        model = Source(**numerics._asdict(), special_tokens=special)
         if self.evaluator is not None:
             self.evaluator.device = module.device  # known only now
         evaluator = self._describe_evaluator()

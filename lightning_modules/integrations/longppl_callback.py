@@ -86,6 +86,7 @@ class LongPPLCallback(TrainerCallback):
             raise ValueError("`sharded` evaluators are for `longce fit`: store their scores with `longce score` first.")
         self.trainer = trainer
         self.evaluator = open_evaluator(self.config)
+        self.special_tokens = special_tokens
         tokenizer = self._load_tokenizer(trainer.processing_class)
         named = dict(texts) if isinstance(texts, Mapping) else {f"text {i}": text for i, text in enumerate(texts)}
         if not named:
@@ -152,6 +153,7 @@ class LongPPLCallback(TrainerCallback):
             dtype=str(base.dtype).removeprefix("torch."),
             attention=backbone.attention.removeprefix("document_"),
             precision=self.trainer.accelerator.mixed_precision,
+            special_tokens=self.special_tokens,
         )
         rank, size = rank_and_size()
         own: list[Record] = []

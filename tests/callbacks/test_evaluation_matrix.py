@@ -142,7 +142,7 @@ def test_each_document_has_a_record_per_evaluator_and_thresholds(model_dir, eval
     logger = TensorBoardLogger(folders, name="run", version="1")
     trainer = make_trainer(folders, [make_evaluator(evaluator_dir, folders, name="tiny")], logger=logger)
     module = LongContextLM(str(model_dir), **LENGTHS)
-    (logged,) = trainer.validate(module, make_data(model_dir, folders), verbose=False)
+    (logged,) = trainer.validate(module, make_data(model_dir, folders, add_special_tokens=True), verbose=False)
     run = folders / "run" / "1"
     (run / "config.yaml").write_text("trainer: {}")
     (compared,) = read_runs([run])
@@ -152,6 +152,7 @@ def test_each_document_has_a_record_per_evaluator_and_thresholds(model_dir, eval
     assert (first.stage, first.step, first.evaluator_label) == ("val", 0, "tiny")
     assert first.evaluator.identity == model_identity(ModelConfig(str(evaluator_dir)))
     assert first.model.numerics == ("float32", "32-true", "sdpa")
+    assert first.model.special_tokens
     assert all(each.evaluator == first.evaluator for each in records)
     for (set_name, label), total in summarize(records, by=("set", "thresholds_label")).items():
         definitions = {each.definition for each in records if each.thresholds_label == label}

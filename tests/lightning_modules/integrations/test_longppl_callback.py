@@ -130,6 +130,14 @@ def test_stored_scores_need_no_evaluator(trained, tokenizer, model_dir, tmp_path
     assert values[0] == values[1]
 
 
+@pytest.mark.parametrize("special_tokens", [False, True])
+def test_records_have_whether_special_tokens_precede_the_texts(special_tokens, trained, tokenizer, model_dir, tmp_path):
+    trainer = make_trainer(trained, tokenizer, tmp_path)
+    callback = longce.LongPPLCallback(trainer, TEXTS, str(model_dir), special_tokens=special_tokens, **SIZES)
+    callback.on_evaluate(trainer.args, trainer.state, trainer.control, {}, model=trained)
+    assert {record.model.special_tokens for record in callback.records} == {special_tokens}
+
+
 def test_a_training_that_has_diverged_has_no_longppl(trained, tokenizer, model_dir, tmp_path, caplog):
     trainer = make_trainer(trained, tokenizer, tmp_path)
     callback = longce.LongPPLCallback(trainer, TEXTS, str(model_dir), **SIZES)
