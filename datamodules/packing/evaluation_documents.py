@@ -23,7 +23,7 @@ from lightning_modules.models.tokenization.chat_templates import (
     rendered_chat,
     tokenize_chats,
 )
-from lightning_modules.models.tokenization.detokenization import TokenCharacters
+from lightning_modules.models.tokenization.detokenization import TokenCharacters, drop_end_tokens
 from lightning_modules.models.tokenization.tokenizer import encode_document, vocabulary_size
 
 
@@ -195,9 +195,16 @@ def chat_row(
 
 
 def token_row(document: Document, tokenizer: PreTrainedTokenizerFast | None, length: int | None) -> Row:
-    """Make a sequence from token ids; with a tokenizer, include the text that they decode to."""
+    """Make a sequence from token ids; with a tokenizer, include the text that they decode to.
+
+    A special token at the end is omitted, as for a text; without a tokenizer it is not known which ids are special.
+    """
     assert document.tokens is not None
-    tokens = document.tokens[:length]
+    tokens = document.tokens
+    if tokenizer is not None:
+        ordinary = drop_end_tokens(torch.from_numpy(tokens), tokenizer).numpy()
+        tokens = ordinary if len(ordinary) else tokens[:1]  # which is not scored
+    tokens = tokens[:length]
     row = make_row(tokens, np.array([len(tokens)]))
     if tokenizer is None:
         return row

@@ -15,7 +15,7 @@ from lightning_modules.functional.equations import check_gamma, check_thresholds
 from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_scorer
-from lightning_modules.models.tokenization.detokenization import TokenCharacters
+from lightning_modules.models.tokenization.detokenization import TokenCharacters, drop_end_tokens
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.config import tokenizer_name
 from lightning_modules.scoring.context_lengths import ContextLengths
@@ -199,12 +199,9 @@ class LongContextScorer:
                 raise ValueError(f"they must be a list of integers from 0 to {size - 1}")
         except (TypeError, ValueError, RuntimeError) as error:
             return EncodedDocument(None, f"the token ids cannot be used: {' '.join(str(error).split())}")
-        # End-of-text tokens and padding, which a text has not.
-        special = torch.isin(tokens, torch.tensor(self.tokenizer.all_special_ids, dtype=tokens.dtype))
-        ordinary = (~special).nonzero()
-        if len(ordinary) == 0:
+        tokens = drop_end_tokens(tokens, self.tokenizer)
+        if len(tokens) == 0:
             return EncodedDocument(None, f"{LEFT_OUT}it has only special tokens")
-        tokens = tokens[: int(ordinary[-1]) + 1]
         text, offsets = characters(tokens)
         document = EncodedDocument(None, None, text_sha256(text), shorten_text(text))
         count = len(tokens)

@@ -373,12 +373,14 @@ def test_token_ids_give_the_batches_of_their_text(folder, byte_tokenizer, kind, 
             assert torch.equal(one[name], other[name])
         assert one["document_boundaries"] == other["document_boundaries"]
     for one, other in zip(ids.val_dataloader(), text.val_dataloader(), strict=True):
-        end = other["input_ids"].shape[1]  # evaluation adds no end-of-text token
+        end = other["input_ids"].shape[1]
         assert torch.equal(one["input_ids"][:, :end], other["input_ids"])
+        assert one["input_ids"].shape[1] == end + (not with_tokenizer)  # which knows the end-of-text token
         assert ("text" in one) == with_tokenizer
         if with_tokenizer:
             assert one["text"] == other["text"]
-            assert torch.equal(one["offsets"][:, :end], other["offsets"])
+            assert torch.equal(one["labels"], other["labels"])
+            assert torch.equal(one["offsets"], other["offsets"])
     assert ids.largest_token == max(map(max, rows))
 
 

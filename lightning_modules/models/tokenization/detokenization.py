@@ -68,6 +68,13 @@ class TokenCharacters:
         return code[whole].tobytes().decode("utf-32-le"), torch.from_numpy(np.stack([start, stop], axis=1))
 
 
+def drop_end_tokens(ids: Tensor, tokenizer: PreTrainedTokenizerFast) -> Tensor:
+    """Return ``[N]`` token ids without the special tokens at their end, such as end of text, which a text has not."""
+    special = torch.isin(ids, torch.tensor(tokenizer.all_special_ids, dtype=ids.dtype))
+    ordinary = (~special).nonzero()
+    return ids[: int(ordinary[-1]) + 1] if len(ordinary) else ids[:0]
+
+
 def token_texts(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> list[str]:
     """Return readable texts of single tokens: bytes of an incomplete character as ``<0xE2>``, special tokens by name.
 
