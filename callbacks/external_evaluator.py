@@ -202,16 +202,31 @@ class ExternalEvaluator(Callback):
         return self.evaluator.scores(document.text, name=document.name)
 
     def _precomputed_spans(self, text: str, name: str) -> Tensor:
-        """Read the spans of a document from the file named by its name, its id or the hash of its text."""
-        stems = [name.replace("/", "_"), *name.replace("/", "_").split()[:1], text_sha256(text)]
+        """Read the spans of a document."""
+        return read_key_spans(self._find_spans(text_sha256(text), name), merge=self.config.key_token_rule == "paper")
+
+    def _find_spans(self, sha256: str, name: str) -> Path:
+        """Return the file of a document's spans, named by the hash of its text, its name or its id."""
+        stems = [name.replace("/", "_"), *name.replace("/", "_").split()[:1], sha256]
         paths = [Path(str(self.key_spans)) / f"{stem}.txt" for stem in stems if len(stem) < 200]
-        found = next((path for path in paths if path.is_file()), None)
+        found = next((path for path in (paths[-1], *paths) if path.is_file()), None)
         if found is None:
             names = " or ".join(f"'{path.name}'" for path in dict.fromkeys(paths))
             raise FileNotFoundError(
                 f"Document '{name}' has no precomputed key spans in '{self.key_spans}': expected {names}."
             )
-        return read_key_spans(found, merge=self.config.key_token_rule == "paper")
+        return found
+
+    def _check_spans(self, records: Sequence[Record]) -> None:
+        """Raise a ``ValueError`` if a file of spans was used for two texts, such as of one name in two sets."""
+        texts: dict[Path, str] = {}
+        for record in records:
+            path = self._find_spans(record.text_sha256, record.document)
+            if texts.setdefault(path, record.text_sha256) != record.text_sha256:
+                raise ValueError(
+                    f"'{path}' was read as the key spans of two texts, of which one is '{record.document}': name their"
+                    " files by the SHA-256 of the texts."
+                )
 
     @override
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -246,6 +261,8 @@ class ExternalEvaluator(Callback):
         # Processes take turns with the documents.
         records = [record for found in gathered(own) for record in found]
         records.sort(key=lambda record: (record.set, record.document))
+        if self.evaluator is None:
+            self._check_spans(records)
         for set_name, set_key in validation_set_keys(trainer).items():
             place = join_key(stage, set_key, self._key)
             of_set = [record for record in records if record.set == set_name]

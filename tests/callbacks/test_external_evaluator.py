@@ -18,6 +18,7 @@ from lightning_modules.scoring import scored_model as scored_model_module
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.key_tokens import key_spans
 from lightning_modules.scoring.scored_model import open_evaluator, score_text
+from lightning_modules.scoring.token_scores import text_sha256
 from tests.conftest import make_text
 from tests.support.texts import write_key_spans
 from tests.support.trainers import quiet_trainer
@@ -116,6 +117,21 @@ def test_precomputed_spans_of_the_authors(model_dir, evaluator_dir, documents, t
     (folder / "doc1.txt").unlink()
     with pytest.raises(FileNotFoundError, match=r"doc1\.txt.*[0-9a-f]{64}\.txt"):
         run(model_dir, ExternalEvaluator(key_spans=str(folder)), documents, tmp_path)
+
+
+def test_a_file_of_spans_is_not_used_for_two_texts(model_dir, documents, tmp_path):
+    """As of documents of one name in two validation sets."""
+    folder = tmp_path / "spans"
+    same = [documents[0], {**documents[1], "names": ["doc0"]}]
+    write_key_spans(folder / "doc0.txt", torch.tensor([[200, 220]]))
+    with pytest.raises(ValueError, match=r"doc0\.txt.* two texts.*SHA-256"):
+        run(model_dir, ExternalEvaluator(key_spans=str(folder)), same, tmp_path)
+    write_key_spans(folder / f"{text_sha256(TEXTS[1])}.txt", torch.tensor([[100, 103], [200, 220]]))
+    result = run(model_dir, ExternalEvaluator(key_spans=str(folder)), same, tmp_path)
+    assert result["val/key_bits_per_byte"] > 0
+    spans = [torch.tensor([[200, 220]]), torch.tensor([[100, 103], [200, 220]])]
+    pairs = zip((documents[0], documents[1]), spans, strict=True)
+    assert result["val/key_tokens"] == sum(int(span_token_mask(each["offsets"][0], own).sum()) for each, own in pairs)
 
 
 def test_rows_without_text_only_keep_processes_in_step(model_dir, evaluator_dir, documents, tmp_path):
