@@ -156,6 +156,11 @@ class HarnessModel(HFLM):
         rows: dict[tuple[int, ...], list[int]] = {}
         starts: list[int] = []
         for index, (_, context, continuation) in enumerate(requests):
+            if len(continuation) > self.max_length:
+                raise ValueError(
+                    f"A task scores a continuation of {len(continuation)} tokens, more than `max_length` ="
+                    f" {self.max_length}: remove the task, or use a model with a longer context."
+                )
             # The last token is predicted, but is not part of the input.
             context = self._truncate_prompt(context, self.max_length + 1 - len(continuation))
             starts.append(len(context))

@@ -67,6 +67,14 @@ def test_answers_and_metrics_match_the_harness(pair, task_dir):
     assert found["groups"]["both"]["acc,none"] == pytest.approx(expected["groups"]["both"]["acc,none"])
 
 
+@pytest.mark.parametrize("excess", [1, 2])
+def test_a_continuation_that_does_not_fit_is_refused(tokenizer, excess):
+    model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), tokenizer, TaskConfig(max_length=20))
+    with pytest.raises(ValueError, match=rf"continuation of {20 + excess} tokens.*= 20"):
+        model._loglikelihood_tokens([(("", ""), [5] * 30, [6] * (20 + excess))])
+    assert len(model._loglikelihood_tokens([(("", ""), [5] * 30, [6] * 20)])) == 1
+
+
 def test_long_prompts_lose_their_middle(tokenizer, monkeypatch):
     model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), tokenizer, TaskConfig(max_length=20))
     read = []
