@@ -154,7 +154,8 @@ def _read_run(run_name: str, folder: Path) -> ComparedRun:
     evaluations: dict[Cell, dict[int, pd.DataFrame]] = defaultdict(dict)
     numerics: dict[Cell, Numerics] = {}
     evaluated: dict[tuple[str, int], Numerics] = {}  # numerics of scalars, by name and step
-    for place in (folder, *sorted(folder.glob("evaluations/*"), key=os.path.getmtime)):
+    # Repeated evaluations of a step are numbered; the times of a copied folder may be in any order.
+    for place in (folder, *_sort_by_step(folder.glob("evaluations/*"))):
         recorded = read_numerics(place)
         for key, step, value in read_scalars(place):
             # Lightning numbers steps from 0, but evaluations before training and of checkpoints are at their step.

@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -288,6 +289,17 @@ def test_curves_begin_at_the_base_model_and_include_later_evaluations_and_resume
     assert sorted(evaluations) == [0, 10, 16]
     assert sorted(run.scalars["train/loss"]) == list(range(1, 17))
     assert run.scalars["train/loss"][9] == 1.0  # of the resumed training, not of the one that was killed
+
+
+def test_the_last_of_repeated_evaluations_counts_also_in_a_copy_of_the_run(tmp_path):
+    run = make_run(tmp_path / "run", {0: 1.0, 20: 0.9})
+    for number, factor in ((1, 0.8), (2, 0.7), (10, 0.6)):
+        folder = run / "evaluations" / ("validate-step-20" if number == 1 else f"validate-step-20-{number}")
+        write_documents(folder, 20, factor)
+        os.utime(folder, (1000 - number, 1000 - number))
+    (read,) = read_runs([run])
+    (cell,) = read.evaluations
+    assert read.last(cell)[1]["longppl"].tolist() == pytest.approx((0.6 * LONGPPL).tolist())
 
 
 def test_a_run_in_training_or_a_damaged_file_is_read_up_to_its_last_complete_event(tmp_path, caplog):
