@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from datamodules.sources.corpus import CorpusColumns, CorpusFiles, find_corpus, is_text
 from datamodules.sources.locations import is_url
-from lightning_modules.models.loading.identity import check_same_model, describe_model
+from lightning_modules.models.loading.identity import check_same_model, describe_model, model_identity
 from lightning_modules.scoring.corpus.counts import count_documents, report_failures
 from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards
 from lightning_modules.scoring.corpus.table import find_reserved_names
@@ -85,7 +85,8 @@ def score_shard(files: Sequence[str], config: CorpusConfig) -> dict[str, int]:
     scorer = _make_scorer(config)
     corpus = find_corpus(files, columns, check=config.allowed_failures < 1)
     states = file_states(corpus)
-    settings = _describe_settings(scorer, corpus, config)
+    identity = model_identity(scorer.loading)
+    settings = _describe_settings(scorer, corpus, config, identity)
     with _only_writer(shards), signals_stop():
         done = find_scored(shards, settings, corpus, states)
         shards.remove_success()
@@ -101,7 +102,7 @@ def score_shard(files: Sequence[str], config: CorpusConfig) -> dict[str, int]:
                 for pool in read_ahead(pools(documents, config.batch_tokens, config.shard_rows)):
                     for batch in _batches(pool, scorer):
                         if any(document.batch is not None for _, document in batch):
-                            _load(scorer, settings["model"])
+                            _load(scorer, identity)
                         scores = scorer.score_encoded([document for _, document in batch])
                         tokens = sum(document.tokens for _, document in batch)
                         writer.add([ref for ref, _ in batch], scores, tokens)
@@ -162,9 +163,11 @@ def _make_scorer(config: CorpusConfig) -> LongContextScorer:
     return LongContextScorer(**{**options, "device": device})
 
 
-def _describe_settings(scorer: LongContextScorer, corpus: CorpusFiles, config: CorpusConfig) -> dict[str, Any]:
-    """Return all settings that the scores of a shard depend on, without loading the model."""
-    model = describe_model(scorer.loading, scorer.tokenizer, device=find_device(scorer.device))
+def _describe_settings(
+    scorer: LongContextScorer, corpus: CorpusFiles, config: CorpusConfig, identity: str
+) -> dict[str, Any]:
+    """Return all settings that the scores of a shard depend on, without loading the model with this identity."""
+    model = describe_model(scorer.loading, scorer.tokenizer, device=find_device(scorer.device), identity=identity)
     names = ["context_length", "stride", "alpha", "beta", "gamma", "contexts", "per_token", "quantization"]
     names += ["max_tokens", "add_special_tokens", *COLUMN_OPTIONS]
     index, shards = config.shard_numbers

@@ -108,6 +108,18 @@ def test_each_document_has_the_row_that_its_log_likelihoods_make(run, model_dir,
     assert counts["tokens"] == sum(row["tokens"] for row in found)
 
 
+def test_a_model_with_an_extended_context_scores_and_resumes(run, tmp_path):
+    extension = {"method": "pi", "original_length": 4096, "target_length": 8192}
+    run(context_extension=extension)
+    extended = rows(tmp_path / "out")
+    run(context_extension=extension)
+    assert rows(tmp_path / "out") == extended
+    with pytest.raises(ValueError, match=r"`model` was 'sha256:.* with pi"):
+        run()
+    run(output=str(tmp_path / "plain"))
+    assert rows(tmp_path / "plain")[-1]["perplexity"] != extended[-1]["perplexity"]
+
+
 def test_a_run_goes_on_where_another_one_ended(run, documents, tmp_path, monkeypatch):
     output = tmp_path / "out"
     with monkeypatch.context() as patch:
