@@ -1,5 +1,6 @@
 """Identity of a stored model: a hash of weights, config, tokenizer, chat templates and code."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -41,10 +42,14 @@ def describe_model(
 ) -> Provenance:
     """Return the provenance of a model on a device, without loading its weights; ``identity`` is used if it is known.
 
-    A context extension, which changes log-likelihoods but not the files, is added to the identity.
+    Settings that change log-likelihoods but not the files are added to the identity: a changed config, quantization,
+    and a context extension.
     """
     # The tokenizer may differ from the model's own, so it is identified separately.
     identity, tokens = identity or model_identity(config), tokenizer_hash(tokenizer)
+    for name in ("model_config", "quantization"):
+        if settings := getattr(config, name):
+            identity += f" with {name} {json.dumps(settings, sort_keys=True, default=str)}"
     if config.context_extension is not None:
         identity += f" with {describe_extension(config.context_extension)}"
     if is_served(config.pretrained_model_name_or_path):

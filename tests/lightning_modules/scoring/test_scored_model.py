@@ -13,7 +13,7 @@ from lightning_modules.scoring import scored_model as scored_model_module
 from lightning_modules.scoring import token_scores
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.key_tokens import key_spans
-from lightning_modules.scoring.scored_model import open_evaluator, score_text
+from lightning_modules.scoring.scored_model import ScoredModel, open_evaluator, score_text
 from lightning_modules.visualization.page.alternatives import find_alternatives
 from tests.conftest import make_text, tiny_model
 from tests.support import reference
@@ -52,6 +52,18 @@ def test_a_text_is_scored_once_per_process_and_per_disk(model_dir, tmp_path, mon
     assert len(calls) == 5
     open_evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **SETTINGS)).scores(make_text(61))
     assert len(calls) == 6
+
+
+def test_scores_of_another_config_are_not_those_in_the_cache(model_dir, tmp_path):
+    found = []
+    for model_config in (None, {"rope_parameters": {"rope_theta": 100.0}}):
+        for cache_dir in (tmp_path, None):
+            loading = ModelConfig(str(model_dir), model_config)
+            model = ScoredModel(loading, short_context=ShortContext(**SETTINGS), cache_dir=cache_dir)
+            found.append(model.scores(make_text(60)).long)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[2], found[3])
+    assert not torch.equal(found[0], found[2])
 
 
 def test_special_tokens_of_the_evaluator_can_be_left_out(model_dir, tmp_path):
