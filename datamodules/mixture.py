@@ -137,11 +137,14 @@ class MixtureDataModule(PackedTextDataModule):
             rank=rank,
             world_size=world_size,
         )
+        epoch = len(sampler) * world_size
         for name, count in sampler.counts.items():
+            rows = sampler.rows_of[name]
             rank_zero_only(_log.info)(
-                f"{name}: each epoch of {len(sampler) * world_size:,} sequences has {count:,} of its"
-                f" {sampler.rows_of[name]:,} sequences."
+                f"{name}: each epoch of {epoch:,} sequences has {count:,} of its {rows:,} sequences."
             )
+            needed = self._needed_sequences() * count // epoch
+            self.modules[name].warn_of_repetition(rows, needed, source=f"Source {name!r} of the mixture: ")
         return self._training_loader(list(self.mixed_rows.values()), sampler)
 
     @property

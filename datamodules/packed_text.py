@@ -180,7 +180,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
             rank_zero_info(f"Packed {of_corpus}{documents:,} documents ({self.packing}) into {rows.rows}.")
             if self.influence:
                 rows.influence = InfluenceStore(Path(self.influence).expanduser()).check(rows.identity())
-            self._warn_of_repetition(len(rows))
+            self.warn_of_repetition(len(rows), self._needed_sequences())
             self.rows = rows
         if stage in ("fit", "validate"):
             self.validation = self._read_sets() or self._read_documents("validation")
@@ -323,16 +323,19 @@ class PackedTextDataModule(LightningDataModule, ABC):
             return source
         return first_documents(source, self.train_documents)
 
-    def _warn_of_repetition(self, sequences: int) -> None:
-        """Warn if the steps need more sequences than `train_documents` provides, which is probably a mistake."""
-        if self.train_documents is None or not self.trainer or self.trainer.max_steps < 0:
-            return
+    def _needed_sequences(self) -> int:
+        """Return the number of sequences that the steps read; 0 if the run is not limited by steps."""
+        if not self.trainer or self.trainer.max_steps < 0:
+            return 0
         _, readers = self._reader_rank()
-        needed = self.trainer.max_steps * self.trainer.accumulate_grad_batches * self.batch_size * readers
-        if needed > sequences:
+        return self.trainer.max_steps * self.trainer.accumulate_grad_batches * self.batch_size * readers
+
+    def warn_of_repetition(self, sequences: int, needed: int, *, source: str = "") -> None:
+        """Warn if the run needs more sequences than `train_documents` provides, which is probably a mistake."""
+        if self.train_documents is not None and needed > sequences:
             rank_zero_warn(
-                f"`train_documents` = {self.train_documents:,} gives {sequences:,} sequences, and"
-                f" {self.trainer.max_steps:,} steps read {needed:,}, so they repeat. Raise `train_documents`."
+                f"{source}`train_documents` = {self.train_documents:,} gives {sequences:,} sequences, and the steps"
+                f" read {needed:,}, so they repeat. Raise `train_documents`."
             )
 
     def encoder(self) -> DocumentEncoder:

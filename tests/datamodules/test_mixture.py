@@ -94,6 +94,15 @@ def test_positions_skip_differently_in_each_source_and_with_each_seed(corpora, w
     assert len(skips) == 4
 
 
+def test_a_source_with_too_few_documents_for_the_steps_is_warned_of(corpora, word_tokenizer):
+    module = ready(corpora, word_tokenizer, train_documents=4, max_steps=4)
+    with pytest.warns(
+        UserWarning, match=r"Source 'a' .* `train_documents` = 4 gives 4 seq.* the steps read 6"
+    ) as found:
+        module.train_dataloader()
+    assert not any("Source 'b'" in str(each.message) for each in found), "it has 4 sequences and needs 2"
+
+
 def test_evaluation_documents_of_all_or_of_some(corpora, word_tokenizer):
     def names(**options):
         module = ready(corpora, word_tokenizer, stage="validate", **options)

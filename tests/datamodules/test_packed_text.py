@@ -90,7 +90,7 @@ def test_too_few_documents_for_the_steps_are_warned_of(word_tokenizer, root):
     module = Folders(word_tokenizer, root, sequence_length=3, train_documents=2)
     module.trainer = seen_trainer("fit")
     module.trainer.max_steps, module.trainer.accumulate_grad_batches = 2, 2
-    with pytest.warns(UserWarning, match=r"`train_documents` = 2 gives 3 sequences, and 2 steps read 4, .* Raise"):
+    with pytest.warns(UserWarning, match=r"`train_documents` = 2 gives 3 sequences, and the steps read 4, .* Raise"):
         module.setup("fit")
 
 
