@@ -118,6 +118,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
                 "`curriculum` cuts sequences, so positions would restart instead of skipping: remove it, or `pose`."
             )
         check_count("`num_workers`", num_workers, minimum=0, maximum=MAX_PROCESSES)
+        check_count("`seed`", seed, minimum=0)
         if curriculum:
             curriculum.check(sequence_length)
         if pose:

@@ -68,6 +68,7 @@ def test_positions_of_a_row_depend_on_seed_and_index_only():
     [
         ({"pose": PoSE(64)}, "`pose.target_length` = 64 must be above `sequence_length` = 64"),
         ({"pose": PoSE(100, chunks=1)}, "`pose.chunks` must be an integer of 2 or more, got 1"),
+        ({"pose": PoSE(100), "seed": -1}, "`seed` must be an integer of 0 or more, got -1"),
         ({"pose": PoSE(100), "influence": "folder"}, "skipped positions: remove `influence`"),
         ({"pose": PoSE(100), "curriculum": {"sequence_length": 32, "share": 0.5}}, "remove it, or `pose`"),
     ],
