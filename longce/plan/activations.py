@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
@@ -145,7 +145,7 @@ class TokenMemory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = _run_operator(func, *args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._add_storage(tensor.untyped_storage())
@@ -162,6 +162,14 @@ class TokenMemory(TorchDispatchMode):
     def _remove_storage(self, key: int, size: int) -> None:
         del self._known[key]
         self.alive -= size
+
+
+def _run_operator(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run an operator; the products of experts, which torch plans in bfloat16 only, in any dtype."""
+    if operator is not torch.ops.aten._grouped_mm.default or not isinstance(args[0], FakeTensor):
+        return operator(*args, **kwargs)
+    left, right, *others = args
+    return operator(left.bfloat16(), right.bfloat16(), *others, **kwargs).to(left.dtype)
 
 
 def _run_forward(backbone: Backbone, autocast: torch.dtype | None) -> Tensor:

@@ -95,6 +95,18 @@ def test_what_a_layer_keeps_and_needs(architecture, dtype, mixed, lora):
     assert planned.forward == pytest.approx(memory.peak / TOKENS, rel=0.15)
 
 
+@pytest.mark.parametrize(("dtype", "mixed"), [(torch.float32, True), (torch.float32, False), (torch.float16, False)])
+def test_experts_in_other_types_than_bfloat16(dtype, mixed):
+    """torch multiplies tensors without data for experts in bfloat16 only."""
+    settings = [
+        tiny_config("mixtral", num_hidden_layers=layers, num_local_experts=4, num_experts_per_tok=2, head_dim=8)
+        for layers in (1, 2)
+    ]
+    planned = ActivationBytes(settings[1], dtype, torch.bfloat16 if mixed else None)
+    one, two = (saved(model(each, dtype), mixed) for each in settings)
+    assert planned.layer == pytest.approx(two - one, rel=0.01)
+
+
 def test_layer_inputs_are_half_in_a_bfloat16_residual_stream():
     settings = {"dtype": torch.float32, "autocast": torch.bfloat16}
     half, whole = (ActivationBytes(config("llama", 2), **settings, bfloat16_residual=half) for half in (True, False))
