@@ -18,6 +18,7 @@ from lightning_modules.training.preflight import check_influence, check_sequence
 from lightning_modules.training.sequence_parallel import check_processes
 from longce.plan.flops import Checkpointing as PlannedCheckpointing
 from longce.plan.memory import QUANTIZED_BYTES, Training
+from longce.plan.shapes import EXPERTS
 
 # Type of the weights, unless `model.dtype` decides it, and type of the matrix products in mixed precision.
 _PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
@@ -92,14 +93,15 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
     # A class of the user may have no such argument; it then has the default optimizer.
     optimizer, settings = _read_component(parsed["model"].get("init_args", parsed["model"]).get("optimizer", "AdamW"))
     moments = 1.0 if settings.get("momentum") else _MOMENTS.get(optimizer, 2.0)
-    notes = _list_notes(model, config)
+    dtype = cast or stored_dtype(config, loading.dtype)
+    notes = _list_notes(model, config, dtype, autocast)
     distribution = _read_distribution(loading, parsed, config, notes)
     training = Training(
         tokens=tokens,
         rows=data.get("batch_size") or 1,
         short_context=model.short_context,
         short_pass=objective.uses_short_context,
-        dtype=cast or stored_dtype(config, loading.dtype),
+        dtype=dtype,
         autocast=autocast,
         quantized=None if quantization is None else QUANTIZED_BYTES[4 if quantization.get("load_in_4bit") else 8],
         offload_activations=loading.offload_activations,
@@ -147,11 +149,21 @@ def _read_curriculum(settings: dict[str, Any] | None, tokens: int) -> Curriculum
     return curriculum
 
 
-def _list_notes(model: LongContextLM, config: PreTrainedConfig) -> list[str]:
+def _list_notes(
+    model: LongContextLM, config: PreTrainedConfig, dtype: torch.dtype, autocast: torch.dtype | None
+) -> list[str]:
     notes = []
+    text = config.get_text_config(decoder=True)
     if isinstance(model.objective, Scheduled):
         notes.append("the plan has a short pass in every step, but the schedule has steps without one")
-    pattern = global_parameters(config.get_text_config(decoder=True)).get("rope_type")
+    if (autocast or dtype).itemsize > 2:
+        notes.append(f"{str(dtype).removeprefix('torch.')} is planned at the rates of bfloat16, but is much slower")
+    elif dtype.itemsize > 2 and any(getattr(text, name, None) for name in EXPERTS):
+        # Autocast does not know the product of experts, which takes the type of their weights.
+        notes.append(
+            "float32 experts, if FSDP2 does not shard them, are planned at the rates of bfloat16, but are slower"
+        )
+    pattern = global_parameters(text).get("rope_type")
     if pattern in PATTERNS:
         notes.append(f"'{pattern}' is planned at the rates of flash attention, but its blockwise products are slower")
     if model.loading.attn_implementation == "eager":

@@ -14,7 +14,7 @@ from lightning_modules.models.loading.adapters import active_module
 from longce.plan.activations import meta_backbone
 
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _chosen_share(name: str, config: PreTrainedConfig) -> float:
         return 1.0
     chosen, experts = (
         next((value for name in names if (value := getattr(config, name, None))), None)
-        for names in (_CHOSEN_EXPERTS, _EXPERTS)
+        for names in (_CHOSEN_EXPERTS, EXPERTS)
     )
     if not chosen or not experts:
         raise ValueError(f"The config of `{config.model_type}` lacks the number of experts, which `longce plan` needs.")

@@ -10,6 +10,7 @@ from lightning_modules.models.short_context import ShortContextConfig
 from longce.cli.experiment_options import add_plan_options
 from longce.cli.lightning_cli import LongceCLI
 from longce.plan.settings import read_experiment
+from tests.conftest import tiny_config
 
 
 @pytest.fixture
@@ -67,6 +68,23 @@ def test_a_number_of_devices_that_is_not_known(read, devices, gpus, notes):
 def test_what_the_plan_leaves_out_is_said(read):
     notes = read("--model.attn_implementation", "eager", "--model.shifted_sparse_attention", "64").notes
     assert [note.split(" attention")[0] for note in notes] == ["eager", "shifted sparse"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "expected"),
+    [
+        ("32-true", "float32", ["float32 is planned"]),
+        ("32-true", "bfloat16", []),
+        ("bf16-true", "float32", []),
+        ("bf16-mixed", "float32", ["float32 experts"]),
+    ],
+)
+def test_the_rates_are_those_of_half_precision(read, tmp_path, precision, dtype, expected):
+    tiny_config("mixtral", num_local_experts=4, num_experts_per_tok=2, head_dim=8).save_pretrained(tmp_path)
+    path = str(tmp_path / "config.json")
+    options = {"model.pretrained_model_name_or_path": path, "model.dtype": dtype, "trainer.precision": precision}
+    notes = read(*(f"--{name}={value}" for name, value in options.items())).notes
+    assert [note.partition(",")[0].partition(" at")[0] for note in notes] == expected
 
 
 @pytest.mark.parametrize(
