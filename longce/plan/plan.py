@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.loading.config import Checkpointing
+from lightning_modules.objectives import Scheduled
 from longce.plan.fitting import choose_checkpointing, find_fitting
 from longce.plan.flops import (
     Flops,
@@ -149,13 +150,18 @@ def make_planner(model: LongContextLM, options: Any, gpu: GPU) -> Planner:
 
 
 def plan_utilization(model: LongContextLM, options: Any, trainer: Trainer) -> float | None:
-    """Return `Planner.peak_seconds_per_token` of a run; None on a CPU, and for unsupported settings."""
+    """Return `Planner.peak_seconds_per_token` of a run; None on a CPU, and for steps that the plan does not count."""
     device = trainer.strategy.root_device
     gpu = recognize_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if gpu is None:
         return None
+    is_sparse = model.loading.shifted_sparse_attention is not None
     try:
-        return _plan_run(model, options, trainer, gpu).peak_seconds_per_token()
+        planner = _plan_run(model, options, trainer, gpu)
+        if is_sparse or isinstance(model.objective, Scheduled) or planner.experiment.curriculum is not None:
+            _log.info("Without MFU: not all steps have the operations of the plan.")
+            return None
+        return planner.peak_seconds_per_token()
     except Exception as error:  # an estimate must not stop a run
         _log.info("Without MFU: %s", error)
         return None

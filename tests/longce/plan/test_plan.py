@@ -20,7 +20,7 @@ from longce.plan.fitting import choose_checkpointing, find_fitting
 from longce.plan.flops import ce_step_flops, necessary_flops, short_pass_flops
 from longce.plan.hardware import GPU, GPUS, Rates
 from longce.plan.memory import GIB, Training
-from longce.plan.plan import Planner, plan_checkpointing, plan_utilization
+from longce.plan.plan import Planner, make_planner, plan_checkpointing, plan_utilization
 from longce.plan.settings import Curriculum, Experiment
 from longce.plan.shapes import ModelShape
 from longce.plan.sizes import ModelSizes
@@ -197,6 +197,24 @@ def test_a_run_is_compared_with_the_peak_of_its_own_gpus(tmp_path, monkeypatch):
     del cli.config.model["optimizer"]  # as for a class of the user that has no such argument
     assert plan_utilization(cli.make("model"), cli.config, trainer) == planned
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Other")
+    assert plan_utilization(cli.make("model"), cli.config, trainer) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model.shifted_sparse_attention": "64"},
+        {"model.objective": "Scheduled", "model.objective.objective": "LongCE", "model.objective.start": "2"},
+        {"data.curriculum": "{sequence_length: 64, share: 0.5}"},
+    ],
+)
+def test_no_utilization_where_steps_differ_from_the_plan(options, monkeypatch):
+    given = [f"--{name}={value}" for name, value in options.items()]
+    monkeypatch.setattr(sys, "argv", ["longce", "-c", str(CONFIGS / "debug.yaml"), *given])
+    cli = LongceCLI(run=False)
+    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda")), world_size=1, num_devices=1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    assert make_planner(cli.make("model"), cli.config, GPUS["H100"]).peak_seconds_per_token() > 0
     assert plan_utilization(cli.make("model"), cli.config, trainer) is None
 
 
