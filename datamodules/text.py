@@ -209,6 +209,7 @@ class StreamingTextDataModule(TextDataModule):
         return StreamingLoader(  # type: ignore[return-value]  # Lightning takes any iterable
             rows,
             batch_size=self.batch_size,
-            batches=self.trainer.max_steps * self.trainer.accumulate_grad_batches,
+            steps=self.trainer.max_steps,
+            batches_per_step=self.trainer.accumulate_grad_batches,
             **worker_options(self.num_workers),
         )

@@ -154,7 +154,14 @@ class StreamingLoader:
     """
 
     def __init__(
-        self, rows: StreamedRows, *, batch_size: int, batches: int, num_workers: int = 0, **options: Any
+        self,
+        rows: StreamedRows,
+        *,
+        batch_size: int,
+        steps: int,
+        batches_per_step: int = 1,
+        num_workers: int = 0,
+        **options: Any,
     ) -> None:
         self._streams = max(num_workers, 1)
         if len(rows.files) < rows.world_size * self._streams:
@@ -163,7 +170,8 @@ class StreamingLoader:
                 " worker(s), which read different files. Split the files, or lower `num_workers`."
             )
         self.rows = rows
-        self.batches = batches
+        self.batches = steps * batches_per_step
+        self.batches_per_step = batches_per_step
         self._options = {"batch_size": batch_size, "num_workers": num_workers, **options}
         self._done = 0
         self._cursors = [Cursor()] * self._streams
@@ -187,7 +195,8 @@ class StreamingLoader:
         cursors = gathered(own) if self.rows.world_size > 1 else [own]  # the first process writes the checkpoint
         # Processes that split the same sequences (Ulysses) are neighbors and have the same cursors: keep one of each.
         cursors = cursors[:: len(cursors) // self.rows.world_size]
-        return {"batches": self._done, "cursors": cursors, **self._order_settings}
+        read = {"batches": self._done, "batches_per_step": int(self.batches_per_step)}
+        return {**read, "cursors": cursors, **self._order_settings}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume after the batches of the state; a ``ValueError`` if the streams are not the same."""
@@ -198,6 +207,12 @@ class StreamingLoader:
             raise ValueError(
                 f"A stream resumes only with the same settings and files, but these have changed since the checkpoint"
                 f" (then, now): {changed}. Restore them."
+            )
+        before = state.get("batches_per_step", 0)
+        if before > self.batches_per_step:  # the steps so far have read batches of those to come
+            raise ValueError(
+                f"A stream cannot resume with `trainer.accumulate_grad_batches` = {self.batches_per_step}, below the"
+                f" {before} of the checkpoint, or it would end before `trainer.max_steps`: restore it."
             )
         self._done = state["batches"]
         self._cursors = [Cursor(*cursor) for cursor in state["cursors"][self.rows.rank]]

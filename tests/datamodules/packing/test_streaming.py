@@ -173,6 +173,18 @@ def test_other_streams_are_refused(corpus_folder, numbered_tokenizer, byte_token
             other.train_dataloader().load_state_dict(state)
 
 
+def test_a_stream_is_not_resumed_with_too_few_batches_for_the_steps(corpus_folder, numbered_tokenizer):
+    def loader(accumulated):
+        data = module(corpus_folder, numbered_tokenizer)
+        data.trainer.accumulate_grad_batches = accumulated
+        return data.train_dataloader()
+
+    first_of(stopped := loader(2), 10)
+    loader(4).load_state_dict(stopped.state_dict())
+    with pytest.raises(ValueError, match=r"`trainer.accumulate_grad_batches` = 1, below the 2 of the checkpoint"):
+        loader(1).load_state_dict(stopped.state_dict())
+
+
 @pytest.mark.slow
 def test_the_file_in_progress_must_be_the_same(corpus_folder, numbered_tokenizer):
     loader = module(corpus_folder, numbered_tokenizer).train_dataloader()
