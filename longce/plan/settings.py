@@ -18,7 +18,7 @@ from lightning_modules.training.preflight import check_influence, check_sequence
 from lightning_modules.training.sequence_parallel import check_processes
 from longce.plan.flops import Checkpointing as PlannedCheckpointing
 from longce.plan.memory import QUANTIZED_BYTES, Training
-from longce.plan.shapes import EXPERTS
+from longce.plan.shapes import has_experts
 
 # Type of the weights, unless `model.dtype` decides it, and type of the matrix products in mixed precision.
 _PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
@@ -153,17 +153,15 @@ def _list_notes(
     model: LongContextLM, config: PreTrainedConfig, dtype: torch.dtype, autocast: torch.dtype | None
 ) -> list[str]:
     notes = []
-    text = config.get_text_config(decoder=True)
     if isinstance(model.objective, Scheduled):
         notes.append("the plan has a short pass in every step, but the schedule has steps without one")
     if (autocast or dtype).itemsize > 2:
         notes.append(f"{str(dtype).removeprefix('torch.')} is planned at the rates of bfloat16, but is much slower")
-    elif dtype.itemsize > 2 and any(getattr(text, name, None) for name in EXPERTS):
-        # Autocast does not know the product of experts, which takes the type of their weights.
+    elif dtype.itemsize > 2 and has_experts(config):
         notes.append(
             "float32 experts, if FSDP2 does not shard them, are planned at the rates of bfloat16, but are slower"
         )
-    pattern = global_parameters(text).get("rope_type")
+    pattern = global_parameters(config.get_text_config(decoder=True)).get("rope_type")
     if pattern in PATTERNS:
         notes.append(f"'{pattern}' is planned at the rates of flash attention, but its blockwise products are slower")
     if model.loading.attn_implementation == "eager":

@@ -14,7 +14,7 @@ from lightning_modules.models.loading.adapters import active_module
 from longce.plan.activations import meta_backbone
 
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,12 @@ class ModelShape:
         )
 
 
+def has_experts(config: PreTrainedConfig) -> bool:
+    """Return whether a model has experts, whose products have the type of their weights, also in autocast."""
+    text = config.get_text_config(decoder=True)
+    return any(getattr(text, name, None) for name in _EXPERTS)
+
+
 def _layer_weights(layer: nn.Module, config: PreTrainedConfig) -> tuple[int, int]:
     """Return the number of a layer's weights that a token is multiplied with, and of the trained ones among them."""
     active = trained = 0.0
@@ -98,7 +104,7 @@ def _chosen_share(name: str, config: PreTrainedConfig) -> float:
         return 1.0
     chosen, experts = (
         next((value for name in names if (value := getattr(config, name, None))), None)
-        for names in (_CHOSEN_EXPERTS, EXPERTS)
+        for names in (_CHOSEN_EXPERTS, _EXPERTS)
     )
     if not chosen or not experts:
         raise ValueError(f"The config of `{config.model_type}` lacks the number of experts, which `longce plan` needs.")

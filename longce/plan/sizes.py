@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 from longce.plan.activations import ActivationBytes
 from longce.plan.memory import Memory, Training, training_memory
-from longce.plan.shapes import ModelShape
+from longce.plan.shapes import ModelShape, has_experts
 
 
 class ModelSizes:
@@ -30,8 +30,10 @@ class ModelSizes:
 
     def training_memory(self, training: Training, lora: dict[str, Any] | None) -> Memory:
         """Return the memory of a training step."""
-        key = (training.dtype, training.autocast, training.bfloat16_residual, repr(lora))
+        is_gathered = training.sharded and training.autocast == torch.bfloat16  # in bfloat16, by FSDP2
+        dtype = torch.bfloat16 if is_gathered and has_experts(self.config) else training.dtype
+        numerics = (dtype, training.autocast, training.bfloat16_residual)
+        key = (*numerics, repr(lora))
         if key not in self._activations:
-            numerics = (training.dtype, training.autocast, training.bfloat16_residual)
             self._activations[key] = ActivationBytes(self.config, *numerics, lora)
         return training_memory(self.shape(lora), self._activations[key], training)

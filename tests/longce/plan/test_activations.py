@@ -1,6 +1,7 @@
 """Against tiny models that really run, with torch's own attention, on the CPU."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations import use_bfloat16_residual
 from longce.plan.activations import ActivationBytes, TokenMemory
+from longce.plan.memory import Training
+from longce.plan.sizes import ModelSizes
 from tests.conftest import tiny_config
 
 TOKENS = 257  # a prime, see `TokenMemory`
@@ -105,6 +108,21 @@ def test_experts_in_other_types_than_bfloat16(dtype, mixed):
     planned = ActivationBytes(settings[1], dtype, torch.bfloat16 if mixed else None)
     one, two = (saved(model(each, dtype), mixed) for each in settings)
     assert planned.layer == pytest.approx(two - one, rel=0.01)
+
+
+def test_experts_have_the_type_in_which_fsdp2_gathers_their_weights():
+    sizes = ModelSizes(tiny_config("mixtral", num_local_experts=4, num_experts_per_tok=2, head_dim=8))
+    alone = Training(1024, checkpointing="full")
+    layer = "one layer's backward pass"
+    gathered, float32, bfloat16 = (
+        sizes.training_memory(each, None).phases["backward pass"][layer]
+        for each in (
+            replace(alone, sharded=True, gpus=2),
+            alone,
+            replace(alone, dtype=torch.bfloat16, sharded=True, gpus=2),
+        )
+    )
+    assert gathered == bfloat16 < float32
 
 
 def test_layer_inputs_are_half_in_a_bfloat16_residual_stream():
