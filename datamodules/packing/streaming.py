@@ -180,6 +180,12 @@ class StreamingLoader:
         return self.batches
 
     def __iter__(self) -> Iterator[PackedBatch]:
+        if self._done >= self.batches:  # Lightning would begin one empty epoch after another
+            raise ValueError(
+                f"The stream has ended after the {self.batches:,} batches of `trainer.max_steps` with"
+                f" `trainer.accumulate_grad_batches` = {self.batches_per_step}, and more are needed: set that number"
+                " there, and remove callbacks that change it."
+            )
         self.rows.cursors = list(self._cursors)
         self.rows.first = self._done % self._streams
         batches = iter(DataLoader(self.rows, collate_fn=_collate_with_cursor, **self._options))

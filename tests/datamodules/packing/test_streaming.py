@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
 from datamodules import StreamingTextDataModule
 from datamodules.packing.positions import PoSE
@@ -183,6 +183,18 @@ def test_a_stream_is_not_resumed_with_too_few_batches_for_the_steps(corpus_folde
     loader(4).load_state_dict(stopped.state_dict())
     with pytest.raises(ValueError, match=r"`trainer.accumulate_grad_batches` = 1, below the 2 of the checkpoint"):
         loader(1).load_state_dict(stopped.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_steps_of_more_batches_than_the_trainer_says_do_not_wait_forever(corpus_folder, numbered_tokenizer):
+    recorder = Recorder(lambda batch: batch)
+    scheduler = GradientAccumulationScheduler({0: 4})
+    trainer = quiet_trainer(corpus_folder.parent, scheduler, max_steps=8, max_epochs=3, limit_val_batches=0)
+    paths = {"train": str(corpus_folder), "validation": f"{corpus_folder}/0.jsonl"}
+    data = StreamingTextDataModule(numbered_tokenizer, sequence_length=LENGTH, **paths)
+    with pytest.raises(ValueError, match=r"ended after the 8 batches .* more are needed"):
+        trainer.fit(recorder, datamodule=data)
+    assert (trainer.global_step, len(recorder.seen)) == (2, 8)
 
 
 @pytest.mark.slow
