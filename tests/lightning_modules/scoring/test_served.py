@@ -244,7 +244,8 @@ def test_fit_and_validate_with_models_on_servers(served, model_dir, books, tmp_p
 
 def fit(root, model_dir, books, evaluator, *, checkpoint=None, killed_at=None, **settings):
     """Metrics of a training with three evaluations; it may be killed after a step."""
-    callback = evaluator_callback(evaluator, model_dir, cache_dir=f"{root}/scores", server=replace(QUICK, patience=60.0))
+    server = replace(QUICK, patience=60.0)
+    callback = evaluator_callback(evaluator, model_dir, cache_dir=f"{root}/scores", server=server)
     checkpoints = StepCheckpoint(f"{root}/checkpoints", save_last=True, every_n_train_steps=1)
     found = []
     note = LambdaCallback(
