@@ -323,9 +323,9 @@ def isolation_arguments(
     ]
     # Attention sees whole sequences, although each process may hold a shard of ``sequence_length`` of their tokens.
     flat = [0]
-    for boundaries in covered:
+    for row in covered:
         before = flat[-1]
-        flat += [before + stop for stop in boundaries[1:]]
+        flat += [before + stop for stop in row[1:]]
     cumulative = send(torch.tensor(flat, dtype=torch.int32), device)
     longest = max(stop - start for start, stop in pairwise(flat))
     if is_flash:
