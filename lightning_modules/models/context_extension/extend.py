@@ -3,6 +3,7 @@
 The config must change before the model is built: a later change would be saved, but have no effect.
 """
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -35,6 +36,8 @@ from lightning_modules.models.context_extension.rope_types import (
     register_rope_types,
 )
 from lightning_modules.models.context_extension.rotary_checks import depends_on_length
+
+log = logging.getLogger(__name__)
 
 PHI3_METHODS = ("abf", "ntk", "longrope")
 """Methods that the RoPE types of Phi-3 express, `default` and `longrope`."""
@@ -155,10 +158,12 @@ def _complete(config: PreTrainedConfig, present: Parameters) -> Parameters:
 
 def _raise_base(extension: ContextExtension, config: PreTrainedConfig, present: Parameters) -> Parameters:
     higher = {**present, **METHODS["abf"].rope(extension, config, present)}
-    if present["rope_type"] != "default" and higher["rope_theta"] == present["rope_theta"]:
-        raise ValueError(
-            f"`context_extension.base` = {higher['rope_theta']:g} is already the model's RoPE base: set a higher one."
-        )
+    if higher["rope_theta"] == present["rope_theta"]:
+        message = f"`context_extension.base` = {present['rope_theta']:g} is already the model's RoPE base"
+        if present["rope_type"] != "default":
+            raise ValueError(f"{message}: set a higher one.")
+        # Training on longer texts at the same base is possible.
+        log.warning("%s, so only its number of positions changes. Set a higher one to extend its frequencies.", message)
     if "inner" in present:
         higher["inner"] = {**present["inner"], "rope_theta": higher["rope_theta"]}
     return higher

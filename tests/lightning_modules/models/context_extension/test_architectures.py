@@ -433,6 +433,16 @@ def test_the_same_extension_is_not_applied_twice():
             extend_config(config, extended)
 
 
+def test_a_base_that_changes_nothing_is_reported(caplog):
+    config = config_of("llama")
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 500_000.0}
+    extend_config(config, {"method": "abf", "original_length": 16, "target_length": 64})
+    assert "`context_extension.base` = 500000 is already the model's RoPE base" in caplog.text
+    caplog.clear()
+    extend_config(config_of("llama"), {"method": "abf", "original_length": 16, "target_length": 64})
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("method", ["none", "abf", "eabf", "dual_chunk"])
 def test_the_factor_that_follows_from_the_length_stays(method):
     """LongRoPE without an attention factor has one of the model's length, which an extension changes."""
