@@ -13,6 +13,9 @@ function keyTokens(mask) {
   return tokens;
 }
 
+/** The fraction of the scored tokens that are key tokens. */
+const keyTokenShare = (data, keys) => keys.length / Math.max(data.count - data.unscored, 1);
+
 /** exp(-mean log-likelihood) of some tokens; NaN if there are none. */
 function longPerplexity(logLikelihood, tokens) {
   let total = 0;

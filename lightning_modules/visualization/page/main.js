@@ -87,7 +87,7 @@ class Page {
   figures() {
     const { data, keys } = this;
     find("count").textContent = whole.format(keys.length);
-    find("share").textContent = `${number((100 * keys.length) / data.count)} %`;
+    find("share").textContent = `${number(100 * keyTokenShare(data, keys))} %`;
     find("longppl").textContent = perplexity(longPerplexity(data.long, keys));
     data.judged.forEach((judged, number) => {
       const inside = judgedKeyTokens(data, judged, keys, this.scatter.alpha, this.scatter.beta);

@@ -58,13 +58,21 @@ def test_numbers_in_the_page_are_those_of_the_scores_to_the_bit(inspection):
     key = key_token_mask(scores.long, scores.short)
     assert 20 < key.sum() < len(key)
     shown = outline(page).text
-    assert f"key tokens{int(key.sum()):,} {100 * key.double().mean():.2f}%" in re.sub(r"\n", "", shown)
+    assert f"key tokens{int(key.sum()):,} {100 * key[1:].double().mean():.2f}%" in re.sub(r"\n", "", shown)
     assert f"LongPPL{long_perplexity(scores.long, key):.3f}" in shown.replace("\n", "")
     assert f"tokens{len(key):,}key" in shown.replace("\n", "")
     assert inspection.summary().startswith(f"nasty.txt: {len(key):,} tokens, {int(key.sum()):,} key tokens (")
     facts = as_json(arrays["facts"])
     assert (facts["context_length"], facts["stride"], facts["first_short"]) == (32, 16, 48)
     assert (facts["alpha"], facts["beta"], facts["models"]) == (2.0, -2.0, [])
+
+
+def test_share_of_key_tokens_is_that_of_the_scored_tokens(inspection):
+    scores = replace(inspection.scores, unscored=48)  # many special tokens
+    share = 100 * key_token_mask(scores.long, scores.short)[48:].double().mean()
+    other = replace(inspection, scores=scores)
+    assert f" key tokens ({share:.2f}%)" in other.summary()
+    assert f">{share:.2f}%</small>" in other.html()
 
 
 def test_spans_are_those_of_the_characters_as_a_script_counts_them(inspection):

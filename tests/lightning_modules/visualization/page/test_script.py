@@ -58,12 +58,13 @@ def test_key_tokens_are_those_of_torch_for_any_thresholds(alignment, tokenizer, 
           markKeyTokens(data, alpha, beta ?? -Infinity, mask);
           const keys = keyTokens(mask), inside = judgedKeyTokens(data, data.judged[0], keys, alpha, beta ?? -Infinity);
           const longppl = longPerplexity(data.long, keys), model = longPerplexity(data.judged[0].long, inside);
-          return {{ keys, inside, longppl, model }};
+          return {{ keys, inside, longppl, model, share: keyTokenShare(data, keys) }};
         }});""",
     )
     for (alpha, beta), answer in zip(THRESHOLDS, found, strict=True):
         key = key_token_mask(scores.long, scores.short, alpha=alpha, beta=beta)
         assert answer["keys"] == key.nonzero().squeeze(-1).tolist()
+        assert answer["share"] == pytest.approx(float(key[1:].double().mean()))  # token 0 is not scored
         inside, _, found_by = find_key_tokens(scores, tokens, alpha=alpha, beta=beta)
         assert found_by == alignment
         inside[0] = False
