@@ -80,7 +80,7 @@ def test_few_documents_no_key_tokens_and_diverged_models():
     blind = make_run("blind", 1.0, key_tokens=0)
     same = make_run("new", 1.0, key_tokens=0)
     assert {ratio.kind for ratio in measure_ratios([same], blind)} == {"perplexity"}
-    assert "share no key tokens" in write_verdict([blind, same], blind, [])[0]
+    assert "had no evaluator, or share no key tokens" in write_verdict([blind, same], blind, [])[0]
     assert measure_ratios([make_run("wild", math.inf)], old)[0].outcome == "worse"
     assert write_verdict([old], old, []) == []
 
