@@ -183,9 +183,9 @@ class KeyTokenInspector(Callback):
         self, pl_module: Any, batch: PackedBatch, row: int, long: Tensor, short: Tensor
     ) -> InspectedDocument:
         tokens = batch["document_boundaries"][row][-1]
-        key = batch["labels"][row, :tokens].ne(IGNORE_INDEX).cpu()
+        key = scored = batch["labels"][row, :tokens].ne(IGNORE_INDEX).cpu()
         if self._evaluator is not None and self._panels.precomputed:
-            key &= self._evaluator.key_tokens(batch, row, pl_module.device).mask
+            key = scored & self._evaluator.key_tokens(batch, row, pl_module.device).mask
         return InspectedDocument(
             name=batch["names"][row],
             text=batch["text"][row],
@@ -199,6 +199,7 @@ class KeyTokenInspector(Callback):
                 stride=pl_module.short_context.stride,
             ),
             key=key,
+            scored=scored,
         )
 
     @override

@@ -3,12 +3,13 @@ import re
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 from torch.utils.data import DataLoader
 
 from callbacks import ExternalEvaluator, KeyTokenInspector
-from lightning_modules.batch import IGNORE_INDEX
+from lightning_modules.batch import IGNORE_INDEX, with_scored
 from lightning_modules.functional import PowerLaw, fit_power_law, span_token_mask
 from lightning_modules.functional.windows import ShortContext
 from lightning_modules.long_context_lm import LongContextLM
@@ -16,6 +17,7 @@ from lightning_modules.models.short_context import long_and_short
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.scoring.key_tokens import key_spans
 from lightning_modules.scoring.token_scores import text_sha256
+from lightning_modules.visualization.tensorboard import panels
 from lightning_modules.visualization.tensorboard.panels import probability
 from lightning_modules.visualization.tensorboard.sums import PositionSums
 from tests.conftest import make_text
@@ -180,6 +182,20 @@ def test_without_an_evaluator_the_models_own_scores_tell_key_tokens(model_dir, d
     most = f"| {float((long - short).max()):.2f} |"
     assert most in texts(events, "most_helped_tokens/model")[2].splitlines()[2]
     torch.testing.assert_close(inspector._inspected[0].scores.short, short)
+
+
+def test_figures_of_the_model_leave_out_the_prompts_of_chats(model_dir, documents, tmp_path, monkeypatch):
+    chat = documents[3].copy()
+    chat["labels"] = chat["labels"].clone()
+    chat["labels"][:, 100:140] = IGNORE_INDEX
+    drawn = []
+    monkeypatch.setattr(panels, "position_figure", lambda positions, **_: drawn.append(positions.sums) or Figure())
+    trainer = quiet_trainer(None, KeyTokenInspector(documents=1), logger=TensorBoardLogger(tmp_path))
+    module = LongContextLM(str(model_dir), **LENGTHS)
+    trainer.validate(module, DataLoader([with_scored(chat)], batch_size=None), verbose=False)
+    inspected, evaluated = drawn
+    assert inspected[0].sum() == chat["labels"].ne(IGNORE_INDEX).sum()
+    torch.testing.assert_close(inspected[:3], evaluated)  # numbers of tokens, positions and losses
 
 
 @pytest.mark.slow

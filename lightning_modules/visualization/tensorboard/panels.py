@@ -29,12 +29,13 @@ VISIBLE = {"\n": "⏎", "\r": "", "\t": "⇥"}
 
 
 class InspectedDocument(NamedTuple):
-    """Text with a model's scores of its ``[N]`` tokens; ``key`` (bool) marks key tokens."""
+    """Text with a model's scores of its ``[N]`` tokens; ``key`` (bool) marks key tokens, ``scored`` the scored ones."""
 
     name: str
     text: str
     scores: TokenScores
     key: Tensor
+    scored: Tensor
 
     def most_helped(self, count: int) -> list[tuple[float, int]]:
         """Return long-short difference (nats) and index of the tokens that the long context helps most."""
@@ -83,14 +84,17 @@ class EvaluationPanels:
         for writer in writers:
             if not set(evaluated) <= self._drawn:  # draw an evaluator's scores once, because they never change
                 writer.add_text("most_helped_tokens/evaluator", helped_markdown(by_evaluator), step)
-                self._draw_scores(writer, [found.scores for found in evaluated.values()], "evaluator", step)
+                by_text = [found.scores for found in evaluated.values()]
+                scored = [torch.arange(len(scores.long)) >= scores.unscored for scores in by_text]
+                self._draw_scores(writer, by_text, scored, "evaluator", step)
             if documents:
                 writer.add_text("most_helped_tokens/model", helped_markdown(by_model), step)
                 values = torch.cat([document.scores.long[document.key] for document in by_model])
                 if len(values):
                     writer.add_histogram("key_tokens/model_log_likelihood_nats", values, step)
             if documents and not evaluated:
-                self._draw_scores(writer, [document.scores for document in documents], "model", step)
+                scored = [document.scored for document in documents]  # prompts of chats are not
+                self._draw_scores(writer, [document.scores for document in documents], scored, "model", step)
             if positions.sums[0].any():
                 figure = position_figure(positions, title=f"trained model, step {step:,}")
                 writer.add_figure("loss_by_context/model_all_documents", figure, step, close=False)
@@ -108,13 +112,19 @@ class EvaluationPanels:
         rule = self.definition.key_token_rule
         return document.key & find_key_tokens(found.scores, found.tokens, **self.thresholds, rule=rule).mask
 
-    def _draw_scores(self, writer: Any, documents: Sequence[TokenScores], scored_by: str, step: int) -> None:
-        """Draw the density of LSD and LCL over all documents of a model, and their loss by context length."""
-        long = torch.cat([s.long[s.unscored :] for s in documents])
-        short = torch.cat([s.short[s.unscored :] for s in documents])
-        key = torch.cat([self._key_tokens(s)[s.unscored :] for s in documents])
+    def _draw_scores(
+        self, writer: Any, documents: Sequence[TokenScores], scored: Sequence[Tensor], scored_by: str, step: int
+    ) -> None:
+        """Draw the density of LSD and LCL over all documents of a model, and their loss by context length.
+
+        ``scored`` marks the tokens of each document that are drawn.
+        """
+        mask = torch.cat([*scored])
+        long = torch.cat([s.long for s in documents])[mask]
+        short = torch.cat([s.short for s in documents])[mask]
+        key = torch.cat([self._key_tokens(s) for s in documents])[mask]
         positions = PositionSums(3)
-        positions.add(torch.cat([torch.arange(s.unscored, len(s.long)) for s in documents]), -long, -short, key)
+        positions.add(torch.cat([torch.arange(len(s.long)) for s in documents])[mask], -long, -short, key)
         title = f"{scored_by}, {len(documents):,} documents"
         if (long != short).any():
             figure = benefit_figure(long, short, **self.thresholds, title=title)

@@ -20,6 +20,6 @@ def make_document():
         mask[list(key)] = True
         ids = torch.tensor([sorted(set(words)).index(word) for word in words])
         scores = TokenScores(text_sha256(text), "a model", 4, 2, ids, torch.tensor(offsets), long, short)
-        return InspectedDocument(name, text, scores, mask)
+        return InspectedDocument(name, text, scores, mask, torch.arange(count) > 0)
 
     return make
