@@ -225,17 +225,23 @@ def check_sequence_parallelism(config: PreTrainedConfig, size: int, attn_impleme
     if size == 1:
         return
     text: Any = config.get_text_config(decoder=True)
+    if attn_implementation not in ("auto", "sdpa", DOCUMENT_SDPA):
+        raise ValueError(
+            f"Sequence parallelism supports torch's `sdpa` only, which includes flash attention, not"
+            f" '{attn_implementation}': set `attn_implementation: sdpa`."
+        )
+    # Other models attend by a function of transformers, which does not know the exchange.
+    if register_attention(choose_attention(ModelConfig(), config), config) != DOCUMENT_SDPA:
+        raise ValueError(
+            f"Sequence parallelism needs a model with our `sdpa` attention, which '{text.model_type}' does not support:"
+            " use another model, or a `trainer.strategy` without `sequence_parallel_size`."
+        )
     heads = text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
     if heads % size or (key_heads % size and size % key_heads):
         raise ValueError(
             f"`sequence_parallel_size` = {size} must divide the model's {heads} attention heads, and divide its"
             f" {key_heads} key-value heads or be a multiple of them."
-        )
-    if attn_implementation not in ("auto", "sdpa", DOCUMENT_SDPA):
-        raise ValueError(
-            f"Sequence parallelism supports torch's `sdpa` only, which includes flash attention, not"
-            f" '{attn_implementation}': set `attn_implementation: sdpa`."
         )
     # A process would choose frequencies by the positions of its shard.
     _check_plain_attention(config, "Sequence parallelism", windows=True)

@@ -262,6 +262,8 @@ def test_parts_are_the_tokens_and_what_they_predict():
         (8, {}, "auto", "= 8 must divide"),
         (4, {"num_attention_heads": 24, "num_key_value_heads": 6}, "auto", "6 key-value heads"),
         (2, {}, "flash_attention_2", "`sdpa`"),
+        (2, {"architecture": "gemma2"}, "auto", "'gemma2'"),  # caps the scores of its attention
+        (2, {"architecture": "mamba"}, "auto", "'mamba'"),
         (2, {"architecture": "llama4_text", "layer_types": ["chunked_attention", "full_attention"]}, "auto", "chunked"),
         (2, {"rope_parameters": {"rope_type": "rerope", "rope_theta": 1e4}}, "auto", "'rerope'"),
         (2, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "auto", "'dynamic'"),
