@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to, pack_sequence
 from lightning_modules.models.attention import DOCUMENT_SDPA, document_attention
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.loading.probes import short_windows
 from lightning_modules.models.optimizations import eval_mode
 
 
@@ -165,7 +166,7 @@ class SequenceGroup:
         # Two documents, with a boundary inside a shard for most sizes.
         tokens = torch.randint(backbone.vocabulary_size, (5 * self.size + 2,), generator=generator)
         batch = pack_sequence(tokens.to(backbone.device).split(4 * self.size))
-        with torch.no_grad(), eval_mode(backbone):
+        with torch.no_grad(), eval_mode(backbone), short_windows(backbone):
             alone = backbone(batch)
             together = self.sharded_log_likelihood(backbone, batch)
         autocast = torch.is_autocast_enabled(batch["input_ids"].device.type)

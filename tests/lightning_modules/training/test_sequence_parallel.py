@@ -2,6 +2,8 @@
 
 import functools
 import os
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +17,7 @@ from datamodules import PG19DataModule
 from datamodules.packing.positions import PoSE
 from lightning_modules.batch import IGNORE_INDEX, pack_sequence, with_scored
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.models.attention import register_document_attention
+from lightning_modules.models.attention import document_attention, register_document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone, load_config
@@ -284,6 +286,26 @@ def test_models_whose_rows_can_be_shared(tmp_path):
     check_sequence_parallelism(tiny_config("gemma3_text"), 2)
     tiny_config("qwen2").save_pretrained(tmp_path)
     check_sequence_parallelism(load_config(ModelConfig(str(tmp_path), context_extension=EABF)), 2)
+
+
+def _attend_without_windows(module, *states, attention_window=None, **kwargs):
+    return document_attention(module, *states, None, **kwargs)
+
+
+@pytest.mark.parametrize("attend", [partial(document_attention, attention_mask=None), _attend_without_windows])
+def test_the_check_of_a_group_sees_windows_longer_than_its_documents(attend, monkeypatch):
+    backbone = Backbone(tiny_model("gemma3_text", attn_implementation=register_document_attention(), sliding_window=64))
+    assume_isolation(backbone)
+    group = _group(0, 2)
+
+    def score(backbone, batch):
+        return backbone(_group(0, 1).shard(batch), exchange=attend)[:, :-1]
+
+    monkeypatch.setattr(group, "sharded_log_likelihood", score)
+    is_wrong = attend is _attend_without_windows
+    with pytest.raises(ValueError, match="`sequence_parallel_size`") if is_wrong else nullcontext():
+        group.check_backbone(backbone)
+    assert backbone.base_model.config.sliding_window == 64
 
 
 def test_groups_need_their_processes():
