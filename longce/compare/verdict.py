@@ -113,8 +113,7 @@ def _judge(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
     of_key = [ratio for ratio in ratios if ratio.kind in ("longppl", "key_bits_per_byte")]
     of_all = [ratio for ratio in ratios if ratio not in of_key]
     if not of_key:
-        absent = f"`{name}` and `{baseline}` had no evaluator, or share no key tokens, so LongPPL is not compared."
-        return f"{absent} {_judge_all_tokens(of_all)}"
+        return f"`{name}` and `{baseline}` had no evaluator, or share no key tokens. {_judge_all_tokens(of_all)}"
     if len(of_key) > 1:
         return f"{_judge_cells(name, baseline, of_key)} {_judge_all_tokens(of_all)}"
     (ratio,) = of_key

@@ -198,7 +198,7 @@ def test_removing_undoes_all(model):
     apply(model)
     longce.remove_longce(model)
     assert vars(model)["forward"] is own
-    with pytest.raises(ValueError, match="no LongCE"):
+    with pytest.raises(ValueError, match="does not use LongCE"):
         longce.remove_longce(model)
 
 
