@@ -11,6 +11,6 @@ scores = ray.data.read_parquet("corpus").map_batches(
     batch_format="pyarrow",  # keeps the type of a column that is null in a whole batch
     batch_size=16,
     num_gpus=1,
-    concurrency=(1, 64),  # one copy of the model per GPU, up to 64
+    concurrency=(1, 64),  # one copy of the model per GPU
 )
 scores.write_parquet("scores")

@@ -155,7 +155,7 @@ def test_objectives_with_two_seeds_each_from_the_command_line(tmp_path, capsys):
     assert f"LongCE (2 runs) (best LongPPL) {4.0:.0f}"[:24] in printed
     assert f"{ratio:.3f} [" in printed
     assert "`LongCE (2 runs)` predicts key tokens better".replace("`", "") in printed
-    assert "about the choice of documents and the seeds of the runs." in printed
+    assert "cover the choice of documents and the seeds of the runs." in printed
     assert "seed_everything" not in printed
     assert page.stat().st_size > 1000
     assert "choice of documents; another seed" in " ".join(compare(folders).split())
