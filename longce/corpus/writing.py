@@ -105,8 +105,7 @@ def _identity_schema(corpus: CorpusFiles) -> pyarrow.Schema:
 def _identity_table(refs: Sequence[DocumentRef], corpus: CorpusFiles) -> pyarrow.Table:
     """Return the columns that identify documents, and those of the corpus."""
     rows = [{"key": ref.key, "file": ref.file, "row": ref.row, **ref.columns} for ref in refs]
-    schema = _identity_schema(corpus)
-    return pyarrow.table([pyarrow.array([row.get(field.name) for row in rows], field.type) for field in schema], schema)
+    return pyarrow.Table.from_pylist(rows, _identity_schema(corpus))
 
 
 def file_states(corpus: CorpusFiles, names: Iterable[str] | None = None) -> dict[str, Any]:

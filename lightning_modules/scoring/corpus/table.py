@@ -60,9 +60,7 @@ class ScoreTable:
 
     def table(self) -> pyarrow.Table:
         """Return all rows."""
-        # A failed document has no scores, which are null.
-        columns = [pyarrow.array([row.get(field.name) for row in self._rows], field.type) for field in self.schema]
-        return pyarrow.table(columns, schema=self.schema)
+        return pyarrow.Table.from_pylist(self._rows, self.schema)  # the scores of a failed document are null
 
     def _list_token_values(self, scores: TokenScores) -> dict[str, Any]:
         if self.per_token is None:  # such lists are nearly all of a shard's bytes
