@@ -234,8 +234,8 @@ def split_measurements(records: Iterable[Record]) -> list[list[Record]]:
 
 
 def hash_texts(records: Iterable[Record]) -> str:
-    """Return a hash of the texts of records, in their order."""
-    hashes = "".join(record.text_sha256 for record in records)
+    """Return a hash of the texts of records, which does not depend on their order."""
+    hashes = "".join(sorted(record.text_sha256 for record in records))
     return hashlib.sha256(hashes.encode()).hexdigest()[:16]
 
 
