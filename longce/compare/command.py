@@ -23,7 +23,7 @@ from longce.compare.evaluations import (
 from longce.compare.groups import group_runs
 from longce.compare.numerics import separate_numerics
 from longce.compare.ratios import compared_kinds, shared_documents
-from longce.compare.runs import AXES, Cell, ComparedRun, read_compared
+from longce.compare.runs import AXES, Cell, ComparedRun, has_documents, read_compared
 from longce.compare.verdict import Ratio, draw_ratios, drawn_ratios, measure_ratios, write_verdict
 
 _EXPLANATION = (
@@ -243,15 +243,20 @@ def _rank_runs(runs: Sequence[ComparedRun], baseline: ComparedRun) -> Table:
             reference = baseline.last(cell)[1] if cell in baseline.evaluations else documents
             shared = shared_documents(documents, reference, compared[:2])
             count = max(len(documents), len(reference))
-            note = f"ratio over {len(shared)} of {count} documents" if len(shared) < count else ""
+            is_partial = len(shared) < count
+            note = f"ratio over {len(shared)} of {count} documents" if is_partial else ""
+            number_of_documents = str(len(documents))
+            if not has_documents(documents):
+                number_of_documents = ""
+                note = "no records by document, so no intervals"
             values = {kind: corpus_mean(documents, kind) for kind in (*TOKENS, "longppl_soft", *compared)}
             numbers = []
             for kind in _TITLES:
                 ratio = _format_ratio(shared, kind) if kind in compared and reference is not documents else ""
                 absent = kind == compared[0] and kind in TOKENS and not documents[UNITS[kind]].sum()
                 numbers += ["no key tokens" if absent else _format_number(values.get(kind, math.nan)), ratio]
-            order = [bool(note), *(math.inf if math.isnan(values[kind]) else values[kind] for kind in compared)]
-            cells_of_run = [str(cell), run.name, *numbers, str(step or ""), str(len(documents)), note]
+            order = [is_partial, *(math.inf if math.isnan(values[kind]) else values[kind] for kind in compared)]
+            cells_of_run = [str(cell), run.name, *numbers, str(step or ""), number_of_documents, note]
             ranked.append((order, cells_of_run, run))
         ranked.sort(key=lambda each: each[:2])
         if len(ranked) > 1 and not ranked[1][0][0] and _is_better(ranked[0][2], ranked[1][2], cell, compared[0]):
@@ -294,6 +299,8 @@ def _find_changed_documents(runs: Sequence[ComparedRun], baseline: ComparedRun) 
     for run in runs:
         for cell in run.evaluations.keys() & baseline.evaluations.keys():
             shared = shared_documents(run.last(cell)[1], baseline.last(cell)[1])
+            if not has_documents(shared):
+                continue
             numbers_of_both = shared[["document", "longppl", "longppl_baseline"]].dropna()
             for name, own, other in numbers_of_both.itertuples(index=False, name=None):
                 numbers = map(_format_number, (other, own, own / other))
@@ -318,7 +325,10 @@ def _format_number(value: float) -> str:
 
 def _format_ratio(shared: pd.DataFrame, kind: str) -> str:
     value, interval = paired_ratio(shared, kind)
+    number = _format_number(value)
+    if interval is not None:
+        return f"{number} [{_format_number(interval[0])}, {_format_number(interval[1])}]"
+    if not 0 < value < math.inf or not has_documents(shared):
+        return number
     count = (shared[UNITS[kind]] > 0).sum()
-    unknown = f"({count} document{'s' if count > 1 else ''}: too few)" if 0 < value < math.inf else ""
-    between = "[{}, {}]".format(*map(_format_number, interval)) if interval else unknown
-    return f"{_format_number(value)} {between}".strip()
+    return f"{number} ({count} document{'s' if count > 1 else ''}: too few)"

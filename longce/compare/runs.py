@@ -27,6 +27,9 @@ AXES = {"optimizer steps": "step", "tokens": "train/tokens", "device hours": "tr
 
 _PATHS = re.compile(r"run\.id$|.*\.(dirpath|\w+_dir)$")  # settings that always differ
 
+WHOLE_SET = "all documents"
+"""Only row of the table of a run without records by document, which has the logged numbers of the whole set."""
+
 _STAGES = {"val": "validation", "test": "test"}
 
 
@@ -57,7 +60,8 @@ class Cell(NamedTuple):
 class ComparedRun(NamedTuple):
     """A run, or a model that was scored.
 
-    Evaluations are tables of documents, by cell and optimizer step.
+    Evaluations are tables of documents, by cell and optimizer step. A run without records by document has tables with
+    one row, for the whole set.
     """
 
     name: str
@@ -175,7 +179,7 @@ def _read_run(run_name: str, folder: Path) -> ComparedRun:
                 by_model = evaluated[key, step]
                 cell = Cell(found[2] or _STAGES[found[1]], numerics="" if by_model == UNKNOWN else str(by_model))
                 numerics[cell] = by_model
-                row = pd.DataFrame([{"document": "all documents", "tokens": 1.0, "key_tokens": 1.0}])
+                row = pd.DataFrame([{"document": WHOLE_SET, "tokens": 1.0, "key_tokens": 1.0}])
                 evaluations[cell].setdefault(step, _index(row))[found[3]] = value
     scalars["step"] = {step: step for steps in (*scalars.values(), *evaluations.values()) for step in steps}
     return ComparedRun(run_name, dict(evaluations), config, dict(scalars), numerics)
@@ -274,6 +278,12 @@ def tabulate_documents(records: Iterable[Record]) -> pd.DataFrame:
             row[unit] = getattr(record.sums, unit)
         rows.append(row)
     return _index(pd.DataFrame(rows))
+
+
+def has_documents(table: pd.DataFrame) -> bool:
+    """Return whether a table has a row for each document, and not one for the whole set."""
+    # Documents are indexed by the hashes of their texts, so none of them can have this index.
+    return WHOLE_SET not in table.index.get_level_values(0)
 
 
 def _index(rows: pd.DataFrame) -> pd.DataFrame:

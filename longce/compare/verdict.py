@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from lightning_modules.utilities.statistics import RUNS, UNITS, Interval, paired_ratio
 from lightning_modules.visualization.images import COLORS, INK, STYLE, as_svg
 from longce.compare.ratios import compared_kinds, shared_documents
-from longce.compare.runs import AXES, Cell, ComparedRun
+from longce.compare.runs import AXES, Cell, ComparedRun, has_documents
 
 NAMES = {
     "longppl": "LongPPL",
@@ -41,7 +41,7 @@ class Ratio(NamedTuple):
     kind: str  # of `NAMES`
     value: float
     interval: Interval | None
-    documents: int
+    documents: int  # 0 if the runs have no records by document
     units: int  # tokens or bytes that the run's number is over
     total: int = 0  # documents that both have, including those without such units
 
@@ -57,6 +57,8 @@ class Ratio(NamedTuple):
     def __str__(self) -> str:
         if self.value in (0, math.inf):
             return f"infinite for the {'baseline' if self.value == 0 else 'run'}"
+        if self.documents == 0:
+            return f"{_describe_change(self.value)} (no interval, because the runs have no records by document)"
         if self.interval is None:
             count = f"{self.documents} document{'s' if self.documents > 1 else ''}"
             return f"{_describe_change(self.value)} ({count}: too few for an interval)"
@@ -77,9 +79,13 @@ def measure_ratios(runs: Sequence[ComparedRun], baseline: ComparedRun) -> list[R
             for kind in kinds[-2:]:
                 counted = shared[shared[UNITS[kind]] > 0]
                 value, interval = paired_ratio(shared, kind)
-                if not math.isnan(value):
+                if math.isnan(value):
+                    continue
+                if has_documents(shared):
                     units = int(counted[UNITS[kind]].sum())
                     found.append(Ratio(cell, name, kind, value, interval, len(counted), units, len(shared)))
+                else:
+                    found.append(Ratio(cell, name, kind, value, None, documents=0, units=0))
     return found
 
 
@@ -94,7 +100,8 @@ def write_verdict(runs: Sequence[ComparedRun], baseline: ComparedRun, differing:
     if not sentences:
         return []
     sentences += _name_own_evaluators(runs) + _compare_training(runs) + _name_settings(differing, runs)
-    sentences.append(f"Intervals (95%) cover the choice of documents{_describe_seeds(runs)}.")
+    if any(ratio.interval is not None for ratio in ratios):
+        sentences.append(f"Intervals (95%) cover the choice of documents{_describe_seeds(runs)}.")
     return sentences
 
 
@@ -117,6 +124,10 @@ def _judge(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
     if len(of_key) > 1:
         return f"{_judge_cells(name, baseline, of_key)} {_judge_all_tokens(of_all)}"
     (ratio,) = of_key
+    place = ratio.cell.short
+    if ratio.documents == 0:
+        claim = f"`{name}` compared with `{baseline}` ({place})"
+        return f"{claim}: {_name_with_verb(ratio.kind)} {ratio}. {_judge_all_tokens(of_all)}"
     claim = {
         "better": f"`{name}` predicts key tokens better than `{baseline}`",
         "worse": f"`{name}` predicts key tokens worse than `{baseline}`",
@@ -127,7 +138,6 @@ def _judge(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
     over = f"{ratio.documents:,} documents with {units}"
     if ratio.documents < ratio.total:
         over = f"{units} of {ratio.documents:,} of {ratio.total:,} documents, because the others have no key tokens"
-    place = ratio.cell.short
     return f"{claim}: {_name_with_verb(ratio.kind)} {ratio}, over {over} ({place}). {_judge_all_tokens(of_all)}"
 
 
@@ -146,15 +156,24 @@ def _judge_cells(name: str, baseline: str, ratios: Sequence[Ratio]) -> str:
     else:
         claim = f"`{name}` and `{baseline}` cannot be told apart on key tokens"
     values = [ratio.value for ratio in ratios]
-    documents = sorted({ratio.documents for ratio in ratios})
-    sizes = " to ".join(f"{count:,}" for count in dict.fromkeys((documents[0], documents[-1])))
     between = f"{_format_ratio(min(values))} to {_format_ratio(max(values))}"
     return (
         f"{claim}: of {total} evaluations, {better} show it better and {worse} worse, and {total - better - worse} do"
-        f" not tell; {_name_with_verb(ratios[0].kind)} {between} times as large (lower is better), each over {sizes}"
-        f" document{'s' if documents[-1] > 1 else ''} with key tokens. Each evaluation is one set of documents, with"
-        " key tokens found by one evaluator (another model) at one pair of thresholds."
+        f" not tell; {_name_with_verb(ratios[0].kind)} {between} times as large (lower is better),"
+        f" {_describe_sizes(ratios)}. Each evaluation is one set of documents, with key tokens found by one evaluator"
+        " (another model) at one pair of thresholds."
     )
+
+
+def _describe_sizes(ratios: Sequence[Ratio]) -> str:
+    """Return how many documents with key tokens the evaluations have."""
+    documents = [ratio.documents for ratio in ratios]
+    smallest = min(documents)
+    largest = max(documents)
+    if largest == 0:
+        return "without intervals, because the runs have no records by document"
+    sizes = f"{largest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
+    return f"each over {sizes} document{'s' if largest > 1 else ''} with key tokens"
 
 
 def _judge_all_tokens(ratios: Sequence[Ratio]) -> str:
@@ -166,6 +185,8 @@ def _judge_all_tokens(ratios: Sequence[Ratio]) -> str:
     name = NAMES[distinct[0].kind].capitalize()
     verb = _name_with_verb(distinct[0].kind).rpartition(" ")[2]
     meaning = {"better": "better", "worse": "worse", "tie": "no difference is shown", "unknown": "too few documents"}
+    if distinct[0].documents == 0:
+        meaning["unknown"] = "it may be due to chance"
     outcomes = dict.fromkeys(ratio.outcome for ratio in distinct)
     judged = meaning[distinct[0].outcome]
     if len(outcomes) > 1:

@@ -333,8 +333,41 @@ def test_a_run_without_an_evaluator_or_with_csv_logs_is_compared_by_what_it_logg
     assert sorted(evaluations) == [0, 10]  # before training, and after the tenth step
     printed = compare([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html")
     assert Page((tmp_path / "page.html").read_text()).images[1:] == ["Perplexity: validation", "Training loss (nats)"]
-    assert re.search(r"validation +b +20\.000 +0\.667", printed)
+    assert re.search(r"validation +b +20\.000 +0\.667 +10 +no records by document, so no intervals\n", printed)
     assert "LongPPL" not in printed.split("perplexity")[0]
+
+
+def test_the_same_texts_in_another_order_are_compared(tmp_path):
+    one = write_score(tmp_path / "a.parquet", 1.0)
+    other = write_score(tmp_path / "b.parquet", 0.8)
+    write_records(other, read_records(other)[::-1])
+    printed = compare([one, other])
+    assert "ratio 0.800, 95% interval" in " ".join(printed.split())
+    assert "texts" not in printed.partition("Settings that differ")[2]
+    first, second = read_results([str(one), str(other)])
+    assert first.settings["longppl"] == second.settings["longppl"]
+
+
+@pytest.mark.parametrize("sets", [("val",), ("val", "test")])
+def test_runs_without_records_by_document_have_no_interval(tmp_path, sets):
+    """Their numbers are about whole sets, and are not compared as if each set were one document."""
+    head = ",".join(["step", *(f"{stage}/{kind}" for stage in sets for kind in ("longppl", "perplexity"))])
+    for name, longppl in (("a", 5.0), ("b", 4.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text("trainer: {callbacks: null}\n")
+        numbers = [9, *([longppl, 2 * longppl] * len(sets))]
+        (tmp_path / name / "metrics.csv").write_text(f"{head}\n{','.join(map(str, numbers))}\n")
+    printed = compare([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html")
+    verdict, _, tables = printed.partition("\n\n")
+    assert re.search(
+        r"validation +b +4\.000 +0\.800 +8\.000 +0\.800 +10 +no records by document, so no intervals\n", tables
+    )
+    sentences = " ".join(verdict.split())
+    assert "the runs have no records by document" in sentences
+    assert "it may be due to chance" in sentences
+    for wrong in ("documents 1", "1 document", "too few", "95%"):
+        assert wrong not in printed
+    assert "Documents that changed most" not in (tmp_path / "page.html").read_text()
 
 
 def test_other_documents_and_other_evaluators_are_not_compared(tmp_path):
