@@ -105,10 +105,12 @@ def batch_of_inputs(
         input_ids: Token ids.
         labels: The token id, or ``IGNORE_INDEX`` where a token is not scored.
         attention_mask: 0 for padding, on either side. No padding by default.
-        position_ids: A document begins where they restart; each sequence is one document by default.
+        position_ids: They start at 0, and a document begins where they restart; each sequence is one document by
+            default.
 
     Raises:
-        ValueError: If a shape is wrong, labels are shifted, or a sequence has no tokens.
+        ValueError: If a shape is wrong, labels are shifted, positions skip or start above 0, or a sequence has no
+            tokens.
     """
     input_ids = input_ids.cpu()
     attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.cpu()
@@ -137,15 +139,31 @@ def _packed_row(tokens: Tensor, labels: Tensor, attention_mask: Tensor, position
             f"`labels` must be the `input_ids` or {IGNORE_INDEX} at the same position, as in Hugging Face models: do"
             " not shift them."
         )
-    positions = positions[kept]
-    packed = pack_sequence(tokens.tensor_split(find_restarts(positions)))
+    padding = int(kept.nonzero()[0])
+    packed = pack_sequence(tokens.tensor_split(find_restarts(positions[kept], padding=padding)))
     packed["labels"][0, unscored] = IGNORE_INDEX
     packed["scored"][0, unscored.numpy()] = False
     return packed
 
 
-def find_restarts(positions: Tensor) -> Tensor:
-    """Return the indices at which ``[n]`` positions restart; raise a ``ValueError`` if they skip instead."""
+def find_restarts(positions: Tensor, *, padding: int = 0) -> Tensor:
+    """Return the indices at which ``[n]`` positions restart.
+
+    Args:
+        positions: Positions of the tokens of a sequence, without its padding.
+        padding: Number of tokens of padding on the left, which the positions may count.
+
+    Raises:
+        ValueError: If positions skip, or start above 0.
+    """
+    first = int(positions[0])
+    # Short contexts are always numbered from 0. With learned positions or EABF, a long context with other positions
+    # would differ from them in more than its length.
+    if first not in (0, padding):
+        raise ValueError(
+            f"`position_ids` must start at 0 in each document, got {first} at the first token: a sequence is scored"
+            " without the tokens before it, even if it is a chunk of a longer document. Subtract the first position."
+        )
     starts = positions.diff().ne(1).nonzero().squeeze(-1) + 1
     if positions[starts].any():
         raise ValueError(

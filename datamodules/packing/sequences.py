@@ -184,11 +184,11 @@ def collate_examples(examples: Sequence[Mapping[str, Any]] | Mapping[str, Tensor
 
     Args:
         examples: Mappings with ``input_ids`` and optionally ``labels`` (by default all tokens), ``attention_mask`` (0
-            for padding, on either side) and ``position_ids`` (a document begins where they restart). Other keys are
-            ignored. Or a batch of such examples: one mapping with ``[B, T]`` tensors.
+            for padding, on either side) and ``position_ids`` (they start at 0, and a document begins where they
+            restart). Other keys are ignored. Or a batch of such examples: one mapping with ``[B, T]`` tensors.
 
     Raises:
-        ValueError: If labels are shifted, positions skip, or an example has no tokens.
+        ValueError: If labels are shifted, positions skip or start above 0, or an example has no tokens.
 
     Example:
         >>> batch = collate_examples([{"input_ids": [5, 6, 7, 8], "position_ids": [0, 1, 0, 1]}, {"input_ids": [9, 3]}])
@@ -210,7 +210,7 @@ def _example_row(example: Mapping[str, Any]) -> Row:
         raise ValueError(f"An example needs `input_ids`, but has {sorted(example)}: tokenize it, or leave it out.")
     labels = torch.tensor(np.asarray(example.get("labels", ids))[kept])
     positions = np.asarray(example.get("position_ids", np.arange(len(ids))))[kept]
-    starts = find_restarts(torch.from_numpy(positions)).numpy()
+    starts = find_restarts(torch.from_numpy(positions), padding=int(kept.argmax())).numpy()
     row = make_row(ids[kept], np.append(starts, kept.sum()))
     unscored = labels.eq(IGNORE_INDEX)
     if (labels.ne(row["input_ids"]) & ~unscored).any():

@@ -57,8 +57,9 @@ def apply_longce(
     In train mode, ``model(input_ids, labels=labels)`` returns the LongCE loss, without logits. In eval mode, or without
     labels, it is the model's own ``forward``. All of it happens inside ``forward``, so DDP, FSDP2, gradient
     accumulation and gradient checkpointing work as with the model's own loss. The loss is divided by
-    ``num_items_in_batch`` if the trainer passes it, and otherwise by the number of scored tokens. Documents begin where
-    ``position_ids`` restart at 0, ``attention_mask`` marks padding, and tokens with the label -100 are not scored.
+    ``num_items_in_batch`` if the trainer passes it, and otherwise by the number of scored tokens. ``position_ids``
+    start at 0, and documents begin where they restart; ``attention_mask`` marks padding, and tokens with the label -100
+    are not scored.
 
     Call it before or after the model gets adapters, and before DDP and FSDP2 wrap it.
 

@@ -163,6 +163,7 @@ def test_examples_have_the_loss_that_transformers_computes_of_each_text(layout, 
         ({"input_ids": [1, 2, 3], "labels": [2, 3, NO]}, "`labels`"),
         ({"text": "not tokenized"}, "`input_ids`"),
         ({"input_ids": [0, 0], "attention_mask": [0, 0]}, "`input_ids`"),
+        ({"input_ids": [5, 6, 7], "position_ids": [9, 10, 11]}, "start at 0 .* got 9"),
     ],
 )
 def test_examples_that_cannot_be_trained_on_are_refused(example, named):

@@ -68,6 +68,10 @@ LAYOUTS = {
     "right": lambda: pad(TEXTS),
     "left": lambda: pad(TEXTS, side="left"),
     "packed": packed,
+    "left, with positions that count the padding": lambda: {
+        **pad(TEXTS, side="left"),
+        "position_ids": torch.arange(40).expand(3, -1),
+    },
     "one position for all": lambda: {**pad(TEXTS), "position_ids": torch.arange(40).unsqueeze(0)},
 }
 
@@ -334,6 +338,7 @@ def test_what_cannot_work_is_refused_at_once(make, settings, error, named):
         ({"cu_seq_lens_q": torch.tensor([0, 8, 20])}, ValueError, "position_ids.*cu_seq_lens_q"),
         ({"attention_mask": torch.arange(20).unsqueeze(0) // 10 + 1}, ValueError, "numbers of documents"),
         ({"position_ids": torch.cat([torch.arange(9), torch.arange(50, 61)]).unsqueeze(0)}, ValueError, "50 after"),
+        ({"position_ids": torch.arange(100, 120).unsqueeze(0)}, ValueError, "start at 0 .* got 100"),
         ({"input_ids": None, "inputs_embeds": torch.zeros(1, 20, 32)}, ValueError, "`input_ids`"),
         ({"pixel_values": torch.zeros(1)}, ValueError, "pixel_values"),
         ({"attention_mask": torch.zeros(1, 20)}, ValueError, "padding"),
