@@ -307,3 +307,10 @@ class Scheduled(Wrapper):
         if passed >= self.warmup:
             return objective
         return Interpolated(objective, 1 - passed / self.warmup) if passed else CrossEntropy()
+
+
+def find_step_dependent(objective: Objective) -> Objective | None:
+    """Return the objective, possibly inside wrappers, that changes with the optimizer step; None if none does."""
+    while isinstance(objective, Wrapper) and not isinstance(objective, Scheduled):
+        objective = objective.objective
+    return None if type(objective).at_step is Objective.at_step else objective

@@ -21,7 +21,7 @@ from lightning_modules.models.context_extension.rotary_checks import check_rotar
 from lightning_modules.models.loading.adapters import is_peft_model
 from lightning_modules.models.loading.checks import check_attention_window, check_scoring, has_training_noise
 from lightning_modules.models.short_context import ShortContextConfig, ShortMethod
-from lightning_modules.objectives import LongCE, Objective, Scheduled, Wrapper
+from lightning_modules.objectives import LongCE, Objective, find_step_dependent
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -322,11 +322,9 @@ def _check_objective(objective: Objective) -> None:
         raise ValueError(
             f"`objective`: a model does not receive stored {objective.uses_stored} as inputs: use `longce fit`."
         )
-    inner = objective
-    while isinstance(inner, Wrapper) and not isinstance(inner, Scheduled):
-        inner = inner.objective
-    if type(inner).at_step is not Objective.at_step:
-        name = type(inner).__name__
+    changing = find_step_dependent(objective)
+    if changing is not None:
+        name = type(changing).__name__
         raise ValueError(f"`objective`: `{name}` depends on the training step: use `longce fit`.")
 
 

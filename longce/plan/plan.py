@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.loading.config import Checkpointing
-from lightning_modules.objectives import Scheduled
+from lightning_modules.objectives import find_step_dependent
 from longce.plan.fitting import choose_checkpointing, find_fitting
 from longce.plan.flops import (
     Flops,
@@ -156,9 +156,10 @@ def plan_utilization(model: LongContextLM, options: Any, trainer: Trainer) -> fl
     if gpu is None:
         return None
     is_sparse = model.loading.shifted_sparse_attention is not None
+    has_schedule = model.objective.uses_short_context and find_step_dependent(model.objective) is not None
     try:
         planner = _plan_run(model, options, trainer, gpu)
-        if is_sparse or isinstance(model.objective, Scheduled) or planner.experiment.curriculum is not None:
+        if is_sparse or has_schedule or planner.experiment.curriculum is not None:
             _log.info("Without MFU: not all steps have the operations of the plan.")
             return None
         return planner.peak_seconds_per_token()

@@ -13,7 +13,7 @@ from lightning_modules.models.context_extension.patterns import PATTERNS
 from lightning_modules.models.loading.config import Checkpointing, ModelConfig
 from lightning_modules.models.loading.dtypes import stored_dtype
 from lightning_modules.models.loading.load import load_config
-from lightning_modules.objectives import Scheduled
+from lightning_modules.objectives import find_step_dependent
 from lightning_modules.training.preflight import check_influence, check_sequence_parallelism, check_trainable
 from lightning_modules.training.sequence_parallel import check_processes
 from longce.plan.flops import Checkpointing as PlannedCheckpointing
@@ -153,7 +153,7 @@ def _list_notes(
     model: LongContextLM, config: PreTrainedConfig, dtype: torch.dtype, autocast: torch.dtype | None
 ) -> list[str]:
     notes = []
-    if isinstance(model.objective, Scheduled):
+    if model.objective.uses_short_context and find_step_dependent(model.objective) is not None:
         notes.append("the plan has a short pass in every step, but the schedule has steps without one")
     if (autocast or dtype).itemsize > 2:
         notes.append(f"{str(dtype).removeprefix('torch.')} is planned at the rates of bfloat16, but is much slower")

@@ -19,6 +19,7 @@ from lightning_modules.objectives import (
     Sparse,
     StoredInfluence,
     Wrapper,
+    find_step_dependent,
 )
 from lightning_modules.training.preflight import check_influence, check_stored
 
@@ -154,6 +155,14 @@ def test_a_schedule_within_another_objective():
     expected = 0.5 + 0.5 * mean_one(soft_influence(*PAIR))
     torch.testing.assert_close(inside.at_step(1).token_weights(*PAIR, BATCH), expected)
     assert Interpolated(Scheduled(LongCE(), stop=1), 0.3).at_step(1).token_weights(*PAIR, BATCH).eq(1).all()
+
+
+def test_a_schedule_is_found_inside_wrappers():
+    schedule = Scheduled(LongCE(), start=2)
+    for objective in (schedule, Normalized(schedule), Interpolated(Normalized(schedule))):
+        assert find_step_dependent(objective) is schedule
+    for objective in (LongCE(), Normalized(Interpolated(LongCE()))):
+        assert find_step_dependent(objective) is None
 
 
 def test_a_wrapper_of_the_users_own_keeps_the_schedule():

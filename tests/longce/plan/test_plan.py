@@ -205,6 +205,12 @@ def test_a_run_is_compared_with_the_peak_of_its_own_gpus(tmp_path, monkeypatch):
     [
         {"model.shifted_sparse_attention": "64"},
         {"model.objective": "Scheduled", "model.objective.objective": "LongCE", "model.objective.start": "2"},
+        {
+            "model.objective": "Normalized",
+            "model.objective.objective": "Scheduled",
+            "model.objective.objective.objective": "LongCE",
+            "model.objective.objective.start": "2",
+        },
         {"data.curriculum": "{sequence_length: 64, share: 0.5}"},
     ],
 )

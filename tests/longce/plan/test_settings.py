@@ -1,5 +1,6 @@
 """What is read of an experiment's config, parsed as `longce plan` parses it."""
 
+import json
 import sys
 
 import pytest
@@ -68,6 +69,14 @@ def test_a_number_of_devices_that_is_not_known(read, devices, gpus, notes):
 def test_what_the_plan_leaves_out_is_said(read):
     notes = read("--model.attn_implementation", "eager", "--model.shifted_sparse_attention", "64").notes
     assert [note.split(" attention")[0] for note in notes] == ["eager", "shifted sparse"]
+
+
+@pytest.mark.parametrize(("inner", "count"), [("LongCE", 1), ("CrossEntropy", 0)])
+def test_a_schedule_inside_another_objective_is_noted(read, inner, count):
+    schedule = {"class_path": "Scheduled", "init_args": {"objective": {"class_path": inner}, "start": 2}}
+    objective = {"class_path": "Normalized", "init_args": {"objective": schedule}}
+    notes = read("--model.objective", json.dumps(objective)).notes
+    assert sum("the schedule has steps without one" in note for note in notes) == count
 
 
 @pytest.mark.parametrize(
