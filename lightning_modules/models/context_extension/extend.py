@@ -26,6 +26,7 @@ from lightning_modules.models.context_extension.methods import (
     METHODS,
     ContextExtension,
     check_divisors,
+    check_ntk_width,
     longrope_attention_factor,
 )
 from lightning_modules.models.context_extension.patterns.settings import PATTERN_SETTINGS
@@ -265,6 +266,7 @@ def _scale_frequencies(
     if method == "pi":
         return theta / factor, 1.0
     if method == "ntk":
+        check_ntk_width(extension, config, present)
         # Component j of d / 2 is divided by s^(2 j / (d - 2)): the first is kept, and the last is interpolated.
         exponents = torch.arange(len(theta), dtype=torch.float64) / (len(theta) - 1)
         return theta * factor**-exponents, 1.0

@@ -204,11 +204,26 @@ def check_divisors(divisors: list[float] | None, config: PreTrainedConfig, prese
     return found
 
 
-def _make_ntk(extension: ContextExtension, config: PreTrainedConfig, present: Parameters) -> dict[str, Any]:
-    # d, the number of rotated components.
+def check_ntk_width(extension: ContextExtension, config: PreTrainedConfig, present: Parameters) -> int:
+    """Return d, the number of rotated components of a head; raise a ``ValueError`` if it has only one frequency."""
     width = rotary_width(config, present)
+    if width <= 2:
+        raise ValueError(
+            f"The `context_extension` '{extension.method}' keeps the highest frequency and interpolates the lowest, but"
+            f" the heads of this model rotate only {width} components, which have one frequency: use 'pi'."
+        )
+    return width
+
+
+def _make_ntk(extension: ContextExtension, config: PreTrainedConfig, present: Parameters) -> dict[str, Any]:
+    width = check_ntk_width(extension, config, present)
     # The lowest frequency is then divided by s, as in position interpolation, and the highest kept.
     return {"rope_theta": present["rope_theta"] * extension.factor ** (width / (width - 2))}
+
+
+def _make_dynamic_ntk(extension: ContextExtension, config: PreTrainedConfig, present: Parameters) -> dict[str, Any]:
+    check_ntk_width(extension, config, present)
+    return {"rope_type": "dynamic", "factor": 1.0}
 
 
 def _make_abf(extension: ContextExtension, _: PreTrainedConfig, present: Parameters) -> dict[str, Any]:
@@ -258,7 +273,7 @@ METHODS: dict[str, Method] = {
     "ntk": Method(_make_ntk),
     "ntk_by_parts": Method(lambda e, *_: _make_yarn(e, 1.0), BETAS),
     "yarn": Method(lambda e, *_: _make_yarn(e, e.attention_factor), (*BETAS, "attention_factor")),
-    "dynamic_ntk": Method(lambda *_: {"rope_type": "dynamic", "factor": 1.0}, (), DYNAMIC_ARCHITECTURES),
+    "dynamic_ntk": Method(_make_dynamic_ntk, (), DYNAMIC_ARCHITECTURES),
     "llama3": Method(lambda e, *_: _scale_rope(e, "llama3", **e.options(*FREQ_FACTORS)), FREQ_FACTORS),
     "longrope": Method(_make_longrope, ("long_factor", "attention_factor")),
     "eabf_authors": Method(_make_authors_eabf, (), ("llama", "mistral")),

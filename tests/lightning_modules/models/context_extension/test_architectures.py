@@ -397,6 +397,16 @@ def test_extensions_that_cannot_follow(present, settings, message):
         extend_config(config, {"original_length": TARGET, "target_length": 2 * TARGET, **settings})
 
 
+@pytest.mark.parametrize(("present", "method"), [(None, "ntk"), (None, "dynamic_ntk"), ("pi", "ntk")])
+def test_a_single_frequency_cannot_be_scaled_by_its_index(present, method):
+    config = config_of("llama")
+    config.head_dim = 2
+    if present is not None:
+        extend_config(config, ContextExtension(present, ORIGINAL // 2, ORIGINAL))
+    with pytest.raises(ValueError, match=f"'{method}' .* rotate only 2 components, .*: use 'pi'"):
+        extend_config(config, ContextExtension(method, ORIGINAL, TARGET))
+
+
 @pytest.mark.parametrize("architecture", ["gemma3_text", "smollm3", "gpt_oss"])
 def test_windows_that_cannot_be_removed(architecture):
     with pytest.raises(ValueError, match="full_attention: true` would change the rotation"):
