@@ -33,7 +33,7 @@ from lightning_modules.tasks.evaluation.report import answer_table, figures
 from lightning_modules.tasks.evaluation.summary import summarize
 from lightning_modules.tasks.harness import split_tasks
 from lightning_modules.tasks.questions.prompter import Prompter
-from lightning_modules.tasks.questions.registry import find_tasks
+from lightning_modules.tasks.questions.registry import find_tasks, hash_task_code
 from lightning_modules.training.evaluation import records_folder
 from lightning_modules.training.facts import loaded_tokenizer
 from lightning_modules.training.monitoring.numerics import find_numerics
@@ -249,7 +249,9 @@ class LongContextTasks(Callback):
         about: dict[str, Any] = {"model": model, "setting": describe_setting(self.config)}
         about["stage"] = stage = "test" if trainer.testing else "val"
         about["step"] = step = trainer.global_step
-        write_answers(folder / FOLDER / f"{stage}-step-{step}.parquet", [replace(each, **about) for each in answers])
+        task_codes = {task.name: hash_task_code(task) for task in self.tasks}
+        identified = [replace(each, **about, task_code=task_codes[each.task]) for each in answers]
+        write_answers(folder / FOLDER / f"{stage}-step-{step}.parquet", identified)
 
     def _run_harness_tasks(self, trainer: Trainer, pl_module: LongContextLM) -> dict[str, float]:
         """Return the metrics of all tasks, groups and sets of the harness, by the names under which they are logged."""

@@ -1,5 +1,6 @@
 """``longce evaluate`` from end to end."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -91,6 +92,22 @@ def test_an_interrupted_evaluation_resumes(guessing_dir, tmp_path, asked, monkey
     monkeypatch.setattr(command, "load_scorer", None)
     run(guessing_dir, tmp_path / "cut", samples=2)  # no question is missing: the model is not loaded
     assert not asked
+
+
+@pytest.mark.slow
+def test_answers_of_a_task_whose_code_has_changed_are_not_reused(guessing_dir, tmp_path, asked, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    code = (
+        "from tests.support.toy_tasks import Guess\n\nclass Mine(Guess):\n    name = 'mine'\n    max_new_tokens = {}\n"
+    )
+    (tmp_path / "my_task.py").write_text(code.format(3))
+    run(guessing_dir, tmp_path / "out", tasks=["my_task.Mine"])
+    run(guessing_dir, tmp_path / "out", tasks=["my_task.Mine"])
+    assert sum(asked) == 2 * 3 * 3, "the second run has the answers of the first"
+    (tmp_path / "my_task.py").write_text(code.format(4))
+    monkeypatch.delitem(sys.modules, "my_task")
+    with pytest.raises(ValueError, match=r"code of the task 'mine' .* choose another folder"):
+        run(guessing_dir, tmp_path / "out", tasks=["my_task.Mine"])
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from lightning_modules.scoring.records import Source
 from lightning_modules.utilities.tables import read_rows, write_rows
 
-FORMAT = "longce-answers-2"
+FORMAT = "longce-answers-3"
 
 FOLDER = "answers"
 """Folder of the answers in the folder of a run, and of an evaluation that is not complete."""
@@ -100,6 +100,7 @@ class Answer:
     setting: Setting = _NOT_SET
     stage: str = ""  # val or test; empty for a stored model
     step: int = 0  # optimizer steps
+    task_code: str = ""  # hash of the files of a task class of the user; empty for longce's tasks
 
     @property
     def key(self) -> Key:

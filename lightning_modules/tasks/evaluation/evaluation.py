@@ -34,7 +34,7 @@ from lightning_modules.tasks.evaluation.questions import (
 )
 from lightning_modules.tasks.evaluation.report import as_text, write_task_report
 from lightning_modules.tasks.questions.prompter import Prompter
-from lightning_modules.tasks.questions.registry import find_tasks
+from lightning_modules.tasks.questions.registry import find_tasks, hash_task_code
 from lightning_modules.utilities.files import writable_folder
 from lightning_modules.utilities.identity import content_hash
 from lightning_modules.utilities.locks import exclusive
@@ -74,7 +74,8 @@ class Evaluation:
             setting = setting._replace(
                 context_length=config.context_length, stride=config.stride, alpha=config.alpha, beta=config.beta
             )
-        self.store = AnswerStore(config.output_folder, model, setting)
+        task_codes = {task.name: hash_task_code(task) for task in self.tasks}
+        self.store = AnswerStore(config.output_folder, model, setting, task_codes)
 
     def missing(self, rank: int = 0, processes: int = 1) -> list[Key]:
         """Return the questions of this process that have no answer yet."""
@@ -158,16 +159,20 @@ def _hash_texts(path: Path) -> str:
 class AnswerStore:
     """Answers in a folder that several processes and machines may share: each writes its own files, and reads all.
 
-    All answers belong to one model and setting.
+    All answers belong to one model and setting, and those of a task to one version of its code. ``task_codes`` are the
+    hashes of the code of tasks, by their names.
     """
 
-    def __init__(self, output: Path, model: Source, setting: Setting) -> None:
+    def __init__(
+        self, output: Path, model: Source, setting: Setting, task_codes: Mapping[str, str] | None = None
+    ) -> None:
         earlier = next(output.glob("results-*.jsonl"), None)
         if earlier is not None:
             raise ValueError(f"'{earlier}' has answers of longce 0.1: choose another folder with `--output`.")
         self.folder = writable_folder(output / FOLDER, remedy="Choose another folder with `--output`.")
         self.model = model
         self.setting = setting
+        self._task_codes = task_codes or {}
         self._file = Path()
         self._answers: list[Answer] = []  # in the file
         self.read()
@@ -198,14 +203,18 @@ class AnswerStore:
         write_answers(self._file, self._answers)
 
     def identify(self, answer: Answer) -> Answer:
-        """Return an answer with its model and setting."""
-        return replace(answer, model=self.model, setting=self.setting)
+        """Return an answer with its model and setting, and the code of its task."""
+        task_code = self._task_codes.get(answer.task, "")
+        return replace(answer, model=self.model, setting=self.setting, task_code=task_code)
 
     def _read_file(self, file: Path) -> list[Answer]:
         answers = read_answers(file)
         for answer in answers:
             if (answer.model, answer.setting) != (self.model, self.setting):
                 check_same_settings(file, answer.settings, self.identify(answer).settings)
+            if answer.task in self._task_codes:
+                name = f"code of the task '{answer.task}'"
+                check_same_settings(file, {name: answer.task_code}, {name: self._task_codes[answer.task]})
         return answers
 
 

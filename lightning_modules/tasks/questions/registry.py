@@ -1,8 +1,11 @@
 """Find tasks by name."""
 
 import difflib
+import inspect
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from lightning_modules.tasks.questions import retrieval, ruler
@@ -11,6 +14,7 @@ from lightning_modules.tasks.questions.multi_document_qa import MultiDocumentQA,
 from lightning_modules.tasks.questions.options import base_name, configure
 from lightning_modules.tasks.questions.question_answering import QuestionAnswering
 from lightning_modules.tasks.questions.task import SETTINGS, Task, WordedTask
+from lightning_modules.utilities.identity import combined_hash, file_hashes
 from lightning_modules.utilities.user_modules import import_object
 
 SQUAD = "SQuAD's dev-v2.0.json (https://rajpurkar.github.io/SQuAD-explorer)"
@@ -104,6 +108,17 @@ def _make_task(name: str, sources: Sources) -> Task:
     if base_name(name) in SETTINGS:
         return _make_worded(name, sources)
     return TASKS[name](sources) if name in TASKS else _import_task(name)
+
+
+def hash_task_code(task: Task) -> str:
+    """Return a hash of the files that define the class of a task and its base classes; empty for longce's tasks.
+
+    Other files that these import do not count.
+    """
+    known = (*sys.stdlib_module_names, "lightning_modules")
+    kinds = [kind for kind in type(task).__mro__ if kind.__module__.partition(".")[0] not in known]
+    files = [Path(inspect.getfile(kind)) for kind in kinds]
+    return f"sha256:{combined_hash(file_hashes(files))}" if files else ""
 
 
 def is_known(name: str) -> bool:

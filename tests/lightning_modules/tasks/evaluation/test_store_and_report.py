@@ -106,6 +106,15 @@ def test_an_evaluation_that_began_at_the_same_time_with_other_settings_is_refuse
         add(other, GRID[1:2], 1, 2)
 
 
+def test_answers_of_other_code_of_a_task_are_refused(tmp_path):
+    first = AnswerStore(tmp_path, MODEL, SETTING, {"niah": "", "own": "sha256:1"})
+    add(first, [result("own"), result("niah")])
+    assert [answer.task_code for answer in first.read()] == ["sha256:1", ""]
+    assert len(AnswerStore(tmp_path, MODEL, SETTING, {"niah": "", "other": "sha256:3"}).read()) == 2
+    with pytest.raises(ValueError, match=r"have code of the task 'own' = 'sha256:1', but this .* has 'sha256:2'"):
+        AnswerStore(tmp_path, MODEL, SETTING, {"own": "sha256:2"})
+
+
 def test_answers_of_an_earlier_version_are_refused(tmp_path):
     (tmp_path / "results-00000-of-00001.jsonl").write_text("{}")
     with pytest.raises(ValueError, match=r"jsonl' has answers of longce 0.1: choose another folder"):

@@ -1,8 +1,10 @@
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
 
-from lightning_modules.tasks.questions.registry import GROUPS, find_tasks
+from lightning_modules.tasks.questions.registry import GROUPS, find_tasks, hash_task_code
 from lightning_modules.tasks.questions.task import Task
 
 
@@ -32,6 +34,23 @@ def test_names_and_groups_give_each_task_once():
 
 def test_a_custom_task_is_imported(importable):
     assert find_tasks(["own_tasks.Own"])[0].name == "own"
+
+
+def test_the_code_of_a_custom_task_identifies_it(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    base = "from tests.support.toy_tasks import Guess\n\nclass Base(Guess):\n    name = 'own'\n"
+    own = "from code_base import Base\n\nclass Own(Base):\n    max_new_tokens = {}\n"
+    hashes = []
+    for base_text, own_text in ((base, own.format(3)), (base, own.format(4)), (base + "\n", own.format(3))):
+        (tmp_path / "code_base.py").write_text(base_text)
+        (tmp_path / "code_own.py").write_text(own_text)
+        for module in ("code_base", "code_own"):
+            monkeypatch.delitem(sys.modules, module, raising=False)
+        importlib.invalidate_caches()
+        hashes.append(hash_task_code(find_tasks(["code_own.Own"])[0]))
+    assert len(set(hashes)) == 3
+    assert all(each.startswith("sha256:") for each in hashes)
+    assert {hash_task_code(task) for task in find_tasks(["ruler_synthetic", "passkey"])} == {""}
 
 
 @pytest.mark.parametrize(
