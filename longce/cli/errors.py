@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -43,7 +44,7 @@ class ConciseParser(jsonargparse.ArgumentParser):
         missing = name_missing_extra(message)
         if missing is not None:
             stop_with_usage(missing)
-        unknown = self._describe_unknown_name(message)
+        unknown = self._describe_unknown_name(message) or self._describe_second_value(message)
         if unknown is not None:
             stop_with_usage(unknown)
         short = _drop_noise(re.sub(r"\. Got value: Namespace\(.*", ".", message))
@@ -80,6 +81,24 @@ class ConciseParser(jsonargparse.ArgumentParser):
             place = find_in_configs(self.args, name)
             dashes = "" if place else "--"
             return f"{place}unknown option `{dashes}{name}`.{suggest_nearest(name, _list_options(self), dashes)}"
+        return None
+
+    def _describe_second_value(self, message: str) -> str | None:
+        """Return an error for an option with several values where one is expected, or None for another message."""
+        found = re.search(r"unrecognized arguments: ([^-].*)", message)
+        if found is None:
+            return None
+        option = ""
+        for previous, word in pairwise(self.args):
+            is_option = previous.startswith("-")
+            if is_option:
+                option = previous.partition("=")[0]
+            is_first_value = is_option and "=" not in previous
+            if option and not is_first_value and f"{found[1]} ".startswith(f"{word} "):
+                return (
+                    f"`{option}` has one value, but '{word}' follows it. If the shell has expanded a pattern, quote the"
+                    f" pattern: `{option} 'folder/*.txt'`."
+                )
         return None
 
     def _describe_unknown_class(self, name: str) -> str:

@@ -49,6 +49,16 @@ def error(tmp_path, monkeypatch, capsys):
             "unknown class `LongC`. Did you mean `lightning_modules.objectives.LongCE`?",
         ),
         ([*FIT, "--model.stride", "x"], "`model.stride`: Expected int. Got value: x"),
+        (
+            [*FIT, "--data", "TextDataModule", "--data.train", "b.txt", "a.txt", "b.txt", "--data.seed", "3"],
+            "`--data.train` has one value, but 'a.txt' follows it. If the shell has expanded a pattern, quote the"
+            " pattern: `--data.train 'folder/*.txt'`.",
+        ),
+        (
+            [*FIT, "--model.stride=3", "a.txt"],
+            "`--model.stride` has one value, but 'a.txt' follows it. If the shell has expanded a pattern, quote the"
+            " pattern: `--model.stride 'folder/*.txt'`.",
+        ),
     ],
 )
 def test_the_command_line_names_the_nearest(words, expected, error):
