@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,7 @@ class ExternalEvaluator(Callback):
         self._documents: list[tuple[Document, Tensor]] = []  # with log-likelihoods [N] on the model's device
         self._warned: set[str] = set()
         self._layout_is_written = False
+        self._has_checked_spans = False
         self._key = ""  # part of the names in logs
         self._stored_tokenizer: PreTrainedTokenizerFast | None = None
 
@@ -163,6 +164,16 @@ class ExternalEvaluator(Callback):
             for logger in trainer.loggers:
                 if isinstance(logger, TensorBoardLogger):
                     logger.experiment.add_custom_scalars(CUSTOM_SCALARS)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare the files of spans with the texts of all sets before the model scores them."""
+        self.on_fit_start(trainer, pl_module)
+        limit = trainer.limit_val_batches
+        # Documents that a limit leaves out do not need spans. The others are also compared after the pass.
+        if self.evaluator is None and not self._has_checked_spans and isinstance(limit, float) and limit == 1:
+            self._has_checked_spans = True
+            self._check_spans(_list_texts_of_sets(trainer))
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -217,15 +228,18 @@ class ExternalEvaluator(Callback):
             )
         return found
 
-    def _check_spans(self, records: Sequence[Record]) -> None:
-        """Raise a ``ValueError`` if a file of spans was used for two texts, such as of one name in two sets."""
+    def _check_spans(self, documents: Iterable[tuple[str, str]]) -> None:
+        """Raise a ``ValueError`` if two texts have the same file of spans, such as of one name in two sets.
+
+        Documents are the SHA-256 of their text and their name.
+        """
         texts: dict[Path, str] = {}
-        for record in records:
-            path = self._find_spans(record.text_sha256, record.document)
-            if texts.setdefault(path, record.text_sha256) != record.text_sha256:
+        for sha256, name in documents:
+            path = self._find_spans(sha256, name)
+            if texts.setdefault(path, sha256) != sha256:
                 raise ValueError(
-                    f"'{path}' was read as the key spans of two texts, of which one is '{record.document}': name their"
-                    " files by the SHA-256 of the texts."
+                    f"'{path}' would be the key spans of two texts, of which one is '{name}': name their files by the"
+                    " SHA-256 of the texts. A book that is cut to another length is another text."
                 )
 
     @override
@@ -262,7 +276,7 @@ class ExternalEvaluator(Callback):
         records = [record for found in gathered(own) for record in found]
         records.sort(key=lambda record: (record.set, record.document))
         if self.evaluator is None:
-            self._check_spans(records)
+            self._check_spans((record.text_sha256, record.document) for record in records)
         for set_name, set_key in validation_set_keys(trainer).items():
             place = join_key(stage, set_key, self._key)
             of_set = [record for record in records if record.set == set_name]
@@ -347,10 +361,23 @@ class ExternalEvaluator(Callback):
             name = f"{stage}-{self.name or 'evaluator'}-step-{trainer.global_step}.parquet"
             write_records(folder / FOLDER / name, records)
 
-    on_validation_start = on_test_start = on_fit_start
+    on_test_start = on_fit_start
     on_test_epoch_start = on_validation_epoch_start
     on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]
     on_test_epoch_end = on_validation_epoch_end
+
+
+def _list_texts_of_sets(trainer: Trainer) -> list[tuple[str, str]]:
+    """Return the SHA-256 and the name of each text of several validation sets; nothing for a single set."""
+    dataset = getattr(trainer.val_dataloaders, "dataset", None)
+    if len(validation_set_keys(trainer)) == 1 or dataset is None:
+        return []
+    texts = []
+    for index in range(len(dataset)):
+        row = dataset[index]
+        if "text" in row:  # token ids have none without a tokenizer, which is an error in the first batch
+            texts.append((text_sha256(row["text"]), row["name"]))
+    return texts
 
 
 def stored_offsets(text: str, tokens: Tokens, tokenizer: PreTrainedTokenizerFast) -> Tensor:
