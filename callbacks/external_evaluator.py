@@ -290,8 +290,7 @@ class ExternalEvaluator(Callback):
         """Measure the documents of this process, in the same order in all processes, and free the evaluator."""
         records: list[Record] = []
         numerics = find_numerics(trainer, module)
-        special = bool(getattr(trainer.datamodule, "add_special_tokens", False))  # type: ignore[attr-defined]
-        model = Source(**numerics._asdict(), special_tokens=special)
+        model = Source(**numerics._asdict())
         if self.evaluator is not None:
             self.evaluator.device = module.device  # known only now
         evaluator = self._describe_evaluator()
@@ -305,8 +304,10 @@ class ExternalEvaluator(Callback):
                 if document.text:
                     # Once for all thresholds: of a sharded evaluator, a process without a text joins once.
                     found_by = self._found_by(document, module.device)
+                    # Sources of a mixture may differ in whether special tokens are added.
+                    source = model._replace(special_tokens=document.special_tokens)
                     records += measure(
-                        document, log_likelihood, found_by, self.definitions, model=model, evaluator=evaluator
+                        document, log_likelihood, found_by, self.definitions, model=source, evaluator=evaluator
                     )
                     if isinstance(found_by, TokenScores):
                         self.evaluated[found_by.text_sha256] = EvaluatedDocument(found_by, document.tokens)

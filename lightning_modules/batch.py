@@ -35,6 +35,7 @@ class PackedBatch(TypedDict):
         offsets: ``[B, T, 2]`` int64 character span ``[start, end)`` of each token in ``text`` (evaluation only).
         names: For each sequence the name of its only document in messages and result files (evaluation only).
         sets: For each sequence the name of its validation set, empty without named sets (evaluation only).
+        special_tokens: For each sequence whether the tokenizer was to add special tokens to its text (evaluation only).
         influence: ``[B, T]`` float32 token weights that were computed in advance (training with stored weights only).
         scored: ``[B, T]`` bool, whether ``labels`` are scored. Like the boundaries, it decides shapes and stays in main
             memory: an array, because Lightning, DDP and FSDP2 would move a tensor. `with_scored` computes it, also
@@ -50,6 +51,7 @@ class PackedBatch(TypedDict):
     offsets: NotRequired[Tensor]
     names: NotRequired[list[str]]
     sets: NotRequired[list[str]]
+    special_tokens: NotRequired[list[bool]]
     influence: NotRequired[Tensor]
 
 

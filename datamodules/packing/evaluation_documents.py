@@ -170,7 +170,7 @@ def check_documents(documents: Sequence[Document], tokenizer: PreTrainedTokenize
 def document_row(text: str, tokenizer: PreTrainedTokenizerFast, *, name: str, **options: Any) -> Row:
     """Tokenize a whole document as one sequence, with the arguments of `encode_document`."""
     batch = encode_document(text, tokenizer, name=name, **options)
-    names = ("input_ids", "labels", "position_ids", "document_boundaries", "text", "offsets")
+    names = ("input_ids", "labels", "position_ids", "document_boundaries", "text", "offsets", "special_tokens")
     return cast(Row, {key: batch[key][0] for key in names} | {"name": name, "set": ""})  # type: ignore[literal-required]
 
 
@@ -209,10 +209,11 @@ def token_row(document: Document, tokenizer: PreTrainedTokenizerFast | None, len
     if tokenizer is None:
         return row
     text, offsets = TokenCharacters(tokenizer)(row["input_ids"])
-    return {**row, "text": text, "offsets": offsets, "name": document.name, "set": ""}
+    return {**row, "text": text, "offsets": offsets, "name": document.name, "set": "", "special_tokens": False}
 
 
 def empty_row() -> Row:
     """Return a sequence of one unscored token that belongs to no document."""
     row = make_row(np.zeros(1, dtype=np.int64), np.array([1]))
-    return {**row, "text": "", "offsets": torch.zeros(1, 2, dtype=torch.int64), "name": "", "set": ""}
+    offsets = torch.zeros(1, 2, dtype=torch.int64)
+    return {**row, "text": "", "offsets": offsets, "name": "", "set": "", "special_tokens": False}

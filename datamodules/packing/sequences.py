@@ -33,6 +33,7 @@ class Row(TypedDict):
     offsets: NotRequired[Tensor]
     name: NotRequired[str]
     set: NotRequired[str]
+    special_tokens: NotRequired[bool]
     influence: NotRequired[Tensor]
 
 
@@ -173,6 +174,7 @@ def collate_rows(rows: list[Row]) -> PackedBatch:
         batch["offsets"] = pad_sequence([row["offsets"] for row in rows], batch_first=True)
         batch["names"] = [row["name"] for row in rows]
         batch["sets"] = [row.get("set", "") for row in rows]
+        batch["special_tokens"] = [row.get("special_tokens", False) for row in rows]
     return batch
 
 

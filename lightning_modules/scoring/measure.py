@@ -28,6 +28,7 @@ class Document(NamedTuple):
     tokens: Tokens
     scored: Tensor  # [N] bool, the tokens that have a log-likelihood
     set: str = ""  # validation set
+    special_tokens: bool = False  # whether the tokenizer added special tokens
 
     @classmethod
     def of_row(cls, batch: PackedBatch, row: int = 0) -> "Document":
@@ -35,7 +36,8 @@ class Document(NamedTuple):
         tokens = document_tokens(batch, row)
         scored = batch["labels"][row, : len(tokens.ids)].ne(IGNORE_INDEX).cpu()
         set_name = batch["sets"][row] if "sets" in batch else ""
-        return cls(batch["names"][row], batch["text"][row], tokens, scored, set_name)
+        special = batch["special_tokens"][row] if "special_tokens" in batch else False
+        return cls(batch["names"][row], batch["text"][row], tokens, scored, set_name, special)
 
 
 class EvaluatedDocument(NamedTuple):

@@ -169,11 +169,10 @@ def _read_run(run_name: str, folder: Path) -> ComparedRun:
             scalars[key][step] = value
             evaluated[key, step] = recorded.get(step, UNKNOWN)
         for file in sorted(place.glob(f"{FOLDER}/*.parquet")):
-            for records in split_measurements(read_records(file)):
-                cell = _name_cell(records)
-                evaluations[cell][records[0].step] = tabulate_documents(records)
+            for (cell, step), records in _group_by_cell(read_records(file)).items():
+                evaluations[cell][step] = tabulate_documents(records)
                 numerics[cell] = records[0].model.numerics
-    for key, values in {} if evaluations else scalars.items():  # as if they were of a single document
+    for key, values in {} if evaluations else scalars.items():
         if found := re.fullmatch(r"(val|test)/(?:(.+)/)?(longppl|perplexity)", key):
             for step, value in values.items():
                 by_model = evaluated[key, step]
@@ -183,6 +182,15 @@ def _read_run(run_name: str, folder: Path) -> ComparedRun:
                 evaluations[cell].setdefault(step, _index(row))[found[3]] = value
     scalars["step"] = {step: step for steps in (*scalars.values(), *evaluations.values()) for step in steps}
     return ComparedRun(run_name, dict(evaluations), config, dict(scalars), numerics)
+
+
+def _group_by_cell(records: Iterable[Record]) -> dict[tuple[Cell, int], list[Record]]:
+    """Return the records of each cell and optimizer step."""
+    groups: dict[tuple[Cell, int], list[Record]] = defaultdict(list)
+    for measurement in split_measurements(records):
+        # Sources of a mixture may differ in whether special tokens are added: they are several measurements of one set.
+        groups[_name_cell(measurement), measurement[0].step] += measurement
+    return groups
 
 
 def _describe_resumes(folder: Path) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import csv
 import math
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from callbacks import ExternalEvaluator
-from datamodules import TextDataModule
+from datamodules import MixtureDataModule, TextDataModule
 from datamodules.packing.evaluation_documents import ValidationSet
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.loading.config import ModelConfig
@@ -20,9 +21,11 @@ from lightning_modules.models.loading.identity import model_identity
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.records import Definition, read_records, summarize
 from lightning_modules.scoring.score import score
+from lightning_modules.scoring.token_scores import text_sha256
 from lightning_modules.utilities.statistics import corpus_mean
 from longce.compare.runs import read_runs
 from tests.conftest import make_text
+from tests.support.texts import write_key_spans
 from tests.support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings(
@@ -164,6 +167,54 @@ def test_each_document_has_a_record_per_evaluator_and_thresholds(model_dir, eval
             place = f"val/{set_name}/{label}/{name}"
             place = place if place in logged else f"val/{set_name}/{name}"
             assert logged[place] == pytest.approx(value, rel=1e-6, nan_ok=True)
+
+
+def test_special_tokens_are_recorded_as_each_source_of_a_mixture_adds_them(model_dir, evaluator_dir, folders):
+    sources = {}
+    for name, special in (("books", True), ("reports", False)):
+        texts = {"validation": f"{folders}/{name}/*.txt", "add_special_tokens": special}
+        sources[name] = {"class_path": "datamodules.TextDataModule", "init_args": texts}
+    data = MixtureDataModule(str(model_dir), sources=sources, sequence_length=128, cache_dir=str(folders / "cache"))
+    logger = TensorBoardLogger(folders, name="run", version="1")
+    trainer = make_trainer(folders, [make_evaluator(evaluator_dir, folders, thresholds=None)], logger=logger)
+    trainer.validate(LongContextLM(str(model_dir), **LENGTHS), data, verbose=False)
+    run = folders / "run" / "1"
+    records = read_records(run / "documents" / "val-evaluator-step-0.parquet")
+    assert Counter(record.model.special_tokens for record in records) == {True: 2, False: 3}
+    (run / "config.yaml").write_text("trainer: {}")
+    (compared,) = read_runs([run])
+    ((_, table),) = (compared.last(cell) for cell in compared.evaluations)
+    assert len(table) == len(records) == 5
+
+
+def test_spans_of_a_book_in_sets_of_different_length_are_refused_before_it_is_scored(model_dir, folders):
+    class Batches(Callback):
+        seen = 0
+
+        def on_validation_batch_start(self, *_):
+            self.seen += 1
+
+    spans = folders / "spans"
+    spans.mkdir()
+    sets = {
+        "whole": ValidationSet(f"{folders}/books/*.txt", length="whole"),
+        "short": ValidationSet(f"{folders}/books/*.txt", length=60),
+    }
+    data = make_data(model_dir, folders, validation_sets=sets)
+    data.setup("validate")
+    rows = [data.validation[index] for index in range(len(data.validation))]
+    for row in rows:
+        write_key_spans(spans / f"{row['name'].replace('/', '_')}.txt", torch.tensor([[20, 40]]))
+    batches = Batches()
+    trainer = make_trainer(folders, [ExternalEvaluator(key_spans=str(spans)), batches])
+    with pytest.raises(ValueError, match=r"the key spans of two texts.*SHA-256"):
+        trainer.validate(LongContextLM(str(model_dir), **LENGTHS), data, verbose=False)
+    assert batches.seen == 0
+    for row in rows:
+        write_key_spans(spans / f"{text_sha256(row['text'])}.txt", torch.tensor([[20, 40]]))
+    (logged,) = trainer.validate(LongContextLM(str(model_dir), **LENGTHS), data, verbose=False)
+    assert batches.seen > 0
+    assert logged["val/short/key_tokens"] > 0
 
 
 @pytest.mark.parametrize(

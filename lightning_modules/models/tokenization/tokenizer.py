@@ -156,7 +156,7 @@ def encode_document(
     add_special_tokens: bool = False,
     max_tokens: int | None = None,
 ) -> PackedBatch:
-    """Return one document as a batch of one ``[1, T]`` row with ``text``, ``offsets`` and ``names``.
+    """Return one document as a batch of one ``[1, T]`` row, with all keys of an evaluation but ``sets``.
 
     All tokens but the first are scored. A text of more than ``max_tokens`` is cut after the last complete character,
     and tokenized again, so that its tokens are those of the text that it returns. Special tokens that the tokenizer
@@ -181,7 +181,13 @@ def encode_document(
     batch = pack_sequence([ids])
     batch["labels"][:, : encoded.added] = IGNORE_INDEX
     batch["scored"][:, : encoded.added] = False
-    return PackedBatch(**batch, text=[text], offsets=offsets.unsqueeze(0), names=[name])
+    return PackedBatch(
+        **batch,
+        text=[text],
+        offsets=offsets.unsqueeze(0),
+        names=[name],
+        special_tokens=[add_special_tokens],
+    )
 
 
 def _warn_of_unread_text(
