@@ -76,7 +76,14 @@ def correlate_values(x: ArrayLike, y: ArrayLike, kind: Kind = "spearman") -> Cor
     models = len(first)
     value = float(found.statistic)
     if models < MIN_FOR_INTERVAL:
-        exact = stats.pearsonr(first, second, method=stats.PermutationMethod())
+        # Not that of `pearsonr`, which doubles the smaller tail: without ties it would be up to twice as large.
+        exact = stats.permutation_test(
+            (second,),
+            lambda order: abs(stats.pearsonr(first, order).statistic),
+            permutation_type="pairings",
+            alternative="greater",
+            vectorized=False,
+        )
         return Correlation(value, models, p=float(exact.pvalue))
     if kind == "spearman":
         return Correlation(value, models, _spearman_interval(round(value, 9), models))

@@ -49,6 +49,12 @@ def test_four_models_have_a_p_value_over_all_permutations_and_no_interval():
     assert found.p == pytest.approx(sum(abs(other) >= 1 - 1e-9 for other in others) / 24)
 
 
+def test_the_p_value_counts_correlations_of_either_sign_that_are_as_strong():
+    # Of the 6 orders, this one alone has a correlation of 1, and none has -1.
+    assert correlate_values([0, 1, 10], [0, 1, 10], "pearson").p == pytest.approx(1 / 6)
+    assert correlate_values([0, 1, 10], [0, 1, 10]).p == pytest.approx(2 / 6)
+
+
 def test_the_interval_of_pearson_is_that_of_fisher():
     x, y = normal_models(np.random.default_rng(0), 9, -0.9)
     r = slow_pearson(x, y)
