@@ -122,16 +122,18 @@ class HarnessModel(HFLM):
         contexts: dict[str, int] = {}
         owners = [contexts.setdefault(request.args[0], len(contexts)) % processes for request in requests]
         own = [request for request, owner in zip(requests, owners, strict=True) if owner == rank]
+        before = self.truncated
         with lockstep(self.backbone):
             answers = answer(own, disable_tqdm=True) if own else []
         digest = hashlib.sha256(repr([request.args for request in requests]).encode()).hexdigest()
-        found = gathered((digest, answers))
-        if len({other for other, _ in found}) > 1:
+        found = gathered((digest, answers, self.truncated - before))
+        if len({other for other, _, _ in found}) > 1:
             raise ValueError(
                 "Processes have loaded different questions of the same task: its data differs between machines, or its"
                 " code draws questions without a seed. Use the same data on all machines."
             )
-        of_rank = [iter(answers) for _, answers in found]
+        self.truncated = before + sum(truncated for _, _, truncated in found)
+        of_rank = [iter(answers) for _, answers, _ in found]
         return [next(of_rank[owner]) for owner in owners]
 
     def _score_texts(self, requests: list[Instance], disable_tqdm: bool) -> list[float]:

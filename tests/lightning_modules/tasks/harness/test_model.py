@@ -101,6 +101,18 @@ def test_long_prompts_lose_their_middle(tokenizer, monkeypatch):
         answer(text, 20)
 
 
+def test_truncated_prompts_of_all_processes_are_counted(tokenizer, monkeypatch):
+    model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), tokenizer, TaskConfig(max_length=20))
+    monkeypatch.setattr("lightning_modules.tasks.harness.model.rank_and_size", lambda: (0, 2))
+    # The other process answers the second request, and has truncated its prompt.
+    monkeypatch.setattr(
+        "lightning_modules.tasks.harness.model.gathered", lambda own: [own, (own[0], [(-1.0, False)], 1)]
+    )
+    requests = [Instance("loglikelihood", {}, (context, " ce"), 0) for context in ("ba", "ba ce " * 30)]
+    assert model.loglikelihood(requests)[1] == (-1.0, False)
+    assert model.truncated == 1
+
+
 def test_each_text_has_the_sum_of_its_windows(tokenizer):
     model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), tokenizer, TaskConfig(max_length=20))
     requests = [Instance("loglikelihood_rolling", {}, ("ba ce di " * count,), 0) for count in (1, 20, 5)]

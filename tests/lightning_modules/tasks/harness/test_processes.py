@@ -26,7 +26,8 @@ def ask(backbone, model_dir, task_dir):
     manager, names = find_names(NAMES, task_dir)
     for name in names:
         result = evaluate_tasks(model, load_tasks(manager, name, config))
-        found[name] = [result["results"][name], [sample["resps"] for sample in result["samples"][name]]]
+        answers = [sample["resps"] for sample in result["samples"][name]]
+        found[name] = [result["results"][name], answers, result["truncated"]]
     return json.loads(json.dumps(found))
 
 
