@@ -5,6 +5,7 @@ A part is the unit of reading: a file, or a row group of a parquet file.
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -189,15 +190,8 @@ def find_corpus(paths: Sequence[str], columns: CorpusColumns, *, check: bool = T
     Paths are as in `find_files`; kinds of files may be mixed. With ``check``, a file without text is refused, because
     all its documents would fail.
     """
-    # 1. Name the files. Names identify documents in results, so they must differ.
-    named: dict[str, File] = {}
-    for path in paths:
-        for name, file in _name_files(path):
-            if str(named.setdefault(name, file)) != str(file):
-                raise ValueError(
-                    f"Two files are called '{name}': {named[name]} and {file}. Use a common folder or pattern, such as"
-                    " 'corpus/**/*.parquet'."
-                )
+    # 1. Name the files.
+    named = _name_all_files(paths)
     if columns.tokens is not None and (texts := [name for name in named if is_text(name)]):
         raise ValueError(
             f"'{texts[0]}' is a text file, which has no column {columns.tokens!r} of token ids: pass only .parquet and"
@@ -235,6 +229,28 @@ def read_documents(
     for part in corpus.parts:
         if (numbers := rows.get(part.file)) is not None:
             yield from corpus.read(part, frozenset(numbers).__contains__)
+
+
+def _name_all_files(paths: Sequence[str]) -> dict[str, File]:
+    """Return the files at all paths by their names, which identify documents in results and must differ.
+
+    A file that several paths find, such as a folder and one inside it, counts once, under its first name.
+    """
+    named: dict[str, File] = {}
+    places: set[str] = set()
+    for path in paths:
+        for name, file in _name_files(path):
+            place = str(file) if isinstance(file, RemoteFile) else os.path.abspath(file)
+            if place in places:
+                continue
+            places.add(place)
+            if name in named:
+                raise ValueError(
+                    f"Two files are called '{name}': {named[name]} and {file}. Use a common folder or pattern, such as"
+                    " 'corpus/**/*.parquet'."
+                )
+            named[name] = file
+    return named
 
 
 def _name_files(path: str) -> Iterator[tuple[str, File]]:

@@ -64,6 +64,9 @@ def test_files_of_all_kinds_are_named_from_the_folder_on(folder):
         assert set(find_corpus([pattern], COLUMNS).files) == names
     twice = find_corpus([str(folder), f"{folder}/*.txt"], COLUMNS)
     assert len(twice.files) == 4, "a file that is named twice is there once"
+    for other in (f"{folder}/web", os.path.relpath(folder)):
+        again = find_corpus([str(folder), other], COLUMNS)
+        assert again.files == twice.files, "also by a path that would name it differently"
     write_parquet(folder / "other" / "a.parquet", ["x"])
     with pytest.raises(ValueError, match=r"a\.parquet"):
         find_corpus([f"{folder}/web", f"{folder}/other"], COLUMNS)
