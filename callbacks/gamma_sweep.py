@@ -17,8 +17,9 @@ from lightning_modules.training.step import REFERENCE_TOKENS, TrainingStatistics
 class GammaSweep(Callback):
     """Logs the loss and the weights that LongCE would have with other values of ``gamma``, at every optimizer step.
 
-    They come from the log-likelihoods of the training step, without another pass, and do not change the training. The
-    names are ``gamma/loss/<gamma>``, and so on for ``weight_mean``, ``weight_at_cap`` and ``weight_effective_share``.
+    They come from the log-likelihoods of the training step, without another pass, and do not change the training. Steps
+    without short contexts, such as those of `Scheduled` with cross entropy, have no such numbers. The names are
+    ``gamma/loss/<gamma>``, and so on for ``weight_mean``, ``weight_at_cap`` and ``weight_effective_share``.
 
     Args:
         gammas: Largest token weights to compare, 1 or more.
@@ -27,6 +28,7 @@ class GammaSweep(Callback):
     def __init__(self, gammas: Sequence[float] = (2, 5, 10, 20)) -> None:
         self._objectives = [LongCE(gamma) for gamma in gammas]
         self._statistics: list[TrainingStatistics] = []
+        self._has_short_context = False  # whether the step in progress scores short contexts
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -39,6 +41,9 @@ class GammaSweep(Callback):
             pl_module.token_observers.append(self._observe)
 
     def _observe(self, long: Tensor, token_weights: Tensor, short: ShortScores | None, batch: PackedBatch) -> None:
+        self._has_short_context = short is not None
+        if short is None:  # all weights would be 1
+            return
         for objective, statistics in zip(self._objectives, self._statistics, strict=True):
             weights = objective(long, short, batch)
             loss = long_cross_entropy(long, weights, batch["labels"], divisor=REFERENCE_TOKENS)
@@ -48,6 +53,8 @@ class GammaSweep(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
+        if not self._has_short_context:
+            return
         for objective, statistics in zip(self._objectives, self._statistics, strict=True):
             values = statistics.compute(trainer.strategy)
             for name in ("loss", "weight_mean", "weight_at_cap", "weight_effective_share"):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from callbacks import GammaSweep
-from lightning_modules.objectives import CrossEntropy, Interpolated, LongCE
+from lightning_modules.objectives import CrossEntropy, Interpolated, LongCE, Scheduled
 from tests.support.tiny_training import lm, loader, row, trainer
 
 
@@ -29,6 +29,14 @@ def test_each_gamma_has_the_numbers_of_a_training_with_it(gamma, module, tmp_pat
         assert swept[f"train/{name}"] == expected[f"train/{name}"]  # the training does not change
         assert swept[f"gamma/{name}/{gamma:g}"] == pytest.approx(expected[f"train/{name}"])
     assert swept["gamma/weight_mean/1"] < swept["gamma/weight_mean/2.5"]
+
+
+def test_steps_without_short_contexts_have_no_numbers(module, tmp_path):
+    logged = fit(module(Scheduled(LongCE(2.0), start=2)), tmp_path, GammaSweep([2]))
+    assert "train/loss" in logged
+    assert not [name for name in logged if name.startswith("gamma/")], "weights of 1 are not those of LongCE"
+    logged = fit(module(Scheduled(LongCE(2.0), start=1)), tmp_path, GammaSweep([2]))
+    assert logged["gamma/weight_mean/2"] == pytest.approx(logged["train/weight_mean"])
 
 
 def test_it_needs_uncapped_weights_whatever_the_objective_makes_of_them(module, tmp_path):
