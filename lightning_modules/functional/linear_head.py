@@ -198,7 +198,8 @@ def _forward_chunk(tiles: _VocabularyTiles, rows: Tensor, targets: Tensor) -> tu
     """Return ``[n]`` log-likelihoods and ``[n]`` log-sum-exps over the vocabulary, accumulated over its tiles."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     log_sum_exp = rows.new_full((len(targets), 1), -torch.inf, dtype=wide)
-    target_logit = torch.zeros_like(log_sum_exp)
+    # NaN stays where no tile has the target: an accelerator would not wait for a check of the token ids.
+    target_logit = torch.full_like(log_sum_exp, torch.nan)
     for columns in tiles.columns():
         logits = tiles.logits(rows, columns)
         # 1. Take the targets' logits, before the log-sum-exp overwrites them. Each target is in one tile.

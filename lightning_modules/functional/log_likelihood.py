@@ -40,7 +40,8 @@ def token_log_likelihood(
 
     Raises:
         ValueError: If shapes or dtypes are wrong, ``chunk_size`` is below 1, or column 0 is scored. On CPU also if a
-            label has no logit; on an accelerator this check would have to wait for it.
+            label has no logit; on an accelerator, where this check would have to wait, its log-likelihood is NaN, or
+            torch stops the process.
 
     Example:
         >>> hidden_states, head = torch.zeros(1, 3, 4), torch.nn.Linear(4, 2, bias=False)

@@ -5,7 +5,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import linear_head, token_log_likelihood
-from lightning_modules.functional.linear_head import LinearHead
+from lightning_modules.functional.linear_head import LinearHead, linear_log_likelihood
 from tests.support import reference
 
 pytestmark = pytest.mark.core
@@ -93,6 +93,14 @@ def test_tokens_that_do_not_exist_have_no_likelihood(tile):
     with torch.no_grad():
         actual = token_log_likelihood(hidden, head, labels, chunk_size=4)
     torch.testing.assert_close(actual, reference.token_log_likelihood(hidden, head, labels))
+
+
+def test_a_target_without_a_logit_has_no_log_likelihood():
+    """An embedding may have more rows than the head, and an accelerator does not wait for the check of the ids."""
+    head = LinearHead(torch.randn(5, 3))
+    first, second = linear_log_likelihood(torch.randn(2, 3), head, torch.tensor([4, 5]), chunk_size=2)
+    assert first < 0
+    assert second.isnan()
 
 
 def test_large_logits_neither_overflow_nor_drown(tile):
