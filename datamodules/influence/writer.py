@@ -93,9 +93,9 @@ class InfluenceWriter:
                     above_1 += int(np.count_nonzero(values > 1))
                     at_cap += int(np.count_nonzero(values >= cap))
         segments = self.rows.segments
-        # The first token of a document is not scored; its weight 1 is not above 1, and below most caps. Tokens that are
-        # not in any row have weight 0.
+        # The first token of a document is not scored, and has weight 1. Tokens that are not in any row have weight 0.
         firsts = len(segments) if self.made_from["isolate_documents"] else len(self.rows)
+        at_cap -= firsts if cap == 1 else 0
         scored = max(int((segments[:, 1] - segments[:, 0]).sum()) - firsts, 1)
         if cap is None:  # the loss of a token that is not scored is 0
             return {"loss_mean": total / scored}

@@ -51,6 +51,14 @@ def test_weights_lie_where_their_tokens_do(tmp_path):
     assert np.array_equal(pickle.loads(pickle.dumps(store)).values, store.values)
 
 
+def test_first_tokens_are_not_at_a_cap_of_1(tmp_path, rows):
+    one = writer(tmp_path / "w", rows, gamma=1.0)
+    values = [[1, 0.5, 0.5, 1], [1, 1, 0.5, 0.5], [1, 1, 0.5, 1], [1, 0.5, 1, 0.5]]
+    one.write(range(4), np.array(values, dtype=np.float32))
+    # Of the 9 weights of 1, 6 are of the first tokens of segments; 10 tokens are scored.
+    assert one.statistics()["weight_at_cap"] == pytest.approx(3 / 10)
+
+
 def test_a_second_run_goes_on_with_the_rows_that_are_missing(tmp_path, rows):
     one, other = writer(tmp_path / "w", rows), writer(tmp_path / "w", rows)
     one.write([0, 3], np.concatenate([weights(0), weights(3)]))
