@@ -66,9 +66,10 @@ class Card {
   /** A cell in a few words, for the handle of the closed sheet. */
   brief(cell) {
     if (!cell) return ["Choose a token for its details"];
-    const text = element("bdi", "", ...visible(this.data.text.slice(cell.from, cell.to))), { lsd, long } = this.data;
-    const numbers = ` LSD ${number(lsd[cell.first])}, LCL ${number(long[cell.first])} `;
-    return [text, cell.first > 0 ? numbers : " not scored", ...this.chip(cell.first)];
+    const { data } = this, text = element("bdi", "", ...visible(data.text.slice(cell.from, cell.to)));
+    const token = Math.max(cell.first, data.unscored);  // special tokens may share the cell of the first word
+    if (token >= cell.last) return [text, " not scored"];
+    return [text, ` LSD ${number(data.lsd[token])}, LCL ${number(data.long[token])} `, ...this.chip(token)];
   }
 
   chip(token) {
@@ -89,13 +90,13 @@ class Card {
   }
 
   token(token, cell) {
-    const { data } = this, scored = token > 0;
+    const { data } = this, scored = token >= data.unscored;
     const chip = this.chip(token);
     const title = element("div", "token", ...visible(data.vocabulary[data.token[token]]));
     title.dir = "auto";
     const part = cell.last - cell.first > 1 ? `, part of ${data.text.slice(cell.from, cell.to)}` : "";
     const where = element("div", "where", `token ${whole.format(token)} of ${whole.format(data.count)}${part}`);
-    if (!scored) return [...chip, title, where, element("p", "", "The first token has no context and is not scored.")];
+    if (!scored) return [...chip, title, where, element("p", "", "Not scored: it has no context, or is a special token before the text.")];
     return [
       ...chip, title, where,
       element("div", "bars", ...bar("long", data.long[token]), ...bar("short", data.short[token])),

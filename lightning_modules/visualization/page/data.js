@@ -54,7 +54,7 @@ function alternativesOf(data, arrays, context, token) {
   const k = data.alternatives;
   const short = context === "short" && token >= data.first_short;
   const row = short ? token - data.first_short : token;
-  if (token === 0) return null;
+  if (token < data.unscored) return null;
   const numbers = arrays[short ? "short_token" : "long_token"], steps = arrays[short ? "short_steps" : "long_steps"];
   return Array.from({ length: k }, (_, rank) => {
     const number = numbers[row * k + rank], own = number === data.token[token];

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import unicodedata
+from dataclasses import replace
 from importlib.resources import files
 
 import pytest
@@ -149,6 +150,24 @@ def test_alternatives_know_the_token_itself_exactly(inspection, answers):
         assert [one["text"] for one in found] == [inspection.token_texts[index] for index in ids]
         likelihood = getattr(inspection.alternatives, context).log_likelihood[100].exp().tolist()
         assert found[2]["probability"] == pytest.approx(likelihood[2], rel=2e-3)
+
+
+def test_special_tokens_before_the_text_have_no_numbers(tokenizer):
+    scores = replace(make_inspection(tokenizer).scores, unscored=2)
+    body = """
+        document.createElement = () => ({ append() {} });
+        const arrays = await unpack("alternatives");
+        const card = new Card(data, new Uint8Array(data.count), { childNodes: [] });
+        const briefs = [2, 3].map((last) => card.brief({ first: 0, last, from: 0, to: 1 })[1]);
+        return { briefs, alternatives: [1, 2].map((token) => alternativesOf(data, arrays, "long", token)) };"""
+    found = run(make_inspection(tokenizer, scores=scores), body)
+    lsd = float(scores.long[2] - scores.short[2])
+    assert found["briefs"] == [
+        " not scored",
+        f" LSD {lsd:.2f}, LCL {float(scores.long[2]):.2f} ".replace("-", "\N{MINUS SIGN}"),
+    ]
+    assert found["alternatives"][0] is None
+    assert found["alternatives"][1] is not None
 
 
 def test_distances_to_the_last_equal_token(tokenizer):
