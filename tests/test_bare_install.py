@@ -67,16 +67,39 @@ def test_the_gpu_benchmark_runs_from_checks_to_profile(tmp_path):
     assert 0 < rates.slowdown.low < rates.slowdown.high
 
 
+COMMANDS = """
+import contextlib, io, json, sys
+from longce.cli.main import main
+
+results = []
+for words in json.loads(sys.argv[1]):
+    status = 0
+    sys.argv = ["longce", *words]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as printed:
+        try:
+            main(words)
+        except SystemExit as stopped:
+            status = stopped.code
+    results.append([status, printed.getvalue()])
+print(json.dumps(results))
+"""
+
+
 @pytest.fixture(scope="module")
 def run_base(tmp_path_factory):
-    """Run `longce` with the packages of the base installation only, in a folder of its own."""
+    """Run commands one after the other, in one process with the packages of the base installation only.
+
+    Return the process, and the status and the errors of each command.
+    """
     folder = tmp_path_factory.mktemp("base")
     roots = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     environment = bare_environment(tmp_path_factory.mktemp("site"), roots)
 
-    def run(*words):
-        command = [sys.executable, "-m", "longce.cli.main", *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder, env=environment)
+    def run(commands):
+        program = [sys.executable, "-c", COMMANDS, json.dumps(commands)]
+        done = subprocess.run(program, capture_output=True, text=True, timeout=300, cwd=folder, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done, json.loads(done.stdout.splitlines()[-1])
 
     return run
 
@@ -104,34 +127,33 @@ def test_only_a_missing_package_of_an_extra_is_named(message, extra):
 @pytest.mark.slow
 def test_fit_and_score_need_no_extra(run_base):
     configs = ["-c", str(ROOT / "configs/base.yaml"), "-c", str(ROOT / "configs/quickstart/base.yaml")]
-    done = run_base("fit", *configs, "--trainer.max_steps", "2")
-    assert done.returncode == 0, done.stderr
     model = "runs/quickstart/models/base"
     sizes = ["--max_tokens", "200", "--context_length", "32", "--stride", "16"]
     text = str(ROOT / "notebooks/constitution.txt")
-    for command in (
-        ["score", text, "--model", model, "--evaluator", model],
-        ["inspect", text, "--output", "page.html", "--evaluator", model],
-        ["corpus", "score", text, "--model", model, "--output", "scores"],
-    ):
-        done = run_base(*command, *sizes)
-        assert done.returncode == 0, done.stderr
+    commands = [
+        ["fit", *configs, "--trainer.max_steps", "2"],
+        ["score", text, "--model", model, "--evaluator", model, *sizes],
+        ["inspect", text, "--output", "page.html", "--evaluator", model, *sizes],
+        ["corpus", "score", text, "--model", model, "--output", "scores", *sizes],
+    ]
+    _, results = run_base(commands)
+    for words, (status, errors) in zip(commands, results, strict=True):
+        assert status == 0, (words, errors)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "extra"),
-    [
-        ("compare runs", "reports"),
-        ("correlate a.json b.json c.json --output x", "reports"),
-        ("evaluate --model x --output y --tasks niah_single_1", "reports"),
-        ("quickstart", "reports"),
-        ("corpus select scores", "corpora"),
-        (f"fit -c {ROOT}/configs/quickstart/longce.yaml --trainer.callbacks callbacks.LongContextTasks", "reports"),
-    ],
-)
-def test_a_missing_extra_is_named_in_one_line(run_base, words, extra):
-    done = run_base(*words.split())
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert f"'.[{extra}]'" in done.stderr
+def test_a_missing_extra_is_named_in_one_line(run_base):
+    extras = {
+        "compare runs": "reports",
+        "correlate a.json b.json c.json --output x": "reports",
+        "evaluate --model x --output y --tasks niah_single_1": "reports",
+        "quickstart": "reports",
+        "corpus select scores": "corpora",
+        f"fit -c {ROOT}/configs/quickstart/longce.yaml --trainer.callbacks callbacks.LongContextTasks": "reports",
+    }
+    done, results = run_base([words.split() for words in extras])
+    assert done.stderr == ""
+    for (words, extra), (status, errors) in zip(extras.items(), results, strict=True):
+        assert status == 2, words
+        assert errors.count("\n") == 1, errors
+        assert f"'.[{extra}]'" in errors

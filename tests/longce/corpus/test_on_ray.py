@@ -12,9 +12,17 @@ import pyarrow.parquet
 import pytest
 
 from longce.corpus.config import CorpusConfig
+from longce.corpus.score import score_corpus
 from tests.conftest import make_text
 
 ROOT = Path(__file__).parents[3]
+# Workers of a priority as low as Ray's default wait for all other tests of a busy machine.
+ENVIRONMENT = {
+    "RAY_ADDRESS": "local",
+    "RAY_worker_niceness": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "OMP_NUM_THREADS": "1",
+}
 SETTINGS = {"context_length": 16, "stride": 8, "alpha": 0.5, "beta": -6, "dtype": "float32", "device": "cpu"}
 DOCUMENTS = 24
 
@@ -34,13 +42,13 @@ def documents(tmp_path):
     return folder
 
 
-def start(documents, model_dir, output, *options, **environment):
+def start(documents, model_dir, output, *options):
     words = ["corpus", "score", str(documents), "--model", str(model_dir), "--output", str(output), "--shard_rows", "2"]
     words += [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
     return subprocess.Popen(
         [sys.executable, "-m", "longce", *words, "--allowed_failures", "1", *options],
         cwd=ROOT,
-        env={**os.environ, "RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, **ENVIRONMENT},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -48,10 +56,9 @@ def start(documents, model_dir, output, *options, **environment):
     )
 
 
-def finish(process):
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    return out
+def parts(output):
+    """Return the time of change of each finished file."""
+    return {path: path.stat().st_mtime_ns for path in output.glob("shard-*/part-*.parquet")}
 
 
 def rows(output):
@@ -73,35 +80,16 @@ def tasks(command):
 
 
 @pytest.mark.slow
-def test_two_killed_processes_lose_nothing_and_a_restart_scores_nothing(documents, model_dir, tmp_path):
-    local = finish(start(documents, model_dir, tmp_path / "local"))
+def test_ctrl_c_and_killed_processes_lose_nothing(documents, model_dir, tmp_path):
+    """Stopped by Ctrl-C and started again, with two of its processes killed, it has the rows of the local command."""
+    local = tmp_path / "local"
+    settings = {**SETTINGS, "shard_rows": 2, "allowed_failures": 1.0}
+    printed_locally = score_corpus([str(documents)], CorpusConfig(model=str(model_dir), output=str(local), **settings))
     output = tmp_path / "ray"
-    process = start(documents, model_dir, output, "--engine", "ray", "--num_shards", "3")
-    killed = []
-    while len(killed) < 2 and process.poll() is None:
-        time.sleep(0.01)
-        begun = [*output.glob("shard-*/part-*.parquet")] if output.is_dir() else []
-        for task in tasks(process)[:1] if len(begun) > len(killed) else []:
-            os.kill(task, signal.SIGKILL)
-            killed.append(task)
-    printed = finish(process)
-    assert killed
-    assert rows(output) == rows(tmp_path / "local")
-    assert len(rows(output)) == DOCUMENTS
-    assert [row["file"] for row in rows(output) if row["error"]] == ["2.parquet"]
-    counts = [line for line in printed.splitlines() if "documents with" in line]  # Ray tells of lost processes
-    assert counts == [local.strip().replace(str(tmp_path / "local"), str(output))]
-    # Its shards are those of the local command, which has nothing left to score.
-    before = {path: path.stat().st_mtime_ns for path in output.glob("*/part-*")}
-    finish(start(documents, model_dir, output, "--shard", "1/3"))
-    assert {path: path.stat().st_mtime_ns for path in output.glob("*/part-*")} == before
 
-
-@pytest.mark.slow
-def test_ctrl_c_keeps_finished_documents_and_leaves_no_task(documents, model_dir, tmp_path):
-    output = tmp_path / "ray"
+    # 1. Ctrl-C keeps finished documents and leaves no task.
     process = start(documents, model_dir, output, "--engine", "ray", "--num_shards", "3")
-    while not [*output.glob("shard-*/part-*.parquet")] and process.poll() is None:
+    while not parts(output) and process.poll() is None:
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all processes of the command
     _, err = process.communicate(timeout=180)  # tasks have 60 s to write
@@ -109,31 +97,50 @@ def test_ctrl_c_keeps_finished_documents_and_leaves_no_task(documents, model_dir
     assert "finished documents are kept" in err
     assert "Traceback" not in err
     assert tasks(process) == []
-    kept = {path: path.stat().st_mtime_ns for path in output.glob("*/part-*.parquet")}
+    kept = parts(output)
     assert set(output.rglob("*part-*")) == kept.keys()  # no file is half written
     assert 0 < len(rows(output)) < DOCUMENTS
-    finish(start(documents, model_dir, output, "--engine", "ray", "--num_shards", "3"))
+
+    # 2. The same command scores the others, although two of its processes are killed.
+    process = start(documents, model_dir, output, "--engine", "ray", "--num_shards", "3")
+    killed = []
+    while len(killed) < 2 and process.poll() is None:
+        time.sleep(0.01)
+        begun = parts(output).keys() - kept.keys()
+        for task in tasks(process)[:1] if len(begun) > len(killed) else []:
+            os.kill(task, signal.SIGKILL)
+            killed.append(task)
+    printed, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert killed
+    assert rows(output) == rows(local)
     assert len(rows(output)) == DOCUMENTS
-    assert kept.items() <= {path: path.stat().st_mtime_ns for path in output.glob("*/part-*.parquet")}.items()
+    assert [row["file"] for row in rows(output) if row["error"]] == ["2.parquet"]
+    counts = [line for line in printed.splitlines() if "documents with" in line]  # Ray reports lost processes
+    assert counts == [printed_locally.replace(str(local), str(output))]
+    assert kept.items() <= parts(output).items()
+
+    # 3. Its shards are those of the local command, which has nothing left to score.
+    before = parts(output)
+    config = CorpusConfig(model=str(model_dir), output=str(output), shard="1/3", **settings)
+    score_corpus([str(documents)], config)
+    assert parts(output) == before
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "ray://127.0.0.1:9", "nothing", "auto"])
-def test_a_wrong_address_is_one_error_that_names_it(address, documents, model_dir, tmp_path):
-    settings = {"RAY_ADDRESS": address, "RAY_TMPDIR": str(tmp_path)}  # `auto` looks there
-    process = start(documents, model_dir, tmp_path / "out", "--engine", "ray", "--num_shards", "2", **settings)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 2
-    assert f"RAY_ADDRESS={address}: no Ray cluster" in err
-    assert "unset RAY_ADDRESS" in err
-    assert "Traceback" not in err
+def test_a_wrong_address_is_an_error_that_names_it(address, documents, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # `auto` looks there
+    config = CorpusConfig(model="m", output=str(tmp_path / "out"), engine="ray", num_shards=2)
+    with pytest.raises(ValueError, match=f"RAY_ADDRESS={address}: no Ray cluster .* unset RAY_ADDRESS"):
+        score_corpus([str(documents)], config)
 
 
 @pytest.mark.slow
 def test_an_error_of_the_settings_is_that_of_the_local_command(documents, model_dir, tmp_path):
-    process = start(
-        documents, model_dir, tmp_path / "out", "--engine", "ray", "--num_shards", "2", "--text_column", "no"
-    )
+    options = ["--engine", "ray", "--num_shards", "1", "--text_column", "no"]
+    process = start(documents, model_dir, tmp_path / "out", *options)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 2
     assert "no column 'no'" in err
