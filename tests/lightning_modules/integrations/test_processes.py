@@ -31,6 +31,17 @@ STEPS = [
     [[[text(14, seed=6)], [text(33, seed=7)]], [[text(50, seed=8, prompt=20)], [text(12, seed=9)]]],
 ]
 
+LAYOUTS = [
+    ("DDP", "linear"),
+    ("DDP", "tied"),
+    ("DDP", "LoRA"),
+    ("plain", "linear"),
+    ("plain", "tied"),
+    ("accelerate", "linear"),
+    ("accelerate", "tied"),
+]
+"""Strategies, and kinds of models."""
+
 
 def make_model(kind):
     model = tiny_model("qwen2" if kind == "tied" else "llama", 90, seed=3, tie_word_embeddings=kind == "tied")
@@ -62,7 +73,8 @@ def shard(model, layout):
     fully_shard(model, reshard_after_forward=True if layout == "plain" else None)
 
 
-def train(rank, world_size, root, strategy, kind, checkpointing):
+def train(rank, world_size, strategy, kind, checkpointing):
+    """Return the weights after all steps, by name."""
     model = make_model(kind)
     longce.apply_longce(model, context_length=K, stride=D)
     inner = model
@@ -84,37 +96,44 @@ def train(rank, world_size, root, strategy, kind, checkpointing):
     weights = {}
     for name, weight in inner.named_parameters():
         weights[name] = (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach()
-    torch.save(weights, root / f"{rank}.pt")
+    return weights
+
+
+def run_both(rank, world_size, root, model_dir):
+    """Train and evaluate in all ways, in one start of the processes."""
+    weights = {}
+    for strategy, kind in LAYOUTS:
+        for checkpointing in (False, True):
+            weights[strategy, kind, checkpointing] = train(rank, world_size, strategy, kind, checkpointing)
+    torch.save(weights, root / f"weights {rank}.pt")
+    for sharded in (False, True):
+        evaluate(rank, root, model_dir, sharded)
     dist.barrier()
+
+
+@pytest.fixture(scope="module")
+def both(model_dir, tmp_path_factory):
+    """Return the folder of what two processes found."""
+    root = tmp_path_factory.mktemp("both")
+    run_distributed(run_both, root, model_dir)
+    return root
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(
-    ("strategy", "kind"),
-    [
-        ("DDP", "linear"),
-        ("DDP", "tied"),
-        ("DDP", "LoRA"),
-        ("plain", "linear"),
-        ("plain", "tied"),
-        ("accelerate", "linear"),
-        ("accelerate", "tied"),
-    ],
-)
-def test_two_processes_have_the_weights_of_one(strategy, kind, checkpointing, tmp_path):
-    run_distributed(train, tmp_path, strategy, kind, checkpointing)
+@pytest.mark.parametrize(("strategy", "kind"), LAYOUTS)
+def test_two_processes_have_the_weights_of_one(strategy, kind, checkpointing, both):
     expected = expected_weights(kind)
     start = dict(make_model(kind).named_parameters())
     for rank in range(2):
-        weights = torch.load(tmp_path / f"{rank}.pt")
+        weights = torch.load(both / f"weights {rank}.pt")[strategy, kind, checkpointing]
         assert weights.keys() == expected.keys()
         changes = [[each[name] - start[name] for name in expected] for each in (weights, expected)]
         pairs = [pair for pair in zip(*changes, strict=True) if pair[1].norm() > 0]
         assert relative_error(*zip(*pairs, strict=True)) < 1e-9
 
 
-def evaluate(rank, world_size, root, model_dir, sharded):
+def evaluate(rank, root, model_dir, sharded):
     """Measure a model that is in training, in processes of which one has a text less."""
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     longce.apply_longce(model, context_length=K, stride=D)
@@ -125,22 +144,20 @@ def evaluate(rank, world_size, root, model_dir, sharded):
         processing_class=AutoTokenizer.from_pretrained(model_dir),
         accelerator=SimpleNamespace(autocast=contextlib.nullcontext, mixed_precision="no"),
         state=SimpleNamespace(global_step=0),
-        log=lambda values: (root / f"{rank}.json").write_text(json.dumps(values)),
+        log=lambda values: (root / f"{'FSDP2' if sharded else 'copies'} {rank}.json").write_text(json.dumps(values)),
     )
     callback = longce.LongPPLCallback(trainer, EVALUATED, str(model_dir), **SIZES)
     model.train()(input_ids=ids, labels=ids).loss.backward()
     callback.on_evaluate(None, trainer.state, None, {}, model=model)
     model.train()(input_ids=ids, labels=ids).loss.backward()  # a pass after it is as before
-    dist.barrier()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, True], ids=["copies", "FSDP2"])
-def test_the_callback_measures_with_all_processes(sharded, model_dir, tmp_path):
-    run_distributed(evaluate, tmp_path, model_dir, sharded)
+@pytest.mark.parametrize("layout", ["copies", "FSDP2"])
+def test_the_callback_measures_with_all_processes(layout, model_dir, both):
     records = longce.score(EVALUATED, model=str(model_dir), evaluator=str(model_dir), **SIZES)
     for rank in range(2):
-        values = json.loads((tmp_path / f"{rank}.json").read_text())
+        values = json.loads((both / f"{layout} {rank}.json").read_text())
         assert values["eval_longppl"] == pytest.approx(longce.summarize(records).longppl, rel=1e-5)
         assert values["eval_key_tokens"] == longce.summarize(records).key_tokens > 20
 
