@@ -1,6 +1,7 @@
 """`torchrun .. longce fit`: two processes that train one model, stop on a signal, and are restarted after a crash."""
 
 import contextlib
+import copy
 import os
 import signal
 import subprocess
@@ -13,9 +14,10 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from datamodules.packing.loader import FORK_IS_SAFE
-from tests.support.fault_runs import BASE, ROOT, Run, new_run, prepare
+from tests.support.fault_runs import BASE, ROOT, new_run, prepare
 
-FIT = ["fit", "-c", BASE, "-c", "config.yaml", "--ckpt_path", "last"]
+FIT = ["fit", "-c", BASE, "-c", "config.yaml"]
+RESUME = [*FIT, "--ckpt_path", "last"]
 
 
 def start(folder, *words, restarts=0):
@@ -73,58 +75,51 @@ def ranks(launcher):
 
 
 @pytest.mark.slow
-def test_two_processes_train_one_model_and_log_once(tmp_path):
-    run = Run(tmp_path, ranks=2)
-    words = ["fit", "-c", BASE, "-c", str(ROOT / "configs" / "debug.yaml"), "--trainer.devices", "2"]
-    words += ["--trainer.max_steps", "1", "--trainer.strategy", "ddp"]
-    assert finish(start(run.folder, *words)) == 0, run.log()
-    (config,) = run.folder.glob("runs/longce/*/config.yaml")
-    events = EventAccumulator(str(config.parent)).Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == [0]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("torchrun")
-    prepare(folder)
-    return folder
-
-
-@pytest.mark.slow
-def test_a_killed_rank_is_restarted_with_equal_losses_and_a_signal_saves(folder):
-    config = yaml.safe_load((folder / "config.yaml").read_text())
+def test_processes_that_are_interrupted_or_killed_resume_with_equal_losses(tmp_path):
+    prepare(tmp_path)
+    config = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    config["trainer"]["max_steps"] = 24
     # A signal during an evaluation would find its step saved already, and print another answer.
     config["trainer"]["limit_val_batches"] = 0
-    runs = [new_run(folder / "undisturbed", config, ranks=2, workers=1)]
-    (recorder,) = (each for each in config["trainer"]["callbacks"] if "Recorder" in each["class_path"])
+    disturbed_config = copy.deepcopy(config)
+    (recorder,) = (each for each in disturbed_config["trainer"]["callbacks"] if "Recorder" in each["class_path"])
     recorder["init_args"]["pause"] = 0.1
-    runs.append(new_run(folder / "killed", config, ranks=2, workers=1))
-    assert finish(start(runs[0].folder, *FIT)) == 0
-    assert runs[0].log().count("[rank: 0] Seed set to") == 1, "Lightning's messages appear once"
+    disturbed = new_run(tmp_path / "disturbed", disturbed_config, ranks=2, workers=1)
 
-    launcher = start(runs[1].folder, *FIT, restarts=1)
-    wait_for(lambda: len(runs[1].records()) >= 6, launcher)
-    victim = ranks(launcher)[1]
-    victim.send_signal(signal.SIGKILL)
-    wait_for(lambda: len(ranks(launcher)) == 2 and victim not in ranks(launcher), launcher)
-    before = len(runs[1].records())
-    wait_for(lambda: len(runs[1].records()) > before + 2, launcher)
-    launcher.send_signal(signal.SIGTERM)  # torchrun passes it on to the group of each process, without loader workers
-    finish(launcher)
-    assert "stopping after this optimizer step" in runs[1].log()
-    assert "Saved step" in runs[1].log()
+    # 1. Two undisturbed processes train one model, and log once, to one folder.
+    del config["trainer"]["logger"]  # for that of `base.yaml`, which chooses the name of the folder
+    undisturbed = new_run(tmp_path / "undisturbed", config, ranks=2, workers=1)
+    assert finish(start(undisturbed.folder, *FIT)) == 0, undisturbed.log()
+    assert undisturbed.log().count("[rank: 0] Seed set to") == 1, "Lightning's messages appear once"
+    (saved_config,) = undisturbed.folder.glob("runs/longce/*/config.yaml")
+    events = EventAccumulator(str(saved_config.parent)).Reload()
+    logged_steps = [event.step for event in events.Scalars("train/loss")]
+    assert logged_steps
+    assert logged_steps == sorted(set(logged_steps))
 
-    assert finish(start(runs[1].folder, *FIT)) == 0, runs[1].log()
-    assert not runs[1].differences(runs[0])
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_all_processes_and_names_the_step(folder):
-    run = new_run(folder / "interrupted", yaml.safe_load((folder / "config.yaml").read_text()), ranks=2)
-    launcher = start(run.folder, *FIT)
-    wait_for(lambda: len(run.records()) >= 2, launcher)
+    # 2. Ctrl-C ends all processes and names the step.
+    launcher = start(disturbed.folder, *RESUME)
+    wait_for(lambda: len(disturbed.records()) >= 2, launcher)
     started = ranks(launcher)
     launcher.send_signal(signal.SIGINT)
     assert finish(launcher) == 1
     assert not psutil.wait_procs(started, timeout=10)[1]
-    assert "Stopped at step" in run.log()
+    assert "Stopped at step" in disturbed.log()
+
+    # 3. A killed rank is restarted, and a signal saves.
+    launcher = start(disturbed.folder, *RESUME, restarts=1)
+    before = len(disturbed.records())
+    wait_for(lambda: len(disturbed.records()) >= before + 4, launcher)
+    victim = ranks(launcher)[1]
+    victim.send_signal(signal.SIGKILL)
+    wait_for(lambda: len(ranks(launcher)) == 2 and victim not in ranks(launcher), launcher)
+    before = len(disturbed.records())
+    wait_for(lambda: len(disturbed.records()) > before + 2, launcher)
+    launcher.send_signal(signal.SIGTERM)  # torchrun passes it on to the group of each process, without loader workers
+    finish(launcher)
+    assert "stopping after this optimizer step" in disturbed.log()
+    assert "Saved step" in disturbed.log()
+
+    # 4. The last start trains to the end.
+    assert finish(start(disturbed.folder, *RESUME)) == 0, disturbed.log()
+    assert not disturbed.differences(undisturbed)
