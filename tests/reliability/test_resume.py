@@ -167,17 +167,20 @@ def test_losses_after_many_kills(config, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.long), 2])
-def test_losses_of_a_stream_after_many_kills(config, corpus, tmp_path, num_workers):
+@pytest.mark.parametrize(
+    ("num_workers", "kills"),
+    [(2, 3), pytest.param(0, 10, marks=pytest.mark.long), pytest.param(2, 10, marks=pytest.mark.long)],
+)
+def test_losses_of_a_stream_after_kills(config, corpus, tmp_path, num_workers, kills):
     for index, text in enumerate(corpus):
         (tmp_path / f"part{index}.jsonl").write_text(json.dumps({"text": text}))
     paths = {"train": f"{tmp_path}/part*.jsonl", "validation": str(tmp_path / "part0.jsonl")}
     settings = config["data"]["init_args"]
     del settings["sources"]
     config["data"] = {"class_path": "datamodules.StreamingTextDataModule", "init_args": {**settings, **paths}}
-    config["trainer"]["max_steps"] = 60
+    config["trainer"]["max_steps"] = 6 * kills
     # The order of a stream depends on the number of workers.
-    compare(config, tmp_path, kills=10, workers={"undisturbed": num_workers, "killed": num_workers})
+    compare(config, tmp_path, kills=kills, workers={"undisturbed": num_workers, "killed": num_workers})
 
 
 if __name__ == "__main__":
