@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -75,6 +76,19 @@ def as_text_table(table: Table, *, left: Sequence[int] = (0,)) -> str:
         for row in rows
     ]
     return "\n".join([lines[0], "-" * (sum(widths) + 2 * len(widths) - 2), *lines[1:]])
+
+
+def format_estimate(value: float, interval: tuple[float, float] | None, spec: str, ends: str) -> str:
+    """Return a value with its interval, such as ``84.2 [80, 88]`` if ``spec`` is ``.1f`` and ``ends`` is ``.0f``.
+
+    Empty for NaN; the value alone if the interval is unknown.
+    """
+    if math.isnan(value):
+        return ""
+    if interval is None:
+        return f"{value:{spec}}"
+    low, high = interval
+    return f"{value:{spec}} [{low:{ends}}, {high:{ends}}]"
 
 
 def as_markdown(title: str, blocks: Sequence[Block]) -> str:

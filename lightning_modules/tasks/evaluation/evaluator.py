@@ -19,7 +19,7 @@ from lightning_modules.utilities.statistics import (
     score_interval,
     weighted_mean_interval,
 )
-from lightning_modules.visualization.report import Table
+from lightning_modules.visualization.report import Table, format_estimate
 
 
 class Accuracy(NamedTuple):
@@ -158,16 +158,14 @@ def evaluator_table(measured: Mapping[str, Mapping[Cell, EvaluatorAccuracy]]) ->
             row += [f"{setting.context_length}, {setting.stride}"]
             row += [f"{setting.alpha:g}, {setting.beta:g}", _format_accuracy(rule)]
             row += [f"{100 * rule.found:.1f}", f"{100 * rule.left_out:.1f}", _format_accuracy(accuracy.by_lsd)]
-            log_likelihood = f"{accuracy.answer_log_likelihood:.2f}"
-            if accuracy.log_likelihood_interval is not None:
-                log_likelihood += " [{:.2f}, {:.2f}]".format(*accuracy.log_likelihood_interval)
+            log_likelihood = format_estimate(
+                accuracy.answer_log_likelihood, accuracy.log_likelihood_interval, ".2f", ".2f"
+            )
             rows.append([*row, f"{accuracy.auc:.3f}", log_likelihood])
     return Table(head, rows, folded=False)
 
 
 def _format_accuracy(accuracy: Accuracy) -> str:
-    text = f"{100 * accuracy.balanced:.1f}"
-    if accuracy.interval is None:
-        return text
-    low, high = accuracy.interval
-    return f"{text} [{100 * low:.0f}, {100 * high:.0f}]"
+    interval = accuracy.interval
+    percent = None if interval is None else (100 * interval[0], 100 * interval[1])
+    return format_estimate(100 * accuracy.balanced, percent, ".1f", ".0f")

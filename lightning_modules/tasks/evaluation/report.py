@@ -26,9 +26,16 @@ from lightning_modules.tasks.evaluation.summary import (
     summarize,
 )
 from lightning_modules.tasks.questions.registry import is_in_essays
-from lightning_modules.utilities.statistics import Interval
 from lightning_modules.visualization.images import COLORS, INK, PANEL, STYLE, as_svg
-from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_text_table, write_report
+from lightning_modules.visualization.report import (
+    Block,
+    Heading,
+    Picture,
+    Table,
+    as_text_table,
+    format_estimate,
+    write_report,
+)
 
 _BARS = 4  # tasks beyond which the intervals of a figure would hide its lines
 _CAPTIONS = {
@@ -73,14 +80,13 @@ def write_task_report(folder: Path, answers: Sequence[Answer]) -> Summary:
 
 def score_table(summary: Summary) -> Table:
     """Return a table of scores: a row for each task and one for their average, a column for each length."""
-    cells = {key: _format_score(score.mean, score.interval) for key, score in summary.scores.items()}
-    intervals = summary.average_intervals
-    averages = {length: _format_score(mean, intervals[length]) for length, mean in summary.averages.items()}
+    cells = {}
+    for key, score in summary.scores.items():
+        cells[key] = format_estimate(score.mean, score.interval, ".1f", ".0f")
+    averages = {}
+    for length, mean in summary.averages.items():
+        averages[length] = format_estimate(mean, summary.average_intervals[length], ".1f", ".0f")
     return _make_grid(cells, "average", averages)
-
-
-def _format_score(mean: float, interval: Interval | None) -> str:
-    return f"{mean:.1f}" + ("" if interval is None else " [{:.0f}, {:.0f}]".format(*interval))
 
 
 def position_table(summary: Summary) -> Table:
@@ -89,7 +95,8 @@ def position_table(summary: Summary) -> Table:
     for (task, length), found in summary.position_gaps.items():
         best = f"{found.best_score:.1f} at {found.best:.2f}"
         worst = f"{found.worst_score:.1f} at {found.worst:.2f}"
-        rows.append((task, short(length), _format_score(found.gap, found.interval), best, worst))
+        gap = format_estimate(found.gap, found.interval, ".1f", ".0f")
+        rows.append((task, short(length), gap, best, worst))
     return Table(("task", "length", "best minus worst", "best position", "worst position"), rows)
 
 
