@@ -239,6 +239,20 @@ def hash_texts(records: Iterable[Record]) -> str:
     return hashlib.sha256(hashes.encode()).hexdigest()[:16]
 
 
+def measurement_settings(records: Sequence[Record]) -> dict[str, Any]:
+    """Return the settings on which the numbers of a measurement depend, apart from the model's provenance."""
+    first = records[0]
+    evaluator = first.evaluator
+    return {
+        "texts": hash_texts(records),
+        "add_special_tokens": first.model.special_tokens,
+        "evaluator": evaluator.name,
+        "evaluator_add_special_tokens": evaluator.special_tokens,
+        **first.definition._asdict(),
+        **{f"evaluator.{name}": value for name, value in evaluator.provenance._asdict().items()},
+    }
+
+
 # ---------------------------------------------------------------------------------------------------------------- files
 
 

@@ -19,7 +19,7 @@ def group_runs(runs: Sequence[ComparedRun], settings: Sequence[str]) -> list[Com
     Raises:
         ValueError: If no run has a setting, or if there is only one group.
     """
-    known = {key for run in runs for key in run.config}
+    known = set().union(*(run.config for run in runs))
     for setting in settings:
         if setting not in known:
             near = difflib.get_close_matches(setting, sorted(known), n=3) or sorted(known)[:10]
@@ -44,17 +44,23 @@ def _name_group(settings: Sequence[str], values: Sequence[str], runs: int) -> st
 
 def _average(name: str, runs: Sequence[ComparedRun]) -> ComparedRun:
     evaluations: dict[Cell, dict[int, pd.DataFrame]] = {}
-    cells = [cell for cell in runs[0].evaluations if all(cell in run.evaluations for run in runs)]
-    for cell in cells:
-        last = [run.last(cell) for run in runs]
-        evaluations[cell] = {max(step for step, _ in last): average_documents([table for _, table in last])}
-    config = {key: value for key, value in runs[0].config.items() if all(run.config.get(key) == value for run in runs)}
+    first = runs[0]
+    for cell in first.evaluations:
+        if all(cell in run.evaluations for run in runs):
+            last = [run.last(cell) for run in runs]
+            steps = [step for step, _ in last]
+            evaluations[cell] = {max(steps): average_documents([documents for _, documents in last])}
     scalars: dict[str, dict[int, float]] = {}
-    for key in runs[0].scalars:
-        ends = [max(run.scalars[key].items()) for run in runs if run.scalars.get(key)]
-        scalars[key] = {max(step for step, _ in ends): float(np.mean([value for _, value in ends]))} if ends else {}
-    numerics = {cell: runs[0].numerics[cell] for cell in cells if cell in runs[0].numerics}
-    return ComparedRun(name, evaluations, config, scalars, numerics)
+    for key in first.scalars:
+        logged = [run.scalars[key] for run in runs if run.scalars.get(key)]
+        if logged:
+            steps = [max(values) for values in logged]
+            final = [values[step] for values, step in zip(logged, steps, strict=True)]
+            scalars[key] = {max(steps): float(np.mean(final))}
+    config = dict(first.config)
+    for run in runs[1:]:
+        config = {key: value for key, value in config.items() if run.config.get(key) == value}
+    return ComparedRun(name, evaluations, config, scalars)
 
 
 def average_documents(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:

@@ -3,7 +3,7 @@
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +11,15 @@ import pandas as pd
 import yaml
 
 from lightning_modules.models.loading.provenance import UNKNOWN, Numerics
-from lightning_modules.scoring.records import FOLDER, Record, Source, hash_texts, read_records, split_measurements
+from lightning_modules.scoring.records import (
+    FOLDER,
+    Record,
+    Source,
+    hash_texts,
+    measurement_settings,
+    read_records,
+    split_measurements,
+)
 from lightning_modules.tasks.evaluation.answers import FOLDER as ANSWERS_FOLDER
 from lightning_modules.tasks.evaluation.answers import FORMAT as ANSWERS_FORMAT
 from lightning_modules.training.checkpoints.spans import read_spans
@@ -19,8 +27,9 @@ from lightning_modules.training.monitoring.numerics import read_numerics
 from lightning_modules.utilities.identity import shorten_hashes
 from lightning_modules.utilities.statistics import UNITS
 from lightning_modules.utilities.tables import read_format
-from longce.compare.evaluations import ComparedEvaluation, list_files, read_evaluation
+from longce.compare.evaluations import ComparedEvaluation, read_evaluation
 from longce.compare.scalars import read_scalars, split_numbers
+from longce.correlate.result_files import list_files, split_name
 
 AXES = {"optimizer steps": "step", "tokens": "train/tokens", "device hours": "train/gpu_hours"}
 """Measures of the progress of a training, each with its scalar."""
@@ -34,27 +43,13 @@ _STAGES = {"val": "validation", "test": "test"}
 
 
 class Cell(NamedTuple):
-    """Settings that must be equal to compare numbers of two models, and how they are printed."""
+    """Settings that must be equal to compare numbers of two models."""
 
     set: str  # of documents
     evaluator: str = ""  # name
     thresholds: str = ""
     details: str = ""  # identity of the evaluator, with K, d and rule
-    numerics: str = ""  # of the model
-
-    @property
-    def judge(self) -> str:
-        """The evaluator, with its identity."""
-        return f"{self.evaluator} ({self.details})" if self.details else self.evaluator
-
-    @property
-    def short(self) -> str:
-        """The cell without the evaluator's identity."""
-        return str(self._replace(details=""))
-
-    def __str__(self) -> str:
-        name = ", ".join(filter(None, (self.set, self.judge, self.thresholds)))
-        return f"{name} [{self.numerics}]" if self.numerics else name
+    numerics: Numerics = UNKNOWN  # of the model
 
 
 class ComparedRun(NamedTuple):
@@ -68,11 +63,40 @@ class ComparedRun(NamedTuple):
     evaluations: dict[Cell, dict[int, pd.DataFrame]]
     config: dict[str, str]
     scalars: dict[str, dict[int, float]]  # by optimizer step
-    numerics: dict[Cell, Numerics] = {}  # noqa: RUF012, it is never changed
 
     def last(self, cell: Cell) -> tuple[int, pd.DataFrame]:
         """Return the last evaluation of a cell and its step."""
-        return max(self.evaluations[cell].items(), key=lambda each: each[0])
+        steps = self.evaluations[cell]
+        return max(steps), steps[max(steps)]
+
+
+def name_cells(runs: Sequence[ComparedRun]) -> tuple[dict[Cell, str], str]:
+    """Return names of cells by which they can be told apart, and a sentence that identifies the evaluators.
+
+    A name has the evaluator's identity only if two evaluators of one name differ, for example in K or the dtype, and
+    the model's numerics only if these differ.
+    """
+    cells = list(dict.fromkeys(cell for run in runs for cell in run.evaluations))
+    evaluators: dict[str, set[str]] = defaultdict(set)
+    for cell in cells:
+        if cell.details:
+            evaluators[cell.evaluator].add(cell.details)
+    ambiguous = any(len(identities) > 1 for identities in evaluators.values())
+    numerics_differ = len({cell.numerics for cell in cells}) > 1
+    names = {}
+    cells += [Cell(cell.set, numerics=cell.numerics) for cell in cells]  # for perplexity, which has no evaluator
+    for cell in cells:
+        evaluator = cell.evaluator
+        if ambiguous and cell.details:
+            evaluator += f" ({cell.details})"
+        name = ", ".join(part for part in (cell.set, evaluator, cell.thresholds) if part)
+        if numerics_differ and cell.numerics != UNKNOWN:
+            name += f" [{cell.numerics}]"
+        names[cell] = name
+    if ambiguous or not evaluators:
+        return names, ""
+    described = [f"{name} ({details})" for name, (details,) in evaluators.items()]
+    return names, f"Evaluator{'s' if len(described) > 1 else ''}: {'; '.join(described)}."
 
 
 def read_compared(words: Sequence[str | Path]) -> list[ComparedRun | ComparedEvaluation]:
@@ -84,7 +108,9 @@ def read_compared(words: Sequence[str | Path]) -> list[ComparedRun | ComparedEva
     Raises:
         ValueError: If a path is of another kind, if names are repeated, or if several kinds are mixed.
     """
-    found = [(name, path) for word in words for name, path in _find_files(str(word))]
+    found = []
+    for word in words:
+        found += _find_files(str(word))
     if len({_find_kind(path) for _, path in found}) > 1:
         raise ValueError(
             "Give either folders of runs, or records of `longce score`, or folders of `longce evaluate`: they cannot be"
@@ -102,8 +128,9 @@ def read_compared(words: Sequence[str | Path]) -> list[ComparedRun | ComparedEva
         else:
             compared.append(read_evaluation(name or default, path))
     names = [each.name for each in compared]
-    if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"Two runs have the name '{repeated}': give each run once, or another name (NAME=RUN).")
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"Two runs have the name '{name}': give each run once, or another name (NAME=RUN).")
     return compared
 
 
@@ -112,28 +139,24 @@ def read_runs(words: Sequence[str | Path]) -> list[ComparedRun]:
     return [run for run in read_compared(words) if isinstance(run, ComparedRun)]
 
 
-def _find_files(word: str) -> Iterator[tuple[str, Path]]:
-    """Yield the run or the results at a path, with the name that the user gave."""
-    name, _, given = ("", "", word) if "=" not in word or Path(word).exists() else word.partition("=")
-    path = Path(given).expanduser().resolve()
-    found = [path] if path.is_file() or _is_run(path) or _is_evaluation(path) else _sort_by_step(path.glob("*.parquet"))
-    found = found or [inner for inner in sorted(path.glob("*/")) if _is_evaluation(inner)]
+def _find_files(word: str) -> list[tuple[str, Path]]:
+    """Return the run or the results at a path, with the name that the user gave."""
+    name, given = split_name(word)
+    path = given.resolve()
+    if path.is_file() or _is_run(path) or list_files(path):
+        return [(name, path)]
+    found = sorted(path.glob("*.parquet"), key=split_numbers)
+    if not found:
+        found = [inner for inner in sorted(path.glob("*/")) if list_files(inner)]
     if not found and (path / ANSWERS_FOLDER).is_dir():
         raise ValueError(f"The evaluation in '{word}' was interrupted: run the same `longce evaluate` again.")
-    if not found and (path / "results.json").is_file():
-        raise ValueError(f"'{word}' is a result of longce 0.1: run `longce evaluate` again, in another folder.")
     if not found:
         inside = ", ".join(sorted(str(file.parent) for file in path.glob("*/config.yaml"))) or "runs/longce/version_0"
         raise ValueError(
             f"'{word}' is not a run: give a folder with config.yaml ({inside}), a folder of `longce evaluate`, or"
             " records of `longce score`."
         )
-    yield from ((name, file) for file in found)
-
-
-def _sort_by_step(files: Iterable[Path]) -> list[Path]:
-    """Return files in the order of the numbers in their names: step 500 before step 1000."""
-    return sorted(files, key=split_numbers)
+    return [(name, file) for file in found]
 
 
 def _is_run(path: Path) -> bool:
@@ -143,11 +166,9 @@ def _is_run(path: Path) -> bool:
 def _find_kind(path: Path) -> str:
     if _is_run(path):
         return "run"
-    return "records" if path.is_file() and read_format(path) != ANSWERS_FORMAT else "evaluation"
-
-
-def _is_evaluation(path: Path) -> bool:
-    return bool(list_files(path))
+    if path.is_file() and read_format(path) != ANSWERS_FORMAT:
+        return "records"
+    return "evaluation"
 
 
 def _read_run(run_name: str, folder: Path) -> ComparedRun:
@@ -156,10 +177,9 @@ def _read_run(run_name: str, folder: Path) -> ComparedRun:
     config = {name: str(hparams[key]) for key, name in names.items()} | _describe_resumes(folder)
     scalars: dict[str, dict[int, float]] = defaultdict(dict)
     evaluations: dict[Cell, dict[int, pd.DataFrame]] = defaultdict(dict)
-    numerics: dict[Cell, Numerics] = {}
     evaluated: dict[tuple[str, int], Numerics] = {}  # numerics of scalars, by name and step
     # Repeated evaluations of a step are numbered; the times of a copied folder may be in any order.
-    for place in (folder, *_sort_by_step(folder.glob("evaluations/*"))):
+    for place in (folder, *sorted(folder.glob("evaluations/*"), key=split_numbers)):
         recorded = read_numerics(place)
         for key, step, value in read_scalars(place):
             # Lightning numbers steps from 0, but evaluations before training and of checkpoints are at their step.
@@ -171,17 +191,14 @@ def _read_run(run_name: str, folder: Path) -> ComparedRun:
         for file in sorted(place.glob(f"{FOLDER}/*.parquet")):
             for (cell, step), records in _group_by_cell(read_records(file)).items():
                 evaluations[cell][step] = tabulate_documents(records)
-                numerics[cell] = records[0].model.numerics
     for key, values in {} if evaluations else scalars.items():
         if found := re.fullmatch(r"(val|test)/(?:(.+)/)?(longppl|perplexity)", key):
             for step, value in values.items():
-                by_model = evaluated[key, step]
-                cell = Cell(found[2] or _STAGES[found[1]], numerics="" if by_model == UNKNOWN else str(by_model))
-                numerics[cell] = by_model
+                cell = Cell(found[2] or _STAGES[found[1]], numerics=evaluated[key, step])
                 row = pd.DataFrame([{"document": WHOLE_SET, "tokens": 1.0, "key_tokens": 1.0}])
                 evaluations[cell].setdefault(step, _index(row))[found[3]] = value
     scalars["step"] = {step: step for steps in (*scalars.values(), *evaluations.values()) for step in steps}
-    return ComparedRun(run_name, dict(evaluations), config, dict(scalars), numerics)
+    return ComparedRun(run_name, dict(evaluations), config, dict(scalars))
 
 
 def _group_by_cell(records: Iterable[Record]) -> dict[tuple[Cell, int], list[Record]]:
@@ -189,7 +206,7 @@ def _group_by_cell(records: Iterable[Record]) -> dict[tuple[Cell, int], list[Rec
     groups: dict[tuple[Cell, int], list[Record]] = defaultdict(list)
     for measurement in split_measurements(records):
         # Sources of a mixture may differ in whether special tokens are added: they are several measurements of one set.
-        groups[_name_cell(measurement), measurement[0].step] += measurement
+        groups[_find_cell(measurement), measurement[0].step] += measurement
     return groups
 
 
@@ -203,7 +220,7 @@ def _describe_resumes(folder: Path) -> dict[str, str]:
     return found
 
 
-def _name_cell(records: Sequence[Record]) -> Cell:
+def _find_cell(records: Sequence[Record]) -> Cell:
     """Return the cell of a measurement; those of different evaluators, definitions or numerics differ.
 
     Evaluators differ if their content, dtype or attention does, or whether special tokens precede the text.
@@ -214,7 +231,8 @@ def _name_cell(records: Sequence[Record]) -> Cell:
     details = [str(record.evaluator.provenance)]
     if definition.context_length:
         details += [f"K {definition.context_length}", f"d {definition.stride}"]
-        details += [] if record.evaluator.special_tokens else ["no special tokens"]
+        if not record.evaluator.special_tokens:
+            details.append("no special tokens")
     if definition.key_token_rule == "authors":
         details.append("rule: authors")
     values = f"alpha {definition.alpha:g}, beta {definition.beta:g}"
@@ -222,15 +240,13 @@ def _name_cell(records: Sequence[Record]) -> Cell:
         set=record.set or _STAGES.get(record.stage, f"texts {hash_texts(records)[:8]}"),
         evaluator=f"{record.evaluator_label}: {model}" if record.evaluator_label else model,
         thresholds=f"{record.thresholds_label} ({values})" if record.thresholds_label else values,
-        details=", ".join(filter(None, details)),
-        numerics=str(record.model.numerics),
+        details=", ".join(part for part in details if part),
+        numerics=record.model.numerics,
     )
 
 
 def _read_scored(name: str, file: Path, default: str) -> list[ComparedRun]:
     """Read the records of ``longce score``: a run for each model, by the given name, the file's or the models'."""
-    if file.suffix == ".json":
-        raise ValueError(f"'{file}' is a result of longce 0.1: `longce score --output` writes records (.parquet) now.")
     by_model: dict[Source, list[Record]] = {}
     for record in read_records(file):
         by_model.setdefault(record.model, []).append(record)
@@ -243,37 +259,23 @@ def _read_scored(name: str, file: Path, default: str) -> list[ComparedRun]:
     full = [model.name for model in by_model]
     short = [Path(model).name for model in full]
     names = short if len(set(short)) == len(short) else full
-    return [make_scored_run(*pair) for pair in zip(names, by_model.values(), strict=True)]
+    return [make_scored_run(each, records) for each, records in zip(names, by_model.values(), strict=True)]
 
 
 def make_scored_run(name: str, records: Sequence[Record]) -> ComparedRun:
     """Return records of one model as a run, with an evaluation for each measurement."""
     evaluations: dict[Cell, dict[int, pd.DataFrame]] = defaultdict(dict)
-    numerics: dict[Cell, Numerics] = {}
-    settings: dict[str, list[str]] = defaultdict(list)
-    for found in split_measurements(records):
-        cell = _name_cell(found)
-        evaluations[cell][found[0].step] = tabulate_documents(found)
-        numerics[cell] = found[0].model.numerics
-        for key, value in _describe_settings(found).items():
-            settings[key].append(value)
+    values: dict[str, set[str]] = defaultdict(set)
+    for measured in split_measurements(records):
+        first = measured[0]
+        evaluations[_find_cell(measured)][first.step] = tabulate_documents(measured)
+        settings = measurement_settings(measured)
+        settings |= {f"model.{key}": value for key, value in first.model.provenance._asdict().items()}
+        for key, value in settings.items():
+            values[key].add(shorten_hashes(str(value)))
     # Several measurements of a model are separate rows; settings that differ among them do not distinguish models.
-    config = {key: values[0] for key, values in settings.items() if len(set(values)) == 1}
-    return ComparedRun(name, dict(evaluations), config, {}, numerics)
-
-
-def _describe_settings(records: Sequence[Record]) -> dict[str, str]:
-    first = records[0]
-    settings = {
-        "texts": hash_texts(records),
-        "add_special_tokens": first.model.special_tokens,
-        "evaluator": first.evaluator.name,
-        "evaluator_add_special_tokens": first.evaluator.special_tokens,
-        **first.definition._asdict(),
-        **{f"model.{key}": value for key, value in first.model.provenance._asdict().items()},
-        **{f"evaluator.{key}": value for key, value in first.evaluator.provenance._asdict().items()},
-    }
-    return {key: shorten_hashes(str(value)) for key, value in settings.items()}
+    config = {key: min(found) for key, found in values.items() if len(found) == 1}
+    return ComparedRun(name, dict(evaluations), config, {})
 
 
 def tabulate_documents(records: Iterable[Record]) -> pd.DataFrame:

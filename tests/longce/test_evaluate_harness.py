@@ -43,7 +43,7 @@ def test_tasks_with_a_result_are_not_asked_again(model_dir, task_dir, tmp_path, 
     assert result["config"]["tasks"] == ["both", "answer"]
     (entry,) = read_results([str(tmp_path / "out")])
     assert entry.model == str(model_dir)
-    assert entry.values["both/acc"] == pytest.approx(mean)
+    assert entry.values["both/acc"].number == pytest.approx(mean)
     assert entry.numerics.is_known
     assert f"{mean:.3f}" in compare([tmp_path / "out"])
     (samples,) = (tmp_path / "out").glob("samples_choice_*.jsonl")

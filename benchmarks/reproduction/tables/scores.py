@@ -35,20 +35,21 @@ def read_scores(paths: Sequence[str]) -> Scores:
     scores: Scores = {}
     for entry in read_results(paths):
         for benchmark, value in entry.values.items():
-            # Results of this project hold much that no table has; a file written by hand may have a mistyped name.
-            if not is_perplexity(benchmark) and (not entry.ours or benchmark in benchmarks()):
-                _add(scores, entry.place, _table_name(entry.model), benchmark, value)
+            # Results of commands hold much that no table has; a file written by hand, which records no settings, may
+            # have a mistyped name.
+            if not is_perplexity(benchmark) and (not value.settings or benchmark in benchmarks()):
+                _add(scores, entry.place, _table_name(entry.model), benchmark, value.number)
     return scores
 
 
 def read_score_intervals(paths: Sequence[str]) -> ScoreIntervals:
     """Read the intervals of the scores that `read_scores` reads from results of ``longce evaluate``."""
-    return {
-        (_table_name(entry.model), name): interval
-        for entry in read_results(paths)
-        for name, interval in entry.intervals.items()
-        if name in benchmarks()
-    }
+    intervals: ScoreIntervals = {}
+    for entry in read_results(paths):
+        for name, value in entry.values.items():
+            if value.interval is not None and name in benchmarks():
+                intervals[_table_name(entry.model), name] = value.interval
+    return intervals
 
 
 def benchmarks() -> set[str]:

@@ -1,6 +1,6 @@
 """Provenance and numerics of a model in a result; importable without torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from lightning_modules.utilities.identity import shorten_hashes
@@ -40,29 +40,35 @@ class Numerics(NamedTuple):
 UNKNOWN = Numerics(NOT_RECORDED, NOT_RECORDED, NOT_RECORDED)
 
 
-def describe_unknown(names: Sequence[str]) -> list[str]:
-    """Return a sentence on named results whose numerics are not known, if there are any."""
-    if not names:
-        return []
-    listed = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
-    return [f"The precision of {listed} is not recorded, so a difference may be due to it."]
-
-
-def describe_difference(groups: Mapping[Numerics, Sequence[str]]) -> str:
-    """Return a sentence on how the numerics of named results differ.
+def describe_numerics(named: Iterable[tuple[str, Numerics]]) -> list[str]:
+    """Return sentences on named results whose numerics are unknown, and on how their numerics differ.
 
     Example:
-        >>> describe_difference({Numerics("a", "bf16-mixed", "b"): ["x"], Numerics("a", "32-true", "b"): ["y", "z"]})
-        'Not compared, because their precision differs: bf16-mixed (`x`) against 32-true (`y`, `z`).'
+        >>> mixed = Numerics("float32", "bf16-mixed", "sdpa")
+        >>> full = Numerics("float32", "32-true", "sdpa")
+        >>> describe_numerics([("x", mixed), ("y", full), ("z", full)])
+        ['Not compared, because their precision differs: bf16-mixed (`x`) against 32-true (`y`, `z`).']
     """
-    differing = [name for name in Numerics._fields if len({getattr(each, name) for each in groups}) > 1]
-    sides = []
-    for numerics, names in groups.items():
-        values = dict.fromkeys(getattr(numerics, name) for name in differing)
-        listed = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
-        sides.append(f"{', '.join(values)} ({listed})")
-    what = f"{' and '.join(differing)} {'differ' if len(differing) > 1 else 'differs'}"
-    return f"Not compared, because their {what}: {' against '.join(sides)}."
+    names: dict[Numerics, list[str]] = {}
+    for name, numerics in named:
+        of_numerics = names.setdefault(numerics, [])
+        if f"`{name}`" not in of_numerics:
+            of_numerics.append(f"`{name}`")
+    sentences = []
+    unknown = [name for numerics, same in names.items() if not numerics.is_known for name in same]
+    if unknown:
+        listed = ", ".join(dict.fromkeys(unknown))
+        sentences.append(f"The precision of {listed} is not recorded, so a difference may be due to it.")
+    if len(names) > 1:
+        differing = [part for part in Numerics._fields if len({getattr(each, part) for each in names}) > 1]
+        sides = []
+        for numerics, same in names.items():
+            values = ", ".join(dict.fromkeys(getattr(numerics, part) for part in differing))
+            sides.append(f"{values} ({', '.join(same)})")
+        verb = "differ" if len(differing) > 1 else "differs"
+        what = f"{' and '.join(differing)} {verb}"
+        sentences.append(f"Not compared, because their {what}: {' against '.join(sides)}.")
+    return sentences
 
 
 class Provenance(NamedTuple):

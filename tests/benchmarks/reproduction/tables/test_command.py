@@ -170,8 +170,8 @@ def test_after_a_kill_it_goes_on_with_the_next_model(
 def test_training_tables_print_commands_or_scores(reproduce, tmp_path, capsys):
     assert reproduce("table10") == 0
     assert capsys.readouterr().out.count("longce fit") == 2
-    (tmp_path / "scores.json").write_text(json.dumps({"A-CE-200": {"MMLU": 41.25}}))
-    assert reproduce("table10", "--scores", str(tmp_path / "scores.json")) == 0
+    (tmp_path / "scores.csv").write_text("model,MMLU\nA-CE-200,41.25\n")
+    assert reproduce("table10", "--scores", str(tmp_path / "scores.csv")) == 0
     assert "| +CE (baseline) | 40.8 / 41.2 |" in capsys.readouterr().out
 
 

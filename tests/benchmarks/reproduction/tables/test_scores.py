@@ -1,16 +1,14 @@
-import json
-
 import pytest
 
 from benchmarks.reproduction.tables.scores import benchmarks, read_scores, without_steps
 
 
-def test_csv_and_json_and_folders_are_read_alike(tmp_path):
+def test_files_and_folders_are_read_alike(tmp_path):
     (tmp_path / "a.csv").write_text("model,LongBench,RULER\nQwen/Qwen2-7B,42.5,\nA-CE-50,24,34.5\n")
-    (tmp_path / "b.json").write_text(json.dumps({"Qwen2": {"RULER": 80, "LongEval": None}}))
+    (tmp_path / "b.csv").write_text("model,RULER,LongEval\nQwen2,80,\n")
     expected = {"Qwen2-7B-128k": {"LongBench": 42.5, "RULER": 80.0}, "A-CE-50": {"LongBench": 24.0, "RULER": 34.5}}
     assert read_scores([str(tmp_path)]) == expected
-    assert read_scores([str(tmp_path / "a.csv"), str(tmp_path / "b.json")]) == expected
+    assert read_scores([str(tmp_path / "a.csv"), str(tmp_path / "b.csv")]) == expected
     assert read_scores([]) == {}
 
 
