@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
+from lightning_modules.utilities.identity import shorten_hashes
 from lightning_modules.utilities.statistics import TOKENS, corpus_mean
 from lightning_modules.visualization.report import Table
 from longce.compare.ratios import NAMES, Ratio, compared_kinds, format_number, shared_documents
@@ -76,7 +77,7 @@ def compare_settings(runs: Sequence[ComparedRun]) -> Table:
     for key in sorted(set().union(*configs.values())):
         values = [config.get(key, "") for config in configs.values()]
         if len(set(values)) > 1 and not key.startswith(tuple(absent)):
-            rows.append([key, *values])
+            rows.append([key, *(shorten_hashes(value) for value in values)])
             if "" in values:
                 absent.append(f"{key}.")
     return Table(["setting", *configs], rows)
