@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -76,7 +77,8 @@ def read_results(words: Sequence[str]) -> list[Measured]:
 
 def is_perplexity(name: str) -> bool:
     """Return whether a value is a perplexity, by its name."""
-    return any(part in name.lower() for part in ("ppl", "perplexity", "bits_per_byte"))
+    # The letters "ppl" end a word: "applied" is a score.
+    return re.search(r"ppl(?![a-z])|perplexity|bits_per_byte", name.lower()) is not None
 
 
 def split_name(word: str) -> tuple[str, Path]:

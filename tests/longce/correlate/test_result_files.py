@@ -11,7 +11,7 @@ from lightning_modules.scoring.records import write_records
 from lightning_modules.tasks.evaluation.answers import ANSWERS_FILE, Setting, write_answers
 from lightning_modules.tasks.harness.results import SETS
 from lightning_modules.tasks.questions.registry import GROUPS
-from longce.correlate.result_files import read_results
+from longce.correlate.result_files import is_perplexity, read_results
 from tests.support.answers import make_answers, write_evaluation, write_harness
 from tests.support.records import MODEL, make_record
 
@@ -22,6 +22,18 @@ def numbers(entry):
 
 def main_names(entry):
     return [name for name, value in entry.values.items() if value.is_main]
+
+
+@pytest.mark.parametrize(
+    "name", ["ppl", "longppl_soft", "LongPPL [evaluator=a]", "word_perplexity", "key_bits_per_byte"]
+)
+def test_a_perplexity_is_known_by_its_name(name):
+    assert is_perplexity(name)
+
+
+@pytest.mark.parametrize("name", ["applied_math", "Apple", "LongBench"])
+def test_a_score_is_not_a_perplexity(name):
+    assert not is_perplexity(name)
 
 
 @pytest.fixture
