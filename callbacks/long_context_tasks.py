@@ -96,6 +96,8 @@ class LongContextTasks(Callback):
             )
         self.tasks = find_tasks(ours, **config.sources, documents=config.documents) if ours else []
         self.keys = question_keys(self.tasks, lengths, samples, config.depths) if ours else []
+        # Of the code that runs: its files may change during the training.
+        self._task_codes = {task.name: hash_task_code(task) for task in self.tasks}
         self.every_n_steps = every_n_steps
         self.at_start = at_start
         self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
@@ -249,8 +251,7 @@ class LongContextTasks(Callback):
         about: dict[str, Any] = {"model": model, "setting": describe_setting(self.config)}
         about["stage"] = stage = "test" if trainer.testing else "val"
         about["step"] = step = trainer.global_step
-        task_codes = {task.name: hash_task_code(task) for task in self.tasks}
-        identified = [replace(each, **about, task_code=task_codes[each.task]) for each in answers]
+        identified = [replace(each, **about, task_code=self._task_codes[each.task]) for each in answers]
         write_answers(folder / FOLDER / f"{stage}-step-{step}.parquet", identified)
 
     def _run_harness_tasks(self, trainer: Trainer, pl_module: LongContextLM) -> dict[str, float]:

@@ -113,11 +113,19 @@ def _make_task(name: str, sources: Sources) -> Task:
 def hash_task_code(task: Task) -> str:
     """Return a hash of the files that define the class of a task and its base classes; empty for longce's tasks.
 
-    Other files that these import do not count.
+    Other files that these import do not count, and neither does code that is not in a file, such as that of a notebook.
     """
     known = (*sys.stdlib_module_names, "lightning_modules")
-    kinds = [kind for kind in type(task).__mro__ if kind.__module__.partition(".")[0] not in known]
-    files = [Path(inspect.getfile(kind)) for kind in kinds]
+    files = []
+    for kind in type(task).__mro__:
+        if kind.__module__.partition(".")[0] in known:
+            continue
+        try:
+            file = Path(inspect.getfile(kind))
+        except (OSError, TypeError):
+            continue
+        if file.is_file():
+            files.append(file)
     return f"sha256:{combined_hash(file_hashes(files))}" if files else ""
 
 

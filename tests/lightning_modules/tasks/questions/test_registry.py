@@ -1,6 +1,7 @@
 import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -51,6 +52,16 @@ def test_the_code_of_a_custom_task_identifies_it(tmp_path, monkeypatch):
     assert len(set(hashes)) == 3
     assert all(each.startswith("sha256:") for each in hashes)
     assert {hash_task_code(task) for task in find_tasks(["ruler_synthetic", "passkey"])} == {""}
+
+
+@pytest.mark.parametrize("file", [None, "<stdin>"])
+def test_a_task_of_a_notebook_has_no_code_in_a_file(file, monkeypatch):
+    module = ModuleType("__main__")
+    if file is not None:
+        module.__file__ = file
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    task = type("Own", (Task,), {"__module__": "__main__", "name": "own", "example": Own.example})()
+    assert hash_task_code(task) == ""
 
 
 @pytest.mark.parametrize(
