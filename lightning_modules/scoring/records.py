@@ -224,11 +224,16 @@ def summarize(records: Iterable[Record], by: str | Sequence[str] = ()) -> Sums |
     return {group: add(sums) for group, sums in groups.items()}
 
 
+def measured_model(record: Record) -> Source:
+    """Return the model of a measurement: in a run, only some sources of a mixture may add special tokens."""
+    return record.model._replace(special_tokens=False) if record.stage else record.model
+
+
 def split_measurements(records: Iterable[Record]) -> list[list[Record]]:
     """Return the records of each measurement: of one model, evaluator, definition, set and step."""
     groups: dict[Hashable, list[Record]] = {}
     for record in records:
-        about = record._replace(document="", text_sha256="", alignment="", sums=Sums())
+        about = record._replace(document="", text_sha256="", alignment="", sums=Sums(), model=measured_model(record))
         groups.setdefault(about, []).append(record)
     return list(groups.values())
 

@@ -16,6 +16,7 @@ from lightning_modules.scoring.records import (
     Record,
     Source,
     hash_texts,
+    measured_model,
     measurement_settings,
     read_records,
     split_measurements,
@@ -166,6 +167,11 @@ def _is_run(path: Path) -> bool:
 def _find_kind(path: Path) -> str:
     if _is_run(path):
         return "run"
+    if path.is_file() and path.suffix != ".parquet":
+        raise ValueError(
+            f"'{path}' cannot be compared: give the folder of a run or of `longce evaluate`, or records (.parquet)."
+            " Results of longce 0.1 (.json) are not supported."
+        )
     if path.is_file() and read_format(path) != ANSWERS_FORMAT:
         return "records"
     return "evaluation"
@@ -189,8 +195,8 @@ def _read_run(run_name: str, folder: Path) -> ComparedRun:
             scalars[key][step] = value
             evaluated[key, step] = recorded.get(step, UNKNOWN)
         for file in sorted(place.glob(f"{FOLDER}/*.parquet")):
-            for (cell, step), records in _group_by_cell(read_records(file)).items():
-                evaluations[cell][step] = tabulate_documents(records)
+            for records in split_measurements(read_records(file)):
+                evaluations[_find_cell(records)][records[0].step] = tabulate_documents(records)
     for key, values in {} if evaluations else scalars.items():
         if found := re.fullmatch(r"(val|test)/(?:(.+)/)?(longppl|perplexity)", key):
             for step, value in values.items():
@@ -199,15 +205,6 @@ def _read_run(run_name: str, folder: Path) -> ComparedRun:
                 evaluations[cell].setdefault(step, _index(row))[found[3]] = value
     scalars["step"] = {step: step for steps in (*scalars.values(), *evaluations.values()) for step in steps}
     return ComparedRun(run_name, dict(evaluations), config, dict(scalars))
-
-
-def _group_by_cell(records: Iterable[Record]) -> dict[tuple[Cell, int], list[Record]]:
-    """Return the records of each cell and optimizer step."""
-    groups: dict[tuple[Cell, int], list[Record]] = defaultdict(list)
-    for measurement in split_measurements(records):
-        # Sources of a mixture may differ in whether special tokens are added: they are several measurements of one set.
-        groups[_find_cell(measurement), measurement[0].step] += measurement
-    return groups
 
 
 def _describe_resumes(folder: Path) -> dict[str, str]:
@@ -249,7 +246,7 @@ def _read_scored(name: str, file: Path, default: str) -> list[ComparedRun]:
     """Read the records of ``longce score``: a run for each model, by the given name, the file's or the models'."""
     by_model: dict[Source, list[Record]] = {}
     for record in read_records(file):
-        by_model.setdefault(record.model, []).append(record)
+        by_model.setdefault(measured_model(record), []).append(record)
     if not by_model:
         raise ValueError(f"'{file}' has no records.")
     if len(by_model) == 1:

@@ -19,7 +19,7 @@ from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.identity import model_identity
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
-from lightning_modules.scoring.records import Definition, read_records, summarize
+from lightning_modules.scoring.records import Definition, read_records, split_measurements, summarize
 from lightning_modules.scoring.score import score
 from lightning_modules.scoring.token_scores import text_sha256
 from lightning_modules.utilities.statistics import corpus_mean
@@ -179,12 +179,15 @@ def test_special_tokens_are_recorded_as_each_source_of_a_mixture_adds_them(model
     trainer = make_trainer(folders, [make_evaluator(evaluator_dir, folders, thresholds=None)], logger=logger)
     trainer.validate(LongContextLM(str(model_dir), **LENGTHS), data, verbose=False)
     run = folders / "run" / "1"
-    records = read_records(run / "documents" / "val-evaluator-step-0.parquet")
+    file = run / "documents" / "val-evaluator-step-0.parquet"
+    records = read_records(file)
     assert Counter(record.model.special_tokens for record in records) == {True: 2, False: 3}
+    assert len(split_measurements(records)) == 1
     (run / "config.yaml").write_text("trainer: {}")
-    (compared,) = read_runs([run])
-    ((_, table),) = (compared.last(cell) for cell in compared.evaluations)
-    assert len(table) == len(records) == 5
+    for path in (run, file):
+        (compared,) = read_runs([path])
+        ((_, table),) = (compared.last(cell) for cell in compared.evaluations)
+        assert len(table) == len(records) == 5
 
 
 def test_spans_of_a_book_in_sets_of_different_length_are_refused_before_it_is_scored(model_dir, folders):
