@@ -311,6 +311,9 @@ class Scheduled(Wrapper):
 
 def find_step_dependent(objective: Objective) -> Objective | None:
     """Return the objective, possibly inside wrappers, that changes with the optimizer step; None if none does."""
-    while isinstance(objective, Wrapper) and not isinstance(objective, Scheduled):
+    constant = (Objective.at_step, Wrapper.at_step, Interpolated.at_step)  # these depend on the inner objective only
+    while type(objective).at_step in constant:
+        if not isinstance(objective, Wrapper):
+            return None
         objective = objective.objective
-    return None if type(objective).at_step is Objective.at_step else objective
+    return objective

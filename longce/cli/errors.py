@@ -95,6 +95,8 @@ class ConciseParser(jsonargparse.ArgumentParser):
                 option = previous.partition("=")[0]
             is_first_value = is_option and "=" not in previous
             if option and not is_first_value and f"{found[1]} ".startswith(f"{word} "):
+                if any(not action.option_strings for action in self._actions):
+                    return f"Put '{word}' before the options: `{option}` has one value."
                 return (
                     f"`{option}` has one value, but '{word}' follows it. If the shell has expanded a pattern, quote the"
                     f" pattern: `{option} 'folder/*.txt'`."

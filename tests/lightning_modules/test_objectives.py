@@ -164,6 +164,13 @@ def test_a_schedule_is_found_inside_wrappers():
     for objective in (LongCE(), Normalized(Interpolated(LongCE()))):
         assert find_step_dependent(objective) is None
 
+    class Growing(Wrapper):
+        def at_step(self, step):
+            return self.objective if step else LongCE(1.0)
+
+    growing = Growing(LongCE())
+    assert find_step_dependent(Normalized(growing)) is growing
+
 
 def test_a_wrapper_of_the_users_own_keeps_the_schedule():
     class Doubled(Wrapper):

@@ -55,6 +55,10 @@ def error(tmp_path, monkeypatch, capsys):
             " pattern: `--data.train 'folder/*.txt'`.",
         ),
         (
+            ["score", "a.txt", "--model", "m", "--output", "o.parquet", "b.txt"],
+            "Put 'b.txt' before the options: `--output` has one value.",
+        ),
+        (
             [*FIT, "--model.stride=3", "a.txt"],
             "`--model.stride` has one value, but 'a.txt' follows it. If the shell has expanded a pattern, quote the"
             " pattern: `--model.stride 'folder/*.txt'`.",
