@@ -151,10 +151,7 @@ def tabulate_scores(evaluations: Sequence[ComparedEvaluation], differences: Mapp
 def describe_evaluations(evaluations: Sequence[ComparedEvaluation]) -> list[str]:
     """Return notes on how to read the scores, and on what differs between the models besides their weights."""
     baseline, *others = evaluations
-    notes = [
-        "Scores in percent with 95% intervals, metrics of lm-evaluation-harness as they are. Differences are over the"
-        " same questions."
-    ]
+    notes = _explain_scores(evaluations)
     for other in others:
         if other.questions.empty or baseline.questions.empty:
             continue
@@ -171,6 +168,19 @@ def describe_evaluations(evaluations: Sequence[ComparedEvaluation]) -> list[str]
         notes.append(f"{each.name}: {model} ({Provenance.read(each.settings) or 'not identified by content'}).")
         synthetic.update(describe_synthetic_text(set(each.questions["task"]), each.settings))
     return [*notes, *sorted(synthetic)]
+
+
+def _explain_scores(evaluations: Sequence[ComparedEvaluation]) -> list[str]:
+    baseline, *others = evaluations
+    are_own = [length.isdigit() for each in evaluations for _, length in each.cells]  # scores of longce's tasks
+    notes = []
+    if any(are_own):
+        notes.append("Scores are in percent with 95% intervals.")
+    if not all(are_own):
+        notes.append("Metrics of lm-evaluation-harness are as it computes them.")
+    if any(subtract_scores(other, baseline) for other in others):
+        notes.append("Differences are over the same questions.")
+    return notes
 
 
 def draw_scores(evaluations: Sequence[ComparedEvaluation]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from lightning_modules.visualization.images import curves_as_svg
 from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_html
 from longce.compare.ratios import Ratio
 from longce.compare.runs import AXES, Cell, ComparedRun
-from longce.compare.verdict import draw_ratios
+from longce.compare.verdict import DRAWN, draw_ratios
 
 _EXPLANATION = (
     "LongPPL is the perplexity over key tokens, which the evaluator predicts much better with the long context (by more"
@@ -25,7 +25,6 @@ _RATIOS_CAPTION = (
     "Numbers of the last evaluations over those of {}, the baseline, with 95% intervals. Left of the line is better; a"
     " filled dot has an interval that excludes a tie."
 )
-_DRAWN = (1e-3, 1e3)  # ratios that a picture shows: not those of a model that has diverged
 _POINTS = 200  # of a curve; longer ones are averaged
 
 
@@ -41,7 +40,7 @@ def make_page(
     """Return the page as HTML; ``evaluators`` describes them, and ``names`` are those of cells."""
     blocks: list[Block] = [*verdict]
     pictures: dict[str, str] = {}
-    drawn = [ratio for ratio in ratios if _DRAWN[0] < ratio.value < _DRAWN[1]]
+    drawn = [ratio for ratio in ratios if DRAWN[0] < ratio.value < DRAWN[1]]
     if drawn:
         pictures["ratios"] = draw_ratios(drawn, names)
         blocks.append(Picture("ratios", _RATIOS_CAPTION.format(baseline)))

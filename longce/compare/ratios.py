@@ -59,6 +59,8 @@ class Ratio(NamedTuple):
 
     def __str__(self) -> str:
         value = format_number(self.value)
+        if self.value == 0:
+            return f"{value} (infinite for the baseline)"
         if self.interval is not None:
             low, high = self.interval
             return f"{value} [{format_number(low)}, {format_number(high)}]"

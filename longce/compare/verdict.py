@@ -5,13 +5,16 @@ from collections.abc import Mapping, Sequence
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import Locator, LogLocator, MaxNLocator, NullLocator
 
 from lightning_modules.utilities.statistics import RUNS
 from lightning_modules.visualization.images import COLORS, INK, STYLE, as_svg
 from longce.compare.ratios import NAMES, OF_ALL_TOKENS, OF_KEY_TOKENS, Ratio
 from longce.compare.runs import AXES, Cell, ComparedRun
 from longce.compare.tables import format_amount
+
+DRAWN = (1e-3, 1e3)
+"""Ratios that a picture shows: not those of a model that has diverged."""
 
 _NOTED_COST = 1.1
 """Ratio of device hours that is worth a sentence; smaller ones are noise of the machine."""
@@ -56,7 +59,7 @@ def _judge_key_tokens(name: str, baseline: str, ratios: Sequence[Ratio], names: 
     elif outcomes["tie"]:
         claim = f"`{name}` and `{baseline}` cannot be told apart on key tokens"
     elif not any(ratio.documents for ratio in ratios):
-        claim = f"`{name}` compared with `{baseline}`"
+        claim = f"`{name}` was compared with `{baseline}` without records by document"
     else:
         claim = f"`{name}` and `{baseline}` were compared on too few documents to tell"
     first = ratios[0]
@@ -85,10 +88,11 @@ def _judge_all_tokens(ratios: Sequence[Ratio]) -> str:
 def _describe_ratios(ratios: Sequence[Ratio]) -> str:
     lowest = min(ratios, key=lambda ratio: ratio.value)
     highest = max(ratios, key=lambda ratio: ratio.value)
+    values = str(lowest) if str(lowest) == str(highest) else f"from {lowest} to {highest}"
     outcomes = Counter(ratio.outcome for ratio in ratios)
     return (
-        f"from {lowest} to {highest} in {len(ratios)} evaluations, better in {outcomes['better']} and worse in"
-        f" {outcomes['worse']} of them"
+        f"{values} in {len(ratios)} evaluations, better in {outcomes['better']} and worse in {outcomes['worse']} of"
+        " them"
     )
 
 
@@ -98,9 +102,11 @@ def _compare_training(runs: Sequence[ComparedRun]) -> list[str]:
     for axis, scalar in AXES.items():
         last = {run.name: max(run.scalars[scalar].values()) for run in runs if run.scalars.get(scalar)}
         tolerance = _NOTED_COST if axis == "device hours" else 1.0
-        if last and max(last.values()) > tolerance * min(last.values()):
-            amounts = ", ".join(f"`{name}` {format_amount(value)}" for name, value in last.items())
-            sentences.append(f"They differ in {axis}: {amounts}.")
+        amounts = {name: format_amount(value) for name, value in last.items()}
+        # Means of a group are fractions, which may be equal when they are rounded.
+        if len(set(amounts.values())) > 1 and max(last.values()) > tolerance * min(last.values()):
+            described = ", ".join(f"`{name}` {amount}" for name, amount in amounts.items())
+            sentences.append(f"They differ in {axis}: {described}.")
     return sentences
 
 
@@ -143,8 +149,14 @@ def draw_ratios(ratios: Sequence[Ratio], names: Mapping[Cell, str]) -> str:
             if ratio.interval is not None:
                 plot.plot(ratio.interval, (height, height), color=color, linewidth=1.6)
     low, high = plot.get_xlim()
+    low = max(low, DRAWN[0])
+    high = min(high, DRAWN[1])
+    plot.set_xlim(low, high)
     # Multiples of these steps include 1, a tie.
-    ticks = MaxNLocator(4, steps=[1, 2, 5, 10]) if high < 4 * low else LogLocator(subs=(1, 2, 5))
+    if high < 4 * low:
+        ticks: Locator = MaxNLocator(4, steps=[1, 2, 5, 10])
+    else:
+        ticks = LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,))
     plot.xaxis.set(major_locator=ticks, minor_locator=NullLocator(), major_formatter="{x:g}")
     plot.set_yticks([])
     plot.set_ylim(-len(lines) + 0.4, 0.6)

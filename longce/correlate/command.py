@@ -90,7 +90,10 @@ def correlate(
     values = models.values
     metrics = choose_names(metrics, models, "metrics")
     scores = choose_names(scores, models, "scores")
-    numerics = describe_numerics((entry.model, entry.numerics) for entry in entries if entry.numerics != UNKNOWN)
+    known = [(entry.model, entry.numerics) for entry in entries if entry.numerics != UNKNOWN]
+    # Those of a table by its file: it may have many models.
+    unknown = [(re.sub(r":\d+$", "", entry.place), UNKNOWN) for entry in entries if entry.numerics == UNKNOWN]
+    numerics = describe_numerics(known) + describe_numerics(unknown)
     pairs = []
     differences = []
     for score in scores:

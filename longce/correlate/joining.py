@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_modules.utilities.identity import shorten_hashes
-from longce.correlate.result_files import Measured, is_perplexity
+from longce.correlate.result_files import Measured, is_perplexity, known_name
 
 
 class Models(NamedTuple):
@@ -69,7 +69,7 @@ def choose_names(wanted: Sequence[str] | None, models: Models, kind: str) -> lis
         return [name for name in known if name in models.main] or known
     known = list(dict.fromkeys([*known, *models.names("metrics"), *models.names("scores")]))
     chosen = []
-    for word in wanted:
+    for word in map(known_name, wanted):
         found = [word] if word in known else [name for name in known if name.partition(" [")[0] == word]
         if not found:
             near = difflib.get_close_matches(word, known, n=3) or known[:20]

@@ -81,6 +81,11 @@ def is_perplexity(name: str) -> bool:
     return re.search(r"ppl(?![a-z])|perplexity|bits_per_byte", name.lower()) is not None
 
 
+def known_name(name: str) -> str:
+    """Return the name of a metric of records, which a table may write as ``LongPPL``; another name as it is."""
+    return name.lower() if name.lower() in UNITS else name
+
+
 def split_name(word: str) -> tuple[str, Path]:
     """Return the name and the path of ``NAME=PATH``; the name of a path alone is empty."""
     name, equals, path = word.partition("=")
@@ -264,7 +269,9 @@ def _parse_table(file: Path, text: str) -> list[Measured]:
             raise ValueError(f"{place} has more than {len(names)} cells: quote cells that contain a comma")
         cells = {name: cell.strip() for name, cell in row.items() if cell and cell.strip()}
         model = cells.pop("model", "")
-        values = {name: Value(_parse_number(f"{place}: '{name}'", cell)) for name, cell in cells.items()}
+        values = {}
+        for name, cell in cells.items():
+            values[known_name(name)] = Value(_parse_number(f"{place}: '{name}'", cell))
         entries.append(Measured(place, model, values))
     if not entries:
         raise ValueError("it has no row of a model")

@@ -15,7 +15,10 @@ LISTS = {
     "models": ("+", "Names, hub ids, folders or NAME=PATH; by default the models of the table."),
     "evaluators": ("+", "Likewise; by default those of the table. Tables 1, 2 and 11 are of the first one."),
     "merge": ("*", "Measure nothing; also read the results in these folders."),
-    "scores": ("+", "CSV or JSON files, or folders of them, with the benchmark scores of models or runs."),
+    "scores": (
+        "+",
+        "CSV files or results of lm-evaluation-harness, or folders of them, with benchmark scores.",
+    ),
 }
 """Options that take several words."""
 

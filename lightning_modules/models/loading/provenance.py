@@ -65,8 +65,8 @@ def describe_numerics(named: Iterable[tuple[str, Numerics]]) -> list[str]:
         for numerics, same in names.items():
             values = ", ".join(dict.fromkeys(getattr(numerics, part) for part in differing))
             sides.append(f"{values} ({', '.join(same)})")
-        verb = "differ" if len(differing) > 1 else "differs"
-        what = f"{' and '.join(differing)} {verb}"
+        *others, last = differing
+        what = f"{', '.join(others)} and {last} differ" if others else f"{last} differs"
         sentences.append(f"Not compared, because their {what}: {' against '.join(sides)}.")
     return sentences
 

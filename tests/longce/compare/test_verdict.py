@@ -10,7 +10,7 @@ import pytest
 from lightning_modules.utilities.statistics import paired_ratio
 from longce.compare import ratios
 from longce.compare.runs import Cell, ComparedRun, name_cells
-from longce.compare.verdict import write_verdict
+from longce.compare.verdict import draw_ratios, write_verdict
 
 DOCUMENTS = 12
 CELL = Cell("books", "judge", "alpha 2, beta -2", "K 64")
@@ -66,7 +66,7 @@ def test_one_evaluation_is_judged_by_its_interval(factor, noise, claim, outcome)
     [
         ((0.8, 0.9), "`new` predicts key tokens better than `old`", "better in 2 and worse in 0"),
         ((1.1, 1.2), "`new` predicts key tokens worse than `old`", "better in 0 and worse in 2"),
-        ((1.0, 1.0), "`new` and `old` cannot be told apart on key tokens", ""),
+        ((1.0, 1.0), "`new` and `old` cannot be told apart on key tokens", "better in 0 and worse in 2"),
         ((0.9, 1.2), "`new` predicts key tokens better than `old` depends on", "better in 1 and worse in 1"),
     ],
 )
@@ -135,3 +135,10 @@ def test_unequal_training_is_named_unless_it_is_noise(hours, steps, said):
     verdict = " ".join(judge(old, new))
     assert said in verdict
     assert ("They differ in" in verdict) == bool(said)
+
+
+@pytest.mark.parametrize("interval", [None, (0.9, 1.1), (0.05, 3.0), (1e-3, 1e3), (1e-20, 1e20)])
+def test_the_axis_of_ratios_can_be_read(interval):
+    found = [ratios.Ratio(CELL, "new", "longppl", 0.95, interval, total=12, shared=12, documents=12, units=240)]
+    ticks = draw_ratios(found, {CELL: "books"}).count('id="xtick_')
+    assert 2 <= ticks <= 10

@@ -149,10 +149,12 @@ def test_values_of_other_numerics_are_another_metric_and_the_difference_is_named
 
 
 def test_equal_scores_have_no_correlation_and_the_others_do(tmp_path):
-    (tmp_path / "a.csv").write_text("model,longppl,x,y\nA,1,3,5\nB,2,2,5\nC,3,1,5\n")
+    (tmp_path / "a.csv").write_text("model,LongPPL,x,y\nA,1,3,5\nB,2,2,5\nC,3,1,5\n")
     said = correlate([str(tmp_path / "a.csv")], str(tmp_path / "out"))
     assert "all models have the value 5" in said
     assert "-1.00 (p = 0.33)" in said
+    assert re.search(r"x +longppl ", said)
+    assert f"The precision of `{tmp_path / 'a.csv'}` is not recorded" in said
 
 
 def test_means_over_other_lengths_are_not_thrown_together(tmp_path):
