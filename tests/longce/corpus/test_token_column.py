@@ -51,18 +51,6 @@ def test_token_ids_have_the_scores_of_their_texts(documents, model_dir, options)
     assert lines.drop_columns("file").equals(found.drop_columns("file"))
 
 
-@pytest.mark.slow
-def test_tasks_of_a_ray_cluster_score_token_ids(documents, model_dir, monkeypatch):
-    ray = pytest.importorskip("ray")
-    monkeypatch.setenv("RAY_ADDRESS", "local")
-    expected = score(documents / "a", model_dir, documents / "local", token_column="ids")
-    try:
-        options = {"engine": "ray", "num_shards": 2, "token_column": "ids"}
-        assert score(documents / "a", model_dir, documents / "ray", **options).equals(expected)
-    finally:
-        ray.shutdown()
-
-
 def test_a_restart_needs_the_same_column_and_the_same_token_ids(documents, model_dir):
     file = documents / "b.jsonl"
     output = documents / "out"
