@@ -79,9 +79,9 @@ def _judge_all_tokens(ratios: Sequence[Ratio]) -> str:
     metric = NAMES[distinct[0].kind]
     if len(distinct) > 1:
         return f"The ratio of {metric}, over all tokens, is {_describe_ratios(distinct)}."
-    if not distinct[0].documents:
+    if distinct[0].outcome == "unknown":
         return f"The ratio of {metric}, over all tokens, is {distinct[0]}."
-    meaning = {"better": "better", "worse": "worse", "tie": "no difference is shown", "unknown": "too few documents"}
+    meaning = {"better": "better", "worse": "worse", "tie": "no difference is shown"}
     return f"The ratio of {metric}, over all tokens, is {distinct[0]}: {meaning[distinct[0].outcome]}."
 
 
