@@ -20,7 +20,7 @@ from longce.correlate.result_files import OF_SETS, list_files, read_harness_cell
 
 _QUESTIONS = ("mode", "seed", "documents", "haystack", "squad", "hotpot", "nq_open")  # settings that make questions
 _PROMPTS = ("chat_template", "system_instruction", "gen_kwargs")  # settings of the same questions
-_KEY = ["task", "length", "asked_depth", "index"]
+_KEY = ["task", "task_code", "length", "asked_depth", "index"]
 _MANY = 20  # cells, of which some differ by chance
 _ABSENT = (math.nan, None)  # score and interval
 
@@ -92,7 +92,8 @@ def _read_harness(files: Sequence[Path]) -> tuple[Cells, dict[str, Any]]:
 def subtract_scores(evaluation: ComparedEvaluation, baseline: ComparedEvaluation) -> Cells:
     """Return the differences of two models' scores in percent over the questions that both answered, with intervals.
 
-    Empty if the models got different questions, or have different dtype, precision or attention.
+    Empty if the models got different questions, or have different dtype, precision or attention. Tasks of the user's
+    own class are left out if its code differs.
     """
     if _differing_settings(evaluation, baseline, _QUESTIONS):
         return {}
@@ -159,6 +160,11 @@ def describe_evaluations(evaluations: Sequence[ComparedEvaluation]) -> list[str]
             differing = _differing_settings(baseline, other, names)
             if differing:
                 notes.append(f"{other.name} and {baseline.name} got different {given} ({', '.join(differing)}).")
+        codes = [each.questions[["task", "task_code"]].drop_duplicates() for each in (other, baseline)]
+        both = codes[0].merge(codes[1], on="task", suffixes=("", "_baseline"))
+        changed = both["task"][both["task_code"] != both["task_code_baseline"]]
+        if len(changed):
+            notes.append(f"{other.name} and {baseline.name} ran different code of {', '.join(changed)}.")
     notes += describe_numerics((each.name, Numerics.read(each.settings)) for each in evaluations)
     synthetic: set[str] = set()
     for each in evaluations:

@@ -1,6 +1,7 @@
 """Scores of several models in one table, with differences over the same questions."""
 
 import math
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -74,6 +75,22 @@ def test_other_questions_have_no_difference(tmp_path, capsys):
     assert "b - a" not in text
 
 
+def test_a_task_of_other_code_has_no_difference(tmp_path):
+    scores = {("needle", 64): FIRST, ("own.Task", 64): FIRST}
+    folders = []
+    for name in ("a", "b"):
+        answers = [
+            replace(answer, task_code=f"sha256:{name}") if answer.task == "own.Task" else answer
+            for answer in make_answers(scores, model=name)
+        ]
+        folders.append(tmp_path / name)
+        folders[-1].mkdir()
+        write_answers(folders[-1] / "answers.parquet", answers)
+    text = compare(folders)
+    assert "in any of 1 cells" in text
+    assert "b and a ran different code of own.Task." in text
+
+
 def test_metrics_of_the_harness_are_next_to_ours(tmp_path):
     folder = write(tmp_path / "a", FIRST)
     metrics = {"race": {"alias": "race", "acc,none": 0.5, "acc_stderr,none": 0.1}}
@@ -134,7 +151,7 @@ def test_scores_at_several_lengths_are_drawn_with_a_line_for_each_model():
 def test_many_tasks_are_counted_and_chance_is_named():
     cells = {(f"task{number}", length): (50.0, None) for number in range(7) for length in ("64", "128", "256")}
     rows = [(task, length, 0.5, index) for task, length in cells for index in range(12)]
-    questions = pd.DataFrame(rows, columns=["task", "length", "asked_depth", "index"])
+    questions = pd.DataFrame(rows, columns=["task", "length", "asked_depth", "index"]).assign(task_code="")
     first = ComparedEvaluation("first", cells, questions.assign(score=0.0), {}, 0, {})
     better = questions["task"] != "task0"
     second = ComparedEvaluation("second", cells, questions.assign(score=better.astype(float)), {}, 0, {})
