@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ def score_models(models: Sequence[str], *, output: str | None = None, **options:
             for record in found
         ]
         if output is not None:
-            write_records(output, [record for records in by_name.values() for record in records])
+            write_records(output, list(chain.from_iterable(by_name.values())))
         heading = f"{variant.name}\n" if variant.name else ""
         yield f"{heading}{table(by_name[variant.name])}" + ("\n" if variant.name else "")
     if len(variants) > 1:
@@ -79,15 +80,17 @@ def _list_variants(models: Sequence[str], options: dict[str, Any]) -> list[_Vari
     extensions = [options.pop("context_extension", None), *options.pop("other_extensions", ())]
     if len(models) == len(extensions) == 1:
         return [_Variant("", models[0], extensions[0])]
-    variants = [
-        _Variant(f"{name}{suffix}", model, extension, suffix)
-        for name, model in zip(_name_models(models, **options), models, strict=True)
-        for suffix, extension in zip(_name_extensions(extensions), extensions, strict=True)
-    ]
-    names = [variant.name for variant in variants]
-    if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"`context_extension` gives two models the name '{repeated}': give each extension once.")
-    return variants
+    variants: dict[str, _Variant] = {}
+    suffixes = _name_extensions(extensions)
+    for name, model in zip(_name_models(models, **options), models, strict=True):
+        for suffix, extension in zip(suffixes, extensions, strict=True):
+            variant = _Variant(f"{name}{suffix}", model, extension, suffix)
+            if variant.name in variants:
+                raise ValueError(
+                    f"`context_extension` gives two models the name '{variant.name}': give each extension once."
+                )
+            variants[variant.name] = variant
+    return list(variants.values())
 
 
 def _name_extensions(extensions: Sequence[Mapping[str, Any] | None]) -> list[str]:
@@ -99,9 +102,11 @@ def _name_extensions(extensions: Sequence[Mapping[str, Any] | None]) -> list[str
             names.append("")
             continue
         alike = [other for other in parsed if other is not None and other["method"] == extension["method"]]
-        differing = [name for name in extension if len({repr(other[name]) for other in alike}) > 1]
-        options = [f"{name}{extension[name]}" for name in differing if isinstance(extension[name], int | float)]
-        options = [option for option in options if not option.startswith("target_length")]
+        options = []
+        for name, value in extension.items():
+            differs = any(other[name] != value for other in alike)
+            if differs and isinstance(value, int | float) and name != "target_length":
+                options.append(f"{name}{value}")
         names.append("-".join(["", extension["method"], str(extension["target_length"]), *options]))
     return names
 

@@ -99,7 +99,8 @@ def _local_words() -> tuple[str, ...]:
 
 def _list_vocabulary() -> list[str]:
     """Return every word once: special tokens, markers, local words, fields with values, and genres with words."""
-    typed = [
-        word for table in (field_values(), genre_words()) for name, words in table.items() for word in (name, *words)
-    ]
+    typed: list[str] = []
+    for table in (field_values(), genre_words()):
+        for name, words in table.items():
+            typed += [name, *words]
     return [*_SPECIAL_TOKENS, SET, GET, ABOUT, *_local_words(), *typed, *VERBS[1:], SAME, THEME]

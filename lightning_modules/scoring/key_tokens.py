@@ -152,9 +152,16 @@ def compare_key_spans(one: Tensor, other: Tensor) -> float:
         >>> compare_key_spans(torch.tensor([[0, 4]]), torch.tensor([[2, 6]]))
         0.3333333333333333
     """
-    first = {place for start, end in one.tolist() for place in range(start, end)}
-    second = {place for start, end in other.tolist() for place in range(start, end)}
+    first = _characters(one)
+    second = _characters(other)
     return len(first & second) / len(first | second) if first or second else math.nan
+
+
+def _characters(spans: Tensor) -> set[int]:
+    characters: set[int] = set()
+    for start, end in spans.tolist():
+        characters.update(range(start, end))
+    return characters
 
 
 def count_coverage(offsets: Tensor) -> Coverage:

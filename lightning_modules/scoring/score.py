@@ -207,7 +207,11 @@ def _format_number(value: float) -> str:
 def _align(cells: Sequence[Sequence[str]]) -> list[str]:
     """Return lines of right-aligned columns, each after two spaces."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["".join(f"  {cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in cells]
+    lines = []
+    for row in cells:
+        padded = map(str.rjust, row, widths)
+        lines.append("  " + "  ".join(padded))
+    return lines
 
 
 def _shorten(name: str, length: int) -> str:

@@ -111,6 +111,12 @@ def check_contents(
         )
 
 
+def _without_dtypes(quantization: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the settings of a quantization but for the dtypes in which it computes and stores."""
+    settings = quantization or {}
+    return {name: value for name, value in settings.items() if "dtype" not in name and "storage" not in name}
+
+
 def _check_same_model(saved: Mapping[str, str], model: PreTrainedModel, loading: ModelConfig) -> None:
     """Check that this run uses the checkpoint's weights in the same way as the run that wrote them.
 
@@ -119,10 +125,8 @@ def _check_same_model(saved: Mapping[str, str], model: PreTrainedModel, loading:
     facts, own = TrainingFacts.from_json(saved["facts"]), loading_facts(loading, model.config)
     if facts.lora is not None and own["lora"] is not None:
         check_same_scaling(facts.lora, own["lora"])
-    before, now = (
-        {name: value for name, value in (quantization or {}).items() if "dtype" not in name and "storage" not in name}
-        for quantization in (facts.quantization, own["quantization"])
-    )
+    before = _without_dtypes(facts.quantization)
+    now = _without_dtypes(own["quantization"])
     if before and now and before != now:
         raise ValueError(
             f"The checkpoint's adapters were trained with `quantization` = {before}, and this run has {now}: set it as"

@@ -68,13 +68,12 @@ def as_text_table(table: Table, *, left: Sequence[int] = (0,)) -> str:
     """Format a table for a terminal; the columns ``left`` are left-aligned, the others right-aligned."""
     rows = [table.head, *table.rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if number in left else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        padded = list(map(str.rjust, row, widths))
+        for number in left:
+            padded[number] = row[number].ljust(widths[number])
+        lines.append("  ".join(padded).rstrip())
     return "\n".join([lines[0], "-" * (sum(widths) + 2 * len(widths) - 2), *lines[1:]])
 
 

@@ -149,9 +149,13 @@ def _compare_metrics(values: Values, metrics: Sequence[str], score: str) -> list
     found = []
     metric = metrics[0]
     for other in metrics[1:]:
-        names = (metric, other, score)
-        kept = [model for model, own in values.items() if not any(_find_problem(own, name) for name in names)]
-        x, y, z = ([values[model][name] for model in kept] for name in names)
+        kept = []
+        for model, numbers in values.items():
+            if not any(_find_problem(numbers, name) for name in (metric, other, score)):
+                kept.append(model)
+        x = [values[model][metric] for model in kept]
+        y = [values[model][other] for model in kept]
+        z = [values[model][score] for model in kept]
         try:
             pearson = compare_correlations(x, y, z, "pearson")
             spearman = compare_correlations(x, y, z)

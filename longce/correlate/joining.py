@@ -4,6 +4,7 @@ import difflib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,9 +127,10 @@ def _find_differing(found: Iterable[Mapping[str, Any]]) -> list[str]:
     found = list(found)
     kept: list[str] = []
     groups = 1
-    for key in dict.fromkeys(key for settings in found for key in settings):
+    for key in dict.fromkeys(chain.from_iterable(found)):
         more = [*kept, key]
-        told_apart = len({repr([settings.get(name) for name in more]) for settings in found})
+        values = [repr([settings.get(name) for name in more]) for settings in found]
+        told_apart = len(set(values))
         if told_apart > groups:
             kept = more
             groups = told_apart

@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Iterator
+from itertools import compress
 from typing import Any
 
 from lightning_modules.visualization.report import Table, as_text_table
@@ -44,8 +45,9 @@ def _format_training(plan: dict[str, Any]) -> Iterator[str]:
     yield "TRAINING: TFLOP per sequence, overhead of LongCE over cross entropy, time (* as configured)"
     head = ["K / d", "TFLOP", "overhead", "per step", "before the switch", "tokens/s", "hours", "GPU-hours"]
     rows = [_format_run(row) for row in plan["training"]]
-    filled = [column for column in range(len(head)) if any(row[column] for row in rows)]
-    table = Table([head[column] for column in filled], [[row[column] for column in filled] for row in rows])
+    columns = list(zip(*rows, strict=True))
+    filled = list(map(any, columns))  # a column without any text is left out
+    table = Table(list(compress(head, filled)), [list(compress(row, filled)) for row in rows])
     yield textwrap.indent(as_text_table(table), "  ")
 
 

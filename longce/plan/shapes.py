@@ -1,6 +1,7 @@
 """Read the sizes that decide a model's cost from its config and its modules on the meta device."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,14 +99,21 @@ def _layer_weights(layer: nn.Module, config: PreTrainedConfig) -> tuple[int, int
     return round(active), round(trained)
 
 
+def _first_value(config: PreTrainedConfig, names: Sequence[str]) -> Any:
+    """Return the first value under one of the names that is neither missing nor 0."""
+    for name in names:
+        value = getattr(config, name, None)
+        if value:
+            return value
+    return None
+
+
 def _chosen_share(name: str, config: PreTrainedConfig) -> float:
     """Return the fraction of a weight that a token is multiplied with: below 1 for experts."""
     if not re.search(r"(^|\.)experts(\.|$)", name):
         return 1.0
-    chosen, experts = (
-        next((value for name in names if (value := getattr(config, name, None))), None)
-        for names in (_CHOSEN_EXPERTS, _EXPERTS)
-    )
+    chosen = _first_value(config, _CHOSEN_EXPERTS)
+    experts = _first_value(config, _EXPERTS)
     if not chosen or not experts:
         raise ValueError(f"The config of `{config.model_type}` lacks the number of experts, which `longce plan` needs.")
     return chosen / experts

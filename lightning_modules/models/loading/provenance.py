@@ -55,20 +55,31 @@ def describe_numerics(named: Iterable[tuple[str, Numerics]]) -> list[str]:
         if f"`{name}`" not in of_numerics:
             of_numerics.append(f"`{name}`")
     sentences = []
-    unknown = [name for numerics, same in names.items() if not numerics.is_known for name in same]
+    unknown: dict[str, None] = {}
+    for numerics, same in names.items():
+        if not numerics.is_known:
+            unknown.update(dict.fromkeys(same))
     if unknown:
-        listed = ", ".join(dict.fromkeys(unknown))
+        listed = ", ".join(unknown)
         sentences.append(f"The precision of {listed} is not recorded, so a difference may be due to it.")
     if len(names) > 1:
-        differing = [part for part in Numerics._fields if len({getattr(each, part) for each in names}) > 1]
+        differing = _differing_fields(names)
         sides = []
         for numerics, same in names.items():
-            values = ", ".join(dict.fromkeys(getattr(numerics, part) for part in differing))
-            sides.append(f"{values} ({', '.join(same)})")
+            named_parts = ", ".join(dict.fromkeys(getattr(numerics, part) for part in differing))
+            sides.append(f"{named_parts} ({', '.join(same)})")
         *others, last = differing
         what = f"{', '.join(others)} and {last} differ" if others else f"{last} differs"
         sentences.append(f"Not compared, because their {what}: {' against '.join(sides)}.")
     return sentences
+
+
+def _differing_fields(found: Iterable[Numerics]) -> list[str]:
+    differing = []
+    for field, values in zip(Numerics._fields, zip(*found, strict=True), strict=True):
+        if len(set(values)) > 1:
+            differing.append(field)
+    return differing
 
 
 class Provenance(NamedTuple):

@@ -50,9 +50,11 @@ def expands(steps: list[Mapping[str, Any]]) -> bool:
     if len(steps) > MAX_STEPS or any(len(text) > MAX_GROWTH for step in steps for text in _written(step)):
         return True
     # The next step can replace the output of a step, so each output is tried, and each of its characters.
-    texts = {text for step in steps for text in (*_written(step), *_replaced(step))}
+    texts: set[str] = set()
+    for step in steps:
+        texts.update(_written(step), _replaced(step))
     functions = _functions(steps)
-    for first in sorted(texts | {character for text in texts for character in text} | set(_SAMPLE)):
+    for first in sorted(texts.union(*texts, _SAMPLE)):  # a text is also a set of its characters
         text = first
         for normalize in functions:
             text = normalize(text)

@@ -72,8 +72,8 @@ def read_hotpot(path: str | Path) -> Collection:
     """
     with _expect(path, "HotpotQA, which is JSON with `question`, `answer`, `context`"):
         data = json.loads(_read(path))
-        contexts = [[f"{title}\n{''.join(text)}" for title, text in asked["context"]] for asked in data]
-        documents = sorted({document for context in contexts for document in context})
+        contexts = [_hotpot_documents(asked) for asked in data]
+        documents = sorted(set().union(*contexts))
         number = {document: index for index, document in enumerate(documents)}
         questions = []
         for asked, context in zip(data, contexts, strict=True):
@@ -81,6 +81,10 @@ def read_hotpot(path: str | Path) -> Collection:
             answers = _distinct_answers([asked["answer"]])
             questions.append(DocumentQuestion(asked["question"], answers, own))
         return _collect(documents, questions)
+
+
+def _hotpot_documents(asked: Any) -> list[str]:
+    return [f"{title}\n{''.join(sentences)}" for title, sentences in asked["context"]]
 
 
 @lru_cache(maxsize=1)  # tasks that differ in the place of the question share the passages
