@@ -330,7 +330,8 @@ class ExternalEvaluator(Callback):
         """Return the numbers of a set by their names, those that depend on thresholds for each of these."""
         by_label = summarize(records, by="thresholds_label")
         first = by_label.get(next(iter(self.definitions)), Sums())
-        if (warning := first.coverage_warning()) is not None:
+        warning = first.coverage_warning()
+        if warning is not None:
             rank_zero_warn(f"{place} documents: {warning}")
         # A set without documents has the names of an evaluator's numbers as well.
         unknown = {} if self.evaluator is None else dict.fromkeys(_BY_EVALUATOR, math.nan)

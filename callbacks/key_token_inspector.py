@@ -208,7 +208,8 @@ class KeyTokenInspector(Callback):
             return
         sums = trainer.strategy.reduce(self._positions.sums.to(pl_module.device), reduce_op="sum")
         self._positions.sums = sums.cpu()
-        if (fit := self._positions.fit()) is not None:
+        fit = self._positions.fit()
+        if fit is not None:
             values = {f"val/power_law_{name}": value for name, value in fit._asdict().items()}
             pl_module.log_dict(values, sync_dist=True)
 

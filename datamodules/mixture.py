@@ -76,7 +76,8 @@ class MixtureDataModule(PackedTextDataModule):
             raise ValueError(
                 f"`weights` and `sources` must name the same sources, but {other} are only in one of them."
             )
-        if unknown := set(evaluate_on or ()) - set(sources):
+        unknown = set(evaluate_on or ()) - set(sources)
+        if unknown:
             raise ValueError(f"`evaluate_on` names {sorted(unknown)}, but the sources are {sorted(sources)}.")
         settings = {name: value for name, value in kwargs.items() if name not in _NOT_PASSED_ON and value is not None}
         self.weights: dict[str, float] = {}
@@ -162,7 +163,8 @@ def _make_module(source: MixtureSource, settings: Mapping[str, Any]) -> PackedTe
     """Create the data module of a source; settings that the source omits are those of the mixture."""
     given = dict(source.get("init_args") or {})
     changed = [name for name in _COMMON if name in given and given[name] != settings.get(name)]
-    if unfit := sorted({*changed, *given.keys() & set(_NOT_PASSED_ON)}):
+    unfit = sorted({*changed, *given.keys() & set(_NOT_PASSED_ON)})
+    if unfit:
         raise ValueError(f"it sets {unfit}, which only the mixture can set: remove them.")
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(PackedTextDataModule, "data")

@@ -314,7 +314,8 @@ class PackedTextDataModule(LightningDataModule, ABC):
 
     def _token_store(self) -> TokenStore | None:
         """Open the tokenized training text; the first call tokenizes it."""
-        if (source := self._training_source()) is None:
+        source = self._training_source()
+        if source is None:
             return None
         return build_token_store(source, self.encoder(), cache_dir=self.cache_dir)
 

@@ -118,7 +118,8 @@ class InfluenceTrainer(Trainer):
         short_context = None if gamma is None else model.short_context
         name = tokenizer_name(evaluator, config.evaluator_tokenizer, "`evaluator_tokenizer`")
         loading = config.loading()
-        if (stored := check_model(loading)) is not None:  # like other scoring, float32 on a CPU slow in the stored type
+        stored = check_model(loading)
+        if stored is not None:  # like other scoring, float32 on a CPU slow in the stored type
             loading = scoring_config(loading, stored, self.strategy.root_device)
         revision = loading.revision if name == evaluator else None  # it is the evaluator's
         tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=loading.trust_remote_code)

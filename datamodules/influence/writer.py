@@ -110,7 +110,8 @@ class InfluenceWriter:
         remedy = "Choose another folder with `--output`."
         writable_folder(self.folder, remedy=remedy)
         with exclusive(self.folder / WEIGHTS):  # no two processes create them
-            if (header := read_header(self.folder, remedy=f"Delete the folder. {remedy}")) is not None:
+            header = read_header(self.folder, remedy=f"Delete the folder. {remedy}")
+            if header is not None:
                 check_identity(self.folder, header["made_from"], self.made_from, remedy=remedy)
                 return
             for name, size in ((WEIGHTS, self.tokens * DTYPE.itemsize), (DONE, len(self.rows))):

@@ -57,7 +57,8 @@ class ValidationSet:
 
 def check_set_names(sets: Mapping[str, ValidationSet]) -> None:
     """Raise a ``ValueError`` for a name of a validation set that cannot be a part of a metric's name."""
-    if wrong := [name for name in sets if not re.fullmatch(r"[\w.-]+", name)]:
+    wrong = [name for name in sets if not re.fullmatch(r"[\w.-]+", name)]
+    if wrong:
         raise ValueError(f"`validation_sets` has the name {wrong[0]!r}: use letters, digits, '_', '-' and '.' only.")
 
 

@@ -228,7 +228,8 @@ def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np
     placed = []
     for size in lengths[order].tolist():
         # 1. Take a bin with the least free space that is enough, or open one.
-        if (index := bisect_left(spaces, size)) < len(spaces):
+        index = bisect_left(spaces, size)
+        if index < len(spaces):
             free = spaces[index]
             number = bins[free].popleft()
             if not bins[free]:
@@ -239,7 +240,8 @@ def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np
             opened += 1
         placed.append(number)
         # 2. Return it by its new free space, unless it is full.
-        if rest := free - size:
+        rest = free - size
+        if rest:
             if not bins[rest]:
                 insort(spaces, rest)
             bins[rest].append(number)

@@ -98,7 +98,8 @@ class PackedRowDataset(Dataset[Row]):
     def prompt_mask(self, start: int, stop: int) -> NDArray[np.bool_]:
         """Return which tokens of a segment of the token stream belong to a prompt."""
         is_prompt = np.zeros(stop - start, dtype=bool)
-        if (spans := self.store.prompt_spans) is None:
+        spans = self.store.prompt_spans
+        if spans is None:
             return is_prompt
         first = np.searchsorted(spans[:, 1], start, side="right")  # the first span that ends after the start
         last = np.searchsorted(spans[:, 0], stop)  # spans from here on begin after the segment
@@ -108,7 +109,8 @@ class PackedRowDataset(Dataset[Row]):
 
     def count_prompt_tokens(self, segments: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many tokens of each of ``[k, 2]`` segments of the token stream belong to a prompt."""
-        if (spans := self.store.prompt_spans) is None:
+        spans = self.store.prompt_spans
+        if spans is None:
             return np.zeros(len(segments), dtype=np.int64)
         # 1. Count the tokens of all spans that begin before each start and stop.
         totals = np.concatenate([[0], np.cumsum(spans[:, 1] - spans[:, 0])])
@@ -148,7 +150,8 @@ def make_row(tokens: NDArray[np.int64], document_ends: NDArray[np.int64]) -> Row
 
 def padded_row(row: Row, length: int) -> Row:
     """Pad a training sequence on the right, after its last boundary, with tokens that are not scored."""
-    if missing := length - len(row["input_ids"]):
+    missing = length - len(row["input_ids"])
+    if missing:
         row["input_ids"] = F.pad(row["input_ids"], (0, missing))
         row["labels"] = F.pad(row["labels"], (0, missing), value=IGNORE_INDEX)
         row["position_ids"] = F.pad(row["position_ids"], (0, missing))

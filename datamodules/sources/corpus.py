@@ -145,7 +145,8 @@ class CorpusFiles:
         """Add the corpus's key and columns to a reference."""
         key = ref.key
         if self.columns.key is not None and not is_text(ref.file):
-            if (value := nested(record, self.columns.key)) is None:
+            value = nested(record, self.columns.key)
+            if value is None:
                 raise ValueError(f"{place}: no key in {self.columns.key!r}: found {sorted(record)[:_NAMED_FIELDS]}.")
             key = checked_text(str(value), f"{place}, {self.columns.key!r}")
         values = {column: nested(record, column) for column in self.columns.others}
@@ -224,10 +225,12 @@ def read_documents(
         ValueError: If a file is missing, or cannot be read.
     """
     corpus = find_corpus(paths, columns, check=False)
-    if missing := sorted(rows.keys() - corpus.files.keys()):
+    missing = sorted(rows.keys() - corpus.files.keys())
+    if missing:
         raise ValueError(f"'{missing[0]}' is not in {', '.join(paths)}: set the files that were scored.")
     for part in corpus.parts:
-        if (numbers := rows.get(part.file)) is not None:
+        numbers = rows.get(part.file)
+        if numbers is not None:
             yield from corpus.read(part, frozenset(numbers).__contains__)
 
 

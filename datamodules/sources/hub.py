@@ -155,7 +155,8 @@ def open_source(
     if on_hub:
         return HubDataset(path, split, content, names, where, revision)
     kind = next(kind for kind in (JSON_LINES, PARQUET, TEXT) if files[0].name.endswith(kind))
-    if other := next((file for file in files if not file.name.endswith(kind)), None):
+    other = next((file for file in files if not file.name.endswith(kind)), None)
+    if other:
         raise ValueError(
             f"'{path}' has files of different kinds, such as {files[0].name} and {other.name}."
             " Use a pattern that matches one kind, such as folder/**/*.jsonl."

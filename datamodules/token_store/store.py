@@ -47,7 +47,8 @@ class TokenStore:
     def __post_init__(self) -> None:
         with _damage_named(self.folder):
             for name, size in self.manifest["bytes"].items():
-                if (found := (self.folder / name).stat().st_size) != size:
+                found = (self.folder / name).stat().st_size
+                if found != size:
                     raise ValueError(f"{name} has {found:,} of {size:,} bytes")
             for name in self.manifest["crc32"]:
                 if name != TOKENS:

@@ -27,7 +27,8 @@ def upload_export(folder: Path, options: ExportOptions) -> None:
     Raises:
         ValueError: If the upload fails; the folder is unchanged, and the message has the command to repeat it.
     """
-    if (repository := options.push_to_hub) is None:
+    repository = options.push_to_hub
+    if repository is None:
         return
     api, message = HfApi(), "Upload an export of longce"
     replaced = ["model*.safetensors*", "adapter_*"]  # transformers would load those of an earlier export

@@ -32,7 +32,8 @@ def report_progress(decoder: nn.Module) -> None:
 
 
 def _advance(_module: nn.Module, _args: Any, output: Any, *, layers: int) -> None:
-    if (bar := _bar.get()) is not None:
+    bar = _bar.get()
+    if bar is not None:
         # ``[B, T, D]``; some layers also return attention weights.
         hidden = output[0] if isinstance(output, tuple | list) else output
         # Rounded down to a binary fraction, because tqdm warns if the sum of all layers exceeds the total.

@@ -101,7 +101,8 @@ def find_key_tokens(
         touching = merge_touching_spans(found_by.offsets[key])
         return KeyTokens(scan_token_mask(tokens.offsets, touching), spans, "authors")
     # Steps 1 and 2 of the module's docstring.
-    if (same := match_tokens(own, tokens)) is not None:
+    same = match_tokens(own, tokens)
+    if same is not None:
         mask = torch.zeros(len(tokens.ids), dtype=torch.bool)
         mask[same[1]] = key[same[0]]
         return KeyTokens(mask, spans, "tokens")
@@ -115,7 +116,8 @@ def transfer_soft_influence(scores: TokenScores, tokens: Tokens, *, gamma: float
     ``[N]`` float64, and 0 for special tokens around the document.
     """
     influence = scores.soft_influence(gamma=gamma)  # [N] of the evaluator's tokens, Equation 7
-    if (same := match_tokens(Tokens(scores.token_ids, scores.offsets), tokens)) is not None:
+    same = match_tokens(Tokens(scores.token_ids, scores.offsets), tokens)
+    if same is not None:
         transferred = torch.zeros(len(tokens.ids), dtype=torch.float64)
         transferred[same[1]] = influence[same[0]].double()
         return transferred

@@ -47,7 +47,8 @@ def score(files: str | Sequence[str] | Mapping[str, str], model: str, evaluator:
     # 1. Read the texts, and run all checks that do not need weights.
     config = ScoreConfig(model=model, evaluator=evaluator, **options)
     texts = dict(files) if isinstance(files, Mapping) else _read_texts([files] if isinstance(files, str) else files)
-    if repeated := len(texts) - len(set(texts.values())):
+    repeated = len(texts) - len(set(texts.values()))
+    if repeated:
         log.warning("%d of %d documents repeat the text of another one, and are counted again.", repeated, len(texts))
     if config.output is not None:
         check_records_file(config.output)
@@ -130,7 +131,8 @@ def _warn(total: Sums) -> None:
             total.without_key_tokens,
             total.documents,
         )
-    if (warning := total.coverage_warning()) is not None:
+    warning = total.coverage_warning()
+    if warning is not None:
         log.warning(warning)
 
 
@@ -242,7 +244,8 @@ def _read_texts(files: Sequence[str]) -> dict[str, str]:
     texts = dict[str, str]()
     skipped = list[str]()
     for file in files:
-        if (place := Path(file).resolve()) in places:
+        place = Path(file).resolve()
+        if place in places:
             raise ValueError(f"'{file}' is given twice and would count twice: give it once.")
         places.add(place)
         text = read_text(file, may_be_blank=len(files) > 1)

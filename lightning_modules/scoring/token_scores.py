@@ -107,7 +107,8 @@ class TokenScores:
         write_atomically(Path(path), save(tensors, metadata=header))
 
     def _check(self, path: str | os.PathLike[str]) -> None:
-        if count := int(self.impossible().sum()):
+        count = int(self.impossible().sum())
+        if count:
             raise ValueError(f"'{path}': {count} of {len(self.long)} tokens have impossible log-likelihoods.")
 
     @classmethod

@@ -46,7 +46,8 @@ def export_contents(model: PreTrainedModel, facts: TrainingFacts, data: Any) -> 
         "generation_config": json.dumps(model.generation_config.to_dict(), default=str),
         "facts": facts.to_json(),
     }
-    if (tokenizer := builtin_tokenizer(data)) is not None:
+    tokenizer = builtin_tokenizer(data)
+    if tokenizer is not None:
         texts["tokenizer"] = tokenizer_to_json(tokenizer)
     return {EXPORT_KEY: texts}
 
@@ -96,7 +97,8 @@ def check_contents(
     # Strategies that shard the model have already removed the weights.
     stored = checkpoint.get("state_dict", checkpoint.get(TRAINED_KEY, ()))
     trained = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
-    if missing := trained.keys() - set(stored):
+    missing = trained.keys() - set(stored)
+    if missing:
         raise ValueError(
             f"The checkpoint lacks {len(missing)} of the weights that `model.lora` trains ({min(missing)}, ..):"
             " set `lora` as in the run that wrote it."

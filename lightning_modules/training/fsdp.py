@@ -128,7 +128,8 @@ def load_trainer_backbone(trainer: Trainer | None, config: ModelConfig) -> Backb
         raise ValueError("Apple's GPUs do not support float64, which corpus sums need: set `trainer.accelerator: cpu`.")
     device = trainer.strategy.root_device
     precision = str(trainer.precision)
-    if (mesh := data_parallel_mesh(trainer)) is not None:
+    mesh = data_parallel_mesh(trainer)
+    if mesh is not None:
         offload = getattr(trainer.strategy, "offload", False)
         backbone = load_sharded_backbone(config, mesh, device=device, precision=precision, offload=offload)
     else:
@@ -180,7 +181,8 @@ def load_sharded_backbone(
 
 def load_sharded_frozen(config: ModelConfig, device: torch.device | str) -> Backbone:
     """Load a model like `load_frozen`, sharded across all processes, of which there may be one."""
-    if (mesh := world_mesh(device)) is None:
+    mesh = world_mesh(device)
+    if mesh is None:
         return load_frozen(config, device)
     config = scoring_config(config, load_config(config), device)
     backbone = load_sharded_backbone(config, mesh, device=device).eval().requires_grad_(False)

@@ -236,7 +236,8 @@ class Optimization(Callback):
     def check(self, trainer: Trainer) -> None:
         """Raise a ``ValueError`` for settings that cannot work, before the model is loaded."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if (remedy := _UNSUPPORTED.get(type(callback))) is not None:
+            remedy = _UNSUPPORTED.get(type(callback))
+            if remedy is not None:
                 raise ValueError(
                     f"`{type(callback).__name__}` does not support `LongContextLM`: remove it, and {remedy}."
                 )

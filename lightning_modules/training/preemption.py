@@ -236,7 +236,8 @@ def uninterrupted(trainer: Trainer) -> AbstractContextManager[None]:
 
 def raise_if_stopping(trainer: Trainer, *, together: bool) -> None:
     """Raise a `SIGTERMException` if any process got a signal to stop; with ``together``, all of them must call it."""
-    if (stop := _find_stop(trainer)) is not None:
+    stop = _find_stop(trainer)
+    if stop is not None:
         stop.check(trainer, together=together)
 
 
@@ -247,7 +248,8 @@ def _can_stop(trainer: Trainer) -> bool:
 
 def _slurm_job() -> str | None:
     """Return the id of this job for ``scontrol``; in a job array, SLURM_JOB_ID may be the id of the array."""
-    if (array := os.environ.get("SLURM_ARRAY_JOB_ID")) is not None:
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    if array is not None:
         return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     return os.environ.get("SLURM_JOB_ID")
 

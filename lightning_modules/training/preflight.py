@@ -57,7 +57,8 @@ def check_early(
     """
     if sequence_length is not None and objective.uses_short_context:
         short_context.check_sequence(sequence_length)
-    if (config := check_model(loading)) is None:
+    config = check_model(loading)
+    if config is None:
         if sequence_length is not None:
             raise ValueError(f"'{loading.pretrained_model_name_or_path}' is a server, whose model cannot be trained.")
         return
@@ -322,7 +323,8 @@ def check_trainer(options: Any) -> None:
         if isinstance(value, int | float) and (value < 0 or (value == 0 and name != "gradient_clip_val")):
             wanted = "0 or more" if name == "gradient_clip_val" else "above 0"
             raise ValueError(f"`trainer.{name}` must be {wanted}, got {value}. Remove it to use Lightning's default.")
-    if (devices := str(options.get("devices"))).isdecimal():
+    devices = str(options.get("devices"))
+    if devices.isdecimal():
         check_count("`trainer.devices`", int(devices), maximum=MAX_PROCESSES)
 
 

@@ -51,5 +51,6 @@ def fail_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     for rank, other in enumerate(found):
         if isinstance(other, str):
             raise IncompleteError(f"Process {rank} failed: {other}")
-    if (stopped := next((other for other in found if other is not None), None)) is not None:
+    stopped = next((other for other in found if other is not None), None)
+    if stopped is not None:
         raise stopped

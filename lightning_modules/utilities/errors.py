@@ -23,7 +23,8 @@ def refused_pickle(error: BaseException) -> str:
     Torch's own message recommends loading the file without it, which would run the code in the file.
     """
     reason = first_cause(error)
-    if named := re.search(r"GLOBAL (\S+)", reason):
+    named = re.search(r"GLOBAL (\S+)", reason)
+    if named:
         return f"contains code and must not be loaded: it would run `{named[1]}`"
     if isinstance(error, pickle.UnpicklingError):
         return f"is torn, or contains more than weights and must not be loaded ({reason})"

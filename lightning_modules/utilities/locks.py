@@ -115,7 +115,8 @@ def _rank_file(rank: int | str) -> str:
 
 def _is_alive(lease: SoftFileLease, path: Path, beats: set[int]) -> bool:
     """Return whether the holder of a lock is known to be alive; called after every attempt to acquire it."""
-    if (owner := lease.owner) is None:
+    owner = lease.owner
+    if owner is None:
         return False
     if owner.hostname == socket.gethostname():  # on this machine, the attempt succeeds if the holder is dead
         return True

@@ -198,7 +198,8 @@ def _read_run(run_name: str, folder: Path) -> ComparedRun:
             for records in split_measurements(read_records(file)):
                 evaluations[_find_cell(records)][records[0].step] = tabulate_documents(records)
     for key, values in {} if evaluations else scalars.items():
-        if found := re.fullmatch(r"(val|test)/(?:(.+)/)?(longppl|perplexity)", key):
+        found = re.fullmatch(r"(val|test)/(?:(.+)/)?(longppl|perplexity)", key)
+        if found:
             for step, value in values.items():
                 cell = Cell(found[2] or _STAGES[found[1]], numerics=evaluated[key, step])
                 row = pd.DataFrame([{"document": WHOLE_SET, "tokens": 1.0, "key_tokens": 1.0}])

@@ -25,7 +25,8 @@ def read_scalars(folder: Path) -> Iterator[tuple[str, int, float]]:
             yield from ((value.tag, event.step, value.simple_value) for value in found)
         if intact < size:
             _log.warning("'%s' ends in an unfinished or damaged event: only the values before it are compared.", file)
-    if (table := folder / "metrics.csv").is_file():
+    table = folder / "metrics.csv"
+    if table.is_file():
         logged = pd.read_csv(table).drop(columns="epoch", errors="ignore").melt("step").dropna(subset="value")
         yield from zip(logged["variable"], logged["step"], logged["value"], strict=True)
 

@@ -119,7 +119,8 @@ def _connect() -> None:
     """Connect to the cluster of ``RAY_ADDRESS``, or to the one on this machine, which is started if needed."""
     address = os.environ.get("RAY_ADDRESS", "")
     try:
-        if place := re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:(\d+)", address):
+        place = re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:(\d+)", address)
+        if place:
             host = ray.util.get_node_ip_address() if place[1] in ("localhost", "127.0.0.1") else place[1]
             socket.create_connection((host, int(place[2])), timeout=CONNECT_SECONDS).close()
         ray.init(log_to_driver=False, logging_level="ERROR")

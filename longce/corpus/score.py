@@ -78,7 +78,8 @@ def score_shard(files: Sequence[str], config: CorpusConfig) -> dict[str, int]:
     """
     # 1. Find the documents, and those that have scores.
     columns = CorpusColumns(config.text_column, config.key_column, tuple(config.columns), config.token_column)
-    if clash := find_reserved_names(config.columns):
+    clash = find_reserved_names(config.columns)
+    if clash:
         raise ValueError(f"`columns` has {clash}, which are names of other columns: rename them in the corpus.")
     _check_place(files, config.output)
     shards = _open_folder(config)
@@ -202,7 +203,8 @@ def _verify(scorer: LongContextScorer, writer: Writer) -> None:
     except ValueError:
         writer.discard()  # the other model may have scored them
         raise
-    if report := backbone.report():
+    report = backbone.report()
+    if report:
         _log.info("%s", report)
 
 

@@ -125,12 +125,14 @@ def _attention_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
         raise ValueError(f"A model of type `{config.model_type}` has no attention heads, which `longce plan` needs.")
     rope = global_parameters(config)
     seen = None  # of a layer that sees the whole text
-    if (pattern := PATTERN_SETTINGS.get(rope.get("rope_type", ""))) is not None and pattern.keys is not None:
+    pattern = PATTERN_SETTINGS.get(rope.get("rope_type", ""))
+    if pattern is not None and pattern.keys is not None:
         seen = pattern.keys(rope)
     window = getattr(config, "sliding_window", None)
     default = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or default
-    if unknown := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
+    unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
+    if unknown:
         raise ValueError(
             f"`longce plan` supports full and sliding-window attention only, not layers of type '{unknown[0]}'."
         )

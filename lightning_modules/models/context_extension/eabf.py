@@ -51,7 +51,8 @@ def scaled_attention(attention: Callable[..., Any], module: nn.Module, query: Te
     # The paper leaves the first two layers as they are; the released code scales all.
     if module.layer_idx >= rope["unscaled_layers"]:
         positions = kwargs["position_ids"]
-        if (window := kwargs.get("attention_window")) is not None:
+        window = kwargs.get("attention_window")
+        if window is not None:
             positions = positions.clamp(max=window - 1)  # as in a document of this length
         # ``[B, T]`` to ``[B, 1, T, 1]``. Scaling queries scales all their logits.
         scale = entropy_scale(positions, rope["original_max_position_embeddings"])[:, None, :, None]

@@ -27,7 +27,8 @@ def check_config(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
     """
     if not trust_remote_code and type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"Models of type '{config.model_type}' are not causal LMs. Use a decoder that predicts text.")
-    if weights := getattr(config, "transformers_weights", None):
+    weights = getattr(config, "transformers_weights", None)
+    if weights:
         raise ValueError(
             f"`transformers_weights` of the model's config names other weights, '{weights}', which are not identified:"
             " remove it, and name them model.safetensors."

@@ -48,7 +48,8 @@ def describe_model(
     # The tokenizer may differ from the model's own, so it is identified separately.
     identity, tokens = identity or model_identity(config), tokenizer_hash(tokenizer)
     for name in ("model_config", "quantization"):
-        if settings := getattr(config, name):
+        settings = getattr(config, name)
+        if settings:
             identity += f" with {name} {json.dumps(settings, sort_keys=True, default=str)}"
     if config.context_extension is not None:
         identity += f" with {describe_extension(config.context_extension)}"
@@ -87,7 +88,8 @@ def model_identity(config: ModelConfig) -> str:
     if not folder.is_dir():
         folder = _download_snapshot(name, config.revision, with_code)
     own = content_hash(folder, _find_loaded_files(folder, with_code))
-    if (adapters := find_adapters(name)) is None:
+    adapters = find_adapters(name)
+    if adapters is None:
         return f"sha256:{own}"
     # Adapters depend on the whole folder of their base, and do not change it.
     base = replace(config, pretrained_model_name_or_path=adapters.base, revision=adapters.revision)

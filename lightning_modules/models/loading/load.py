@@ -81,7 +81,8 @@ def load_backbone(
             use_bfloat16_residual(model)
         if config.lora is not None:
             model = add_adapters(model, config.lora, autocast=autocast)
-    if (adapters := find_adapters(path)) is not None:
+    adapters = find_adapters(path)
+    if adapters is not None:
         model = load_adapters(model, adapters, with_weights=with_weights)
     # 3. Wrap it: from here on, it computes log-likelihoods instead of logits.
     backbone = Backbone(model)
@@ -180,7 +181,8 @@ def load_config(config: ModelConfig) -> PreTrainedConfig:
 
 def _load_stored_config(config: ModelConfig) -> PreTrainedConfig:
     path, revision = str(config.pretrained_model_name_or_path), config.revision
-    if (adapters := find_adapters(path)) is not None:
+    adapters = find_adapters(path)
+    if adapters is not None:
         path, revision = adapters.config, adapters.revision
     path = model_folder(path)
     try:
@@ -260,7 +262,8 @@ def _load_weights(
     path: str, config: PreTrainedConfig, revision: str | None, settings: dict[str, Any]
 ) -> PreTrainedModel:
     check_weight_files(path)
-    if (adapters := find_adapters(path)) is not None:
+    adapters = find_adapters(path)
+    if adapters is not None:
         path, revision = adapters.base, adapters.revision
     path = model_folder(path)
     try:
@@ -274,9 +277,11 @@ def _load_weights(
         if "mismatched" in str(error):
             error = ValueError("the shapes of its tensors do not match its config, see the table above")
         raise ValueError(not_loaded("model", path, error)) from error
-    if unused := sorted(report["unexpected_keys"]):
+    unused = sorted(report["unexpected_keys"])
+    if unused:
         log.warning("'%s' has %d unused tensors, unknown to its config (%s, ..).", path, len(unused), unused[0])
-    if missing := sorted(report["missing_keys"]):
+    missing = sorted(report["missing_keys"])
+    if missing:
         raise ValueError(
             f"The weights of '{path}' lack {len(missing)} tensors ({', '.join(missing[:3])}, ..), which would be"
             " random: the folder is incomplete, or its model is not a causal LM."

@@ -85,7 +85,8 @@ class Evaluation:
     def ask(self, backbone: Scorer, rank: int = 0, processes: int = 1) -> None:
         """Ask the missing questions, and store each answer immediately."""
         with exclusive(self.store.folder / f"{rank:05d}-of-{processes:05d}"):
-            if not (keys := self.missing(rank, processes)):
+            keys = self.missing(rank, processes)
+            if not keys:
                 return
             backbone.check_length(max(key.length for key in keys))
             bar = progress_bar("tasks", unit=" tokens", total=sum(key.length for key in keys))

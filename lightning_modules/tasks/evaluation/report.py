@@ -154,7 +154,8 @@ def _describe_summary(summary: Summary, settings: Mapping[str, Any]) -> list[str
     sentences += describe_synthetic_text({task for task, _ in summary.scores}, settings)
     if summary.missing:
         sentences.append(f"{summary.missing} questions have no result yet: run the same command to ask them.")
-    if (effective := summary.effective_length) is not None:
+    effective = summary.effective_length
+    if effective is not None:
         length, *ends = ("none of these lengths" if each is None else f"{each:,}" for each in effective)
         between = f"{length} tokens" if effective.length else length
         sentences.append(
@@ -166,7 +167,8 @@ def _describe_summary(summary: Summary, settings: Mapping[str, Any]) -> list[str
             f"Average over lengths with larger weights for longer ones: {summary.weighted_inc:.1f}; for shorter ones:"
             f" {summary.weighted_dec:.1f}."
         )
-    if needed := suggest_questions(summary.scores):
+    needed = suggest_questions(summary.scores)
+    if needed:
         sentences.append(f"For intervals of at most 5 points to each side: about {needed:,} questions in each cell.")
     if summary.perplexities:
         answer, other = summary.perplexities[None, None]

@@ -45,7 +45,8 @@ def _make_reference_qa(setting: Reference, sources: Sources) -> Task:
 
 
 def _make_question_answering(name: Literal["qa_1", "qa_2"], option: str, file: str, sources: Sources) -> Task:
-    if (path := getattr(sources, option)) is None:
+    path = getattr(sources, option)
+    if path is None:
         raise ValueError(
             f"The task '{name}' needs a file: set `{option}` to a local copy of {file}. The group 'ruler_synthetic' has"
             " RULER's 11 tasks that need no file."

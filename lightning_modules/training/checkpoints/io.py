@@ -118,7 +118,8 @@ def newest_checkpoint(folder: Path, *, resume: bool = True) -> Path | None:
     check_one_run(folder, candidates)
     faults: dict[Path, str] = {}
     for candidate in candidates:
-        if (fault := _find_fault(candidate.path, resume)) is None:
+        fault = _find_fault(candidate.path, resume)
+        if fault is None:
             for damaged, reason in faults.items():
                 _log.warning("Skipping %s: it %s.", damaged, reason)
             return candidate.path
@@ -133,7 +134,8 @@ def find_damage(path: str | Path) -> str | None:
     """Return why a checkpoint is incomplete, as the end of a sentence, or None if it is complete."""
     if "://" in str(path):
         return "is not loaded from the web: download it first"
-    if (path := Path(path)).is_dir():
+    path = Path(path)
+    if path.is_dir():
         return find_folder_damage(path)
     try:
         if not path.is_file():
@@ -155,7 +157,8 @@ def _load_error(path: str | Path, problem: str, option: str = "ckpt_path") -> Va
 
 def _find_fault(path: str | Path, resume: bool) -> str | None:
     """Return why a checkpoint cannot be used, as the end of a sentence, or None if it can."""
-    if (problem := find_damage(path)) is not None or Path(path).is_dir():
+    problem = find_damage(path)
+    if problem is not None or Path(path).is_dir():
         return problem
     try:
         loaded = load_without_tensors(Path(path))

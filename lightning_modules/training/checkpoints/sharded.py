@@ -186,7 +186,8 @@ def _write_shard(folder: Path, write: Callable[[Path], None], rank: int) -> dict
 
 
 def _publish_shards(folder: Path, target: Path, entries: dict[str, tuple[int, int]]) -> None:
-    if missing := [name for name in entries if not (folder / name).exists()]:
+    missing = [name for name in entries if not (folder / name).exists()]
+    if missing:
         raise _ProcessError(f"{missing[0]} of another process is not on the disk of the first process")
     write_atomically(folder / MANIFEST, json.dumps(entries).encode())
     if target.is_file():

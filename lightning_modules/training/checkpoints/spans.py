@@ -52,7 +52,8 @@ class Span(NamedTuple):
         lines = []
         for name, (before, after) in self.changed.items():
             effect = "it takes effect"
-            if reason := _WITHOUT_EFFECT.get(name):
+            reason = _WITHOUT_EFFECT.get(name)
+            if reason:
                 effect = f"it has no effect, because {reason}"
             elif name.startswith("trainer.callbacks."):
                 effect = "it takes effect unless the callback restores it from the checkpoint, as `EarlyStopping` does"

@@ -184,7 +184,8 @@ class Inspection:
     def _same_tokens(self, model: ModelScores) -> list[int] | None:
         """Return the range of the evaluator's tokens that a model shares, and the model's index of the first one."""
         own = Tokens(self.scores.token_ids, self.scores.offsets)
-        if (same := match_tokens(own, model.tokens)) is None:
+        same = match_tokens(own, model.tokens)
+        if same is None:
             return None
         return [same[0].start, same[0].stop, same[1].start]
 

@@ -144,7 +144,8 @@ def _match_parameters(
                     f" {tuple(parameter.shape)} in its model: download it again, or use the model's folder of the"
                     " Hugging Face hub instead."
                 )
-    if unknown := sorted(shapes.keys() - names.keys()):
+    unknown = sorted(shapes.keys() - names.keys())
+    if unknown:
         raise ValueError(
             f"'{metadata.name}' has the tensor `{unknown[0]}`, which has no place in a model of architecture"
             f" '{metadata.architecture}', so its numbers would be wrong. Use the model's folder of the Hugging Face hub"
