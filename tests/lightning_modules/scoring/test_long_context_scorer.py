@@ -151,6 +151,8 @@ def test_token_ids_have_the_scores_of_their_text(model_dir, overlong):
     assert pyarrow.table(unsigned).to_pylist() == expected
     (ended,) = by_ids([{"ids": [*ids[0], *[by_text.tokenizer.eos_token_id] * 40]}])  # and padding
     assert (ended["scored_tokens"], ended["perplexity"]) == (expected[0]["scored_tokens"], expected[0]["perplexity"])
+    (first,) = by_ids([{"ids": [0, *ids[0]]}])  # the first id of the vocabulary
+    assert (first["error"], first["tokens"]) == (None, expected[0]["tokens"] + 1)
     wrong = by_ids([{"ids": each} for each in (None, [], [3, -1], [3, 10**6], [0.5], [[1]], "text")])
     assert [row["tokens"] for row in wrong] == [None] * 7
     reasons = ["are null", "left out", "integers", "integers", "integers", "integers", "cannot be used"]
