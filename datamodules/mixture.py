@@ -79,7 +79,7 @@ class MixtureDataModule(PackedTextDataModule):
         unknown = set(evaluate_on or ()) - set(sources)
         if unknown:
             raise ValueError(f"`evaluate_on` names {sorted(unknown)}, but the sources are {sorted(sources)}.")
-        settings = {name: value for name, value in kwargs.items() if name not in _NOT_PASSED_ON and value is not None}
+        settings = {name: value for name, value in kwargs.items() if name not in _NOT_PASSED_ON}
         self.weights: dict[str, float] = {}
         self.modules: dict[str, PackedTextDataModule] = {}
         for name, source in sources.items():

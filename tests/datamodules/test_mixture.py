@@ -118,6 +118,14 @@ def test_evaluation_documents_of_all_or_of_some(corpora, word_tokenizer):
     assert not (corpora / "cache").exists(), "validation tokenises nothing"
 
 
+def test_all_documents_of_each_source_are_evaluated_with_null(corpora, word_tokenizer):
+    for name in ("a", "b"):
+        (corpora / f"{name}_val.jsonl").write_text((json.dumps({"text": f"{name} c d"}) + "\n") * 60)
+    lengths = [len(ready(corpora, word_tokenizer, stage="validate").validation)]
+    lengths.append(len(ready(corpora, word_tokenizer, stage="validate", validation_documents=None).validation))
+    assert lengths == [100, 120]
+
+
 def test_a_source_has_the_settings_of_the_mixture_and_some_of_its_own(corpora, word_tokenizer):
     changed = sources(corpora)
     changed["b"]["init_args"]["long_documents"] = {"longer_than": 2, "weight": 2}
