@@ -184,14 +184,15 @@ class LongContextLM(LightningModule):
 
     @override
     def on_fit_start(self) -> None:
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        preflight.check_fit(self.objective, self.loading, self.backbone, data)
         # Hugging Face models arrive in eval mode and Lightning keeps it: dropout and checkpointing would be off.
         self.backbone.train()
         # An earlier run may have been interrupted within a step, and have had other weights at the same step.
         self._losses = {}
         self._statistics.reset()
         self.on_validation_start()  # training needs the same scoring checks
+        # After them, because they may have chosen another attention.
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        preflight.check_fit(self.objective, self.loading, self.backbone, data)
         preflight.warn_of_noise(self.objective, self.backbone, self.trainer)
         if self.objective.uses_short_context and self.short_context.method == "sliding_window":
             with self.trainer.precision_plugin.forward_context():

@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from lightning import LightningDataModule
 from transformers import AutoModelForCausalLM
 
 from datamodules.packing.positions import PoSE
@@ -158,6 +159,15 @@ def test_documents_in_passes_of_their_own_keep_their_positions(pair):
         for ids, positions, place in split(batch):
             expected = reference.document_log_likelihood(dense, ids, positions)
             torch.testing.assert_close(actual[place], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_model_that_needs_the_masks_of_transformers_is_refused(tmp_path):
+    tiny_model("nemotron", VOCABULARY).save_pretrained(tmp_path)
+    module = LongContextLM(str(tmp_path), context_length=K, stride=D)
+    data = LightningDataModule.from_datasets(skipping_batch())
+    data.pose = PoSE(TARGET)
+    with pytest.raises(ValueError, match=r"`data.pose` needs .*, got 'sdpa' of 'nemotron'"):
+        trainer(tmp_path).fit(module, datamodule=data)
 
 
 def test_windows_keep_skips_and_have_no_negative_positions():
