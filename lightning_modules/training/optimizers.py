@@ -106,6 +106,12 @@ class WarmupSchedule(LambdaLR):
                 )
         self.lr_lambdas = [self._factor(total)] * len(self.lr_lambdas)
 
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue at the step of a checkpoint, whose learning rate may be that of another last step."""
+        super().load_state_dict(state_dict)
+        _set_rates(self, _lambda_rates(self))
+
     def _factor(self, total_steps: int) -> Callable[[int], float]:
         """Return the function from a step to the factor of the learning rate."""
         name = "constant_with_warmup" if self.schedule == "constant" else self.schedule
@@ -161,11 +167,20 @@ def restore_settings(optimizer: Optimizer, scheduler: Any, settings: OptimizerSt
         group.update(new, lr=rate)
     vars(scheduler).update(copy.deepcopy(settings.schedule))
     if isinstance(scheduler, LambdaLR):
-        factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
-        rates = [base * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
+        rates = _lambda_rates(scheduler)
     else:
         rates = scheduler._get_closed_form_lr() if closed else [group["lr"] for group in optimizer.param_groups]
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+    _set_rates(scheduler, rates)
+
+
+def _lambda_rates(scheduler: Any) -> list[float]:
+    """Return the learning rate of each group at the present step of a `LambdaLR`."""
+    factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+    return [base * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
+
+
+def _set_rates(scheduler: Any, rates: Sequence[float]) -> None:
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     scheduler._last_lr = list(rates)
 

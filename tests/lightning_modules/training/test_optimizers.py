@@ -169,3 +169,16 @@ def test_a_resumed_run_continues_its_schedule_and_its_groups(settings, tmp_path)
     assert before + after == expected == pytest.approx([0, 5e-4, *(1e-3 * (9 - step) / 7 for step in range(2, 8))])
     for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_run_that_resumes_beyond_its_last_step_has_the_schedule_of_the_longer_run(settings, tmp_path):
+    def run(steps, **fit):
+        module = lm(None, lr_scheduler=lambda o: WarmupSchedule(o, "cosine"), **settings)
+        rates = Rates()
+        one = trainer(tmp_path, max_steps=steps, callbacks=[rates], plugins=[CheckedCheckpointIO()])
+        one.fit(module, loader(*[row(0)] * 8), **fit)
+        return one, rates.seen
+
+    run(4)[0].save_checkpoint(tmp_path / "half.ckpt")
+    _, after = run(8, ckpt_path=tmp_path / "half.ckpt")
+    assert after == pytest.approx([0.005 + 0.005 * math.cos(math.pi * step / 8) for step in range(4, 8)])
