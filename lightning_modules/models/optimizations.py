@@ -264,7 +264,8 @@ def _fused_forward(module: Any, hidden_states: Tensor) -> Tensor:
 
 def fused_norms(module: nn.Module) -> list[nn.Module]:
     """Return the norms that `fuse_norms` has changed."""
-    return [part for part in module.modules() if isinstance(getattr(part, "fused_norm", None), FusedNorm)]
+    # peft's wrappers of trained modules have the attributes of the modules inside them.
+    return [part for part in module.modules() if isinstance(vars(part).get("fused_norm"), FusedNorm)]
 
 
 @contextlib.contextmanager

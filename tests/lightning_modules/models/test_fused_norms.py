@@ -150,6 +150,7 @@ def test_copies_adapters_and_compiled_norms_use_their_own_weights():
     expected = 3 * nn.functional.rms_norm(states, states.shape[1:], eps=model.config.rms_norm_eps)
     torch.testing.assert_close(trained(states), expected)
     torch.testing.assert_close(adapted.base_model.model.model.norm(states), expected)
+    check_scoring(Backbone(adapted))
     compile_layers(model.get_decoder(), backend="eager")
     with unfused(model):
         expected = model.model.layers[0].input_layernorm(states)
