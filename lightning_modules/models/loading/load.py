@@ -160,9 +160,7 @@ def load_config(config: ModelConfig) -> PreTrainedConfig:
         _check_keys(overrides, loaded)
         with _model_config_named(overrides):
             for name, value in overrides.items():
-                current = getattr(loaded, name)
-                is_merged = isinstance(current, dict) and isinstance(value, dict)
-                setattr(loaded, name, {**current, **value} if is_merged else value)
+                setattr(loaded, name, _merge(getattr(loaded, name), value))
     elif "model_type" in overrides:
         with _model_config_named(overrides):
             defaults = AutoConfig.for_model(overrides["model_type"])
@@ -177,6 +175,17 @@ def load_config(config: ModelConfig) -> PreTrainedConfig:
     with _model_config_named(overrides):
         loaded.validate()
     return loaded
+
+
+def _merge(current: Any, value: Any) -> Any:
+    """Return the value, merged into the present one by key if both are dictionaries, also inside them."""
+    if not (isinstance(current, dict) and isinstance(value, dict)):
+        return value
+    # Gemma 3 has RoPE parameters for each kind of layer, and transformers would ignore others beside them.
+    other = [key for key, part in value.items() if not isinstance(part, dict)]
+    if other and current and all(isinstance(part, dict) for part in current.values()):
+        raise ValueError(f"'{other[0]}' must be inside one of {', '.join(current)}")
+    return {**current, **{key: _merge(current.get(key), part) for key, part in value.items()}}
 
 
 def _load_stored_config(config: ModelConfig) -> PreTrainedConfig:

@@ -50,6 +50,20 @@ def test_config_overrides_are_merged(model_dir):
     assert not torch.equal(backbone.model.model.rotary_emb.inv_freq, plain.model.model.rotary_emb.inv_freq)
 
 
+def test_overrides_of_one_kind_of_layer_keep_its_other_parameters(tmp_path):
+    kinds = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    kinds["full_attention"] = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    tiny_config("gemma3_text", rope_parameters=kinds).save_pretrained(tmp_path)
+
+    def load(**rope):
+        return load_config(ModelConfig(f"{tmp_path}/config.json", model_config={"rope_parameters": rope}))
+
+    kinds["full_attention"]["rope_theta"] = 5e6
+    assert load(full_attention={"rope_theta": 5e6}).rope_parameters == kinds
+    with pytest.raises(ValueError, match=r"'rope_theta' must be inside one of .*full_attention"):
+        load(rope_theta=5e6)
+
+
 def test_a_misspelt_config_key_is_named(model_dir):
     with pytest.raises(ValueError, match="rope_parametres"):
         load_config(ModelConfig(str(model_dir), model_config={"rope_parametres": {}}))
