@@ -22,7 +22,7 @@ class DueEvaluation(Callback):
 
     A run that is interrupted before or in an evaluation resumes with it (`ResumingTrainer`), unless `EVALUATED_FILE`
     next to the checkpoint names it as complete. After the last result is computed, a signal to ``stop`` waits until it
-    is logged.
+    is logged. Results that decide something are computed again in any case, because the checkpoint lacks them.
     """
 
     def __init__(self, stop: StopSignal) -> None:
@@ -69,7 +69,8 @@ class DueEvaluation(Callback):
     def repeat(self, trainer: Trainer) -> None:
         """Run the evaluation if it is due, with the loops and random states of the checkpoint unchanged."""
         loop = trainer.fit_loop.epoch_loop.val_loop
-        is_due = self._is_due and loop.restarting and trainer.enable_validation and not self._was_complete(trainer)
+        is_due = self._is_due and loop.restarting and trainer.enable_validation
+        is_due = is_due and (_decides(trainer) or not self._was_complete(trainer))
         if not trainer.strategy.broadcast(is_due):
             return
         state = loop.state_dict()
@@ -85,6 +86,13 @@ class DueEvaluation(Callback):
         if not evaluated.exists():
             return False
         return bool(json.loads(evaluated.read_bytes()) == {"run": self._run, "step": trainer.global_step})
+
+
+def _decides(trainer: Trainer) -> bool:
+    """Return whether results of evaluations change the learning rate, end the training or choose checkpoints."""
+    changes_rate = any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs)
+    monitors = {getattr(callback, "monitor", None) for callback in trainer.checkpoint_callbacks}
+    return changes_rate or bool(trainer.early_stopping_callbacks) or not monitors <= {None, "step"}
 
 
 class ResumingTrainer(Trainer):

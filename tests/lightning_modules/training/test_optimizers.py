@@ -1,5 +1,7 @@
+import json
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -8,10 +10,14 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.cli import ReduceLROnPlateau
 from torch.optim import SGD, AdamW
 
+from callbacks import StepCheckpoint
 from lightning_modules.objectives import CrossEntropy
+from lightning_modules.training.checkpoints.due_evaluation import EVALUATED_FILE, DueEvaluation, ResumingTrainer
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO
 from lightning_modules.training.optimizers import ParameterGroups, WarmupSchedule
+from lightning_modules.training.preemption import Preemption
 from tests.support.tiny_training import LENGTH, VOCABULARY, lm, loader, row, trainer
+from tests.support.trainers import QUIET
 
 WARMUP, DECAY, TOTAL = 4, 5, 20
 
@@ -182,3 +188,25 @@ def test_a_run_that_resumes_beyond_its_last_step_has_the_schedule_of_the_longer_
     run(4)[0].save_checkpoint(tmp_path / "half.ckpt")
     _, after = run(8, ckpt_path=tmp_path / "half.ckpt")
     assert after == pytest.approx([0.005 + 0.005 * math.cos(math.pi * step / 8) for step in range(4, 8)])
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_schedule_that_needs_a_metric_knows_the_evaluation_after_the_checkpoint_that_resumes(settings, tmp_path):
+    settings["optimizer"] = lambda parameters: SGD(parameters, lr=0.01)  # hardly learns
+
+    def run(**fit):
+        rates = Rates()
+        save = StepCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
+        options = {"max_steps": 12, "val_check_interval": 3, "enable_checkpointing": True, "num_sanity_val_steps": 0}
+        callbacks = [rates, save, DueEvaluation(Preemption().signal)]
+        one = ResumingTrainer(callbacks=callbacks, **{**QUIET, **options}, plugins=[CheckedCheckpointIO()])
+        plateau = partial(ReduceLROnPlateau, monitor="val/perplexity", factor=0.5, patience=0, threshold=0.99)
+        module = lm(None, lr_scheduler=plateau, **settings)
+        one.fit(module, loader(*[row(n) for n in range(12)]), loader(row(50)), **fit)
+        return rates.seen
+
+    expected = run()
+    assert expected == pytest.approx([0.01] * 6 + [0.005] * 3 + [0.0025] * 3)
+    # The checkpoint was saved before the evaluation at its step, and the run was killed after both.
+    (tmp_path / EVALUATED_FILE).write_text(json.dumps({"run": None, "step": 6}))
+    assert run(ckpt_path=tmp_path / "step=6.ckpt") == expected[6:]

@@ -1,8 +1,10 @@
+import copy
 import os
 import signal
 import warnings
 
 import pytest
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
@@ -89,6 +91,27 @@ def test_a_stopped_run_has_the_evaluations_of_another_once_each(whole, tmp_path,
         fit(tmp_path, **settings)
     fit(tmp_path, **settings)  # a finished run repeats nothing
     assert (tmp_path / "curve").read_text() == evaluations
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("reader", [None, EarlyStopping("weight", patience=9), ModelCheckpoint(monitor="weight")])
+def test_results_that_decide_something_are_computed_again(tmp_path, reader):
+    class Logged(Line):
+        def on_validation_epoch_end(self):
+            self.log("weight", self.weight)
+
+    def run(steps, number):
+        save = StepCheckpoint(tmp_path / "checkpoints", "{step}", every_n_train_steps=2, save_top_k=-1)
+        own = [DueEvaluation(Preemption().signal), save, *([] if reader is None else [copy.deepcopy(reader)])]
+        options = {"val_check_interval": 2, "num_sanity_val_steps": 0, "default_root_dir": tmp_path}
+        trainer = ResumingTrainer(callbacks=own, max_steps=steps, **{**QUIET, "enable_checkpointing": True}, **options)
+        path = None if number is None else tmp_path / "checkpoints" / f"step={number}.ckpt"
+        trainer.fit(Logged(tmp_path / "curve"), DataLoader(range(24)), DataLoader(range(3)), ckpt_path=path)
+
+    run(4, None)
+    run(6, 4)
+    steps = [line.split()[0] for line in (tmp_path / "curve").read_text().splitlines()]
+    assert steps == (["2", "4", "6"] if reader is None else ["2", "4", "4", "6"])
 
 
 def stop_and_resume(rank, world_size, folder):
