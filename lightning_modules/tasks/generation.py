@@ -62,7 +62,7 @@ def generate(
         raise ValueError(
             f"`{type(model).__name__}` cannot generate: set `mode` to 'teacher_forced', or use another model."
         )
-    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     lengths = [len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)]
     backbone.check_length(max(lengths, default=0))
     forget_earlier_lengths(model)
@@ -72,12 +72,15 @@ def generate(
         has_cache = _continues_from_cache(backbone)
         for number, prompt in enumerate(prompts):
             backbone.check_batch(padded_rows([prompt], backbone.device))
+            cache: dict[str, Any] = {"use_cache": False}
+            if has_cache:
+                cache = _cache_options(backbone, len(prompt), lengths[number])
             config = GenerationConfig(
                 **{"do_sample": False, "num_beams": 1, **options},
                 max_new_tokens=limits[number],
                 eos_token_id=ends or None,
                 pad_token_id=ends[0] if ends else 0,
-                **(_cache_options(backbone, len(prompt), lengths[number]) if has_cache else {"use_cache": False}),
+                **cache,
             )
             digest = hashlib.sha256(repr((seed, list(prompt))).encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:7], "big"))
@@ -136,7 +139,7 @@ def _continues_from_cache(backbone: Backbone) -> bool:
 def _cache_options(backbone: Backbone, prompt_length: int, length: int) -> dict[str, Any]:
     """Return whether the cache is used, and the prefill chunk of models with sliding windows."""
     config = backbone.base_model.config
-    rotations = {rotation_key(config, each) for each in (prompt_length, length - 1)}
+    rotations = {rotation_key(config, prompt_length), rotation_key(config, length - 1)}
     if len(rotations) > 1:
         # RoPE changes as the text grows (dynamic NTK, LongRoPE), and keys in a cache would keep the earlier rotation.
         return {"use_cache": False}

@@ -26,8 +26,7 @@ def parse_gen_kwargs(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
     ``do_sample: false``, under which a temperature has no effect. ``do_sample`` alone has a temperature of 1.
     """
     if isinstance(given, str):
-        pairs = (part.partition("=") for part in re.split(r"[,\s]+(?=\w+=)", given.strip()))
-        given = {name: yaml.safe_load(value) for name, _, value in pairs}
+        given = _split_arguments(given)
     found: dict[str, Any] = {}
     for name, value in (given or {}).items():
         if name not in _TYPES:
@@ -41,6 +40,14 @@ def parse_gen_kwargs(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
     if found.get("temperature") and found.get("do_sample") is not False:
         found["do_sample"] = True
     return found
+
+
+def _split_arguments(text: str) -> dict[str, Any]:
+    arguments = {}
+    for argument in re.split(r"[,\s]+(?=\w+=)", text.strip()):
+        name, _, value = argument.partition("=")
+        arguments[name] = yaml.safe_load(value)
+    return arguments
 
 
 def generation_options(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -114,10 +114,9 @@ def _score_pass(
 ) -> list[AnswerScores]:
     places = [slice(question.answer_start, len(question.input_ids)) for question in questions]
     log_likelihood, greedy = run(backbone.with_greedy, batch, places)
-    scores = [
-        _answer_scores(question, row[: place.stop].double().cpu(), tokens[place].tolist())
-        for question, row, tokens, place in zip(questions, log_likelihood, greedy, places, strict=True)
-    ]
+    scores = []
+    for question, row, tokens, place in zip(questions, log_likelihood, greedy, places, strict=True):
+        scores.append(_answer_scores(question, row[: place.stop].double().cpu(), tokens[place].tolist()))
     if short_context is None:
         return scores
     # Only the windows of responses are scored, which are the last ones of their questions.
@@ -125,10 +124,10 @@ def _score_pass(
     for row, question in enumerate(questions):
         in_response[row, question.response_start : len(question.input_ids)] = True
     short = short_log_likelihood(backbone, batch, short_context, wanted=in_response).fill_missing(log_likelihood)
-    return [
-        score._replace(response=_response_tokens(*each))
-        for score, *each in zip(scores, questions, log_likelihood, short, strict=True)
-    ]
+    for row, question in enumerate(questions):
+        response = _response_tokens(question, log_likelihood[row], short[row])
+        scores[row] = scores[row]._replace(response=response)
+    return scores
 
 
 def _response_tokens(question: ForcedAnswer, long: Tensor, short: Tensor) -> ResponseTokens:

@@ -147,6 +147,14 @@ def score_interval(scores: ArrayLike, groups: Sequence[Hashable] | None = None) 
     return max((middle - _Z * half) / scale, 0.0), min((middle + _Z * half) / scale, 1.0)
 
 
+def in_percent(interval: Interval | None) -> Interval | None:
+    """Return an interval of fractions in percent."""
+    if interval is None:
+        return None
+    low, high = interval
+    return 100 * low, 100 * high
+
+
 def mean_interval(
     means: Sequence[float], intervals: Sequence[Interval | None], weights: Sequence[float] | None = None
 ) -> Interval | None:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from lightning_modules.tasks.evaluation.answers import Answer, read_answers, spl
 from lightning_modules.tasks.evaluation.evaluator import EvaluatorAccuracy
 from lightning_modules.tasks.evaluation.report import describe_synthetic_text, short
 from lightning_modules.tasks.evaluation.summary import Cells, summarize, tabulate
-from lightning_modules.utilities.statistics import score_difference
+from lightning_modules.utilities.statistics import in_percent, score_difference
 from lightning_modules.visualization.images import curves_as_svg
 from lightning_modules.visualization.report import Table, format_estimate
 from longce.correlate.result_files import OF_SETS, list_files, read_harness_cells
@@ -43,10 +44,13 @@ def read_evaluation(name: str, path: Path) -> ComparedEvaluation:
     """Read a folder of ``longce evaluate``, or a file of answers; a ``ValueError`` if it is damaged."""
     files = [path] if path.is_file() else list_files(path)
     found = ComparedEvaluation(name, {}, _tabulate([]), {}, 0, {})
+    results = []
     for file in files:
         if file.suffix == ".parquet":
             found = _read_answers(name, file)
-    cells, settings = _read_harness([file for file in files if file.suffix == ".json"])
+        elif file.suffix == ".json":
+            results.append(file)
+    cells, settings = _read_harness(results)
     # Settings of longce's own tasks describe a folder that has both.
     return found._replace(cells=found.cells | cells, settings=found.settings or settings)
 
@@ -58,8 +62,10 @@ def _read_answers(name: str, file: Path) -> ComparedEvaluation:
     (answers,) = evaluations
     summary = summarize(answers)
     cells = summary.cells()
-    if len({task for task, _ in summary.scores}) < 2:
-        cells = {place: cell for place, cell in cells.items() if place[0] != "average"}
+    tasks = {task for task, _ in summary.scores}
+    if len(tasks) < 2:
+        for length in summary.averages:
+            del cells["average", str(length)]
     settings = answers[0].settings
     return ComparedEvaluation(name, cells, _tabulate(answers), settings, summary.missing, summary.as_evaluator)
 
@@ -103,8 +109,7 @@ def subtract_scores(evaluation: ComparedEvaluation, baseline: ComparedEvaluation
     differences: Cells = {}
     for (task, length), rows in both.groupby(["task", "length"], sort=False):
         value, interval = score_difference(rows["score"], rows["score_baseline"], rows["index"].tolist())
-        percent = None if interval is None else (100 * interval[0], 100 * interval[1])
-        differences[task, length] = (100 * value, percent)
+        differences[task, length] = (100 * value, in_percent(interval))
     return differences
 
 
@@ -126,7 +131,9 @@ def judge_differences(name: str, baseline: str, differences: Cells) -> str:
     for outcome, tasks in (("better", better), ("worse", worse)):
         if tasks:
             found.append(f"{outcome} in {len(tasks)} of {cells} cells ({', '.join(dict.fromkeys(tasks))})")
-    judged = f"is {' and '.join(found)}" if found else f"shows no difference in any of {cells} cells"
+    judged = f"shows no difference in any of {cells} cells"
+    if found:
+        judged = f"is {' and '.join(found)}"
     sentence = f"Compared with `{baseline}`, `{name}` {judged}."
     if cells >= _MANY:
         by_chance = cells / 40  # each end of a 95% interval
@@ -140,7 +147,7 @@ def tabulate_scores(evaluations: Sequence[ComparedEvaluation], differences: Mapp
     head = ["task", "length or metric", *columns]
     head += [f"{name} - {evaluations[0].name}" for name in differences]
     rows = []
-    for place in dict.fromkeys(place for cells in columns.values() for place in cells):
+    for place in dict.fromkeys(chain.from_iterable(columns.values())):
         _, length = place
         spec = ".1f" if length == OF_SETS or length.isdigit() else ".3f"
         scores = [format_estimate(*cells.get(place, _ABSENT), spec, ".0f") for cells in columns.values()]
@@ -160,8 +167,7 @@ def describe_evaluations(evaluations: Sequence[ComparedEvaluation]) -> list[str]
             differing = _differing_settings(baseline, other, names)
             if differing:
                 notes.append(f"{other.name} and {baseline.name} got different {given} ({', '.join(differing)}).")
-        codes = [each.questions[["task", "task_code"]].drop_duplicates() for each in (other, baseline)]
-        both = codes[0].merge(codes[1], on="task", suffixes=("", "_baseline"))
+        both = _list_task_codes(other).merge(_list_task_codes(baseline), on="task", suffixes=("", "_baseline"))
         changed = both["task"][both["task_code"] != both["task_code_baseline"]]
         if len(changed):
             notes.append(f"{other.name} and {baseline.name} ran different code of {', '.join(changed)}.")
@@ -176,13 +182,23 @@ def describe_evaluations(evaluations: Sequence[ComparedEvaluation]) -> list[str]
     return [*notes, *sorted(synthetic)]
 
 
+def _list_task_codes(evaluation: ComparedEvaluation) -> pd.DataFrame:
+    return evaluation.questions[["task", "task_code"]].drop_duplicates()
+
+
 def _explain_scores(evaluations: Sequence[ComparedEvaluation]) -> list[str]:
     baseline, *others = evaluations
-    are_own = [length.isdigit() for each in evaluations for _, length in each.cells]  # scores of longce's tasks
+    has_scores = False  # of longce's tasks
+    has_metrics = False
+    for _, length in chain.from_iterable(each.cells for each in evaluations):
+        if length.isdigit():
+            has_scores = True
+        else:
+            has_metrics = True
     notes = []
-    if any(are_own):
+    if has_scores:
         notes.append("Scores are in percent with 95% intervals.")
-    if not all(are_own):
+    if has_metrics:
         notes.append("Metrics of lm-evaluation-harness are as it computes them.")
     if any(subtract_scores(other, baseline) for other in others):
         notes.append("Differences are over the same questions.")
@@ -199,10 +215,11 @@ def draw_scores(evaluations: Sequence[ComparedEvaluation]) -> dict[str, str]:
     figures = {}
     for task, found in lengths.items():
         measured = sorted(found)
+        labels = list(map(short, measured))
         lines = []
         for each in evaluations:
             means = [each.cells.get((task, str(length)), _ABSENT)[0] for length in measured]
-            lines.append((each.name, [short(length) for length in measured], means))
+            lines.append((each.name, labels, means))
         if len(measured) > 1:
             figures[task] = curves_as_svg(lines, x="length (tokens)", y="score (%)")
     return figures

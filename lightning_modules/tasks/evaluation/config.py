@@ -101,7 +101,8 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         for name in ("tasks", "lengths"):
-            if isinstance(value := getattr(self, name), str) or not value:
+            value = getattr(self, name)
+            if isinstance(value, str) or not value:
                 raise ValueError(f"`{name}` must be a non-empty list, got {value!r}.")
         if self.fewshot_as_multiturn and not self.chat_template:
             raise ValueError("`fewshot_as_multiturn` needs turns: add `chat_template`, or remove it.")
@@ -135,13 +136,25 @@ class TaskConfig:
                 "`mode` 'key_tokens' must know the answer tokens, which tasks of lm-evaluation-harness do not mark:"
                 f" remove {', '.join(theirs)}, or choose another mode."
             )
-        unused = [*(() if ours else _LONGCE_OPTIONS), *(() if theirs else _HARNESS_OPTIONS)]
-        given = [f"`{each.name}`" for each in fields(self) if getattr(self, each.name) != each.default]
-        given = [name for name in given if name.strip("`") in unused]
+        unused: list[str] = []
+        if not ours:
+            unused += _LONGCE_OPTIONS
+        if not theirs:
+            unused += _HARNESS_OPTIONS
+        given = self._list_changed(unused)
         if ours and self.generation and (self.mode != "generate" or "until" in self.generation):
             given.append("`gen_kwargs`")
         if given:
             raise ValueError(f"None of these `tasks` reads {', '.join(given)}: {', '.join(self.tasks)}. Remove it.")
+
+    def _list_changed(self, options: Sequence[str]) -> list[str]:
+        """Return those of the options that differ from their default, in backticks."""
+        changed = []
+        for each in fields(self):
+            is_changed = getattr(self, each.name) != each.default
+            if is_changed and each.name in options:
+                changed.append(f"`{each.name}`")
+        return changed
 
 
 @dataclass(frozen=True)
@@ -186,8 +199,7 @@ class EvaluationConfig(TaskConfig, LoadingOptions):
             check_thresholds(self.alpha, self.beta)
             self.make_short_context().check_sequence(min(self.lengths))
             return
-        unread = [each for each in fields(self) if each.name in ("context_length", "stride", "alpha", "beta")]
-        given = [f"`{each.name}`" for each in unread if getattr(self, each.name) != each.default]
+        given = self._list_changed(("context_length", "stride", "alpha", "beta"))
         if given:
             raise ValueError(f"Only the mode 'key_tokens' reads {', '.join(given)}, and this is '{self.mode}'.")
 

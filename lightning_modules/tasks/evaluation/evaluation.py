@@ -127,13 +127,17 @@ def describe_setting(config: TaskConfig) -> Setting:
     """Return how questions are made and asked: other texts, for example, give other questions."""
     texts: dict[str, Any] = {}
     for name, path in config.sources.items():
-        texts[name] = None if path is None else _hash_texts(Path(path))
+        if path is None:
+            texts[name] = None
+        else:
+            texts[name] = _hash_texts(Path(path))
+    generation = config.generation
     return Setting(
         mode=config.mode,
         seed=config.seed,
         chat_template=config.chat_template,
         system_instruction=config.system_instruction,
-        gen_kwargs=json.dumps(config.generation, sort_keys=True) if config.generation else None,
+        gen_kwargs=json.dumps(generation, sort_keys=True) if generation else None,
         documents=config.documents,
         **texts,
     )
@@ -148,7 +152,8 @@ def _split_by_cell(keys: Sequence[Key]) -> Iterator[list[Key]]:
     for _, group in groupby(keys, key=lambda key: (key.task, key.length)):
         cell = list(group)
         size = max(1, min(QUESTIONS_AT_ONCE, TOKENS_AT_ONCE // cell[0].length))
-        yield from (cell[first : first + size] for first in range(0, len(cell), size))
+        for first in range(0, len(cell), size):
+            yield cell[first : first + size]
 
 
 def _hash_texts(path: Path) -> str:
@@ -191,8 +196,10 @@ class AnswerStore:
 
     def begin_file(self, rank: int, processes: int) -> None:
         """Begin the next file of a process, which is written again with each answer: it has few."""
-        files = (self.folder / f"{rank:05d}-of-{processes:05d}-{number:05d}.parquet" for number in itertools.count())
-        self._file = next(file for file in files if not file.exists())
+        for number in itertools.count():
+            self._file = self.folder / f"{rank:05d}-of-{processes:05d}-{number:05d}.parquet"
+            if not self._file.exists():
+                break
         self._answers = []
         # Another evaluation may have begun in the folder at the same time.
         for other in sorted(self.folder.glob("*.parquet"))[:1]:
@@ -200,7 +207,7 @@ class AnswerStore:
 
     def append(self, answers: Sequence[Answer]) -> None:
         """Add answers to the file that was begun, and flush it to disk."""
-        self._answers += [self.identify(answer) for answer in answers]
+        self._answers.extend(map(self.identify, answers))
         write_answers(self._file, self._answers)
 
     def identify(self, answer: Answer) -> Answer:

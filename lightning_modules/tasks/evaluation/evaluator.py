@@ -16,6 +16,7 @@ from lightning_modules.tasks.evaluation.answers import Answer, Setting
 from lightning_modules.utilities.statistics import (
     Interval,
     difference_interval,
+    in_percent,
     score_interval,
     weighted_mean_interval,
 )
@@ -84,10 +85,20 @@ def measure_evaluator(answers: Sequence[Answer]) -> dict[Cell, EvaluatorAccuracy
 
 def _measure_cell(answers: Sequence[Answer], asked: int) -> EvaluatorAccuracy:
     # Questions of one index share their text, with the answer at other depths, so they are not independent.
-    text = np.concatenate([np.full(len(each.response.is_answer), each.index) for each in answers])
-    is_answer = np.concatenate([each.response.is_answer for each in answers])
-    long = torch.cat([torch.tensor(each.response.long) for each in answers])
-    short = torch.cat([torch.tensor(each.response.short) for each in answers])
+    texts: list[int] = []
+    tokens_of_answers: list[bool] = []
+    long_scores: list[float] = []
+    short_scores: list[float] = []
+    for answer in answers:
+        response = answer.response
+        texts += [answer.index] * len(response.is_answer)
+        tokens_of_answers += response.is_answer
+        long_scores += response.long
+        short_scores += response.short
+    text = np.array(texts)
+    is_answer = np.array(tokens_of_answers)
+    long = torch.tensor(long_scores)
+    short = torch.tensor(short_scores)
     alpha = answers[0].setting.alpha
     beta = answers[0].setting.beta
     assert alpha is not None
@@ -166,6 +177,4 @@ def evaluator_table(measured: Mapping[str, Mapping[Cell, EvaluatorAccuracy]]) ->
 
 
 def _format_accuracy(accuracy: Accuracy) -> str:
-    interval = accuracy.interval
-    percent = None if interval is None else (100 * interval[0], 100 * interval[1])
-    return format_estimate(100 * accuracy.balanced, percent, ".1f", ".0f")
+    return format_estimate(100 * accuracy.balanced, in_percent(accuracy.interval), ".1f", ".0f")

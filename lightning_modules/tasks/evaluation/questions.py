@@ -36,23 +36,24 @@ def question_keys(tasks: Sequence[Task], lengths: Sequence[int], samples: int, d
     names = [task.name for task in tasks]
     if len(set(names)) < len(names):  # classes of the user, whose answers would be mixed up
         raise ValueError(f"Several `tasks` have the same name: {', '.join(names)}. Rename them.")
-    chosen = _space_depths(depths)
-    return [
-        Key(task.name, length, depth, index)
-        for task in tasks
-        for length in sorted(set(lengths))
-        for depth in (chosen if task.varies_depth else [None])
-        for index in range(samples)
-    ]
+    spaced = _space_depths(depths)
+    keys = []
+    for task in tasks:
+        chosen = spaced if task.varies_depth else [None]
+        for length in sorted(set(lengths)):
+            for depth in chosen:
+                keys += [Key(task.name, length, depth, index) for index in range(samples)]
+    return keys
 
 
 def make_questions(keys: Iterable[Key], tasks: Sequence[Task], prompter: Prompter, seed: int) -> list[Question]:
     """Generate questions; raise a ``ValueError`` if a length is too short for a task."""
     by_name = {task.name: task for task in tasks}
-    return [
-        Question(key, by_name[key.task].example(prompter, key.length, key.index, seed=seed, depth=key.depth))
-        for key in keys
-    ]
+    questions = []
+    for key in keys:
+        example = by_name[key.task].example(prompter, key.length, key.index, seed=seed, depth=key.depth)
+        questions.append(Question(key, example))
+    return questions
 
 
 def check_questions(
@@ -146,9 +147,9 @@ def put_questions(
         now = time.perf_counter()
         seconds = (now - last) / len(found)
         last = now
-        timed = {number: replace(answer, seconds=seconds) for number, answer in found.items()}
-        answers.update(timed)
-        done(list(timed.values()))
+        timed = [replace(answer, seconds=seconds) for answer in found.values()]
+        answers.update(zip(found, timed, strict=True))
+        done(timed)
 
     if mode == "generate":
         _generate_answers(backbone, prompter, questions, generation, take)
@@ -169,7 +170,11 @@ def _generate_answers(
 ) -> None:
     if not isinstance(backbone, Backbone):
         raise ValueError("A served model cannot generate answers: set `mode` to 'teacher_forced', or load the model.")
-    prompts = [prompter.encode(example.prompt, example.answer_prefix) for _, example in questions]
+    prompts = []
+    limits = []
+    for _, example in questions:
+        prompts.append(prompter.encode(example.prompt, example.answer_prefix))
+        limits.append(generation.get("max_gen_toks", example.max_new_tokens))
     end = prompter.tokenizer.eos_token_id  # it ends the turn of a chat, whatever the model's config specifies
 
     def finish(number: int, tokens: list[int]) -> None:
@@ -180,7 +185,7 @@ def _generate_answers(
     generate(
         backbone,
         prompts,
-        [generation.get("max_gen_toks", example.max_new_tokens) for _, example in questions],
+        limits,
         end_tokens=[] if end is None else [end],
         options=generation_options(generation),
         seed=generation.get("seed", 0),
@@ -224,11 +229,12 @@ def _force_answers(
     take: Take,
     short_context: ShortContext | None,
 ) -> None:
-    forced = [_force_question(prompter, question, short_context) for question in questions]
-    near = [
-        short_context is not None and _is_answer_near(prompter, *each, short_context)
-        for each in zip(questions, forced, strict=True)
-    ]
+    forced = []
+    near = []
+    for question in questions:
+        tokens = _force_question(prompter, question, short_context)
+        forced.append(tokens)
+        near.append(short_context is not None and _is_answer_near(prompter, question, tokens, short_context))
 
     def finish(scores: Mapping[int, AnswerScores]) -> None:
         found = {}

@@ -59,20 +59,25 @@ def write_task_report(folder: Path, answers: Sequence[Answer]) -> Summary:
     summary = summarize(answers)
     settings = answers[0].settings
     pictures = {name: as_svg(figure) for name, figure in figures(summary).items()}
-    blocks: list[Block] = [
-        *((EXPLANATION, _evaluator_table(summary, settings)) if summary.as_evaluator else ()),
-        "Scores in percent, with 95% intervals (Wilson; questions about one text count as dependent).",
-        score_table(summary)._replace(folded=False),
-        *([POSITION_NOTE, position_table(summary)] if summary.position_gaps else ()),
-        *_describe_summary(summary, settings),
-        *([Heading("Curves and maps")] if pictures else ()),
-        *(Picture(name, f"{_CAPTIONS[name]}{_describe_cells(name, summary)}") for name in pictures),
-    ]
+    blocks: list[Block] = []
+    if summary.as_evaluator:
+        blocks += [EXPLANATION, _evaluator_table(summary, settings)]
+    blocks.append("Scores in percent, with 95% intervals (Wilson; questions about one text count as dependent).")
+    blocks.append(score_table(summary)._replace(folded=False))
+    if summary.position_gaps:
+        blocks += [POSITION_NOTE, position_table(summary)]
+    blocks += _describe_summary(summary, settings)
+    if pictures:
+        blocks.append(Heading("Curves and maps"))
+    for name in pictures:
+        blocks.append(Picture(name, f"{_CAPTIONS[name]}{_describe_cells(name, summary)}"))
     if summary.perplexities:
         blocks += [Heading("Perplexity of answer tokens / of all other tokens"), perplexity_table(summary)]
     if summary.questions:
         blocks += [Heading("Some answers"), answer_table(answers)]
-    values = [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in settings.items()]
+    values = []
+    for name, value in settings.items():
+        values.append((name, value if isinstance(value, str) else json.dumps(value)))
     blocks += [Heading("Settings"), Table(("setting", "value"), values)]
     write_report(folder, f"Long-context tasks: {settings['model']}", blocks, pictures)
     return summary
@@ -102,17 +107,28 @@ def position_table(summary: Summary) -> Table:
 
 def perplexity_table(summary: Summary) -> Table:
     """Return a table of the perplexities of answer tokens and of all other tokens, by task and length."""
-    cells = {place: f"{answer:.4g} / {other:.4g}" for place, (answer, other) in summary.perplexities.items()}
-    together = {length: cell for (task, length), cell in cells.items() if task is None}
-    return _make_grid({place: cell for place, cell in cells.items() if place[0]}, "all", together)
+    cells = {}
+    together = {}
+    for (task, length), (answer, other) in summary.perplexities.items():
+        cell = f"{answer:.4g} / {other:.4g}"
+        if task is None:
+            together[length] = cell
+        else:
+            cells[task, length] = cell
+    return _make_grid(cells, "all", together)
 
 
 def _make_grid(cells: Mapping[Any, str], last: str, together: Mapping[Any, str]) -> Table:
-    tasks = list(dict.fromkeys(task for task, _ in cells))
     lengths = sorted({length for _, length in cells})
-    rows = [[task, *(cells.get((task, length), "") for length in lengths)] for task in tasks]
-    together_row = [last, *(together.get(length, "") for length in lengths)]
-    return Table(["task", *map(short, lengths)], [*rows, together_row] if len(tasks) > 1 else rows)
+    by_task: dict[str, dict[Any, str]] = {}
+    for (task, length), cell in cells.items():
+        by_task.setdefault(task, {})[length] = cell
+    rows = []
+    for task, by_length in by_task.items():
+        rows.append([task, *(by_length.get(length, "") for length in lengths)])
+    if len(by_task) > 1:
+        rows.append([last, *(together.get(length, "") for length in lengths)])
+    return Table(["task", *map(short, lengths)], rows)
 
 
 def as_text(summary: Summary, settings: Mapping[str, Any]) -> str:
@@ -134,7 +150,10 @@ def _evaluator_table(summary: Summary, settings: Mapping[str, Any]) -> Table:
 def describe_synthetic_text(tasks: Set[str], settings: Mapping[str, Any]) -> list[str]:
     """Describe which scores are not those of the original tasks, because their text is synthetic."""
     sentences = []
-    if settings.get("haystack") is None and (essays := sorted(filter(is_in_essays, tasks))):
+    essays: list[str] = []
+    if settings.get("haystack") is None:
+        essays = sorted(filter(is_in_essays, tasks))
+    if essays:
         sentences.append(
             f"The text around the needles of {', '.join(essays)} is synthetic: these are not scores of RULER or"
             " Needle-in-a-Haystack, which use essays. Pass a folder of essays by `--haystack`."
@@ -150,17 +169,19 @@ def describe_synthetic_text(tasks: Set[str], settings: Mapping[str, Any]) -> lis
 
 def _describe_summary(summary: Summary, settings: Mapping[str, Any]) -> list[str]:
     provenance = Provenance.read(settings)
-    sentences = [f"Model: {settings['model']} ({provenance})."] if provenance else []
+    sentences = []
+    if provenance:
+        sentences.append(f"Model: {settings['model']} ({provenance}).")
     sentences += describe_synthetic_text({task for task, _ in summary.scores}, settings)
     if summary.missing:
         sentences.append(f"{summary.missing} questions have no result yet: run the same command to ask them.")
     effective = summary.effective_length
     if effective is not None:
-        length, *ends = ("none of these lengths" if each is None else f"{each:,}" for each in effective)
-        between = f"{length} tokens" if effective.length else length
+        length, low, high = map(_format_effective, effective)
+        unit = " tokens" if effective.length else ""
         sentences.append(
-            f"Effective length, the longest whose average exceeds {RULER_THRESHOLD}: {between}"
-            f" (95% interval: {ends[0]} to {ends[1]})."
+            f"Effective length, the longest whose average exceeds {RULER_THRESHOLD}: {length}{unit}"
+            f" (95% interval: {low} to {high})."
         )
     if summary.averages:
         sentences.append(
@@ -176,19 +197,26 @@ def _describe_summary(summary: Summary, settings: Mapping[str, Any]) -> list[str
     return [*sentences, f"{summary.questions:,} questions in {summary.seconds:,.0f} s, summed over all processes."]
 
 
+def _format_effective(length: int | None) -> str:
+    if length is None:
+        return "none of these lengths"
+    return f"{length:,}"
+
+
 def answer_table(answers: Sequence[Answer], count: int = 8) -> Table:
     """Return some of the model's answers, wrong ones first; under teacher forcing, the likeliest tokens instead."""
     given = [answer for answer in answers if not math.isnan(answer.score)]
     ordered = sorted(given, key=lambda answer: answer.score)
     chosen = ordered[:: max(1, len(ordered) // count)][:count]
     generated = all(answer.answer_nll is None for answer in chosen)
+    last_column = "answer" if generated else "likeliest tokens"
     rows = []
     for answer in chosen:
         depth = "" if answer.depth is None else f"{answer.depth:.2f}"
         right = _format_line(", ".join(answer.right_answers))
         score = f"{100 * answer.score:.0f}"
         rows.append((answer.task, short(answer.length), depth, score, right, _format_line(answer.prediction)))
-    return Table(("task", "length", "depth", "score (%)", "right", "answer" if generated else "likeliest tokens"), rows)
+    return Table(("task", "length", "depth", "score (%)", "right", last_column), rows)
 
 
 def _format_line(text: str, maximum: int = 160) -> str:
@@ -196,7 +224,9 @@ def _format_line(text: str, maximum: int = 160) -> str:
     line = " ".join(text.split()).replace("`", "'")
     if not line:
         return "(only white space)" if text else "(nothing)"
-    return f"`{line[:maximum]}{'..' if len(line) > maximum else ''}`"
+    if len(line) > maximum:
+        line = f"{line[:maximum]}.."
+    return f"`{line}`"
 
 
 @matplotlib.rc_context(STYLE)
@@ -209,7 +239,8 @@ def figures(summary: Summary) -> dict[str, Figure]:
     if summary.heat_maps:
         name, matrix = next(iter(summary.heat_maps.items()))
         if name in drawn:
-            found["heat_map"] = heat_maps({"all tasks with a depth" if name == "all" else name: drawn.pop(name)})
+            title = "all tasks with a depth" if name == "all" else name
+            found["heat_map"] = heat_maps({title: drawn.pop(name)})
         found["depths"] = position_curves(matrix)
     if drawn:
         found["heat_maps"] = heat_maps(drawn)
@@ -233,27 +264,36 @@ def _describe_cells(name: str, summary: Summary) -> str:
     if not shown:
         return ""
     counts = np.concatenate([matrix.questions[matrix.questions > 0] for matrix in shown])
-    between = f"{counts.min()}" if counts.min() == counts.max() else f"{counts.min()} to {counts.max()}"
-    empty = f" Cells of fewer than {MIN_QUESTIONS} are empty." if counts.min() < MIN_QUESTIONS else ""
-    return f" A cell has {between} questions.{empty}"
+    least = counts.min()
+    most = counts.max()
+    number = f"{least}" if least == most else f"{least} to {most}"
+    sentence = f" A cell has {number} questions."
+    if least < MIN_QUESTIONS:
+        sentence += f" Cells of fewer than {MIN_QUESTIONS} are empty."
+    return sentence
 
 
 def score_by_length(scores: Mapping[tuple[str, int], Score], averages: Mapping[int, float], *, ruler: bool) -> Figure:
     """Draw a line for each task, a thick line for their average, and for ``ruler``'s tasks their threshold."""
-    tasks = list(dict.fromkeys(task for task, _ in scores))
+    by_task: dict[str, dict[int, Score]] = {}
+    for (task, length), score in scores.items():
+        by_task.setdefault(task, {})[length] = score
     width, height = PANEL
-    figure = Figure(figsize=(width, height + 0.09 * len(tasks)), layout="constrained")
+    figure = Figure(figsize=(width, height + 0.09 * len(by_task)), layout="constrained")
     axis = figure.subplots()
     looks = zip(cycle("osD^vP*"), cycle(COLORS), strict=False)
-    for task, (marker, color) in zip(tasks, looks, strict=False):
-        points = sorted((length, score) for (name, length), score in scores.items() if name == task)
-        lengths = [length for length, _ in points]
-        means = [score.mean for _, score in points]
+    for (task, by_length), (marker, color) in zip(by_task.items(), looks, strict=False):
+        lengths = sorted(by_length)
+        means = []
+        ends = []
+        for length in lengths:
+            score = by_length[length]
+            means.append(score.mean)
+            ends.append(score.interval or (score.mean, score.mean))
         axis.plot(lengths, means, color=color, lw=1, marker=marker, markersize=3, label=task)
-        if len(tasks) <= _BARS:
-            ends = np.array([score.interval or (score.mean, score.mean) for _, score in points])
-            axis.vlines(lengths, *ends.T, color=color, lw=0.8)
-    if len(tasks) > 1:
+        if len(by_task) <= _BARS:
+            axis.vlines(lengths, *np.array(ends).T, color=color, lw=0.8)
+    if len(by_task) > 1:
         axis.plot(list(averages), list(averages.values()), "o-", color=INK, lw=2.5, markersize=5, label="average")
     if ruler:
         axis.axhline(RULER_THRESHOLD, color=COLORS[-1], ls=":", lw=1, label=f"RULER's threshold, {RULER_THRESHOLD}")
@@ -271,7 +311,9 @@ def heat_maps(matrices: Mapping[str, Matrix]) -> Figure:
     single = len(matrices) == 1
     columns = min(_COLUMNS, len(matrices))
     rows = -(-len(matrices) // columns)
-    height = 1.4 + 0.15 * max(len(matrix.depths) for matrix in matrices.values()) if single else 1.5 * rows + 0.6
+    height = 1.5 * rows + 0.6
+    if single:
+        height = 1.4 + 0.15 * max(len(matrix.depths) for matrix in matrices.values())
     figure = Figure(figsize=(PANEL[0], height), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat[len(matrices) :]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -14,7 +14,13 @@ from lightning_modules.tasks.evaluation.evaluator import EvaluatorAccuracy, meas
 from lightning_modules.tasks.evaluation.positions import PositionGap, position_gaps
 from lightning_modules.tasks.evaluation.questions import even_depths
 from lightning_modules.tasks.questions.registry import GROUPS
-from lightning_modules.utilities.statistics import Interval, mean_interval, questions_needed, score_interval
+from lightning_modules.utilities.statistics import (
+    Interval,
+    in_percent,
+    mean_interval,
+    questions_needed,
+    score_interval,
+)
 
 RULER_THRESHOLD = 85.6
 """Score of Llama-2-7B (chat) at 4,096 tokens, averaged over RULER's 13 tasks (https://arxiv.org/abs/2404.06654)."""
@@ -97,15 +103,20 @@ class Summary:
 
     def logged(self) -> dict[str, float]:
         """Return the values to log, by their names after ``tasks/``; options of tasks are written with underscores."""
-        values = {f"{_log_name(task)}/{length}": score.mean for (task, length), score in self.scores.items()}
-        values |= {f"average/{length}": average for length, average in self.averages.items()}
+        values = {}
+        for (task, length), score in self.scores.items():
+            values[f"{_log_name(task)}/{length}"] = score.mean
+        for length, average in self.averages.items():
+            values[f"average/{length}"] = average
         if self.averages:
             values |= {"weighted_inc": self.weighted_inc, "weighted_dec": self.weighted_dec}
         if self.effective_length is not None:
             values["effective_length"] = float(self.effective_length.length or 0)
-        for (task, length), found in self.perplexities.items():
-            ending = "" if length is None else f"/{length}"
-            values |= {f"{name}{ending}": value for name, value in found._asdict().items() if task is None}
+        for (of_task, of_length), found in self.perplexities.items():
+            if of_task is None:
+                ending = "" if of_length is None else f"/{of_length}"
+                values[f"answer_perplexity{ending}"] = found.answer_perplexity
+                values[f"other_perplexity{ending}"] = found.other_perplexity
         return values
 
     def cells(self) -> Cells:
@@ -135,27 +146,38 @@ def summarize(answers: Sequence[Answer]) -> Summary:
     # Depths that were asked for are the same at all lengths; true depths are those that whole sentences allow.
     table["depth"] = table["asked_depth"].astype(float).fillna(table["depth"].astype(float))
     asked = sorted(table["asked_depth"].dropna().unique())
-    bins = len(asked) if len(asked) > 1 and asked == even_depths(len(asked)) else BINS
-    together = table[table["asked_depth"].notna()] if asked else table
+    bins = BINS
+    if len(asked) > 1 and asked == even_depths(len(asked)):
+        bins = len(asked)
     with_depth = table[table["depth"].notna()]
-    heat_maps = {task: depth_matrix(rows, bins=bins) for task, rows in with_depth.groupby("task", sort=False)}
-    if len(heat_maps) > 1:
-        heat_maps = {"all": depth_matrix(together, bins=bins), **heat_maps}
+    heat_maps = {}
+    if with_depth["task"].nunique() > 1:
+        together = table[table["asked_depth"].notna()] if asked else table
+        heat_maps["all"] = depth_matrix(together, bins=bins)
+    for task, rows in with_depth.groupby("task", sort=False):
+        heat_maps[task] = depth_matrix(rows, bins=bins)
     scores = mean_scores(table)
     averages = length_averages(table)
     intervals = {length: _average_interval(scores, length) for length in averages}
     forced = table[table["answer_nll"].notna() | (table["answer_tokens"] > 0)]
-    rows_by_place: dict[Any, pd.DataFrame] = {(None, None): forced} if len(forced) else {}
-    rows_by_place |= {(None, length): rows for length, rows in forced.groupby("length", sort=False)}
-    rows_by_place |= dict(iter(forced.groupby(["task", "length"], sort=False)))
+    perplexities: dict[tuple[str | None, int | None], Perplexities] = {}
+    if len(forced):
+        perplexities[None, None] = _compute_perplexities(forced)
+    for length, rows in forced.groupby("length", sort=False):
+        perplexities[None, length] = _compute_perplexities(rows)
+    for place, rows in forced.groupby(["task", "length"], sort=False):
+        perplexities[place] = _compute_perplexities(rows)
+    ruler_length = None
+    if set(table["task"]) == set(GROUPS["ruler"]):
+        ruler_length = _ruler_length(averages, intervals)
     return Summary(
         scores=scores,
         averages=averages,
         average_intervals=intervals,
-        effective_length=_ruler_length(averages, intervals) if set(table["task"]) == set(GROUPS["ruler"]) else None,
+        effective_length=ruler_length,
         weighted_inc=weighted_average(averages, increasing=True),
         weighted_dec=weighted_average(averages, increasing=False),
-        perplexities={place: _compute_perplexities(rows) for place, rows in rows_by_place.items()},
+        perplexities=perplexities,
         heat_maps=heat_maps,
         as_evaluator=measure_evaluator(answers),
         position_gaps=position_gaps(table),
@@ -192,8 +214,12 @@ def weighted_average(averages: Mapping[int, float], *, increasing: bool) -> floa
 
 def suggest_questions(scores: Mapping[tuple[str, int], Score], *, points: float = 5.0) -> int | None:
     """Return how many questions of a task and length make every interval as narrow as ``points`` to each side."""
-    known = [questions_needed(score.interval, score.questions, points) for score in scores.values() if score.interval]
-    return max(known, default=None)
+    needed = []
+    for score in scores.values():
+        if score.interval is None:
+            continue
+        needed.append(questions_needed(score.interval, score.questions, points))
+    return max(needed, default=None)
 
 
 def depth_matrix(table: pd.DataFrame, *, bins: int = BINS) -> Matrix:
@@ -224,13 +250,17 @@ def _mean_score(rows: pd.DataFrame) -> Score:
     # Each task has its own texts. The pairs are numbered, because numpy cannot sort pairs.
     texts = pd.MultiIndex.from_frame(rows[["task", "index"]]).factorize()[0].tolist()
     interval = score_interval(rows["score"], texts)
-    percent = None if interval is None else (100 * interval[0], 100 * interval[1])
-    return Score(100 * float(rows["score"].mean()), percent, len(rows))
+    return Score(100 * float(rows["score"].mean()), in_percent(interval), len(rows))
 
 
 def _average_interval(scores: Mapping[tuple[str, int], Score], length: int) -> Interval | None:
-    at_length = [score for (_, other), score in scores.items() if other == length]
-    return mean_interval([score.mean for score in at_length], [score.interval for score in at_length])
+    means = []
+    intervals = []
+    for (_, other), score in scores.items():
+        if other == length:
+            means.append(score.mean)
+            intervals.append(score.interval)
+    return mean_interval(means, intervals)
 
 
 def _ruler_length(averages: Mapping[int, float], intervals: Mapping[int, Interval | None]) -> EffectiveLength:

@@ -11,8 +11,14 @@ def split_tasks(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
     A name that both have, such as RULER's tasks, is longce's: it supports any length, and training.
     """
-    paths = {name for name in names if "." in name and not name.endswith((".yaml", ".yml"))}
-    theirs = [name for name in names if not is_known(name) and name not in paths]
+    ours = []
+    theirs = []
+    for name in names:
+        is_import_path = "." in name and not name.endswith((".yaml", ".yml"))
+        if is_known(name) or is_import_path:
+            ours.append(name)
+        else:
+            theirs.append(name)
     if theirs and importlib.util.find_spec("lm_eval") is None:
         try:
             check_names(theirs)
@@ -20,4 +26,4 @@ def split_tasks(names: Sequence[str]) -> tuple[list[str], list[str]]:
             raise ValueError(
                 f"{error} Tasks of lm-evaluation-harness need the extra `eval`: pip install -e '.[eval]'."
             ) from None
-    return [name for name in names if name not in theirs], list(dict.fromkeys(theirs))
+    return ours, list(dict.fromkeys(theirs))

@@ -79,13 +79,14 @@ class HarnessEvaluation:
             log.info("Tasks of the harness: %s", name)
             found = evaluate_tasks(model, self.loaded[name], bootstrap_iters=1000)
             samples = found.pop("samples")
-            for task, of_task in samples.items() if self.config.log_samples else ():
-                self._tracker.save_results_samples(task, of_task)
+            if self.config.log_samples:
+                for task, of_task in samples.items():
+                    self._tracker.save_results_samples(task, of_task)
             write_json(self._path(name), {**found, "settings": self._settings_of(name)})
 
     def report(self) -> str:
         """Write ``results_TIME.json`` with all results so far, and return their table."""
-        stored = [found for name in self.names if (found := self._read(name)) is not None]
+        stored = [found for found in map(self._read, self.names) if found is not None]
         results = merge_results(stored)
         truncated = sum(found["truncated"] for found in stored)
         self._write(results, truncated)

@@ -126,14 +126,14 @@ class HarnessModel(HFLM):
         with lockstep(self.backbone):
             answers = answer(own, disable_tqdm=True) if own else []
         digest = hashlib.sha256(repr([request.args for request in requests]).encode()).hexdigest()
-        found = gathered((digest, answers, self.truncated - before))
-        if len({other for other, _, _ in found}) > 1:
+        digests, all_answers, truncated = zip(*gathered((digest, answers, self.truncated - before)), strict=True)
+        if len(set(digests)) > 1:
             raise ValueError(
                 "Processes have loaded different questions of the same task: its data differs between machines, or its"
                 " code draws questions without a seed. Use the same data on all machines."
             )
-        self.truncated = before + sum(truncated for _, _, truncated in found)
-        of_rank = [iter(answers) for _, answers, _ in found]
+        self.truncated = before + sum(truncated)
+        of_rank = list(map(iter, all_answers))
         return [next(of_rank[owner]) for owner in owners]
 
     def _score_texts(self, requests: list[Instance], disable_tqdm: bool) -> list[float]:
@@ -168,16 +168,22 @@ class HarnessModel(HFLM):
             starts.append(len(context))
             rows.setdefault((*context, *continuation[:-1]), []).append(index)
         texts = list(rows)
+        lengths = list(map(len, texts))
         found: dict[int, tuple[float, bool]] = {}
         with torch.no_grad(), no_autocast_cache(), eval_mode(backbone), lockstep(backbone) as run:
-            for group in group_rows([len(text) for text in texts], backbone.tokens_per_pass, backbone):
-                members = [(row, index) for row, text in enumerate(group) for index in rows[texts[text]]]
-                asked = [(row, starts[index], requests[index][2]) for row, index in members]
-                score = partial(_score_pass, backbone, [texts[text] for text in group], asked)
+            for group in group_rows(lengths, backbone.tokens_per_pass, backbone):
+                group_texts = [texts[number] for number in group]
+                members: list[int] = []
+                asked: list[_Continuation] = []
+                for row, text in enumerate(group_texts):
+                    for index in rows[text]:
+                        members.append(index)
+                        asked.append(_Continuation(row, starts[index], requests[index][2]))
+                score = partial(_score_pass, backbone, group_texts, asked)
                 log_likelihoods, is_likeliest = run(backbone.unsharded, score)
-                sizes = [len(continuation) for _, _, continuation in asked]
-                parts = zip(log_likelihoods.split(sizes), is_likeliest.split(sizes), strict=True)
-                for (_, index), (values, likeliest) in zip(members, parts, strict=True):
+                sizes = [len(continuation.tokens) for continuation in asked]
+                parts = zip(members, log_likelihoods.split(sizes), is_likeliest.split(sizes), strict=True)
+                for index, values, likeliest in parts:
                     found[index] = (math.fsum(values.tolist()), bool(likeliest.all()))
         return [found[index] for index in range(len(requests))]
 
@@ -201,18 +207,27 @@ class HarnessModel(HFLM):
         return torch.tensor([[*prompt, *new]])
 
 
-def _score_pass(
-    backbone: Backbone, texts: Sequence[Sequence[int]], asked: Sequence[tuple[int, int, list[int]]]
-) -> tuple[Tensor, Tensor]:
-    """Return ``[N]`` log-likelihoods of the continuations' tokens, and whether each is the largest.
+class _Continuation(NamedTuple):
+    """Tokens that continue the text of a row, and where in the row they start."""
 
-    ``asked`` has for each continuation its row, its start and its tokens.
-    """
+    row: int
+    start: int
+    tokens: list[int]
+
+
+def _score_pass(
+    backbone: Backbone, texts: Sequence[Sequence[int]], asked: Sequence[_Continuation]
+) -> tuple[Tensor, Tensor]:
+    """Return ``[N]`` log-likelihoods of the continuations' tokens, and whether each is the largest."""
     batch = padded_rows(texts, backbone.device)
     backbone.check_batch(batch)
     hidden_states = backbone.hidden_states(batch)
-    # The preceding position predicts a token.
-    predicting = [hidden_states[row, start - 1 :][: len(tokens)] for row, start, tokens in asked]
-    targets = torch.tensor([token for _, _, tokens in asked for token in tokens], dtype=torch.int64)
-    log_likelihoods, is_likeliest = greedy_targets(torch.cat(predicting), backbone.head, targets.to(backbone.device))
+    predicting: list[Tensor] = []
+    tokens: list[int] = []
+    for continuation in asked:
+        first = continuation.start - 1  # the preceding position predicts a token
+        predicting.append(hidden_states[continuation.row, first : first + len(continuation.tokens)])
+        tokens += continuation.tokens
+    targets = torch.tensor(tokens, dtype=torch.int64, device=backbone.device)
+    log_likelihoods, is_likeliest = greedy_targets(torch.cat(predicting), backbone.head, targets)
     return log_likelihoods.cpu(), is_likeliest.cpu()

@@ -35,19 +35,25 @@ _SHORT = {
     "CommonsenseQA": ("commonsense_qa", "acc,none"),
 }
 
-SETS = {
-    "short": TaskSet(
-        tasks=tuple(task for task, _ in _SHORT.values()),
-        folders=("mmlu/default", "arc", "race", "bbh/cot_fewshot", "truthfulqa", "commonsense_qa"),
-        scores={name: [metric] for name, metric in _SHORT.items()},
-    ),
-    "longbench": TaskSet(
-        tasks=tuple(f"longbench_{name}" for names in _LONGBENCH.values() for name in names),
-        folders=("longbench",),
-        scores={kind: [(f"longbench_{name}", "score,none") for name in names] for kind, names in _LONGBENCH.items()}
-        | {"LongBench": list(_LONGBENCH)},
-    ),
-}
+
+def _make_short_set() -> TaskSet:
+    folders = ("mmlu/default", "arc", "race", "bbh/cot_fewshot", "truthfulqa", "commonsense_qa")
+    tasks = tuple(task for task, _ in _SHORT.values())
+    return TaskSet(tasks, folders, scores={name: [metric] for name, metric in _SHORT.items()})
+
+
+def _make_longbench_set() -> TaskSet:
+    tasks: list[str] = []
+    scores: dict[str, Any] = {}
+    for category, names in _LONGBENCH.items():
+        members = [f"longbench_{name}" for name in names]
+        tasks += members
+        scores[category] = [(task, "score,none") for task in members]
+    scores["LongBench"] = list(_LONGBENCH)
+    return TaskSet(tuple(tasks), ("longbench",), scores)
+
+
+SETS = {"short": _make_short_set(), "longbench": _make_longbench_set()}
 """Sets of tasks, with scores named as in the tables of Fang et al. (2025).
 
 ``short`` has the six tasks of Table 10. The paper does not report the number of examples in the prompt or the metric;
@@ -80,24 +86,42 @@ def summarize_results(results: Mapping[str, Any], words: Sequence[str]) -> dict[
         for key, value in metrics.items():
             values[name, key] = value
     for word in words:
-        for score, parts in SETS[word].scores.items() if word in SETS else ():
-            if all(part in values for part in parts):
-                values[score] = fmean(values[part] for part in parts)
-                content["scores"][score] = 100 * values[score]
+        if word in SETS:
+            content["scores"] |= _score_set(SETS[word], values)
     return content
+
+
+def _score_set(tasks: TaskSet, values: dict[Any, float]) -> dict[str, float]:
+    """Return the scores in percent whose metrics are known, and add them to the values, from 0 to 1."""
+    scores = {}
+    for score, parts in tasks.scores.items():
+        if all(part in values for part in parts):
+            values[score] = fmean(values[part] for part in parts)
+            scores[score] = 100 * values[score]
+    return scores
 
 
 def _keep_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers among the harness's metrics, without RULER's -1 for lengths that were not measured."""
-    numbers = {key: float(value) for key, value in metrics.items() if "," in key and isinstance(value, int | float)}
-    return {key: value for key, value in numbers.items() if value != -1 or not key.partition(",")[0].isdigit()}
+    numbers = {}
+    for key, value in metrics.items():
+        metric, comma, _ = key.partition(",")
+        is_number = bool(comma) and isinstance(value, int | float)
+        if is_number and not (metric.isdigit() and value == -1):
+            numbers[key] = float(value)
+    return numbers
+
+
+def list_metrics(content: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the metrics of tasks, then those of groups, by name."""
+    metrics = {name: task["metrics"] for name, task in content["tasks"].items()}
+    return metrics | content["groups"]
 
 
 def format_results(content: Mapping[str, Any]) -> str:
     """Format results as text: a row per metric with its standard error, then the scores of sets in percent."""
     rows = []
-    metrics_by_name = {name: task["metrics"] for name, task in content["tasks"].items()} | content["groups"]
-    for name, metrics in metrics_by_name.items():
+    for name, metrics in list_metrics(content).items():
         task = content["tasks"].get(name, {"questions": "", "num_fewshot": ""})
         for key, value in metrics.items():
             metric, _, kept = key.partition(",")

@@ -34,7 +34,9 @@ def find_names(words: Sequence[str], include_path: str | None = None) -> tuple[T
             folders += [str(_ROOT / folder) for folder in SETS[word].folders]
         else:
             names.append(word)
-    own = [str(Path(include_path).expanduser())] if include_path is not None else []
+    own = []
+    if include_path is not None:
+        own.append(str(Path(include_path).expanduser()))
     # Index as few folders as possible, because indexing all of them is slow.
     manager = TaskManager(include_path=[*folders, *own], include_defaults=False)
     if not all(_is_known(manager, name) for name in names):

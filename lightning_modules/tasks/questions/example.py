@@ -58,12 +58,15 @@ class Example:
             return float(rouge_score(" ".join(words), self.answers[0], rouge_keys="rougeL")["rougeL_fmeasure"])
         if self.match == "first_word":
             word = (prediction.split() or [""])[0]
-            return float(word.strip(".,;:!?\"'").lower() in {answer.lower() for answer in self.answers})
+            return float(word.strip(".,;:!?\"'").lower() in map(str.lower, self.answers))
         if self.match == "subspan":
             return float(contains_answer(prediction.split("\n")[0], self.answers))
         # As in RULER's post-processing, a control character is a line break.
-        found = [answer.lower() in re.sub(r"[\x00-\x1f]", "\n", prediction).lower() for answer in self.answers]
-        return float(any(found)) if self.match == "any" else sum(found) / len(found)
+        text = re.sub(r"[\x00-\x1f]", "\n", prediction).lower()
+        found = [answer.lower() in text for answer in self.answers]
+        if self.match == "any":
+            return float(any(found))
+        return sum(found) / len(found)
 
 
 def contains_answer(text: str, answers: Iterable[str]) -> bool:

@@ -92,8 +92,13 @@ def split_sentences(text: str) -> list[str]:
             sentences.append(line[begin : end.end()].rstrip())
             begin = end.end()
         sentences.append(line[begin:].rstrip())
-    wrapped = (textwrap.wrap(s, LONGEST_SENTENCE) if len(s) > LONGEST_SENTENCE else [s] for s in sentences if s)
-    return [part for parts in wrapped for part in parts]
+    pieces = []
+    for sentence in filter(None, sentences):
+        if len(sentence) > LONGEST_SENTENCE:
+            pieces += textwrap.wrap(sentence, LONGEST_SENTENCE)
+        else:
+            pieces.append(sentence)
+    return pieces
 
 
 _SAW = (

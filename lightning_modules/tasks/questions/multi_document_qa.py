@@ -65,7 +65,9 @@ class MultiDocumentQA(FittedTask):
         question = choose_question(self.questions, asked.index, asked.seed)
         depth = rng.random() if asked.depth is None else asked.depth
         shelf = _Shelf(question, self._other_passages(rng), rng.getrandbits(64))
-        wanted = f"{asked.length} tokens of passages" if self.documents is None else f"{self.documents} passages"
+        wanted = f"{self.documents} passages"
+        if self.documents is None:
+            wanted = f"{asked.length} tokens of passages"
         too_few = (
             f"{self.path} has too few passages without the answer to '{question.text}': '{self.name}' cannot have"
             f" {wanted}. Reduce them, or use a larger file."
@@ -87,7 +89,7 @@ class MultiDocumentQA(FittedTask):
         if not self.questions:
             return synthetic_lives(rng)
         others = rng.sample(self.questions, len(self.questions))
-        return (passage for question in others for passage in (question.gold, *question.distractors))
+        return itertools.chain.from_iterable((question.gold, *question.distractors) for question in others)
 
 
 class ReferenceQA(FittedTask):
@@ -152,12 +154,15 @@ class _Shelf:
 
 def search_prompt(passages: Sequence[Passage], question: str, query: Query) -> str:
     """Return passages as search results, and the question about them."""
-    results = "\n".join(
-        f"Document [{number}](Title: {title}) {text}" for number, (title, text) in enumerate(passages, 1)
-    )
-    before = "" if query == "after" else f"Question: {question}\n\n"
-    after = "" if query == "before" else f"Question: {question}\n"
-    return f"{_INSTRUCTION}\n\n{before}{results}\n\n{after}Answer:"
+    prompt = f"{_INSTRUCTION}\n\n"
+    if query != "after":
+        prompt += f"Question: {question}\n\n"
+    for number, (title, text) in enumerate(passages, 1):
+        prompt += f"Document [{number}](Title: {title}) {text}\n"
+    prompt += "\n"
+    if query != "before":
+        prompt += f"Question: {question}\n"
+    return f"{prompt}Answer:"
 
 
 def synthetic_question(rng: random.Random) -> OpenQuestion:
@@ -180,7 +185,7 @@ def synthetic_lives(rng: random.Random) -> Iterator[Passage]:
 
 def _write_life(words: list[str], rng: random.Random) -> tuple[Passage, tuple[str, str, str]]:
     """Write a biography of about 70 words, and return it with its answers: the town, the ship and the teacher."""
-    first, last, town, ship, teacher = (word.capitalize() for word in words)
+    first, last, town, ship, teacher = map(str.capitalize, words)
     born = rng.randint(1500, 1850)
     trade = rng.choice(_TRADES)
     text = (
@@ -195,4 +200,5 @@ def _write_life(words: list[str], rng: random.Random) -> tuple[Passage, tuple[st
 
 def _draw_thing(rng: random.Random) -> str:
     adjective = rng.choice(ADJECTIVES)
-    return f"{'an' if adjective[0] in 'aeiou' else 'a'} {adjective} {rng.choice(NOUNS)}"
+    article = "an" if adjective[0] in "aeiou" else "a"
+    return f"{article} {adjective} {rng.choice(NOUNS)}"

@@ -74,8 +74,10 @@ def configure(name: str) -> tuple[str, dict[str, Any]]:
     elif setting["kind"] == "chains":
         answers = setting["hops"] + 1
     setting["max_new_tokens"] = max(setting["max_new_tokens"], answers * setting.get("tokens_per_answer", 0))
+    if not changed:
+        return base, setting
     listed = ",".join(f"{option}={str(value).removesuffix('.0')}" for option, value in changed.items())
-    return (f"{base}({listed})" if changed else base), setting
+    return f"{base}({listed})", setting
 
 
 def _read_options(name: str, text: str, known: list[str]) -> dict[str, Any]:
@@ -85,7 +87,7 @@ def _read_options(name: str, text: str, known: list[str]) -> dict[str, Any]:
         raise ValueError(f"The task '{base}' has no options: remove those of '{name}'.")
     found: dict[str, Any] = {}
     for part in text.removesuffix(")").split(","):
-        option, equals, value = (piece.strip() for piece in part.partition("="))
+        option, equals, value = map(str.strip, part.partition("="))
         if not (text.endswith(")") and option and equals and value):
             raise ValueError(f"The options of '{name}' cannot be read: write '{base}({known[0]}=VALUE,..)'.")
         if option not in known:
@@ -98,10 +100,13 @@ def _read_options(name: str, text: str, known: list[str]) -> dict[str, Any]:
 
 def _check_value(name: str, option: str, value: Any, allowed: Range | tuple[str, ...]) -> Any:
     if isinstance(allowed, Range):
-        kinds = (int,) if allowed.kind is int else (int, float)
+        kinds: tuple[type, ...] = (int, float)
+        noun = "a number"
+        if allowed.kind is int:
+            kinds = (int,)
+            noun = "an integer"
         if type(value) in kinds and allowed.low <= value <= allowed.high:  # not a bool, which is an int
             return allowed.kind(value)
-        noun = "an integer" if allowed.kind is int else "a number"
         remedy = f"{noun} from {allowed.low} to {allowed.high}"
     else:
         if value in allowed:

@@ -24,8 +24,10 @@ class ForcedAnswer(NamedTuple):
     @property
     def is_answer(self) -> tuple[bool, ...]:
         """Whether each token of the response belongs to an answer."""
-        response = range(self.response_start, len(self.input_ids))
-        return tuple(any(first <= token < stop for first, stop in self.spans) for token in response)
+        marks = [False] * len(self.input_ids)
+        for first, stop in self.spans:
+            marks[first:stop] = [True] * (stop - first)
+        return tuple(marks[self.response_start :])
 
 
 class Prompter:
@@ -79,7 +81,7 @@ class Prompter:
         text = self.text(prompt, answer_prefix)
         ids, offsets, _ = self._encode_text(text + target)
         # A tokenizer may join the last character of the question with the first of the answer.
-        start = next((i for i, (a, b) in enumerate(zip(asked, ids, strict=False)) if a != b), min(len(asked), len(ids)))
+        start = _count_shared(asked, ids)
         spans = []
         stop = len(text)
         for answer in answers:
@@ -96,3 +98,13 @@ class Prompter:
 
     def _encode_text(self, text: str) -> EncodedText:
         return encode_text(text, self.tokenizer, name="question", add_special_tokens=self.add_special_tokens)
+
+
+def _count_shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of tokens with which both texts begin."""
+    count = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count

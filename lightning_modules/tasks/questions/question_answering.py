@@ -47,13 +47,15 @@ class QuestionAnswering(FittedTask):
             return chosen
 
         def wording(count: int) -> tuple[str, str]:
-            documents = (self.collection.documents[index] for index in order(count))
-            context = "\n\n".join(f"Document {number}:\n{document}" for number, document in enumerate(documents, 1))
-            return _TEMPLATE.format(context=context, question=question.text), _ANSWER_PREFIX
+            paragraphs = []
+            for number, index in enumerate(order(count), 1):
+                paragraphs.append(f"Document {number}:\n{self.collection.documents[index]}")
+            return _TEMPLATE.format(context="\n\n".join(paragraphs), question=question.text), _ANSWER_PREFIX
 
         def depth(count: int) -> float | None:
-            one = len(question.documents) == 1 and count > 1
-            return order(count).index(question.documents[0]) / (count - 1) if one else None
+            if count == 1 or len(question.documents) > 1:
+                return None
+            return order(count).index(question.documents[0]) / (count - 1)
 
         return Draft(
             wording,

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -51,7 +52,7 @@ def read_squad(path: str | Path) -> Collection:
     """
     with _expect(path, "SQuAD, which is JSON with `data`, `paragraphs`, `context`, `qas`"):
         articles = [article["paragraphs"] for article in json.loads(_read(path))["data"]]
-        documents = sorted({paragraph["context"] for article in articles for paragraph in article})
+        documents = sorted({paragraph["context"] for paragraph in chain.from_iterable(articles)})
         number = {document: index for index, document in enumerate(documents)}
         questions = []
         for article in articles:
@@ -95,7 +96,8 @@ def read_nq_open(path: str | Path) -> tuple[OpenQuestion, ...]:
     its retrieval results. The place of the gold passage in the file does not matter.
     """
     with _expect(path, "Lost in the Middle, which has JSON with `question`, `answers`, `ctxs` in each line"):
-        return tuple(_any(_open_question(json.loads(line)) for line in _read(path).split(b"\n") if line.strip()))
+        lines = filter(bytes.strip, _read(path).split(b"\n"))
+        return tuple(_any(_open_question(json.loads(line)) for line in lines))
 
 
 def _open_question(record: Any) -> OpenQuestion:

@@ -101,14 +101,18 @@ def find_tasks(names: Sequence[str], *, haystack: str | None = None, **sources: 
     single: dict[str, None] = {}
     for group in names:
         for name in GROUPS.get(group, (group,)):
-            single[configure(name)[0] if base_name(name) in SETTINGS else name] = None
+            if base_name(name) in SETTINGS:
+                name, _ = configure(name)
+            single[name] = None
     return [_make_task(name, texts) for name in single]
 
 
 def _make_task(name: str, sources: Sources) -> Task:
     if base_name(name) in SETTINGS:
         return _make_worded(name, sources)
-    return TASKS[name](sources) if name in TASKS else _import_task(name)
+    if name in TASKS:
+        return TASKS[name](sources)
+    return _import_task(name)
 
 
 def hash_task_code(task: Task) -> str:

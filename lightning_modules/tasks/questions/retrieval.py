@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from itertools import cycle, islice
 from typing import Any
 
+from lightning_modules.tasks.questions.example import Match
 from lightning_modules.tasks.questions.haystacks import NOISE_SENTENCES, Drawn
 from lightning_modules.tasks.questions.task import Draft, Kind, Request, WordedTask, place
 from lightning_modules.tasks.questions.words import NOUNS, key_word, uuid
@@ -21,7 +22,8 @@ def _draw_needle(task: WordedTask, asked: Request, setting: Mapping[str, Any]) -
         before = place(depth, count)
         # As in the original, the needle has its own line.
         parts = (" ".join(sentences[:before]), needle, " ".join(sentences[before:]))
-        return setting["prompt"].format(context="\n".join(part for part in parts if part)), setting["prefix"]
+        context = "\n".join(filter(None, parts))
+        return setting["prompt"].format(context=context), setting["prefix"]
 
     target = f" {needle.rstrip('.')}"
     return Draft(wording, tuple(setting["answers"]), target, depth=lambda count: place(depth, count) / count)
@@ -76,7 +78,13 @@ def _draw_register_lines(task: WordedTask, asked: Request, setting: Mapping[str,
     key = key_word(rng)
     value = rng.randint(1, largest)
     depth = asked.drawn_depth()
-    prefix = "" if asked.prompter.chat_template else setting["prefix"].format(key=key)
+    prefix = setting["prefix"].format(key=key)
+    target = f" <{value}"
+    match: Match = "first_number"
+    if asked.prompter.chat_template:
+        prefix = ""
+        target = setting["chat_target"].format(key=key, value=value)
+        match = "last_number"
     taken = {key}
 
     def draw_line() -> str:
@@ -94,13 +102,7 @@ def _draw_register_lines(task: WordedTask, asked: Request, setting: Mapping[str,
         lines.insert(place(depth, count), setting["line"].format(key=key, value=value))
         return setting["prompt"].format(context="".join(lines), key=key), prefix
 
-    return Draft(
-        wording,
-        answers=(str(value),),
-        target=f" <{value}" if prefix else setting["chat_target"].format(key=key, value=value),
-        match="first_number" if prefix else "last_number",
-        depth=lambda count: place(depth, count) / count,
-    )
+    return Draft(wording, (str(value),), target, match, depth=lambda count: place(depth, count) / count)
 
 
 def _draw_key_values(task: WordedTask, asked: Request, setting: Mapping[str, Any]) -> Draft:

@@ -33,7 +33,9 @@ def _draw_needles(task: WordedTask, asked: Request, setting: Mapping[str, Any]) 
         values_of[key] = values[index * values_per_key : (index + 1) * values_per_key]
         sentences += [setting["needle"].format(kind=kind, key=key, value=value) for value in values_of[key]]
     queries = rng.sample(keys, setting["queries"])
-    answers = tuple(value for key in queries for value in values_of[key])
+    answers: list[str] = []
+    for key in queries:
+        answers += values_of[key]
     first = setting["needle"].format(kind=kind, key=queries[0], value=answers[0])
     # 2. The places of the needles, and the text around them.
     hide = _draw_places(asked, sentences, first, in_essays=setting["haystack"] == "essay")
@@ -54,10 +56,12 @@ def _draw_needles(task: WordedTask, asked: Request, setting: Mapping[str, Any]) 
         return prompt.format(kind=noun, context=context, query=query), prefix.format(kind=noun, query=query)
 
     def find_depth(count: int) -> float | None:
+        if not task.varies_depth:
+            return None
         pieces = hide([""] * count)
-        return pieces.index(first) / (len(pieces) - 1) if task.varies_depth else None
+        return pieces.index(first) / (len(pieces) - 1)
 
-    return Draft(wording, answers, f" {_join_words(answers)}", depth=find_depth)
+    return Draft(wording, tuple(answers), f" {_join_words(answers)}", depth=find_depth)
 
 
 def _draw_places(
@@ -119,7 +123,10 @@ def _insert_at(text: Sequence[str], needles: Sequence[str], depths: Sequence[flo
 
 
 def _join_words(parts: Sequence[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])}, and {parts[-1]}"
+    *others, last = parts
+    if not others:
+        return last
+    return f"{', '.join(others)}, and {last}"
 
 
 class Chain(NamedTuple):

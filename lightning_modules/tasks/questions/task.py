@@ -197,7 +197,7 @@ def most_units(tokens: Callable[[int], int], limit: int, *, minimum: int = 1, ma
                 raise ValueError(
                     f"{low:,} units of text have only {count:,} tokens: the tokenizer does not distinguish them."
                 )
-            step = max(1, 2 * step if rate <= 0 else min(100 * step, int((limit - count) / rate) + 1))
+            step = 2 * step if rate <= 0 else min(100 * step, int((limit - count) / rate) + 1)
     # 3. Interpolate between `low` and `high`; bisect every other time, because interpolation alone may converge slowly.
     halve = False
     while high - low > 1:
