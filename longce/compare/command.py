@@ -2,10 +2,10 @@
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lightning_modules.models.loading.provenance import describe_numerics
+from lightning_modules.models.loading.provenance import Numerics, describe_numerics
 from lightning_modules.tasks.evaluation.evaluator import EXPLANATION, evaluator_table
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.visualization.report import Block, Picture, Table, as_html, as_text_table
@@ -36,13 +36,18 @@ def compare(
     with equal values of the settings ``group_by`` differ in their seeds, and are compared as a group.
     Folders of ``longce evaluate`` have one table, of their scores.
     """
-    found = read_compared(runs)
-    evaluations = [each for each in found if isinstance(each, ComparedEvaluation)]
+    evaluations = []
+    measured = []
+    for each in read_compared(runs):
+        if isinstance(each, ComparedEvaluation):
+            evaluations.append(each)
+        else:
+            measured.append(each)
     if evaluations:
         if group_by:
             raise ValueError("`group_by` is for runs of `longce fit` and records of `longce score`.")
         return _compare_evaluations(evaluations, output)
-    return compare_runs([each for each in found if isinstance(each, ComparedRun)], output, group_by=group_by)
+    return compare_runs(measured, output, group_by=group_by)
 
 
 def compare_runs(
@@ -51,12 +56,16 @@ def compare_runs(
     """Compare runs or scored models, as `compare` does."""
     names, evaluators = name_cells(runs)
     compared = group_runs(runs, group_by) if group_by else list(runs)
-    baseline, *others = compared if len(compared) > 1 else [_find_first_evaluation(compared[0]), *compared]
+    baseline, *others = compared
+    if not others:
+        others = [baseline]
+        baseline = _find_first_evaluation(baseline)
     # 1. Ratios, of which the verdict has only those of key tokens and of all tokens.
     ratios = measure_ratios(others, baseline, names)
-    main = [each for each in ratios if each.kind in (*OF_KEY_TOKENS, *OF_ALL_TOKENS) and not math.isnan(each.value)]
+    main_kinds = (*OF_KEY_TOKENS, *OF_ALL_TOKENS)
+    main = [ratio for ratio in ratios if ratio.kind in main_kinds and not math.isnan(ratio.value)]
     verdict = write_verdict([baseline, *others], baseline, main, names)
-    verdict += describe_numerics((run.name, cell.numerics) for run in runs for cell in run.evaluations)
+    verdict += describe_numerics(_list_numerics(runs))
     # 2. Tables.
     numbers = tabulate_numbers([baseline, *others], baseline, ratios, names)
     tables = {
@@ -64,10 +73,12 @@ def compare_runs(
         "Cost": tabulate_costs(compared),
         "Settings that differ": compare_settings(compared),
     }
-    texts = [_wrap(" ".join(verdict))] if verdict else []
+    texts = []
+    if verdict:
+        texts.append(_wrap(" ".join(verdict)))
     for heading, table in tables.items():
         if table.rows:
-            rows = [[_shorten(cell) for cell in row] for row in table.rows]
+            rows = [list(map(_shorten, row)) for row in table.rows]
             texts.append(f"{heading}\n{as_text_table(Table(table.head, rows), left=range(len(table.head)))}\n")
     if evaluators:
         texts.append(_wrap(evaluators))
@@ -80,9 +91,15 @@ def compare_runs(
     return "\n".join(texts or ["These runs have logged nothing yet.\n"])
 
 
+def _list_numerics(runs: Sequence[ComparedRun]) -> Iterator[tuple[str, Numerics]]:
+    for run in runs:
+        for cell in run.evaluations:
+            yield run.name, cell.numerics
+
+
 def _find_first_evaluation(run: ComparedRun) -> ComparedRun:
     """Return the numbers of a run before its training, or of its first evaluation."""
-    step = min((min(steps) for steps in run.evaluations.values()), default=0)
+    step = min(map(min, run.evaluations.values()), default=0)
     first = {}
     for cell, steps in run.evaluations.items():
         if step in steps and len(steps) > 1:  # an evaluation of other precision may begin later
@@ -92,21 +109,29 @@ def _find_first_evaluation(run: ComparedRun) -> ComparedRun:
 
 def _compare_evaluations(found: Sequence[ComparedEvaluation], output: str | Path | None) -> str:
     baseline, *others = found
-    differences = {each.name: subtract_scores(each, baseline) for each in others}
-    differences = {name: cells for name, cells in differences.items() if cells}
-    verdict = [judge_differences(name, baseline.name, cells) for name, cells in differences.items()]
+    differences = {}
+    verdict = []
+    for other in others:
+        cells = subtract_scores(other, baseline)
+        if cells:
+            differences[other.name] = cells
+            verdict.append(judge_differences(other.name, baseline.name, cells))
     table = tabulate_scores(found, differences)
     notes = describe_evaluations(found)
     blocks: list[Block] = []
     texts = []
-    if any(each.as_evaluator for each in found):
-        evaluators = evaluator_table({each.name: each.as_evaluator for each in found})
+    as_evaluator = {each.name: each.as_evaluator for each in found}
+    if any(as_evaluator.values()):
+        evaluators = evaluator_table(as_evaluator)
         blocks += [EXPLANATION, evaluators]
         texts += [as_text_table(evaluators, left=(0, 1)), "", _wrap(EXPLANATION)]
     if verdict:
         blocks += verdict
         texts.append(_wrap(" ".join(verdict)))
-    texts += [as_text_table(table, left=(0, 1)), "", *notes] if table.rows else ["No scores yet."]
+    if table.rows:
+        texts += [as_text_table(table, left=(0, 1)), "", *notes]
+    else:
+        texts.append("No scores yet.")
     if output is not None:
         pictures = draw_scores(found)
         blocks += [Picture(name, f"Score by length: {name}") for name in pictures]
@@ -122,4 +147,6 @@ def _wrap(text: str) -> str:
 
 def _shorten(cell: str) -> str:
     """Return the end of a long cell, such as a path."""
-    return cell if len(cell) <= _WIDTH else f"…{cell[1 - _WIDTH :]}"
+    if len(cell) <= _WIDTH:
+        return cell
+    return f"…{cell[1 - _WIDTH :]}"

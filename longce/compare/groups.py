@@ -26,7 +26,8 @@ def group_runs(runs: Sequence[ComparedRun], settings: Sequence[str]) -> list[Com
             raise ValueError(f"`group_by`: no run has the setting '{setting}', only {', '.join(near)}.")
     members: dict[tuple[str, ...], list[ComparedRun]] = {}
     for run in runs:
-        members.setdefault(tuple(run.config.get(setting, "absent") for setting in settings), []).append(run)
+        values = tuple(run.config.get(setting, "absent") for setting in settings)
+        members.setdefault(values, []).append(run)
     if len(members) < 2:
         raise ValueError(f"`group_by`: all runs have the same {' and '.join(settings)}: choose another setting.")
     return [_average(_name_group(settings, values, len(own)), own) for values, own in members.items()]
@@ -38,8 +39,13 @@ def _name_group(settings: Sequence[str], values: Sequence[str], runs: int) -> st
     for setting, value in zip(settings, values, strict=True):
         module, _, name = value.rpartition(".")
         is_class = module.replace(".", "").replace("_", "").isalpha()
-        parts.append(name if is_class else f"{setting.rpartition('.')[2]} {value}")
-    return f"{', '.join(parts)} ({runs} run{'s' if runs > 1 else ''})"
+        if is_class:
+            parts.append(name)
+        else:
+            _, _, option = setting.rpartition(".")
+            parts.append(f"{option} {value}")
+    noun = "run" if runs == 1 else "runs"
+    return f"{', '.join(parts)} ({runs} {noun})"
 
 
 def _average(name: str, runs: Sequence[ComparedRun]) -> ComparedRun:
@@ -47,16 +53,15 @@ def _average(name: str, runs: Sequence[ComparedRun]) -> ComparedRun:
     first = runs[0]
     for cell in first.evaluations:
         if all(cell in run.evaluations for run in runs):
-            last = [run.last(cell) for run in runs]
-            steps = [step for step, _ in last]
-            evaluations[cell] = {max(steps): average_documents([documents for _, documents in last])}
+            steps, tables = zip(*(run.last(cell) for run in runs), strict=True)
+            evaluations[cell] = {max(steps): average_documents(tables)}
     scalars: dict[str, dict[int, float]] = {}
     for key in first.scalars:
         logged = [run.scalars[key] for run in runs if run.scalars.get(key)]
         if logged:
-            steps = [max(values) for values in logged]
-            final = [values[step] for values, step in zip(logged, steps, strict=True)]
-            scalars[key] = {max(steps): float(np.mean(final))}
+            final = [values[max(values)] for values in logged]
+            last_step = max(map(max, logged))
+            scalars[key] = {last_step: float(np.mean(final))}
     config = dict(first.config)
     for run in runs[1:]:
         config = {key: value for key, value in config.items() if run.config.get(key) == value}
@@ -72,9 +77,11 @@ def average_documents(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     shared = first.index
     for other in others:
         shared = shared.intersection(other.index)
-    units = [table.loc[shared, list(dict.fromkeys(UNITS.values()))] for table in tables]
-    # Units that are unknown in all tables are equal.
-    same = np.logical_and.reduce([(units[0].fillna(-1) == each.fillna(-1)).all(axis=1) for each in units])
+    columns = list(dict.fromkeys(UNITS.values()))
+    units = first.loc[shared, columns].fillna(-1)  # units that are unknown in all tables are equal
+    same = np.ones(len(shared), dtype=np.bool_)
+    for other in others:
+        same &= (other.loc[shared, columns].fillna(-1) == units).all(axis=1).to_numpy()
     kept = [table.loc[shared[same]] for table in tables]
     averaged = kept[0].copy()
     for kind in UNITS:
@@ -90,4 +97,6 @@ def average_documents(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 def _variance_of_mean(numbers: Sequence[float]) -> float:
     """Return the variance of the mean logarithm of a number over runs; 0 for a single run."""
-    return float(np.log(numbers).var(ddof=1)) / len(numbers) if len(numbers) > 1 else 0.0
+    if len(numbers) < 2:
+        return 0.0
+    return float(np.log(numbers).var(ddof=1)) / len(numbers)

@@ -1,8 +1,10 @@
 """The page of a comparison: the verdict and its picture, the tables, the evaluators, and curves over each axis."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from lightning_modules.utilities.statistics import corpus_mean
@@ -47,7 +49,9 @@ def make_page(
     for heading, table in tables.items():
         if table.rows:
             blocks += [Heading(heading), table]
-    blocks += [evaluators, _EXPLANATION] if evaluators else [_EXPLANATION]
+    if evaluators:
+        blocks.append(evaluators)
+    blocks.append(_EXPLANATION)
     folded = False
     for axis in AXES:
         curves = draw_curves(runs, axis, names)
@@ -57,14 +61,15 @@ def make_page(
         for title, svg in curves.items():
             pictures[f"{axis}, {title}"] = svg
             blocks.append(Picture(f"{axis}, {title}", title))
-    return as_html(f"{'Runs' if len(runs) > 1 else 'Run'} {', '.join(run.name for run in runs)}", blocks, pictures)
+    noun = "Run" if len(runs) == 1 else "Runs"
+    return as_html(f"{noun} {', '.join(run.name for run in runs)}", blocks, pictures)
 
 
 def draw_curves(runs: Sequence[ComparedRun], axis: str, names: Mapping[Cell, str]) -> dict[str, str]:
     """Return figures as SVG by title: LongPPL, perplexity, loss and learning rate of the runs that logged the axis."""
     curves = {run.name: _find_curves(run, names) for run in runs if run.scalars.get(AXES[axis])}
     figures = {}
-    for title in dict.fromkeys(title for own in curves.values() for title in own):
+    for title in dict.fromkeys(chain.from_iterable(curves.values())):
         lines = []
         logged = []
         for run in runs:  # also those without such a curve, so that a run looks the same in each figure
@@ -80,27 +85,30 @@ def draw_curves(runs: Sequence[ComparedRun], axis: str, names: Mapping[Cell, str
 
 def _find_curves(run: ComparedRun, names: Mapping[Cell, str]) -> dict[str, Mapping[int, float]]:
     """Return the values of each quantity by optimizer step."""
-    curves: dict[str, Mapping[int, float]] = {}
+    longppl: dict[str, Mapping[int, float]] = {}
+    perplexity: dict[str, Mapping[int, float]] = {}
     for cell in sorted(run.evaluations, key=lambda each: names[each]):
         steps = run.evaluations[cell]
-        curves[f"LongPPL: {names[cell]}"] = {step: corpus_mean(each, "longppl") for step, each in steps.items()}
-    for cell in sorted(run.evaluations, key=lambda each: names[each]):
-        steps = run.evaluations[cell]
+        longppl[f"LongPPL: {names[cell]}"] = _measure_steps(steps, "longppl")
         place = names[Cell(cell.set, numerics=cell.numerics)]  # whoever finds key tokens
-        curves[f"Perplexity: {place}"] = {step: corpus_mean(each, "perplexity") for step, each in steps.items()}
-    curves["Training loss (nats)"] = run.scalars.get("train/loss", {})
+        perplexity[f"Perplexity: {place}"] = _measure_steps(steps, "perplexity")
+    curves = {**longppl, **perplexity, "Training loss (nats)": run.scalars.get("train/loss", {})}
     for key, values in run.scalars.items():
         if key.startswith("lr-"):
             curves[f"Learning rate: {key[3:]}"] = values
     return curves
 
 
+def _measure_steps(steps: Mapping[int, pd.DataFrame], kind: str) -> dict[int, float]:
+    return {step: corpus_mean(documents, kind) for step, documents in steps.items()}
+
+
 def place_points(curve: Mapping[int, float], axis: Mapping[int, float]) -> NDArray[np.float64]:
     """Return ``[N, 2]`` points of a curve by optimizer step over an axis, which is 0 before the first step."""
     points = np.array(sorted(curve.items()), dtype=np.float64).reshape(-1, 2)
-    steps = [0, *sorted(axis)]
-    values = [0.0, *(axis[step] for step in sorted(axis))]
-    points[:, 0] = np.interp(points[:, 0], steps, values)
+    steps = sorted(axis)
+    values = [axis[step] for step in steps]
+    points[:, 0] = np.interp(points[:, 0], [0, *steps], [0.0, *values])
     points = points[np.isfinite(points[:, 1])]
     chunks = np.array_split(points, _POINTS)
     return np.array([chunk.mean(axis=0) for chunk in chunks if len(chunk)]).reshape(-1, 2)

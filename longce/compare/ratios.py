@@ -65,7 +65,8 @@ class Ratio(NamedTuple):
             low, high = self.interval
             return f"{value} [{format_number(low)}, {format_number(high)}]"
         if 0 < self.value < math.inf and self.documents:
-            return f"{value} ({self.documents} document{'s' if self.documents > 1 else ''}: too few)"
+            noun = "document" if self.documents == 1 else "documents"
+            return f"{value} ({self.documents} {noun}: too few)"
         return value
 
 
@@ -113,8 +114,12 @@ def shared_documents(
 
 def format_number(value: float) -> str:
     """Return a number with three decimals, or with fewer digits if it is large or tiny; empty for NaN."""
-    if not math.isfinite(value):
-        return "" if math.isnan(value) else "∞"
+    if math.isnan(value):
+        return ""
+    if math.isinf(value):
+        return "∞"
     if value < 0.01 or value >= 1e9:
         return f"{value:.2g}"
-    return f"{value:.3f}" if value < 100 else f"{value:,.1f}"
+    if value < 100:
+        return f"{value:.3f}"
+    return f"{value:,.1f}"

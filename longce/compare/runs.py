@@ -3,7 +3,8 @@
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,7 +78,7 @@ def name_cells(runs: Sequence[ComparedRun]) -> tuple[dict[Cell, str], str]:
     A name has the evaluator's identity only if two evaluators of one name differ, for example in K or the dtype, and
     the model's numerics only if these differ.
     """
-    cells = list(dict.fromkeys(cell for run in runs for cell in run.evaluations))
+    cells = list_cells(runs)
     evaluators: dict[str, set[str]] = defaultdict(set)
     for cell in cells:
         if cell.details:
@@ -90,14 +91,20 @@ def name_cells(runs: Sequence[ComparedRun]) -> tuple[dict[Cell, str], str]:
         evaluator = cell.evaluator
         if ambiguous and cell.details:
             evaluator += f" ({cell.details})"
-        name = ", ".join(part for part in (cell.set, evaluator, cell.thresholds) if part)
+        name = ", ".join(filter(None, (cell.set, evaluator, cell.thresholds)))
         if numerics_differ and cell.numerics != UNKNOWN:
             name += f" [{cell.numerics}]"
         names[cell] = name
     if ambiguous or not evaluators:
         return names, ""
     described = [f"{name} ({details})" for name, (details,) in evaluators.items()]
-    return names, f"Evaluator{'s' if len(described) > 1 else ''}: {'; '.join(described)}."
+    noun = "Evaluator" if len(described) == 1 else "Evaluators"
+    return names, f"{noun}: {'; '.join(described)}."
+
+
+def list_cells(runs: Sequence[ComparedRun]) -> list[Cell]:
+    """Return the cells of all runs, each once."""
+    return list(dict.fromkeys(chain.from_iterable(run.evaluations for run in runs)))
 
 
 def read_compared(words: Sequence[str | Path]) -> list[ComparedRun | ComparedEvaluation]:
@@ -152,7 +159,8 @@ def _find_files(word: str) -> list[tuple[str, Path]]:
     if not found and (path / ANSWERS_FOLDER).is_dir():
         raise ValueError(f"The evaluation in '{word}' was interrupted: run the same `longce evaluate` again.")
     if not found:
-        inside = ", ".join(sorted(str(file.parent) for file in path.glob("*/config.yaml"))) or "runs/longce/version_0"
+        runs = sorted(str(file.parent) for file in path.glob("*/config.yaml"))
+        inside = ", ".join(runs) or "runs/longce/version_0"
         raise ValueError(
             f"'{word}' is not a run: give a folder with config.yaml ({inside}), a folder of `longce evaluate`, or"
             " records of `longce score`."
@@ -178,9 +186,6 @@ def _find_kind(path: Path) -> str:
 
 
 def _read_run(run_name: str, folder: Path) -> ComparedRun:
-    hparams = yaml.safe_load((folder / "hparams.yaml").read_text()) if (folder / "hparams.yaml").is_file() else {}
-    names = {key: key.replace(".init_args", "").removesuffix(".class_path") for key in hparams if not _PATHS.match(key)}
-    config = {name: str(hparams[key]) for key, name in names.items()} | _describe_resumes(folder)
     scalars: dict[str, dict[int, float]] = defaultdict(dict)
     evaluations: dict[Cell, dict[int, pd.DataFrame]] = defaultdict(dict)
     evaluated: dict[tuple[str, int], Numerics] = {}  # numerics of scalars, by name and step
@@ -197,15 +202,42 @@ def _read_run(run_name: str, folder: Path) -> ComparedRun:
         for file in sorted(place.glob(f"{FOLDER}/*.parquet")):
             for records in split_measurements(read_records(file)):
                 evaluations[_find_cell(records)][records[0].step] = tabulate_documents(records)
-    for key, values in {} if evaluations else scalars.items():
+    if not evaluations:
+        evaluations = _tabulate_scalars(scalars, evaluated)
+    steps = dict.fromkeys(chain(*scalars.values(), *evaluations.values()))
+    scalars["step"] = {step: step for step in steps}
+    return ComparedRun(run_name, dict(evaluations), _read_config(folder), dict(scalars))
+
+
+def _tabulate_scalars(
+    scalars: Mapping[str, Mapping[int, float]], evaluated: Mapping[tuple[str, int], Numerics]
+) -> dict[Cell, dict[int, pd.DataFrame]]:
+    """Return the logged numbers of whole sets as evaluations, with the numerics of each by name and step."""
+    evaluations: dict[Cell, dict[int, pd.DataFrame]] = defaultdict(dict)
+    for key, values in scalars.items():
         found = re.fullmatch(r"(val|test)/(?:(.+)/)?(longppl|perplexity)", key)
-        if found:
-            for step, value in values.items():
-                cell = Cell(found[2] or _STAGES[found[1]], numerics=evaluated[key, step])
-                row = pd.DataFrame([{"document": WHOLE_SET, "tokens": 1.0, "key_tokens": 1.0}])
-                evaluations[cell].setdefault(step, _index(row))[found[3]] = value
-    scalars["step"] = {step: step for steps in (*scalars.values(), *evaluations.values()) for step in steps}
-    return ComparedRun(run_name, dict(evaluations), config, dict(scalars))
+        if not found:
+            continue
+        for step, value in values.items():
+            cell = Cell(found[2] or _STAGES[found[1]], numerics=evaluated[key, step])
+            row = pd.DataFrame([{"document": WHOLE_SET, "tokens": 1.0, "key_tokens": 1.0}])
+            evaluations[cell].setdefault(step, _index(row))[found[3]] = value
+    return evaluations
+
+
+def _read_config(folder: Path) -> dict[str, str]:
+    """Return the settings of a run as texts, without those that always differ."""
+    config = {}
+    file = folder / "hparams.yaml"
+    if file.is_file():
+        for key, value in yaml.safe_load(file.read_text()).items():
+            if not _PATHS.match(key):
+                config[_trim_key(key)] = str(value)
+    return config | _describe_resumes(folder)
+
+
+def _trim_key(key: str) -> str:
+    return key.replace(".init_args", "").removesuffix(".class_path")
 
 
 def _describe_resumes(folder: Path) -> dict[str, str]:
@@ -213,7 +245,7 @@ def _describe_resumes(folder: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for span in read_spans(folder):
         for key, (before, after) in span.changed.items():
-            name = key.replace(".init_args", "").removesuffix(".class_path")
+            name = _trim_key(key)
             found[name] = f"{found.get(name, before)}, from step {span.step} on {after}"
     return found
 
@@ -225,7 +257,9 @@ def _find_cell(records: Sequence[Record]) -> Cell:
     """
     record = records[0]
     definition = record.definition
-    model = Path(record.evaluator.name).name
+    evaluator = Path(record.evaluator.name).name
+    if record.evaluator_label:
+        evaluator = f"{record.evaluator_label}: {evaluator}"
     details = [str(record.evaluator.provenance)]
     if definition.context_length:
         details += [f"K {definition.context_length}", f"d {definition.stride}"]
@@ -233,12 +267,14 @@ def _find_cell(records: Sequence[Record]) -> Cell:
             details.append("no special tokens")
     if definition.key_token_rule == "authors":
         details.append("rule: authors")
-    values = f"alpha {definition.alpha:g}, beta {definition.beta:g}"
+    thresholds = f"alpha {definition.alpha:g}, beta {definition.beta:g}"
+    if record.thresholds_label:
+        thresholds = f"{record.thresholds_label} ({thresholds})"
     return Cell(
         set=record.set or _STAGES.get(record.stage, f"texts {hash_texts(records)[:8]}"),
-        evaluator=f"{record.evaluator_label}: {model}" if record.evaluator_label else model,
-        thresholds=f"{record.thresholds_label} ({values})" if record.thresholds_label else values,
-        details=", ".join(part for part in details if part),
+        evaluator=evaluator,
+        thresholds=thresholds,
+        details=", ".join(filter(None, details)),
         numerics=record.model.numerics,
     )
 
@@ -268,7 +304,8 @@ def make_scored_run(name: str, records: Sequence[Record]) -> ComparedRun:
         first = measured[0]
         evaluations[_find_cell(measured)][first.step] = tabulate_documents(measured)
         settings = measurement_settings(measured)
-        settings |= {f"model.{key}": value for key, value in first.model.provenance._asdict().items()}
+        for key, value in first.model.provenance._asdict().items():
+            settings[f"model.{key}"] = value
         for key, value in settings.items():
             values[key].add(shorten_hashes(str(value)))
     # Several measurements of a model are separate rows; settings that differ among them do not distinguish models.

@@ -21,8 +21,9 @@ def read_scalars(folder: Path) -> Iterator[tuple[str, int, float]]:
         for content in RawEventFileLoader(str(file)).Load():
             intact += 16 + len(content)
             event = Event.FromString(content)
-            found = (value for value in event.summary.value if value.HasField("simple_value"))
-            yield from ((value.tag, event.step, value.simple_value) for value in found)
+            for value in event.summary.value:
+                if value.HasField("simple_value"):
+                    yield value.tag, event.step, value.simple_value
         if intact < size:
             _log.warning("'%s' ends in an unfinished or damaged event: only the values before it are compared.", file)
     table = folder / "metrics.csv"

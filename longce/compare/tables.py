@@ -1,13 +1,14 @@
 """Tables of a comparison: final numbers, costs, differing settings, and the documents that changed most."""
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from lightning_modules.utilities.identity import shorten_hashes
 from lightning_modules.utilities.statistics import TOKENS, corpus_mean
 from lightning_modules.visualization.report import Table
 from longce.compare.ratios import NAMES, Ratio, compared_kinds, format_number, shared_documents
-from longce.compare.runs import AXES, Cell, ComparedRun, has_documents
+from longce.compare.runs import AXES, Cell, ComparedRun, has_documents, list_cells
 
 _CHANGED = 10  # documents that changed most
 _CELL = "set, evaluator, thresholds"
@@ -20,16 +21,18 @@ def tabulate_numbers(
     head = [_CELL, "run"]
     for name in NAMES.values():
         head += [name, f"{name} / {baseline.name}'s"]
+    ratios_by_run: dict[tuple[Cell, str], dict[str, Ratio]] = defaultdict(dict)
+    for ratio in ratios:
+        ratios_by_run[ratio.cell, ratio.run][ratio.kind] = ratio
     rows = []
-    for cell in sorted({cell for run in runs for cell in run.evaluations}, key=lambda each: names[each]):
+    for cell in sorted(list_cells(runs), key=lambda each: names[each]):
         evaluated = [run for run in runs if cell in run.evaluations]
         compared = compared_kinds([run.last(cell)[1] for run in evaluated])
-        ranked = []
-        for run in evaluated:
-            own = {ratio.kind: ratio for ratio in ratios if (ratio.cell, ratio.run) == (cell, run.name)}
-            ranked.append(_tabulate_run(run, cell, compared, own))
-        for number, (_, row) in enumerate(sorted(ranked)):
-            rows.append(["" if number else names[cell], *row])
+        ranked = [_tabulate_run(run, cell, compared, ratios_by_run[cell, run.name]) for run in evaluated]
+        label = names[cell]
+        for _, row in sorted(ranked):
+            rows.append([label, *row])
+            label = ""  # only in the first of its rows
     return _drop_empty_columns([*head, "step", "documents", "note"], rows)
 
 
@@ -45,8 +48,11 @@ def _tabulate_run(
     if compared[0] == "longppl" and not documents["key_tokens"].sum():
         row[1] = "no key tokens"
     ratio = ratios.get(compared[0])
-    is_partial = ratio is not None and ratio.shared < ratio.total
-    note = f"ratio over {ratio.shared} of {ratio.total} documents" if ratio is not None and is_partial else ""
+    is_partial = False
+    note = ""
+    if ratio is not None and ratio.shared < ratio.total:
+        is_partial = True
+        note = f"ratio over {ratio.shared} of {ratio.total} documents"
     count = str(len(documents))
     if not has_documents(documents):
         count = ""
@@ -61,12 +67,15 @@ def tabulate_costs(runs: Sequence[ComparedRun]) -> Table:
     for run in runs:
         row = [run.name]
         for scalar in AXES.values():
-            values = run.scalars.get(scalar, {}).values()
-            row.append(format_amount(max(values)) if values else "")
-        parameters = run.config.get("run.parameters", "")
-        rows.append([*row, f"{int(parameters):,}" if parameters else ""])
-    trained = any(run.scalars.get("step") for run in runs)
-    return _drop_empty_columns(["run", *AXES, "parameters"], rows if trained else [])
+            values = run.scalars.get(scalar)
+            row.append(format_amount(max(values.values())) if values else "")
+        parameters = run.config.get("run.parameters")
+        row.append(f"{int(parameters):,}" if parameters else "")
+        rows.append(row)
+    head = ["run", *AXES, "parameters"]
+    if not any(run.scalars.get("step") for run in runs):
+        return Table(head, [])
+    return _drop_empty_columns(head, rows)
 
 
 def compare_settings(runs: Sequence[ComparedRun]) -> Table:
@@ -77,7 +86,7 @@ def compare_settings(runs: Sequence[ComparedRun]) -> Table:
     for key in sorted(set().union(*configs.values())):
         values = [config.get(key, "") for config in configs.values()]
         if len(set(values)) > 1 and not key.startswith(tuple(absent)):
-            rows.append([key, *(shorten_hashes(value) for value in values)])
+            rows.append([key, *map(shorten_hashes, values)])
             if "" in values:
                 absent.append(f"{key}.")
     return Table(["setting", *configs], rows)
@@ -93,8 +102,10 @@ def find_changed_documents(runs: Sequence[ComparedRun], baseline: ComparedRun, n
                 continue
             numbers_of_both = shared[["document", "longppl", "longppl_baseline"]].dropna()
             for document, own, other in numbers_of_both.itertuples(index=False, name=None):
-                change = abs(math.log(own) - math.log(other)) if own != other else 0.0  # both may be infinite
-                numbers = [format_number(value) for value in (other, own, own / other)]
+                change = 0.0
+                if own != other:  # both may be infinite
+                    change = abs(math.log(own) - math.log(other))
+                numbers = map(format_number, (other, own, own / other))
                 found.append((-change, [names[cell], run.name, document, *numbers]))
     head = [_CELL, "run", "document", f"LongPPL of {baseline.name}", "LongPPL", "ratio"]
     return _drop_empty_columns(head, [row for _, row in sorted(found)[:_CHANGED]])

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import matplotlib
+import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import Locator, LogLocator, MaxNLocator, NullLocator
 
@@ -26,9 +27,8 @@ def write_verdict(
     """Return sentences on which run is better, with the ratios to the baseline and the names of their cells."""
     sentences = []
     for run in runs:
-        own = [ratio for ratio in ratios if ratio.run == run.name]
-        of_key = [ratio for ratio in own if ratio.kind in OF_KEY_TOKENS]
-        of_all = [ratio for ratio in own if ratio.kind in OF_ALL_TOKENS]
+        of_key = _select_ratios(ratios, run.name, OF_KEY_TOKENS)
+        of_all = _select_ratios(ratios, run.name, OF_ALL_TOKENS)
         if of_key:
             sentences.append(_judge_key_tokens(run.name, baseline.name, of_key, names))
         elif of_all:
@@ -45,6 +45,10 @@ def write_verdict(
                 " predicts well."
             )
     return [*sentences, *_compare_training(runs), *_describe_intervals(runs, ratios)]
+
+
+def _select_ratios(ratios: Sequence[Ratio], run: str, kinds: Sequence[str]) -> list[Ratio]:
+    return [ratio for ratio in ratios if ratio.run == run and ratio.kind in kinds]
 
 
 def _judge_key_tokens(name: str, baseline: str, ratios: Sequence[Ratio], names: Mapping[Cell, str]) -> str:
@@ -67,15 +71,16 @@ def _judge_key_tokens(name: str, baseline: str, ratios: Sequence[Ratio], names: 
         return f"{claim}: the ratio of {NAMES[first.kind]} is {_describe_ratios(ratios)}."
     over = ""
     if first.documents:
-        units = f"{first.units:,} key {'tokens' if first.kind == 'longppl' else 'bytes'}"
-        over = f", over {first.documents:,} documents with {units}"
+        unit = "tokens" if first.kind == "longppl" else "bytes"
+        over = f", over {first.documents:,} documents with {first.units:,} key {unit}"
     return f"{claim}: the ratio of {NAMES[first.kind]} is {first}{over} ({names[first.cell]})."
 
 
 def _judge_all_tokens(ratios: Sequence[Ratio]) -> str:
     """Return a sentence on all tokens, which hardly need the long context."""
     # Most evaluators and thresholds repeat the number of a set.
-    distinct = list({(ratio.cell.set, ratio.value, ratio.interval): ratio for ratio in ratios}.values())
+    by_number = {(ratio.cell.set, ratio.value, ratio.interval): ratio for ratio in ratios}
+    distinct = list(by_number.values())
     metric = NAMES[distinct[0].kind]
     if len(distinct) > 1:
         return f"The ratio of {metric}, over all tokens, is {_describe_ratios(distinct)}."
@@ -88,7 +93,9 @@ def _judge_all_tokens(ratios: Sequence[Ratio]) -> str:
 def _describe_ratios(ratios: Sequence[Ratio]) -> str:
     lowest = min(ratios, key=lambda ratio: ratio.value)
     highest = max(ratios, key=lambda ratio: ratio.value)
-    values = str(lowest) if str(lowest) == str(highest) else f"from {lowest} to {highest}"
+    values = str(lowest)
+    if str(highest) != values:
+        values = f"from {lowest} to {highest}"
     outcomes = Counter(ratio.outcome for ratio in ratios)
     return (
         f"{values} in {len(ratios)} evaluations, better in {outcomes['better']} and worse in {outcomes['worse']} of"
@@ -100,9 +107,14 @@ def _compare_training(runs: Sequence[ComparedRun]) -> list[str]:
     """Return a sentence for each measure of the training that differs."""
     sentences = []
     for axis, scalar in AXES.items():
-        last = {run.name: max(run.scalars[scalar].values()) for run in runs if run.scalars.get(scalar)}
         tolerance = _NOTED_COST if axis == "device hours" else 1.0
-        amounts = {name: format_amount(value) for name, value in last.items()}
+        last = {}
+        amounts = {}
+        for run in runs:
+            values = run.scalars.get(scalar)
+            if values:
+                last[run.name] = max(values.values())
+                amounts[run.name] = format_amount(last[run.name])
         # Means of a group are fractions, which may be equal when they are rounded.
         if len(set(amounts.values())) > 1 and max(last.values()) > tolerance * min(last.values()):
             described = ", ".join(f"`{name}` {amount}" for name, amount in amounts.items())
@@ -117,7 +129,9 @@ def _describe_intervals(runs: Sequence[ComparedRun], ratios: Sequence[Ratio]) ->
     if all(ratio.interval is None for ratio in ratios):
         return []
     text = "Intervals (95%) cover the choice of documents"
-    tables = [run.last(cell)[1] for run in runs for cell in run.evaluations]
+    tables: list[pd.DataFrame] = []
+    for run in runs:
+        tables += [run.last(cell)[1] for cell in run.evaluations]
     if any(RUNS in table and (table[RUNS] > 1).all() for table in tables):
         text += " and the seeds of the runs"
     elif any(run.scalars.get("step") for run in runs):
@@ -131,7 +145,9 @@ def draw_ratios(ratios: Sequence[Ratio], names: Mapping[Cell, str]) -> str:
     several = len({ratio.run for ratio in ratios}) > 1
     lines: dict[str, list[Ratio]] = {}
     for ratio in ratios:
-        label = f"{ratio.run} · {names[ratio.cell]}" if several else names[ratio.cell]
+        label = names[ratio.cell]
+        if several:
+            label = f"{ratio.run} · {label}"
         lines.setdefault(label, []).append(ratio)
     figure = Figure(figsize=(4.4, 0.75 + 0.42 * len(lines)), layout="constrained")
     plot = figure.subplots()
@@ -152,12 +168,7 @@ def draw_ratios(ratios: Sequence[Ratio], names: Mapping[Cell, str]) -> str:
     low = max(low, DRAWN[0])
     high = min(high, DRAWN[1])
     plot.set_xlim(low, high)
-    # Multiples of these steps include 1, a tie.
-    if high < 4 * low:
-        ticks: Locator = MaxNLocator(4, steps=[1, 2, 5, 10])
-    else:
-        ticks = LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,))
-    plot.xaxis.set(major_locator=ticks, minor_locator=NullLocator(), major_formatter="{x:g}")
+    plot.xaxis.set(major_locator=_place_ticks(low, high), minor_locator=NullLocator(), major_formatter="{x:g}")
     plot.set_yticks([])
     plot.set_ylim(-len(lines) + 0.4, 0.6)
     plot.spines["left"].set_visible(False)
@@ -166,3 +177,12 @@ def draw_ratios(ratios: Sequence[Ratio], names: Mapping[Cell, str]) -> str:
         plot.plot([], [], "o-", color=color, markersize=5, label=NAMES[kind])
     figure.legend(loc="outside upper left", ncols=len(kinds))
     return as_svg(figure)
+
+
+def _place_ticks(low: float, high: float) -> Locator:
+    """Return where an axis of ratios has ticks: at multiples of steps that include 1, a tie."""
+    if high < 4 * low:
+        return MaxNLocator(4, steps=[1, 2, 5, 10])
+    if high < 100 * low:
+        return LogLocator(subs=(1, 2, 5))
+    return LogLocator(subs=(1,))

@@ -31,7 +31,7 @@ from lightning_modules.visualization.report import (
     write_report,
 )
 from longce.correlate.joining import Models, choose_names, join
-from longce.correlate.result_files import read_results
+from longce.correlate.result_files import Measured, read_results
 
 _HEAD = ("score", "metric", "models", "Pearson [95%]", "Spearman [95%]")
 _DIFFERENCES = ("score", "difference", "models", "Pearson [95%], p", "Spearman [95%], p")
@@ -90,10 +90,7 @@ def correlate(
     values = models.values
     metrics = choose_names(metrics, models, "metrics")
     scores = choose_names(scores, models, "scores")
-    known = [(entry.model, entry.numerics) for entry in entries if entry.numerics != UNKNOWN]
-    # Those of a table by its file: it may have many models.
-    unknown = [(re.sub(r":\d+$", "", entry.place), UNKNOWN) for entry in entries if entry.numerics == UNKNOWN]
-    numerics = describe_numerics(known) + describe_numerics(unknown)
+    numerics = _describe_numerics(entries)
     pairs = []
     differences = []
     for score in scores:
@@ -129,15 +126,31 @@ def correlate(
     return "\n".join([*printed, *found_by, *left_out, f"Report: {folder / 'report.html'}"]) + "\n"
 
 
+def _describe_numerics(entries: Sequence[Measured]) -> list[str]:
+    known = []
+    unknown = []
+    for entry in entries:
+        if entry.numerics == UNKNOWN:
+            file = re.sub(r":\d+$", "", entry.place)  # without the line: a table may have many models
+            unknown.append((file, UNKNOWN))
+        else:
+            known.append((entry.model, entry.numerics))
+    return describe_numerics(known) + describe_numerics(unknown)
+
+
 def _correlate_pair(values: Values, metric: str, score: str) -> Pair:
+    kept = []
     left_out = {}
+    x = []
+    y = []
     for model, numbers in values.items():
-        problems = [_find_problem(numbers, name) for name in (metric, score)]
+        problems = [_find_problem(numbers, metric), _find_problem(numbers, score)]
         if any(problems):
-            left_out[model] = "; ".join(problem for problem in problems if problem)
-    kept = [model for model in values if model not in left_out]
-    x = [values[model][metric] for model in kept]
-    y = [values[model][score] for model in kept]
+            left_out[model] = "; ".join(filter(None, problems))
+            continue
+        kept.append(model)
+        x.append(numbers[metric])
+        y.append(numbers[score])
     try:
         return Pair(metric, score, kept, left_out, "", correlate_values(x, y, "pearson"), correlate_values(x, y))
     except ValueError as error:
@@ -150,12 +163,16 @@ def _compare_metrics(values: Values, metrics: Sequence[str], score: str) -> list
     metric = metrics[0]
     for other in metrics[1:]:
         kept = []
+        x = []
+        y = []
+        z = []
         for model, numbers in values.items():
-            if not any(_find_problem(numbers, name) for name in (metric, other, score)):
-                kept.append(model)
-        x = [values[model][metric] for model in kept]
-        y = [values[model][other] for model in kept]
-        z = [values[model][score] for model in kept]
+            if any(_find_problem(numbers, name) for name in (metric, other, score)):
+                continue
+            kept.append(model)
+            x.append(numbers[metric])
+            y.append(numbers[other])
+            z.append(numbers[score])
         try:
             pearson = compare_correlations(x, y, z, "pearson")
             spearman = compare_correlations(x, y, z)
@@ -171,7 +188,9 @@ def _find_problem(numbers: Mapping[str, float], name: str) -> str:
         return f"no {name}"
     if math.isnan(numbers[name]):
         return f"{name} is not a number"
-    return f"{name} is infinite" if math.isinf(numbers[name]) else ""
+    if math.isinf(numbers[name]):
+        return f"{name} is infinite"
+    return ""
 
 
 def _check_enough(pairs: Sequence[Pair], numerics: Sequence[str]) -> None:

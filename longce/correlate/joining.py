@@ -22,7 +22,7 @@ class Models(NamedTuple):
 
     def names(self, kind: str) -> list[str]:
         """Return the names of perplexities, the ``metrics``, or of all other values, the ``scores``."""
-        names = dict.fromkeys(name for values in self.values.values() for name in values)
+        names = dict.fromkeys(chain.from_iterable(self.values.values()))
         return [name for name in names if is_perplexity(name) == (kind == "metrics")]
 
 
@@ -42,7 +42,9 @@ def join(entries: Sequence[Measured]) -> Models:
         if entry.provenance is not None:
             joined.provenance[model] = str(entry.provenance)
         for given, value in entry.values.items():
-            name = _add_details(given, value.settings, differing[given]) if value.settings else given
+            name = given
+            if value.settings:
+                name = _add_details(given, value.settings, differing[given])
             number = value.number
             known = joined.values.setdefault(model, {}).setdefault(name, number)
             place = places.setdefault((model, name), entry.place)
@@ -71,7 +73,9 @@ def choose_names(wanted: Sequence[str] | None, models: Models, kind: str) -> lis
     known = list(dict.fromkeys([*known, *models.names("metrics"), *models.names("scores")]))
     chosen = []
     for word in map(known_name, wanted):
-        found = [word] if word in known else [name for name in known if name.partition(" [")[0] == word]
+        found = [word]
+        if word not in known:
+            found = [name for name in known if name.partition(" [")[0] == word]
         if not found:
             near = difflib.get_close_matches(word, known, n=3) or known[:20]
             raise ValueError(f"No {kind} '{word}' in these files, only {', '.join(near)}.")
@@ -139,5 +143,7 @@ def _find_differing(found: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def _add_details(name: str, settings: Mapping[str, Any], differing: Sequence[str]) -> str:
     """Return ``longppl [evaluator=a, alpha=2.0]``, or the name alone if no setting differs."""
+    if not differing:
+        return name
     details = ", ".join(f"{key}={settings.get(key)}" for key in differing)
-    return f"{name} [{shorten_hashes(details)}]" if details else name
+    return f"{name} [{shorten_hashes(details)}]"

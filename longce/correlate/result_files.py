@@ -29,7 +29,7 @@ from lightning_modules.tasks.evaluation.answers import (
 from lightning_modules.tasks.evaluation.report import short
 from lightning_modules.tasks.evaluation.summary import Cells
 from lightning_modules.tasks.evaluation.summary import summarize as summarize_answers
-from lightning_modules.tasks.harness.results import SETS, summarize_results
+from lightning_modules.tasks.harness.results import SETS, list_metrics, summarize_results
 from lightning_modules.tasks.questions.registry import GROUPS
 from lightning_modules.utilities.statistics import UNITS, Interval, mean_interval
 from lightning_modules.utilities.tables import read_format
@@ -126,7 +126,9 @@ def _find_files(path: Path) -> list[Path]:
     files = list_files(path) or sorted(file for file in path.glob("*") if file.suffix in _SUFFIXES)
     if files:
         return files
-    return [file for folder in sorted(path.glob("*/")) for file in list_files(folder)]
+    for folder in sorted(path.glob("*/")):
+        files += list_files(folder)
+    return files
 
 
 def _read_file(file: Path) -> list[Measured]:
@@ -153,8 +155,14 @@ def _summarize_records(file: Path, records: Sequence[Record]) -> Measured:
     model = first.model
     measured = measurement_settings(records)
     # Set, stage and step of a run; empty for a stored model.
-    of_text = {name: getattr(first, name) for name in ("set", "stage", "step") if getattr(first, name)}
-    of_text |= {name: measured[name] for name in ("texts", "add_special_tokens")} | model.numerics._asdict()
+    of_text: dict[str, Any] = {}
+    for name in ("set", "stage", "step"):
+        value = getattr(first, name)
+        if value:
+            of_text[name] = value
+    for name in ("texts", "add_special_tokens"):
+        of_text[name] = measured[name]
+    of_text |= model.numerics._asdict()
     settings = of_text | measured
     without_thresholds = dict(settings)
     for name in ("alpha", "beta", "key_token_rule"):
@@ -184,7 +192,8 @@ def _summarize_answers(file: Path, answers: Sequence[Answer]) -> Measured:
         # Means over different lengths are not comparable.
         values[task] = _average(by_length.values(), about | {"lengths": sorted(by_length)})
         for length, score in by_length.items():
-            values[f"{task} {short(length) if task == 'LongEval' else length}"] = score
+            label = short(length) if task == "LongEval" else str(length)
+            values[f"{task} {label}"] = score
     over_all = about | {"lengths": sorted(set().union(*scores.values()))}
     if scores.keys() >= set(GROUPS["ruler"]):
         values["RULER"] = _average([values[task] for task in GROUPS["ruler"]], over_all)
@@ -217,19 +226,21 @@ def _group_by_task(cells: Cells, settings: Mapping[str, Any]) -> dict[str, dict[
 
 
 def _average(scores: Iterable[Value], settings: Mapping[str, Any]) -> Value:
-    scores = list(scores)
-    numbers = [score.number for score in scores]
+    numbers = []
+    intervals = []
+    for score in scores:
+        numbers.append(score.number)
+        intervals.append(score.interval)
     mean = fmean(numbers) if numbers else math.nan
-    return Value(mean, settings, mean_interval(numbers, [score.interval for score in scores]), is_main=False)
+    return Value(mean, settings, mean_interval(numbers, intervals), is_main=False)
 
 
 def read_harness_cells(content: Mapping[str, Any]) -> Cells:
     """Return the metrics in a result of lm-evaluation-harness as they are, and the scores of sets in percent."""
     # A result of the harness's own command does not name sets.
     found = summarize_results(content, content["config"].get("tasks") or list(SETS))
-    metrics = {name: entry["metrics"] for name, entry in found["tasks"].items()} | found["groups"]
     cells: Cells = {}
-    for task, of_task in metrics.items():
+    for task, of_task in list_metrics(found).items():
         for key, value in of_task.items():
             if "_stderr," not in key:
                 cells[task, key.removesuffix(",none")] = (value, None)
@@ -259,7 +270,7 @@ def _parse_harness(file: Path, content: Mapping[str, Any]) -> Measured:
 
 def _parse_table(file: Path, text: str) -> list[Measured]:
     rows = csv.DictReader(io.StringIO(text, newline=""))
-    rows.fieldnames = names = [name.strip() for name in rows.fieldnames or ()]
+    rows.fieldnames = names = list(map(str.strip, rows.fieldnames or ()))
     if "model" not in names or len(set(names)) < len(names):
         raise ValueError(f"it must have a column 'model', and no column twice; it has {names}")
     entries = []
@@ -267,11 +278,14 @@ def _parse_table(file: Path, text: str) -> list[Measured]:
         place = f"{file}:{rows.line_num}"
         if None in row:
             raise ValueError(f"{place} has more than {len(names)} cells: quote cells that contain a comma")
-        cells = {name: cell.strip() for name, cell in row.items() if cell and cell.strip()}
-        model = cells.pop("model", "")
+        model = ""
         values = {}
-        for name, cell in cells.items():
-            values[known_name(name)] = Value(_parse_number(f"{place}: '{name}'", cell))
+        for name, cell in row.items():
+            text = (cell or "").strip()
+            if name == "model":
+                model = text
+            elif text:
+                values[known_name(name)] = Value(_parse_number(f"{place}: '{name}'", text))
         entries.append(Measured(place, model, values))
     if not entries:
         raise ValueError("it has no row of a model")
