@@ -102,7 +102,8 @@ class ActivationBytes:
         backbone.base_model.get_input_embeddings().weight.requires_grad_()
         with _fake_tensors(backbone), TokenMemory(TOKENS) as memory:
             hidden_states = _run_forward(backbone, self.autocast)
-            kept, size = memory.alive, hidden_states.untyped_storage().nbytes()
+            kept = memory.alive
+            size = hidden_states.untyped_storage().nbytes()
             torch.autograd.backward(hidden_states, torch.empty_like(hidden_states))
         return kept / TOKENS, (memory.peak - 2 * size) / TOKENS
 
@@ -118,7 +119,8 @@ def meta_backbone(
     config = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
     if layers is not None:
-        kinds, text.num_hidden_layers = getattr(text, "layer_types", None), layers
+        text.num_hidden_layers = layers
+        kinds = getattr(text, "layer_types", None)
         if kinds:
             text.layer_types = (kinds * layers)[:layers]
     attention = "sdpa" if own_type(text) else "eager"  # replaced before anything runs
@@ -152,7 +154,8 @@ class TokenMemory(TorchDispatchMode):
         return result
 
     def _add_storage(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         if key in self._known or size == 0 or size % self.tokens:
             return
         self._known[key] = weakref.ref(storage, lambda _: self._remove_storage(key, size))
@@ -213,5 +216,7 @@ def _planned_attention(
 ) -> tuple[Tensor, None]:
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        query = query.to(dtype)
+        key = key.to(dtype)
+        value = value.to(dtype)
     return _FlashAttention.apply(query, key, value), None

@@ -1,6 +1,6 @@
 """Find settings that make a training step fit on a GPU."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -46,26 +46,34 @@ def choose_checkpointing(experiment: Experiment, gpu: GPU, sizes: ModelSizes) ->
         attention = choose_attention(ModelConfig(), experiment.config, device="cuda")
     if attention == "eager":
         return everything
-    kinds: list[Checkpointing] = ["selective"] if can_keep_attention(attention, experiment.config) else []
+    kinds: list[Checkpointing] = []
+    if can_keep_attention(attention, experiment.config):
+        kinds.append("selective")
     shape = sizes.shape(experiment.lora)
-    choices = []
     if training.offload_activations:
         choices = [replace(everything, checkpointing=kind) for kind in kinds]
     else:
-        choices.append(replace(training, checkpointing="none"))
-        for kind in (*kinds, "full"):
-            for layers in (*range(1, shape.checkpointed), None):
-                choices.append(replace(training, checkpointing=kind, checkpointed_layers=layers))
+        choices = _list_choices(training, [*kinds, "full"], shape.checkpointed)
 
     def fits(each: Training) -> bool:
         is_partial = each.recomputed_layers(shape) < shape.layers
-        available = gpu.memory * GIB * (1 - RESERVE if is_partial else 1)
+        reserve = RESERVE if is_partial else 0.0
+        available = gpu.memory * GIB * (1 - reserve)
         return sizes.training_memory(each, experiment.lora).needed <= available
 
     def recomputed(each: Training) -> float:
         return ce_step_flops(shape, each.tokens, each.checkpointing, each.checkpointed_layers).total
 
     return min(filter(fits, choices), key=recomputed, default=everything)
+
+
+def _list_choices(training: Training, kinds: Sequence[Checkpointing], layers: int) -> list[Training]:
+    """Return a training without checkpointing, and with each kind of it, of any number of the layers."""
+    choices = [replace(training, checkpointing="none")]
+    for kind in kinds:
+        counts = (*range(1, layers), None)
+        choices += [replace(training, checkpointing=kind, checkpointed_layers=count) for count in counts]
+    return choices
 
 
 def find_fitting(experiment: Experiment, gpu: GPU, sizes: ModelSizes) -> Fitting | None:
@@ -115,12 +123,19 @@ def _checkpoint_all(experiment: Experiment) -> Experiment | None:
     return replace(experiment, training=replace(experiment.training, checkpointed_layers=None))
 
 
+def _gpus_or_node(training: Training) -> int:
+    """Return the GPUs of a run, or those of a node if it has one GPU."""
+    if training.gpus > 1:
+        return training.gpus
+    return NODE
+
+
 def _shard(experiment: Experiment) -> Experiment | None:
     """Shard weights, gradients and optimizer state across the GPUs, or those of a node."""
     training = experiment.training
     if training.sharded:
         return None
-    gpus = training.gpus if training.gpus > 1 else NODE
+    gpus = _gpus_or_node(training)
     sharded = replace(training, sharded=True, gradient_copy=False, bfloat16_residual=True, gpus=gpus)
     return replace(experiment, training=sharded)
 
@@ -139,7 +154,7 @@ def _split_sequences(experiment: Experiment) -> Experiment | None:
     training = experiment.training
     if training.sequence_parallel_size > 1:
         return None
-    gpus = training.gpus if training.gpus > 1 else NODE
+    gpus = _gpus_or_node(training)
     for size in range(min(gpus, NODE), 1, -1):
         if gpus % size:
             continue

@@ -94,8 +94,10 @@ def necessary_flops(shape: ModelShape, tokens: int) -> Flops:
     """Count cross entropy of one document for model FLOPs utilization, without recomputation."""
     attention = _attention_flops(shape, tokens)
     gemm = 2.0 * tokens * (2 * shape.layer_weights + shape.trained_layer_weights)
-    # Logits, gradient of the hidden states, and gradient of the head.
-    gemm += _logit_flops(shape, tokens) * (3 if shape.head_trained else 2)
+    products = 2  # logits and gradient of the hidden states
+    if shape.head_trained:
+        products = 3  # and gradient of the head
+    gemm += _logit_flops(shape, tokens) * products
     return Flops(gemm, attention, attention * 2)
 
 
@@ -113,7 +115,9 @@ def scoring_flops(
     """
     total = forward_flops(evaluator, tokens, tokens - 1)
     total += short_pass_flops(evaluator, tokens, short_context)
-    return total if shared_pass else total + forward_flops(model, tokens, tokens - 1)
+    if not shared_pass:
+        total += forward_flops(model, tokens, tokens - 1)
+    return total
 
 
 def _logit_flops(shape: ModelShape, tokens: int) -> float:

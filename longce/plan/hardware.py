@@ -64,7 +64,9 @@ def _find_known(name: str) -> GPU | None:
 def _suggest(name: str) -> str:
     spelled = {known.lower(): known for known in GPUS}
     near = difflib.get_close_matches(name.lower(), spelled, n=2, cutoff=0.5)
-    return f" Did you mean {' or '.join(spelled[each] for each in near)}?" if near else ""
+    if not near:
+        return ""
+    return f" Did you mean {' or '.join(spelled[each] for each in near)}?"
 
 
 def recognize_gpu(device_name: str) -> GPU | None:
@@ -75,8 +77,12 @@ def recognize_gpu(device_name: str) -> GPU | None:
         'A100-80'
     """
     words = set(re.split(r"[\s-]+", device_name.replace("RTX ", "RTX").replace("GB", "")))
-    names = [] if words & {"NVL", "MIG", "Laptop", "D"} else [name for name in GPUS if set(name.split("-")) <= words]
-    return GPUS[max(names, key=len)] if names else None
+    if words & {"NVL", "MIG", "Laptop", "D"}:
+        return None
+    names = [name for name in GPUS if set(name.split("-")) <= words]
+    if not names:
+        return None
+    return GPUS[max(names, key=len)]
 
 
 class Range(NamedTuple):
@@ -107,8 +113,10 @@ class Rates(NamedTuple):
 
     def seconds(self, flops: Flops, gpu: GPU) -> Range:
         """Return the time of these operations on one GPU."""
-        kinds = ("gemm", "attention", "attention_backward")
-        seconds = sum(getattr(flops, kind) / getattr(self, kind) for kind in kinds) / 1e12
+        gemm = flops.gemm / self.gemm
+        attention = flops.attention / self.attention
+        attention_backward = flops.attention_backward / self.attention_backward
+        seconds = (gemm + attention + attention_backward) / 1e12
         return self.slowdown.times(seconds / gpu.tflops)
 
 
@@ -117,19 +125,21 @@ def find_rates(gpu: GPU, path: str | None = None, *, autocast: bool) -> Rates:
 
     Whatever was not measured is assumed. ``autocast`` selects the steps in mixed precision.
     """
-    files = RESULTS.glob("*gpu*.json") if path is None else [Path(path)]
-    results = [each for each in map(_read_results, files) if path is not None or each["gpu"] == gpu.name]
+    if path is None:
+        results = [each for each in map(_read_results, RESULTS.glob("*gpu*.json")) if each["gpu"] == gpu.name]
+    else:
+        results = [_read_results(Path(path))]
     if not results:
         return Rates()
     newest = max(results, key=lambda each: each["date"])
     card = GPU(newest["gpu"], newest["peak_tflops"], 0.0)
     known = {kind: tflops / card.tflops for kind, tflops in newest["rates"].items()}
     rates = Rates(**known, slowdown=Range(1.0, 1.0), measured=tuple(known), source=newest["source"])
-    slowdowns = [
-        row["seconds"] / rates.seconds(Flops(**row["flops"]), card).low
-        for row in newest["rows"].values()
-        if row.get("plain") and row["autocast"] == autocast
-    ]
+    slowdowns = []
+    for row in newest["rows"].values():
+        if row.get("plain") and row["autocast"] == autocast:
+            expected = rates.seconds(Flops(**row["flops"]), card)
+            slowdowns.append(row["seconds"] / expected.low)
     if len(known) < 3 or not slowdowns:  # a slowdown relative to assumed rates would mean nothing
         return rates._replace(slowdown=Rates().slowdown)
     slowdown = Range(0.95 * min(slowdowns), 1.05 * max(slowdowns))

@@ -61,12 +61,21 @@ class Training:
         """Return the number of layers that the backward pass recomputes, from the first one."""
         if self.checkpointing == "none":
             return 0
-        return shape.layers if self.checkpointed_layers is None else self.checkpointed_layers
+        if self.checkpointed_layers is None:
+            return shape.layers
+        return self.checkpointed_layers
+
+    @property
+    def shards(self) -> int:
+        """Number of GPUs that the weights are sharded across."""
+        return self.gpus if self.sharded else 1
 
     def trained_bytes(self, shape: ModelShape) -> int:
         """Return the bytes of a trained weight: float32 in mixed precision if other weights are frozen."""
         size = self.dtype.itemsize
-        return size if self.autocast is None or shape.trained == shape.parameters else max(size, 4)
+        if self.autocast is None or shape.trained == shape.parameters:
+            return size
+        return max(size, 4)
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,8 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
     The backward pass begins in the last layer, which may keep its activations where the first one is recomputed.
     Without accumulation, a layer's gradients take the place of the activations kept for its backward pass.
     """
-    tokens, lasting = training.tokens_per_gpu, lasting_memory(shape, training)
+    tokens = training.tokens_per_gpu
+    lasting = lasting_memory(shape, training)
     recomputed = training.recomputed_layers(shape)
     whole = shape.layers - recomputed  # number of layers that keep all activations
     layer_input = activations.layer_input if recomputed else 0.0
@@ -114,18 +124,18 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
     # A layer that kept its activations computes less in its backward pass than one that recomputes them.
     recompute = tokens * activations.layer_backward
     backward = tokens * max(activations.layer_backward - layer, 0.0)
-    accumulated = (4.0 + training.dtype.itemsize) * shape.head_weights if shape.head_trained else 0.0
+    accumulated = (4.0 + training.dtype.itemsize) * shape.trained_head_weights
     chunk = HEAD_ROWS * shape.vocabulary * logit_bytes(training.compute_bytes, backward=True)
     every, one = _autocast_copies(shape, training)
+    copies = every if whole else one
     phases = {
         "head": {**kept, **every, "head: a chunk of logits": chunk, "head: sum of its gradient": accumulated},
-        "backward pass": {**kept, **(every if whole else one), "one layer's backward pass": backward},
+        "backward pass": {**kept, **copies, "one layer's backward pass": backward},
     }
-    optimizer_step = {"temporary of the optimizer": lasting["gradients"]} if training.step_copy else {}
+    optimizer_step = {"temporary of the optimizer": lasting["gradients"]}
     if not training.accumulates and not training.offload:
         gradients = {"gradients": lasting.pop("gradients")}
-        shards = training.gpus if training.sharded else 1
-        head = shape.head_weights * training.trained_bytes(shape) / shards if shape.head_trained else 0.0
+        head = shape.trained_head_weights * training.trained_bytes(shape) / training.shards
         phases["backward pass"]["gradient of the head"] = head
         if recomputed and whole:
             # The layers that kept their activations are done, and the last one of the others is recomputed.
@@ -137,11 +147,14 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
                 "gradient of the head": head,
                 "gradients of the other layers": (gradients["gradients"] - head) * whole / shape.layers,
             }
+        # The first layer comes last.
+        first_kept = layer_input if recomputed else layer
+        first_backward = recompute if recomputed else backward
         phases["end of the backward pass"] = {
             **gradients,
-            "activations of a layer": tokens * (layer_input if recomputed else layer),
+            "activations of a layer": tokens * first_kept,
             **one,
-            "one layer's backward pass": recompute if recomputed else backward,
+            "one layer's backward pass": first_backward,
         }
         optimizer_step |= gradients
     if training.step_copy and not training.offload:
@@ -159,7 +172,8 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
 
 def lasting_memory(shape: ModelShape, training: Training) -> dict[str, float]:
     """Return weights, gradients and optimizer state of one GPU in bytes, including offloaded parts."""
-    size, shards = training.dtype.itemsize, training.gpus if training.sharded else 1
+    size = training.dtype.itemsize
+    shards = training.shards
     trained = training.trained_bytes(shape)
     weights = float(shape.parameters * size + shape.trained * (trained - size))
     if training.quantized is not None:
@@ -167,7 +181,7 @@ def lasting_memory(shape: ModelShape, training: Training) -> dict[str, float]:
     gradients = float(shape.trained * trained)
     parts = {"weights": weights / shards, "gradients": gradients / shards}
     if training.sharded:
-        gathered = 2 * shape.largest_layer + shape.head_weights * (1 if shape.tied else 2)
+        gathered = 2 * shape.largest_layer + shape.vocabulary_weights
         parts["gathered weights (two layers, head, embedding)"] = float(gathered * training.compute_bytes)
     if training.gradient_copy:
         parts["gradient buckets of DDP"] = gradients
@@ -192,16 +206,24 @@ def _autocast_copies(shape: ModelShape, training: Training) -> tuple[dict[str, f
     """
     if training.autocast is None or training.sharded:
         return {}, {}
-    name, size = "copies of the weights for autocast", float(training.autocast.itemsize)
+    name = "copies of the weights for autocast"
+    size = float(training.autocast.itemsize)
     one = {name: max(shape.largest_layer, shape.head_weights) * size}
     whole = shape.layers - training.recomputed_layers(shape)
-    copied = shape.parameters - shape.head_weights * (1 if shape.tied else 2)  # of the layers
+    copied = shape.parameters - shape.vocabulary_weights  # of the layers
     if training.quantized is not None:  # quantized weights are converted again in the backward pass
         copied -= shape.quantizable
-    every = copied * whole / shape.layers + (shape.head_weights if whole else 0)
+    every = copied * whole / shape.layers
+    if whole:
+        every += shape.head_weights
     return {name: max(every * size, one[name])}, one
 
 
 def logit_bytes(compute: int, *, backward: bool) -> float:
     """Return bytes per logit: float32 is used in place, half precision is widened and has a gradient."""
-    return float(compute) if compute >= 4 else compute + 4.0 + (compute if backward else 0.0)
+    if compute >= 4:
+        return float(compute)
+    widened = compute + 4.0
+    if backward:
+        widened += compute
+    return widened

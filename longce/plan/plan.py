@@ -58,7 +58,9 @@ class Planner:
         memory = _describe_memory(self.sizes.training_memory(training, experiment.lora), self.gpu)
         fitting = None
         if not memory["fits"]:
-            fitting = find_fitting(experiment, self.gpu, self.sizes)
+            found = find_fitting(experiment, self.gpu, self.sizes)
+            if found is not None:
+                fitting = asdict(found)
         return {
             "model": {
                 "name": experiment.name,
@@ -73,7 +75,7 @@ class Planner:
             "notes": list(experiment.notes),
             "training": [self._plan_training(run) for run in self._list_runs()],
             "memory": memory,
-            "fitting": asdict(fitting) if fitting is not None else None,
+            "fitting": fitting,
             "rates": self.rates._asdict(),
         }
 
@@ -82,15 +84,15 @@ class Planner:
         longce = replace(self.training, short_pass=True)
         runs = [replace(longce, short_pass=False)]
         short_context = longce.short_context
-        sliding = short_context.method == "sliding_window"
-        length = short_context.context_length if sliding else short_context.window_length
+        length = short_context.window_length
+        if short_context.method == "sliding_window":
+            length = short_context.context_length
         if length < longce.tokens:
             runs.append(longce)
         return runs
 
     def _plan_training(self, run: Training) -> dict[str, Any]:
         """Estimate an optimizer step, and all steps if their number is known."""
-        sliding = run.short_context.method == "sliding_window"
         flops = self._count_flops(run)
         cross_entropy = self._count_flops(replace(run, short_pass=False))
         step = self._estimate_seconds(flops)
@@ -108,12 +110,20 @@ class Planner:
             average = Range(low, high)
         if self.experiment.max_steps is not None:
             hours = average.times(self.experiment.max_steps / 3600)
+        context_length = None
+        stride = None
+        overhead = None
+        if run.short_pass:
+            context_length = run.short_context.context_length
+            overhead = flops.total / cross_entropy.total - 1
+            if run.short_context.method != "sliding_window":
+                stride = run.short_context.stride
         return {
-            "context_length": run.short_context.context_length if run.short_pass else None,
-            "stride": run.short_context.stride if run.short_pass and not sliding else None,
+            "context_length": context_length,
+            "stride": stride,
             "configured": run == self.training,
             "tflop": flops.total / 1e12,
-            "overhead": flops.total / cross_entropy.total - 1 if run.short_pass else None,
+            "overhead": overhead,
             "step_seconds": step,
             "step_seconds_before_switch": early_step,
             "tokens_per_second": Range(self.tokens_per_step / step.high, self.tokens_per_step / step.low),
@@ -152,7 +162,9 @@ def make_planner(model: LongContextLM, options: Any, gpu: GPU) -> Planner:
 def plan_utilization(model: LongContextLM, options: Any, trainer: Trainer) -> float | None:
     """Return `Planner.peak_seconds_per_token` of a run; None on a CPU, and for steps that the plan does not count."""
     device = trainer.strategy.root_device
-    gpu = recognize_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    gpu = recognize_gpu(torch.cuda.get_device_name(device))
     if gpu is None:
         return None
     is_sparse = model.loading.shifted_sparse_attention is not None

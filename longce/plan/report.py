@@ -13,28 +13,43 @@ from longce.plan.memory import CONTEXT_GIB, FRAGMENTATION
 def report(plan: dict[str, Any]) -> str:
     """Format a plan section by section, with units."""
     sections = []
-    for section in (_format_header, _format_training, _format_memory, _format_basis):
-        lines = [line if "\n" in line else textwrap.fill(line, 118, subsequent_indent="    ") for line in section(plan)]
+    for format_section in (_format_header, _format_training, _format_memory, _format_basis):
+        lines = map(_wrap_line, format_section(plan))
         sections.append("\n".join(lines))
     return "\n\n".join(sections)
 
 
+def _wrap_line(text: str) -> str:
+    """Wrap a line; a text of several lines, such as a table, stays as it is."""
+    if "\n" in text:
+        return text
+    return textwrap.fill(text, 118, subsequent_indent="    ")
+
+
 def _format_header(plan: dict[str, Any]) -> Iterator[str]:
-    model, gpu, run = plan["model"], plan["gpu"], plan["run"]
+    model = plan["model"]
+    gpu = plan["gpu"]
+    run = plan["run"]
     yield f"PLAN for {model['name']} ({model['model_type']})"
-    trained = model["trained_parameters"]
-    frozen = "" if trained == model["parameters"] else f", {_format_size(trained)} trained"
-    yield f"  model  {_format_size(model['parameters'])}{frozen}, {model['layers']} layers"
-    steps = "" if run["max_steps"] is None else f", {run['max_steps']:,} steps"
+    parameters = _format_size(model["parameters"])
+    if model["trained_parameters"] != model["parameters"]:
+        parameters += f", {_format_size(model['trained_parameters'])} trained"
+    yield f"  model  {parameters}, {model['layers']} layers"
+    steps = ""
+    if run["max_steps"] is not None:
+        steps = f", {run['max_steps']:,} steps"
     yield (
         f"  run    {run['objective']} (K={run['context_length']}, d={run['stride']}), sequences of {run['tokens']:,}"
         f" tokens, {run['rows_per_step']} per step{steps}"
     )
     sharding = "weights, gradients and optimizer sharded (FSDP2)" if run["sharded"] else "everything on each GPU"
-    layers = "" if run["checkpointed_layers"] is None else f" of the first {run['checkpointed_layers']} layers"
+    checkpointing = run["checkpointing"]
+    if run["checkpointed_layers"] is not None:
+        checkpointing += f" of the first {run['checkpointed_layers']} layers"
+    dtype = str(run["dtype"]).removeprefix("torch.")
     yield (
-        f"         {run['precision']}, {str(run['dtype']).removeprefix('torch.')} weights, gradient checkpointing"
-        f" {run['checkpointing']}{layers}, {run['optimizer']}, {sharding}"
+        f"         {run['precision']}, {dtype} weights, gradient checkpointing {checkpointing}, {run['optimizer']},"
+        f" {sharding}"
     )
     yield f"  GPU    {gpu['count']} x {gpu['name']}: {gpu['tflops']:g} TFLOP/s at peak, {gpu['memory']:g} GiB"
     for note in plan["notes"]:
@@ -55,22 +70,25 @@ def _format_run(row: dict[str, Any]) -> list[str]:
     name = "cross entropy"
     if row["context_length"] is not None:
         name = f"{row['context_length']} / {row['stride'] or 'sliding'}"
-    early = row["step_seconds_before_switch"]
+    if row["configured"]:
+        name += " *"
     return [
-        f"{name} *" if row["configured"] else name,
+        name,
         _format_number(row["tflop"]),
         "" if row["overhead"] is None else f"{row['overhead']:+.0%}",
         _format_duration(row["step_seconds"]),
-        _format_duration(early) if early else "",
+        _format_duration(row["step_seconds_before_switch"]),
         _format_number(row["tokens_per_second"]),
-        _format_number(row["hours"]) if row["hours"] else "",
-        _format_number(row["gpu_hours"]) if row["gpu_hours"] else "",
+        _format_number(row["hours"]),
+        _format_number(row["gpu_hours"]),
     ]
 
 
 def _format_memory(plan: dict[str, Any]) -> Iterator[str]:
-    memory, fitting = plan["memory"], plan["fitting"]
-    phase, available = memory["largest_phase"], memory["available"]
+    memory = plan["memory"]
+    fitting = plan["fitting"]
+    phase = memory["largest_phase"]
+    available = memory["available"]
     fits = "fits" if memory["fits"] else "DOES NOT FIT"
     yield f"MEMORY OF TRAINING on each GPU: {memory['needed']:.1f} of {available:g} GiB, {fits}"
     for name, size in {**memory["lasting"], **memory["phases"][phase]}.items():
@@ -108,17 +126,26 @@ def _format_basis(plan: dict[str, Any]) -> Iterator[str]:
 
 
 def _format_size(parameters: int) -> str:
-    return f"{parameters / 1e9:.2f}B parameters" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M parameters"
+    if parameters >= 1e9:
+        return f"{parameters / 1e9:.2f}B parameters"
+    return f"{parameters / 1e6:.2f}M parameters"
 
 
-def _format_duration(seconds: Range) -> str:
-    """Format a time in seconds or in hours."""
+def _format_duration(seconds: Range | None) -> str:
+    """Format a time in seconds or in hours; empty if it is unknown."""
+    if seconds is None:
+        return ""
     if seconds.high >= 3600:
         return f"{_format_number(seconds.times(1 / 3600))} h"
     return f"{_format_number(seconds)} s"
 
 
-def _format_number(value: Range | float) -> str:
-    """Format a number or a range with three digits."""
-    numbers = value if isinstance(value, Range) else (value,)
-    return " to ".join(f"{each:,.0f}" if each >= 100 else f"{each:.3g}" for each in numbers)
+def _format_number(value: Range | float | None) -> str:
+    """Format a number or a range with three digits; empty if it is unknown."""
+    if value is None:
+        return ""
+    if isinstance(value, Range):
+        return f"{_format_number(value.low)} to {_format_number(value.high)}"
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"

@@ -1,5 +1,6 @@
 """Read the experiment to be planned from its parsed config, without instantiating it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +80,8 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
     tokens: Any = data.get("sequence_length")
     check_count("`data.sequence_length`", tokens)
     config = load_config(loading)
-    check_influence(objective, f"in '{data['influence']}'" if data.get("influence") else None)
+    stored = data.get("influence")
+    check_influence(objective, f"in '{stored}'" if stored else None)
     if objective.uses_short_context:
         model.short_context.check_sequence(tokens)
         if data.get("curriculum"):
@@ -88,7 +90,7 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
     if precision not in _PRECISIONS:
         raise ValueError(f"`longce plan` does not support `trainer.precision` '{precision}', only {[*_PRECISIONS]}.")
     cast, autocast = _PRECISIONS[precision]
-    quantization, checkpointing = loading.quantization, loading.gradient_checkpointing
+    checkpointing = loading.gradient_checkpointing
     check_trainable(loading, config)
     # A class of the user may have no such argument; it then has the default optimizer.
     optimizer, settings = _read_component(parsed["model"].get("init_args", parsed["model"]).get("optimizer", "AdamW"))
@@ -103,7 +105,7 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         short_pass=objective.uses_short_context,
         dtype=dtype,
         autocast=autocast,
-        quantized=None if quantization is None else QUANTIZED_BYTES[4 if quantization.get("load_in_4bit") else 8],
+        quantized=_quantized_bytes(loading.quantization),
         offload_activations=loading.offload_activations,
         bfloat16_residual=loading.residual_dtype == "bfloat16" or distribution["sharded"],
         checkpointing=CHECKPOINTING[checkpointing],
@@ -130,10 +132,20 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
     )
 
 
+def _quantized_bytes(quantization: Mapping[str, Any] | None) -> float | None:
+    """Return the bytes of a quantized weight; None without quantization."""
+    if quantization is None:
+        return None
+    bits = 4 if quantization.get("load_in_4bit") else 8
+    return QUANTIZED_BYTES[bits]
+
+
 def _read_component(component: Any) -> tuple[str, dict[str, Any]]:
     """Return the class name and the arguments of a class in a parsed config."""
-    mapping: Any = component if isinstance(component, dict) else {"class_path": str(component)}
-    return mapping["class_path"].rpartition(".")[2], dict(mapping.get("init_args") or {})
+    if not isinstance(component, dict):
+        component = {"class_path": str(component)}
+    _, _, name = component["class_path"].rpartition(".")
+    return name, dict(component.get("init_args") or {})
 
 
 def _read_curriculum(settings: dict[str, Any] | None, tokens: int) -> Curriculum | None:
@@ -175,7 +187,8 @@ def _read_distribution(
     loading: ModelConfig, parsed: dict[str, Any], config: PreTrainedConfig, notes: list[str]
 ) -> dict[str, Any]:
     """Return the number of GPUs, and how the model is sharded across them."""
-    trainer, gpus = parsed["trainer"], parsed.get("gpus")
+    trainer = parsed["trainer"]
+    gpus = parsed.get("gpus")
     name, arguments = _read_component(trainer.get("strategy") or "auto")
     sharded = name.startswith("FullySharded")
     if not sharded and not name.lower().startswith(("auto", "ddp", "ulysses", "single")):
@@ -184,11 +197,16 @@ def _read_distribution(
             " FullyShardedStrategy and FullyShardedUlyssesStrategy (see configs/strategies)."
         )
     devices: Any = trainer.get("devices")
-    devices = len(devices) if isinstance(devices, list) else devices
+    if isinstance(devices, list):
+        devices = len(devices)
     known = str(devices).isdecimal() and int(devices) > 0
     if gpus is None and not known:
         notes.append(f"`trainer.devices` is {devices!r}, so one GPU is assumed; set another number by --gpus")
-    count = gpus or (int(devices) * (trainer.get("num_nodes") or 1) if known else 1)
+    count = 1
+    if gpus:
+        count = gpus
+    elif known:
+        count = int(devices) * (trainer.get("num_nodes") or 1)
     shared = arguments.get("sequence_parallel_size", 1)
     check_processes(shared, count)
     check_sequence_parallelism(config, shared, loading.attn_implementation)

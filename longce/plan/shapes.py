@@ -1,11 +1,11 @@
 """Read the sizes that decide a model's cost from its config and its modules on the meta device."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -43,42 +43,65 @@ class ModelShape:
         """Number of decoder layers."""
         return len(self.windows)
 
+    @property
+    def trained_head_weights(self) -> int:
+        """Weights of the head that are trained."""
+        return self.head_weights if self.head_trained else 0
+
+    @property
+    def vocabulary_weights(self) -> int:
+        """Weights of head and embedding together."""
+        return self.head_weights if self.tied else 2 * self.head_weights
+
     @classmethod
     def of(cls, config: PreTrainedConfig, lora: dict[str, Any] | None = None) -> "ModelShape":
         """Return the sizes of the model that a config describes, with only ``lora`` trained; loads no weights."""
         text = config.get_text_config(decoder=True)
         windows = _attention_windows(text)
         backbone = meta_backbone(config, lora=lora)
-        # The decoder's layers are its only list of this length.
-        lists = (part for part in backbone.decoder.modules() if isinstance(part, nn.ModuleList))
-        layers = next(part for part in lists if len(part) == text.num_hidden_layers)
-        weights = [_layer_weights(layer, text) for layer in layers]
+        layers = _find_layers(backbone.decoder, text.num_hidden_layers)
+        used_weights, trained_weights = zip(*(_layer_weights(layer, text) for layer in layers), strict=True)
         embedding = active_module(backbone.base_model.get_input_embeddings()).weight
-        head = next(p for p in active_module(backbone.base_model.get_output_embeddings()).parameters() if p.ndim == 2)
+        head_parameters = active_module(backbone.base_model.get_output_embeddings()).parameters()
+        head = next(parameter for parameter in head_parameters if parameter.ndim == 2)
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         query = getattr(text, "qk_head_dim", None) or size  # DeepSeek's latent attention
         value = getattr(text, "v_head_dim", None) or size
         return cls(
             name=config.model_type,
-            parameters=sum(p.numel() for p in backbone.parameters()),
-            trained=sum(p.numel() for p in backbone.parameters() if p.requires_grad),
-            quantizable=sum(
-                part.weight.numel()
-                for name, part in backbone.base_model.named_modules()
-                if isinstance(part, nn.Linear) and part.weight is not head and "lora_" not in name
-            ),
-            layer_weights=sum(active for active, _ in weights),
-            trained_layer_weights=sum(trained for _, trained in weights),
+            parameters=_count_numbers(backbone.parameters()),
+            trained=_count_numbers(p for p in backbone.parameters() if p.requires_grad),
+            quantizable=_count_quantizable(backbone.base_model, head),
+            layer_weights=sum(used_weights),
+            trained_layer_weights=sum(trained_weights),
             head_weights=head.numel(),
             head_trained=head.requires_grad,
             tied=head is embedding,
-            largest_layer=max(sum(p.numel() for p in layer.parameters()) for layer in layers),
+            largest_layer=max(_count_numbers(layer.parameters()) for layer in layers),
             vocabulary=head.shape[0],
             output_width=text.num_attention_heads * value,
             pair_flops=2 * text.num_attention_heads * (query + value),
             checkpointed=sum(isinstance(layer, GradientCheckpointingLayer) for layer in layers),
             windows=windows,
         )
+
+
+def _find_layers(decoder: nn.Module, count: int) -> nn.ModuleList:
+    """Return the decoder's layers, its only list of this length."""
+    return next(part for part in decoder.modules() if isinstance(part, nn.ModuleList) and len(part) == count)
+
+
+def _count_numbers(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def _count_quantizable(model: nn.Module, head: Tensor) -> int:
+    """Count the weights of linear layers except those of the head and of adapters."""
+    count = 0
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Linear) and part.weight is not head and "lora_" not in name:
+            count += part.weight.numel()
+    return count
 
 
 def has_experts(config: PreTrainedConfig) -> bool:
@@ -89,7 +112,8 @@ def has_experts(config: PreTrainedConfig) -> bool:
 
 def _layer_weights(layer: nn.Module, config: PreTrainedConfig) -> tuple[int, int]:
     """Return the number of a layer's weights that a token is multiplied with, and of the trained ones among them."""
-    active = trained = 0.0
+    active = 0.0
+    trained = 0.0
     for name, parameter in layer.named_parameters():
         if parameter.ndim == 1 or name.endswith("bias"):
             continue

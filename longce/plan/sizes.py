@@ -31,7 +31,9 @@ class ModelSizes:
     def training_memory(self, training: Training, lora: dict[str, Any] | None) -> Memory:
         """Return the memory of a training step."""
         is_gathered = training.sharded and training.autocast == torch.bfloat16  # in bfloat16, by FSDP2
-        dtype = torch.bfloat16 if is_gathered and has_experts(self.config) else training.dtype
+        dtype = training.dtype
+        if is_gathered and has_experts(self.config):
+            dtype = torch.bfloat16
         numerics = (dtype, training.autocast, training.bfloat16_residual)
         key = (*numerics, repr(lora))
         if key not in self._activations:
