@@ -61,7 +61,8 @@ def curves_as_svg(curves: Iterable[tuple[str, Any, Any]], *, x: str, y: str, log
         plot = figure.subplots()
         plot.set(xlabel=x, ylabel=y)
         for (name, xs, ys), line in zip(curves, cycle(("-", "--", "-.", ":")), strict=False):
-            (drawn,) = plot.plot(xs, ys, line, marker="o" if len(xs) < 30 else "", markersize=3, label=name)
+            marker = "o" if len(xs) < 30 else ""
+            (drawn,) = plot.plot(xs, ys, line, marker=marker, markersize=3, label=name)
             if len(xs) > 1 and not isinstance(xs[0], str) and xs[0] == 0:
                 plot.plot(xs[0], ys[0], "o", color=drawn.get_color(), markersize=7, markerfacecolor="none")
         if not plot.xaxis.have_units():  # numbers, not names
@@ -85,11 +86,10 @@ def as_svg(figure: Figure) -> str:
     figure.savefig(
         stream, format="svg", bbox_inches="tight", pad_inches=0.02, facecolor="none", metadata={"Date": None}
     )
-    rules = (
-        f'[style*="{kind}: {light}"]{{{kind}:{dark} !important}}'
-        for light, dark in DARK.items()
-        for kind in ("fill", "stroke")
-    )
-    style = f"<style>@media screen and (prefers-color-scheme:dark){{{''.join(rules)}}}</style>"
+    rules = ""
+    for light, dark in DARK.items():
+        for kind in ("fill", "stroke"):
+            rules += f'[style*="{kind}: {light}"]{{{kind}:{dark} !important}}'
+    style = f"<style>@media screen and (prefers-color-scheme:dark){{{rules}}}</style>"
     svg = _FONTS.sub("system-ui, 'Segoe UI', 'Noto Sans', sans-serif", stream.getvalue())
     return svg.replace("<defs>", f"{style}<defs>", 1)

@@ -108,8 +108,11 @@ def as_markdown(title: str, blocks: Sequence[Block]) -> str:
 
 def as_markdown_table(table: Table) -> str:
     """Format a table as Markdown."""
-    cells = [table.head, ["---"] * len(table.head), *table.rows]
-    return "\n".join(f"| {' | '.join(map(_format_markdown_cell, row))} |" for row in cells)
+    lines = []
+    for row in (table.head, ["---"] * len(table.head), *table.rows):
+        cells = " | ".join(map(_format_markdown_cell, row))
+        lines.append(f"| {cells} |")
+    return "\n".join(lines)
 
 
 def as_html(title: str, blocks: Sequence[Block], pictures: Mapping[str, str]) -> str:
@@ -164,21 +167,28 @@ def source_hash(source: str) -> str:
 
 def _column_kinds(table: Table) -> list[str]:
     """Return the style of each column: numbers are aligned to the right, and only long texts wrap."""
-    columns = zip(table.head, *([*map(_replace_absent, row)] for row in table.rows), strict=True)
-    return [
-        "number" if all(map(_NUMBER.match, column[1:])) else "short" if max(map(len, column)) < 32 else "long"
-        for column in columns
-    ]
+    kinds = []
+    for head, *column in zip(table.head, *table.rows, strict=True):
+        cells = list(map(_replace_absent, column))
+        if all(map(_NUMBER.match, cells)):
+            kinds.append("number")
+        elif max(map(len, [head, *cells])) < 32:
+            kinds.append("short")
+        else:
+            kinds.append("long")
+    return kinds
 
 
 def _is_folded(table: Table) -> bool:
-    return len(table.rows) > MAX_ROWS if table.folded is None else table.folded
+    if table.folded is None:
+        return len(table.rows) > MAX_ROWS
+    return table.folded
 
 
 def _split_figures(figures: Iterable[Picture]) -> list[list[Picture]]:
     """Return the figures that are shown, and those that are folded if there are many."""
     found = list(figures)
-    return [part for part in (found[:MAX_FIGURES], found[MAX_FIGURES:]) if part]
+    return list(filter(None, (found[:MAX_FIGURES], found[MAX_FIGURES:])))
 
 
 def _replace_absent(cell: str) -> str:

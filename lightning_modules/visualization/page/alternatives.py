@@ -4,6 +4,7 @@ from functools import partial
 from typing import NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 from lightning_modules.batch import PackedBatch, batch_to
 from lightning_modules.functional.top_tokens import LikeliestTokens, likeliest_tokens
@@ -23,6 +24,10 @@ class Alternatives(NamedTuple):
     long: LikeliestTokens
     short: LikeliestTokens
 
+    def all_token_ids(self) -> Tensor:
+        """Return the ids of all candidates in both contexts."""
+        return torch.cat([self.long.token_ids.flatten(), self.short.token_ids.flatten()])
+
 
 @torch.no_grad()
 def long_and_short_alternatives(
@@ -36,8 +41,8 @@ def long_and_short_alternatives(
     windows = batch_windows(batch["document_boundaries"], short_context)
     head_fn = partial(likeliest_tokens, count=count)
     with eval_mode(backbone):
-        long = LikeliestTokens(*(tensor.cpu() for tensor in backbone(batch, head_fn=head_fn)))
-    short = LikeliestTokens(*(tensor.clone() for tensor in long))
+        long = LikeliestTokens(*map(Tensor.cpu, backbone(batch, head_fn=head_fn)))
+    short = LikeliestTokens(*map(Tensor.clone, long))
     for group, likeliest in score_windows(backbone, batch, windows, head_fn=head_fn):
         for target, source in zip(short, likeliest, strict=True):
             rows = source.cpu()
@@ -60,4 +65,6 @@ def find_alternatives(evaluator: ScoredModel, text: str, *, count: int = 5, name
     on_device = batch_to(batch, backbone.device)
     both = long_and_short_alternatives(backbone, on_device, evaluator.short_context, count=count)
     # The batch has one sequence.
-    return Alternatives(*(LikeliestTokens(*(tensor[0] for tensor in context)) for context in both))
+    long = LikeliestTokens(*(tensor[0] for tensor in both.long))
+    short = LikeliestTokens(*(tensor[0] for tensor in both.short))
+    return Alternatives(long, short)

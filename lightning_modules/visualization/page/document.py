@@ -35,19 +35,28 @@ def inspect_document(
     # Find errors of the models and their tokens before the evaluator is loaded.
     models = []
     for each in names:
-        loading, special = config.model_loading(each), config.add_special_tokens
-        model = ScoredModel(loading, device=device, tokenizer=config.model_tokenizer, add_special_tokens=special)
+        model = ScoredModel(
+            config.model_loading(each),
+            device=device,
+            tokenizer=config.model_tokenizer,
+            add_special_tokens=config.add_special_tokens,
+        )
         models.append(model)
     documents = [model.read({name: text})[0] for model in models]
     length = scorer.encode(text, name=name)["labels"].numel()
-    passes = count_tokens(length, config.short_context)
-    with show_progress([text], "evaluator", [passes * (2 if config.alternatives else 1)]):
+    scored_tokens = count_tokens(length, config.short_context)
+    if config.alternatives:
+        scored_tokens *= 2
+    with show_progress([text], "evaluator", [scored_tokens]):
         scores = scorer.scores(text, name=name)
         found = None
         if config.alternatives:
             found = find_alternatives(scorer, text, count=config.alternatives, name=name)
     scorer.release()
-    ids = torch.cat([scores.token_ids, *(part.token_ids.flatten() for part in found or ())]).unique().tolist()
+    shown = scores.token_ids
+    if found is not None:
+        shown = torch.cat([shown, found.all_token_ids()])
+    ids = shown.unique().tolist()
     evaluated = []
     while models:  # each is freed before the next one is loaded
         model = models.pop(0)

@@ -74,9 +74,11 @@ class Inspection:
 
     def html(self) -> str:
         """Return the page."""
-        script = f"(() => {{\n'use strict';\n{''.join(read_resource(f'page/{name}') for name in _SCRIPTS)}}})();"
-        found = self.alternatives
-        alternatives = {} if found is None else alternative_arrays(found, self._shown_ids, self._first_short)
+        scripts = "".join(read_resource(f"page/{name}") for name in _SCRIPTS)
+        script = f"(() => {{\n'use strict';\n{scripts}}})();"
+        alternatives: dict[str, np.ndarray[Any, Any]] = {}
+        if self.alternatives is not None:
+            alternatives = alternative_arrays(self.alternatives, self._shown_ids, self._first_short)
         return render(
             "page/page.html",
             script=script,
@@ -141,9 +143,9 @@ class Inspection:
         }
 
     def _shorten(self, name: str) -> str:
-        last = [Path(model.name).stem if "/" in model.name else model.name for model in self.models]
-        own = last[[model.name for model in self.models].index(name)]
-        return own if last.count(own) == 1 else name
+        short_names = [_last_name(model.name) for model in self.models]
+        short_name = _last_name(name)
+        return short_name if short_names.count(short_name) == 1 else name
 
     def _script_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return everything that the script needs to show the document and to count key tokens."""
@@ -162,11 +164,19 @@ class Inspection:
         }
         for number, model in enumerate(self.models):
             advance, length = span_arrays(self.text, model.tokens.offsets)
-            arrays[f"model_{number}_advance"], arrays[f"model_{number}_length"] = advance, length
+            arrays[f"model_{number}_advance"] = advance
+            arrays[f"model_{number}_length"] = length
             arrays[f"model_{number}_long"] = model.log_likelihood.numpy()
         return arrays
 
     def _script_settings(self) -> dict[str, Any]:
+        alternatives = 0
+        if self.alternatives is not None:
+            alternatives = self.alternatives.long.token_ids.shape[-1]
+        models = []
+        for model in self.models:
+            name = self._shorten(model.name)
+            models.append({"name": name, "same_tokens": self._same_tokens(model)})
         return {
             "context_length": self.scores.short_context.context_length,
             "stride": self.scores.short_context.stride,
@@ -174,11 +184,9 @@ class Inspection:
             "unscored": self.scores.unscored,
             "alpha": self.alpha,
             "beta": None if self.beta == -math.inf else self.beta,
-            "alternatives": 0 if self.alternatives is None else self.alternatives.long.token_ids.shape[-1],
+            "alternatives": alternatives,
             "steps_per_nat": STEPS_PER_NAT,
-            "models": [
-                {"name": self._shorten(model.name), "same_tokens": self._same_tokens(model)} for model in self.models
-            ],
+            "models": models,
         }
 
     def _same_tokens(self, model: ModelScores) -> list[int] | None:
@@ -192,8 +200,17 @@ class Inspection:
     @cached_property
     def _shown_ids(self) -> Tensor:
         """Ascending ``[M]`` ids of the tokens that the page names."""
-        shown = () if self.alternatives is None else (part.token_ids.flatten() for part in self.alternatives)
-        return torch.cat([self.scores.token_ids, *shown]).unique()
+        shown = self.scores.token_ids
+        if self.alternatives is not None:
+            shown = torch.cat([shown, self.alternatives.all_token_ids()])
+        return shown.unique()
+
+
+def _last_name(model: str) -> str:
+    """Return the name of a file or folder without its path and suffix."""
+    if "/" not in model:
+        return model
+    return Path(model).stem
 
 
 def perplexities(log_likelihood: Tensor, key: Tensor, unscored: int = 1) -> tuple[float, float]:
@@ -209,4 +226,6 @@ def _format_perplexity(value: float) -> str:
         return "—"
     if value >= 1e6:
         return f"{value:.2e}".replace("inf", "∞")
-    return f"{value:.3f}" if value < 100 else f"{value:.1f}"
+    if value >= 100:
+        return f"{value:.1f}"
+    return f"{value:.3f}"

@@ -55,10 +55,14 @@ def position_figure(positions: PositionSums, *, title: str) -> Figure:
     """
     (context, loss, *others) = positions.means().numpy()
     fit = positions.fit()
-    panels = 2 if others else 1
+    panels = 1
+    bottom = 0.14
+    if others:
+        panels = 2
+        bottom = 0.1
     figure = Figure(figsize=(6.4, 3.4 + 1.4 * (panels - 1)), dpi=110)
     # Matplotlib's automatic layout would take longer than the drawing.
-    figure.subplots_adjust(left=0.11, right=0.98, bottom=0.14 if panels == 1 else 0.1, top=0.92, hspace=0.08)
+    figure.subplots_adjust(left=0.11, right=0.98, bottom=bottom, top=0.92, hspace=0.08)
     axes = figure.subplots(panels, 1, sharex=True, squeeze=False, height_ratios=(3, 1)[:panels])[:, 0]
     axes[0].plot(context, loss, "o-", color="C0", lw=1, markersize=4, label="long context")
     if others:

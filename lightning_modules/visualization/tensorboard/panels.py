@@ -2,7 +2,7 @@
 
 import math
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +45,9 @@ class InspectedDocument(NamedTuple):
     def distance(self, index: int) -> int | None:
         """Return the distance in tokens to the previous occurrence of the same token, or None."""
         earlier = (self.scores.token_ids[:index] == self.scores.token_ids[index]).nonzero()
-        return index - int(earlier[-1]) if len(earlier) else None
+        if not len(earlier):
+            return None
+        return index - int(earlier[-1])
 
 
 class EvaluationPanels:
@@ -74,19 +76,11 @@ class EvaluationPanels:
         ``documents`` have the model's scores, and mark all scored tokens unless key tokens are precomputed.
         ``positions`` has the model's losses over all documents, ``evaluated`` the evaluator's by SHA-256 of texts.
         """
-        pairs = [(document, evaluated.get(document.scores.text_sha256)) for document in documents]
-        by_model = [document._replace(key=self._find_key(document, found)) for document, found in pairs]
-        by_evaluator = [
-            document._replace(scores=found.scores, key=self._key_tokens(found.scores))
-            for document, found in pairs
-            if found is not None
-        ]
+        by_model, by_evaluator = self._mark_key_tokens(documents, evaluated)
         for writer in writers:
             if not set(evaluated) <= self._drawn:  # draw an evaluator's scores once, because they never change
                 writer.add_text("most_helped_tokens/evaluator", helped_markdown(by_evaluator), step)
-                by_text = [found.scores for found in evaluated.values()]
-                scored = [torch.arange(len(scores.long)) >= scores.unscored for scores in by_text]
-                self._draw_scores(writer, by_text, scored, "evaluator", step)
+                self._draw_evaluator(writer, evaluated.values(), step)
             if documents:
                 writer.add_text("most_helped_tokens/model", helped_markdown(by_model), step)
                 values = torch.cat([document.scores.long[document.key] for document in by_model])
@@ -100,6 +94,20 @@ class EvaluationPanels:
                 writer.add_figure("loss_by_context/model_all_documents", figure, step, close=False)
         self._drawn |= set(evaluated)
 
+    def _mark_key_tokens(
+        self, documents: Sequence[InspectedDocument], evaluated: Mapping[str, EvaluatedDocument]
+    ) -> tuple[list[InspectedDocument], list[InspectedDocument]]:
+        """Return the documents with their key tokens: with the model's scores, and those with the evaluator's."""
+        by_model = []
+        by_evaluator = []
+        for document in documents:
+            found = evaluated.get(document.scores.text_sha256)
+            by_model.append(document._replace(key=self._find_key(document, found)))
+            if found is not None:
+                key = self._key_tokens(found.scores)
+                by_evaluator.append(document._replace(scores=found.scores, key=key))
+        return by_model, by_evaluator
+
     def _key_tokens(self, scores: TokenScores) -> Tensor:
         return evaluator_key_tokens(scores, **self.thresholds)
 
@@ -112,6 +120,11 @@ class EvaluationPanels:
         rule = self.definition.key_token_rule
         return document.key & find_key_tokens(found.scores, found.tokens, **self.thresholds, rule=rule).mask
 
+    def _draw_evaluator(self, writer: Any, evaluated: Iterable[EvaluatedDocument], step: int) -> None:
+        documents = [found.scores for found in evaluated]
+        scored = [torch.arange(len(scores.long)) >= scores.unscored for scores in documents]
+        self._draw_scores(writer, documents, scored, "evaluator", step)
+
     def _draw_scores(
         self, writer: Any, documents: Sequence[TokenScores], scored: Sequence[Tensor], scored_by: str, step: int
     ) -> None:
@@ -119,12 +132,19 @@ class EvaluationPanels:
 
         ``scored`` marks the tokens of each document that are drawn.
         """
-        mask = torch.cat([*scored])
-        long = torch.cat([s.long for s in documents])[mask]
-        short = torch.cat([s.short for s in documents])[mask]
-        key = torch.cat([self._key_tokens(s) for s in documents])[mask]
+        long_parts = []
+        short_parts = []
+        key_parts = []
+        place_parts = []
+        for scores, mask in zip(documents, scored, strict=True):
+            long_parts.append(scores.long[mask])
+            short_parts.append(scores.short[mask])
+            key_parts.append(self._key_tokens(scores)[mask])
+            place_parts.append(torch.arange(len(scores.long))[mask])
+        long = torch.cat(long_parts)
+        short = torch.cat(short_parts)
         positions = PositionSums(3)
-        positions.add(torch.cat([torch.arange(len(s.long)) for s in documents])[mask], -long, -short, key)
+        positions.add(torch.cat(place_parts), -long, -short, torch.cat(key_parts))
         title = f"{scored_by}, {len(documents):,} documents"
         if (long != short).any():
             figure = benefit_figure(long, short, **self.thresholds, title=title)
@@ -138,7 +158,9 @@ def draw_weights(writer: Any, weights: Tensor, differences: Tensor, *, cap: floa
     """Write histograms of ``[N]`` token weights up to a cap, and of ``[M]`` LSD in nats, of one optimizer step."""
     if len(weights):
         # TensorBoard's default bins grow by 10%, which is too coarse for weights between 0 and 5.
-        bins = "tensorflow" if cap is None or weights.min() < 0 else torch.linspace(0, cap * 1.0001, 51).tolist()
+        bins: Any = "tensorflow"
+        if not (cap is None or weights.min() < 0):
+            bins = torch.linspace(0, cap * 1.0001, 51).tolist()
         writer.add_histogram("train/token_weights", weights, step, bins=bins)
     if len(differences):
         writer.add_histogram("train/lsd_nats", differences, step)
@@ -146,39 +168,45 @@ def draw_weights(writer: Any, weights: Tensor, differences: Tensor, *, cap: floa
 
 def escaped(text: str) -> str:
     """Escape a text for Markdown and HTML as numbered entities, and make line breaks and control characters visible."""
-    return "".join(
-        VISIBLE.get(character, "\N{REPLACEMENT CHARACTER}")
-        if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
-        else character
-        if character.isalnum() or character == " " or ord(character) > 127
-        else f"&#{ord(character)};"
-        for character in text
-    )
+    return "".join(map(_escape_character, text))
+
+
+def _escape_character(character: str) -> str:
+    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
+        return VISIBLE.get(character, "\N{REPLACEMENT CHARACTER}")
+    if character.isalnum() or character == " " or ord(character) > 127:
+        return character
+    return f"&#{ord(character)};"
 
 
 def probability(log_likelihood: float) -> str:
     """Format the probability of a log-likelihood as ``12.3%``, or as ``5e-05`` if it is below 0.1%."""
     value = math.exp(log_likelihood)
-    return f"{value:.1%}" if value >= 0.001 else f"{value:.0e}"
+    if value >= 0.001:
+        return f"{value:.1%}"
+    return f"{value:.0e}"
 
 
 def helped_markdown(documents: Sequence[InspectedDocument], *, count: int = 20) -> str:
     """Format a table of at most ``count`` tokens that the long context helps most, with their probabilities."""
-    found = [(lsd, document, index) for document in documents for lsd, index in document.most_helped(count)]
+    found: list[tuple[float, InspectedDocument, int]] = []
+    for document in documents:
+        found += [(lsd, document, index) for lsd, index in document.most_helped(count)]
     found.sort(key=lambda entry: -entry[0])
-    rows = [
-        [
+    rows = []
+    for lsd, document, index in found[:count]:
+        distance = document.distance(index)
+        row = [
             _cut_snippet(document, index),
             probability(float(document.scores.long[index])),
             probability(float(document.scores.short[index])),
             f"{lsd:.2f}",
             "yes" if document.key[index] else "",
-            f"{distance:,}" if (distance := document.distance(index)) else "never",
+            "never" if distance is None else f"{distance:,}",
             escaped(f"{document.name}, token {index:,}"),
         ]
-        for lsd, document, index in found[:count]
-    ]
-    return as_markdown_table(Table([*COLUMNS], rows))
+        rows.append(row)
+    return as_markdown_table(Table(COLUMNS, rows))
 
 
 def _cut_snippet(document: InspectedDocument, index: int, before: int = 60, after: int = 20) -> str:
@@ -187,5 +215,7 @@ def _cut_snippet(document: InspectedDocument, index: int, before: int = 60, afte
     word = token.strip() or "\N{OPEN BOX}"
     inner = start + len(token) - len(token.lstrip())
     left = document.text[max(inner - before, 0) : inner]
-    right = document.text[start + len(token.rstrip()) : end + after] if token.strip() else document.text[end:][:after]
+    right = document.text[end : end + after]
+    if token.strip():
+        right = document.text[start + len(token.rstrip()) : end] + right
     return f"{escaped(left)}**{escaped(word)}**{escaped(right)}"

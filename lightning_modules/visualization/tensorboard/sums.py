@@ -31,8 +31,8 @@ class PositionSums:
 
     def means(self) -> Tensor:
         """Return ``[1 + values, n]`` float64 mean position and values of the bins that have tokens."""
-        count, *totals = self.sums[:, self.sums[0] > 0]
-        return torch.stack([total / count for total in totals])
+        sums = self.sums[:, self.sums[0] > 0]
+        return sums[1:] / sums[0]
 
     def fit(self) -> PowerLaw | None:
         """Fit a power law of the loss, the first value, to contexts of 16 tokens or more; None if undetermined."""
@@ -41,7 +41,9 @@ class PositionSums:
         if fitted.shape[1] < 3 or not fitted[1].isfinite().all():
             return None
         fit = fit_power_law(fitted[0], fitted[1])
-        return fit if fit.is_determined else None
+        if not fit.is_determined:
+            return None
+        return fit
 
 
 class WeightSample:
