@@ -94,7 +94,9 @@ def _check_classes(arguments: Sequence[str], value: Any, path: str) -> None:
     if isinstance(class_path, str):
         if path == "model.objective" and "." not in class_path:
             class_path = f"{_OBJECTIVES}.{class_path}"
-        _check_class(arguments, class_path, settings if isinstance(settings, dict) else {}, path)
+        if not isinstance(settings, dict):
+            settings = {}
+        _check_class(arguments, class_path, settings, path)
     for key, part in value.items():
         _check_classes(arguments, part, f"{path}.{key}".removeprefix("."))
 
@@ -119,7 +121,9 @@ def _check_class(arguments: Sequence[str], class_path: str, settings: dict[str, 
 
 def _find_misspelled(name: str, known: Sequence[str] | dict[str, str]) -> str | None:
     """Return the known name that a name misspells; None if it is known, or does not resemble a known name."""
-    return None if name in known else find_nearest(name, known)
+    if name in known:
+        return None
+    return find_nearest(name, known)
 
 
 def _check_number(arguments: Sequence[str], name: str, annotation: str, value: Any) -> None:
@@ -182,7 +186,9 @@ def _find_class(class_path: str) -> _Source | None:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return _Source(module, tree, node)
     imported = _find_import(tree, name)
-    return None if imported is None else _find_class(imported)
+    if imported is None:
+        return None
+    return _find_class(imported)
 
 
 def _find_import(tree: ast.Module, name: str) -> str | None:
@@ -199,8 +205,10 @@ def _find_import(tree: ast.Module, name: str) -> str | None:
 def _list_names(module: str) -> list[str]:
     """Return the names of the classes that a module defines or imports."""
     tree = _parse_module(module)
+    if tree is None:
+        return []
     names: list[str] = []
-    for node in [] if tree is None else ast.walk(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             names.append(node.name)
         elif isinstance(node, ast.ImportFrom):

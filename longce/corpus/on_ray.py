@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -47,21 +48,23 @@ def score_on_ray(files: Sequence[str], config: CorpusConfig) -> dict[str, int]:
     if not ray.is_initialized():
         _connect()
     shards = config.num_shards or 1
-    files = [_make_absolute(file) for file in files]
+    files = list(map(_make_absolute, files))
+    tokenizer = config.tokenizer
+    if tokenizer is not None:
+        tokenizer = _make_absolute(tokenizer)
     config = replace(
         config,
         engine="local",
         num_shards=None,
         model=_make_absolute(config.model),
-        tokenizer=None if config.tokenizer is None else _make_absolute(config.tokenizer),
+        tokenizer=tokenizer,
         output=_make_absolute(config.output, exists=False),
     )
     on_cpu = config.device == "cpu" or is_served(config.model) or not ray.cluster_resources().get("GPU")
     # It starts again elsewhere if its machine is lost, as tasks do.
     stop = ray.remote(_Stop).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
-    task = ray.remote(_score_until_stopped).options(
-        name="score_shard", num_cpus=1, num_gpus=0 if on_cpu else 1, max_retries=RETRIES
-    )
+    gpus = 0 if on_cpu else 1
+    task = ray.remote(_score_until_stopped).options(name="score_shard", num_cpus=1, num_gpus=gpus, max_retries=RETRIES)
     running: dict[Any, int] = {}
     for index in range(shards):
         running[task.remote(stop, files, replace(config, shard=f"{index}/{shards}"))] = index
@@ -74,7 +77,10 @@ def score_on_ray(files: Sequence[str], config: CorpusConfig) -> dict[str, int]:
         raise
     if lost:
         raise IncompleteError("\n".join(lost) + "\nFinished documents are kept: run the same command again.")
-    return {name: sum(each[name] for each in counts) for name in counts[0]}
+    total: Counter[str] = Counter()
+    for each in counts:
+        total.update(each)
+    return dict(total)
 
 
 class _Stop:
@@ -121,8 +127,10 @@ def _connect() -> None:
     try:
         place = re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:(\d+)", address)
         if place:
-            host = ray.util.get_node_ip_address() if place[1] in ("localhost", "127.0.0.1") else place[1]
-            socket.create_connection((host, int(place[2])), timeout=CONNECT_SECONDS).close()
+            host, port = place.groups()
+            if host in ("localhost", "127.0.0.1"):
+                host = ray.util.get_node_ip_address()
+            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
         ray.init(log_to_driver=False, logging_level="ERROR")
     except (OSError, ValueError, OverflowError) as error:
         if not address:
@@ -159,4 +167,6 @@ def _make_absolute(path: str, *, exists: bool = True) -> str:
     if is_url(path) or is_served(path):
         return path
     local = os.path.expanduser(path)
-    return os.path.abspath(local) if not exists or os.path.exists(local) or "*" in local else path
+    if exists and not os.path.exists(local) and "*" not in local:
+        return path
+    return os.path.abspath(local)

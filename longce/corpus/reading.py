@@ -37,7 +37,10 @@ def read_missing(
         wanted = partial(_is_missing, share, scored)
         try:
             for ref, content in corpus.read(share.part, wanted):
-                yield ref, EncodedDocument(None, ref.error) if ref.error is not None else encode(content)
+                if ref.error is not None:
+                    yield ref, EncodedDocument(None, ref.error)
+                else:
+                    yield ref, encode(content)
         except (ValueError, OSError) as error:
             unreadable.append(f"{share.part.file}: {' '.join(str(error).split())}")
 
@@ -49,7 +52,9 @@ def _is_missing(share: Share, scored: frozenset[int], row: int) -> bool:
 def _scored_rows(share: Share, done: Rows) -> NDArray[np.int64]:
     part = share.part
     rows = done.get(part.file, np.empty(0, np.int64))
-    end = np.iinfo(np.int64).max if part.rows is None else part.first + part.rows
+    end = np.iinfo(np.int64).max
+    if part.rows is not None:
+        end = part.first + part.rows
     rows = rows[slice(*np.searchsorted(rows, (part.first, end)))]
     return rows[rows % share.step == share.first]
 
@@ -67,16 +72,19 @@ def count_missing(shares: Sequence[Share], done: Rows) -> int | None:
 
 def pools(documents: Iterator[Document], batch_tokens: int | None, shard_rows: int) -> Iterator[list[Document]]:
     """Yield documents one by one, or in pools from which batches of similar length are drawn."""
-    limit = 1 if batch_tokens is None else _POOL_BATCHES * batch_tokens
-    # With a pool of 256 documents of 100 to 2,000 tokens, lengths within a batch of 32,768 tokens differ so much that
-    # padding adds 23% to the documents' tokens; with a pool of 1,000 documents, 7%.
-    most = 1 if batch_tokens is None else max(_POOL_DOCUMENTS, shard_rows)
+    max_tokens = 1
+    max_documents = 1
+    if batch_tokens is not None:
+        max_tokens = _POOL_BATCHES * batch_tokens
+        # With a pool of 256 documents of 100 to 2,000 tokens, lengths within a batch of 32,768 tokens differ so much
+        # that padding adds 23% to the documents' tokens; with a pool of 1,000 documents, 7%.
+        max_documents = max(_POOL_DOCUMENTS, shard_rows)
     pool: list[Document] = []
     tokens = 0
     for ref, document in documents:
         pool.append((ref, document))
         tokens += document.tokens
-        if tokens >= limit or len(pool) >= most:
+        if tokens >= max_tokens or len(pool) >= max_documents:
             yield pool
             pool = []
             tokens = 0
@@ -89,7 +97,10 @@ def read_ahead(items: Iterator[Item]) -> Iterator[Item]:
     pool = ThreadPoolExecutor(1)
     try:
         following = pool.submit(next, items, None)
-        while (item := following.result()) is not None:
+        while True:
+            item = following.result()
+            if item is None:
+                return
             following = pool.submit(next, items, None)
             yield item
     finally:

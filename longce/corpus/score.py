@@ -33,8 +33,8 @@ from longce.corpus.writing import Writer, file_states, find_scored, signals_stop
 _NAMED_FILES = 3  # at most, in a message
 _COUNTED = pyarrow.schema(
     {
-        **{name: pyarrow.string() for name in ("file", "error")},
-        **{name: pyarrow.int64() for name in ("row", "tokens", "compared_tokens", "key_tokens")},
+        **dict.fromkeys(("file", "error"), pyarrow.string()),
+        **dict.fromkeys(("row", "tokens", "compared_tokens", "key_tokens"), pyarrow.int64()),
     }
 )
 
@@ -102,11 +102,12 @@ def score_shard(files: Sequence[str], config: CorpusConfig) -> dict[str, int]:
             try:
                 for pool in read_ahead(pools(documents, config.batch_tokens, config.shard_rows)):
                     for batch in _batches(pool, scorer):
-                        if any(document.batch is not None for _, document in batch):
+                        refs, encoded = zip(*batch, strict=True)
+                        if any(document.batch is not None for document in encoded):
                             _load(scorer, identity)
-                        scores = scorer.score_encoded([document for _, document in batch])
-                        tokens = sum(document.tokens for _, document in batch)
-                        writer.add([ref for ref, _ in batch], scores, tokens)
+                        scores = scorer.score_encoded(encoded)
+                        tokens = sum(document.tokens for document in encoded)
+                        writer.add(refs, scores, tokens)
                         _show_rate(bar, writer)
                 _verify(scorer, writer)
             finally:  # even if it is stopped, so that no scores are lost
@@ -128,7 +129,11 @@ def _check_place(files: Sequence[str], output: str) -> None:
     """Refuse an output that a later command would read as a part of the corpus."""
     folder = Path(output).expanduser().resolve()
     for path in files:
-        place = Path(path.partition("*")[0].rpartition("/")[0] or "." if "*" in path else path).expanduser()
+        parent = path
+        if "*" in path:
+            before, _, _ = path.partition("*")
+            parent = before.rpartition("/")[0] or "."
+        place = Path(parent).expanduser()
         if is_url(path) or is_url(output) or not place.is_dir() or ("*" in path and "**" not in path):
             continue
         if folder.is_relative_to(place.resolve()):
@@ -142,15 +147,24 @@ def _open_folder(config: CorpusConfig) -> ScoreShards:
     own = whole if shards == 1 else ScoreShards(config.shard_folder)
     whole.check_writable()
     for name in whole.entries():
-        other = re.fullmatch(r"shard-\d+-of-(\d+)", name)
-        found = int(other[1]) if other else 1 if name.endswith(".parquet") else shards
-        if found != shards:
+        found = _find_shards(name)
+        if found not in (None, shards):
             raise ValueError(
                 f"'{config.output}' has scores in {found} shard(s), and `shard` is {config.shard}: documents would be"
                 " scored twice. Use the same number of shards, or another folder."
             )
     own.check_writable()
     return own
+
+
+def _find_shards(name: str) -> int | None:
+    """Return in how many shards the scores are that an entry of a folder belongs to; None for another entry."""
+    shard = re.fullmatch(r"shard-\d+-of-(\d+)", name)
+    if shard:
+        return int(shard[1])
+    if name.endswith(".parquet"):
+        return 1
+    return None
 
 
 def _make_scorer(config: CorpusConfig) -> LongContextScorer:
@@ -174,6 +188,9 @@ def _describe_settings(
     index, shards = config.shard_numbers
     # A shard's choice of documents depends on all parts.
     parts = combined_hash([[part.file, part.row_group, part.rows] for part in corpus.parts])
+    shard = "0/1"
+    if shards > 1:
+        shard = f"{index}/{shards} of the files and row groups {parts[:16]}"
     return {
         "model": model.identity,
         "tokenizer": model.tokenizer,
@@ -182,7 +199,7 @@ def _describe_settings(
         **{name: getattr(config, name) for name in names},
         "overlong": None if config.max_tokens is None else config.overlong,
         "columns": {name: str(kind) for name, kind in corpus.column_types.items()},
-        "shard": "0/1" if shards == 1 else f"{index}/{shards} of the files and row groups {parts[:16]}",
+        "shard": shard,
     }
 
 

@@ -149,8 +149,10 @@ def find_scored(
     if others:
         _log.warning("%d of their files are not among those of this command, such as '%s'.", len(others), others[0])
     by_file = scored.group_by("file").aggregate([("row", "list")])
-    numbers = (own.values.to_numpy() for own in by_file["row_list"])
-    return dict(zip(by_file["file"].to_pylist(), map(np.sort, numbers), strict=True))
+    found = {}
+    for file, numbers in zip(by_file["file"].to_pylist(), by_file["row_list"], strict=True):
+        found[file] = np.sort(numbers.values.to_numpy())
+    return found
 
 
 def _check_content(shards: ScoreShards, suspects: Mapping[str, set[str]], corpus: CorpusFiles) -> None:
@@ -169,9 +171,11 @@ def _has_same_documents(scored: pyarrow.Table, file: str, corpus: CorpusFiles) -
     """
     scored = scored.filter(pyarrow.compute.equal(scored["file"], file)).sort_by("row")
     rows = frozenset(scored["row"].to_pylist())
-    parts = [part for part in corpus.parts if part.file == file]
+    found: list[tuple[DocumentRef, Any]] = []
     try:
-        found = [pair for part in parts for pair in corpus.read(part, rows.__contains__)]
+        for part in corpus.parts:
+            if part.file == file:
+                found += corpus.read(part, rows.__contains__)
     except (ValueError, OSError):
         return False
     refs = [ref for ref, _ in found]

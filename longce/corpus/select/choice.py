@@ -87,8 +87,7 @@ def evaluate_options(documents: duckdb.DuckDBPyRelation, config: SelectConfig) -
             if len(types) > 2:
                 raise ValueError("it has several values for a document")
             found = str(types[1])
-            is_wrong = found != "BOOLEAN" if wanted == "BOOLEAN" else found in ("BOOLEAN", "VARCHAR")
-            if is_wrong and wanted != "VARCHAR":
+            if not _can_cast(found, wanted):
                 raise ValueError(f"its type is {found} instead of {wanted}")
             selected.append(value.cast(wanted).alias(option))
             documents.select(selected[-1]).limit(0).fetchall()
@@ -97,6 +96,15 @@ def evaluate_options(documents: duckdb.DuckDBPyRelation, config: SelectConfig) -
             reason = first_line(error)
             raise ValueError(f"`{option}` = {expression} is not valid ({reason}). The columns are {names}.") from error
     return documents.select(*selected)
+
+
+def _can_cast(found: str, wanted: str) -> bool:
+    """Return whether values of a type are of the wanted type, or are numbers where a number is wanted."""
+    if wanted == "VARCHAR":
+        return True
+    if wanted == "BOOLEAN":
+        return found == "BOOLEAN"
+    return found not in ("BOOLEAN", "VARCHAR")
 
 
 def choose_documents(database: duckdb.DuckDBPyConnection, config: SelectConfig) -> None:
@@ -115,7 +123,9 @@ def choose_documents(database: duckdb.DuckDBPyConnection, config: SelectConfig) 
     if config.top is not None:
         # NaN counts as missing.
         database.execute(f"{keep} chosen WHERE NOT isnan(rank_by)")
-        count = int(config.top) if config.top > 1 else max(1, round(config.top * len(database.table("chosen"))))
+        count = int(config.top)
+        if config.top <= 1:
+            count = max(1, round(config.top * len(database.table("chosen"))))
         database.execute(f'{keep} chosen ORDER BY rank_by DESC, "{NUMBER}" LIMIT {count}')
     if config.sample is not None or config.sample_tokens is not None:
         _check_sample(database, config)

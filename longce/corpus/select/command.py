@@ -93,7 +93,8 @@ def _report_missing_success(files: Sequence[str]) -> str:
         parent, _, name = folder.rpartition("/")
         shard = re.fullmatch(r"shard-\d+-of-(\d+)", name)
         if shard is not None:
-            folders |= {f"{parent}/{shard_name(index, int(shard[1]))}" for index in range(int(shard[1]))}
+            shards = int(shard[1])
+            folders.update(f"{parent}/{shard_name(index, shards)}" for index in range(shards))
     for folder in sorted(folders):
         system, root = fsspec.url_to_fs(folder)
         if not system.exists(f"{root}/{SUCCESS}"):

@@ -119,7 +119,10 @@ def _join_texts(
     is_text = field.name == "text"
     hashes = chosen["text_hash" if is_text else TOKEN_HASH]
     found = 0
-    while part := list(islice(documents, _TEXTS)):
+    while True:
+        part = list(islice(documents, _TEXTS))
+        if not part:
+            break
         taken = []
         texts = []
         for ref, text in part:

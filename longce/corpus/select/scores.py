@@ -39,7 +39,8 @@ def find_files(database: duckdb.DuckDBPyConnection, paths: Sequence[str]) -> lis
     for path in paths:
         try:
             system, root = fsspec.url_to_fs(path)
-            found = sorted(system.glob(f"{escape(root)}/**/*.parquet" if system.isdir(root) else root))
+            pattern = f"{escape(root)}/**/*.parquet" if system.isdir(root) else root
+            found = sorted(system.glob(pattern))
         except (ImportError, ValueError, OSError) as error:
             raise ValueError(f"'{path}' cannot be read: {error}.") from error
         names = [name for name in found if PurePosixPath(name).name[0] not in "._"]
@@ -48,10 +49,12 @@ def find_files(database: duckdb.DuckDBPyConnection, paths: Sequence[str]) -> lis
         if isinstance(system, LocalFileSystem):
             files += names
             continue
-        protocol = system.protocol if isinstance(system.protocol, str) else system.protocol[0]
+        protocol = system.protocol
+        if not isinstance(protocol, str):
+            protocol = protocol[0]
         if protocol not in database.list_filesystems():
             database.register_filesystem(system)
-        files += [system.unstrip_protocol(name) for name in names]
+        files += map(system.unstrip_protocol, names)
     return files
 
 
@@ -81,7 +84,7 @@ def read_source(database: duckdb.DuckDBPyConnection, files: Sequence[str], *, ne
             or programs.
     """
     query = "SELECT file_name, decode(value) FROM parquet_kv_metadata(?) WHERE key = ? ORDER BY file_name"
-    found = database.execute(query, [[escape(file) for file in files], HEADER]).fetchall()
+    found = database.execute(query, [list(map(escape, files)), HEADER]).fetchall()
     headers = {file: json.loads(header) for file, header in found}
     source: dict[str, Any] = {}
     settings: dict[str, Any] = {}
@@ -93,7 +96,7 @@ def read_source(database: duckdb.DuckDBPyConnection, files: Sequence[str], *, ne
         paths = source.get("files", [])
         if need_texts and source and not columns.items() <= source.items():
             raise ValueError(f"'{file}' names texts by {columns}, unlike other scores: select from them one by one.")
-        source = {**columns, "files": [*paths, *(path for path in header["source"]["files"] if path not in paths)]}
+        source = {**columns, "files": list(dict.fromkeys([*paths, *header["source"]["files"]]))}
     if need_texts and source and len(headers) < len(files):
         other = next(file for file in files if file not in headers)
         raise ValueError(f"'{other}' was written by another program: select from it alone, or write a .txt file.")
@@ -120,7 +123,7 @@ def check_repeated(database: duckdb.DuckDBPyConnection) -> None:
 def count_rows(database: duckdb.DuckDBPyConnection, files: Sequence[str]) -> int:
     """Return the number of rows of all files, which their metadata records."""
     found = database.execute(
-        "SELECT coalesce(sum(num_rows), 0)::BIGINT FROM parquet_file_metadata(?)", [[escape(file) for file in files]]
+        "SELECT coalesce(sum(num_rows), 0)::BIGINT FROM parquet_file_metadata(?)", [list(map(escape, files))]
     ).fetchall()
     return found[0][0]
 
@@ -130,15 +133,19 @@ def read_rows(database: duckdb.DuckDBPyConnection, files: Sequence[str]) -> duck
 
     A row that no other program has named gets ``file`` and ``row`` by the shard that it is in.
     """
-    database.execute("SET VARIABLE files = ?", [[escape(file) for file in files]])
+    database.execute("SET VARIABLE files = ?", [list(map(escape, files))])
     rows = database.sql(
         "FROM read_parquet(getvariable('files'), union_by_name = true, hive_partitioning = false,"
         f" filename = '{_SHARD}', file_row_number = true)"
     )
     names = [name for name in rows.columns if name not in (*PER_TOKEN, _SHARD, "file_row_number")]
     values = {name: quote(name) for name in names}
-    values["file"] = f'coalesce(CAST(file AS VARCHAR), "{_SHARD}")' if "file" in names else f'"{_SHARD}"'
-    values["row"] = "coalesce(CAST(row AS BIGINT), file_row_number)" if "row" in names else "file_row_number"
+    values["file"] = f'"{_SHARD}"'
+    if "file" in names:
+        values["file"] = f'coalesce(CAST(file AS VARCHAR), "{_SHARD}")'
+    values["row"] = "file_row_number"
+    if "row" in names:
+        values["row"] = "coalesce(CAST(row AS BIGINT), file_row_number)"
     values.setdefault("key", f"{values['file']} || ':' || {values['row']}")
     values.setdefault("error", "CAST(NULL AS VARCHAR)")
     values[NUMBER] = "row_number() OVER () - 1"
@@ -155,7 +162,7 @@ def load_documents(database: duckdb.DuckDBPyConnection, rows: duckdb.DuckDBPyRel
     sql = " ".join(option_expressions(config).values()).lower()  # SQL ignores case
     needed = {NUMBER, "file", "row", "error", "tokens", *MEANS, *METRICS, config.rank_by, config.by}
     used = [name for name in rows.columns if name in needed or name.lower() in sql or quote(name).lower() in sql]
-    columns = [quote(name) for name in used]
-    database.register("scores", pyarrow.RecordBatchReader.from_stream(rows.project(", ".join(columns))))
+    columns = ", ".join(map(quote, used))
+    database.register("scores", pyarrow.RecordBatchReader.from_stream(rows.project(columns)))
     database.execute("CREATE TABLE documents AS FROM scores")
     database.unregister("scores")  # it can be read only once
