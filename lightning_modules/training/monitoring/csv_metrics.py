@@ -16,9 +16,10 @@ def keep_metrics(loggers: Iterable[Logger]) -> None:
         if not isinstance(logger, CSVLogger):
             continue
         file = Path(logger.log_dir) / "metrics.csv"
-        # The last line of a killed run may be incomplete.
-        lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
-        complete = [line for line in lines if line.endswith(b"\n")]
+        complete = []
+        if file.is_file():
+            lines = file.read_bytes().splitlines(keepends=True)
+            complete = [line for line in lines if line.endswith(b"\n")]  # a killed run may end within a line
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Experiment logs directory")
             writer = logger.experiment

@@ -57,7 +57,8 @@ class RunIdentity(Callback):
             return
         pl_module._log_hyperparams = False  # Lightning would log the model's arguments once more
         self._values = {**flatten_config(yaml.safe_load(self.config)), **_identify_run(trainer, pl_module)}
-        parameters, trained = (self._values[f"run.{name}"] for name in ("parameters", "trained_parameters"))
+        parameters = self._values["run.parameters"]
+        trained = self._values["run.trained_parameters"]
         rank_zero_info(f"{parameters / 1e6:,.2f}M parameters, of which {trained / 1e6:,.2f}M are trained.")
         for logger in trainer.loggers:
             _log_hyperparameters(logger, self._values)
@@ -82,11 +83,13 @@ class RunIdentity(Callback):
             return
         metrics = trainer.callback_metrics
         found = [name for name in metrics if re.fullmatch(r"val/(.+/)?(longppl|perplexity)", name)]
-        # A set without key tokens has no LongPPL: its columns would be empty.
-        found = [name for name in found if not metrics[name].isnan() or name.replace("val/", "best/", 1) in self._best]
         found.sort(key=lambda name: name.endswith("perplexity"))  # LongPPL first
-        bests = {name: name.replace("val/", "best/", 1) for name in found}
-        for name, best in bests.items():
+        bests = {}
+        for name in found:
+            best = name.replace("val/", "best/", 1)
+            if metrics[name].isnan() and best not in self._best:
+                continue  # a set without key tokens has no LongPPL: its columns would be empty
+            bests[name] = best
             self._best[best] = float(np.fmin(float(metrics[name]), self._best.get(best, math.nan)))
         for logger in trainer.loggers:
             logger.log_metrics(self._best, step=trainer.fit_loop.epoch_loop._batches_that_stepped)  # as for `metrics`
@@ -117,18 +120,19 @@ def _identify_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     loading = vars(module).get("loading")
     data = getattr(trainer, "datamodule", None)
     rows = [getattr(data, "rows", None), *getattr(data, "mixed_rows", {}).values()]
+    # Streamed sequences have no identity before they are read, and custom rows may not define one.
     identities = [part.identity() for part in rows if callable(getattr(part, "identity", None))]
+    weights = list(module.parameters())
     values = {
         "id": getattr(module, "run_id", None),
         "commit": git_commit(Path.cwd()),
         "longce": package_version("longce"),
         "longce_commit": git_commit(Path(__file__).parent),
         "model": identify_model(loading) if isinstance(loading, ModelConfig) else None,
-        # Streamed sequences have no identity before they are read, and custom rows may not define one.
         "data": f"sha256:{combined_hash(identities)}" if identities else None,
         # transformers counts quantized weights, which are packed
-        "parameters": model.num_parameters() if model else sum(each.numel() for each in module.parameters()),
-        "trained_parameters": sum(each.numel() for each in module.parameters() if each.requires_grad),
+        "parameters": model.num_parameters() if model else sum(each.numel() for each in weights),
+        "trained_parameters": sum(each.numel() for each in weights if each.requires_grad),
         "tokens_per_step": run_facts(trainer, None)["tokens_per_step"],
     }
     return {f"run.{name}": value for name, value in values.items() if value is not None}
@@ -201,10 +205,13 @@ def _add_hparams_tab(logger: TensorBoardLogger, values: Mapping[str, Any], metri
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
     from torch.utils.tensorboard.summary import hparams
 
-    # The tab's columns are narrow, and torch treats booleans as numbers.
-    short = {name: value.rpartition(".")[2] for name, value in values.items() if name.endswith("class_path")}
-    flags = {name: str(value).lower() for name, value in values.items() if isinstance(value, bool)}
-    experiment, start, _ = hparams({**values, **short, **flags}, dict.fromkeys(metrics, 0.0))
+    shown = dict(values)
+    for name, value in values.items():
+        if isinstance(value, bool):  # which torch treats as a number
+            shown[name] = str(value).lower()
+        elif name.endswith("class_path"):  # the tab's columns are narrow
+            shown[name] = value.rpartition(".")[2]
+    experiment, start, _ = hparams(shown, dict.fromkeys(metrics, 0.0))
     content = HParamsPluginData.FromString(experiment.value[0].metadata.plugin_data.content)
     for setting in content.experiment.hparam_infos:
         setting.differs = setting.name in SHOWN  # TensorBoard sorts by this, and shows five

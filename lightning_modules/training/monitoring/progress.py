@@ -53,7 +53,10 @@ class StepProgress(ProgressBar):
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self._batch.close()
-        if self._steps is not None and (passed := trainer.global_step - self._steps.n):
+        if self._steps is None:
+            return
+        passed = trainer.global_step - self._steps.n
+        if passed:
             self._describe_step(trainer)
             self._steps.update(passed)
 
@@ -63,7 +66,9 @@ class StepProgress(ProgressBar):
         step = trainer.global_step
         total = _count_steps(trainer)
         values = trainer.callback_metrics
-        parts = [f"step {step:,}" if total is None else f"step {step:,}/{total:,}  {step / max(total, 1):.0%}"]
+        parts = [f"step {step:,}"]
+        if total is not None:
+            parts = [f"step {step:,}/{total:,}  {step / max(total, 1):.0%}"]
         if "train/loss" in values:
             parts.append(f"loss {values['train/loss']:.4g}")
         parts.append(self._evaluated)
@@ -88,7 +93,8 @@ class StepProgress(ProgressBar):
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
-            total = sum(trainer.num_test_batches if trainer.testing else trainer.num_val_batches)
+            batches = trainer.num_test_batches if trainer.testing else trainer.num_val_batches
+            total = sum(batches)
             known = int(total) if math.isfinite(total) else None
             leave = self._steps is None
             self._documents = progress_bar("evaluation", unit="batch", total=known, leave=leave, scaled=False)
@@ -109,7 +115,8 @@ class StepProgress(ProgressBar):
             self._documents.close()
             self._documents = None
             self._evaluated = _describe_evaluation(trainer)
-            for line in describe_cells(trainer.callback_metrics, "test" if trainer.testing else "val"):
+            stage = "test" if trainer.testing else "val"
+            for line in describe_cells(trainer.callback_metrics, stage):
                 rank_zero_info(line)
             if self._steps is not None:
                 self._describe_step(trainer)
@@ -157,13 +164,22 @@ def describe_cells(metrics: Mapping[str, Any], stage: str) -> list[str]:
     lines = []
     for cell in cells:
         key_tokens = int(metrics.get(f"{cell}/key_tokens", 0))
-        # The perplexity is that of the set: evaluators and thresholds do not change it.
-        parts = cell.split("/")
-        places = ("/".join([*parts[:length], "perplexity"]) for length in range(len(parts), 0, -1))
-        perplexity = next((f"  perplexity {metrics[place]:.4g}" for place in places if place in metrics), "")
-        numbers = f"LongPPL {metrics[f'{cell}/longppl']:>5.4g}  over {key_tokens:,} key tokens{perplexity}"
-        lines.append(f"{cell:<{width}}  {numbers if key_tokens else 'no key tokens'}")
+        numbers = "no key tokens"
+        if key_tokens:
+            numbers = f"LongPPL {metrics[f'{cell}/longppl']:>5.4g}  over {key_tokens:,} key tokens"
+            numbers += _describe_perplexity(metrics, cell)
+        lines.append(f"{cell:<{width}}  {numbers}")
     return lines
+
+
+def _describe_perplexity(metrics: Mapping[str, Any], cell: str) -> str:
+    """Return the perplexity of a cell's set, which evaluators and thresholds do not change; empty if it is unknown."""
+    place = cell
+    while place:
+        if f"{place}/perplexity" in metrics:
+            return f"  perplexity {metrics[f'{place}/perplexity']:.4g}"
+        place, _, _ = place.rpartition("/")
+    return ""
 
 
 def _describe_evaluation(trainer: Trainer) -> str:
@@ -173,21 +189,23 @@ def _describe_evaluation(trainer: Trainer) -> str:
     """
     metrics = {name: value for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
     monitored: list[Any] = [getattr(callback, "monitor", None) for callback in trainer.checkpoint_callbacks]
-    ranked = sorted(metrics, key=lambda name: [not name.endswith(f"/{kind}") for kind in ("longppl", "perplexity")])
-    known = sorted((name for name in [*monitored, *ranked] if name in metrics), key=lambda name: metrics[name].isnan())
-    chosen = next(iter(known), None)
-    if chosen is None:
+    ranked = sorted(metrics, key=lambda name: (not name.endswith("/longppl"), not name.endswith("/perplexity")))
+    known = [name for name in [*monitored, *ranked] if name in metrics]
+    if not known:
         return ""
+    chosen = min(known, key=lambda name: metrics[name].isnan())
     _, *place, kind = chosen.split("/")
-    return f"{'LongPPL' if kind == 'longppl' else kind} {metrics[chosen]:.4g}" + (
-        f" ({'/'.join(place)})" if place else ""
-    )
+    label = "LongPPL" if kind == "longppl" else kind
+    described = f"{label} {metrics[chosen]:.4g}"
+    if place:
+        described += f" ({'/'.join(place)})"
+    return described
 
 
 def _describe_rest(seconds: float) -> str:
-    for unit, size, limit in (("s", 1, 90), ("min", 60, 90), ("h", 3600, 48)):
+    for unit, size, limit, spec in (("s", 1, 90, ".0f"), ("min", 60, 90, ".0f"), ("h", 3600, 48, ".1f")):
         if seconds < limit * size:
-            return f"{seconds / size:{'.1f' if unit == 'h' else '.0f'}} {unit} left"
+            return f"{seconds / size:{spec}} {unit} left"
     return f"{seconds / 86400:.1f} days left"
 
 
@@ -197,6 +215,9 @@ def _count_steps(trainer: Trainer) -> int | None:
     per_epoch = math.inf
     if math.isfinite(trainer.num_training_batches):
         per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
-    epochs = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs
-    limits = [math.inf if trainer.max_steps == -1 else trainer.max_steps, per_epoch * epochs]
-    return int(min(limits)) if math.isfinite(min(limits)) else None
+    steps = math.inf
+    if trainer.max_steps != -1:
+        steps = trainer.max_steps
+    if trainer.max_epochs is not None and trainer.max_epochs != -1:
+        steps = min(steps, per_epoch * trainer.max_epochs)
+    return int(steps) if math.isfinite(steps) else None
