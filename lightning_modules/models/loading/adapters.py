@@ -51,7 +51,8 @@ def find_adapters(path: str | None) -> AdapterFolder | None:
         return None
     try:
         content = json.loads((folder / "adapter_config.json").read_bytes())
-        base, revision = content["base_model_name_or_path"].removesuffix(CONFIG_IN_BASE), content.get("revision")
+        base = content["base_model_name_or_path"].removesuffix(CONFIG_IN_BASE)
+        revision = content.get("revision")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"'{path}' has adapters, but its adapter_config.json does not name their base model ({error!r}): set"
@@ -59,7 +60,8 @@ def find_adapters(path: str | None) -> AdapterFolder | None:
         ) from error
     # An export with `adapters: kept` stores the config that the adapters were trained with.
     config = folder / "base" / "config.json"
-    return AdapterFolder(str(folder), base, revision, str(config) if config.is_file() else base)
+    config_path = str(config) if config.is_file() else base
+    return AdapterFolder(str(folder), base, revision, config_path)
 
 
 def load_adapters(model: PreTrainedModel, adapters: AdapterFolder, *, with_weights: bool) -> "PeftModel":
@@ -69,10 +71,11 @@ def load_adapters(model: PreTrainedModel, adapters: AdapterFolder, *, with_weigh
     folder = adapters.folder
     try:
         config = PeftConfig.from_pretrained(folder)
-        config.inference_mode, config.base_model_name_or_path = True, model.name_or_path
-        return (
-            PeftModel.from_pretrained(model, folder, config=config) if with_weights else get_peft_model(model, config)
-        )
+        config.inference_mode = True
+        config.base_model_name_or_path = model.name_or_path
+        if with_weights:
+            return PeftModel.from_pretrained(model, folder, config=config)
+        return get_peft_model(model, config)
     except (ValueError, TypeError, RuntimeError, AttributeError, KeyError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
@@ -134,9 +137,12 @@ def lora_config(arguments: dict[str, Any], model: PreTrainedModel) -> "LoraConfi
 def embeddings_and_norms(model: PreTrainedModel) -> list[str]:
     """Return the last components of the names of the input embedding and all normalizations."""
     embedding = model.get_input_embeddings()
-    modules = model.named_modules()
-    chosen = [name for name, module in modules if module is embedding or type(module).__name__.endswith("Norm")]
-    return sorted({name.rpartition(".")[2] for name in chosen})
+    names = set()
+    for name, module in model.named_modules():
+        if module is embedding or type(module).__name__.endswith("Norm"):
+            _, _, last = name.rpartition(".")
+            names.add(last)
+    return sorted(names)
 
 
 def quantization_config(arguments: dict[str, Any], *, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
@@ -153,12 +159,14 @@ def quantization_config(arguments: dict[str, Any], *, compute_dtype: torch.dtype
         raise ValueError(
             "`quantization` needs the bitsandbytes package: pip install -c constraints.txt -e '.[quantize]'"
         )
+    if not arguments.get("load_in_4bit"):
+        return BitsAndBytesConfig(**arguments)
     nf4 = {
         "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_use_double_quant": True,
         "bnb_4bit_compute_dtype": compute_dtype,
     }
-    return BitsAndBytesConfig(**({**nf4, **arguments} if arguments.get("load_in_4bit") else arguments))
+    return BitsAndBytesConfig(**{**nf4, **arguments})
 
 
 def is_peft_model(model: nn.Module) -> "TypeGuard[PeftModel]":
@@ -188,7 +196,9 @@ def check_same_scaling(stored: Mapping[str, Any], arguments: Mapping[str, Any]) 
     from peft import LoraConfig
 
     for name in ("lora_alpha", "use_rslora", "alpha_pattern"):
-        before, now = (settings.get(name, getattr(LoraConfig(), name)) for settings in (stored, arguments))
+        default = getattr(LoraConfig(), name)
+        before = stored.get(name, default)
+        now = arguments.get(name, default)
         if before != now:
             raise ValueError(
                 f"The checkpoint's adapters were trained with `lora.{name}` = {before}, and this run has {now}: set it"
@@ -230,8 +240,11 @@ def _checksums(values: torch.Tensor) -> list[int]:
     # Odd factors: a multiplication by an odd number loses no bit modulo 2**64.
     factors = 2 * _MULTIPLIER * torch.arange(min(_CHECKSUM_WORDS, len(words)), device=values.device) + 1
     # Mix in the highest bits, which a factor alone would not spread.
-    chunks = (chunk ^ (chunk >> 32) for chunk in words.split(_CHECKSUM_WORDS))
-    return [int((chunk * factors[: len(chunk)]).sum()) for chunk in chunks]
+    checksums = []
+    for chunk in words.split(_CHECKSUM_WORDS):
+        mixed = chunk ^ (chunk >> 32)
+        checksums.append(int((mixed * factors[: len(chunk)]).sum()))
+    return checksums
 
 
 def _check_arguments(option: str, arguments: dict[str, Any], known: Any) -> None:
@@ -245,19 +258,30 @@ def _check_names(model: PreTrainedModel, config: "LoraConfig") -> None:
     modules = [f".{name}" for name, _ in model.named_modules() if name]
     for option in ("target_modules", "exclude_modules", "modules_to_save", "rank_pattern", "alpha_pattern"):
         names = getattr(config, option)
-        for name in [] if names is None or isinstance(names, str) else names:
+        if names is None or isinstance(names, str):
+            continue
+        for name in names:
             pattern = name if option.endswith("_pattern") else re.escape(name)  # as peft compares them
             if not any(re.match(rf".*\.({pattern})$", module) for module in modules):
-                owners = (name for name, module in model.named_modules() if list(module.parameters(recurse=False)))
-                hint = did_you_mean(name, sorted({name.rpartition(".")[2] for name in owners}))
+                hint = did_you_mean(name, _list_owners(model))
                 raise ValueError(f"`lora.{option}` has '{name}', but the model has no such module. {hint}")
+
+
+def _list_owners(model: PreTrainedModel) -> list[str]:
+    """Return the last components of the names of the modules that have parameters of their own."""
+    names = set()
+    for name, module in model.named_modules():
+        if list(module.parameters(recurse=False)):
+            _, _, last = name.rpartition(".")
+            names.add(last)
+    return sorted(names)
 
 
 def _touches_embedding(model: PreTrainedModel, settings: dict[str, Any]) -> bool:
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
-    names = [name for name, module in model.named_modules() if module in embeddings]
-    saved = settings.get("modules_to_save") or []
-    return any(f".{name}".endswith(f".{suffix}") for name in names for suffix in saved)
+    saved = tuple(f".{suffix}" for suffix in settings.get("modules_to_save") or [])
+    names = [f".{name}" for name, module in model.named_modules() if module in embeddings]
+    return any(name.endswith(saved) for name in names)
 
 
 def _check_tied(adapted: "PeftModel", *, untie: bool) -> None:
@@ -268,16 +292,19 @@ def _check_tied(adapted: "PeftModel", *, untie: bool) -> None:
     base: Any = adapted.get_base_model()
     if not base.config.get_text_config(decoder=True).tie_word_embeddings:
         return
-    tied = (base.get_input_embeddings(), base.get_output_embeddings())
-    if any(isinstance(module, BaseTunerLayer) for module in tied):
+    embedding = base.get_input_embeddings()
+    head = base.get_output_embeddings()
+    if isinstance(embedding, BaseTunerLayer) or isinstance(head, BaseTunerLayer):
         # peft makes two parameters in the same memory, which are updated twice, and untied when the model is moved.
         raise ValueError(
             "The model's head and embedding are tied, and low-rank adapters would untie them: remove both from"
             " `lora.target_modules`. To train them in full, add the embedding to `lora.modules_to_save`."
         )
-    embedding, head = (isinstance(part, AuxiliaryTrainingWrapper) for part in tied)
-    if embedding != head and not untie:
+    trains_embedding = isinstance(embedding, AuxiliaryTrainingWrapper)
+    trains_head = isinstance(head, AuxiliaryTrainingWrapper)
+    if trains_embedding != trains_head and not untie:
+        part = "embedding" if trains_embedding else "head"
         raise ValueError(
-            "The model's head and embedding are tied, and `lora.modules_to_save` would train the"
-            f" {'embedding' if embedding else 'head'} alone, which peft does not support: remove it."
+            f"The model's head and embedding are tied, and `lora.modules_to_save` would train the {part} alone, which"
+            " peft does not support: remove it."
         )

@@ -52,7 +52,8 @@ def check_scoring(backbone: Backbone) -> None:
     # A fixed seed on the CPU gives all ranks the same tokens.
     generator = torch.Generator().manual_seed(0)
     documents = torch.randint(vocabulary_size(backbone), (12,), generator=generator).to(backbone.device).split([7, 5])
-    name, attention = type(backbone.base_model).__name__, backbone.attention
+    name = type(backbone.base_model).__name__
+    attention = backbone.attention
     with torch.no_grad(), eval_mode(backbone), short_windows(backbone):
         # 1. Compare our logits of two documents with the model's own, by layers and an attention that we did not write.
         with attention_of_transformers(backbone), uncompiled(backbone), unfused(backbone):
@@ -65,7 +66,8 @@ def check_scoring(backbone: Backbone) -> None:
         # Half precision rounds differently for other matrix shapes. The errors to be found (a missing scale, attention
         # across documents) are much larger. Logits may be in float32 although the layers compute in half precision.
         exact = is_exact(backbone) and logits[0].dtype in FULL_PRECISION
-        if not error <= (1e-3 if exact else 0.03):
+        max_error = 1e-3 if exact else 0.03
+        if not error <= max_error:
             raise ValueError(
                 f"`{name}` is not supported: logits computed from its hidden states differ from its own by {error:.2g}"
                 " standard deviations, so it must transform them in some other way. Use another model."
@@ -137,7 +139,9 @@ def _check_compiled(backbone: Backbone, documents: Sequence[Tensor], tolerance: 
 def _conditions(backbone: Backbone) -> tuple[Any, ...]:
     """Return the conditions that determine which kernels compute the scores."""
     device = backbone.device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    autocast = None
+    if torch.is_autocast_enabled(device):
+        autocast = torch.get_autocast_dtype(device)
     return backbone.device, backbone.base_model.dtype, autocast, backbone.attention, backbone.is_sharded
 
 
@@ -153,11 +157,13 @@ def has_training_noise(backbone: Backbone) -> bool:
     # Other models have other names for it.
     length = min(64, getattr(config, "max_position_embeddings", None) or 64)
     batch = pack_sequence([torch.arange(length, device=backbone.device) % vocabulary_size(backbone)])
-    devices = [backbone.device] if backbone.device.type == "cuda" else []
+    devices = []
+    if backbone.device.type == "cuda":
+        devices.append(backbone.device)
     with torch.no_grad(), torch.random.fork_rng(devices):
-        passes = [backbone.unsharded(partial(backbone.hidden_states, batch))[0].float() for _ in range(4)]
+        first, *others = (backbone.unsharded(partial(backbone.hidden_states, batch))[0].float() for _ in range(4))
     limit = 1e-4 if is_exact(backbone) else 0.01
-    return any((states - passes[0]).abs().mean() > limit * passes[0].abs().mean() for states in passes[1:])
+    return any((states - first).abs().mean() > limit * first.abs().mean() for states in others)
 
 
 def check_attention_window(backbone: Backbone, *, groups: bool = False) -> None:
@@ -165,7 +171,8 @@ def check_attention_window(backbone: Backbone, *, groups: bool = False) -> None:
 
     With ``groups``, to groups of tokens (`sparse_arguments`).
     """
-    layers, name = backbone.base_model.config.get_text_config(decoder=True).num_hidden_layers, backbone.attention
+    layers = backbone.base_model.config.get_text_config(decoder=True).num_hidden_layers
+    name = backbone.attention
     wrap_attention(name)  # a kernel of the hub may not be wrapped yet
     generator = torch.Generator().manual_seed(0)
     # Two texts with different first tokens. With a window or groups of 2, each layer reaches one token further back.
@@ -173,14 +180,20 @@ def check_attention_window(backbone: Backbone, *, groups: bool = False) -> None:
     ids[1, 0] = (ids[0, 0] + 1) % backbone.vocabulary_size
     with torch.no_grad(), eval_mode(backbone):
         limit = {"group" if groups else "window": 2}
-        one, other = (backbone(pack_sequence([row, row]), **limit) for row in ids)
+        one = backbone(pack_sequence([ids[0], ids[0]]), **limit)
+        other = backbone(pack_sequence([ids[1], ids[1]]), **limit)
         # The last token of each of the two documents.
         last = [ids.shape[1] - 1, 2 * ids.shape[1] - 1]
         limited = not backbone.is_stateful and torch.allclose(one[:, last], other[:, last], rtol=0, atol=1e-3)
     if not limited:
+        option = "short_method: sliding_window"
+        ignored = "window"
+        remedy = "`short_method: windows`"
+        if groups:
+            option = "shifted_sparse_attention"
+            ignored = "groups"
+            remedy = "remove it"
         raise ValueError(
-            f"`{'shifted_sparse_attention' if groups else 'short_method: sliding_window'}` does not support"
-            f" `{type(backbone.base_model).__name__}` with '{name}' attention, which ignores the"
-            f" {'groups' if groups else 'window'}: set `attn_implementation` to sdpa, or"
-            f" {'remove it' if groups else '`short_method: windows`'}."
+            f"`{option}` does not support `{type(backbone.base_model).__name__}` with '{name}' attention, which"
+            f" ignores the {ignored}: set `attn_implementation` to sdpa, or {remedy}."
         )

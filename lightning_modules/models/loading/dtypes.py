@@ -29,7 +29,9 @@ SLOW_WEIGHTS_REMEDY = "the weights to float32 (`--model.dtype`, or `--evaluator_
 
 def stored_dtype(config: PreTrainedConfig, asked: DType = "auto") -> torch.dtype:
     """Return the dtype of a model's weights: the requested one, or for ``auto`` the stored one."""
-    return (config.dtype or torch.float32) if asked == "auto" else getattr(torch, asked)
+    if asked == "auto":
+        return config.dtype or torch.float32
+    return getattr(torch, asked)
 
 
 def scoring_config(config: ModelConfig, stored: PreTrainedConfig, device: torch.device | str) -> ModelConfig:
@@ -37,7 +39,9 @@ def scoring_config(config: ModelConfig, stored: PreTrainedConfig, device: torch.
     quantized = config.quantization is not None or getattr(stored, "quantization_config", None) is not None
     if config.dtype != "auto" or torch.device(device).type != "cpu" or quantized:
         return config
-    return replace(config, dtype="float32") if is_slow_on_cpu(stored_dtype(stored)) else config
+    if not is_slow_on_cpu(stored_dtype(stored)):
+        return config
+    return replace(config, dtype="float32")
 
 
 @cache

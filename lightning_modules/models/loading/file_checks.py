@@ -86,7 +86,8 @@ def check_weight_files(folder: str) -> None:
     path = Path(folder).expanduser()
     if not path.is_dir():
         return  # a hub id, checked once it is fetched
-    files, pickled = sorted(path.glob("*.safetensors")), sorted(path.glob("pytorch_model*.bin"))
+    files = sorted(path.glob("*.safetensors"))
+    pickled = sorted(path.glob("pytorch_model*.bin"))
     if not files and not pickled:
         raise ValueError(
             f"'{folder}' has no weights, neither a .safetensors file nor a pytorch_model.bin. Fetch the model again."

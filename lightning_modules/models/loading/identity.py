@@ -46,7 +46,8 @@ def describe_model(
     and a context extension.
     """
     # The tokenizer may differ from the model's own, so it is identified separately.
-    identity, tokens = identity or model_identity(config), tokenizer_hash(tokenizer)
+    identity = identity or model_identity(config)
+    tokens = tokenizer_hash(tokenizer)
     for name in ("model_config", "quantization"):
         settings = getattr(config, name)
         if settings:
@@ -59,8 +60,9 @@ def describe_model(
     config = scoring_config(config, stored, device)
     dtype = str(stored_dtype(stored, config.dtype)).removeprefix("torch.")
     attention = choose_attention(config, stored, device=device)
-    # Compiled layers round less often, in half precision visibly.
-    return Provenance(identity, tokens, dtype, f"{attention}, compiled layers" if config.compile else attention)
+    if config.compile:
+        attention += ", compiled layers"  # which round less often, in half precision visibly
+    return Provenance(identity, tokens, dtype, attention)
 
 
 def describe_extension(settings: Mapping[str, Any]) -> str:
@@ -80,7 +82,8 @@ def model_identity(config: ModelConfig) -> str:
         scorer = connect(config)
         scorer.verify()
         return scorer.identity
-    name, with_code = str(config.pretrained_model_name_or_path), config.trust_remote_code
+    name = str(config.pretrained_model_name_or_path)
+    with_code = config.trust_remote_code
     if is_gguf(name):
         # Hash the file itself, because a later version of the conversion may write different files.
         return f"sha256:{content_hash(Path(local_or_hub(name, 'model')))}"
@@ -139,9 +142,12 @@ def _download_snapshot(name: str, revision: str | None, with_code: bool) -> Path
         # Two steps, because many repositories have the same weights as pickles, which transformers reads only without
         # safetensors.
         folder = Path(fetch(allow_patterns=[f"*{ending}" for ending in _LOADED_SUFFIXES], ignore_patterns=others))
-        pickles = [] if any((folder / weights).exists() for weights in _SAFETENSORS) else ["pytorch_model*"]
-        code = ["*.py"] if with_code else []
-        return Path(fetch(allow_patterns=["additional_chat_templates/*", *pickles, *code]))
+        patterns = ["additional_chat_templates/*"]
+        if not any((folder / weights).exists() for weights in _SAFETENSORS):
+            patterns.append("pytorch_model*")
+        if with_code:
+            patterns.append("*.py")
+        return Path(fetch(allow_patterns=patterns))
 
 
 def _find_loaded_files(folder: Path, with_code: bool) -> list[Path]:
@@ -151,4 +157,6 @@ def _find_loaded_files(folder: Path, with_code: bool) -> list[Path]:
     files = {file for file in candidates if file.suffix in _LOADED_SUFFIXES and file.name not in _UNUSED_FILES}
     if any((folder / name).exists() for name in _SAFETENSORS):  # transformers then ignores these
         files -= set(folder.glob("pytorch_model*.bin*"))
-    return sorted(files.union(folder.rglob("*.py") if with_code else ()))
+    if with_code:
+        files.update(folder.rglob("*.py"))
+    return sorted(files)

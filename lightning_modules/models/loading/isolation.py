@@ -62,9 +62,9 @@ def _isolates(
         return False
     # In a model that is not trained yet, scores hardly depend on the context, but hidden states do.
     first, second = documents
-    others = [pack_sequence([ids, second]) for ids in (first, other_tokens(backbone, first))]
-    states = [backbone.unsharded(partial(backbone.hidden_states, packed))[0, len(first) :] for packed in others]
-    return are_equal(backbone, *states)
+    one = _hidden_states(backbone, [first, second])
+    other = _hidden_states(backbone, [other_tokens(backbone, first), second])
+    return are_equal(backbone, one[len(first) :], other[len(first) :])
 
 
 def _isolates_in_full_precision(backbone: Backbone, documents: Sequence[Tensor]) -> bool:
@@ -85,6 +85,10 @@ def is_causal(backbone: Backbone, document: Tensor) -> bool:
     """Return whether the other hidden states of a document stay the same if its last token changes."""
     last = len(document) - 1
     other = torch.cat([document[:last], other_tokens(backbone, document[last:])])
-    batches = [pack_sequence([ids]) for ids in (document, other)]
-    states = [backbone.unsharded(partial(backbone.hidden_states, batch))[0, :last] for batch in batches]
-    return are_equal(backbone, *states)
+    return are_equal(backbone, _hidden_states(backbone, [document])[:last], _hidden_states(backbone, [other])[:last])
+
+
+def _hidden_states(backbone: Backbone, documents: Sequence[Tensor]) -> Tensor:
+    """Return the ``[T, D]`` hidden states of documents that are packed into one sequence."""
+    batch = pack_sequence(documents)
+    return backbone.unsharded(partial(backbone.hidden_states, batch))[0]

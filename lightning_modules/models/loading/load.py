@@ -49,13 +49,14 @@ def load_backbone(
     ``device`` and half-precision ``autocast`` decide which attention implementation is used. Without weights, all
     tensors are on the meta device, which takes no memory.
     """
-    path, stored = config.pretrained_model_name_or_path, load_config(config)
+    path = config.pretrained_model_name_or_path
+    stored = load_config(config)
     # 1. Choose dtype and attention before anything is built.
     dtype = stored_dtype(stored, config.dtype)
     attention = choose_attention(config, stored, device=device, autocast=autocast)
     log.info("Attention implementation of %s: %s.", stored.model_type, attention)
     settings: dict[str, Any] = {
-        "dtype": config.dtype if config.dtype == "auto" else dtype,
+        "dtype": "auto" if config.dtype == "auto" else dtype,
         "attn_implementation": register_attention(attention, stored),
         "trust_remote_code": config.trust_remote_code,
     }
@@ -75,7 +76,8 @@ def load_backbone(
         forget_earlier_lengths(model)
         if _is_on(config.fused_norms, device):
             fuse_norms(model)
-        kind, layers = config.gradient_checkpointing, config.checkpointed_layers
+        kind = config.gradient_checkpointing
+        layers = config.checkpointed_layers
         enable_checkpointing(model, kind, layers=layers, offload=config.offload_activations)
         if autocast and config.residual_dtype == "bfloat16":
             use_bfloat16_residual(model)
@@ -107,7 +109,8 @@ def load_frozen(config: ModelConfig, device: torch.device | str) -> Backbone:
     The dtype ``auto`` is resolved by `scoring_config`, and the result is logged.
     """
     stored = load_config(config)
-    asked, config = config, scoring_config(config, stored, device)
+    asked = config
+    config = scoring_config(config, stored, device)
     if asked.dtype == "auto" and torch.device(device).type == "cpu":
         report_dtype(stored_dtype(stored), stored_dtype(stored, config.dtype))
     backbone = load_backbone(config, device=device).eval().requires_grad_(False).to(device)
@@ -118,7 +121,9 @@ def load_frozen(config: ModelConfig, device: torch.device | str) -> Backbone:
 
 def load_scorer(config: ModelConfig, device: torch.device | str) -> Scorer:
     """Load a model like `load_frozen`, or connect to its server."""
-    return connect(config) if is_served(config.pretrained_model_name_or_path) else load_frozen(config, device)
+    if is_served(config.pretrained_model_name_or_path):
+        return connect(config)
+    return load_frozen(config, device)
 
 
 def check_model(config: ModelConfig) -> PreTrainedConfig | None:
@@ -189,10 +194,12 @@ def _merge(current: Any, value: Any) -> Any:
 
 
 def _load_stored_config(config: ModelConfig) -> PreTrainedConfig:
-    path, revision = str(config.pretrained_model_name_or_path), config.revision
+    path = str(config.pretrained_model_name_or_path)
+    revision = config.revision
     adapters = find_adapters(path)
     if adapters is not None:
-        path, revision = adapters.config, adapters.revision
+        path = adapters.config
+        revision = adapters.revision
     path = model_folder(path)
     try:
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
@@ -224,11 +231,11 @@ def choose_attention(
     implementation = config.attn_implementation
     if implementation == "auto":
         return _choose_fastest(config, stored, device=torch.device(device), autocast=autocast)
-    has_package = {name: importlib.util.find_spec(name) is not None for name in ("flash_attn", "flash_attn_interface")}
-    if implementation == "flash_attention_3" and not has_package["flash_attn_interface"]:
+    if implementation == "flash_attention_3" and importlib.util.find_spec("flash_attn_interface") is None:
         implementation = FLASH_3_KERNEL
-    # Without flash-attn, transformers uses the flash attention of the `kernels` package.
-    is_of_hub = "/" in implementation or (implementation == "flash_attention_2" and not has_package["flash_attn"])
+    is_of_hub = "/" in implementation
+    if implementation == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        is_of_hub = True  # transformers uses the flash attention of the `kernels` package
     if is_of_hub and not is_kernels_available():
         raise ValueError(
             f"`attn_implementation: {implementation}` needs flash-attn (the extra `flash`) for FlashAttention-2, or the"
@@ -251,7 +258,9 @@ def _choose_fastest(config: ModelConfig, stored: PreTrainedConfig, *, device: to
             return "flash_attention_3"
         if importlib.util.find_spec("flash_attn") is not None:
             return "flash_attention_2"
-    return "sdpa" if model_class._supports_sdpa else "eager"
+    if model_class._supports_sdpa:
+        return "sdpa"
+    return "eager"
 
 
 def register_attention(implementation: str, stored: PreTrainedConfig) -> str:
@@ -259,8 +268,9 @@ def register_attention(implementation: str, stored: PreTrainedConfig) -> str:
 
     If the model allows it, ``sdpa`` becomes `document_attention`, which isolates packed documents without a mask.
     """
-    isolates = implementation == "sdpa" and _model_class(stored)._supports_attention_backend
-    return register_document_attention() if isolates else implementation
+    if implementation == "sdpa" and _model_class(stored)._supports_attention_backend:
+        return register_document_attention()
+    return implementation
 
 
 def _model_class(stored: PreTrainedConfig) -> Any:
@@ -273,7 +283,8 @@ def _load_weights(
     check_weight_files(path)
     adapters = find_adapters(path)
     if adapters is not None:
-        path, revision = adapters.base, adapters.revision
+        path = adapters.base
+        revision = adapters.revision
     path = model_folder(path)
     try:
         with pickles_refused(path):

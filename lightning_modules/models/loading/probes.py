@@ -76,7 +76,8 @@ def short_windows(backbone: Backbone) -> Iterator[None]:
 @contextlib.contextmanager
 def attention_of_transformers(backbone: Backbone) -> Iterator[None]:
     """Use the attention of torch or transformers instead of ours or an external kernel."""
-    model, attention = backbone.base_model, backbone.attention
+    model = backbone.base_model
+    attention = backbone.attention
     if attention not in ("sdpa", "eager"):
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     try:

@@ -102,10 +102,14 @@ class Provenance(NamedTuple):
 
     def __str__(self) -> str:
         """Return the parts that a reader compares, with short hashes."""
-        tokens = f"tokenizer {self.tokenizer[:8]}" if self.tokenizer else ""
-        precision = self.precision if self.precision not in ("none", NOT_RECORDED) else ""
-        parts = dict.fromkeys((shorten_hashes(self.identity), tokens, self.dtype, precision, self.attention))
-        return ", ".join(filter(None, parts))
+        parts = [shorten_hashes(self.identity)]
+        if self.tokenizer:
+            parts.append(f"tokenizer {self.tokenizer[:8]}")
+        parts.append(self.dtype)
+        if self.precision not in ("none", NOT_RECORDED):
+            parts.append(self.precision)
+        parts.append(self.attention)
+        return ", ".join(filter(None, dict.fromkeys(parts)))
 
     @classmethod
     def read(cls, values: Mapping[str, Any], prefix: str = "") -> "Provenance | None":
@@ -119,5 +123,7 @@ def describe_key_tokens(settings: Mapping[str, Any], evaluator: Provenance | Non
     """Describe how key tokens are found: the evaluator, K, d, thresholds and rule, if they are known."""
     names = {"context_length": "K", "stride": "d", "alpha": "alpha", "beta": "beta", "key_token_rule": "rule"}
     numbers = [f"{short} = {settings[name]}" for name, short in names.items() if name in settings]
-    about = f" ({evaluator})" if evaluator else ""
-    return ", ".join([f"evaluator {settings.get('evaluator')}{about}", *numbers])
+    name = f"evaluator {settings.get('evaluator')}"
+    if evaluator is not None:
+        name += f" ({evaluator})"
+    return ", ".join([name, *numbers])

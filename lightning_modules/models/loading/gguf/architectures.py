@@ -29,7 +29,8 @@ def read_config(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], facto
     Raises:
         ValueError: If a value is missing, or one that cannot be converted is set.
     """
-    layers, width = metadata.take_size("block_count"), metadata.take_size("embedding_length")
+    layers = metadata.take_size("block_count")
+    width = metadata.take_size("embedding_length")
     heads = metadata.take_size("attention.head_count")
     head_dim = metadata.take_size("attention.key_length", max(width // heads, 1))
     if layers > len(shapes):  # some configs make a list of such a length
@@ -106,11 +107,16 @@ def _match_llama_3(metadata: Metadata, theta: float, factors: torch.Tensor) -> d
 
 def _read_gemma_3(metadata: Metadata, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of Gemma 3 that other architectures lack, or that it has for each kind of layer."""
-    layers, heads = settings["num_hidden_layers"], settings["num_attention_heads"]
+    layers = settings["num_hidden_layers"]
+    heads = settings["num_attention_heads"]
     local = exact_float(metadata.take("rope.freq_base_swa", 1e4))
     # Rules of llama.cpp: every sixth layer has no window, and only the largest model, of 62 layers, scales attention by
     # the width of all heads.
-    kinds = ["full_attention" if index % 6 == 5 else "sliding_attention" for index in range(layers)]
+    period = ["sliding_attention"] * 5 + ["full_attention"]
+    kinds = (period * layers)[:layers]
+    scaled_width = settings["head_dim"]
+    if layers == 62:
+        scaled_width = settings["hidden_size"] // heads
     return {
         "layer_types": kinds,
         "sliding_window": metadata.take_size("attention.sliding_window"),
@@ -118,7 +124,7 @@ def _read_gemma_3(metadata: Metadata, settings: Mapping[str, Any]) -> dict[str, 
             "full_attention": settings["rope_parameters"],
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
         },
-        "query_pre_attn_scalar": settings["hidden_size"] // heads if layers == 62 else settings["head_dim"],
+        "query_pre_attn_scalar": scaled_width,
         "final_logit_softcapping": None,
     }
 
@@ -130,4 +136,6 @@ def original_values(name: str, values: NDArray[np.float32], architecture: str, c
     if architecture == "llama" and part in heads:  # llama.cpp rotates neighboring elements of a head
         rows = values.reshape(heads[part], -1, 2, *values.shape[1:])
         return rows.swapaxes(1, 2).reshape(values.shape)
-    return values - np.float32(1) if architecture == "gemma3" and "norm" in part else values
+    if architecture == "gemma3" and "norm" in part:
+        return values - np.float32(1)
+    return values

@@ -33,7 +33,9 @@ log = logging.getLogger(__name__)
 def model_folder(path_or_id: str, kind: str = "model") -> str:
     """Return the local folder or the hub id of a model or tokenizer; a GGUF file is converted into a folder first."""
     path = local_or_hub(path_or_id, kind)
-    return str(convert_gguf(Path(path))) if is_gguf(path) else path
+    if not is_gguf(path):
+        return path
+    return str(convert_gguf(Path(path)))
 
 
 def convert_gguf(file: Path) -> Path:
@@ -65,9 +67,13 @@ def _convert(file: Path, folder: Path) -> None:
         kinds[tensor.tensor_type.name] += int(tensor.n_elements)
     dtype = _DTYPES.get(max(kinds, key=lambda kind: kinds[kind]), torch.bfloat16)
     # 1. All that the file specifies, which must be understood.
-    factors = tensors.pop("rope_freqs.weight", None) if metadata.architecture == "llama" else None
-    shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in tensors.items()}
-    config, names = _match_parameters(metadata, shapes, None if factors is None else torch.tensor(factors.data))
+    factors = None
+    if metadata.architecture == "llama" and "rope_freqs.weight" in tensors:
+        factors = torch.tensor(tensors.pop("rope_freqs.weight").data)
+    shapes = {}
+    for name, tensor in tensors.items():
+        shapes[name] = tuple(map(int, reversed(tensor.shape)))
+    config, names = _match_parameters(metadata, shapes, factors)
     tokenizer = read_tokenizer(file, reader, metadata, type(config))
     metadata.check_all_taken()
     # 2. The weights as transformers stores them.
@@ -77,7 +83,8 @@ def _convert(file: Path, folder: Path) -> None:
         weights[names[name]] = torch.from_numpy(values.copy()).to(dtype)
     # 3. The folder.
     config.dtype = dtype
-    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    config.bos_token_id = tokenizer.bos_token_id
+    config.eos_token_id = tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id
     config.save_pretrained(folder)
     save_torch_state_dict(weights, folder)
@@ -114,7 +121,9 @@ def _read_file(file: Path) -> tuple[Any, Metadata]:
 def _read_value(name: str, field: Any) -> Any:
     # The tokenizer's arrays have up to a million entries, each of which takes Python a while.
     is_long = len(field.types) > 1 and name.startswith("tokenizer.")
-    return len(field.data) if is_long else field.contents()
+    if is_long:
+        return len(field.data)
+    return field.contents()
 
 
 def _match_parameters(

@@ -45,7 +45,9 @@ class Metadata:
 
     def refuse(self, key: str, value: Any, wanted: str) -> NoReturn:
         """Raise a ``ValueError`` for the value of a key."""
-        found = f"lacks `{self._whole(key)}`" if value is None else f"has `{self._whole(key)}` = {value!r:.50}"
+        found = f"has `{self._whole(key)}` = {value!r:.50}"
+        if value is None:
+            found = f"lacks `{self._whole(key)}`"
         raise ValueError(
             f"'{self.name}' {found}, but only {wanted} can be converted exactly. Use the model's folder of the Hugging"
             " Face hub instead."
@@ -61,7 +63,9 @@ class Metadata:
             )
 
     def _whole(self, key: str) -> str:
-        return key if key.startswith("tokenizer.") else f"{self.architecture}.{key}"
+        if key.startswith("tokenizer."):
+            return key
+        return f"{self.architecture}.{key}"
 
 
 def exact_float(value: float) -> float:

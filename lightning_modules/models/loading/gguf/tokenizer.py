@@ -90,9 +90,12 @@ def _check_control_tokens(tokenizer: PreTrainedTokenizerFast, reader: Any, name:
 
     transformers gives a new id to one with letters that a byte-level vocabulary does not spell.
     """
-    tokens, types = (reader.fields.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    tokens = reader.fields.get("tokenizer.ggml.tokens")
+    types = reader.fields.get("tokenizer.ggml.token_type")
+    if types is None:
+        return
     added = tokenizer.get_added_vocab()
-    for index, part in enumerate(types.data if types is not None else ()):
+    for index, part in enumerate(types.data):
         if types.parts[part][0] == _CONTROL:
             token = bytes(tokens.parts[tokens.data[index]]).decode("utf-8", errors="replace")
             if added.get(token) != index:
@@ -119,12 +122,15 @@ def _set_spaces(tokenizer: PreTrainedTokenizerFast, *, prefix: bool) -> None:
 
     As in Llama 2's tokenizer.json, the space also precedes a text that begins with one, unlike in transformers.
     """
-    spaces = normalizers.Replace(" ", "▁")
+    normalizer: normalizers.Normalizer = normalizers.Replace(" ", "▁")
     read = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix:
+        normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizer])
+        read.append(decoders.Strip(" ", 1, 0))
     backend = tokenizer.backend_tokenizer
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
+    backend.normalizer = normalizer
     backend.pre_tokenizer = None
-    backend.decoder = decoders.Sequence([*read, decoders.Strip(" ", 1, 0)] if prefix else read)
+    backend.decoder = decoders.Sequence(read)
 
 
 def _set_ends(tokenizer: PreTrainedTokenizerFast, metadata: Metadata, *, begins: bool) -> None:
